@@ -1,0 +1,47 @@
+"""The ids that everything else is keyed by, and the one hash they are made with.
+
+Rules of this file:
+1. An id is a string or an integer wrapped in a NewType, so that mypy keeps a shard from being taken for a fragment.
+2. A digest is BLAKE2b with 20 bytes, as 40 lower-case hexadecimal digits (the length that git made familiar).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NewType
+
+PeerId = NewType("PeerId", str)
+"""A peer's libp2p id: base58 text derived from its public key (in the simulator any short name)."""
+
+LearnerId = NewType("LearnerId", str)
+"""One life of one peer's learner: ``<peer id>/<incarnation>``. A learner that restarts is a new learner."""
+
+RunId = NewType("RunId", str)
+"""The digest of the run's manifest."""
+
+FragmentId = NewType("FragmentId", int)
+ShardId = NewType("ShardId", int)
+"""Index over all shards of the run, fragments in order."""
+
+Digest = NewType("Digest", str)
+"""40 hexadecimal digits."""
+
+DIGEST_BYTES = 20
+
+
+def digest_of(*parts: bytes) -> Digest:
+    """Digest of the concatenation of ``parts`` (bytes-like, contiguous)."""
+    h = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for part in parts:
+        h.update(part)
+    return Digest(h.hexdigest())
+
+
+def learner_id(peer: PeerId, incarnation: str) -> LearnerId:
+    """The id of the learner that ``peer`` runs in this life."""
+    return LearnerId(f"{peer}/{incarnation}")
+
+
+def peer_of(learner: LearnerId) -> PeerId:
+    """The peer that runs ``learner``."""
+    return PeerId(learner.partition("/")[0])

@@ -1,0 +1,307 @@
+"""The manifest: the immutable description of a run, and the layout of its parameters that follows from it.
+
+Rules of this file:
+1. Everything here is plain data: frozen structs that decode from TOML (a founder's configuration) and from MessagePack
+   (a manifest fetched from another peer) with every field checked. Unknown fields are errors.
+2. A run is named by its manifest's digest, so whatever two peers must agree on to merge bit for bit belongs here, and
+   whatever a peer may choose alone (addresses, device, budgets) does not.
+3. The manifest holds the digests of version 0 of every shard. A chain that does not start there is not this run's, so a
+   newcomer with fresh weights can never seed an existing run.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId, ShardId, digest_of
+
+PROTOCOL_VERSION = 1
+"""Raised whenever peers of two releases could no longer merge together."""
+
+Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")]
+Positive = Annotated[int, Meta(ge=1, le=2**40)]
+Rate = Annotated[float, Meta(gt=0.0, le=1e3)]
+Share = Annotated[float, Meta(ge=0.0, lt=1.0)]
+Codec = Literal["int4", "int8", "bf16"]
+MergeRule = Literal["rda", "direct"]
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A byte-level decoder-only transformer (RMSNorm, RoPE, SwiGLU)."""
+
+    kind: Literal["transformer"] = "transformer"
+    width: Positive = 128
+    """Residual stream; divisible by ``heads``."""
+    depth: Positive = 4
+    """Number of blocks."""
+    heads: Positive = 4
+    context: Positive = 128
+    """Tokens a sample has."""
+    vocabulary: Annotated[int, Meta(ge=2, le=2**20)] = 256
+    """Byte-level models use 256."""
+
+
+class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a peer finds its corpus. Files are split by a hash of their relative path, so that peers with the same files
+    agree on what is held out."""
+
+    kind: Literal["stdlib", "files"] = "stdlib"
+    """``stdlib``: the source of the machine's own Python standard library. ``files``: every file below ``path``."""
+    path: Annotated[str, Meta(max_length=4096)] = ""
+    """Folder for ``files``; a joiner may point elsewhere with ``--data``."""
+    pattern: Annotated[str, Meta(max_length=256)] = "*.py"
+    held_out_share: Annotated[float, Meta(gt=0.0, le=0.5)] = 0.05
+
+
+class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The inner optimizer: AdamW with warm-up and cosine decay over the *global* step, and gradient clipping."""
+
+    steps: Positive = 1000
+    """Global step at which the run is complete."""
+    batch: Positive = 16
+    """Samples per inner step of one learner."""
+    learning_rate: Rate = 1e-3
+    """Peak."""
+    final_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.1
+    """Share of the peak that is left at ``steps``."""
+    warmup: Annotated[int, Meta(ge=0, le=2**40)] = 50
+    """Steps of linear warm-up; at most ``steps``."""
+    weight_decay: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.1
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    clip: Annotated[float, Meta(ge=0.0, le=1e6)] = 1.0
+    """Largest norm of the whole gradient; 0 switches clipping off."""
+
+
+class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When fragments are exchanged, and how long an owner waits (Decoupled DiLoCo, arXiv 2604.21428)."""
+
+    fragments: Positive = 24
+    """P. At most the number of tensors."""
+    sync_every: Positive = 24
+    """H: each fragment has one turn every H steps. At least P, so that no two fragments are due at the same step."""
+    overlap: Positive = 2
+    """tau: inner steps that an exchange may take before it is late; less than H."""
+    min_quorum: Positive = 1
+    """K: an owner never merges fewer contributions."""
+    grace_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.7
+    """gamma: share of the remaining overlap that the owner waits for late learners."""
+    max_shard: Annotated[int, Meta(ge=1024, le=2**32)] = 1 << 20
+    """Largest shard in parameters; a fragment is cut into equal shards no larger than this."""
+
+
+class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The outer optimizer: SGD with Nesterov momentum, and how learners take a commit."""
+
+    learning_rate: Rate = 0.7
+    momentum: Share = 0.9
+    merge: MergeRule = "rda"
+    """Radial-directional averaging, or the direct mean. Embeddings always use the direct mean."""
+    adopt: Literal["carry", "overwrite"] = "carry"
+    """``carry`` keeps the steps made since the snapshot; ``overwrite`` is the paper's rule and throws them away."""
+
+
+class CodecConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How outer gradients travel: ``up`` from learner to owner, ``down`` from owner to everybody."""
+
+    up: Codec = "int4"
+    down: Codec = "int4"
+
+
+class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Held-out loss of the global model, measured by one peer for all."""
+
+    every: Annotated[int, Meta(ge=0, le=2**40)] = 5
+    """Versions of shard 0 between two evaluations; 0 switches them off."""
+    samples: Positive = 64
+
+
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a founder writes: one TOML file a run."""
+
+    name: Name
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    inner: InnerConfig = InnerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    outer: OuterConfig = OuterConfig()
+    codec: CodecConfig = CodecConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One trainable tensor, in the model's own order."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    shape: Annotated[tuple[Annotated[int, Meta(ge=1, le=2**40)], ...], Meta(max_length=8)]
+    merge: MergeRule
+    fragment: FragmentId
+
+    @property
+    def elements(self) -> int:
+        """Number of parameters."""
+        n = 1
+        for side in self.shape:
+            n *= side
+        return n
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A founded run: the configuration, the tensors in their fragments, and the digests of version 0."""
+
+    protocol: int = PROTOCOL_VERSION
+    founder: Annotated[PeerId, Meta(min_length=1, max_length=128)]
+    config: RunConfig
+    tensors: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=2**16)]
+    genesis: Annotated[tuple[Digest, ...], Meta(min_length=1, max_length=2**16)]
+    """Digest of every shard's version 0, in the order of the layout."""
+
+    def encode(self) -> bytes:
+        """The canonical bytes: what is hashed, stored and sent."""
+        return msgspec.msgpack.encode(self)
+
+    @property
+    def run(self) -> RunId:
+        """The run's id: the digest of the canonical bytes."""
+        return RunId(digest_of(self.encode()))
+
+
+MAX_MANIFEST_BYTES = 1 << 22
+
+
+def decode_manifest(data: bytes, run: RunId) -> Manifest:
+    """Decode and check a manifest that another peer sent.
+
+    Raises:
+        ValueError: it does not match ``run``'s digest, is malformed, or describes an impossible run.
+    """
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise ValueError(f"the manifest has {len(data)} bytes, more than the {MAX_MANIFEST_BYTES} allowed")
+    found = digest_of(data)
+    if found != run:
+        raise ValueError(f"the manifest's digest is {found}, the run is {run}: it was altered, or is another run's")
+    manifest = msgspec.msgpack.decode(data, type=Manifest)
+    if manifest.protocol != PROTOCOL_VERSION:
+        raise ValueError(
+            f"the run speaks protocol {manifest.protocol}, this release {PROTOCOL_VERSION}: install the matching release"
+        )
+    problems = config_problems(manifest.config, tensors=len(manifest.tensors))
+    if problems:
+        raise ValueError("; ".join(problems))
+    if any(not 0 <= t.fragment < manifest.config.schedule.fragments for t in manifest.tensors):
+        raise ValueError("the manifest puts a tensor into a fragment that does not exist")
+    if len(manifest.genesis) != len(Layout.of(manifest).shards):
+        raise ValueError("the manifest's list of version-0 digests does not fit its shards")
+    return manifest
+
+
+def config_problems(config: RunConfig, *, tensors: int | None = None) -> list[str]:
+    """What is impossible in ``config``, one sentence each, naming the field and the allowed values; empty if sound."""
+    problems = []
+    model, schedule, inner = config.model, config.schedule, config.inner
+    if model.width % model.heads or (model.width // model.heads) % 2:
+        problems.append(
+            f"model.width = {model.width} must be a multiple of 2 * model.heads = {2 * model.heads} (rotary pairs)"
+        )
+    if schedule.sync_every < schedule.fragments:
+        problems.append(
+            f"schedule.sync_every = {schedule.sync_every} must be at least schedule.fragments = {schedule.fragments}: "
+            "every fragment needs a step of its own"
+        )
+    if schedule.sync_every % schedule.fragments:
+        problems.append(
+            f"schedule.sync_every = {schedule.sync_every} must be a multiple of schedule.fragments = "
+            f"{schedule.fragments}, so that turns are evenly spaced"
+        )
+    if schedule.overlap >= schedule.sync_every and schedule.sync_every > 1:
+        problems.append(
+            f"schedule.overlap = {schedule.overlap} must be less than schedule.sync_every = {schedule.sync_every}"
+        )
+    if tensors is not None and schedule.fragments > tensors:
+        problems.append(f"schedule.fragments = {schedule.fragments} must be at most the model's {tensors} tensors")
+    if inner.warmup > inner.steps:
+        problems.append(f"inner.warmup = {inner.warmup} must be at most inner.steps = {inner.steps}")
+    if config.data.kind == "files" and not config.data.path:
+        problems.append('data.path is empty: with data.kind = "files" it must name a folder of text')
+    return problems
+
+
+class Shard(msgspec.Struct, frozen=True, kw_only=True):
+    """A contiguous piece of a fragment: the unit of merging, ownership and versioning."""
+
+    shard: ShardId
+    fragment: FragmentId
+    start: int
+    """First element in the flat parameter vector."""
+    stop: int
+    """One past the last element."""
+    merge: MergeRule
+
+    @property
+    def elements(self) -> int:
+        """Number of parameters."""
+        return self.stop - self.start
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """How the tensors lie in one flat float32 vector, and how that is cut into fragments and shards.
+
+    Tensors lie fragment after fragment; inside a fragment those merged by the direct mean come first, so that every
+    shard has one merge rule.
+    """
+
+    order: tuple[int, ...]
+    """Indices into the manifest's tensors, in flat order."""
+    starts: tuple[int, ...]
+    """First element of each tensor of ``order``."""
+    shards: tuple[Shard, ...]
+    fragments: tuple[tuple[ShardId, ...], ...]
+    """The shards of each fragment."""
+    elements: int
+
+    @staticmethod
+    def of(manifest: Manifest) -> Layout:
+        """The layout that every peer of the run derives from its manifest."""
+        return make_layout(
+            manifest.tensors,
+            manifest.config.schedule.fragments,
+            manifest.config.schedule.max_shard,
+            manifest.config.outer.merge,
+        )
+
+
+def make_layout(tensors: tuple[TensorSpec, ...], fragments: int, max_shard: int, merge: MergeRule) -> Layout:
+    """Place ``tensors`` in the flat vector and cut it: ``fragments`` pieces, each into shards of at most ``max_shard``
+    parameters with one merge rule. With ``merge`` = "direct" no tensor uses RDA."""
+    rule: list[MergeRule] = ["direct" if merge == "direct" else t.merge for t in tensors]
+    order: list[int] = []
+    starts: list[int] = []
+    shards: list[Shard] = []
+    members: list[tuple[ShardId, ...]] = []
+    at = 0
+    for fragment in range(fragments):
+        first_shard = len(shards)
+        for kind in ("direct", "rda"):
+            begin = at
+            for i, tensor in enumerate(tensors):
+                if tensor.fragment == fragment and rule[i] == kind:
+                    order.append(i)
+                    starts.append(at)
+                    at += tensor.elements
+            pieces = -(-(at - begin) // max_shard)
+            for piece in range(pieces):
+                shards.append(
+                    Shard(
+                        shard=ShardId(len(shards)),
+                        fragment=FragmentId(fragment),
+                        start=begin + (at - begin) * piece // pieces,
+                        stop=begin + (at - begin) * (piece + 1) // pieces,
+                        merge=kind,
+                    )
+                )
+        members.append(tuple(ShardId(s) for s in range(first_shard, len(shards))))
+    return Layout(order=tuple(order), starts=tuple(starts), shards=tuple(shards), fragments=tuple(members), elements=at)
