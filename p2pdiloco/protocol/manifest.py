@@ -45,8 +45,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a peer finds its corpus. Files are split by a hash of their relative path, so that peers with the same files
-    agree on what is held out."""
+    """Where a peer finds its corpus. Files are split by a hash of their relative path, so that peers with the same
+    files agree on what is held out."""
 
     kind: Literal["stdlib", "files"] = "stdlib"
     """``stdlib``: the source of the machine's own Python standard library. ``files``: every file below ``path``."""
@@ -181,13 +181,14 @@ def decode_manifest(data: bytes, run: RunId) -> Manifest:
     """
     if len(data) > MAX_MANIFEST_BYTES:
         raise ValueError(f"the manifest has {len(data)} bytes, more than the {MAX_MANIFEST_BYTES} allowed")
-    found = digest_of(data)
+    found = RunId(digest_of(data))
     if found != run:
         raise ValueError(f"the manifest's digest is {found}, the run is {run}: it was altered, or is another run's")
     manifest = msgspec.msgpack.decode(data, type=Manifest)
     if manifest.protocol != PROTOCOL_VERSION:
         raise ValueError(
-            f"the run speaks protocol {manifest.protocol}, this release {PROTOCOL_VERSION}: install the matching release"
+            f"the run speaks protocol {manifest.protocol} and this release {PROTOCOL_VERSION}: "
+            "install the release that matches"
         )
     problems = config_problems(manifest.config, tensors=len(manifest.tensors))
     if problems:

@@ -1,0 +1,365 @@
+"""How a peer takes commits and states: in order, heaviest chain first, from whoever has them.
+
+Rules of this file:
+1. A commit is applied only on top of its parent; one shard applies one thing at a time. Children that came early wait.
+2. Another head is worth getting only if it is heavier. Commits are asked for first; the whole shard's state is fetched
+   only when our head is not in the donor's log (a fork, or too long an absence), or when there is no state yet.
+3. When the head changes, the learner's own marks decide what leaves its delta and what returns to it (``ledger``).
+"""
+
+from __future__ import annotations
+
+from p2pdiloco.protocol.chain import MARK_LIFE_LOGS, NO_MARK, is_heavier
+from p2pdiloco.protocol.contributing import Contributing
+from p2pdiloco.protocol.core import Core
+from p2pdiloco.protocol.effects import Apply, BecameCurrent, Evaluate, Fetch, Install
+from p2pdiloco.protocol.events import Mark, ShardState
+from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
+from p2pdiloco.protocol.ledger import STAY, Walk
+from p2pdiloco.protocol.merging import Merging
+from p2pdiloco.protocol.messages import (
+    Commit,
+    CommitHeader,
+    CommitsRequest,
+    FetchAdvised,
+    Head,
+    Heads,
+    HeadsRequest,
+    commit_id,
+)
+from p2pdiloco.protocol.ownership import EVALUATION_DUTY, ranked_owners
+
+MAX_FETCHES = 4
+"""States fetched at once by a newcomer, over all shards."""
+MAX_COMMITS_SENT = 32
+
+
+class Adopting:
+    """Commits and states on their way into this peer's chains."""
+
+    def __init__(self, core: Core, merging: Merging, contributing: Contributing) -> None:
+        self.core = core
+        self.merging = merging
+        self.contributing = contributing
+        self.applying: dict[ShardId, tuple[Digest, CommitHeader | ShardState]] = {}
+        """What each shard's next state will be, once the work is done."""
+        self.waiting: dict[ShardId, dict[Digest, CommitHeader]] = {}
+        """Commits that came before their parent, by parent."""
+        self.staged: dict[ShardId, ShardState] = {}
+        """A fetched state that came while something else was being applied."""
+        self.asked: dict[ShardId, PeerId] = {}
+        """Who was asked for commits or a state."""
+        self.offers: dict[PeerId, dict[ShardId, Head]] = {}
+        """While joining: heads that donors reported."""
+
+    # -- commits -------------------------------------------------------------------------------------------------------
+
+    def receive(self, sender: PeerId, header: CommitHeader) -> None:
+        """Another peer's commit: apply it, keep it until its parent is here, or settle a fork."""
+        shard, core = header.shard, self.core
+        chain = core.chains[shard]
+        new_id = commit_id(header)
+        if chain.head is None:
+            self._wait(header)
+            return
+        applying = self.applying.get(shard)
+        if new_id == chain.head.id or new_id in chain.log_ids or (applying is not None and applying[0] == new_id):
+            return
+        if applying is not None:
+            self._wait(header)
+        elif header.parent == chain.head.id:
+            self._apply_if_sound(sender, header, new_id)
+        else:
+            self.saw(sender, Head(shard, header.version, new_id, header.tokens))
+
+    def _apply_if_sound(self, sender: PeerId | None, header: CommitHeader, new_id: Digest) -> None:
+        chain = self.core.chains[header.shard]
+        problem = chain.problem(header, self.core.head(header.shard), self.core.config.min_quorum)
+        if problem is None:
+            self.apply(header, new_id)
+        else:
+            origin = sender or header.owner
+            self.core.note("warning", "commit", f"shard {header.shard} commit of {origin} not taken: {problem}")
+
+    def _wait(self, header: CommitHeader) -> None:
+        waiting = self.waiting.setdefault(header.shard, {})
+        if len(waiting) >= self.core.config.log_length:
+            del waiting[min(waiting, key=lambda parent: waiting[parent].version)]
+        other = waiting.get(header.parent)
+        if other is None or (header.tokens, commit_id(header)) > (other.tokens, commit_id(other)):
+            waiting[header.parent] = header
+
+    def apply(self, header: CommitHeader, new_id: Digest) -> None:
+        """Take a sound commit on top of the head."""
+        learner = self.core.learner
+        walk: Walk | None = STAY
+        if learner is not None and not self.core.config.is_overwrite:
+            mine = next((c for c in header.contributors if c.learner == learner.id), None)
+            if mine is not None:
+                walk = self._walk(header.shard, mine.tokens_to)
+        self.applying[header.shard] = (new_id, header)
+        self.core.effects.append(
+            Apply(
+                header,
+                new_id,
+                None if learner is None else learner.id,
+                () if walk is None else walk.settled,
+                () if walk is None else walk.restored,
+                walk is None or self.core.config.is_overwrite,
+            )
+        )
+
+    def _walk(self, shard: ShardId, to_tokens: int) -> Walk | None:
+        learner = self.core.learner
+        assert learner is not None
+        walk = self.contributing.ledgers[shard].walk(learner.marks[shard].tokens, to_tokens)
+        if walk is None:
+            self.core.note(
+                "warning",
+                "carry",
+                f"shard {shard}: contributions between own tokens {learner.marks[shard].tokens} and {to_tokens} are "
+                "forgotten, the learner takes the global parameters and loses its unmerged progress",
+            )
+        return walk
+
+    def applied(self, shard: ShardId, head_id: Digest) -> None:
+        """The work is done: the shard has a new head."""
+        core = self.core
+        entry = self.applying.get(shard)
+        if entry is None or entry[0] != head_id:
+            return
+        del self.applying[shard]
+        _, target = entry
+        chain = core.chains[shard]
+        old = chain.head
+        parent = None
+        if isinstance(target, CommitHeader):
+            chain.advance(target, head_id)
+            parent = target.parent
+        else:
+            chain.replace(target)
+        head = core.head(shard)
+        core.heads_mark ^= _mark_bits(head.id) ^ (0 if old is None else _mark_bits(old.id))
+        self._move_own_mark(shard, target)
+        self._forget_request(shard, head)
+        self.contributing.adopt_step(chain.step)
+        self.merging.moved(shard, parent)
+        self.contributing.moved(shard)
+        if isinstance(target, CommitHeader) and shard == 0:
+            self._evaluate_if_mine(head.version)
+        self._next(shard)
+
+    def _move_own_mark(self, shard: ShardId, target: CommitHeader | ShardState) -> None:
+        learner = self.core.learner
+        if learner is None:
+            return
+        own, head = learner.marks[shard], self.core.head(shard)
+        mark = self.core.chains[shard].marks.get(learner.id)
+        if mark is not None:
+            own = mark
+        elif (
+            isinstance(target, ShardState)
+            and head.version - own.version <= MARK_LIFE_LOGS * self.core.config.log_length
+        ):
+            own = NO_MARK
+        if self.core.config.is_overwrite:
+            own = Mark(learner.tokens, learner.steps, own.version)
+        learner.marks[shard] = own
+
+    def _next(self, shard: ShardId) -> None:
+        """Something may have been waiting for this head."""
+        staged = self.staged.pop(shard, None)
+        if staged is not None:
+            self.install(staged)
+        waiting = self.waiting.get(shard)
+        if waiting and shard not in self.applying:
+            head = self.core.head(shard)
+            header = waiting.pop(head.id, None)
+            for parent in [p for p, h in waiting.items() if h.version <= head.version]:
+                rival = waiting.pop(parent)
+                if rival.owner in self.core.membership.live:
+                    self.saw(rival.owner, Head(shard, rival.version, commit_id(rival), rival.tokens))
+            if header is not None:
+                self._apply_if_sound(None, header, commit_id(header))
+
+    def apply_failed(self, shard: ShardId, reason: str) -> None:
+        """A commit did not give its digest, or a state did not fit: get the shard's state from somebody else."""
+        entry = self.applying.pop(shard, None)
+        self.core.note("warning", "repair", f"shard {shard}: {reason}; its state is fetched from a peer")
+        donors = [p for p in self.core.membership.live if self._is_donor(p)]
+        if entry is not None and donors:
+            self._fetch(shard, donors[len(self.asked) % len(donors)])
+        self.fetch_missing()
+
+    # -- other heads ---------------------------------------------------------------------------------------------------
+
+    def saw(self, peer: PeerId, theirs: Head) -> None:
+        """A peer has this head: get it if it is heavier than ours, show ours if it is lighter."""
+        core, shard = self.core, theirs.shard
+        chain = core.chains[shard]
+        if chain.head is None or shard in self.applying:
+            return
+        if is_heavier(theirs, chain.head):
+            if shard not in self.asked:
+                self._ask(shard, peer)
+                core.send((peer,), CommitsRequest(shard, chain.head.id))
+        elif theirs.id != chain.head.id and theirs.id not in chain.log_ids and chain.log:
+            core.send((peer,), Commit(chain.log[-1]))
+
+    def commits_requested(self, peer: PeerId, request: CommitsRequest) -> None:
+        """Send what follows the asker's head, or advise to fetch."""
+        chain = self.core.chains[request.shard]
+        if chain.head is None:
+            return
+        commits = chain.commits_after(request.head)
+        if commits is None:
+            self.core.send((peer,), FetchAdvised(request.shard, chain.head))
+            return
+        for header in commits[:MAX_COMMITS_SENT]:
+            self.core.send((peer,), Commit(header))
+
+    def fetch_advised(self, peer: PeerId, advice: FetchAdvised) -> None:
+        """The donor's log does not hold our head."""
+        head = self.core.chains[advice.shard].head
+        if self.asked.get(advice.shard) == peer and head is not None and is_heavier(advice.head, head):
+            self._fetch(advice.shard, peer)
+
+    def _ask(self, shard: ShardId, peer: PeerId) -> None:
+        self.asked[shard] = peer
+        self.core.alarms.set(("asked", shard), self.core.now + self.core.config.request_s)
+
+    def _fetch(self, shard: ShardId, peer: PeerId) -> None:
+        self._ask(shard, peer)
+        self.core.alarms.cancel(("asked", shard))  # a fetch ends by itself, in Fetched or Failed
+        self.core.effects.append(Fetch(shard, peer))
+
+    def _forget_request(self, shard: ShardId, head: Head) -> None:
+        if shard in self.asked and ("asked", shard) in self.core.alarms:
+            waiting = self.waiting.get(shard)
+            if not waiting:
+                del self.asked[shard]
+                self.core.alarms.cancel(("asked", shard))
+
+    def asked_in_vain(self, shard: ShardId) -> None:
+        """No answer in time; the next difference in heads asks again."""
+        self.asked.pop(shard, None)
+
+    def fetched(self, peer: PeerId, state: ShardState) -> None:
+        """A state is here: install it if it is still the better one."""
+        shard = state.head.shard
+        self.asked.pop(shard, None)
+        if shard in self.applying:
+            self.staged[shard] = state
+        else:
+            self.install(state)
+        self.fetch_missing()
+
+    def install(self, state: ShardState) -> None:
+        """Replace the shard's state by a heavier one."""
+        core, shard = self.core, state.head.shard
+        head = core.chains[shard].head
+        if head is not None and not is_heavier(state.head, head):
+            core.note("debug", "fetch", f"shard {shard}: fetched version {state.head.version} is not heavier, dropped")
+            return
+        learner = core.learner
+        walk: Walk | None = STAY
+        if learner is not None and not core.config.is_overwrite:
+            mark = dict(state.marks).get(learner.id)
+            walk = self._walk(shard, 0 if mark is None else mark.tokens)
+        if head is not None:
+            core.note("info", "fork", f"shard {shard}: {head.tokens} tokens give way to {state.head.tokens}")
+        self.applying[shard] = (state.head.id, state)
+        core.effects.append(
+            Install(
+                state,
+                None if learner is None else learner.id,
+                () if walk is None else walk.settled,
+                () if walk is None else walk.restored,
+                walk is None or core.config.is_overwrite,
+            )
+        )
+
+    def fetch_failed(self, shard: ShardId, peer: PeerId | None, reason: str) -> None:
+        """A donor did not deliver: try another one."""
+        self.core.note("info", "fetch", f"shard {shard} from {peer}: {reason}")
+        self.asked.pop(shard, None)
+        if peer is not None and peer in self.offers:
+            self.offers[peer].pop(shard, None)
+        self.fetch_missing()
+
+    # -- heads, joining ------------------------------------------------------------------------------------------------
+
+    def heads(self) -> Heads:
+        """Ours, of all shards that have one."""
+        return Heads(tuple(c.head for c in self.core.chains if c.head is not None), self.core.step)
+
+    def heard_heads(self, peer: PeerId, message: Heads) -> None:
+        """Compare, and catch up where theirs are heavier."""
+        self.contributing.adopt_step(message.step)
+        if not self.core.is_current:
+            self.offers[peer] = {h.shard: h for h in message.heads}
+            self.fetch_missing()
+        for theirs in message.heads:
+            ours = self.core.chains[theirs.shard].head
+            if ours is not None and is_heavier(theirs, ours):
+                self.saw(peer, theirs)
+
+    def fetch_missing(self) -> None:
+        """A newcomer's next fetches, spread over the donors."""
+        if self.core.is_current:
+            return
+        for chain in self.core.chains:
+            shard = chain.shard
+            if len(self.asked) >= MAX_FETCHES:
+                return
+            if chain.head is None and shard not in self.asked and shard not in self.applying:
+                donors = sorted(p for p, heads in self.offers.items() if shard in heads)
+                if donors:
+                    self._fetch(shard, donors[shard % len(donors)])
+
+    def become_current(self) -> None:
+        """Once every shard has a state."""
+        core = self.core
+        if not core.is_current and all(chain.head is not None for chain in core.chains):
+            core.is_current = True
+            self.offers.clear()
+            core.membership.my_candidacy = core.config.weight
+            core.note("info", "join", f"all {len(core.chains)} shards are here, at global step {core.step}")
+            core.effects.append(BecameCurrent())
+
+    def look_for_donors(self, peers: tuple[PeerId, ...]) -> None:
+        """Ask ``peers`` for their heads."""
+        self.core.send(tuple(p for p in peers if self._is_donor(p)), HeadsRequest())
+
+    def _is_donor(self, peer: PeerId) -> bool:
+        view = self.core.membership.peers.get(peer)
+        return view is not None and view.beat is not None and view.beat.phase != "joining"
+
+    def peers_lost(self, lost: tuple[PeerId, ...]) -> None:
+        """Forget what they were asked for by message; fetches end by themselves."""
+        for peer in lost:
+            self.offers.pop(peer, None)
+        for shard in [s for s, p in self.asked.items() if p in lost and ("asked", s) in self.core.alarms]:
+            del self.asked[shard]
+            self.core.alarms.cancel(("asked", shard))
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    def _evaluate_if_mine(self, version: int) -> None:
+        core = self.core
+        every = core.config.evaluation_every
+        if not every or version % every or core.learner is None or core.learner.is_paused:
+            return
+        able = {*core.membership.participating, core.config.peer}
+        candidates = tuple((peer, 1.0) for peer in sorted(able))
+        if ranked_owners(core.config.run, EVALUATION_DUTY, version, candidates)[0] == core.config.peer:
+            core.effects.append(Evaluate(version))
+
+    def payloads(self) -> set[Digest]:
+        """Payloads of commits that wait or are being applied."""
+        held = {h.payload for waiting in self.waiting.values() for h in waiting.values()}
+        return held | {t.payload for _, t in self.applying.values() if isinstance(t, CommitHeader)}
+
+
+def _mark_bits(head_id: Digest) -> int:
+    return int(head_id[:15], 16)

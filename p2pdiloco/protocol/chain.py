@@ -1,0 +1,105 @@
+"""One shard's chain of commits as this peer sees it.
+
+Rules of this file:
+1. A commit extends the chain only if its parent is the head and its ranges start where the chain has merged to.
+2. Of two heads the one with more cumulative tokens wins; ties go to the larger id. Nothing else decides.
+3. The log holds the last ``length`` commits; marks of learners that were last merged long before the head are dropped,
+   by version alone, so that every peer drops the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from p2pdiloco.protocol.events import Mark, ShardState
+from p2pdiloco.protocol.identifiers import Digest, LearnerId, RunId, ShardId, digest_of
+from p2pdiloco.protocol.messages import CommitHeader, Head
+
+NO_MARK = Mark(0, 0, 0)
+MARK_LIFE_LOGS = 8
+"""A mark lives for this many log lengths of versions without being touched."""
+
+
+def genesis_head(run: RunId, shard: ShardId, result: Digest) -> Head:
+    """Version 0 of a shard: named by the run, so that chains of two runs can never meet."""
+    return Head(shard, 0, digest_of(f"{run}/{shard}/{result}".encode()), 0)
+
+
+def is_heavier(a: Head, b: Head) -> bool:
+    """The fork rule: whether head ``a`` wins over head ``b`` of the same shard."""
+    return (a.tokens, a.id) > (b.tokens, b.id)
+
+
+class Chain:
+    """Head, marks and recent commits of one shard. ``head`` is None until the shard's state is here."""
+
+    __slots__ = ("head", "length", "log", "log_ids", "marks", "shard", "step")
+
+    def __init__(self, shard: ShardId, length: int) -> None:
+        self.shard = shard
+        self.length = length
+        self.head: Head | None = None
+        self.step = 0
+        self.marks: dict[LearnerId, Mark] = {}
+        self.log: deque[CommitHeader] = deque(maxlen=length)
+        self.log_ids: deque[Digest] = deque(maxlen=length)
+
+    def problem(self, header: CommitHeader, head: Head, min_quorum: int) -> str | None:
+        """Why ``header`` cannot extend ``head`` (this chain's head), or None if it can."""
+        if header.parent != head.id or header.version != head.version + 1:
+            return f"its parent {header.parent[:8]} is not the head {head.id[:8]}"
+        tokens = given = 0
+        previous = ""
+        for c in header.contributors:
+            if c.learner <= previous:
+                return "its contributors are not sorted and distinct"
+            previous = c.learner
+            if c.tokens <= 0 or c.steps <= 0:
+                return f"learner {c.learner} has an empty range"
+            if c.tokens_from < self.marks.get(c.learner, NO_MARK).tokens:
+                return f"tokens of learner {c.learner} are merged already"
+            tokens += c.tokens
+            given += 1
+        if given < max(1, min_quorum):
+            return f"it has {given} contributors, fewer than the quorum"
+        if header.tokens != head.tokens + tokens:
+            return "its cumulative tokens are wrong"
+        return None
+
+    def advance(self, header: CommitHeader, new_id: Digest) -> None:
+        """Make ``header`` (checked by ``problem``) the head."""
+        self.log.append(header)
+        self.log_ids.append(new_id)
+        self.head = Head(self.shard, header.version, new_id, header.tokens)
+        self.step = header.step
+        for c in header.contributors:
+            self.marks[c.learner] = Mark(c.tokens_to, c.steps_to, header.version)
+        oldest = header.version - MARK_LIFE_LOGS * self.length
+        if oldest > 0:
+            stale = [learner for learner, mark in self.marks.items() if mark.version < oldest]
+            for learner in stale:
+                del self.marks[learner]
+
+    def replace(self, state: ShardState) -> None:
+        """Take a fetched (or restored) state; the log starts anew."""
+        self.log.clear()
+        self.log_ids.clear()
+        self.head = state.head
+        self.step = state.step
+        self.marks = dict(state.marks)
+
+    def commits_after(self, known: Digest) -> list[CommitHeader] | None:
+        """Commits from just after ``known`` to the head, or None if ``known`` is not on this chain's log."""
+        if self.head is None:
+            return None
+        if known == self.head.id:
+            return []
+        for i, header in enumerate(self.log):
+            if header.parent == known:
+                return list(self.log)[i:]
+        return None
+
+    def state(self) -> ShardState:
+        """What travels with a state transfer."""
+        assert self.head is not None
+        return ShardState(self.head, self.step, tuple(sorted(self.marks.items())))

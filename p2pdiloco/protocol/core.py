@@ -1,0 +1,144 @@
+"""What the parts of the machine share: configuration, time, chains, the learner's counters, and the list of effects."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from p2pdiloco.protocol.alarms import Alarms
+from p2pdiloco.protocol.chain import NO_MARK, Chain
+from p2pdiloco.protocol.effects import Effect, Note, Send
+from p2pdiloco.protocol.identifiers import FragmentId, LearnerId, PeerId, RunId, ShardId
+from p2pdiloco.protocol.membership import Membership
+from p2pdiloco.protocol.messages import Head, Message, Phase
+
+
+class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the machine must know of a run and of this peer. Times in seconds."""
+
+    run: RunId
+    peer: PeerId
+    fragments: tuple[tuple[ShardId, ...], ...]
+    """The shards of each fragment; shard ids count up over all fragments."""
+    sync_every: int
+    """H."""
+    overlap: int
+    """tau, in inner steps."""
+    min_quorum: int
+    """K."""
+    grace_share: float
+    """gamma."""
+    total_steps: int
+    """Global step at which the run is complete."""
+    is_overwrite: bool = False
+    """Learners take the global parameters on each commit instead of carrying their delta."""
+    evaluation_every: int = 0
+    """Versions of shard 0 between evaluations; 0 for none."""
+    weight: float = 1.0
+    """Share of ownership that this peer asks for; 0 if it cannot be reached from outside."""
+    log_length: int = 32
+    """Commits kept for each shard, and own contributions kept for undoing a fork."""
+    heartbeat_s: float = 1.0
+    takeover_floor_s: float = 1.0
+    takeover_ceiling_s: float = 60.0
+    request_s: float = 10.0
+    """How long a request for commits or state may be unanswered."""
+    leave_s: float = 20.0
+    """How long an orderly leave may take."""
+    finish_s: float = 60.0
+    """How long a peer waits for the others when the run is complete."""
+
+    @property
+    def shards(self) -> int:
+        """Number of shards."""
+        return sum(len(f) for f in self.fragments)
+
+    def offset(self, fragment: FragmentId) -> int:
+        """The fragment's turn is due when the global step is this, modulo H."""
+        return fragment * self.sync_every // len(self.fragments)
+
+
+class LearnerView:
+    """This peer's learner: its counters over its whole life, and how far each shard's chain has merged them."""
+
+    __slots__ = ("id", "is_paused", "marks", "step_time_s", "steps", "tokens")
+
+    def __init__(self, learner: LearnerId, shards: int) -> None:
+        self.id = learner
+        self.marks = [NO_MARK] * shards
+        """By shard. Kept here too because chains forget learners that were not merged for long."""
+        self.steps = 0
+        self.tokens = 0
+        self.step_time_s = 0.0
+        self.is_paused = False
+
+
+class Core:
+    """Shared state. Parts of the machine read and change it only while an event is handled."""
+
+    __slots__ = (
+        "alarms",
+        "chains",
+        "config",
+        "departure",
+        "effects",
+        "fragment_of",
+        "heads_mark",
+        "is_current",
+        "learner",
+        "membership",
+        "now",
+        "step",
+    )
+
+    def __init__(self, config: ProtocolConfig) -> None:
+        self.config = config
+        self.now = 0.0
+        self.effects: list[Effect] = []
+        self.alarms = Alarms()
+        self.membership = Membership(config.peer, config.heartbeat_s)
+        self.chains = [Chain(ShardId(s), config.log_length) for s in range(config.shards)]
+        self.fragment_of = [FragmentId(f) for f, shards in enumerate(config.fragments) for _ in shards]
+        self.learner: LearnerView | None = None
+        self.step = 0
+        """Global step: never behind what this peer has heard announced."""
+        self.is_current = False
+        """Every shard has had a state."""
+        self.heads_mark = 0
+        self.departure: Literal["", "leaving", "finished"] = ""
+
+    def send(self, peers: tuple[PeerId, ...], message: Message) -> None:
+        """Emit a ``Send``, unless there is nobody to send to."""
+        if peers:
+            self.effects.append(Send(peers, message))
+
+    def note(self, level: Literal["debug", "info", "warning"], topic: str, reason: str) -> None:
+        """Emit a decision's reason."""
+        self.effects.append(Note(level, topic, reason))
+
+    def head(self, shard: ShardId) -> Head:
+        """The shard's head, which must be here."""
+        head = self.chains[shard].head
+        assert head is not None
+        return head
+
+    def is_participating(self) -> bool:
+        """Whether this peer's learner may still contribute: it trains, or holds progress that is not merged."""
+        learner = self.learner
+        if learner is None or not self.is_current:
+            return False
+        return not learner.is_paused or self.unmerged_tokens() > 0
+
+    def unmerged_tokens(self) -> int:
+        """The learner's own tokens not merged yet, in the shard where that is most."""
+        learner = self.learner
+        return 0 if learner is None else learner.tokens - min(mark.tokens for mark in learner.marks)
+
+    def phase(self) -> Phase:
+        """What this peer says of itself."""
+        if not self.is_current:
+            return "joining"
+        if self.departure:
+            return self.departure
+        return "following" if self.learner is None or self.learner.is_paused else "training"

@@ -1,0 +1,99 @@
+"""Leaving in order, and the end of a run.
+
+Rules of this file:
+1. Who leaves stops training first, then opens turns for every fragment that holds unmerged progress, and goes when all
+   of it is merged or the deadline has passed.
+2. When the run is complete a peer does the same, and then stays until every live peer is at that point with the same
+   heads, so that nobody is left without the last commits.
+"""
+
+from __future__ import annotations
+
+from p2pdiloco.protocol.contributing import Contributing
+from p2pdiloco.protocol.core import Core
+from p2pdiloco.protocol.effects import Leave, PauseLearner
+from p2pdiloco.protocol.identifiers import FragmentId
+from p2pdiloco.protocol.messages import Leaving
+
+
+class Departing:
+    """On the way out."""
+
+    def __init__(self, core: Core, contributing: Contributing) -> None:
+        self.core = core
+        self.contributing = contributing
+        self.reason = ""
+        self.is_done = False
+
+    def leave(self, reason: str) -> None:
+        """The user wants to go."""
+        core = self.core
+        if core.departure == "leaving":
+            return
+        core.departure = "leaving"
+        core.membership.is_leaving = True
+        self.reason = reason
+        core.note("info", "leave", f"{reason}: contributing what is unmerged, for at most {core.config.leave_s:.0f} s")
+        core.alarms.set(("depart", 0), core.now + core.config.leave_s)
+        if core.learner is not None and not core.learner.is_paused:
+            core.effects.append(PauseLearner())
+
+    def finish(self) -> None:
+        """The run is complete."""
+        core = self.core
+        if not core.departure:
+            core.departure = "finished"
+            self.reason = "the run is complete"
+            core.note("info", "finish", f"global step {core.step} of {core.config.total_steps}")
+            core.alarms.set(("depart", 0), core.now + core.config.finish_s)
+
+    def overdue(self) -> None:
+        """The deadline passed."""
+        tokens = self.core.unmerged_tokens()
+        self._go("warning", f"the deadline passed with {tokens} tokens unmerged")
+
+    def proceed(self) -> None:
+        """Do what can be done now; called after every event."""
+        core = self.core
+        if self.is_done or not core.departure:
+            return
+        if not core.is_current:
+            if core.departure == "leaving":
+                self._go("info", "nothing was joined yet")
+            return
+        if core.learner is not None and not core.learner.is_paused:
+            return
+        if core.unmerged_tokens():
+            self._flush()
+        elif core.departure == "leaving" or self._others_are_done():
+            self._go("info", "all progress is merged")
+
+    def _flush(self) -> None:
+        """Turns out of schedule, for fragments that hold unmerged progress."""
+        core = self.core
+        learner = core.learner
+        assert learner is not None
+        for fragment, shards in enumerate(core.config.fragments):
+            turn = self.contributing.turns[fragment]
+            if not turn.is_open and any(learner.marks[s].tokens < learner.tokens for s in shards):
+                self.contributing.open(FragmentId(fragment), max(core.step, turn.step + 1), is_mine=True)
+
+    def _others_are_done(self) -> bool:
+        """Every live peer has finished with our heads."""
+        core = self.core
+        for peer in core.membership.live:
+            beat = core.membership.peers[peer].beat
+            if beat is None or beat.phase == "joining":
+                continue
+            is_at_rest = beat.phase == "finished" and not beat.is_participating
+            if not is_at_rest or beat.heads_mark != core.heads_mark:
+                return False
+        return True
+
+    def _go(self, level: str, how: str) -> None:
+        core = self.core
+        self.is_done = True
+        core.alarms.cancel(("depart", 0))
+        core.note("warning" if level == "warning" else "info", "leave", f"{self.reason}; {how}")
+        core.send(tuple(sorted(core.membership.peers)), Leaving(self.reason))
+        core.effects.append(Leave(self.reason))

@@ -1,0 +1,125 @@
+"""What the machine asks for. Effects run in order; long work comes back as an event."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from p2pdiloco.protocol.events import ShardState
+from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, ShardId
+from p2pdiloco.protocol.messages import CommitHeader, Contribution, Head, Message
+
+
+class Send(msgspec.Struct, frozen=True, array_like=True, tag="send"):
+    """Send ``message`` (and its payload) to each of ``peers`` that is connected."""
+
+    peers: tuple[PeerId, ...]
+    message: Message
+
+
+class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag="snapshot"):
+    """Learner: copy the fragment at the next step boundary. Ends in ``Snapshotted``."""
+
+    fragment: FragmentId
+    step: int
+
+
+class Encode(msgspec.Struct, frozen=True, array_like=True, tag="encode"):
+    """Quantize and compress the shard's outer gradient (base minus the snapshot). Ends in ``Encoded`` or ``Failed``."""
+
+    shard: ShardId
+    base: Head
+
+
+class Merge(msgspec.Struct, frozen=True, array_like=True, tag="merge"):
+    """Merge these contributions (sorted by learner) and prepare the outer step. Ends in ``Merged`` or ``Failed``."""
+
+    shard: ShardId
+    base: Head
+    contributions: tuple[Contribution, ...]
+
+
+class Apply(msgspec.Struct, frozen=True, array_like=True, tag="apply"):
+    """Take a commit on top of the current state. Ends in ``Applied`` or ``Failed``.
+
+    The learner's parameters move by (new global - old global), plus the payloads of ``settled`` (its own contributions
+    that this commit merged, so they are no longer its delta), minus those of ``restored``. This is ``carry``.
+    """
+
+    header: CommitHeader
+    id: Digest
+    learner: LearnerId | None
+    """Whose delta ``settled`` and ``restored`` are about; another learner's is not touched by them."""
+    settled: tuple[Digest, ...]
+    restored: tuple[Digest, ...]
+    is_reset: bool
+    """The learner's delta cannot be told apart any more (or the rule is ``overwrite``): take the global parameters."""
+
+
+class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
+    """Download the shard's state from ``peer``. Ends in ``Fetched`` or ``Failed``."""
+
+    shard: ShardId
+    peer: PeerId
+
+
+class Install(msgspec.Struct, frozen=True, array_like=True, tag="install"):
+    """Make a fetched state the shard's state; the learner moves as in ``Apply``. Ends in ``Applied`` or ``Failed``."""
+
+    state: ShardState
+    learner: LearnerId | None
+    settled: tuple[Digest, ...]
+    restored: tuple[Digest, ...]
+    is_reset: bool
+
+
+class AdoptStep(msgspec.Struct, frozen=True, array_like=True, tag="adopt-step"):
+    """Learner: the swarm's global step is at least this."""
+
+    step: int
+
+
+class BecameCurrent(msgspec.Struct, frozen=True, array_like=True, tag="current"):
+    """Every shard has a state: the learner may start."""
+
+
+class PauseLearner(msgspec.Struct, frozen=True, array_like=True, tag="pause-learner"):
+    """Learner: make no more steps. Ends in ``LearnerPaused``."""
+
+
+class Evaluate(msgspec.Struct, frozen=True, array_like=True, tag="evaluate"):
+    """Learner: measure the global model's held-out loss. Ends in ``Evaluated`` or never."""
+
+    version: int
+
+
+class Leave(msgspec.Struct, frozen=True, array_like=True, tag="done"):
+    """Nothing is left to do here: save, say good-bye, exit."""
+
+    reason: str
+
+
+class Note(msgspec.Struct, frozen=True, array_like=True, tag="note"):
+    """A decision and its reason, for logs and journals."""
+
+    level: Literal["debug", "info", "warning"]
+    topic: str
+    reason: str
+
+
+Effect = (
+    Send
+    | Snapshot
+    | Encode
+    | Merge
+    | Apply
+    | Fetch
+    | Install
+    | AdoptStep
+    | BecameCurrent
+    | PauseLearner
+    | Evaluate
+    | Leave
+    | Note
+)

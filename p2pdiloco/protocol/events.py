@@ -1,0 +1,167 @@
+"""What the machine is told. The only way anything reaches it; a journal is a list of (now, event)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, ShardId
+from p2pdiloco.protocol.messages import Head, Message
+
+
+class Mark(msgspec.Struct, frozen=True, array_like=True):
+    """How far a chain has merged one learner: its tokens and steps so far, and the version that did it."""
+
+    tokens: int
+    steps: int
+    version: int
+
+
+class ShardState(msgspec.Struct, frozen=True, array_like=True):
+    """All that the machine knows of a shard at one head; travels with a state transfer and lies in a checkpoint."""
+
+    head: Head
+    step: int
+    """Global step of the head's turn."""
+    marks: tuple[tuple[LearnerId, Mark], ...]
+    """Sorted by learner."""
+
+
+class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
+    """First event: the shards this peer brings (the founder's version 0, a checkpoint's, or none)."""
+
+    shards: tuple[ShardState, ...]
+
+
+class Woke(msgspec.Struct, frozen=True, array_like=True, tag="woke"):
+    """A deadline may have passed."""
+
+
+class PeerConnected(msgspec.Struct, frozen=True, array_like=True, tag="connected"):
+    """An authenticated connection to ``peer`` stands."""
+
+    peer: PeerId
+
+
+class PeerDisconnected(msgspec.Struct, frozen=True, array_like=True, tag="disconnected"):
+    """No connection to ``peer`` is left."""
+
+    peer: PeerId
+    reason: str
+
+
+class Received(msgspec.Struct, frozen=True, array_like=True, tag="received"):
+    """``peer`` sent ``message``; its payload, if it has one, is whole, matches its digest, and is at hand."""
+
+    peer: PeerId
+    message: Message
+
+
+class LearnerStarted(msgspec.Struct, frozen=True, array_like=True, tag="learner-started"):
+    """A learner trains, starting from the global parameters at the current heads."""
+
+    learner: LearnerId
+
+
+class LearnerStopped(msgspec.Struct, frozen=True, array_like=True, tag="learner-stopped"):
+    """The learner is gone, and its unmerged progress with it."""
+
+    reason: str
+
+
+class LearnerPaused(msgspec.Struct, frozen=True, array_like=True, tag="learner-paused"):
+    """The learner makes no more steps (asked to, or the run is complete) but still gives snapshots."""
+
+    steps: int
+    tokens: int
+
+
+class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
+    """The learner's counters after an inner step, over its whole life."""
+
+    steps: int
+    tokens: int
+    step_time_s: float
+
+
+class Snapshotted(msgspec.Struct, frozen=True, array_like=True, tag="snapshotted"):
+    """The learner copied a fragment at a step boundary."""
+
+    fragment: FragmentId
+    step: int
+    steps: int
+    tokens: int
+
+
+class Encoded(msgspec.Struct, frozen=True, array_like=True, tag="encoded"):
+    """A shard's outer gradient against ``base`` is quantized and compressed."""
+
+    shard: ShardId
+    base: Digest
+    payload: Digest
+    payload_bytes: int
+
+
+class Merged(msgspec.Struct, frozen=True, array_like=True, tag="merged"):
+    """A merge that this peer asked for is done; nothing is applied yet."""
+
+    shard: ShardId
+    base: Digest
+    payload: Digest
+    result: Digest
+
+
+class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):
+    """A commit or a fetched state is now the shard's global state, and its digest is right."""
+
+    shard: ShardId
+    head: Digest
+
+
+class Fetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
+    """A shard's state arrived, matches its digest, and waits to be installed."""
+
+    peer: PeerId
+    state: ShardState
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """Long work on a shard did not come to its end: ``work`` is the effect's name."""
+
+    work: str
+    shard: ShardId
+    peer: PeerId | None
+    reason: str
+
+
+class LeaveRequested(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
+    """Leave the run in order."""
+
+    reason: str
+
+
+class Evaluated(msgspec.Struct, frozen=True, array_like=True, tag="evaluated"):
+    """The learner measured the global model's held-out loss."""
+
+    version: int
+    loss: float
+
+
+Event = (
+    Started
+    | Woke
+    | PeerConnected
+    | PeerDisconnected
+    | Received
+    | LearnerStarted
+    | LearnerStopped
+    | LearnerPaused
+    | Stepped
+    | Snapshotted
+    | Encoded
+    | Merged
+    | Applied
+    | Fetched
+    | Failed
+    | LeaveRequested
+    | Evaluated
+)

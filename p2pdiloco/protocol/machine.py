@@ -1,0 +1,400 @@
+"""The merge protocol as one deterministic machine: Decoupled DiLoCo (arXiv 2604.21428) without its syncer.
+
+Rules of this file:
+1. ``handle(event, now)`` is the only way in, its list of effects the only way out. No clock, randomness, sockets,
+   tensors or logs in here or below: the same events at the same times give the same effects, in any process.
+2. Effects are to be run in order. Long work (encode, merge, apply, fetch) is an effect that ends in an event.
+3. ``next_deadline()`` says when ``Woke`` is due if nothing else happens.
+4. Nothing that another peer says can break an assertion: what does not fit is refused or ignored, with a reason.
+
+One turn, top to bottom: ``Stepped`` -> ``contributing.open`` -> ``Snapshot`` / ``Snapshotted`` -> ``Encode`` /
+``Encoded`` -> ``Contribution`` -> ``merging.collect`` -> ``quorum.decide`` -> ``Merge`` / ``Merged`` -> ``Commit`` ->
+``adopting.receive`` -> ``Apply`` / ``Applied`` -> ``moved``.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import msgspec
+
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.adopting import Adopting
+from p2pdiloco.protocol.contributing import Contributing
+from p2pdiloco.protocol.core import Core, LearnerView, ProtocolConfig
+from p2pdiloco.protocol.departing import Departing
+from p2pdiloco.protocol.effects import Effect, Evaluate
+from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, ShardId
+from p2pdiloco.protocol.membership import PeerView
+from p2pdiloco.protocol.merging import Merging
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """The machine's own picture, for people. The four membership numbers are never mixed: known (the caller's
+    directory), live, participating, weight averaged."""
+
+    phase: msg.Phase
+    step: int
+    live: tuple[PeerId, ...]
+    """Without this peer."""
+    participating: tuple[PeerId, ...]
+    """With this peer, if it does."""
+    weight_averaged: int
+    """Learners merged by the newest commit seen."""
+    heads: tuple[msg.Head, ...]
+    tokens_trained: int
+    tokens_unmerged: int
+    evaluation: msg.Evaluation | None
+
+
+class Machine:
+    """One peer's protocol state."""
+
+    def __init__(self, config: ProtocolConfig) -> None:
+        self.core = Core(config)
+        self.merging = Merging(self.core)
+        self.contributing = Contributing(self.core, self.merging)
+        self.adopting = Adopting(self.core, self.merging, self.contributing)
+        self.departing = Departing(self.core, self.contributing)
+        self.evaluation: msg.Evaluation | None = None
+        self.weight_averaged = 0
+        self.is_alone = False
+
+    def handle(self, event: ev.Event, now: float) -> list[Effect]:
+        """Take one event at time ``now`` (seconds, never going back) and return what is to be done, in order."""
+        core = self.core
+        core.now = max(core.now, now)
+        core.effects = []
+        self._dispatch(event)
+        while (key := core.alarms.pop_due(core.now)) is not None:
+            self._ring(*key)
+        self.departing.proceed()
+        return core.effects
+
+    def next_deadline(self) -> float | None:
+        """When to send ``Woke`` at the latest."""
+        return self.core.alarms.next()
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def _dispatch(self, event: ev.Event) -> None:
+        match event:
+            case ev.Received():
+                self._received(event.peer, event.message)
+            case ev.Woke():
+                pass
+            case ev.Stepped():
+                self._stepped(event)
+            case ev.Applied():
+                self._applied(event.shard, event.head)
+            case ev.Snapshotted():
+                self.contributing.snapshotted(event)
+            case ev.Encoded():
+                self.contributing.encoded(event)
+            case ev.Merged():
+                self._merged(event)
+            case ev.Fetched():
+                self.adopting.fetched(event.peer, event.state)
+            case ev.Failed():
+                self._failed(event)
+            case ev.PeerConnected():
+                self._connected(event.peer)
+            case ev.PeerDisconnected():
+                self.core.membership.disconnect(event.peer)
+                self._refresh(event.reason)
+            case ev.LearnerStarted():
+                self._learner_started(event)
+            case ev.LearnerStopped():
+                self._learner_stopped(event.reason)
+            case ev.LearnerPaused():
+                self._learner_paused(event)
+            case ev.LeaveRequested():
+                self.departing.leave(event.reason)
+            case ev.Evaluated():
+                self._evaluated(event)
+            case ev.Started():
+                self._started(event)
+            case _:
+                assert_never(event)
+
+    def _started(self, event: ev.Started) -> None:
+        for state in event.shards:
+            self.adopting.applying[state.head.shard] = (state.head.id, state)
+            self._applied(state.head.shard, state.head.id)
+        self._beat()
+
+    def _applied(self, shard: ShardId, head: Digest) -> None:
+        self.adopting.applied(shard, head)
+        log = self.core.chains[shard].log
+        if log and log[-1].step >= self.core.chains[0].step:
+            self.weight_averaged = len(log[-1].contributors)
+        if not self.core.is_current:
+            self.adopting.become_current()
+            self.adopting.fetch_missing()
+
+    def _merged(self, event: ev.Merged) -> None:
+        header = self.merging.commit(event)
+        if header is None or event.shard in self.adopting.applying:
+            return
+        core = self.core
+        self.adopting.apply(header, msg.commit_id(header))
+        core.send(core.membership.live, msg.Commit(header))
+        is_alone = not core.membership.live
+        if is_alone and not self.is_alone:
+            core.note("warning", "alone", f"shard {event.shard} version {header.version}: this peer commits alone")
+        self.is_alone = is_alone
+
+    def _failed(self, event: ev.Failed) -> None:
+        match event.work:
+            case "encode":
+                self.contributing.encode_failed(event.shard, event.reason)
+            case "merge":
+                self.merging.merge_failed(event.shard, event.peer, event.reason)
+            case "apply" | "install":
+                self.adopting.apply_failed(event.shard, event.reason)
+            case "fetch":
+                self.adopting.fetch_failed(event.shard, event.peer, event.reason)
+            case other:
+                raise AssertionError(f"unknown work {other!r}")
+
+    # -- the learner ---------------------------------------------------------------------------------------------------
+
+    def _learner_started(self, event: ev.LearnerStarted) -> None:
+        core = self.core
+        core.learner = LearnerView(event.learner, len(core.chains))
+        self.contributing.learner_changed()
+        if core.config.evaluation_every and core.head(ShardId(0)).version == 0 and not core.membership.participating:
+            core.effects.append(Evaluate(0))
+        if core.departure == "leaving":
+            self.departing.leave(self.departing.reason)
+        self._beat()
+
+    def _learner_stopped(self, reason: str) -> None:
+        self.core.note("warning", "learner", reason)
+        self.core.learner = None
+        self.contributing.learner_changed()
+        self._beat()
+
+    def _learner_paused(self, event: ev.LearnerPaused) -> None:
+        learner = self.core.learner
+        if learner is not None:
+            learner.steps, learner.tokens = event.steps, event.tokens
+            learner.is_paused = True
+            self.departing.finish()
+            self._beat()
+
+    def _stepped(self, event: ev.Stepped) -> None:
+        learner = self.core.learner
+        if learner is None or event.steps <= learner.steps:
+            return
+        made = event.steps - learner.steps
+        learner.steps, learner.tokens = event.steps, event.tokens
+        before = learner.step_time_s
+        learner.step_time_s = event.step_time_s if before == 0.0 else before + 0.1 * (event.step_time_s - before)
+        self.contributing.stepped(made)
+
+    def _evaluated(self, event: ev.Evaluated) -> None:
+        core = self.core
+        tokens = max((c.head.tokens for c in core.chains if c.head is not None), default=0)
+        self.evaluation = msg.Evaluation(event.version, tokens, core.step, event.loss)
+        core.send(core.membership.live, self.evaluation)
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def _received(self, peer: PeerId, message: msg.Message) -> None:
+        core = self.core
+        if peer not in core.membership.peers:
+            return
+        match message:
+            case msg.Heartbeat():
+                self._heard(peer, message)
+            case msg.HeadsRequest():
+                if core.is_current:
+                    core.send((peer,), self.adopting.heads())
+            case msg.Heads():
+                if all(h.shard < len(core.chains) for h in message.heads):
+                    self.adopting.heard_heads(peer, message)
+            case msg.Commit():
+                if message.header.shard < len(core.chains):
+                    self.adopting.receive(peer, message.header)
+            case msg.CommitsRequest():
+                if message.shard < len(core.chains):
+                    self.adopting.commits_requested(peer, message)
+            case msg.FetchAdvised():
+                if message.shard < len(core.chains):
+                    self.adopting.fetch_advised(peer, message)
+            case msg.Evaluation():
+                if self.evaluation is None or message.step > self.evaluation.step:
+                    self.evaluation = message
+            case msg.Leaving():
+                core.membership.disconnect(peer)
+                self._refresh(f"{peer} left: {message.reason}")
+            case msg.Turn() | msg.Contribution() | msg.Refused():
+                self._received_in_turn(peer, message)
+            case _:
+                assert_never(message)
+
+    def _received_in_turn(self, peer: PeerId, message: msg.Turn | msg.Contribution | msg.Refused) -> None:
+        """Messages that only a peer with all states can take part in."""
+        core = self.core
+        if not core.is_current:
+            return
+        match message:
+            case msg.Turn():
+                if message.fragment < len(core.config.fragments):
+                    shards = core.config.fragments[message.fragment]
+                    for theirs in message.heads:
+                        if theirs.shard in shards:
+                            self.adopting.saw(peer, theirs)
+                    self.contributing.heard(message)
+            case msg.Contribution():
+                if message.shard < len(core.chains) and message.base.shard == message.shard:
+                    self.merging.collect(peer, message)
+                    if peer in self.merging.early[message.shard]:
+                        self.adopting.saw(peer, message.base)
+            case msg.Refused():
+                if message.shard < len(core.chains) and message.head.shard == message.shard:
+                    self.contributing.refused(message.shard, message.base, message.head, message.reason)
+                    self.adopting.saw(peer, message.head)
+
+    # -- membership ----------------------------------------------------------------------------------------------------
+
+    def _connected(self, peer: PeerId) -> None:
+        if self.core.membership.connect(peer, self.core.now):
+            view = self.core.membership.peers[peer]
+            self.core.send((peer,), self._heartbeat(view, self.core.membership.next_sequence(self.core.now)))
+
+    def _heard(self, peer: PeerId, beat: msg.Heartbeat) -> None:
+        core = self.core
+        is_news = core.membership.hear(peer, beat, core.now)
+        view = core.membership.peers[peer]
+        if beat.phase != "joining":
+            view.mismatches = view.mismatches + 1 if beat.heads_mark != core.heads_mark else 0
+        if is_news:
+            self._refresh("silent")
+
+    def _refresh(self, why_lost: str) -> None:
+        """Who is live may have changed."""
+        core = self.core
+        appeared, lost = core.membership.refresh(core.now)
+        if lost:
+            core.note("info", "peers", f"lost {', '.join(lost)}: {why_lost}; {len(core.membership.live)} live")
+            self.adopting.peers_lost(lost)
+        if appeared:
+            core.note("info", "peers", f"found {', '.join(appeared)}; {len(core.membership.live)} live")
+            self.adopting.look_for_donors(appeared)
+            for fragment, turn in enumerate(self.contributing.turns):
+                if turn.is_open:
+                    core.send(appeared, self.contributing.announcement(FragmentId(fragment)))
+        self.contributing.candidates_changed()
+        self.merging.consider_all()
+
+    def _beat(self) -> None:
+        """Heartbeats to all connected peers, and a look at whose heads differ from ours."""
+        core = self.core
+        membership = core.membership
+        core.alarms.set(("beat", 0), core.now + core.config.heartbeat_s)
+        sequence = membership.next_sequence(core.now)
+        for view in membership.peers.values():
+            core.send((view.peer,), self._heartbeat(view, sequence))
+        self._refresh("silent")
+        if not core.is_current:
+            if not self.adopting.offers:
+                self.adopting.look_for_donors(membership.live)
+            return
+        differing = sorted(p for p in membership.live if membership.peers[p].mismatches >= 2)
+        if differing:
+            peer = differing[membership.sequence % len(differing)]
+            membership.peers[peer].mismatches = 0
+            core.send((peer,), msg.HeadsRequest())
+        is_over = core.step >= core.config.total_steps and not membership.participating
+        if core.learner is None and not core.departure and is_over:
+            self.departing.finish()
+
+    def _heartbeat(self, view: PeerView, sequence: int) -> msg.Heartbeat:
+        core = self.core
+        learner = core.learner
+        return msg.Heartbeat(
+            sequence=sequence,
+            echo=view.sequence,
+            echo_held_s=core.now - view.heard_at,
+            phase=core.phase(),
+            is_participating=core.is_participating(),
+            step=core.step,
+            step_time_s=0.0 if learner is None else learner.step_time_s,
+            heads_mark=core.heads_mark,
+            weight=core.config.weight,
+        )
+
+    def _ring(self, topic: str, shard: int) -> None:
+        match topic:
+            case "beat":
+                self._beat()
+            case "close":
+                self.merging.consider(ShardId(shard))
+            case "takeover":
+                self.contributing.takeover_due(ShardId(shard))
+            case "asked":
+                self.adopting.asked_in_vain(ShardId(shard))
+            case "depart":
+                self.departing.overdue()
+            case other:
+                raise AssertionError(f"unknown alarm {other!r}")
+
+    # -- for the driver ------------------------------------------------------------------------------------------------
+
+    def payloads(self) -> set[Digest]:
+        """Payloads that this machine may still send, merge, apply or undo; the driver may drop all others."""
+        held = self.merging.payloads() | self.adopting.payloads()
+        for chain in self.core.chains:
+            held.update(header.payload for header in chain.log)
+        for ledger in self.contributing.ledgers:
+            held.update(edge.payload for edge in ledger.edges)
+        return held
+
+    def status(self) -> Status:
+        """For people: the node's status, logs and reports."""
+        core = self.core
+        participating = [*core.membership.participating, *([core.config.peer] if core.is_participating() else [])]
+        return Status(
+            phase=core.phase(),
+            step=core.step,
+            live=core.membership.live,
+            participating=tuple(sorted(participating)),
+            weight_averaged=self.weight_averaged,
+            heads=tuple(c.head for c in core.chains if c.head is not None),
+            tokens_trained=0 if core.learner is None else core.learner.tokens,
+            tokens_unmerged=core.unmerged_tokens(),
+            evaluation=self.evaluation,
+        )
+
+    def check_invariants(self) -> None:
+        """What must hold after every event, whatever the others do. For tests and the simulator.
+
+        Raises:
+            AssertionError: a bug of ours.
+        """
+        core, config = self.core, self.core.config
+        assert not core.is_current or all(c.head is not None for c in core.chains)
+        mark = 0
+        for chain in core.chains:
+            if chain.head is None:
+                continue
+            mark ^= int(chain.head.id[:15], 16)
+            assert len(chain.log) == len(chain.log_ids) <= config.log_length
+            if chain.log:
+                assert chain.log_ids[-1] == chain.head.id
+                assert chain.log[-1].tokens == chain.head.tokens
+        assert mark == core.heads_mark
+        for shard, pending in self.contributing.pending.items():
+            assert pending.contribution.base.id == core.head(shard).id, "a pending contribution's base is the head"
+        for turn in self.contributing.turns:
+            assert turn.is_open == bool(turn.bases) or turn.is_open, "an open turn has shards to wait for"
+            assert not turn.is_open or turn.bases
+        for waiting in self.adopting.waiting.values():
+            assert len(waiting) <= config.log_length
+        for early in self.merging.early:
+            assert len(early) <= len(core.membership.peers) + 1
+        if core.learner is not None:
+            assert all(m.tokens <= core.learner.tokens for m in core.learner.marks)

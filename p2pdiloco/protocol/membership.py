@@ -1,0 +1,179 @@
+"""Who is here, decided from direct connections only. The directory's hints never make a peer live.
+
+Rules of this file:
+1. A peer is live while it is connected, was heard within its deadline, and echoes what we sent: a peer that we hear but
+   that does not hear us is not live, so a one-way cut looks the same from both ends.
+2. Deadlines follow from measured round trips (RFC 6298's estimator) and the heartbeat interval; no other constant.
+3. Live is not participating: a peer participates while its learner can contribute.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.messages import Heartbeat
+from p2pdiloco.protocol.ownership import Candidates
+
+SENT_KEPT = 64
+MAX_PEERS = 4096
+
+
+class PeerView:
+    """What is known of one connected peer."""
+
+    __slots__ = (
+        "acked_at",
+        "beat",
+        "connected_at",
+        "heard_at",
+        "mismatches",
+        "peer",
+        "round_trip_s",
+        "sequence",
+        "variation_s",
+    )
+
+    def __init__(self, peer: PeerId, now: float) -> None:
+        self.peer = peer
+        self.connected_at = now
+        self.heard_at = now
+        self.acked_at = now
+        """When we sent the newest heartbeat that the peer has echoed."""
+        self.beat: Heartbeat | None = None
+        self.sequence = 0
+        self.round_trip_s = 0.0
+        self.variation_s = 0.0
+        self.mismatches = 0
+        """Heartbeats in a row whose summary of heads differs from ours."""
+
+    def deadline_s(self, interval_s: float) -> float:
+        """How long this peer may be silent."""
+        return 3 * interval_s + 2 * self.round_trip_s + 4 * self.variation_s
+
+
+class Membership:
+    """All connected peers, and which of them are live."""
+
+    __slots__ = (
+        "candidates",
+        "interval_s",
+        "is_leaving",
+        "live",
+        "me",
+        "my_candidacy",
+        "participating",
+        "peers",
+        "sent_at",
+        "sequence",
+    )
+
+    def __init__(self, me: PeerId, interval_s: float) -> None:
+        self.me = me
+        self.interval_s = interval_s
+        self.peers: dict[PeerId, PeerView] = {}
+        self.sequence = 0
+        self.sent_at: deque[tuple[int, float]] = deque(maxlen=SENT_KEPT)
+        self.my_candidacy: float | None = None
+        """Own weight as an owner, once all states are here."""
+        self.is_leaving = False
+        """A peer on its way out owns nothing new, unless it is the last."""
+        self.live: tuple[PeerId, ...] = ()
+        """Sorted, without this peer."""
+        self.participating: frozenset[PeerId] = frozenset()
+        """Of the live ones, without this peer."""
+        self.candidates: Candidates = ()
+        """Who may own, this peer included."""
+
+    def connect(self, peer: PeerId, now: float) -> bool:
+        """Note a connection; False if there are too many."""
+        if peer not in self.peers and len(self.peers) >= MAX_PEERS:
+            return False
+        self.peers[peer] = PeerView(peer, now)
+        return True
+
+    def disconnect(self, peer: PeerId) -> None:
+        """Forget a connection."""
+        self.peers.pop(peer, None)
+
+    def hear(self, peer: PeerId, beat: Heartbeat, now: float) -> bool:
+        """Take a heartbeat; True if it may change who is live or what they are."""
+        view = self.peers.get(peer)
+        if view is None:
+            return False
+        previous = view.beat
+        if previous is not None and beat.sequence <= view.sequence:
+            return False
+        was_quiet = now - view.heard_at > 2 * self.interval_s
+        view.heard_at = now
+        view.sequence = beat.sequence
+        view.beat = beat
+        if beat.echo:
+            self._measure(view, beat, now)
+        return (
+            previous is None
+            or was_quiet
+            or previous.phase != beat.phase
+            or previous.is_participating != beat.is_participating
+            or previous.weight != beat.weight
+        )
+
+    def _measure(self, view: PeerView, beat: Heartbeat, now: float) -> None:
+        for sequence, at in reversed(self.sent_at):
+            if sequence == beat.echo:
+                view.acked_at = max(view.acked_at, at)
+                sample = max(0.0, now - at - beat.echo_held_s)
+                if view.round_trip_s == 0.0:
+                    view.round_trip_s, view.variation_s = sample, sample / 2
+                else:
+                    view.variation_s += 0.25 * (abs(sample - view.round_trip_s) - view.variation_s)
+                    view.round_trip_s += 0.125 * (sample - view.round_trip_s)
+                return
+
+    def next_sequence(self, now: float) -> int:
+        """Number of the next heartbeat, which is about to be sent to everybody."""
+        self.sequence += 1
+        self.sent_at.append((self.sequence, now))
+        return self.sequence
+
+    def refresh(self, now: float) -> tuple[tuple[PeerId, ...], tuple[PeerId, ...]]:
+        """Decide anew who is live; returns who appeared and who was lost since the last time, sorted."""
+        live = []
+        participating = []
+        candidates = []
+        for peer, view in self.peers.items():
+            beat = view.beat
+            if beat is None:
+                continue
+            allowed = view.deadline_s(self.interval_s)
+            if now - view.heard_at > allowed or now - view.acked_at > allowed + self.interval_s:
+                continue
+            live.append(peer)
+            if beat.is_participating:
+                participating.append(peer)
+            if beat.phase not in ("joining", "leaving"):
+                candidates.append((peer, beat.weight))
+        if self.my_candidacy is not None and not (self.is_leaving and candidates):
+            candidates.append((self.me, self.my_candidacy))
+        before = self.live
+        self.live = tuple(sorted(live))
+        self.participating = frozenset(participating)
+        willing = [c for c in candidates if c[1] > 0.0]
+        self.candidates = tuple(sorted(willing or [(peer, 1.0) for peer, _ in candidates]))
+        if self.live == before:
+            return (), ()
+        old, new = set(before), set(self.live)
+        return tuple(sorted(new - old)), tuple(sorted(old - new))
+
+    def slowest_round_trip_s(self) -> float:
+        """Largest smoothed round trip to a live peer."""
+        return max((self.peers[p].round_trip_s for p in self.live), default=0.0)
+
+    def fastest_step_s(self) -> float:
+        """Smallest step time that a live participating peer reports; 0 if none does."""
+        times = []
+        for peer in self.participating:
+            beat = self.peers[peer].beat
+            if beat is not None and beat.step_time_s > 0:
+                times.append(beat.step_time_s)
+        return min(times, default=0.0)

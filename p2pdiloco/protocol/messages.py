@@ -1,0 +1,192 @@
+"""What peers say to each other. Plain, frozen, checked on decoding; every size is bounded here.
+
+A message is a small control body. Two of them travel with a payload (compressed outer gradients), which the machine
+knows only by its digest: ``Contribution`` and ``Commit``. Whoever drives the machine keeps payloads and attaches them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, ShardId, digest_of
+
+Count = Annotated[int, Meta(ge=0, le=2**56)]
+Hex = Annotated[Digest, Meta(min_length=1, max_length=40)]
+Shard = Annotated[ShardId, Meta(ge=0, le=2**24)]
+Fragment = Annotated[FragmentId, Meta(ge=0, le=2**16)]
+Learner = Annotated[LearnerId, Meta(min_length=1, max_length=160)]
+Peer = Annotated[PeerId, Meta(min_length=1, max_length=128)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+Text = Annotated[str, Meta(max_length=400)]
+
+MAX_SHARDS = 1 << 16
+MAX_CONTRIBUTORS = 4096
+MAX_KNOWN = 256
+
+Phase = Literal["joining", "training", "following", "finished", "leaving"]
+
+
+class Contributor(msgspec.Struct, frozen=True, array_like=True):
+    """The half-open range of one learner's own tokens (and inner steps) that a contribution or commit merges."""
+
+    learner: Learner
+    tokens_from: Count
+    tokens_to: Count
+    steps_from: Count
+    steps_to: Count
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the range."""
+        return self.tokens_to - self.tokens_from
+
+    @property
+    def steps(self) -> int:
+        """Inner steps in the range."""
+        return self.steps_to - self.steps_from
+
+
+class Head(msgspec.Struct, frozen=True, array_like=True):
+    """A shard's latest commit at a peer: which one, and how heavy its chain is."""
+
+    shard: Shard
+    version: Count
+    id: Hex
+    tokens: Count
+    """Cumulative tokens of the chain."""
+
+
+class CommitHeader(msgspec.Struct, frozen=True, array_like=True):
+    """The merged update that takes a shard from ``version - 1`` to ``version``, without its payload."""
+
+    shard: Shard
+    version: Count
+    parent: Hex
+    step: Count
+    """Global step of the turn."""
+    owner: Peer
+    contributors: Annotated[tuple[Contributor, ...], Meta(max_length=MAX_CONTRIBUTORS)]
+    """Sorted by learner."""
+    tokens: Count
+    """Cumulative, this commit's contributors included."""
+    payload: Hex
+    result: Hex
+    """Digest of the shard's global parameters and outer momentum after this commit."""
+
+
+def commit_id(header: CommitHeader) -> Digest:
+    """What names a commit: the digest of its header."""
+    return digest_of(_encoder.encode(header))
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
+    """Liveness, round trips and a summary of heads. ``echo`` is the receiver's last sequence number that the sender
+    saw, ``echo_held_s`` how long ago, so that the receiver learns the round trip and that it is heard."""
+
+    sequence: Count
+    echo: Count
+    echo_held_s: Seconds
+    phase: Phase
+    is_participating: bool
+    step: Count
+    step_time_s: Seconds
+    heads_mark: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    """Exclusive-or over all shards' head ids: equal when heads are."""
+    weight: Annotated[float, Meta(ge=0.0, le=1e12)]
+    """Share of ownership asked for (upload budget); 0 never owns (not reachable from outside)."""
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
+    """Fragment ``fragment``'s contributions are due; ``heads`` are the announcer's, for the fragment's shards."""
+
+    fragment: Fragment
+    step: Count
+    heads: Annotated[tuple[Head, ...], Meta(max_length=MAX_SHARDS)]
+
+
+class Contribution(msgspec.Struct, frozen=True, array_like=True, tag="contribution"):
+    """One learner's outer gradient for one shard, relative to ``base``. With no tokens it has no payload and says only
+    that its learner has nothing to give this time."""
+
+    shard: Shard
+    base: Head
+    step: Count
+    contributor: Contributor
+    payload: Annotated[Digest, Meta(max_length=40)]
+    payload_bytes: Count
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+    """The owner does not merge this contribution; its newest commit follows where that helps."""
+
+    shard: Shard
+    base: Hex
+    reason: Text
+    head: Head
+
+
+class Commit(msgspec.Struct, frozen=True, array_like=True, tag="commit"):
+    """A shard's new version, with its payload."""
+
+    header: CommitHeader
+
+
+class HeadsRequest(msgspec.Struct, frozen=True, array_like=True, tag="heads?"):
+    """Tell me your heads."""
+
+
+class Heads(msgspec.Struct, frozen=True, array_like=True, tag="heads"):
+    """All of the sender's heads."""
+
+    heads: Annotated[tuple[Head, ...], Meta(max_length=MAX_SHARDS)]
+    step: Count
+
+
+class CommitsRequest(msgspec.Struct, frozen=True, array_like=True, tag="commits?"):
+    """Send me the commits after my head, or say that I must fetch the state."""
+
+    shard: Shard
+    head: Hex
+
+
+class FetchAdvised(msgspec.Struct, frozen=True, array_like=True, tag="fetch!"):
+    """Answer to ``CommitsRequest``: your head is not in my log, so fetch the shard's state."""
+
+    shard: Shard
+    head: Head
+
+
+class Leaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):
+    """The sender is gone from now on, in order."""
+
+    reason: Text
+
+
+class Evaluation(msgspec.Struct, frozen=True, array_like=True, tag="evaluation"):
+    """Held-out loss of the global model, measured by the sender."""
+
+    version: Count
+    tokens: Count
+    step: Count
+    loss: Annotated[float, Meta(ge=0.0, le=1e6)]
+
+
+Message = (
+    Heartbeat
+    | Turn
+    | Contribution
+    | Refused
+    | Commit
+    | HeadsRequest
+    | Heads
+    | CommitsRequest
+    | FetchAdvised
+    | Leaving
+    | Evaluation
+)
