@@ -1,0 +1,70 @@
+"""``p2pdiloco bootstrap``: a node of the directory that others use as their first address. It holds no run's state."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+from pathlib import Path
+from typing import Any
+
+from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.directory import Directory
+from p2pdiloco.runtime.identity import Identity
+
+
+def add(commands: Any) -> argparse.ArgumentParser:
+    """Add the command to the parser."""
+    sub: argparse.ArgumentParser = commands.add_parser(
+        "bootstrap",
+        help="run a directory node that others use as their first address",
+        description="Run a DHT node that peers can use as their first address. It holds no model and merges nothing; "
+        "a run goes on without it.",
+    )
+    sub.add_argument(
+        "--listen",
+        action="append",
+        metavar="MULTIADDR",
+        help="where to listen, e.g. /ip4/0.0.0.0/tcp/31337 (the default; may be given several times)",
+    )
+    sub.add_argument(
+        "--announce", action="append", default=[], metavar="MULTIADDR", help="address to publish (port forwarding)"
+    )
+    sub.add_argument(
+        "--identity",
+        type=Path,
+        metavar="FILE",
+        help="key file, made if missing; keeps the address the same over restarts",
+    )
+    sub.add_argument(
+        "--initial-peers", nargs="*", default=[], metavar="ADDR", help="other directory nodes to connect to"
+    )
+    sub.set_defaults(run_command=run)
+    return sub
+
+
+async def run(arguments: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM."""
+    identity = Identity.load_or_create(arguments.identity or arguments.state / "bootstrap.key")
+    logs.speak_as(identity.peer_id)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    directory = Directory(
+        identity,
+        listen=arguments.listen or ["/ip4/0.0.0.0/tcp/31337"],
+        announce=arguments.announce,
+        initial_peers=arguments.initial_peers,
+        cache_path=arguments.state / "bootstrap-directory.json",
+    )
+    with identity.hold():
+        async with directory:
+            print("This directory node is up. To join a run through it, type on another machine:", flush=True)
+            for address in directory.visible_addresses():
+                print(f"  p2pdiloco join {address}", flush=True)
+            print("To found a run:", flush=True)
+            for address in directory.visible_addresses()[:1]:
+                print(f"  p2pdiloco start CONFIG.toml --bootstrap {address}", flush=True)
+            await stop.wait()
+    return 0

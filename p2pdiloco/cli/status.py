@@ -1,0 +1,86 @@
+"""``p2pdiloco status``: the runs that a directory knows, and what their peers say."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from typing import Any
+
+import msgspec
+
+from p2pdiloco.node.lookup import LookupFailedError, RunRecord, ask_status, dial_any, list_runs, observer_transport
+from p2pdiloco.node.session import DirectoryOptions, open_directory, pick_runs
+from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.runtime.directory import Directory
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.logs import short
+from p2pdiloco.wire.bodies import PeerStatus
+
+PATIENCE_S = 5.0
+
+
+def add(commands: Any) -> argparse.ArgumentParser:
+    """Add the command to the parser."""
+    sub: argparse.ArgumentParser = commands.add_parser(
+        "status",
+        help="show runs and their peers",
+        description="Show the runs that a directory knows, with their peers. known: announced in the directory; live: "
+        "connected and heard; participating: with a learner that can contribute; averaged: learners in the last merge.",
+    )
+    sub.add_argument("address", nargs="+", metavar="ADDR", help="multiaddr of any directory node or peer, with /p2p/ID")
+    sub.add_argument("--run", metavar="NAME", help="only this one")
+    sub.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    sub.set_defaults(run_command=run)
+    return sub
+
+
+async def run(arguments: argparse.Namespace) -> int:
+    """Print and go."""
+    options = DirectoryOptions(listen=("/ip4/0.0.0.0/tcp/0",), initial_peers=tuple(arguments.address))
+    async with open_directory(Identity.ephemeral(), options, None) as directory:
+        runs = pick_runs(await list_runs(directory, patience_s=PATIENCE_S), arguments.run)
+        found = {run_id: await _ask_all(directory, run_id) for run_id in sorted(runs)}
+    if arguments.json:
+        print(json.dumps({run_id: [msgspec.structs.asdict(s) for s in peers] for run_id, peers in found.items()}))
+    else:
+        for run_id, peers in found.items():
+            _print_run(run_id, runs[run_id], peers)
+    return 0
+
+
+async def _ask_all(directory: Directory, run_id: RunId) -> list[PeerStatus]:
+    async with observer_transport(Identity.ephemeral()) as transport:
+        try:
+            peers = await dial_any(directory, transport, run_id, patience_s=PATIENCE_S)
+        except LookupFailedError as error:
+            print(f"p2pdiloco: {error}", file=sys.stderr)
+            return []
+        answers = await asyncio.gather(*(ask_status(transport, peer) for peer in peers))
+    return [answer for answer in answers if answer is not None]
+
+
+def _print_run(run_id: RunId, record: RunRecord, peers: list[PeerStatus]) -> None:
+    print(f"{record.name}  {run_id[:12]}  {record.parameters:,} parameters")
+    if not peers:
+        print("  no peer answers")
+        return
+    best = max(peers, key=lambda s: (s.tokens_merged, s.peer))
+    loss = "-" if best.held_out_loss is None else f"{best.held_out_loss:.4f} at step {best.held_out_step}"
+    rate = sum(s.tokens_per_second for s in peers)
+    print(f"  step {best.step} of {best.total_steps}, held-out loss {loss}, {best.tokens_merged:,} tokens merged")
+    print(
+        f"  peers: {best.known} known, {best.live} live, {best.participating} participating, "
+        f"{best.weight_averaged} weight averaged; {rate:,.0f} tokens/s in all"
+    )
+    print(
+        f"  {'peer':<8}{'phase':<11}{'versions':>12}{'loss':>8}{'tokens':>12}{'tokens/s':>10}{'up MB':>9}{'blocked s':>11}"
+    )
+    for s in sorted(peers, key=lambda s: s.peer):
+        versions = f"{s.version_min}-{s.version_max}"
+        train_loss = "-" if s.train_loss is None else f"{s.train_loss:.3f}"
+        print(
+            f"  {short(s.peer):<8}{s.phase:<11}{versions:>12}{train_loss:>8}{s.tokens_trained:>12,}"
+            f"{s.tokens_per_second:>10,.0f}{s.bytes_up / 1e6:>9.1f}{s.blocked_s:>11.3f}"
+        )

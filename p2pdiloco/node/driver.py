@@ -1,0 +1,329 @@
+"""Runs one machine against the world: its effects become messages and jobs, their ends become events.
+
+Rules of this file:
+1. All events go through ``feed``, one at a time; effects run in the order in which the machine gave them.
+2. Tensor work goes to one worker thread, in order (``global_state``); checking what others sent goes to another, so that a
+   flood of payloads does not delay our own merges.
+3. A payload is kept while the machine may still need it (``Machine.payloads``), and no longer.
+4. What a peer sent is fed to the machine only when it is whole, matches its digest, and (a commit) bears its owner's
+   signature.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar, assert_never
+
+from p2pdiloco.node.global_state import (
+    ContributionError,
+    DigestMismatchError,
+    GlobalState,
+    Moves,
+    Shifts,
+    StaleBaseError,
+)
+from p2pdiloco.node.traffic import PayloadTraffic
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId, digest_of, peer_of
+from p2pdiloco.protocol.machine import Machine
+from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.identity import Identity, verify
+from p2pdiloco.wire.bodies import COMMIT_CONTEXT, SIGNATURE_BYTES, encode
+
+log = logs.get("protocol")
+T = TypeVar("T")
+
+SWEEP_S = 2.0
+"""How often payloads that nobody needs are dropped."""
+
+
+class Surroundings(Protocol):
+    """What the driver asks of the node around it."""
+
+    def post(self, peer: PeerId, body: bytes, payload: bytes | None) -> None:
+        """Send a message, if the peer is connected."""
+
+    def fetch(self, shard: ShardId, peer: PeerId) -> None:
+        """Download a shard's state and feed ``Fetched`` or ``Failed``."""
+
+    def tell_learner(self, effect: ef.Snapshot | ef.AdoptStep | ef.PauseLearner | ef.Evaluate) -> None:
+        """Pass a command on to the learner."""
+
+    def shifts_ready(self, shifts: Shifts) -> None:
+        """The learner has shifts to take."""
+
+    def became_current(self) -> None:
+        """Every shard has a state."""
+
+    def leave(self, reason: str) -> None:
+        """Nothing is left to do."""
+
+    def observed(self, event: ev.Event, effects: list[ef.Effect], now: float) -> None:
+        """For journal and metrics; called after each event."""
+
+    def crashed(self, error: BaseException) -> None:
+        """A defect of ours: the node must stop."""
+
+
+class Driver:
+    """One peer's machine, its global state, and the payloads between them."""
+
+    def __init__(self, machine: Machine, state: GlobalState, identity: Identity, around: Surroundings) -> None:
+        self.machine = machine
+        self.state = state
+        self.identity = identity
+        self.around = around
+        self.payloads: dict[Digest, bytes] = {}
+        self.proofs: dict[Digest, tuple[msg.CommitHeader, bytes]] = {}
+        """Commits by id with their owners' signatures: of the logs, and of each shard's head."""
+        self.traffic = PayloadTraffic([s.elements for s in state.layout.shards])
+        self._loop = asyncio.get_running_loop()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tensors")
+        self._inspector = ThreadPoolExecutor(1, thread_name_prefix="inspect")
+        self._timer: asyncio.TimerHandle | None = None
+        self._swept_at = 0.0
+        self.is_closed = False
+
+    def close(self) -> None:
+        """Handle no more events; running work ends without effect."""
+        self.is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._worker.shutdown(wait=False, cancel_futures=True)
+        self._inspector.shutdown(wait=False, cancel_futures=True)
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def feed(self, event: ev.Event) -> None:
+        """Handle one event and run its effects."""
+        if self.is_closed:
+            return
+        now = self._loop.time()
+        try:
+            effects = self.machine.handle(event, now)
+            self.around.observed(event, effects, now)
+            for effect in effects:
+                self._execute(effect)
+        except AssertionError as error:
+            self.around.crashed(error)
+            return
+        self._set_timer()
+        if now - self._swept_at > SWEEP_S:
+            self._swept_at = now
+            self._sweep()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self.machine.next_deadline()
+        if deadline is not None and not self.is_closed:
+            self._timer = self._loop.call_at(deadline, self.feed, ev.Woke())
+
+    def _sweep(self) -> None:
+        needed = self.machine.payloads()
+        self.payloads = {digest: data for digest, data in self.payloads.items() if digest in needed}
+        commits = {commit for chain in self.machine.core.chains for commit in chain.log_ids}
+        commits.update(chain.head.id for chain in self.machine.core.chains if chain.head is not None)
+        commits.update(state.head.id for state in self.machine.adopting.staged.values())
+        commits.update(target for target, _ in self.machine.adopting.applying.values())
+        commits.update(msg.commit_id(h) for w in self.machine.adopting.waiting.values() for h in w.values())
+        self.proofs = {commit: proof for commit, proof in self.proofs.items() if commit in commits}
+
+    # -- effects -------------------------------------------------------------------------------------------------------
+
+    def _execute(self, effect: ef.Effect) -> None:
+        match effect:
+            case ef.Send():
+                self._send(effect)
+            case ef.Note():
+                getattr(log, effect.level)(effect.topic, reason=effect.reason)
+            case ef.Snapshot():
+                self.job(lambda: self.state.snapshot_asked(effect.fragment), lambda _: self.around.tell_learner(effect))
+            case ef.AdoptStep() | ef.PauseLearner() | ef.Evaluate():
+                self.around.tell_learner(effect)
+            case ef.Encode():
+                self._encode(effect)
+            case ef.Merge():
+                self._merge(effect)
+            case ef.Apply():
+                self._apply(effect)
+            case ef.Install():
+                self._install(effect)
+            case ef.Fetch():
+                self.around.fetch(effect.shard, effect.peer)
+            case ef.BecameCurrent():
+                self.around.became_current()
+            case ef.Leave():
+                self.around.leave(effect.reason)
+            case _:
+                assert_never(effect)
+
+    def _send(self, effect: ef.Send) -> None:
+        message, payload = effect.message, None
+        match message:
+            case msg.Contribution():
+                if message.payload:
+                    payload = self.payloads.get(message.payload)
+                    if payload is None:
+                        return
+                    self.traffic.sent_up(message.shard, payload, len(effect.peers))
+            case msg.Commit():
+                payload = self._signed(message.header)
+                if payload is None:
+                    return
+                self.traffic.sent_down(message.header.shard, payload, len(effect.peers))
+        body = encode(message)
+        for peer in effect.peers:
+            self.around.post(peer, body, payload)
+
+    def _signed(self, header: msg.CommitHeader) -> bytes | None:
+        payload = self.payloads.get(header.payload)
+        if payload is None:
+            return None
+        commit = msg.commit_id(header)
+        if commit not in self.proofs:
+            if header.owner != self.identity.peer_id:
+                return None
+            self.proofs[commit] = (header, self.identity.sign(COMMIT_CONTEXT + commit.encode()))
+        return self.proofs[commit][1] + payload
+
+    # -- work ----------------------------------------------------------------------------------------------------------
+
+    def job(
+        self, work: Callable[[], T], then: Callable[[T], None], fail: Callable[[Exception], None] | None = None
+    ) -> None:
+        """Run ``work`` on the worker thread after all earlier jobs, then ``then`` on the loop.
+
+        ``fail`` gets the errors that work may end in; any other is a defect of ours and stops the node.
+        """
+        if self.is_closed:
+            return
+
+        def done(future: asyncio.Future[T]) -> None:
+            if self.is_closed or future.cancelled():
+                return
+            error = future.exception()
+            if error is None:
+                then(future.result())
+            elif fail is not None and isinstance(
+                error, StaleBaseError | DigestMismatchError | ContributionError | ValueError
+            ):
+                fail(error)
+            else:
+                self.around.crashed(error)
+
+        self._loop.run_in_executor(self._worker, work).add_done_callback(done)
+
+    def _failed(self, work: str, shard: ShardId) -> Callable[[Exception], None]:
+        def fail(error: Exception) -> None:
+            culprit = peer_of(error.learner) if isinstance(error, ContributionError) else None
+            self.feed(ev.Failed(work, shard, culprit, str(error)))
+
+        return fail
+
+    def _encode(self, effect: ef.Encode) -> None:
+        def done(result: tuple[bytes, Digest]) -> None:
+            payload, digest = result
+            self.payloads[digest] = payload
+            self.feed(ev.Encoded(effect.shard, effect.base.id, digest, len(payload)))
+
+        self.job(lambda: self.state.encode(effect.shard, effect.base.id), done, self._failed("encode", effect.shard))
+
+    def _merge(self, effect: ef.Merge) -> None:
+        given = [(c.contributor, self.payloads[c.payload]) for c in effect.contributions if c.payload in self.payloads]
+        if len(given) < len(effect.contributions):
+            self.feed(ev.Failed("merge", effect.shard, None, "a contribution's payload is gone"))
+            return
+        self.job(
+            lambda: self.state.merge(effect.shard, effect.base.id, given),
+            lambda merged: self._merged(effect, merged.payload, merged.payload_digest, merged.result),
+            self._failed("merge", effect.shard),
+        )
+
+    def _merged(self, effect: ef.Merge, payload: bytes, digest: Digest, result: Digest) -> None:
+        self.payloads[digest] = payload
+        self.feed(ev.Merged(effect.shard, effect.base.id, digest, result))
+
+    def _moves(self, effect: ef.Apply | ef.Install) -> Moves:
+        """Own contributions by their payloads; one that is gone makes the learner's delta unknown, hence a reset."""
+        settled = [self.payloads[p] for p in effect.settled if p in self.payloads]
+        restored = [self.payloads[p] for p in effect.restored if p in self.payloads]
+        is_whole = len(settled) == len(effect.settled) and len(restored) == len(effect.restored)
+        return Moves(effect.learner, settled, restored, effect.is_reset or not is_whole)
+
+    def _apply(self, effect: ef.Apply) -> None:
+        header = effect.header
+        payload = self.payloads.get(header.payload)
+        if payload is None:
+            self.feed(ev.Failed("apply", header.shard, None, f"the payload of commit {effect.id[:8]} is gone"))
+            return
+        moves = self._moves(effect)
+        self.job(
+            lambda: self.state.apply(header.shard, header.parent, effect.id, payload, header.result, moves),
+            lambda shifts: self._applied(header.shard, effect.id, shifts),
+            self._failed("apply", header.shard),
+        )
+
+    def _install(self, effect: ef.Install) -> None:
+        head, moves = effect.state.head, self._moves(effect)
+        self.job(
+            lambda: self.state.install(head.shard, head.id, moves),
+            lambda shifts: self._applied(head.shard, head.id, shifts),
+            self._failed("install", head.shard),
+        )
+
+    def _applied(self, shard: ShardId, head: Digest, shifts: Shifts) -> None:
+        self.around.shifts_ready(shifts)
+        self.feed(ev.Applied(shard, head))
+
+    # -- messages from peers -------------------------------------------------------------------------------------------
+
+    def received(self, peer: PeerId, message: msg.Message, payload: memoryview | None) -> None:
+        """A decoded message; payloads are checked on another thread before the machine hears of it."""
+        match message:
+            case msg.Contribution(payload=digest) if digest:
+                self._inspect(peer, message, digest, b"", payload)
+            case msg.Commit(header=header):
+                self._inspect(peer, message, header.payload, msg.commit_id(header).encode(), payload)
+            case _:
+                self.feed(ev.Received(peer, message))
+
+    def _inspect(
+        self,
+        peer: PeerId,
+        message: msg.Contribution | msg.Commit,
+        digest: Digest,
+        commit: bytes,
+        data: memoryview | None,
+    ) -> None:
+        if data is None:
+            log.warning("message without its payload", peer=peer)
+            return
+        signature_bytes = SIGNATURE_BYTES if commit else 0
+
+        def check() -> tuple[bytes, bytes] | None:
+            signature, payload = bytes(data[:signature_bytes]), bytes(data[signature_bytes:])
+            if digest_of(payload) != digest:
+                return None
+            if isinstance(message, msg.Commit) and not verify(message.header.owner, COMMIT_CONTEXT + commit, signature):
+                return None
+            return signature, payload
+
+        def checked(future: asyncio.Future[tuple[bytes, bytes] | None]) -> None:
+            if self.is_closed or future.cancelled():
+                return
+            result = future.result()
+            if result is None:
+                log.warning("payload or signature does not match, message dropped", peer=peer)
+                return
+            self.payloads[digest] = result[1]
+            if isinstance(message, msg.Commit):
+                self.proofs[Digest(commit.decode())] = (message.header, result[0])
+            self.feed(ev.Received(peer, message))
+
+        self._loop.run_in_executor(self._inspector, check).add_done_callback(checked)

@@ -1,0 +1,74 @@
+"""Founding a run: from a configuration file to a manifest and version 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import torch
+
+from p2pdiloco.node.node import InitialState
+from p2pdiloco.protocol.chain import genesis_head
+from p2pdiloco.protocol.events import ShardState
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig, TensorSpec, config_problems, make_layout
+from p2pdiloco.tensors.fragments import tensor_specs
+from p2pdiloco.tensors.outer import state_digest
+from p2pdiloco.training.corpus import CorpusError, load_corpus
+from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.training.transformer import build_model, is_embedding
+from p2pdiloco.wire.bodies import StateProof
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; the message names the field and what is allowed."""
+
+
+def read_config(path: Path) -> RunConfig:
+    """Decode and check a run's TOML file.
+
+    Raises:
+        ConfigError: no such file, not TOML, an unknown key, a value out of bounds, an impossible combination.
+    """
+    try:
+        config = msgspec.toml.decode(path.read_bytes(), type=RunConfig)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    problems = config_problems(config)
+    if problems:
+        raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
+    return config
+
+
+def found(config: RunConfig, founder: PeerId, data: str | None) -> tuple[Manifest, InitialState]:
+    """Make version 0 and the manifest that fixes it.
+
+    Raises:
+        ConfigError: the corpus cannot be used, or there are more fragments than tensors.
+    """
+    try:
+        load_corpus(config.data, data, context=config.model.context)
+    except CorpusError as error:
+        raise ConfigError(str(error)) from error
+    model = build_model(config.model, config.seed)
+    named = [(name, p.shape, is_embedding(name)) for name, p in model.named_parameters()]
+    problems = config_problems(config, tensors=len(named))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    tensors: tuple[TensorSpec, ...] = tensor_specs(named, config.schedule.fragments)
+    layout = make_layout(tensors, config.schedule.fragments, config.schedule.max_shard, config.outer.merge)
+    theta, momentum = torch.zeros(layout.elements), torch.zeros(layout.elements)
+    flat = FlatParameters(model, tensors, layout)
+    flat.copy_to(theta, flat.everything)
+    genesis = tuple(state_digest(theta[s.start : s.stop], momentum[s.start : s.stop]) for s in layout.shards)
+    manifest = Manifest(founder=founder, config=config, tensors=tensors, genesis=genesis)
+    return manifest, version_zero(manifest, theta, momentum)
+
+
+def version_zero(manifest: Manifest, theta: torch.Tensor, momentum: torch.Tensor) -> InitialState:
+    """The initial state that the manifest's digests stand for."""
+    layout = Layout.of(manifest)
+    states = (ShardState(genesis_head(manifest.run, s.shard, manifest.genesis[s.shard]), 0, ()) for s in layout.shards)
+    return InitialState(tuple(StateProof(state, None, b"") for state in states), theta, momentum)

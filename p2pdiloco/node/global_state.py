@@ -1,0 +1,328 @@
+"""The global parameters and momentum of all shards, and what each commit does to them and to the learner's parameters.
+
+Rules of this file:
+1. All of it runs on one thread, in the order in which it was asked for. That order is what makes the learner's view
+   exact: commits, shifts, their acknowledgements and snapshots are told apart by it, without locks.
+2. Theta and momentum change only together with the shard's head, and only when the result's digest is right.
+3. The learner's parameters are never read or written here; they move by *shifts* that it adds at a step boundary. A
+   shift is (new global - old global), plus own contributions that were merged, minus those that a fork took back. So the
+   learner keeps every step it made meanwhile (``carry``).
+4. A snapshot is brought up to date with all shifts that the learner had not added when it was taken. An outer gradient is
+   therefore always relative to the head it claims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, ShardId, digest_of
+from p2pdiloco.protocol.manifest import CodecConfig, Layout, OuterConfig, Shard
+from p2pdiloco.protocol.messages import Contributor
+from p2pdiloco.tensors import merging, outer, quantize
+from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.wire.compression import compress, decompress, payload_limit
+
+
+class StaleBaseError(Exception):
+    """The shard's head is not the one that was asked for."""
+
+
+class DigestMismatchError(Exception):
+    """A commit or a fetched state does not give the digest it promises."""
+
+
+class ContributionError(Exception):
+    """A contribution's payload cannot be used."""
+
+    def __init__(self, learner: LearnerId, reason: str) -> None:
+        super().__init__(f"contribution of {learner}: {reason}")
+        self.learner = learner
+
+
+class MergeResult(NamedTuple):
+    """A merged outer gradient, ready to be committed."""
+
+    payload: bytes
+    payload_digest: Digest
+    result: Digest
+
+
+class Shifts(NamedTuple):
+    """Shards whose part of the shift buffer the learner is to take now."""
+
+    added: tuple[ShardId, ...]
+    """parameters += shift"""
+    replaced: tuple[ShardId, ...]
+    """parameters = shift"""
+
+
+class Kind(Enum):
+    """What a shift in a buffer is for."""
+
+    NONE = 0
+    ADD = 1
+    REPLACE = 2
+
+
+class Moves(NamedTuple):
+    """What an own learner's delta gains and loses with a new head (payloads of its own contributions)."""
+
+    learner: LearnerId | None
+    settled: Sequence[bytes]
+    restored: Sequence[bytes]
+    is_reset: bool
+
+
+class _Prepared(NamedTuple):
+    base: Digest
+    payload: Digest
+    theta: Tensor
+    momentum: Tensor
+
+
+class GlobalState:
+    """float32 vectors over all parameters, in the layout's flat order."""
+
+    def __init__(self, layout: Layout, outer_config: OuterConfig, codec: CodecConfig, vectors: SharedVectors) -> None:
+        self.layout = layout
+        self.outer_config = outer_config
+        self.codec = codec
+        self.theta = vectors.theta
+        self.shift = vectors.shift
+        self.snapshot = vectors.snapshot
+        self.momentum = torch.zeros_like(self.theta)
+        self.queued = torch.zeros_like(self.theta)
+        """Shifts that wait until the learner has added the last one."""
+        self.heads: list[Digest | None] = [None] * len(layout.shards)
+        self.learner: LearnerId | None = None
+        self._in_flight = [Kind.NONE] * len(layout.shards)
+        self._in_queue = [Kind.NONE] * len(layout.shards)
+        self._snapshot_is_ours = [False] * len(layout.fragments)
+        self._staged: dict[ShardId, tuple[Digest, Tensor, Tensor]] = {}
+        self._prepared: dict[ShardId, _Prepared] = {}
+
+    def _range(self, vector: Tensor, shard: ShardId) -> Tensor:
+        piece = self.layout.shards[shard]
+        return vector[piece.start : piece.stop]
+
+    # -- global state --------------------------------------------------------------------------------------------------
+
+    def digest(self, shard: ShardId) -> Digest:
+        """Digest of the shard's parameters and momentum."""
+        return outer.state_digest(self._range(self.theta, shard), self._range(self.momentum, shard))
+
+    def put(self, shard: ShardId, head: Digest, theta: Tensor, momentum: Tensor) -> None:
+        """Set a shard outright: version 0 or a checkpoint, before any learner."""
+        self._range(self.theta, shard).copy_(theta)
+        self._range(self.momentum, shard).copy_(momentum)
+        self.heads[shard] = head
+
+    def copy(self, shard: ShardId) -> tuple[Digest, bytes]:
+        """The shard's head and its state as bytes (parameters, then momentum), for a state transfer or checkpoint.
+
+        Raises:
+            StaleBaseError: the shard has no state yet.
+        """
+        head = self.heads[shard]
+        if head is None:
+            raise StaleBaseError(f"shard {shard} is not here yet")
+        both = torch.cat((self._range(self.theta, shard), self._range(self.momentum, shard)))
+        return head, both.numpy().tobytes()
+
+    def stage(self, shard: ShardId, head: Digest, data: memoryview, result: Digest) -> None:
+        """Keep a fetched state until it is installed.
+
+        Raises:
+            DigestMismatchError: it does not have the digest that its owner signed.
+        """
+        elements = self.layout.shards[shard].elements
+        if len(data) != 8 * elements:
+            raise DigestMismatchError(f"the state of shard {shard} has {len(data)} bytes, not {8 * elements}")
+        both = torch.frombuffer(bytearray(data), dtype=torch.float32)
+        theta, momentum = both[:elements], both[elements:]
+        if outer.state_digest(theta, momentum) != result:
+            raise DigestMismatchError(f"the state of shard {shard} does not have the digest that its owner signed")
+        self._staged[shard] = (head, theta, momentum)
+
+    def install(self, shard: ShardId, head: Digest, moves: Moves) -> Shifts:
+        """Make a staged state the shard's; returns the shifts to tell the learner of.
+
+        Raises:
+            StaleBaseError: it is not staged any more.
+        """
+        staged = self._staged.pop(shard, None)
+        if staged is None or staged[0] != head:
+            raise StaleBaseError(f"the state of shard {shard} at {head[:8]} is not at hand any more")
+        return self._replace(shard, head, staged[1], staged[2], moves)
+
+    def apply(
+        self, shard: ShardId, parent: Digest, head: Digest, payload: bytes, result: Digest, moves: Moves
+    ) -> Shifts:
+        """Take a commit; returns the shifts to tell the learner of.
+
+        Raises:
+            StaleBaseError: the shard's head is not ``parent``.
+            DigestMismatchError: the result is not what the owner signed, or the payload is malformed.
+        """
+        if self.heads[shard] != parent:
+            raise StaleBaseError(f"shard {shard} is not at {parent[:8]}")
+        prepared = self._prepared.pop(shard, None)
+        if prepared is None or prepared.base != parent or prepared.payload != digest_of(payload):
+            try:
+                gradient = self._decode(shard, payload)
+            except ValueError as error:
+                raise DigestMismatchError(f"the payload of commit {head[:8]} is malformed: {error}") from error
+            theta, momentum = self._outer_step(shard, gradient)
+            if outer.state_digest(theta, momentum) != result:
+                raise DigestMismatchError(
+                    f"commit {head[:8]} of shard {shard} does not give the digest that it promises"
+                )
+        else:
+            theta, momentum = prepared.theta, prepared.momentum
+        return self._replace(shard, head, theta, momentum, moves)
+
+    def _outer_step(self, shard: ShardId, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        theta, momentum = self._range(self.theta, shard).clone(), self._range(self.momentum, shard).clone()
+        outer.outer_step(
+            theta,
+            momentum,
+            gradient,
+            learning_rate=self.outer_config.learning_rate,
+            momentum_factor=self.outer_config.momentum,
+        )
+        return theta, momentum
+
+    def _decode(self, shard: ShardId, payload: bytes) -> Tensor:
+        elements = self.layout.shards[shard].elements
+        return quantize.decode(decompress(payload, payload_limit(elements)), elements)
+
+    def _replace(self, shard: ShardId, head: Digest, theta: Tensor, momentum: Tensor, moves: Moves) -> Shifts:
+        current = self._range(self.theta, shard)
+        if self.learner is not None:
+            if moves.is_reset:
+                self._queue_reset(shard, theta)
+            else:
+                move = theta - current
+                if moves.learner == self.learner:
+                    for payload in moves.settled:
+                        move += self._decode(shard, payload)
+                    for payload in moves.restored:
+                        move -= self._decode(shard, payload)
+                self._queue_shift(shard, move)
+        current.copy_(theta)
+        self._range(self.momentum, shard).copy_(momentum)
+        self.heads[shard] = head
+        return self.next_shifts((shard,))
+
+    # -- merging -------------------------------------------------------------------------------------------------------
+
+    def merge(self, shard: ShardId, base: Digest, given: Sequence[tuple[Contributor, bytes]]) -> MergeResult:
+        """Merge contributions (sorted by learner), quantize the result, and prepare the outer step.
+
+        Raises:
+            StaleBaseError: the shard's head is not ``base``.
+            ContributionError: a payload is malformed or not finite; the others may be merged without it.
+        """
+        if self.heads[shard] != base:
+            raise StaleBaseError(f"shard {shard} is not at {base[:8]}")
+        piece: Shard = self.layout.shards[shard]
+        gradients, weights = [], []
+        for contributor, payload in given:
+            try:
+                gradient = self._decode(shard, payload)
+            except ValueError as error:
+                raise ContributionError(contributor.learner, str(error)) from error
+            if not bool(torch.isfinite(gradient).all()):
+                raise ContributionError(contributor.learner, "it is not finite")
+            gradients.append(gradient)
+            weights.append(merging.token_weight(contributor.tokens, contributor.steps))
+        merged = torch.empty(piece.elements, dtype=torch.float32)
+        merging.merge(piece.merge, gradients, weights, merged)
+        payload = compress(quantize.encode(self.codec.down, merged))
+        payload_digest = digest_of(payload)
+        theta, momentum = self._outer_step(shard, self._decode(shard, payload))
+        self._prepared[shard] = _Prepared(base, payload_digest, theta, momentum)
+        return MergeResult(payload, payload_digest, outer.state_digest(theta, momentum))
+
+    # -- the learner ---------------------------------------------------------------------------------------------------
+
+    def load(self, learner: LearnerId) -> None:
+        """Put all global parameters where a new learner takes them from. It must acknowledge with ``shifted``."""
+        self.learner = learner
+        self.shift.copy_(self.theta)
+        self.queued.zero_()
+        for shard in range(len(self.layout.shards)):
+            self._in_flight[shard] = Kind.REPLACE
+            self._in_queue[shard] = Kind.NONE
+        for fragment in range(len(self.layout.fragments)):
+            self._snapshot_is_ours[fragment] = False
+
+    def unload(self) -> None:
+        """The learner is gone."""
+        self.learner = None
+
+    def _queue_shift(self, shard: ShardId, move: Tensor) -> None:
+        self._range(self.queued, shard).add_(move)
+        if self._in_queue[shard] is Kind.NONE:
+            self._in_queue[shard] = Kind.ADD
+        if self._snapshot_is_ours[self.layout.shards[shard].fragment]:
+            self._range(self.snapshot, shard).add_(move)
+
+    def _queue_reset(self, shard: ShardId, theta: Tensor) -> None:
+        self._range(self.queued, shard).copy_(theta)
+        self._in_queue[shard] = Kind.REPLACE
+        if self._snapshot_is_ours[self.layout.shards[shard].fragment]:
+            self._range(self.snapshot, shard).copy_(theta)
+
+    def next_shifts(self, shards: Sequence[ShardId]) -> Shifts:
+        """Hand queued shifts of ``shards`` over where the learner has taken the last; returns what to tell it of."""
+        ready: dict[Kind, list[ShardId]] = {Kind.ADD: [], Kind.REPLACE: []}
+        for shard in shards:
+            kind = self._in_queue[shard]
+            if kind is not Kind.NONE and self._in_flight[shard] is Kind.NONE:
+                queued = self._range(self.queued, shard)
+                self._range(self.shift, shard).copy_(queued)
+                queued.zero_()
+                self._in_queue[shard] = Kind.NONE
+                self._in_flight[shard] = kind
+                ready[kind].append(shard)
+        return Shifts(tuple(ready[Kind.ADD]), tuple(ready[Kind.REPLACE]))
+
+    def shifted(self, shards: Sequence[ShardId]) -> Shifts:
+        """The learner has taken these shifts; returns the next ones to tell it of."""
+        for shard in shards:
+            self._in_flight[shard] = Kind.NONE
+        return self.next_shifts(shards)
+
+    def snapshot_asked(self, fragment: FragmentId) -> None:
+        """From now on the fragment's part of the snapshot buffer is the learner's."""
+        self._snapshot_is_ours[fragment] = False
+
+    def snapshot_taken(self, fragment: FragmentId) -> None:
+        """The learner has written the fragment: add the shifts that it had not added by then."""
+        self._snapshot_is_ours[fragment] = True
+        for shard in self.layout.fragments[fragment]:
+            snapshot = self._range(self.snapshot, shard)
+            for kind, buffer in ((self._in_flight[shard], self.shift), (self._in_queue[shard], self.queued)):
+                if kind is Kind.ADD:
+                    snapshot.add_(self._range(buffer, shard))
+                elif kind is Kind.REPLACE:
+                    snapshot.copy_(self._range(buffer, shard))
+
+    def encode(self, shard: ShardId, base: Digest) -> tuple[bytes, Digest]:
+        """The learner's outer gradient for one shard: compressed payload and its digest.
+
+        Raises:
+            StaleBaseError: the shard's head is not ``base``, or there is no snapshot.
+            ValueError: the learner's parameters are not finite.
+        """
+        if self.heads[shard] != base or not self._snapshot_is_ours[self.layout.shards[shard].fragment]:
+            raise StaleBaseError(f"shard {shard} is not at {base[:8]}")
+        gradient = self._range(self.theta, shard) - self._range(self.snapshot, shard)
+        payload = compress(quantize.encode(self.codec.up, gradient))
+        return payload, digest_of(payload)

@@ -1,0 +1,148 @@
+"""The learner as a child process: started, spoken to over a Unix socket, and never left behind.
+
+Rules of this file:
+1. The learner program is its own process (``python -m peers.learner``): its crash does not take the node along.
+2. Messages are queued in order and written as the socket takes them; the node never waits for its learner.
+3. Whatever way the node leaves this block, the child is reaped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from p2pdiloco.runtime import logs
+from p2pdiloco.wire import link
+
+log = logs.get("learner")
+
+READ_BYTES = 1 << 16
+EXIT_S = 5.0
+"""How long a learner may take to exit when asked; then it is killed."""
+
+
+class LearnerProcess:
+    """One life of the learner. ``heard`` gets its messages, ``ended`` one sentence when it is gone."""
+
+    def __init__(
+        self,
+        arguments: list[str],
+        *,
+        memory_fd: int,
+        heard: Callable[[link.FromLearner], None],
+        ended: Callable[[str, int], None],
+        log_path: Path,
+    ) -> None:
+        self._arguments = arguments
+        self._memory_fd = memory_fd
+        self._heard = heard
+        self._ended = ended
+        self._log_path = log_path
+        self._socket: socket.socket | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._outgoing: asyncio.Queue[bytes] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._reason = ""
+
+    async def __aenter__(self) -> Self:
+        """Start the process.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        try:
+            with open(self._log_path, "ab") as output:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "peers.learner",
+                    "--socket-fd",
+                    str(theirs.fileno()),
+                    "--memory-fd",
+                    str(self._memory_fd),
+                    *self._arguments,
+                    pass_fds=(theirs.fileno(), self._memory_fd),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._socket = ours
+        self._tasks = [
+            asyncio.create_task(self._read(), name="learner: read"),
+            asyncio.create_task(self._write(), name="learner: write"),
+        ]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ask it to exit, wait a little, kill it, reap it."""
+        self.send(link.Exit())
+        process = self._process
+        assert process is not None
+        try:
+            async with asyncio.timeout(EXIT_S):
+                await process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._socket is not None:
+                self._socket.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the child."""
+        assert self._process is not None
+        return self._process.pid
+
+    def send(self, message: link.FromNode) -> None:
+        """Queue a command; at most a few are ever outstanding, since each kind waits for its answer."""
+        self._outgoing.put_nowait(link.encode(message))
+
+    async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
+        assert self._socket is not None
+        with contextlib.suppress(OSError):
+            while True:
+                await loop.sock_sendall(self._socket, await self._outgoing.get())
+
+    async def _read(self) -> None:
+        loop = asyncio.get_running_loop()
+        assert self._socket is not None
+        assert self._process is not None
+        decoder: link.Decoder[link.FromLearner] = link.Decoder(link.FromLearner)
+        try:
+            while data := await loop.sock_recv(self._socket, READ_BYTES):
+                for message in decoder.feed(data):
+                    if isinstance(message, link.Failed):
+                        self._reason = message.reason
+                    else:
+                        self._heard(message)
+        except (OSError, ValueError) as error:
+            self._reason = self._reason or str(error)
+        status = await self._process.wait()
+        self._ended(self._reason or f"it ended with status {status}, see {self._log_path}", status)
+
+
+def new_incarnation() -> str:
+    """A name for one life of a learner."""
+    return os.urandom(6).hex()

@@ -1,0 +1,154 @@
+"""Asking around as an observer, before or without taking part: which runs are there, their manifests, their status."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from p2pdiloco.node.roster import PeerRecord
+from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.protocol.manifest import MAX_MANIFEST_BYTES, PROTOCOL_VERSION, Manifest, Name, decode_manifest
+from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.directory import Directory, DirectoryError
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.transport import Answer, DialError, PeerRefused, RequestError, RequestRefused, Transport
+from p2pdiloco.wire.bodies import GetManifest, GetStatus, PeerStatus, decode_as, encode
+
+log = logs.get("lookup")
+
+RUN_RECORD_LIFE_S = 60.0
+FIND_S = 15.0
+"""How long a run or a peer may take to appear in the directory."""
+ASK_S = 8.0
+
+
+class LookupFailedError(Exception):
+    """What was looked for is not to be had; the message says what to do."""
+
+
+class RunRecord(msgspec.Struct, frozen=True):
+    """What the directory says of a run."""
+
+    name: Name
+    parameters: Annotated[int, Meta(ge=1, le=2**48)]
+
+
+class Observer:
+    """A transport's handler that takes no part."""
+
+    def connected(self, peer: PeerId, address: str, is_observer: bool, inbound: bool) -> None:
+        """Nothing to do."""
+
+    def disconnected(self, peer: PeerId, reason: str) -> None:
+        """Nothing to do."""
+
+    def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> None:
+        """Heartbeats and the like are not for us."""
+
+    def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
+        """No payloads."""
+        return False
+
+    async def answer(self, peer: PeerId, body: bytes) -> Answer:
+        """Nobody asks an observer."""
+        raise RequestRefused("this peer only observes")
+
+
+def observer_transport(identity: Identity) -> Transport:
+    """A transport that neither listens nor belongs to a run."""
+    return Transport(identity, listen="", run="", version=PROTOCOL_VERSION, handler=Observer())
+
+
+async def list_runs(directory: Directory, *, patience_s: float = FIND_S) -> dict[RunId, RunRecord]:
+    """All runs in the directory; waits for the first one for up to ``patience_s`` seconds.
+
+    Raises:
+        DirectoryError: the directory does not answer.
+    """
+    deadline = asyncio.get_running_loop().time() + patience_s
+    while True:
+        found = {}
+        for run, record in (await directory.runs()).items():
+            try:
+                found[run] = msgspec.msgpack.decode(record, type=RunRecord)
+            except ValueError:
+                log.debug("malformed run record ignored", run=run)
+        if found or asyncio.get_running_loop().time() >= deadline:
+            return found
+        await asyncio.sleep(0.5)
+
+
+async def dial_any(
+    directory: Directory, transport: Transport, run: RunId, *, patience_s: float = FIND_S
+) -> list[PeerId]:
+    """Connect to every peer of the run that answers; waits for the first one for up to ``patience_s`` seconds.
+
+    Raises:
+        LookupFailedError: nobody answers, or all refuse us; with each one's reason.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + patience_s
+    reasons: dict[PeerId, str] = {}
+    while True:
+        try:
+            records = await directory.peers(run)
+        except DirectoryError as error:
+            records, reasons[PeerId("directory")] = {}, str(error)
+        reached = await asyncio.gather(*(_dial_one(transport, p, r, reasons) for p, r in sorted(records.items())))
+        peers = [peer for peer in reached if peer is not None]
+        if peers:
+            return peers
+        if loop.time() >= deadline:
+            detail = (
+                "; ".join(f"{peer}: {reason}" for peer, reason in sorted(reasons.items())) or "no peer is announced"
+            )
+            raise LookupFailedError(
+                f"no peer of run {run[:12]} can be reached ({detail}): is anybody still training it?"
+            )
+        await asyncio.sleep(0.5)
+
+
+async def _dial_one(transport: Transport, peer: PeerId, record: bytes, reasons: dict[PeerId, str]) -> PeerId | None:
+    try:
+        for address in msgspec.msgpack.decode(record, type=PeerRecord).addresses:
+            try:
+                return await transport.dial(address, timeout_s=ASK_S)
+            except PeerRefused as error:
+                reasons[peer] = str(error)
+                return None
+            except (DialError, ValueError) as error:
+                reasons[peer] = str(error)
+    except ValueError as error:
+        reasons[peer] = f"malformed record: {error}"
+    return None
+
+
+async def fetch_manifest(transport: Transport, peers: list[PeerId], run: RunId) -> Manifest:
+    """The run's manifest from any of ``peers``, checked against its digest.
+
+    Raises:
+        LookupFailedError: nobody has one that matches.
+    """
+    reasons = []
+    for peer in peers:
+        try:
+            response = await transport.request(
+                peer, encode(GetManifest()), timeout_s=ASK_S, max_payload=MAX_MANIFEST_BYTES
+            )
+            return decode_manifest(bytes(response.payload or b""), run)
+        except (RequestError, ValueError) as error:
+            reasons.append(f"{peer}: {error}")
+    raise LookupFailedError(f"no peer gave a manifest of run {run[:12]} that can be trusted ({'; '.join(reasons)})")
+
+
+async def ask_status(transport: Transport, peer: PeerId) -> PeerStatus | None:
+    """One peer's status, or None if it does not give any."""
+    try:
+        response = await transport.request(peer, encode(GetStatus()), timeout_s=ASK_S)
+        return decode_as(response.body, PeerStatus)
+    except (RequestError, ValueError) as error:
+        log.debug("no status", peer=peer, reason=str(error))
+        return None

@@ -1,0 +1,81 @@
+"""What happened to a peer, for people and for plots: one JSON object a line in ``metrics.jsonl``, and running totals."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TextIO
+
+from p2pdiloco.wire.link import Progress
+
+SMOOTHING = 0.1
+PROGRESS_S = 1.0
+"""Between two lines about the learner's progress."""
+
+
+class Metrics:
+    """Totals of this process, and the event log."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+        self._progress_at = 0.0
+        self.loss: float | None = None
+        """Training loss, smoothed."""
+        self.tokens_per_second = 0.0
+        self.blocked_s = 0.0
+        self.exchange_s = 0.0
+        self.compute_s = 0.0
+        self.steps = 0
+        self.tokens = 0
+        self._last_tokens = 0
+
+    def __enter__(self) -> Self:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self._path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def write(self, event: str, **fields: object) -> None:
+        """Append one line. ``time`` is Unix time in seconds."""
+        if self._file is not None:
+            self._file.write(json.dumps({"time": round(time.time(), 3), "event": event, **fields}) + "\n")
+
+    def learner_began(self) -> None:
+        """A new life: its counters start at zero."""
+        self._last_tokens = 0
+
+    def progress(self, progress: Progress) -> None:
+        """One inner step."""
+        made = progress.tokens - self._last_tokens
+        self._last_tokens = progress.tokens
+        self.tokens += made
+        self.steps += 1
+        self.blocked_s += progress.blocked_s
+        self.exchange_s += progress.exchange_s
+        self.compute_s += progress.step_time_s
+        rate = made / max(progress.step_time_s, 1e-9)
+        is_first = self.loss is None
+        self.loss = progress.loss if self.loss is None else self.loss + SMOOTHING * (progress.loss - self.loss)
+        self.tokens_per_second = (
+            rate if is_first else self.tokens_per_second + SMOOTHING * (rate - self.tokens_per_second)
+        )
+        now = time.monotonic()
+        if now - self._progress_at >= PROGRESS_S:
+            self._progress_at = now
+            self.write(
+                "progress",
+                steps=progress.steps,
+                tokens=self.tokens,
+                loss=round(progress.loss, 4),
+                step_time_s=round(progress.step_time_s, 4),
+                blocked_s=self.blocked_s,
+            )

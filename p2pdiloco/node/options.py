@@ -1,0 +1,35 @@
+"""What one peer chooses for itself; nothing here has to agree with anybody else's choice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+
+class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """A peer's own settings. Times in seconds."""
+
+    folder: Path
+    """Everything this peer writes for this run: checkpoint, metrics, report, logs of the learner."""
+    listen: str = "/ip4/0.0.0.0/tcp/0"
+    """Where other peers reach the node (data port)."""
+    announce: tuple[str, ...] = ()
+    """Addresses to publish instead of the machine's own (port forwarding)."""
+    device: str = "cpu"
+    data: str | None = None
+    """Folder that replaces the manifest's ``data.path`` on this machine."""
+    threads: Annotated[int, Meta(ge=0)] = 0
+    """torch threads of the learner; 0 leaves it to torch."""
+    is_follower: bool = False
+    """Track the global model without training."""
+    is_unreachable: bool = False
+    """Nobody can dial this peer: it never owns a shard."""
+    weight: Annotated[float, Meta(gt=0.0, le=1e12)] = 1.0
+    """Share of ownership, in any unit that the peers of a run agree on (upload budget)."""
+    checkpoint_s: Annotated[float, Meta(ge=1.0)] = 60.0
+    leave_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 20.0
+    has_journal: bool = False
+    """Record every event for ``p2pdiloco replay``."""

@@ -1,0 +1,175 @@
+"""Keeps this peer connected to every other peer of its run: announce, look up, dial, dial again.
+
+Rules of this file:
+1. The directory gives addresses, nothing else. Who is live is the protocol's decision, from connections.
+2. Of two peers the one with the smaller id dials first; the other dials only if nothing came for a while.
+3. Addresses are remembered on disk, so that a restarted peer finds the run again without any bootstrap node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.directory import Directory, DirectoryError
+from p2pdiloco.runtime.files import write_atomically
+from p2pdiloco.runtime.tasks import Tasks
+from p2pdiloco.runtime.transport import DialError, Transport
+
+log = logs.get("roster")
+
+LOOK_S = 2.0
+"""Between two looks into the directory."""
+ANNOUNCE_S = 10.0
+RECORD_LIFE_S = 40.0
+DIAL_S = 8.0
+LONGEST_PAUSE_S = 30.0
+PATIENCE_S = 3.0
+"""How long the peer with the larger id waits to be dialled."""
+MAX_KNOWN = 1024
+
+
+class PeerRecord(msgspec.Struct, frozen=True):
+    """What a peer publishes of itself."""
+
+    addresses: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=16)]
+
+
+class _Known:
+    __slots__ = ("addresses", "failures", "is_dialling", "next_dial_at", "since")
+
+    def __init__(self, since: float) -> None:
+        self.addresses: tuple[str, ...] = ()
+        self.since = since
+        self.next_dial_at = since
+        self.failures = 0
+        self.is_dialling = False
+
+
+class Roster:
+    """The peers of one run that this peer has heard of."""
+
+    def __init__(
+        self, run: RunId, directory: Directory, transport: Transport, addresses: Callable[[], list[str]], cache: Path
+    ) -> None:
+        self._run = run
+        self._directory = directory
+        self._transport = transport
+        self._addresses = addresses
+        self._cache = cache
+        self._known: dict[PeerId, _Known] = {}
+        self._announced_at = -ANNOUNCE_S
+        self._saved: dict[str, list[str]] = {}
+
+    @property
+    def known(self) -> int:
+        """Peers heard of lately, this one included."""
+        return len(self._known) + 1
+
+    async def keep(self) -> None:
+        """Run until cancelled."""
+        loop = asyncio.get_running_loop()
+        for peer, addresses in _load(self._cache).items():
+            self._learn(PeerId(peer), tuple(addresses), loop.time())
+        async with Tasks() as tasks:
+            while True:
+                await self._quietly(self._announce(loop.time()))
+                await self._quietly(self._look(loop.time()))
+                for peer in self._due(loop.time()):
+                    tasks.spawn(self._dial(peer), name=f"dial {peer}")
+                await asyncio.sleep(LOOK_S)
+
+    async def withdraw(self) -> None:
+        """Take our record back."""
+        await self._quietly(self._directory.withdraw_peer(self._run))
+
+    def disconnected(self, peer: PeerId) -> None:
+        """A connection is lost: dial again soon."""
+        known = self._known.get(peer)
+        if known is not None:
+            known.since = known.next_dial_at = asyncio.get_running_loop().time()
+
+    async def _quietly(self, call: Awaitable[None]) -> None:
+        try:
+            await call
+        except DirectoryError as error:
+            log.debug("directory does not answer", reason=str(error))
+
+    async def _announce(self, now: float) -> None:
+        if now - self._announced_at >= ANNOUNCE_S:
+            record = msgspec.msgpack.encode(PeerRecord(tuple(self._addresses())))
+            await self._directory.publish_peer(self._run, record, RECORD_LIFE_S)
+            self._announced_at = now
+
+    async def _look(self, now: float) -> None:
+        for peer, record in (await self._directory.peers(self._run)).items():
+            try:
+                addresses = msgspec.msgpack.decode(record, type=PeerRecord).addresses
+            except ValueError:
+                log.debug("malformed record ignored", peer=peer)
+                continue
+            self._learn(peer, addresses, now)
+        await self._save()
+
+    def _learn(self, peer: PeerId, addresses: tuple[str, ...], now: float) -> None:
+        if peer == self._transport.peer_id:
+            return
+        known = self._known.get(peer)
+        if known is None:
+            if len(self._known) >= MAX_KNOWN:
+                return
+            known = self._known[peer] = _Known(now)
+        if addresses and addresses != known.addresses:
+            known.addresses = addresses
+            known.failures = 0
+            known.next_dial_at = now
+
+    def _due(self, now: float) -> list[PeerId]:
+        connected = set(self._transport.peers())
+        due = []
+        for peer, known in self._known.items():
+            is_patient = peer < self._transport.peer_id and now - known.since < PATIENCE_S
+            if peer not in connected and not known.is_dialling and not is_patient and now >= known.next_dial_at:
+                due.append(peer)
+        return due
+
+    async def _dial(self, peer: PeerId) -> None:
+        known = self._known[peer]
+        known.is_dialling = True
+        try:
+            for address in known.addresses:
+                try:
+                    await self._transport.dial(address, timeout_s=DIAL_S)
+                    known.failures = 0
+                    return
+                except (DialError, ValueError) as error:
+                    log.debug("dial failed", peer=peer, address=address, reason=str(error))
+            known.failures += 1
+            pause = min(LONGEST_PAUSE_S, 2.0**known.failures)
+            known.next_dial_at = asyncio.get_running_loop().time() + pause
+        finally:
+            known.is_dialling = False
+
+    async def _save(self) -> None:
+        known = {str(peer): list(k.addresses) for peer, k in sorted(self._known.items()) if k.addresses}
+        if known != self._saved:
+            try:
+                await asyncio.to_thread(write_atomically, self._cache, json.dumps(known).encode())
+                self._saved = known
+            except OSError as error:
+                log.warning("peer cache not written", path=self._cache, reason=str(error))
+
+
+def _load(path: Path) -> dict[str, list[str]]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, list[str]])
+    except (OSError, ValueError):
+        return {}

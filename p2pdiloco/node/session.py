@@ -1,0 +1,192 @@
+"""From a command to a running peer: identity, directory, manifest, node, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from p2pdiloco.node.checkpoint import CheckpointError, load
+from p2pdiloco.node.founding import found
+from p2pdiloco.node.lookup import (
+    RUN_RECORD_LIFE_S,
+    LookupFailedError,
+    RunRecord,
+    dial_any,
+    fetch_manifest,
+    list_runs,
+    observer_transport,
+)
+from p2pdiloco.node.node import Ending, InitialState, Node
+from p2pdiloco.node.options import PeerOptions
+from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
+from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.directory import Directory, DirectoryError
+from p2pdiloco.runtime.identity import Identity
+
+log = logs.get("session")
+
+ANNOUNCE_RUN_S = 20.0
+
+
+class DirectoryOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How this peer takes part in the directory."""
+
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce: tuple[str, ...] = ()
+    initial_peers: tuple[str, ...] = ()
+
+
+@contextlib.asynccontextmanager
+async def open_directory(
+    identity: Identity, options: DirectoryOptions, folder: Path | None
+) -> AsyncIterator[Directory]:
+    """The directory, with a cache of its peers' addresses in ``folder`` (None: no cache).
+
+    Raises:
+        DirectoryError: none of the initial (and remembered) peers answers.
+    """
+    directory = Directory(
+        identity,
+        listen=list(options.listen),
+        announce=list(options.announce),
+        initial_peers=list(options.initial_peers),
+        cache_path=None if folder is None else folder / "directory.json",
+    )
+    async with directory:
+        yield directory
+
+
+async def start(
+    config: RunConfig,
+    options: PeerOptions,
+    directory_options: DirectoryOptions,
+    identity: Identity,
+    say: Callable[[str], None],
+) -> Ending:
+    """Found a run and train it; go on from this folder's checkpoint if it holds one of the same configuration.
+
+    Raises:
+        ConfigError, DirectoryError, CheckpointError, OSError: with a sentence for the user.
+    """
+    earlier = await asyncio.to_thread(load, options.folder / "checkpoint")
+    if earlier is not None:
+        if earlier.manifest.config != config:
+            raise CheckpointError(
+                f"{options.folder} holds a checkpoint of another configuration: give --state another folder, or use join"
+            )
+        manifest, initial = earlier.manifest, InitialState(earlier.shards, earlier.theta, earlier.momentum)
+        say(f"going on with run {manifest.run[:12]} from the checkpoint in {options.folder}")
+    else:
+        manifest, initial = await asyncio.to_thread(found, config, identity.peer_id, options.data)
+    async with open_directory(identity, directory_options, options.folder) as directory:
+        for address in directory.visible_addresses():
+            say(f"to join from another machine:  p2pdiloco join {address} --run {manifest.config.name}")
+        return await take_part(manifest, options, identity, directory, initial)
+
+
+async def join(
+    wanted: str | None,
+    options: PeerOptions,
+    directory_options: DirectoryOptions,
+    identity: Identity,
+    choose: Callable[[dict[RunId, RunRecord]], RunId],
+    say: Callable[[str], None],
+) -> Ending:
+    """Find a run, get its manifest from its peers, and take part.
+
+    Raises:
+        LookupFailedError, DirectoryError, OSError: with a sentence for the user.
+    """
+    async with open_directory(identity, directory_options, options.folder) as directory:
+        run = choose(pick_runs(await list_runs(directory), wanted))
+        async with observer_transport(Identity.ephemeral()) as transport:
+            peers = await dial_any(directory, transport, run)
+            manifest = await fetch_manifest(transport, peers, run)
+        say(f"joining run {manifest.config.name} ({run[:12]}), {Layout.of(manifest).elements:,} parameters")
+        mine = msgspec.structs.replace(options, folder=options.folder / run[:12])
+        return await take_part(manifest, mine, identity, directory, await _own_checkpoint(mine.folder, run))
+
+
+async def _own_checkpoint(folder: Path, run: RunId) -> InitialState | None:
+    """What this peer had of the run when it last took part; the swarm has the rest."""
+    try:
+        earlier = await asyncio.to_thread(load, folder / "checkpoint")
+    except CheckpointError as error:
+        log.warning("checkpoint not used, the state comes from the swarm", reason=str(error))
+        return None
+    if earlier is None or earlier.manifest.run != run:
+        return None
+    return InitialState(earlier.shards, earlier.theta, earlier.momentum)
+
+
+def pick_runs(runs: dict[RunId, RunRecord], wanted: str | None) -> dict[RunId, RunRecord]:
+    """Those called ``wanted`` (a name, or the beginning of an id), or all.
+
+    Raises:
+        LookupFailedError: there is none.
+    """
+    if not runs:
+        raise LookupFailedError("the directory knows no run: has anybody started one with this bootstrap address?")
+    if wanted is None:
+        return runs
+    found = {run: record for run, record in runs.items() if record.name == wanted or run.startswith(wanted)}
+    if not found:
+        names = ", ".join(sorted(f"{record.name} ({run[:12]})" for run, record in runs.items()))
+        raise LookupFailedError(f"no run is called {wanted!r}; the directory knows: {names}")
+    return found
+
+
+async def take_part(
+    manifest: Manifest, options: PeerOptions, identity: Identity, directory: Directory, initial: InitialState | None
+) -> Ending:
+    """Run a node until it ends, with the run announced and signals heeded."""
+    logs.speak_as(identity.peer_id)
+    async with Node(manifest, options, identity, directory, initial) as node:
+        announcing = asyncio.create_task(_announce(manifest, directory), name="announce run")
+        try:
+            with leave_on_signals(node):
+                return await node.run()
+        finally:
+            announcing.cancel()
+            await asyncio.gather(announcing, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def leave_on_signals(node: Node) -> Iterator[None]:
+    """SIGINT and SIGTERM leave in order; a second one ends the process at once."""
+    loop = asyncio.get_running_loop()
+    heard = 0
+
+    def on_signal(name: str) -> None:
+        nonlocal heard
+        heard += 1
+        if heard == 1:
+            log.info("leaving in order; once more to leave at once", signal=name)
+            node.request_leave(name)
+        else:
+            node.abandon(name)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number.name)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+async def _announce(manifest: Manifest, directory: Directory) -> None:
+    """Keep the run's record alive in the directory."""
+    record = msgspec.msgpack.encode(RunRecord(manifest.config.name, Layout.of(manifest).elements))
+    while True:
+        try:
+            await directory.publish_run(manifest.run, record, RUN_RECORD_LIFE_S)
+        except DirectoryError as error:
+            log.debug("run not announced", reason=str(error))
+        await asyncio.sleep(ANNOUNCE_RUN_S)

@@ -1,0 +1,104 @@
+"""A peer's journal: every event its machine handled, when, and a digest of the effects, so that a replay can be checked.
+
+File: MessagePack objects one after the other. The first is the machine's configuration, each further one an ``Entry``.
+Writing never blocks the loop for long: entries are buffered and flushed once a second and at the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+from zlib import crc32
+
+import msgspec
+
+from p2pdiloco.protocol.core import ProtocolConfig
+from p2pdiloco.protocol.effects import Effect
+from p2pdiloco.protocol.events import Event
+
+FLUSH_S = 1.0
+MAX_ENTRY_BYTES = 1 << 24
+_LENGTH = 4
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One handled event."""
+
+    now: float
+    event: Event
+    effects_crc: int
+
+
+def effects_crc(effects: list[Effect]) -> int:
+    """Checksum of a list of effects."""
+    return crc32(_encoder.encode(effects))
+
+
+class Journal:
+    """Append-only journal file."""
+
+    def __init__(self, path: Path, config: ProtocolConfig) -> None:
+        self._path = path
+        self._config = config
+        self._file: BinaryIO | None = None
+        self._flushed_at = 0.0
+
+    def __enter__(self) -> Self:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self._path, "wb", buffering=1 << 18)  # noqa: SIM115
+        self._write(_encoder.encode(self._config))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def record(self, now: float, event: Event, effects: list[Effect]) -> None:
+        """Append one handled event."""
+        self._write(_encoder.encode(Entry(now, event, effects_crc(effects))))
+
+    def _write(self, data: bytes) -> None:
+        if self._file is not None:
+            self._file.write(len(data).to_bytes(_LENGTH, "big") + data)
+            if time.monotonic() - self._flushed_at > FLUSH_S:
+                self._file.flush()
+                self._flushed_at = time.monotonic()
+
+
+class JournalError(Exception):
+    """The file is not a journal, or breaks off in a way that a killed writer cannot explain."""
+
+
+def read_journal(path: Path) -> tuple[ProtocolConfig, Iterator[Entry]]:
+    """The configuration and the entries. A last entry that was cut by a kill is left out.
+
+    Raises:
+        JournalError: not a journal.
+    """
+    frames = _frames(path)
+    try:
+        config = msgspec.msgpack.decode(next(frames), type=ProtocolConfig)
+    except (StopIteration, msgspec.MsgspecError) as error:
+        raise JournalError(f"{path} is not a journal") from error
+    decoder = msgspec.msgpack.Decoder(Entry)
+    return config, (decoder.decode(frame) for frame in frames)
+
+
+def _frames(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while len(head := file.read(_LENGTH)) == _LENGTH:
+            length = int.from_bytes(head, "big")
+            if length > MAX_ENTRY_BYTES:
+                raise JournalError(f"{path}: an entry of {length} bytes is no journal's")
+            data = file.read(length)
+            if len(data) < length:
+                return
+            yield data

@@ -1,0 +1,114 @@
+"""Control bodies between peers: the protocol's messages, and the requests outside it (manifest, state, status).
+
+Rules of this file:
+1. Everything decodes into typed, bounded structs or raises ValueError; floats must be finite.
+2. A commit's payload travels as its owner's signature followed by the compressed outer gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from p2pdiloco.protocol.events import ShardState
+from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.protocol.manifest import Name
+from p2pdiloco.protocol.messages import CommitHeader, Count, Evaluation, Heartbeat, Message, Shard
+
+SIGNATURE_BYTES = 64
+COMMIT_CONTEXT = b"p2pdiloco commit\0"
+"""What an owner signs is this followed by the commit's id."""
+
+
+class GetManifest(msgspec.Struct, frozen=True, array_like=True, tag="manifest?"):
+    """Answer: the manifest's canonical bytes as payload."""
+
+
+class GetState(msgspec.Struct, frozen=True, array_like=True, tag="state?"):
+    """Answer: ``StateProof``, with the shard's global parameters and momentum (float32, little-endian) as payload."""
+
+    shard: Shard
+
+
+class GetStatus(msgspec.Struct, frozen=True, array_like=True, tag="status?"):
+    """Answer: ``PeerStatus``."""
+
+
+Request = GetManifest | GetState | GetStatus
+
+
+class StateProof(msgspec.Struct, frozen=True, array_like=True):
+    """A shard's state at one head, with the commit that its owner signed (none at version 0)."""
+
+    state: ShardState
+    header: CommitHeader | None
+    signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)]
+
+
+class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What a peer tells of itself and its view of the run."""
+
+    run: RunId
+    name: Name
+    peer: Annotated[str, Meta(max_length=128)]
+    phase: Annotated[str, Meta(max_length=32)]
+    step: Count
+    total_steps: Count
+    known: Count
+    live: Count
+    participating: Count
+    weight_averaged: Count
+    version_min: Count
+    version_max: Count
+    heads_mark: int
+    tokens_trained: Count
+    tokens_merged: Count
+    tokens_per_second: float
+    train_loss: float | None
+    held_out_loss: float | None
+    held_out_step: Count
+    bytes_up: Count
+    bytes_down: Count
+    blocked_s: float
+
+
+_encoder = msgspec.msgpack.Encoder()
+_messages: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+T = TypeVar("T")
+
+
+def encode(value: object) -> bytes:
+    """Any of this module's structs, or a protocol message, as MessagePack."""
+    return _encoder.encode(value)
+
+
+def decode_message(body: bytes) -> Message:
+    """A protocol message.
+
+    Raises:
+        ValueError: malformed, out of bounds, or not finite.
+    """
+    message = _messages.decode(body)
+    if isinstance(message, Heartbeat):
+        floats = (message.echo_held_s, message.step_time_s, message.weight)
+    elif isinstance(message, Evaluation):
+        floats = (message.loss, 0.0, 0.0)
+    else:
+        return message
+    if not all(map(math.isfinite, floats)):
+        raise ValueError("a number is not finite")
+    return message
+
+
+def decode_request(body: bytes) -> Request:
+    """A request. Raises ValueError if malformed."""
+    return _requests.decode(body)
+
+
+def decode_as(body: bytes, kind: type[T]) -> T:
+    """An answer of a known kind. Raises ValueError if malformed."""
+    return msgspec.msgpack.decode(body, type=kind)
