@@ -1,0 +1,573 @@
+"""How peers find each other: a hivemind DHT, and the only file that imports hivemind.
+
+Rules of this file:
+1. The DHT node runs in our own event loop with libp2p's daemon (p2pd) as its child. (hivemind.DHT would fork Python,
+   and leave ghosts behind a killed parent.)
+2. Records are hints: signed by their publisher (wire/records.py), refused by every honest node if forged, bounded in
+   size and number, gone when they expire. Nothing here decides who is alive.
+3. Every call has a deadline. A read that fails gives what was read before and has not expired; a write raises.
+4. A cut network heals by itself only if somebody calls: every KEEP_S all peers ever met are connected to and pinged.
+5. p2pd is supervised: if it dies or stops answering, it is started again with the same identity and port, and what we
+   have published is published again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import msgspec
+
+from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.runtime import address_book, addresses, logs
+from p2pdiloco.runtime.address_book import AddressBook
+from p2pdiloco.runtime.identity import Identity, verify
+from p2pdiloco.runtime.record_book import RECORDS_LIMIT, RecordBook
+from p2pdiloco.runtime.tasks import Tasks
+from p2pdiloco.wire.records import (
+    CLOCK_SKEW_S,
+    RUNS_TOPIC,
+    TTL_LIMIT_S,
+    Envelope,
+    peers_topic,
+    seal,
+    subkey_of,
+    unseal,
+)
+
+os.environ.setdefault("GOLOG_LOG_LEVEL", "error")  # p2pd's own log, which hivemind reads and repeats
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from hivemind.dht.node import DHTNode
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+    from hivemind.p2p import P2P, P2PDaemonError, PeerID
+    from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+    from hivemind.utils.logging import use_hivemind_log_handler
+    from hivemind.utils.multiaddr import Multiaddr
+    from hivemind.utils.timed_storage import get_dht_time
+
+log = logs.get("directory")
+Result = TypeVar("Result")
+
+CALL_S = 5.0
+"""Deadline of a read or a write."""
+PING_S = 0.7
+"""A DHT node that says nothing for so long is skipped; with hivemind's 3 s and every third frozen a store took 10 s."""
+CONNECT_S = 5.0
+STRAGGLERS_S = 1.0
+"""When we join and one peer has answered, the others have so long."""
+KEEP_S = 2.0
+KEEP_CONNECT_S = 3.0
+KEPT_PEERS = 32
+"""Peers that are called in one round; of more, all in turns."""
+SAVE_ROUNDS = 5
+VERIFIED_LIMIT = 8192
+SILENT_ROUNDS = 3
+RESTART_LIMIT_S = 30.0
+
+
+class DirectoryError(Exception):
+    """The directory cannot be reached or used; the text says what was tried and what to do."""
+
+
+class Directory:
+    """This peer's part of the DHT. ``async with Directory(identity, ...) as directory``.
+
+    listen: multiaddrs, port 0 for any. announce: what others shall dial instead (behind a forwarded port).
+    initial_peers: multiaddrs with /p2p/; none for the first peer. cache_path: where met peers are remembered.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        listen: list[str],
+        announce: list[str],
+        initial_peers: list[str],
+        cache_path: Path | None = None,
+        startup_timeout_s: float = 15.0,
+        nat_port_map: bool = False,
+    ) -> None:
+        self._identity = identity
+        self._listen = [str(addresses.parse(text)) for text in listen]
+        self._announce = [str(addresses.parse(text)) for text in announce]
+        self._initial_peers = list(initial_peers)
+        self._cache_path = cache_path
+        self._startup_timeout_s = startup_timeout_s
+        self._nat_port_map = nat_port_map
+        self._book = AddressBook()
+        self._initial: list[PeerId] = []
+        self._validator = SignedRecords()
+        self._tasks = Tasks()
+        self._p2p: Any = None
+        self._node: Any = None
+        self._visible: list[str] = []
+        self._records = RecordBook()
+        self._writing = asyncio.Lock()
+        self._next_kept = 0
+        self._silent_rounds = 0
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        """Start and join.
+
+        Raises:
+            DirectoryError: p2pd does not start, or no peer answers although some were given.
+        """
+        _adopt_logging()
+        if self._cache_path is not None:
+            await asyncio.to_thread(self._book.load, self._cache_path)
+        try:
+            async with asyncio.timeout(self._startup_timeout_s + CONNECT_S + CALL_S):
+                await self._start()
+                await self._join()
+        except TimeoutError:
+            await self._stop()
+            raise DirectoryError(f"the directory did not start within {self._startup_timeout_s:g} s") from None
+        except BaseException:
+            await self._stop()
+            raise
+        await self._tasks.__aenter__()
+        self._tasks.spawn(self._supervise(), name="directory supervisor")
+        self._tasks.spawn(self._keep_all(), name="directory keeper")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._tasks.__aexit__(kind, error, trace)
+        await self._stop()
+        await self._save()
+
+    # -- for the user ------------------------------------------------------------------------------------------------
+
+    @property
+    def peer_id(self) -> PeerId:
+        """Ours; the transport's too."""
+        return self._identity.peer_id
+
+    @property
+    def refused_records(self) -> int:
+        """Forged or malformed records that were seen so far."""
+        return self._validator.refused
+
+    def visible_addresses(self) -> list[str]:
+        """Multiaddrs with our peer id, those that others may reach first."""
+        return list(self._visible)
+
+    def bootstrap_lines(self) -> list[str]:
+        """What to give to newcomers, one address a line: no loopback, if there is anything else."""
+        return [text for text in self._visible if not _is_loopback(text)] or self.visible_addresses()
+
+    def known_peers(self) -> list[PeerId]:
+        """DHT nodes that we have met, bootstraps included, most recent first."""
+        return self._book.peers()
+
+    async def publish_run(self, run: RunId, record: bytes, ttl_s: float) -> None:
+        """Say that ``run`` exists. ``record``: at most 12 KiB. Renew it before ``ttl_s`` (at most a day) is over.
+
+        Raises:
+            DirectoryError: it could not be stored.
+            ValueError: too large, or a ttl out of range.
+        """
+        await self._publish(RUNS_TOPIC, run, record, ttl_s)
+
+    async def publish_peer(self, run: RunId, record: bytes, ttl_s: float) -> None:
+        """Say that we take part in ``run``; as for ``publish_run``."""
+        await self._publish(peers_topic(run), "", record, ttl_s)
+
+    async def withdraw_peer(self, run: RunId) -> None:
+        """Say that we no longer take part.
+
+        Raises:
+            DirectoryError: that could not be stored; the record then expires in its own time.
+        """
+        topic = peers_topic(run)
+        published = self._records.withdraw((topic, f"/{self.peer_id}"))
+        if published is not None:
+            await self._store(self._envelope(topic, "", b"", published.expires_s, is_withdrawn=True))
+
+    async def runs(self) -> dict[RunId, bytes]:
+        """A record per run. Anyone may publish one for any run, so where they differ the most frequent is given;
+        the manifest's digest is what proves a run."""
+        found: dict[RunId, list[bytes]] = {}
+        for envelope in await self._read(RUNS_TOPIC):
+            found.setdefault(RunId(envelope.name), []).append(envelope.body)
+        return {run: max(sorted(set(bodies)), key=bodies.count) for run, bodies in found.items()}
+
+    async def peers(self, run: RunId) -> dict[PeerId, bytes]:
+        """The record of each peer that says it takes part in ``run``, ours included."""
+        return {PeerId(envelope.peer): envelope.body for envelope in await self._read(peers_topic(run))}
+
+    # -- reading and writing -----------------------------------------------------------------------------------------
+
+    def _envelope(
+        self, topic: str, name: str, body: bytes, expires_s: float, *, is_withdrawn: bool = False
+    ) -> Envelope:
+        return Envelope(
+            topic=topic,
+            name=name,
+            peer=self.peer_id,
+            expires_s=self._records.next_expiry((topic, name), expires_s),
+            addresses=tuple(self.bootstrap_lines()[:4]),
+            is_withdrawn=is_withdrawn,
+            body=body,
+        )
+
+    async def _publish(self, topic: str, name: str, body: bytes, ttl_s: float) -> None:
+        if not 0.0 < ttl_s <= TTL_LIMIT_S:
+            raise ValueError(f"ttl_s = {ttl_s}: use more than 0 and at most {TTL_LIMIT_S:g}")
+        await self._store(self._envelope(topic, name, body, get_dht_time() + ttl_s))
+
+    async def _store(self, envelope: Envelope) -> None:
+        value = seal(envelope, self._identity.sign)
+        await self._call(lambda: self._store_in_turn(envelope, value), "publishing")
+
+    async def _store_in_turn(self, envelope: Envelope, value: bytes) -> None:
+        """One write at a time: the DHT refuses a record that it has already, and that would look like a failure."""
+        async with self._writing:
+            self._records.publish(envelope)
+            if self._node is None:
+                raise DirectoryError("the directory is restarting; it will publish this when it is back")
+            subkey = subkey_of(envelope)
+            is_stored = await self._node.store(envelope.topic, value, envelope.expires_s, subkey=subkey)
+            # hivemind reports what the last replica said; one that says no is no reason to worry if another has it.
+            if not is_stored and envelope not in await self._fetch(envelope.topic):
+                raise DirectoryError("no node of the directory took the record: is this machine's clock right?")
+
+    async def _fetch(self, topic: str) -> list[Envelope]:
+        """What the DHT holds under ``topic`` now."""
+        if self._node is None:
+            raise DirectoryError("the directory is restarting")
+        found = await self._node.get(topic, latest=True)
+        records = found.value if found is not None and isinstance(found.value, dict) else {}
+        values = [item.value for item in list(records.values())[:RECORDS_LIMIT] if isinstance(item.value, bytes)]
+        envelopes = [unseal(value, verify) for value in values]
+        return [envelope for envelope in envelopes if envelope is not None and envelope.topic == topic]
+
+    async def _read(self, topic: str) -> list[Envelope]:
+        """The newest unexpired envelopes under ``topic``: those in the DHT now, and those read before."""
+        try:
+            for envelope in await self._call(lambda: self._fetch(topic), "reading"):
+                if self._records.see(envelope) and envelope.peer != self.peer_id and envelope.addresses:
+                    self._book.met(PeerId(envelope.peer), list(envelope.addresses))
+        except DirectoryError as error:
+            log.warning("giving what is known already", topic=topic, reason=error)
+        return self._records.current(topic, get_dht_time())
+
+    async def _call(self, action: Callable[[], Awaitable[Result]], doing: str) -> Result:
+        """``action`` with a deadline; whatever goes wrong inside hivemind is a DirectoryError."""
+        try:
+            async with asyncio.timeout(CALL_S):
+                return await action()
+        except TimeoutError:
+            raise DirectoryError(f"{doing} took longer than {CALL_S:g} s") from None
+        except (OSError, EOFError, RuntimeError, ValueError, AssertionError, P2PDaemonError, ControlFailure) as error:
+            raise DirectoryError(f"{doing} failed: {error or type(error).__name__}") from error
+
+    # -- starting and joining ----------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        identity_path, is_temporary = self._identity.path, False
+        if identity_path is None:
+            identity_path, is_temporary = await asyncio.to_thread(_write_temporary_identity, self._identity), True
+        try:
+            self._p2p = await P2P.create(
+                host_maddrs=self._listen,
+                announce_maddrs=self._announce or None,
+                identity_path=str(identity_path),
+                check_if_identity_free=False,
+                startup_timeout=self._startup_timeout_s,
+                nat_port_map=self._nat_port_map,
+                auto_nat=False,
+                use_relay=False,
+            )
+        except (P2PDaemonError, ValueError, OSError) as error:
+            raise DirectoryError(f"the libp2p daemon does not start (listening on {self._listen}): {error}") from error
+        finally:
+            if is_temporary:
+                identity_path.unlink(missing_ok=True)
+        for task in _channel_tasks(self._p2p):
+            # They fail when p2pd dies; we learn that in _supervise and _keep_round.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._node = await DHTNode.create(
+            p2p=self._p2p, wait_timeout=PING_S, record_validator=self._validator, cache_refresh_before_expiry=0
+        )
+        found = sorted((str(text) for text in await self._p2p.get_visible_maddrs(latest=True)), key=_is_loopback)
+        self._visible = found
+        self._pin_port()
+
+    def _pin_port(self) -> None:
+        """After a restart of p2pd others must find us where we were."""
+        ports = [port for text in self._visible if (port := _port_of(text))]
+        self._listen = [
+            str(msgspec.structs.replace(parsed, port=parsed.port or (ports[0] if ports else 0)))
+            for parsed in map(addresses.parse, self._listen)
+        ]
+
+    async def _join(self) -> None:
+        """Connect to the given and the remembered peers. If some were given, one of all of them must answer."""
+        failures: dict[str, str] = {}
+        given: dict[PeerId, list[str]] = {}
+        for text in self._initial_peers:
+            try:
+                parsed = addresses.parse(text)
+                if parsed.peer is None:
+                    raise ValueError("it needs the peer id at its end: /p2p/12D3KooW...")
+                given.setdefault(parsed.peer, []).append(text)
+            except ValueError as error:
+                failures[text] = str(error)
+        self._initial = [peer for peer in given if peer != self.peer_id]
+        for peer, where in given.items():
+            self._book.met(peer, where)
+        candidates = [peer for peer in self._book.peers() if peer != self.peer_id]
+        reasons = await self._meet_some(candidates)
+        answered = [peer for peer, reason in reasons.items() if reason is None]
+        for peer, reason in reasons.items():
+            for text in given.get(peer, ()):
+                if reason is not None:
+                    failures[text] = reason
+        for text, reason in failures.items():
+            log.warning("an initial peer does not answer", address=text, reason=reason)
+        if failures and not answered:
+            raise DirectoryError(_explain(failures))
+        if answered:
+            with suppress(DirectoryError):
+                await self._call(lambda: self._node.find_nearest_nodes([self._node.node_id]), "looking around")
+        log.info("directory is up", peers=len(answered), address=(self.bootstrap_lines() or ["-"])[0])
+
+    async def _meet_some(self, peers: list[PeerId]) -> dict[PeerId, str | None]:
+        """Meet them all; once one has answered, the others get STRAGGLERS_S. Reasons as of ``_meet``."""
+        tasks = {asyncio.create_task(self._meet(peer, CONNECT_S), name=f"meet {peer}"): peer for peer in peers}
+        waiting = set(tasks)
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if waiting and any(task.result() is None for task in done):
+                    _, waiting = await asyncio.wait(waiting, timeout=STRAGGLERS_S)
+                    break
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        late = f"no answer within {STRAGGLERS_S:g} s after another peer's"
+        return {peer: late if task in waiting else task.result() for task, peer in tasks.items()}
+
+    async def _meet(self, peer: PeerId, timeout_s: float = KEEP_CONNECT_S) -> str | None:
+        """Connect to ``peer`` and add it to the routing table. None, or why not."""
+        p2p, node = self._p2p, self._node
+        if p2p is None or node is None:
+            return "the directory is restarting"
+        try:
+            target = PeerID.from_base58(peer)
+            where = [Multiaddr(text) for text in self._book.addresses_of(peer)]
+            async with asyncio.timeout(timeout_s):
+                await p2p._client.connect(target, where)
+                answer = await node.protocol.call_ping(target)
+        except TimeoutError:
+            return f"no answer within {timeout_s:g} s"
+        except (ControlFailure, P2PDaemonError, OSError, EOFError, ValueError) as error:
+            return _shorten(str(error) or type(error).__name__)
+        if answer is None:
+            return "it is there, but is no node of this directory"
+        return None
+
+    async def _stop(self) -> None:
+        """End the node and p2pd; kill it if it does not go."""
+        node, p2p, self._node, self._p2p = self._node, self._p2p, None, None
+        is_running = p2p is not None and p2p._child.returncode is None
+        if node is not None:
+            node.is_alive = False
+            if node.cache_refresh_task is not None:
+                node.cache_refresh_task.cancel()
+        if node is not None and is_running:
+            with suppress(DirectoryError):
+                await self._call(node.shutdown, "leaving the DHT")
+        if p2p is not None:
+            try:
+                await self._call(p2p.shutdown, "stopping p2pd")
+            except DirectoryError:
+                with suppress(ProcessLookupError):
+                    p2p._child.kill()
+                await p2p._child.wait()
+
+    # -- keeping it alive --------------------------------------------------------------------------------------------
+
+    async def _supervise(self) -> None:
+        pause_s = 0.1
+        while True:
+            if self._p2p is not None:
+                await self._p2p._child.wait()
+                log.error("the libp2p daemon died; starting it again")
+            await self._stop()
+            try:
+                async with asyncio.timeout(self._startup_timeout_s + CONNECT_S):
+                    await self._start()
+                await asyncio.gather(*(self._meet(peer) for peer in self._to_keep()))
+                await self._publish_again()
+                pause_s = 0.1
+            except (DirectoryError, TimeoutError) as error:
+                log.error("the directory does not come back; trying again", reason=error, pause_s=pause_s)
+                await self._stop()
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, RESTART_LIMIT_S)
+
+    async def _publish_again(self) -> None:
+        for envelope in self._records.own(get_dht_time()):
+            with suppress(DirectoryError):
+                await self._store(envelope)
+
+    async def _keep_all(self) -> None:
+        rounds = 0
+        while True:
+            await asyncio.sleep(KEEP_S)
+            rounds += 1
+            try:
+                await self._keep_round()
+                if rounds % SAVE_ROUNDS == 0:
+                    await self._save()
+            except Exception as error:  # noqa: BLE001 (the top of a task: the next round may do better)
+                log.failure("a keeping round failed", error)
+
+    async def _keep_round(self) -> None:
+        p2p = self._p2p
+        if p2p is None or self._node is None:
+            return
+        try:
+            await self._note_connected(p2p)
+            if any(task.done() for task in _channel_tasks(p2p)):
+                raise DirectoryError("the channel to p2pd broke")
+            self._silent_rounds = 0
+        except DirectoryError:
+            self._silent_rounds += 1
+            if self._silent_rounds >= SILENT_ROUNDS and p2p._child.returncode is None:
+                log.error("the libp2p daemon does not answer; killing it", rounds=self._silent_rounds)
+                p2p._child.kill()
+                self._silent_rounds = 0
+            return
+        await asyncio.gather(*(self._meet(peer) for peer in self._to_keep()))
+
+    async def _note_connected(self, p2p: Any) -> None:
+        for info in await self._call(p2p.list_peers, "asking p2pd"):
+            peer = PeerId(info.peer_id.to_base58())
+            is_new = not self._book.addresses_of(peer)
+            self._book.met(peer, [str(address) for address in info.addrs] if is_new else [])
+
+    def _to_keep(self) -> list[PeerId]:
+        """The initial peers always, and the others in turns."""
+        others = [peer for peer in self._book.peers() if peer not in self._initial and peer != self.peer_id]
+        turn = [others[(self._next_kept + index) % len(others)] for index in range(min(len(others), KEPT_PEERS))]
+        self._next_kept += len(turn)
+        return self._initial + turn
+
+    async def _save(self) -> None:
+        if self._cache_path is not None:
+            await asyncio.to_thread(address_book.save, self._cache_path, self._book.encode())
+
+
+class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
+    """Every node of our DHT stores and gives back only records that their publisher signed for that very place."""
+
+    def __init__(self) -> None:
+        self.refused = 0
+        self._verified: dict[DHTRecord, None] = {}
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Called for each record that is stored here or read from another node."""
+        if record in self._verified:
+            return True
+        if not self._holds(record):
+            self.refused += 1
+            log.debug("refused a record", bytes=len(record.value))
+            return False
+        self._verified[record] = None
+        while len(self._verified) > VERIFIED_LIMIT:
+            del self._verified[next(iter(self._verified))]
+        return True
+
+    def _holds(self, record: DHTRecord) -> bool:
+        try:
+            value = msgspec.msgpack.decode(record.value, type=bytes)
+            subkey = msgspec.msgpack.decode(record.subkey, type=str)
+        except msgspec.MsgspecError:
+            return False
+        envelope = unseal(value, verify)
+        return (
+            envelope is not None
+            and subkey == subkey_of(envelope)
+            and record.key == _key_of(envelope.topic)
+            and record.expiration_time == envelope.expires_s
+            and record.expiration_time <= get_dht_time() + TTL_LIMIT_S + CLOCK_SKEW_S
+        )
+
+
+@lru_cache(maxsize=256)
+def _key_of(topic: str) -> bytes:
+    key: bytes = DHTID.generate(source=topic).to_bytes()
+    return key
+
+
+class _Forward(logging.Handler):
+    """hivemind's log, into ours: its errors are about others, so they are warnings here."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logging.getLogger("p2pdiloco.hivemind").warning("%s", _shorten(record.getMessage()))
+
+
+def _adopt_logging() -> None:
+    use_hivemind_log_handler("nowhere")
+    logger = logging.getLogger("hivemind")
+    logger.handlers = [_Forward(level=logging.WARNING)]
+    logger.propagate = False
+    logger.setLevel(logging.WARNING)
+
+
+def _channel_tasks(p2p: Any) -> list[asyncio.Task[None]]:
+    """hivemind's reader and writer of the one channel over which all DHT calls go to p2pd."""
+    control = p2p._client.control
+    return [task for task in (control._read_task, control._write_task) if task is not None]
+
+
+def _write_temporary_identity(identity: Identity) -> Path:
+    descriptor, name = tempfile.mkstemp(prefix="p2pdiloco-identity-")
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(identity.to_file_bytes())
+    return Path(name)
+
+
+def _explain(failures: dict[str, str]) -> str:
+    lines = [f"  {text}: {reason}" for text, reason in failures.items()]
+    return "\n".join(
+        [
+            "none of the initial peers answers:",
+            *lines,
+            "Check that one of them is running and that its port can be reached from here; "
+            "it prints its addresses when it starts. To found a network of your own, give no initial peers.",
+        ]
+    )
+
+
+def _shorten(text: str, limit: int = 300) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def _is_loopback(text: str) -> bool:
+    return text.startswith(("/ip4/127.", "/ip6/::1/"))
+
+
+def _port_of(text: str) -> int:
+    with suppress(ValueError):
+        return addresses.parse(text).port
+    return 0

@@ -1,0 +1,179 @@
+"""Who a peer is: an Ed25519 key in libp2p's private-key format, shared with the DHT daemon.
+
+Rules of this file:
+1. The peer id is the multihash "identity" of the libp2p public key, so the public key can be read out of the id itself
+   and a signature can be checked by anyone who knows the id alone.
+   https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
+2. The file has mode 0600, appears whole or not at all, and is never overwritten.
+3. One identity serves one running peer: ``hold`` takes a lock that the kernel frees if the process dies.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+import base58
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.runtime.files import sync_folder, write_temporary
+
+SIGNATURE_BYTES = 64
+KEY_BYTES = 32
+FILE_PREFIX = b"\x08\x01\x12\x40"
+"""Protobuf: key type Ed25519, then 64 bytes of data (private key, public key)."""
+FILE_BYTES = len(FILE_PREFIX) + 2 * KEY_BYTES
+ID_PREFIX = b"\x00\x24\x08\x01\x12\x20"
+"""Multihash "identity" with 36 bytes, then protobuf: key type Ed25519, then 32 bytes of data."""
+ID_TEXT_LIMIT = 64
+"""Characters; an Ed25519 peer id has 52. Longer text is refused before base58, whose cost is quadratic."""
+RSA_PREFIX = b"\x08\x00"
+
+
+class IdentityError(Exception):
+    """The identity file cannot be used; the message says why and what to do."""
+
+
+class Identity:
+    """A private key and the peer id that follows from it."""
+
+    def __init__(self, key: Ed25519PrivateKey, path: Path | None = None) -> None:
+        self._key = key
+        self.path = path
+        """Where the key is stored; None for an ephemeral identity."""
+        self.peer_id: PeerId = peer_id_of(key.public_key().public_bytes_raw())
+
+    @classmethod
+    def load_or_create(cls, path: Path) -> Identity:
+        """The identity stored at ``path``; a new one is made and stored if there is none.
+
+        Raises:
+            IdentityError: not an Ed25519 key of libp2p, not readable, or the folder is not writable.
+        """
+        try:
+            return cls(_parse(path.read_bytes(), path), path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise IdentityError(f"the identity file {path} cannot be read: {error.strerror}") from error
+        try:
+            _create(path, Ed25519PrivateKey.generate())
+            return cls(_parse(path.read_bytes(), path), path)
+        except OSError as error:
+            raise IdentityError(f"the identity file {path} cannot be created: {error.strerror}") from error
+
+    @classmethod
+    def ephemeral(cls) -> Identity:
+        """An identity that lives as long as this process."""
+        return cls(Ed25519PrivateKey.generate())
+
+    def sign(self, data: bytes) -> bytes:
+        """Ed25519 signature of ``data``: 64 bytes."""
+        return self._key.sign(data)
+
+    def to_file_bytes(self) -> bytes:
+        """The 68 bytes of libp2p's private-key file. Secret."""
+        return FILE_PREFIX + self._key.private_bytes_raw() + self._key.public_key().public_bytes_raw()
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Be the only running peer with this identity (file ``<path>.lock``); nothing to do for an ephemeral one.
+
+        Raises:
+            IdentityError: another process uses it, or the lock file cannot be written.
+        """
+        if self.path is None:
+            yield
+            return
+        descriptor = _lock(self.path.with_name(self.path.name + ".lock"), self.path)
+        try:
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def peer_id_of(public_key: bytes) -> PeerId:
+    """The peer id (``12D3KooW...``) of 32 bytes of public key."""
+    return PeerId(base58.b58encode(ID_PREFIX + public_key).decode("ascii"))
+
+
+@lru_cache(maxsize=4096)
+def public_key_of(peer: PeerId) -> Ed25519PublicKey:
+    """The public key inside ``peer``.
+
+    Raises:
+        ValueError: not the id of an Ed25519 key.
+    """
+    if len(peer) > ID_TEXT_LIMIT:
+        raise ValueError("a peer id has at most 64 characters")
+    raw = base58.b58decode(peer)
+    if len(raw) != len(ID_PREFIX) + KEY_BYTES or not raw.startswith(ID_PREFIX):
+        raise ValueError(f"{peer!r} is not the peer id of an Ed25519 key (12D3KooW...)")
+    return Ed25519PublicKey.from_public_bytes(raw[len(ID_PREFIX) :])
+
+
+def verify(peer: PeerId, data: bytes, signature: bytes) -> bool:
+    """Whether ``signature`` is ``peer``'s over ``data``. A malformed id or signature is simply not."""
+    if len(signature) != SIGNATURE_BYTES:
+        return False
+    try:
+        public_key_of(peer).verify(signature, data)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def _parse(data: bytes, path: Path) -> Ed25519PrivateKey:
+    if data.startswith(RSA_PREFIX) and len(data) > FILE_BYTES:
+        raise IdentityError(
+            f"the identity file {path} holds an RSA key (hivemind's own format); p2pdiloco needs Ed25519. "
+            "Choose another path and a new identity will be made there"
+        )
+    if len(data) != FILE_BYTES or not data.startswith(FILE_PREFIX):
+        raise IdentityError(
+            f"the identity file {path} is not a libp2p Ed25519 private key ({len(data)} bytes, expected {FILE_BYTES}); "
+            "restore it from a backup, or move it away to get a new identity"
+        )
+    private, public = data[len(FILE_PREFIX) : -KEY_BYTES], data[-KEY_BYTES:]
+    key = Ed25519PrivateKey.from_private_bytes(private)
+    if key.public_key().public_bytes_raw() != public:
+        raise IdentityError(f"the identity file {path} is damaged: its public key does not belong to its private key")
+    return key
+
+
+def _create(path: Path, key: Ed25519PrivateKey) -> None:
+    """Link, not rename: of two processes that start at once one wins, and both then read the winner's file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = write_temporary(path, Identity(key).to_file_bytes(), mode=0o600)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        pass
+    finally:
+        temporary.unlink()
+    sync_folder(path.parent)
+
+
+def _lock(lock_path: Path, path: Path) -> int:
+    try:
+        descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise IdentityError(f"the lock file {lock_path} cannot be opened: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(descriptor)
+        raise IdentityError(
+            f"the identity {path} is in use by another peer on this machine (process {owner}); "
+            "stop it, or give this peer an identity file of its own"
+        ) from error
+    os.truncate(descriptor, 0)
+    os.pwrite(descriptor, str(os.getpid()).encode("ascii"), 0)
+    return descriptor

@@ -1,0 +1,42 @@
+"""Bounds of what peers can make us hold, and deadlines, in one place."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class ConnectionLimits(Struct, frozen=True, kw_only=True):
+    """Bounds of one connection."""
+
+    outbox_bytes: int = 1 << 30
+    """Payload bytes that may wait to be sent (they are shared, not copied)."""
+    control_bytes: int = 16 << 20
+    """Control bytes that may wait to be sent."""
+    inbox_bytes: int = 1 << 30
+    """Payload bytes in progress from the peer."""
+    requests: int = 256
+    """Requests of ours that wait for an answer."""
+    answers: int = 16
+    """Requests of the peer that are being answered."""
+    answer_s: float = 60.0
+    """What an answer may take to compute."""
+    handshake_s: float = 10.0
+    """From the first byte to a proved peer."""
+    retire_s: float = 30.0
+    """What a duplicate connection may take to finish what it has begun."""
+    part_s: float = 5.0
+    """What flushing may take when we leave."""
+
+
+class TransportLimits(Struct, frozen=True, kw_only=True):
+    """Bounds of a transport."""
+
+    connection: ConnectionLimits = ConnectionLimits()
+    connections: int = 512
+    """Proved peers at once; more are refused."""
+    handshakes: int = 64
+    """Accepted connections that have not proved themselves; more are dropped."""
+    reused_bytes: int = 256 << 20
+    """Payload memory kept for reuse."""
+    congestion: str = "bbr"
+    """Asked of the kernel for each connection ("" for its default); a kernel that says no keeps its own."""

@@ -1,0 +1,159 @@
+"""Structured logs: one event, one line, in text for people or in JSON for machines.
+
+Rules of this file:
+1. A line has the time (UTC), the level, the peer that speaks (its short id), the logger, the event's name, and fields.
+2. Whatever a remote peer wrote is quoted, so that nobody can forge a line by sending a newline.
+3. Below it is the standard library's logging, so that hivemind, asyncio and warnings come out in the same shape.
+
+    log = logs.get("transport")
+    log.info("connected", peer=peer, address=address)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from contextvars import ContextVar
+from typing import Literal, TextIO
+
+LogFormat = Literal["text", "json"]
+
+ROOT = "p2pdiloco"
+FOREIGN = ("asyncio", "py.warnings")
+"""Loggers of others whose warnings belong in our log."""
+
+LEVELS = {10: "debug", 20: "info", 30: "warning", 40: "error", 50: "critical"}
+PLAIN = re.compile(r"[A-Za-z0-9_.,:/@+\-\[\]%…]+")
+FIELD_LIMIT = 2048
+"""Characters of one field's value; the rest is cut."""
+
+_speaker: ContextVar[str] = ContextVar("p2pdiloco_log_speaker", default="-")
+
+
+class EventLog:
+    """A named source of events. Cheap; make one per module."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+
+    def debug(self, event: str, **fields: object) -> None:
+        self._write(logging.DEBUG, event, fields)
+
+    def info(self, event: str, **fields: object) -> None:
+        self._write(logging.INFO, event, fields)
+
+    def warning(self, event: str, **fields: object) -> None:
+        self._write(logging.WARNING, event, fields)
+
+    def error(self, event: str, **fields: object) -> None:
+        self._write(logging.ERROR, event, fields)
+
+    def failure(self, event: str, error: BaseException, **fields: object) -> None:
+        """A defect of ours: an error with ``error``'s traceback."""
+        if self._logger.isEnabledFor(logging.ERROR):
+            self._logger.error(event, exc_info=error, extra={"fields": fields})
+
+    def _write(self, level: int, event: str, fields: dict[str, object]) -> None:
+        if self._logger.isEnabledFor(level):
+            self._logger.log(level, event, extra={"fields": fields})
+
+
+def get(name: str) -> EventLog:
+    """The log called ``name`` (``transport``, ``directory``, ...)."""
+    return EventLog(logging.getLogger(f"{ROOT}.{name}"))
+
+
+def speak_as(peer: str) -> None:
+    """Name the peer whose events the current task, and the tasks that it starts, will write."""
+    _speaker.set(short(peer))
+
+
+def short(peer: str) -> str:
+    """The last 6 characters of a peer id: its first ones are the same for all."""
+    return peer[-6:] if len(peer) > 12 else peer or "-"
+
+
+def configure(level: str = "info", format: LogFormat = "text", stream: TextIO | None = None) -> None:
+    """Send this process's events of at least ``level`` to ``stream`` (standard error). May be called again.
+
+    Raises:
+        ValueError: ``level`` or ``format`` is not one of the allowed words.
+    """
+    numbers = {name: number for number, name in LEVELS.items()}
+    if level not in numbers:
+        raise ValueError(f"log level {level!r}: use one of {', '.join(numbers)}")
+    if format not in ("text", "json"):
+        raise ValueError(f"log format {format!r}: use text or json")
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    logging.captureWarnings(True)
+    for name in (ROOT, *FOREIGN):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.propagate = False
+        logger.setLevel(numbers[level] if name == ROOT else logging.WARNING)
+
+
+class TextFormatter(logging.Formatter):
+    """``2026-10-28T11:08:27.123Z info    a1b2c3 transport connected peer=d4e5f6 address=/ip4/...``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        head = [_time_of(record), f"{_level_of(record):<7}", _speaker.get(), _name_of(record)]
+        parts = [*head, _clean(_event_of(record))]
+        for key, value in _fields_of(record).items():
+            parts.append(f"{key}={_quoted(short(value) if key == 'peer' and isinstance(value, str) else value)}")
+        if record.exc_info:
+            parts.append(f"traceback={json.dumps(self.formatException(record.exc_info))}")
+        return " ".join(parts)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: ``time``, ``level``, ``self``, ``log``, ``event`` and the event's own fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": _time_of(record),
+            "level": _level_of(record),
+            "self": _speaker.get(),
+            "log": _name_of(record),
+            "event": _event_of(record),
+        }
+        for key, value in _fields_of(record).items():
+            line.setdefault(key, value if isinstance(value, int | float | bool | None) else str(value)[:FIELD_LIMIT])
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def _time_of(record: logging.LogRecord) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+
+
+def _level_of(record: logging.LogRecord) -> str:
+    return LEVELS.get(record.levelno, str(record.levelno))
+
+
+def _name_of(record: logging.LogRecord) -> str:
+    return record.name.removeprefix(ROOT + ".")
+
+
+def _event_of(record: logging.LogRecord) -> str:
+    return record.getMessage()[:FIELD_LIMIT]
+
+
+def _fields_of(record: logging.LogRecord) -> dict[str, object]:
+    fields = getattr(record, "fields", None)
+    return fields if isinstance(fields, dict) else {}
+
+
+def _clean(event: str) -> str:
+    return event if event.isprintable() else json.dumps(event)
+
+
+def _quoted(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)[:FIELD_LIMIT]
+    return text if PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,66 @@
+"""The directory's records as this peer knows them: what it has read, and what it has published itself.
+
+Rules of this file:
+1. Of one publisher's records in one place the later expiry counts, as in the DHT. So our own expiries only grow.
+2. Bounded in topics and in records per topic; expired records are dropped when their topic is read.
+"""
+
+from __future__ import annotations
+
+from p2pdiloco.wire.records import Envelope, subkey_of
+
+RECORDS_LIMIT = 4096
+"""Records that are kept and given back, per topic."""
+TOPICS_LIMIT = 64
+
+Place = tuple[str, str]
+"""Topic and subkey."""
+
+
+class RecordBook:
+    """See the module's rules. Times are seconds since 1970."""
+
+    def __init__(self) -> None:
+        self._topics: dict[str, dict[str, Envelope]] = {}
+        self._own: dict[Place, Envelope] = {}
+        self._last_expiry_s: dict[Place, float] = {}
+
+    def see(self, envelope: Envelope) -> bool:
+        """Note what was read or published. Whether it is news."""
+        if envelope.topic not in self._topics and len(self._topics) >= TOPICS_LIMIT:
+            del self._topics[next(iter(self._topics))]
+        known = self._topics.setdefault(envelope.topic, {})
+        old = known.get(subkey_of(envelope))
+        if old is None and len(known) >= RECORDS_LIMIT:
+            return False
+        if old is not None and old.expires_s >= envelope.expires_s:
+            return False
+        known[subkey_of(envelope)] = envelope
+        return True
+
+    def current(self, topic: str, now_s: float) -> list[Envelope]:
+        """What is neither expired nor withdrawn."""
+        alive = {key: entry for key, entry in self._topics.get(topic, {}).items() if entry.expires_s > now_s}
+        if topic in self._topics:
+            self._topics[topic] = alive
+        return [entry for entry in alive.values() if not entry.is_withdrawn]
+
+    def next_expiry(self, place: Place, expires_s: float) -> float:
+        """``expires_s``, or as little later as makes the DHT prefer the new record."""
+        self._last_expiry_s[place] = max(expires_s, self._last_expiry_s.get(place, 0.0) + 0.001)
+        return self._last_expiry_s[place]
+
+    def publish(self, envelope: Envelope) -> None:
+        """Note a record of ours, to be published again if the DHT node is started anew."""
+        self.see(envelope)
+        if not envelope.is_withdrawn:
+            self._own[envelope.topic, subkey_of(envelope)] = envelope
+
+    def withdraw(self, place: Place) -> Envelope | None:
+        """Forget a record of ours; the record, if there was one."""
+        return self._own.pop(place, None)
+
+    def own(self, now_s: float) -> list[Envelope]:
+        """Our records that have not expired."""
+        self._own = {place: entry for place, entry in self._own.items() if entry.expires_s > now_s}
+        return list(self._own.values())

@@ -1,0 +1,153 @@
+"""TCP sockets as this project wants them, and why a dial failed in words.
+
+Rules of this file:
+1. SO_RCVBUF and SO_SNDBUF are never set: that switches the kernel's autotuning off (docs: measured).
+2. TCP_NOTSENT_LOWAT keeps the kernel's queue of *unsent* bytes short, whatever the window is: what waits, waits with
+   us, where control overtakes bulk.
+3. A dead path is noticed by the kernel within DEAD_AFTER_S, whether data is on its way (TCP_USER_TIMEOUT) or not
+   (keepalive).
+4. Options that a kernel lacks are skipped: they are for speed, not for correctness.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import ssl
+from contextlib import suppress
+
+import psutil
+
+from p2pdiloco.runtime.addresses import Address, of_socket
+
+DEAD_AFTER_S = 20
+UNSENT_BYTES = 128 << 10
+SO_MAX_PACING_RATE = 47
+"""Linux; the socket module has no name for it."""
+UNLIMITED_RATE = 2**32 - 1
+BACKLOG = 128
+TRIED_ADDRESSES = 4
+"""Of the addresses that a name resolves to."""
+
+
+class DialError(Exception):
+    """A dial failed; the text says why."""
+
+
+class PeerRefused(DialError):  # noqa: N818
+    """The other side answered, and said no."""
+
+
+def listen(address: Address) -> socket.socket:
+    """A listening, non-blocking socket.
+
+    Raises:
+        OSError: the port is taken or the address is not ours; the text names the address.
+        ValueError: a name instead of a numeric address.
+    """
+    if address.family not in ("ip4", "ip6"):
+        raise ValueError(f"listen on a numeric address, for example /ip4/0.0.0.0/tcp/{address.port}, not on {address}")
+    family = socket.AF_INET if address.family == "ip4" else socket.AF_INET6
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setblocking(False)
+        listener.bind((address.host, address.port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"cannot listen on {address}: {error.strerror}") from error
+    return listener
+
+
+def local_addresses(listener: socket.socket) -> list[Address]:
+    """Where others may reach ``listener``: for a wildcard every address of this machine, loopback last."""
+    host, port = listener.getsockname()[:2]
+    if host not in ("0.0.0.0", "::"):
+        return [of_socket(host, port)]
+    families = {socket.AF_INET} if host == "0.0.0.0" else {socket.AF_INET, socket.AF_INET6}
+    found = [
+        nic.address
+        for nics in psutil.net_if_addrs().values()
+        for nic in nics
+        if nic.family in families and "%" not in nic.address
+    ]
+    hosts = sorted(set(found), key=lambda text: (text in ("::1", "127.0.0.1"), found.index(text)))
+    return [of_socket(text, port) for text in hosts or ["127.0.0.1"]]
+
+
+def tune(connection: socket.socket, *, congestion: str) -> None:
+    """Set our options on a TCP socket. ``congestion`` "" leaves the kernel's choice."""
+    options = [
+        (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
+        (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
+        (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", DEAD_AFTER_S * 1000),
+        (socket.IPPROTO_TCP, "TCP_KEEPIDLE", DEAD_AFTER_S // 2),
+        (socket.IPPROTO_TCP, "TCP_KEEPINTVL", DEAD_AFTER_S // 4),
+        (socket.IPPROTO_TCP, "TCP_KEEPCNT", 2),
+        (socket.IPPROTO_TCP, "TCP_NOTSENT_LOWAT", UNSENT_BYTES),
+    ]
+    for level, name, value in options:
+        option = getattr(socket, name, None)
+        if option is not None:
+            with suppress(OSError):
+                connection.setsockopt(level, option, value)
+    if congestion and hasattr(socket, "TCP_CONGESTION"):
+        with suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode("ascii"))
+
+
+def pace(connection: socket.socket, bytes_per_s: int | None) -> None:
+    """Let the kernel send at most at this rate (None: no limit). Follows a change within 20 ms (docs: measured)."""
+    rate = UNLIMITED_RATE if bytes_per_s is None else min(max(1, bytes_per_s), UNLIMITED_RATE)
+    with suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, rate)
+
+
+async def connect(address: Address, *, congestion: str) -> socket.socket:
+    """A connected, tuned, non-blocking socket. The caller gives the deadline.
+
+    Raises:
+        DialError: unknown host, refused, unreachable; the text says which.
+    """
+    loop = asyncio.get_running_loop()
+    family = socket.AF_INET if address.family in ("ip4", "dns4") else socket.AF_UNSPEC
+    try:
+        found = await loop.getaddrinfo(address.host, address.port, family=family, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise DialError(f"{address.host} cannot be resolved: {error.strerror}") from error
+    failure: OSError | None = None
+    for resolved_family, kind, protocol, _, target in found[:TRIED_ADDRESSES]:
+        connection = socket.socket(resolved_family, kind, protocol)
+        try:
+            connection.setblocking(False)
+            tune(connection, congestion=congestion)
+            await loop.sock_connect(connection, target)
+        except OSError as error:
+            connection.close()
+            failure = error
+        except BaseException:
+            connection.close()
+            raise
+        else:
+            return connection
+    raise DialError(explain(failure, address) if failure else f"{address.host} has no address") from failure
+
+
+def explain(error: BaseException, address: Address) -> str:
+    """Why talking to ``address`` failed, as a sentence."""
+    where = f"{address.host} port {address.port}"
+    match error:
+        case ConnectionRefusedError():
+            return f"refused: nothing listens at {where}"
+        case ssl.SSLError():
+            return f"{where} does not speak our TLS: is it a p2pdiloco peer? ({error.reason})"
+        case TimeoutError():
+            return f"no answer from {where} in time"
+        case ConnectionError():
+            return f"{where} closed the connection"
+        case OSError(errno=errno.ENETUNREACH | errno.EHOSTUNREACH):
+            return f"no route to {address.host}"
+        case _:
+            return f"{type(error).__name__}: {error}"

@@ -1,0 +1,186 @@
+"""What the node and its learner say to each other over their Unix stream socket.
+
+A frame is a 4-byte big-endian length and that many bytes of MessagePack: one tagged struct.
+
+Rules of this file:
+1. Only control goes over the socket; parameters lie in memory that both map (``training/shared_memory.py``): ``theta``
+   (global parameters), ``shift`` (node to learner) and ``snapshot`` (learner to node), all in the flat layout.
+2. The learner executes commands in order, at a step boundary. The node may not write a piece of ``shift`` again before
+   ``Shifted`` names it, nor ask for a fragment's snapshot again before it has read the last one.
+3. ``steps`` and ``tokens`` are counted from the start of the learner's life and never fall. ``step`` is the global
+   step.
+4. Both ends are one peer's own processes. Still nothing is unbounded: a frame has at most 1 MiB.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+import msgspec
+
+from p2pdiloco.protocol.identifiers import FragmentId, ShardId
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+MAX_FRAME_BYTES: Final = 1 << 20
+
+_LENGTH: Final = struct.Struct(">I")
+_encoder = msgspec.msgpack.Encoder()
+
+
+# --------------------------------------------------------------------------------------------------- node to learner
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Set all parameters from ``shift``, then train from global step ``step``. Answered by ``Shifted`` with all shards,
+    whereupon ``shift`` may be written again. Also ends a pause."""
+
+    step: int
+
+
+class Shift(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """For these shards: parameters += ``shift``, or parameters = ``shift`` if ``replace``."""
+
+    shards: tuple[ShardId, ...]
+    replace: bool
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Copy the fragment's parameters into ``snapshot``."""
+
+    fragment: FragmentId
+    step: int
+
+
+class AdoptStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Global step := max(own, ``step``)."""
+
+    step: int
+
+
+class Evaluate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Measure the held-out loss of ``theta``."""
+
+    version: int
+
+
+class Pause(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Stop training, go on answering commands."""
+
+
+class Exit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """End the learner's process."""
+
+
+# --------------------------------------------------------------------------------------------------- learner to node
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The model is built; waiting for the first ``Load``."""
+
+    device: str
+    parameters: int
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One inner step is done. May be left out when the node does not read; then the next one's ``blocked_s`` and
+    ``exchange_s`` include it."""
+
+    steps: int
+    tokens: int
+    loss: float
+    """Mean cross-entropy of the step's batch, in nats a token."""
+    step_time_s: float
+    """The step alone: forward, backward, optimizer."""
+    blocked_s: float
+    """Wall time since the last ``Progress`` in which socket calls put the training thread to sleep. Must be 0."""
+    exchange_s: float
+    """Wall time since the last ``Progress`` that copies to and from the shared vectors took."""
+
+
+class Shifted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """``shift`` was applied for these shards (by ``Shift`` or ``Load``) and may be written again."""
+
+    shards: tuple[ShardId, ...]
+
+
+class Snapshotted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The fragment's parameters, after ``steps`` and ``tokens``, are in ``snapshot``. ``step`` is the command's."""
+
+    fragment: FragmentId
+    step: int
+    steps: int
+    tokens: int
+
+
+class Evaluated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Mean held-out loss of ``theta`` in nats a token."""
+
+    version: int
+    loss: float
+
+
+class Paused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Not training any more: asked to, or the run's last step is done."""
+
+    steps: int
+    tokens: int
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The learner ends; ``reason`` is a sentence for a person."""
+
+    reason: str
+
+
+FromNode = Load | Shift | Snapshot | AdoptStep | Evaluate | Pause | Exit
+FromLearner = Ready | Progress | Shifted | Snapshotted | Evaluated | Paused | Failed
+
+MessageT = TypeVar("MessageT")
+
+
+def encode(message: FromNode | FromLearner) -> bytes:
+    """One frame.
+
+    Raises:
+        ValueError: it would have more than 1 MiB.
+    """
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"{type(message).__name__} has {len(body)} bytes, a frame at most {MAX_FRAME_BYTES}")
+    return _LENGTH.pack(len(body)) + body
+
+
+class Decoder(Generic[MessageT]):
+    """Bytes in, messages out: ``Decoder[FromNode](FromNode)`` at the learner, and the like at the node."""
+
+    def __init__(self, types: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[MessageT] = msgspec.msgpack.Decoder(types)
+        self._pending = bytearray()
+
+    def feed(self, data: Buffer) -> list[MessageT]:
+        """The messages that ``data`` completes, in order.
+
+        Raises:
+            ValueError: a frame is too large, or is no message of these types. The decoder is of no use after that.
+        """
+        self._pending += memoryview(data)
+        messages: list[MessageT] = []
+        at = 0
+        with memoryview(self._pending) as view:
+            while len(view) - at >= _LENGTH.size:
+                (size,) = _LENGTH.unpack_from(view, at)
+                if size > MAX_FRAME_BYTES:
+                    raise ValueError(f"a frame claims {size} bytes, at most {MAX_FRAME_BYTES} are allowed")
+                end = at + _LENGTH.size + size
+                if end > len(view):
+                    break
+                try:
+                    messages.append(self._decoder.decode(view[at + _LENGTH.size : end]))
+                except msgspec.MsgspecError as error:
+                    raise ValueError(f"a frame is no message of the link: {error}") from error
+                at = end
+        del self._pending[:at]
+        return messages

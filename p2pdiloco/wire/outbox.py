@@ -1,0 +1,201 @@
+"""What one connection still has to send, and in which order.
+
+Rules of this file:
+1. Control frames first, in the order in which they were put.
+2. Then chunks: the stream with the lowest priority number first, streams of equal priority in turns.
+3. The parting GOODBYE last, when all else is out.
+4. Bounded in control bytes and in payload bytes; ``put`` says False rather than grow.
+5. Payloads are shared, not copied: their owner must not change them until they are sent.
+6. At most GROUP streams share the turns; a more urgent one may open beyond that, up to OPEN_STREAMS_LIMIT.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from typing import NamedTuple
+
+from p2pdiloco.wire.frames import (
+    CHUNK_LIMIT,
+    OPEN_STREAMS_LIMIT,
+    STREAM_WRAP,
+    Kind,
+    encode_frame,
+    encode_header,
+    encode_sized,
+)
+
+GROUP = 16
+"""Streams that take turns at once."""
+BATCH_BYTES = 64 << 10
+"""Small control frames are joined up to this many bytes."""
+
+CHUNK_OF = {Kind.BULK_START: Kind.BULK_CHUNK, Kind.RESPONSE_START: Kind.RESPONSE_CHUNK}
+ABORT_OF = {Kind.BULK_START: Kind.BULK_ABORT, Kind.RESPONSE_START: Kind.RESPONSE_ABORT}
+START_OF_CANCEL = {Kind.BULK_CANCEL: Kind.BULK_START, Kind.RESPONSE_CANCEL: Kind.RESPONSE_START}
+
+NOTHING = memoryview(b"")
+
+
+class Slice(NamedTuple):
+    """The next bytes to write: ``head`` (headers and control bodies), then ``chunk`` (of a payload, not copied)."""
+
+    head: bytes
+    chunk: memoryview
+
+
+class _Stream:
+    """One payload on its way out."""
+
+    __slots__ = ("payload", "priority", "sent", "start", "start_frame", "stream", "turn")
+
+    def __init__(self, start: Kind, stream: int, start_frame: bytes, payload: memoryview, priority: float) -> None:
+        self.start, self.stream, self.start_frame = start, stream, start_frame
+        self.payload, self.priority = payload, priority
+        self.sent = 0
+        self.turn = 0
+        """When it was last served; 0: its start is not out yet."""
+
+    @property
+    def bytes_left(self) -> int:
+        return len(self.payload) - self.sent
+
+
+class Outbox:
+    """See the module's rules. All sizes are in bytes."""
+
+    def __init__(self, *, control_limit: int, payload_limit: int, chunk_bytes: int = CHUNK_LIMIT) -> None:
+        assert 0 < chunk_bytes <= CHUNK_LIMIT
+        self._control_limit = control_limit
+        self._payload_limit = payload_limit
+        self._chunk_bytes = chunk_bytes
+        self._control: deque[bytes] = deque()
+        self._control_bytes = 0
+        self._payload_bytes = 0
+        self._waiting: list[tuple[float, int, _Stream]] = []
+        self._open: list[_Stream] = []
+        self._streams: dict[tuple[Kind, int], _Stream] = {}
+        self._parting: bytes | None = None
+        self._counter = itertools.count(1)
+        self._next_bulk = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is left to send, the GOODBYE included."""
+        return not (self._control or self._streams or self._parting)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Control and payload bytes that are not yet handed out."""
+        return self._control_bytes + self._payload_bytes
+
+    def put(self, frame: bytes) -> bool:
+        """Queue a control frame. False: no room."""
+        if self._control_bytes + len(frame) > self._control_limit:
+            return False
+        self._control.append(frame)
+        self._control_bytes += len(frame)
+        return True
+
+    def put_bulk(self, body: bytes, payload: memoryview, priority: float) -> bool:
+        """Queue a message with a payload. False: no room."""
+        stream = self._next_bulk
+        self._next_bulk = (stream + 1) % STREAM_WRAP
+        return self._put_stream(Kind.BULK_START, stream, body, payload, priority)
+
+    def put_response(self, request: int, body: bytes, payload: memoryview, priority: float) -> bool:
+        """Queue the answer with a payload to ``request``. False: no room."""
+        return self._put_stream(Kind.RESPONSE_START, request, body, payload, priority)
+
+    def cancel(self, cancel: Kind, stream: int) -> None:
+        """The receiver does not want the stream: forget its rest. A stream that is already out is no error."""
+        start = START_OF_CANCEL[cancel]
+        found = self._streams.pop((start, stream), None)
+        if found is None:
+            return
+        self._payload_bytes -= found.bytes_left
+        if found in self._open:
+            self._open.remove(found)
+        else:
+            self._waiting = [entry for entry in self._waiting if entry[2] is not found]
+            heapq.heapify(self._waiting)
+        if found.turn:
+            # Over the limit on purpose: without it the receiver would keep the stream's buffer.
+            self._control.append(abort := encode_frame(ABORT_OF[start], stream, b""))
+            self._control_bytes += len(abort)
+        else:
+            self._control_bytes -= len(found.start_frame)
+
+    def part(self, frame: bytes) -> None:
+        """Send ``frame`` (a GOODBYE) when all else is out."""
+        self._parting = frame
+
+    def clear(self) -> None:
+        """Forget everything, and release the payloads."""
+        self._control.clear()
+        self._waiting.clear()
+        self._open.clear()
+        self._streams.clear()
+        self._parting = None
+        self._control_bytes = self._payload_bytes = 0
+
+    def next(self) -> Slice | None:
+        """What to write next; None if there is nothing."""
+        if self._control:
+            return Slice(self._join_control(), NOTHING)
+        if self._streams:
+            return self._next_chunk()
+        if self._parting is not None:
+            parting, self._parting = self._parting, None
+            return Slice(parting, NOTHING)
+        return None
+
+    def _put_stream(self, start: Kind, stream: int, body: bytes, payload: memoryview, priority: float) -> bool:
+        frame = encode_sized(start, stream, len(payload), body)
+        if self._payload_bytes + len(payload) > self._payload_limit or (start, stream) in self._streams:
+            return False
+        if self._control_bytes + len(frame) > self._control_limit:
+            return False
+        entry = _Stream(start, stream, frame, payload, priority)
+        heapq.heappush(self._waiting, (priority, next(self._counter), entry))
+        self._streams[start, stream] = entry
+        self._payload_bytes += len(payload)
+        self._control_bytes += len(frame)
+        return True
+
+    def _join_control(self) -> bytes:
+        frames = [self._control.popleft()]
+        size = len(frames[0])
+        while self._control and size + len(self._control[0]) <= BATCH_BYTES:
+            frames.append(self._control.popleft())
+            size += len(frames[-1])
+        self._control_bytes -= size
+        return frames[0] if len(frames) == 1 else b"".join(frames)
+
+    def _next_chunk(self) -> Slice:
+        stream = self._pick()
+        head = b""
+        if stream.turn == 0:
+            head = stream.start_frame
+            self._control_bytes -= len(head)
+        stream.turn = next(self._counter)
+        chunk = stream.payload[stream.sent : stream.sent + self._chunk_bytes]
+        stream.sent += len(chunk)
+        self._payload_bytes -= len(chunk)
+        if len(chunk):
+            head += encode_header(CHUNK_OF[stream.start], stream.stream, len(chunk))
+        if not stream.bytes_left:
+            self._open.remove(stream)
+            del self._streams[stream.start, stream.stream]
+        return Slice(head, chunk)
+
+    def _pick(self) -> _Stream:
+        while self._waiting and self._may_open(self._waiting[0][0]):
+            self._open.append(heapq.heappop(self._waiting)[2])
+        return min(self._open, key=lambda stream: (stream.priority, stream.turn))
+
+    def _may_open(self, priority: float) -> bool:
+        if len(self._open) < GROUP:
+            return True
+        return len(self._open) < OPEN_STREAMS_LIMIT and priority < min(stream.priority for stream in self._open)

@@ -1,0 +1,230 @@
+"""The directory over a real DHT: libp2p daemons on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import uvloop
+from waiting import until, until_async
+
+from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.runtime import directory as module
+from p2pdiloco.runtime.directory import Directory, DirectoryError
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.wire.records import Envelope, peers_topic, seal, subkey_of
+
+LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
+RUN = RunId("a" * 40)
+Main = Coroutine[Any, Any, None]
+
+
+@pytest.fixture(params=["uvloop"])
+def run(request: pytest.FixtureRequest) -> Callable[[Main], None]:
+    """Runs a test's coroutine with a deadline and insists that no daemon is left."""
+
+    async def bounded(main: Main) -> None:
+        async with asyncio.timeout(40):
+            await main
+
+    def runner(main: Main) -> None:
+        uvloop.run(bounded(main))
+        daemons = [child for child in psutil.Process().children(recursive=True) if "p2pd" in child.name()]
+        assert not daemons
+
+    return runner
+
+
+def member(*initial_peers: str, identity: Identity | None = None, cache: Path | None = None) -> Directory:
+    return Directory(
+        identity or Identity.ephemeral(),
+        listen=LOOPBACK,
+        announce=[],
+        initial_peers=list(initial_peers),
+        cache_path=cache,
+        startup_timeout_s=10.0,
+    )
+
+
+def where(directory: Directory) -> str:
+    return directory.bootstrap_lines()[0]
+
+
+def daemon_of(directory: Directory) -> int:
+    pid: int = directory._p2p._child.pid
+    return pid
+
+
+def test_peers_find_each_others_records(run: Callable[[Main], None], tmp_path: Path) -> None:
+    async def main() -> None:
+        identity = Identity.load_or_create(tmp_path / "identity")
+        async with member(identity=identity) as boot:
+            assert where(boot).endswith(f"/p2p/{identity.peer_id}")
+            async with member(where(boot)) as ann, member(where(boot)) as bob:
+                await ann.publish_run(RUN, b"the run", 60.0)
+                await ann.publish_peer(RUN, b"ann is here", 60.0)
+                await bob.publish_peer(RUN, b"bob is here", 60.0)
+                expected = {ann.peer_id: b"ann is here", bob.peer_id: b"bob is here"}
+                for reader in (boot, ann, bob):
+                    assert await reader.runs() == {RUN: b"the run"}
+                    assert await reader.peers(RUN) == expected
+                assert await boot.peers(RunId("another")) == {}
+                await ann.publish_peer(RUN, b"ann has moved", 30.0)
+                await bob.withdraw_peer(RUN)
+                assert await boot.peers(RUN) == {ann.peer_id: b"ann has moved"}
+                await bob.publish_peer(RUN, b"bob is back", 60.0)
+                assert (await boot.peers(RUN))[bob.peer_id] == b"bob is back"
+                with pytest.raises(ValueError, match="the limit is"):
+                    await ann.publish_peer(RUN, bytes(20_000), 60.0)
+                with pytest.raises(ValueError, match="ttl_s"):
+                    await ann.publish_peer(RUN, b"", -1.0)
+
+    run(main())
+
+
+def test_records_expire(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        async with member() as boot, member(where(boot)) as ann:
+            await ann.publish_peer(RUN, b"soon gone", 0.3)
+            assert await boot.peers(RUN) == {ann.peer_id: b"soon gone"}
+            await until_async(lambda: _is_empty(boot))
+
+    async def _is_empty(directory: Directory) -> bool:
+        return await directory.peers(RUN) == {}
+
+    run(main())
+
+
+def test_forged_records_are_refused_and_counted(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        async with member() as boot, member(where(boot)) as victim, member(where(boot)) as forger:
+            await victim.publish_peer(RUN, b"genuine", 60.0)
+            forger._node.protocol.record_validator = None
+            topic, later = peers_topic(RUN), module.get_dht_time() + 600.0
+            thief = Identity.ephemeral()
+            fake = Envelope(topic=topic, name="", peer=victim.peer_id, expires_s=later, addresses=(), body=b"forged")
+            mine = Envelope(topic=topic, name="", peer=thief.peer_id, expires_s=later, addresses=(), body=b"thief")
+            for subkey, value, expires in [
+                (subkey_of(fake), seal(fake, thief.sign), later),
+                (subkey_of(fake), seal(mine, thief.sign), later),
+                (subkey_of(mine), seal(mine, thief.sign), later + 60.0),
+                ("x", b"garbage", later),
+                (None, b"in the place of all", later),
+            ]:
+                await forger._node.store(topic, value, expires, subkey=subkey, exclude_self=True)
+            for reader in (boot, victim):
+                assert await reader.peers(RUN) == {victim.peer_id: b"genuine"}
+            assert boot.refused_records + victim.refused_records >= 5
+
+    run(main())
+
+
+def test_dead_initial_peers_are_explained(run: Callable[[Main], None]) -> None:
+    nobody = Identity.ephemeral().peer_id
+
+    async def main() -> None:
+        with pytest.raises(DirectoryError) as caught:
+            async with member(f"/ip4/127.0.0.1/tcp/1/p2p/{nobody}", "127.0.0.1:4100", "/ip4/127.0.0.1/tcp/2"):
+                pass
+        text = str(caught.value)
+        assert f"/ip4/127.0.0.1/tcp/1/p2p/{nobody}: " in text
+        assert "connection refused" in text
+        assert "write it as /ip4/127.0.0.1/tcp/4100" in text
+        assert "needs the peer id" in text
+        assert "give no initial peers" in text
+        async with member() as boot, member(f"/ip4/127.0.0.1/tcp/1/p2p/{nobody}", where(boot)) as ann:
+            await ann.publish_peer(RUN, b"one of two is enough", 60.0)
+            assert ann.peer_id in await boot.peers(RUN)
+
+    run(main())
+
+
+def test_a_restart_works_from_the_cache_with_the_bootstrap_gone(run: Callable[[Main], None], tmp_path: Path) -> None:
+    async def main() -> None:
+        cache = tmp_path / "cache.json"
+        async with member() as bob:
+            async with member() as boot:
+                old = where(boot)
+                async with member(old, cache=cache) as ann:
+                    await bob_joins(bob, boot)
+                    await bob.publish_peer(RUN, b"bob", 60.0)
+                    assert bob.peer_id in await ann.peers(RUN)
+                await until_gone(boot)
+            async with member(old, cache=cache) as ann:
+                assert await ann.peers(RUN) == {bob.peer_id: b"bob"}
+                await ann.publish_peer(RUN, b"ann", 60.0)
+                assert ann.peer_id in await bob.peers(RUN)
+
+    async def bob_joins(bob: Directory, boot: Directory) -> None:
+        bob._book.met(boot.peer_id, [where(boot)])
+        assert await bob._meet(boot.peer_id) is None
+
+    async def until_gone(boot: Directory) -> None:
+        await boot._tasks.__aexit__(None, None, None)
+        os.kill(daemon_of(boot), signal.SIGKILL)
+        await boot._p2p._child.wait()
+
+    run(main())
+
+
+def test_a_killed_daemon_is_started_again(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        async with member() as boot, member(where(boot)) as ann:
+            await ann.publish_peer(RUN, b"ann", 60.0)
+            before, pid = ann.visible_addresses(), daemon_of(ann)
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: ann._node is not None and daemon_of(ann) != pid, what="another daemon")
+            await until_async(lambda: _sees(boot, ann.peer_id))
+            assert ann.visible_addresses() == before
+            await ann.publish_peer(RUN, b"ann is back", 90.0)
+            assert (await boot.peers(RUN))[ann.peer_id] == b"ann is back"
+
+    async def _sees(directory: Directory, peer: PeerId) -> bool:
+        return peer in await directory.peers(RUN)
+
+    run(main())
+
+
+def test_a_frozen_daemon_gives_what_was_known_and_errors_in_time(
+    run: Callable[[Main], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CALL_S", 0.5)
+    monkeypatch.setattr(module, "KEEP_S", 0.3)
+
+    async def main() -> None:
+        async with member() as boot, member(where(boot)) as ann:
+            await ann.publish_peer(RUN, b"ann", 60.0)
+            assert await boot.peers(RUN)
+            os.kill(daemon_of(boot), signal.SIGSTOP)
+            pid = daemon_of(boot)
+            assert await boot.peers(RUN) == {ann.peer_id: b"ann"}
+            await until(lambda: boot._node is not None and daemon_of(boot) != pid, 20.0, "another daemon")
+
+    run(main())
+
+
+def test_nodes_that_lost_each_other_find_together_again(
+    run: Callable[[Main], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "KEEP_S", 0.3)
+
+    async def main() -> None:
+        async with member() as boot, member(where(boot)) as ann:
+            for here, there in ((boot, ann), (ann, boot)):
+                target = module.PeerID.from_base58(there.peer_id)
+                node_id = here._node.protocol.routing_table.get(peer_id=target)
+                del here._node.protocol.routing_table[node_id]
+                await here._p2p._client.disconnect(target)
+            await ann.publish_peer(RUN, b"ann", 60.0)
+            await until_async(lambda: _sees(boot, ann.peer_id))
+
+    async def _sees(directory: Directory, peer: PeerId) -> bool:
+        return peer in await directory.peers(RUN)
+
+    run(main())

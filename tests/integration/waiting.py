@@ -1,0 +1,36 @@
+"""Waiting for a condition with a deadline, for tests that must never sleep and hope."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+POLL_S = 0.005
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 10.0, what: str = "the condition") -> None:
+    """Return once ``condition()`` is true.
+
+    Raises:
+        AssertionError: it is not within ``timeout_s``.
+    """
+
+    async def check() -> object:
+        return condition()
+
+    await until_async(check, timeout_s, what)
+
+
+async def until_async(
+    condition: Callable[[], Awaitable[object]], timeout_s: float = 10.0, what: str = "the condition"
+) -> None:
+    """Return once ``await condition()`` is true.
+
+    Raises:
+        AssertionError: it is not within ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not await condition():
+        assert time.monotonic() < deadline, f"{what} did not come within {timeout_s:g} s"
+        await asyncio.sleep(POLL_S)

@@ -1,0 +1,154 @@
+"""Addresses, logs, atomic files, the address book and the task nursery."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.runtime import addresses, logs
+from p2pdiloco.runtime.address_book import ADDRESS_LIMIT, ENTRY_LIMIT, AddressBook, save
+from p2pdiloco.runtime.addresses import of_socket, parse
+from p2pdiloco.runtime.files import write_atomically
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.tasks import Tasks
+
+PEER = Identity.ephemeral().peer_id
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "/ip4/203.0.113.7/tcp/4100",
+        "/ip6/::1/tcp/0",
+        "/dns/example.org/tcp/1",
+        f"/dns4/example.org/tcp/65535/p2p/{PEER}",
+    ],
+)
+def test_addresses_come_back_as_written(text: str) -> None:
+    assert str(parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("203.0.113.7:4100", "/ip4/203.0.113.7/tcp/4100"),
+        ("[::1]:4100", "/ip6/::1/tcp/4100"),
+        ("example.org:4100", "/dns/example.org/tcp/4100"),
+        ("", "write it as"),
+        ("/ip4/203.0.113.7/udp/4100", "not a TCP address"),
+        ("/ip4/203.0.113.700/tcp/4100", "not a multiaddr"),
+        ("/ip4/203.0.113.7/tcp/70000", "not a multiaddr"),
+        ("/ip4/203.0.113.7/tcp/1/p2p/nobody", "not a multiaddr"),
+        ("/dns/" + "a" * 600 + "/tcp/1", "at most 512"),
+    ],
+)
+def test_a_wrong_address_says_how_to_write_it(text: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence.replace(".", r"\.").replace("[", r"\[")):
+        parse(text)
+
+
+def test_ipv4_in_ipv6_is_written_as_ipv4() -> None:
+    assert str(of_socket("::ffff:192.0.2.1", 5)) == "/ip4/192.0.2.1/tcp/5"
+
+
+def test_log_lines_cannot_be_forged_by_a_peer() -> None:
+    stream = io.StringIO()
+    logs.configure("info", "text", stream)
+    logs.get("test").info("connected", peer=PEER, reason="ok\n2026 error fake", share=0.123456789)
+    logs.get("test").debug("not shown")
+    (line,) = stream.getvalue().splitlines()
+    assert f"peer={PEER[-6:]}" in line
+    assert 'reason="ok\\n2026 error fake"' in line
+    assert "share=0.123457" in line
+
+
+def test_json_log_lines_are_objects_with_full_ids() -> None:
+    stream = io.StringIO()
+    logs.configure("debug", "json", stream)
+    logs.get("test").warning("gone", peer=PEER, count=3)
+    line = json.loads(stream.getvalue())
+    assert (line["event"], line["peer"], line["count"], line["level"]) == ("gone", PEER, 3, "warning")
+
+
+def test_log_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="use one of debug"):
+        logs.configure("loud")
+    with pytest.raises(ValueError, match="text or json"):
+        logs.configure("info", "xml")  # type: ignore[arg-type]
+
+
+def test_a_file_is_replaced_whole_and_nothing_is_left_over(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file"
+    write_atomically(path, b"one")
+    write_atomically(path, memoryview(b"two"), mode=0o600)
+    assert path.read_bytes() == b"two"
+    assert [entry.name for entry in path.parent.iterdir()] == ["file"]
+    with pytest.raises(OSError):
+        write_atomically(tmp_path / "new", b"a folder is in the way")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["new"]
+
+
+def test_the_address_book_is_bounded_and_survives_a_restart(tmp_path: Path) -> None:
+    book = AddressBook()
+    peers = [PeerId(f"peer{index}") for index in range(ENTRY_LIMIT + 10)]
+    for peer in peers:
+        book.met(peer, [f"/ip4/10.0.0.1/tcp/{port}" for port in range(1, 9)])
+    assert len(book) == ENTRY_LIMIT
+    assert book.peers()[0] == peers[-1]
+    assert len(book.addresses_of(peers[-1])) == ADDRESS_LIMIT
+    save(tmp_path / "cache.json", book.encode())
+    again = AddressBook()
+    again.load(tmp_path / "cache.json")
+    assert again.peers() == book.peers()
+    assert again.addresses_of(peers[-1]) == book.addresses_of(peers[-1])
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'[{"peer": 1}]', b"[" * 100000])
+def test_a_damaged_cache_is_as_if_empty(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "cache").write_bytes(content)
+    book = AddressBook()
+    book.load(tmp_path / "cache")
+    assert len(book) == 0
+
+
+def test_the_address_book_skips_what_it_cannot_use() -> None:
+    book = AddressBook()
+    other = Identity.ephemeral().peer_id
+    book.met(
+        PEER, ["nonsense", f"/ip4/1.2.3.4/tcp/5/p2p/{other}", "/ip4/1.2.3.4/tcp/0", f"/ip4/1.2.3.4/tcp/6/p2p/{PEER}"]
+    )
+    assert book.addresses_of(PEER) == ["/ip4/1.2.3.4/tcp/6"]
+    assert addresses.parse(book.addresses_of(PEER)[0]).peer is None
+
+
+def test_tasks_end_with_their_owner_and_a_failure_is_logged() -> None:
+    stream = io.StringIO()
+    logs.configure("info", "text", stream)
+    ended = []
+
+    async def forever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("cancelled")
+
+    async def fail() -> None:
+        raise KeyError("oops")
+
+    async def main() -> None:
+        async with Tasks() as tasks:
+            tasks.spawn(forever(), name="forever")
+            failing = tasks.spawn(fail(), name="failing")
+            await asyncio.wait([failing], timeout=5)
+            await asyncio.sleep(0)
+            assert len(tasks) == 1
+
+    asyncio.run(main())
+    assert ended == ["cancelled"]
+    assert "task=failing" in stream.getvalue()
+    assert "oops" in stream.getvalue()

@@ -1,0 +1,42 @@
+"""Directory records: only the publisher can make one, for one place and one time."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.runtime.identity import Identity, verify
+from p2pdiloco.wire.records import Envelope, peers_topic, seal, subkey_of, unseal
+
+ANN = Identity.ephemeral()
+
+
+def envelope(peer: PeerId = ANN.peer_id, body: bytes = b"hello") -> Envelope:
+    return Envelope(topic=peers_topic(RunId("run")), name="", peer=peer, expires_s=2e9, addresses=(), body=body)
+
+
+def test_a_sealed_envelope_comes_back() -> None:
+    assert unseal(seal(envelope(), ANN.sign), verify) == envelope()
+    assert subkey_of(envelope()) == f"/{ANN.peer_id}"
+
+
+def test_nobody_else_can_make_or_change_it() -> None:
+    assert unseal(seal(envelope(), Identity.ephemeral().sign), verify) is None
+    value = seal(envelope(), ANN.sign)
+    for position in range(0, len(value), 7):
+        changed = bytearray(value)
+        changed[position] ^= 1
+        assert unseal(bytes(changed), verify) is None
+
+
+@pytest.mark.parametrize("bad", [b"", b"x" * 64, b"x" * 65, b"\xc1" * 200, b"x" * 20000, bytes(64) + b"\x80"])
+def test_garbage_is_nothing(bad: bytes) -> None:
+    assert unseal(bad, verify) is None
+
+
+def test_a_peer_cannot_publish_without_bounds() -> None:
+    with pytest.raises(ValueError, match="the limit is"):
+        seal(envelope(body=bytes(20000)), ANN.sign)
+    data = msgspec.msgpack.encode(envelope(body=bytes(13000)))
+    assert unseal(ANN.sign(b"p2pdiloco record 1\x00" + data) + data, verify) is None
