@@ -1,4 +1,5 @@
-"""``p2pdiloco bootstrap``: a node of the directory that others use as their first address. It holds no run's state."""
+"""``p2pdiloco bootstrap``: Run a DHT node that peers can use as their first address. It holds no model and merges
+nothing; a run goes on without it."""
 
 from __future__ import annotations
 
@@ -6,21 +7,15 @@ import argparse
 import asyncio
 import signal
 from pathlib import Path
-from typing import Any
 
+from p2pdiloco.cli.complaints import complaining
 from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.directory import Directory
-from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.directory import Directory, DirectoryError
+from p2pdiloco.runtime.identity import Identity, IdentityError
 
 
-def add(commands: Any) -> argparse.ArgumentParser:
-    """Add the command to the parser."""
-    sub: argparse.ArgumentParser = commands.add_parser(
-        "bootstrap",
-        help="run a directory node that others use as their first address",
-        description="Run a DHT node that peers can use as their first address. It holds no model and merges nothing; "
-        "a run goes on without it.",
-    )
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Its own arguments."""
     sub.add_argument(
         "--listen",
         action="append",
@@ -39,12 +34,15 @@ def add(commands: Any) -> argparse.ArgumentParser:
     sub.add_argument(
         "--initial-peers", nargs="*", default=[], metavar="ADDR", help="other directory nodes to connect to"
     )
-    sub.set_defaults(run_command=run)
-    return sub
 
 
 async def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
+    with complaining(repair=(IdentityError, ValueError), nobody=(DirectoryError,)):
+        return await _serve(arguments)
+
+
+async def _serve(arguments: argparse.Namespace) -> int:
     identity = Identity.load_or_create(arguments.identity or arguments.state / "bootstrap.key")
     logs.speak_as(identity.peer_id)
     stop = asyncio.Event()

@@ -11,19 +11,23 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
-from p2pdiloco.cli import bootstrap, status, train
-from p2pdiloco.node.checkpoint import CheckpointError
-from p2pdiloco.node.founding import ConfigError
-from p2pdiloco.node.lookup import LookupFailedError
+from p2pdiloco.cli.complaints import Complaint
 from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.directory import DirectoryError
-from p2pdiloco.runtime.identity import IdentityError
 
-Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
+COMMANDS = {
+    "bootstrap": "run a directory node that others use as their first address",
+    "start": "found a run and train it",
+    "join": "join a running run",
+    "status": "show runs and their peers",
+}
+"""Each is a module of this package with ``add_arguments(parser)`` and ``async run(arguments) -> exit status``. Only the
+chosen one is imported, so that what needs no torch does not wait for it."""
 
 
 def default_state_folder() -> Path:
@@ -32,48 +36,56 @@ def default_state_folder() -> Path:
     return Path(home) / "p2pdiloco"
 
 
-def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
-    top = argparse.ArgumentParser(
-        prog="p2pdiloco",
-        description="Train one language model together, peer to peer, over the internet.",
-        epilog=__doc__,
-    )
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (bootstrap.add, train.add_start, train.add_join, status.add):
-        sub = add(commands)
-        sub.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
-        sub.add_argument("--log-format", default="text", choices=["text", "json"], help="one line an event either way")
-        sub.add_argument(
-            "--state",
-            type=Path,
-            default=default_state_folder(),
-            metavar="DIR",
-            help="identity, checkpoints, caches (default: %(default)s); one running peer a folder",
-        )
-    return top
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    arguments = parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    arguments = _parser(chosen).parse_args(words)
     logs.configure(arguments.log_level, arguments.log_format)
-    command: Command = arguments.run_command
+    run: Callable[[argparse.Namespace], Coroutine[None, None, int]] = _module(arguments.command).run
     try:
-        return uvloop.run(command(arguments))
-    except (ConfigError, CheckpointError, IdentityError) as error:
-        return _complain(error, 2)
-    except (LookupFailedError, DirectoryError) as error:
-        return _complain(error, 3)
-    except OSError as error:
-        return _complain(error, 1)
+        status: int = uvloop.run(run(arguments))
+        return status
+    except Complaint as error:
+        print(f"p2pdiloco: {error}", file=sys.stderr)
+        return error.status
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
 
 
-def _complain(error: Exception, exit_status: int) -> int:
-    print(f"p2pdiloco: {error}", file=sys.stderr)
-    return exit_status
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    """The command line; only the chosen command's own arguments are there."""
+    top = argparse.ArgumentParser(
+        prog="p2pdiloco",
+        description="Train one language model together, peer to peer, over the internet.",
+        epilog=" ".join((__doc__ or "").split("\n\n", 1)[1].split()),
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, help_text in COMMANDS.items():
+        module = _module(name) if name == chosen else None
+        description = None if module is None else " ".join((module.__doc__ or "").split(": ", 1)[-1].split())
+        sub = commands.add_parser(name, help=help_text, description=description)
+        if module is not None:
+            module.add_arguments(sub)
+            _add_common_arguments(sub, quiet=getattr(module, "IS_QUIET", False))
+    return top
+
+
+def _add_common_arguments(sub: argparse.ArgumentParser, *, quiet: bool) -> None:
+    levels = ["debug", "info", "warning", "error"]
+    sub.add_argument("--log-level", default="warning" if quiet else "info", choices=levels)
+    sub.add_argument("--log-format", default="text", choices=["text", "json"], help="one line an event either way")
+    sub.add_argument(
+        "--state",
+        type=Path,
+        default=default_state_folder(),
+        metavar="DIR",
+        help="identity, checkpoints, caches (default: %(default)s); one running peer a folder",
+    )
+
+
+def _module(name: str) -> Any:
+    return import_module(f"p2pdiloco.cli.{name}")
 
 
 if __name__ == "__main__":

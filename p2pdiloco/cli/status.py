@@ -1,4 +1,5 @@
-"""``p2pdiloco status``: the runs that a directory knows, and what their peers say."""
+"""``p2pdiloco status``: Show the runs that a directory knows, with their peers. known: announced in the directory;
+live: connected and heard; participating: with a learner that can contribute; averaged: learners in the last merge."""
 
 from __future__ import annotations
 
@@ -6,38 +7,37 @@ import argparse
 import asyncio
 import json
 import sys
-from typing import Any
 
 import msgspec
 
+from p2pdiloco.cli.complaints import complaining
 from p2pdiloco.node.lookup import LookupFailedError, RunRecord, ask_status, dial_any, list_runs, observer_transport
 from p2pdiloco.node.session import DirectoryOptions, open_directory, pick_runs
 from p2pdiloco.protocol.identifiers import RunId
-from p2pdiloco.runtime.directory import Directory
+from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.logs import short
 from p2pdiloco.wire.bodies import PeerStatus
 
 PATIENCE_S = 5.0
+IS_QUIET = True
+"""The answer goes to the terminal; only warnings are logged."""
 
 
-def add(commands: Any) -> argparse.ArgumentParser:
-    """Add the command to the parser."""
-    sub: argparse.ArgumentParser = commands.add_parser(
-        "status",
-        help="show runs and their peers",
-        description="Show the runs that a directory knows, with their peers. known: announced in the directory; live: "
-        "connected and heard; participating: with a learner that can contribute; averaged: learners in the last merge.",
-    )
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Its own arguments."""
     sub.add_argument("address", nargs="+", metavar="ADDR", help="multiaddr of any directory node or peer, with /p2p/ID")
     sub.add_argument("--run", metavar="NAME", help="only this one")
     sub.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    sub.set_defaults(run_command=run)
-    return sub
 
 
 async def run(arguments: argparse.Namespace) -> int:
     """Print and go."""
+    with complaining(repair=(ValueError,), nobody=(DirectoryError, LookupFailedError)):
+        return await _show(arguments)
+
+
+async def _show(arguments: argparse.Namespace) -> int:
     options = DirectoryOptions(listen=("/ip4/0.0.0.0/tcp/0",), initial_peers=tuple(arguments.address))
     async with open_directory(Identity.ephemeral(), options, None) as directory:
         runs = pick_runs(await list_runs(directory, patience_s=PATIENCE_S), arguments.run)
@@ -74,9 +74,8 @@ def _print_run(run_id: RunId, record: RunRecord, peers: list[PeerStatus]) -> Non
         f"  peers: {best.known} known, {best.live} live, {best.participating} participating, "
         f"{best.weight_averaged} weight averaged; {rate:,.0f} tokens/s in all"
     )
-    print(
-        f"  {'peer':<8}{'phase':<11}{'versions':>12}{'loss':>8}{'tokens':>12}{'tokens/s':>10}{'up MB':>9}{'blocked s':>11}"
-    )
+    header = ("versions", 12), ("loss", 8), ("tokens", 12), ("tokens/s", 10), ("up MB", 9), ("blocked s", 11)
+    print(f"  {'peer':<8}{'phase':<11}" + "".join(f"{name:>{width}}" for name, width in header))
     for s in sorted(peers, key=lambda s: s.peer):
         versions = f"{s.version_min}-{s.version_max}"
         train_loss = "-" if s.train_loss is None else f"{s.train_loss:.3f}"

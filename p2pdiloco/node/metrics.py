@@ -53,8 +53,8 @@ class Metrics:
         """A new life: its counters start at zero."""
         self._last_tokens = 0
 
-    def progress(self, progress: Progress) -> None:
-        """One inner step."""
+    def progress(self, progress: Progress, *, step: int, sent_bytes: int) -> None:
+        """One inner step of the learner; the global step, and what this peer has sent so far."""
         made = progress.tokens - self._last_tokens
         self._last_tokens = progress.tokens
         self.tokens += made
@@ -73,8 +73,10 @@ class Metrics:
             self._progress_at = now
             self.write(
                 "progress",
+                step=step,
                 steps=progress.steps,
                 tokens=self.tokens,
+                sent_bytes=sent_bytes,
                 loss=round(progress.loss, 4),
                 step_time_s=round(progress.step_time_s, 4),
                 blocked_s=self.blocked_s,

@@ -270,7 +270,9 @@ class Node:
         """The learner says something. Its answers become jobs, in order; its counters go to the machine at once."""
         match message:
             case link.Progress():
-                self.metrics.progress(message)
+                traffic = self.transport.traffic()
+                sent_bytes = traffic.sent_control + traffic.sent_bulk
+                self.metrics.progress(message, step=self.machine.core.step, sent_bytes=sent_bytes)
                 self.driver.feed(ev.Stepped(message.steps, message.tokens, message.step_time_s))
             case link.Shifted():
                 self.driver.job(lambda: self.state.shifted(message.shards), self.shifts_ready)

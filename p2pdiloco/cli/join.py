@@ -1,0 +1,56 @@
+"""``p2pdiloco join``: Find a run through any directory address, get its manifest and state from its peers, and
+train."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from p2pdiloco.cli import peer
+from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.node.lookup import LookupFailedError, RunRecord
+from p2pdiloco.node.session import join
+from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.runtime.directory import DirectoryError
+from p2pdiloco.runtime.identity import IdentityError
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Its own arguments."""
+    sub.add_argument("address", nargs="+", metavar="ADDR", help="multiaddr of any directory node or peer, with /p2p/ID")
+    sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if the directory knows several runs")
+    sub.add_argument("--follow", action="store_true", help="track the global model without training")
+    peer.add_peer_arguments(sub)
+
+
+async def run(arguments: argparse.Namespace) -> int:
+    """Join and train."""
+    with complaining(repair=(IdentityError, ValueError), nobody=(DirectoryError, LookupFailedError)):
+        identity = peer.open_identity(arguments)
+        with identity.hold():
+            options = peer.peer_options(arguments, arguments.state)
+            directory = peer.directory_options(arguments, arguments.address)
+            return peer.end(await join(arguments.run, options, directory, identity, choose, peer.say))
+
+
+def choose(runs: dict[RunId, RunRecord]) -> RunId:
+    """The only run, or the user's choice.
+
+    Raises:
+        LookupFailedError: several, and nobody to ask.
+    """
+    ordered = sorted(runs.items(), key=lambda item: (item[1].name, item[0]))
+    if len(ordered) == 1:
+        return ordered[0][0]
+    lines = [
+        f"  {i + 1}. {record.name}  {run[:12]}  {record.parameters:,} parameters"
+        for i, (run, record) in enumerate(ordered)
+    ]
+    listing = "\n".join(lines)
+    if not sys.stdin.isatty():
+        raise LookupFailedError(f"there are several runs, name one with --run:\n{listing}")
+    peer.say(listing)
+    while True:
+        answer = input(f"which run? [1-{len(ordered)}] ").strip()
+        if answer.isdigit() and 1 <= int(answer) <= len(ordered):
+            return ordered[int(answer) - 1][0]

@@ -1,0 +1,86 @@
+"""What ``start`` and ``join`` have in common: a peer's own options, and how it ends."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from p2pdiloco.node.node import Ending
+from p2pdiloco.node.options import PeerOptions
+from p2pdiloco.node.session import DirectoryOptions
+from p2pdiloco.runtime.identity import Identity
+
+
+def add_peer_arguments(sub: argparse.ArgumentParser) -> None:
+    """What both commands share."""
+    sub.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps (default: %(default)s)")
+    sub.add_argument("--threads", type=int, default=0, help="torch threads for training; 0: torch's choice")
+    sub.add_argument("--data", metavar="DIR", help="folder to train on instead of the manifest's data.path")
+    sub.add_argument(
+        "--listen", default="/ip4/0.0.0.0/tcp/0", metavar="MULTIADDR", help="data port (default: %(default)s)"
+    )
+    sub.add_argument(
+        "--announce", action="append", default=[], metavar="MULTIADDR", help="data address to publish (port forwarding)"
+    )
+    sub.add_argument(
+        "--host_maddrs",
+        "--directory-listen",
+        nargs="*",
+        default=["/ip4/0.0.0.0/tcp/0"],
+        metavar="MULTIADDR",
+        help="directory port",
+    )
+    sub.add_argument(
+        "--announce_maddrs", nargs="*", default=[], metavar="MULTIADDR", help="directory addresses to publish"
+    )
+    sub.add_argument("--identity_path", type=Path, metavar="FILE", help="key file (default: STATE/identity.key)")
+    sub.add_argument("--unreachable", action="store_true", help="behind NAT without forwarding: never own a shard")
+    sub.add_argument("--checkpoint-s", type=float, default=60.0, help="seconds between checkpoints")
+    sub.add_argument("--leave-s", type=float, default=20.0, help="seconds that an orderly leave may take")
+    sub.add_argument("--journal", action="store_true", help="record every event, for p2pdiloco replay")
+
+
+def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
+    """The peer's own settings, from the command line."""
+    return PeerOptions(
+        folder=folder,
+        listen=arguments.listen,
+        announce=tuple(arguments.announce),
+        device=arguments.device,
+        data=arguments.data,
+        threads=arguments.threads,
+        is_follower=getattr(arguments, "follow", False),
+        is_unreachable=arguments.unreachable,
+        checkpoint_s=arguments.checkpoint_s,
+        leave_s=arguments.leave_s,
+        has_journal=arguments.journal,
+    )
+
+
+def open_identity(arguments: argparse.Namespace) -> Identity:
+    """The peer's key; a new one at the first time."""
+    return Identity.load_or_create(arguments.identity_path or arguments.state / "identity.key")
+
+
+def directory_options(arguments: argparse.Namespace, initial_peers: list[str]) -> DirectoryOptions:
+    """How the peer takes part in the directory."""
+    return DirectoryOptions(
+        listen=tuple(arguments.host_maddrs),
+        announce=tuple(arguments.announce_maddrs),
+        initial_peers=tuple(initial_peers),
+    )
+
+
+def say(line: str) -> None:
+    """To the user, at once."""
+    print(line, flush=True)
+
+
+def end(ending: Ending) -> int:
+    """Say how it ended; the exit status."""
+    if ending.status:
+        print(f"p2pdiloco: {ending.reason}", file=sys.stderr)
+    else:
+        say(f"ended: {ending.reason}")
+    return ending.status

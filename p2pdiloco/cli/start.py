@@ -1,0 +1,40 @@
+"""``p2pdiloco start``: Found a run from a TOML file (make and publish its manifest and version 0) and train it. Started
+again with the same configuration and --state, it goes on from its checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from p2pdiloco.cli import peer
+from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.node.checkpoint import CheckpointError
+from p2pdiloco.node.founding import ConfigError, read_config
+from p2pdiloco.node.session import start
+from p2pdiloco.runtime.directory import DirectoryError
+from p2pdiloco.runtime.identity import IdentityError
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Its own arguments."""
+    sub.add_argument("config", type=Path, metavar="CONFIG.toml")
+    sub.add_argument(
+        "--bootstrap",
+        "--initial_peers",
+        nargs="*",
+        default=[],
+        metavar="ADDR",
+        help="first addresses of the directory; none: be the first",
+    )
+    peer.add_peer_arguments(sub)
+
+
+async def run(arguments: argparse.Namespace) -> int:
+    """Found and train."""
+    with complaining(repair=(ConfigError, CheckpointError, IdentityError, ValueError), nobody=(DirectoryError,)):
+        config = read_config(arguments.config)
+        identity = peer.open_identity(arguments)
+        with identity.hold():
+            options = peer.peer_options(arguments, arguments.state / config.name)
+            directory = peer.directory_options(arguments, arguments.bootstrap)
+            return peer.end(await start(config, options, directory, identity, peer.say))

@@ -1,0 +1,172 @@
+"""The demo: a whole swarm on this machine, with a kill, a late joiner and a dead bootstrap node, in about two minutes::
+
+    python -m peers.demo [--out out/demo] [--config peers/stdlib-tiny.toml] [--steps N]
+
+Rules of this file:
+1. Every part is a real process that talks to the others over loopback sockets and a real DHT, started with the same
+   commands that a user types. Nothing here reaches into them: the picture comes from the files that each peer writes.
+2. All of them carry a mark in their environment, so that the demo can count what is left of them, and end it.
+3. The numbers of the report are measured from the outside: the losses by evaluating version 0 and the checkpoint that
+   the founder saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from p2pdiloco.node.founding import ConfigError, read_config
+from p2pdiloco.protocol.manifest import RunConfig
+from peers.demo_report import Story, judge, make_report, print_report
+from peers.demo_swarm import DemoError, Member, Swarm
+
+KILL_AT = 0.35
+"""Share of the run's steps after which one peer is killed."""
+JOIN_AT = 0.45
+BOOTSTRAP_KILL_AT = 0.75
+POLL_S = 0.5
+LINE_S = 5.0
+"""Between two progress lines where standard output is not a terminal."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; 0 if everything that it shows came true."""
+    options = _parser().parse_args(argv)
+    out: Path = options.out
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    text = options.config.read_text()
+    if options.steps:
+        text = re.sub(r"(?m)^steps *= *\d+", f"steps = {options.steps}", text)
+    (out / "run.toml").write_text(text)
+    config = read_config(out / "run.toml")
+    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    swarm = Swarm(out)
+    try:
+        story = _play(swarm, config, options.time_limit)
+    except KeyboardInterrupt:
+        print("\nstopping the swarm ...", flush=True)
+        swarm.stop()
+        print(f"stopped; {len(swarm.leftovers())} processes left")
+        return 130
+    except DemoError as error:
+        swarm.stop()
+        print(f"demo failed: {error}", file=sys.stderr)
+        return 1
+    finally:
+        swarm.kill_leftovers()
+    report = make_report(story, config, out)
+    print_report(report, out)
+    failures = judge(report)
+    for failure in failures:
+        print(f"not as promised: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m peers.demo", description="A swarm on this machine, start to end.")
+    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="where everything is written")
+    parser.add_argument("--config", type=Path, default=Path(__file__).parent / "stdlib-tiny.toml")
+    parser.add_argument("--steps", type=int, default=0, help="global steps instead of the configuration's")
+    parser.add_argument("--time-limit", type=float, default=230.0, metavar="SECONDS", help="give up after this long")
+    return parser
+
+
+def _play(swarm: Swarm, config: RunConfig, time_limit: float) -> Story:
+    """Found, join, kill, join late, kill the bootstrap node, and wait for the end."""
+    began = time.monotonic()
+    print("starting a bootstrap node and three peers on this machine ...", flush=True)
+    address = swarm.start_bootstrap()
+    founder = swarm.start_founder("A", swarm.out / "run.toml", address)
+    for name in ("B", "C"):
+        swarm.join(name, address)
+    story = Story(began_unix=time.time())
+    screen = _Screen(config.inner.steps)
+    while any(member.is_running for member in swarm.members if not member.was_killed):
+        if time.monotonic() - began > time_limit:
+            raise DemoError(f"the run is not over after {time_limit:.0f} s, at step {founder.view.step}")
+        for member in swarm.members:
+            member.refresh()
+            if member.ended_badly:
+                raise DemoError(f"peer {member.name} ended with status {member.status}, see {member.log_path}")
+        share = founder.view.step / config.inner.steps
+        if share >= KILL_AT and story.killed is None:
+            story.killed = swarm["B"]
+            story.killed_unix, story.version_at_kill = time.time(), founder.view.version
+            swarm["B"].kill()
+            screen.say(f"peer B killed with SIGKILL at step {founder.view.step}")
+        if share >= JOIN_AT and story.late is None:
+            story.late = swarm.join("D", address)
+            story.joined_unix = time.time()
+            screen.say("a fourth peer, D, joins with nothing but the bootstrap address")
+        if share >= BOOTSTRAP_KILL_AT and not story.is_bootstrap_killed:
+            story.is_bootstrap_killed = True
+            swarm.bootstrap.kill()
+            screen.say("the bootstrap node is killed, too; the peers go on")
+        screen.show(swarm.members, time.monotonic() - began)
+        time.sleep(POLL_S)
+    swarm.stop()
+    story.leftovers = swarm.leftovers()
+    story.members = swarm.members
+    return story
+
+
+class _Screen:
+    """Live progress: a table redrawn in place on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total = total_steps
+        self._is_terminal = sys.stdout.isatty()
+        self._drawn = 0
+        self._line_at = 0.0
+
+    def say(self, text: str) -> None:
+        """Something happened."""
+        self._erase()
+        print(f"  * {text}", flush=True)
+
+    def show(self, members: Sequence[Member], elapsed_s: float) -> None:
+        """Where every peer stands."""
+        if self._is_terminal:
+            self._erase()
+            lines = [self._summary(members, elapsed_s), *(m.line() for m in members)]
+            print("\n".join(line[: shutil.get_terminal_size().columns - 1] for line in lines), flush=True)
+            self._drawn = len(lines)
+        elif elapsed_s - self._line_at >= LINE_S:
+            self._line_at = elapsed_s
+            print(self._summary(members, elapsed_s), flush=True)
+
+    def _summary(self, members: Sequence[Member], elapsed_s: float) -> str:
+        step = max(m.view.step for m in members)
+        version = max(m.view.version for m in members)
+        live = sum(m.is_running for m in members)
+        losses = [m.view.held_out[-1] for m in members if m.view.held_out]
+        held_out = f"{max(losses)[1]:.3f}" if losses else "-"
+        merged = max(m.view.merged_tokens for m in members)
+        sent = sum(m.view.sent_bytes for m in members)
+        return (
+            f"[{elapsed_s:5.0f} s] {live} peers  step {step}/{self._total}  version {version}  "
+            f"held-out loss {held_out}  {merged:,} tokens merged  {sent / 1e6:.1f} MB sent"
+        )
+
+    def _erase(self) -> None:
+        if self._drawn:
+            print(f"\x1b[{self._drawn}F\x1b[J", end="")
+            self._drawn = 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ConfigError as problem:
+        print(f"demo: {problem}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:
+        os._exit(1)

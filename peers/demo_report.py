@@ -1,0 +1,176 @@
+"""What the demo showed: numbers, a plot, a sample of text, and whether each promise was kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from p2pdiloco.node.checkpoint import Checkpoint, load
+from p2pdiloco.protocol.identifiers import LearnerId, peer_of
+from p2pdiloco.protocol.manifest import Layout, RunConfig
+from p2pdiloco.training.corpus import load_corpus
+from p2pdiloco.training.evaluation import held_out_loss
+from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.training.transformer import build_model, generate
+from peers.demo_swarm import DemoError, Member
+
+PROMPT = b"def "
+SAMPLE_TOKENS = 400
+FP32_BYTES = 4.0
+
+
+class Story:
+    """What happened, and when."""
+
+    def __init__(self, began_unix: float) -> None:
+        self.began_unix = began_unix
+        self.killed: Member | None = None
+        self.killed_unix = 0.0
+        self.version_at_kill = 0
+        self.late: Member | None = None
+        self.joined_unix = 0.0
+        self.is_bootstrap_killed = False
+        self.members: list[Member] = []
+        self.leftovers: list[str] = []
+
+
+def make_report(story: Story, config: RunConfig, out: Path) -> dict[str, Any]:
+    """Collect, evaluate, plot and save; returns what ``report.json`` holds.
+
+    Raises:
+        DemoError: the founder saved no checkpoint.
+    """
+    founder = story.members[0]
+    folder = founder.run_folder()
+    checkpoint = None if folder is None else load(folder / "checkpoint")
+    if checkpoint is None:
+        raise DemoError("the founder saved no checkpoint")
+    start, end, sample = _evaluate(checkpoint, config)
+    reports = [r for m in story.members if not m.was_killed and (r := m.report()) is not None]
+    survivors = [m for m in story.members if not m.was_killed]
+    per_parameter = [r[key] for r in reports for key in ("up_bytes_per_parameter", "down_bytes_per_parameter")]
+    largest = max(per_parameter, default=0.0)
+    report: dict[str, Any] = {
+        "held_out_loss_start": start,
+        "held_out_loss_end": end,
+        "digests_equal": len(reports) == len(survivors) and all(r["digests"] == reports[0]["digests"] for r in reports),
+        "blocked_seconds": {m.name: m.view.blocked_s for m in story.members},
+        "blocked_seconds_max": max([*(m.view.blocked_s for m in story.members), *(r["blocked_s"] for r in reports)]),
+        "wire_bytes_per_parameter_max": largest,
+        "wire_ratio_to_fp32": FP32_BYTES / largest if largest else None,
+        "versions": founder.view.version,
+        "versions_after_kill": founder.view.version - story.version_at_kill,
+        "late_joiner_merged_tokens": _merged_tokens(founder, story.late),
+        "late_joiner_in_last_commits": _is_in_last_commits(founder, story.late),
+        "tokens_trained": sum(m.view.tokens for m in story.members if m.was_killed)
+        + sum(r["tokens_trained"] for r in reports),
+        "tokens_merged": max((r["tokens_merged"] for r in reports), default=0),
+        "tokens_unmerged_by_survivors": sum(r["tokens_unmerged"] for r in reports),
+        "bytes_sent": {m.name: m.view.sent_bytes for m in story.members},
+        "bootstrap_killed": story.is_bootstrap_killed,
+        "leftover_processes": len(story.leftovers),
+        "leftovers": story.leftovers,
+        "sample": sample,
+    }
+    (out / "report.json").write_text(json.dumps(report, indent=2))
+    _plot(story, start, out / "loss.png")
+    return report
+
+
+def _evaluate(checkpoint: Checkpoint, config: RunConfig) -> tuple[float, float, str]:
+    """Held-out loss of version 0 and of the checkpoint, and a sample of the latter's text."""
+    torch.set_num_threads(2)
+    corpus = load_corpus(config.data, context=config.model.context)
+    model = build_model(config.model, config.seed)
+    samples, device = 4 * config.evaluation.samples, torch.device("cpu")
+    start = held_out_loss(model, corpus, config.model.context, samples, device)
+    flat = FlatParameters(model, checkpoint.manifest.tensors, Layout.of(checkpoint.manifest))
+    flat.copy_from(checkpoint.theta, flat.everything)
+    end = held_out_loss(model, corpus, config.model.context, samples, device)
+    text = generate(model, PROMPT, SAMPLE_TOKENS, 0.7, seed=0)
+    return start, end, text.decode("utf-8", "replace")
+
+
+def _merged_tokens(founder: Member, late: Member | None) -> int:
+    """Tokens of the late joiner in shard 0's chain."""
+    if late is None:
+        return 0
+    return sum(
+        tokens
+        for commit in founder.view.commits
+        for learner, tokens in commit["contributors"].items()
+        if peer_of(LearnerId(learner)) == late.view.peer
+    )
+
+
+def _is_in_last_commits(founder: Member, late: Member | None) -> bool:
+    last = [peer_of(LearnerId(learner)) for commit in founder.view.commits[-3:] for learner in commit["contributors"]]
+    return late is not None and late.view.peer in last
+
+
+def judge(report: dict[str, Any]) -> list[str]:
+    """The promises that were not kept, one sentence each."""
+    checks = [
+        (report["held_out_loss_end"] <= report["held_out_loss_start"] / 2, "held-out loss did not fall to half"),
+        (report["digests_equal"], "the peers' digests differ"),
+        (report["blocked_seconds_max"] == 0.0, f"a learner was blocked for {report['blocked_seconds_max']} s"),
+        (0.0 < report["wire_bytes_per_parameter_max"] <= 0.60, "more than 0.60 bytes a parameter on the wire"),
+        (report["versions_after_kill"] > 0, "versions did not advance after the kill"),
+        (report["late_joiner_in_last_commits"], "the late joiner is not in the last commits"),
+        (report["tokens_unmerged_by_survivors"] == 0, "tokens of surviving learners were not merged"),
+        (report["leftover_processes"] == 0, f"processes are left: {report['leftovers']}"),
+    ]
+    return [text for is_kept, text in checks if not is_kept]
+
+
+def print_report(report: dict[str, Any], out: Path) -> None:
+    """For people."""
+    ratio = report["wire_ratio_to_fp32"]
+    print("\nthe run is complete")
+    print(
+        f"  held-out loss          {report['held_out_loss_start']:.3f} -> {report['held_out_loss_end']:.3f} nats a byte"
+    )
+    print(f"  tokens                 {report['tokens_trained']:,} trained, {report['tokens_merged']:,} merged")
+    print(f"  versions               {report['versions']}, {report['versions_after_kill']} of them after the kill")
+    print(f"  late joiner            {report['late_joiner_merged_tokens']:,} tokens merged")
+    print(f"  same model everywhere  {'yes, bit for bit' if report['digests_equal'] else 'NO'}")
+    print(
+        f"  on the wire            at most {report['wire_bytes_per_parameter_max']:.3f} bytes a parameter and exchange"
+        + (f", 1/{ratio:.1f} of fp32" if ratio else "")
+    )
+    print(f"  blocked by the network {report['blocked_seconds_max']:.3f} s at most, for any learner")
+    print(f"  processes left         {report['leftover_processes']}")
+    print("  the model writes:")
+    for line in report["sample"].splitlines()[:12]:
+        print(f"    | {line[:110]}")
+    print(f"  saved in {out}: report.json, loss.png, and every peer's logs and checkpoint")
+
+
+def _plot(story: Story, start: float, path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    points = sorted({p for m in story.members for p in m.view.held_out})
+    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=150)
+    seconds = [t - story.began_unix for t, _, _ in points]
+    axes.plot(seconds, [loss for _, loss, _ in points], marker="o", color="tab:blue", label="global model, held-out")
+    axes.axhline(start / 2, color="gray", linewidth=0.8, linestyle=":", label="half of the start")
+    for member in (story.killed, story.late):
+        if member is not None:
+            at = (story.killed_unix if member.was_killed else story.joined_unix) - story.began_unix
+            word, color = ("killed", "tab:red") if member.was_killed else ("joins", "tab:green")
+            axes.axvline(at, color=color, linestyle="--", linewidth=1.2, label=f"peer {member.name} {word}")
+    axes.set_xlabel("seconds since the start")
+    axes.set_ylabel("loss (nats a byte)")
+    axes.set_title("A swarm trains one language model; one peer is killed, one joins late")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper right", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)

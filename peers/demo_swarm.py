@@ -1,0 +1,240 @@
+"""The demo's processes, and what each peer's own event log says about it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+MARK = "P2PDILOCO_DEMO"
+"""Environment variable that every process of one demo inherits."""
+START_S = 60.0
+STOP_S = 30.0
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+_PR_SET_PDEATHSIG = 1
+
+
+class DemoError(Exception):
+    """The demo cannot go on; the message is for the person in front of it."""
+
+
+class View:
+    """What one peer's ``metrics.jsonl`` has told so far."""
+
+    def __init__(self) -> None:
+        self.peer = ""
+        self.step = 0
+        self.version = 0
+        self.tokens = 0
+        self.merged_tokens = 0
+        self.loss: float | None = None
+        self.blocked_s = 0.0
+        self.live = 1
+        self.sent_bytes = 0
+        self.held_out: list[tuple[float, float, int]] = []
+        """(Unix time, loss, version)"""
+        self.commits: list[dict[str, Any]] = []
+
+    def take(self, line: dict[str, Any]) -> None:
+        """One line of the event log."""
+        match line["event"]:
+            case "started":
+                self.peer = line["peer"]
+            case "progress":
+                self.tokens, self.loss, self.blocked_s = line["tokens"], line["loss"], line["blocked_s"]
+                self.step, self.sent_bytes = max(self.step, line["step"]), line["sent_bytes"]
+            case "peers":
+                self.live = line["live"]
+            case "evaluation":
+                self.held_out.append((line["time"], line["loss"], line["version"]))
+            case "commit":
+                self.step = max(self.step, line["step"])
+                if line["shard"] == 0:
+                    self.version, self.merged_tokens = line["version"], line["tokens"]
+                    self.commits.append(line)
+            case _:
+                pass
+
+
+class Member:
+    """One process of the swarm."""
+
+    def __init__(self, name: str, arguments: Sequence[str], folder: Path, mark: str) -> None:
+        self.name = name
+        self.folder = folder
+        self.log_path = folder / "log.txt"
+        self.view = View()
+        self.was_killed = False
+        self._read = 0
+        folder.mkdir(parents=True)
+        with open(self.log_path, "wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "p2pdiloco", *arguments, "--state", str(folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, MARK: mark},
+                start_new_session=True,  # Ctrl+C reaches the demo alone, which then ends the swarm in order
+                preexec_fn=_end_with_demo if sys.platform == "linux" else None,
+            )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its node process is there."""
+        return self.process.poll() is None
+
+    @property
+    def status(self) -> int | None:
+        """Exit status of its node process."""
+        return self.process.poll()
+
+    @property
+    def ended_badly(self) -> bool:
+        """Whether it ended otherwise than it should."""
+        return not self.was_killed and self.process.poll() not in (None, 0)
+
+    def kill(self) -> None:
+        """SIGKILL to the node process, nothing else: learner and daemon must notice by themselves."""
+        self.was_killed = True
+        self.process.kill()
+        self.process.wait()
+
+    def run_folder(self) -> Path | None:
+        """Where this peer writes about the run, once it does."""
+        found = sorted(self.folder.glob("*/metrics.jsonl"))
+        return found[0].parent if found else None
+
+    def refresh(self) -> None:
+        """Read what is new in its event log."""
+        folder = self.run_folder()
+        if folder is None:
+            return
+        with open(folder / "metrics.jsonl", "rb") as file:
+            file.seek(self._read)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for line in whole.splitlines():
+            self.view.take(json.loads(line))
+
+    def report(self) -> dict[str, Any] | None:
+        """What it wrote at its end."""
+        folder = self.run_folder()
+        path = None if folder is None else folder / "report.json"
+        return None if path is None or not path.exists() else json.loads(path.read_bytes())
+
+    def line(self) -> str:
+        """Where it stands, for people."""
+        view = self.view
+        state = "killed" if self.was_killed else "training" if self.is_running else "done"
+        loss = "-" if view.loss is None else f"{view.loss:.3f}"
+        return (
+            f"    {self.name}  {state:<9} version {view.version:>3}  loss {loss:>6}  {view.tokens:>9,} tokens  "
+            f"{view.live} live  blocked {view.blocked_s:.3f} s"
+        )
+
+
+class Swarm:
+    """All processes of the demo."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.members: list[Member] = []
+        self.bootstrap: Member
+        self._mark = uuid.uuid4().hex
+        self._started = False
+
+    def __getitem__(self, name: str) -> Member:
+        return next(m for m in self.members if m.name == name)
+
+    def start_bootstrap(self) -> str:
+        """Start the bootstrap node; returns the address that it prints."""
+        self.bootstrap = Member("bootstrap", ["bootstrap", "--listen", LOOPBACK], self.out / "bootstrap", self._mark)
+        self._started = True
+        return self._wait_for(self.bootstrap, "p2pdiloco join ").split()[-1]
+
+    def start_founder(self, name: str, config: Path, address: str) -> Member:
+        """Start the peer that founds the run, and wait until it can be joined."""
+        member = Member(
+            name, ["start", str(config), "--bootstrap", address, *_PEER], self.out / f"peer-{name}", self._mark
+        )
+        self.members.append(member)
+        self._wait_for(member, "to join from another machine")
+        return member
+
+    def join(self, name: str, address: str) -> Member:
+        """Start a peer that knows one address."""
+        member = Member(name, ["join", address, *_PEER], self.out / f"peer-{name}", self._mark)
+        self.members.append(member)
+        return member
+
+    def _wait_for(self, member: Member, text: str) -> str:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            for line in member.log_path.read_text().splitlines():
+                if text in line:
+                    return line
+            if not member.is_running:
+                break
+            time.sleep(0.1)
+        tail = "\n".join(member.log_path.read_text().splitlines()[-5:])
+        raise DemoError(f"{member.name} did not start (status {member.status}), its log ends with:\n{tail}")
+
+    def stop(self) -> None:
+        """Ask everything to leave in order; what has not after a while is killed."""
+        everyone = [*self.members, *([self.bootstrap] if self._started else [])]
+        for member in everyone:
+            if member.is_running:
+                member.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + STOP_S
+        for member in everyone:
+            try:
+                member.process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                member.process.kill()
+                member.process.wait()
+            member.refresh()
+        self._wait_until_alone()
+
+    def _wait_until_alone(self) -> None:
+        """Children that notice their parent's end by themselves get a moment to do so."""
+        deadline = time.monotonic() + 5.0
+        while self.leftovers() and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    def leftovers(self) -> list[str]:
+        """Processes of this demo that still run."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.pid != os.getpid() and process.environ().get(MARK) == self._mark:
+                    found.append(f"{process.pid} {process.name()}")
+            except (psutil.Error, OSError):
+                continue
+        return found
+
+    def kill_leftovers(self) -> None:
+        """Nothing of the demo survives it."""
+        for entry in self.leftovers():
+            try:
+                psutil.Process(int(entry.split()[0])).kill()
+            except psutil.Error:
+                continue
+
+
+_PEER = ["--listen", LOOPBACK, "--host_maddrs", LOOPBACK, "--threads", "1", "--leave-s", "10"]
+
+
+def _end_with_demo() -> None:
+    """Linux: SIGTERM for this process when the demo dies, even by SIGKILL."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
