@@ -1,0 +1,44 @@
+# All set-up is done here: `make demo` and `make test` work on a fresh machine with Python 3.11 or newer.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint simulate golden clean help
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
+
+# torch first: without a GPU its CPU build, by local version where an index has it, else from PyTorch's own index.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "p2pdiloco needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python venv is missing: apt install python3-venv"; exit 1; }
+	@echo "installing into $(VENV) (once) ..."
+	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
+	  if command -v nvidia-smi >/dev/null 2>&1; then $(BIN)/pip install -q torch==2.13.0; \
+	  else $(BIN)/pip install -q torch==2.13.0+cpu 2>/dev/null \
+	    || $(BIN)/pip install -q torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu; fi; }
+	@$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	@touch $(READY)
+
+demo: $(READY) ## a swarm on this machine: found, join, kill, join late, merge, evaluate (about 2 minutes)
+	@$(BIN)/python -m peers.demo --out out/demo
+
+test: $(READY) ## everything that CI runs but lint
+	@$(BIN)/python -m pytest -q
+
+lint: $(READY) ## format, lint, types, layers
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+simulate: $(READY) ## 10,000 seeds of the protocol's simulator, and every planted bug (minutes)
+	@$(BIN)/p2pdiloco simulate --seeds 0-9999
+	@$(BIN)/p2pdiloco simulate --mutants
+
+golden: $(READY) ## write the golden transcripts anew, to be read and committed
+	@$(BIN)/python -m pytest -q tests/golden --update
+
+clean: ## remove what make and the demo made
+	rm -rf $(VENV) out build *.egg-info

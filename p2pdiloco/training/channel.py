@@ -1,0 +1,99 @@
+"""The learner's end of the link to its node: a socket that training never waits for.
+
+Rules of this file:
+1. ``exchange`` sends what the socket takes and reads what is there, and returns. It is the only call at a training
+   step's boundary. Whether it really never slept is measured, not assumed: the kernel counts the thread's voluntary
+   context switches, and the wall time of an exchange during which that count grew is added to ``blocked_s``.
+2. ``wait`` sleeps until there is something to do; it is for a learner that is not training.
+3. What is not sent yet is bounded: beyond 64 KiB no ``Progress`` is taken, beyond 1 MiB no command is read, so that no
+   further answers arise.
+4. The end of the stream means that the node is dead: ``is_closed``.
+"""
+
+from __future__ import annotations
+
+import resource
+import select
+import socket
+import time
+
+from p2pdiloco.wire import link
+
+_PROGRESS_LIMIT = 64 << 10
+_READ_LIMIT = 1 << 20
+_READ_BYTES = 64 << 10
+_READS = 64
+"""Most reads in one exchange; what is left waits for the next."""
+
+_THREAD = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+
+
+class Channel:
+    """Commands in, answers out, over a connected stream socket (which it makes non-blocking)."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self._decoder = link.Decoder[link.FromNode](link.FromNode)
+        self._outgoing = bytearray()
+        self.is_closed = False
+        self.blocked_s = 0.0
+        """Wall time that ``exchange`` slept in, since the owner last set this to 0."""
+
+    def post(self, message: link.FromLearner) -> bool:
+        """Queue ``message`` for the next exchange. False if it is a ``Progress`` for which there is no room."""
+        if isinstance(message, link.Progress) and len(self._outgoing) > _PROGRESS_LIMIT:
+            return False
+        self._outgoing += link.encode(message)
+        return True
+
+    def exchange(self) -> list[link.FromNode]:
+        """Send and read what is possible now, without waiting; the commands that arrived, in order.
+
+        Raises:
+            ValueError: the node broke the link's rules.
+        """
+        began = time.perf_counter()
+        sleeps = resource.getrusage(_THREAD).ru_nvcsw
+        self._send()
+        commands = self._receive()
+        if resource.getrusage(_THREAD).ru_nvcsw != sleeps:
+            self.blocked_s += time.perf_counter() - began
+        return commands
+
+    def wait(self) -> None:
+        """Sleep until the socket can be read, or written if there is something to write. Not while training."""
+        reading = [self._socket] if len(self._outgoing) <= _READ_LIMIT else []
+        select.select(reading, [self._socket] if self._outgoing else [], [])
+
+    def flush(self, timeout_s: float) -> None:
+        """Send what is queued, for at most ``timeout_s``. For a learner that ends."""
+        deadline = time.monotonic() + timeout_s
+        while self._outgoing and not self.is_closed and (left := deadline - time.monotonic()) > 0:
+            select.select([], [self._socket], [], left)
+            self._send()
+
+    def _send(self) -> None:
+        try:
+            while self._outgoing:
+                sent = self._socket.send(self._outgoing)
+                del self._outgoing[:sent]
+        except BlockingIOError:
+            return
+        except OSError:
+            self.is_closed = True
+
+    def _receive(self) -> list[link.FromNode]:
+        commands: list[link.FromNode] = []
+        for _ in range(_READS):
+            if self.is_closed or len(self._outgoing) > _READ_LIMIT:
+                break
+            try:
+                data = self._socket.recv(_READ_BYTES)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            self.is_closed = not data
+            commands += self._decoder.feed(data)
+        return commands

@@ -1,0 +1,136 @@
+"""The bytes that a peer trains on, and those it never does.
+
+Rules of this file:
+1. A file is held out by a hash of its relative path, so peers with the same files hold out the same ones, whatever
+   order their disks list them in.
+2. Batches are random windows. Every learner life draws its own (the seed is a text that names it); held-out windows are
+   the same on every peer with the same files.
+3. What is wrong with the data is said in one sentence with the remedy (``CorpusError``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from p2pdiloco.protocol.manifest import DataConfig
+
+DEFAULT_MAX_BYTES = 1 << 32
+STDLIB_MAX_BYTES = 32 << 20
+
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_BUCKETS = 1 << 32
+
+
+class CorpusError(ValueError):
+    """The data cannot be used; the message is for the person who started the peer."""
+
+
+class Corpus(msgspec.Struct, frozen=True, kw_only=True):
+    """Two disjoint sets of files, each as one uint8 vector."""
+
+    train: Tensor
+    held_out: Tensor
+
+
+def load_corpus(
+    config: DataConfig, path_override: str | None = None, max_bytes: int = DEFAULT_MAX_BYTES, *, context: int = 1
+) -> Corpus:
+    """Read the files that ``config`` names, in the order of their paths, until ``max_bytes`` are read (32 MiB at most
+    for the standard library). ``path_override`` replaces the configured folder.
+
+    Raises:
+        CorpusError: no such folder, no file, one that cannot be read, or a split shorter than ``context`` + 1 bytes.
+    """
+    root, files = _find_files(config, path_override)
+    limit = min(max_bytes, STDLIB_MAX_BYTES) if config.kind == "stdlib" and path_override is None else max_bytes
+    splits: dict[bool, bytearray] = {False: bytearray(), True: bytearray()}
+    for file in files:
+        room = limit - sum(len(s) for s in splits.values())
+        if room <= 0:
+            break
+        name = file.relative_to(root).as_posix()
+        splits[is_held_out(name, config.held_out_share)] += _read(file, room)
+    for held_out, label in ((False, "training"), (True, "held-out")):
+        if len(splits[held_out]) <= context:
+            raise CorpusError(
+                f"the {label} split of {root} has {len(splits[held_out])} bytes, a sample needs {context + 1}: "
+                "add files (each file goes to one split as a whole) or change data.held_out_share"
+            )
+    return Corpus(
+        train=torch.frombuffer(splits[False], dtype=torch.uint8),
+        held_out=torch.frombuffer(splits[True], dtype=torch.uint8),
+    )
+
+
+def is_held_out(name: str, share: float) -> bool:
+    """Whether the file with this relative POSIX path is held out."""
+    bucket = int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=4).digest(), "big")
+    return bucket < share * _BUCKETS
+
+
+def _find_files(config: DataConfig, path_override: str | None) -> tuple[Path, list[Path]]:
+    """The corpus's folder and its files, sorted by relative path."""
+    is_stdlib = config.kind == "stdlib" and path_override is None
+    path = sysconfig.get_paths()["stdlib"] if is_stdlib else path_override or config.path
+    if not path:
+        raise CorpusError("no folder of data is named: set data.path, or give --data")
+    root = Path(path).expanduser()
+    if not root.is_dir():
+        raise CorpusError(f"{root} is no folder: set data.path, or give --data, with a folder of text files")
+    pattern = "*.py" if config.kind == "stdlib" else config.pattern
+    try:
+        found = [p for p in root.rglob(pattern) if p.is_file()]
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise CorpusError(f"{root} cannot be searched for {pattern!r}: {error}") from error
+    if is_stdlib:
+        found = [p for p in found if not _NOT_LIBRARY.intersection(p.relative_to(root).parts)]
+    if not found:
+        raise CorpusError(f"{root} has no file that matches {pattern!r}: change data.pattern, or give another folder")
+    return root, sorted(found, key=lambda p: p.relative_to(root).as_posix())
+
+
+def _read(file: Path, limit: int) -> bytes:
+    try:
+        with file.open("rb") as stream:
+            return stream.read(limit)
+    except OSError as error:
+        raise CorpusError(f"{file} cannot be read ({error.strerror}): fix its permissions or move it away") from error
+
+
+class Batches:
+    """An endless, deterministic stream of batches: random windows of the training split, int64 [batch, context + 1]."""
+
+    def __init__(self, corpus: Corpus, context: int, batch: int, seed_text: str) -> None:
+        if corpus.train.numel() <= context:
+            raise CorpusError(f"the training split has {corpus.train.numel()} bytes, a sample needs {context + 1}")
+        self._bytes = corpus.train
+        self._batch = batch
+        self._window = torch.arange(context + 1)
+        seed = hashlib.blake2b(seed_text.encode(), digest_size=8).digest()
+        self._generator = torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self
+
+    def __next__(self) -> Tensor:
+        last = self._bytes.numel() - self._window.numel()
+        starts = torch.randint(0, last + 1, (self._batch, 1), generator=self._generator)
+        return self._bytes[starts + self._window].long()
+
+
+def held_out_batches(corpus: Corpus, context: int, samples: int, batch: int = 16) -> Iterator[Tensor]:
+    """``samples`` windows evenly spread over the held-out split, in batches int64 [at most ``batch``, context + 1]."""
+    last = corpus.held_out.numel() - (context + 1)
+    if last < 0:
+        raise CorpusError(f"the held-out split has {corpus.held_out.numel()} bytes, a sample needs {context + 1}")
+    starts = torch.tensor([last * i // max(1, samples - 1) for i in range(samples)])
+    window = torch.arange(context + 1)
+    for at in range(0, samples, batch):
+        yield corpus.held_out[starts[at : at + batch, None] + window].long()

@@ -1,0 +1,232 @@
+"""The learner: inner steps, and at each step's boundary whatever the node asked for meanwhile.
+
+Rules of this file:
+1. Training never waits for the node. Commands are read without waiting, at step boundaries only, and executed in order;
+   answers that the socket does not take stay queued (``channel.py``).
+2. The global step grows by 1 with each inner step and by ``AdoptStep``; at ``inner.steps`` training ends by itself.
+   A learner that does not train (before the first ``Load``, paused, done) sleeps on the socket and answers commands.
+3. ``steps`` and ``tokens`` only grow: a ``Load`` replaces parameters, not history.
+4. A step that fails, or whose loss is not finite, ends the learner before it can spoil a snapshot: ``Failed``, and the
+   supervisor starts a new life from the global parameters.
+5. When the socket ends, the node is dead, and so is the learner.
+
+The inner optimizer is AdamW (DiLoCo, arXiv 2311.08105), fresh in each life; matrices decay, norms do not.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import socket
+import time
+from typing import assert_never
+
+import torch
+from torch import nn
+
+from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.training.channel import Channel
+from p2pdiloco.training.corpus import Batches, Corpus
+from p2pdiloco.training.evaluation import held_out_loss
+from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.training.schedule import learning_rate
+from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.training.transformer import build_model, loss
+from p2pdiloco.wire.link import (
+    AdoptStep,
+    Evaluate,
+    Evaluated,
+    Exit,
+    Failed,
+    FromNode,
+    Load,
+    Pause,
+    Paused,
+    Progress,
+    Ready,
+    Shift,
+    Shifted,
+    Snapshot,
+    Snapshotted,
+)
+
+_FAREWELL_S = 2.0
+"""How long a failing learner tries to say why."""
+
+
+class Learner:
+    """One life of one peer's learner. ``incarnation`` names that life (the learner's whole id is best): it seeds the
+    order of the data, so that no two learners of a run see the same batches."""
+
+    def __init__(
+        self,
+        *,
+        manifest: Manifest,
+        layout: Layout,
+        device: str | torch.device,
+        vectors: SharedVectors,
+        connection: socket.socket,
+        corpus: Corpus,
+        incarnation: str,
+    ) -> None:
+        """
+        Raises:
+            ValueError: the model is not the manifest's, or the corpus has symbols beyond its vocabulary.
+            RuntimeError: the device does not exist or has too little memory.
+        """
+        config = manifest.config
+        largest = int(max(corpus.train.max(), corpus.held_out.max()))
+        if largest >= config.model.vocabulary:
+            raise ValueError(
+                f"the data has byte {largest}, model.vocabulary is {config.model.vocabulary}: bytes need 256"
+            )
+        self._config = config
+        self._manifest = manifest
+        self._layout = layout
+        self._device = torch.device(device)
+        self._vectors = vectors
+        self._channel = Channel(connection)
+        self._corpus = corpus
+        self._batches = Batches(corpus, config.model.context, config.inner.batch, f"{manifest.run}/{incarnation}")
+        self._model = build_model(config.model, config.seed).to(self._device)
+        self._flat = FlatParameters(self._model, manifest.tensors, layout)
+        self._optimizer = _adamw(self._model, manifest)
+        self._judge: tuple[nn.Module, FlatParameters] | None = None
+        self._is_training = False
+        self._global_step = 0
+        self._steps = 0
+        self._tokens = 0
+        self._exchange_s = 0.0
+
+    def run(self) -> None:
+        """Serve and train until ``Exit`` or the end of the socket.
+
+        Raises:
+            RuntimeError, ValueError: a step or a command failed; the node was told.
+        """
+        self._channel.post(Ready(device=str(self._device), parameters=self._layout.elements))
+        try:
+            while self._serve():
+                if self._is_training and self._global_step >= self._config.inner.steps:
+                    self._stop()
+                if self._is_training:
+                    self._step()
+        except (RuntimeError, ValueError) as error:
+            self._channel.post(Failed(reason=str(error)[:2000] or type(error).__name__))
+            self._channel.flush(_FAREWELL_S)
+            raise
+
+    # ------------------------------------------------------------------------------------------------- the boundary
+
+    def _serve(self) -> bool:
+        """Execute what the node asked for; wait for it only when not training. False when the learner is to end."""
+        if not self._is_training:
+            self._channel.wait()
+        commands = self._channel.exchange()
+        if not self._is_training:
+            self._channel.blocked_s = 0.0
+        if self._channel.is_closed:
+            return False
+        for command in commands:
+            if isinstance(command, Exit):
+                self._channel.flush(_FAREWELL_S)
+                return False
+            self._execute(command)
+        return True
+
+    def _execute(self, command: FromNode) -> None:
+        match command:
+            case Load() | Shift() | Snapshot():
+                began = time.perf_counter()
+                self._copy(command)
+                self._exchange_s += time.perf_counter() - began
+            case AdoptStep(step=step):
+                self._global_step = max(self._global_step, step)
+            case Evaluate(version=version):
+                self._channel.post(Evaluated(version=version, loss=self._judge_theta()))
+            case Pause():
+                self._stop()
+            case Exit():
+                pass
+            case _:
+                assert_never(command)
+
+    def _copy(self, command: Load | Shift | Snapshot) -> None:
+        match command:
+            case Load(step=step):
+                self._flat.copy_from(self._vectors.shift, self._flat.everything)
+                self._global_step = step
+                self._is_training = True
+                self._channel.post(Shifted(shards=self._flat.everything))
+            case Shift(shards=shards, replace=replace):
+                if replace:
+                    self._flat.copy_from(self._vectors.shift, shards)
+                else:
+                    self._flat.add_from(self._vectors.shift, shards)
+                self._channel.post(Shifted(shards=shards))
+            case Snapshot(fragment=fragment, step=step):
+                self._flat.copy_to(self._vectors.snapshot, self._flat.of_fragment(fragment))
+                self._channel.post(
+                    Snapshotted(fragment=fragment, step=step, steps=self._steps, tokens=self._tokens),
+                )
+            case _:
+                assert_never(command)
+
+    def _stop(self) -> None:
+        self._is_training = False
+        self._channel.post(Paused(steps=self._steps, tokens=self._tokens))
+
+    def _judge_theta(self) -> float:
+        """Held-out loss of the global parameters, with a second model that is made at the first call."""
+        if self._judge is None:
+            model = copy.deepcopy(self._model).requires_grad_(False)
+            self._judge = model, FlatParameters(model, self._manifest.tensors, self._layout)
+        model, flat = self._judge
+        flat.copy_from(self._vectors.theta, flat.everything)
+        config = self._config
+        return held_out_loss(model, self._corpus, config.model.context, config.evaluation.samples, self._device)
+
+    # ----------------------------------------------------------------------------------------------------- the step
+
+    def _step(self) -> None:
+        began = time.perf_counter()
+        inner = self._config.inner
+        batch = next(self._batches).to(self._device)
+        with torch.autocast("cuda", torch.bfloat16, enabled=self._device.type == "cuda"):
+            value = loss(self._model, batch)
+        value.backward()  # type: ignore[no-untyped-call]
+        if inner.clip:
+            nn.utils.clip_grad_norm_(self._model.parameters(), inner.clip)
+        rate = learning_rate(inner, self._global_step, self._steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        measured = float(value.detach())
+        if not math.isfinite(measured):
+            raise RuntimeError(f"the loss is {measured} at step {self._global_step}: lower inner.learning_rate")
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._steps += 1
+        self._tokens += batch.shape[0] * (batch.shape[1] - 1)
+        self._global_step += 1
+        self._report(measured, time.perf_counter() - began)
+
+    def _report(self, measured: float, step_time_s: float) -> None:
+        progress = Progress(
+            steps=self._steps,
+            tokens=self._tokens,
+            loss=measured,
+            step_time_s=step_time_s,
+            blocked_s=self._channel.blocked_s,
+            exchange_s=self._exchange_s,
+        )
+        if self._channel.post(progress):
+            self._channel.blocked_s = self._exchange_s = 0.0
+
+
+def _adamw(model: nn.Module, manifest: Manifest) -> torch.optim.AdamW:
+    inner = manifest.config.inner
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": inner.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=inner.learning_rate, betas=(inner.beta1, inner.beta2), fused=True)

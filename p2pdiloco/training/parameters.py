@@ -1,0 +1,86 @@
+"""A model's parameters as the run's flat vector, without moving them.
+
+Rules of this file:
+1. The parameters stay where the model has them. For every shard the list of pieces (a view into one parameter, and its
+   place in the flat vector) is made once; a shard is then shifted or copied with a few calls.
+2. The views hold while the parameters' storage does: optimizers must update in place, and the model must not move to
+   another device afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from p2pdiloco.protocol.identifiers import FragmentId, ShardId
+from p2pdiloco.protocol.manifest import Layout, TensorSpec
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Elements ``start`` to ``stop`` of the flat vector are ``view``, 1-D, a part of one parameter."""
+
+    view: Tensor
+    start: int
+    stop: int
+
+
+class FlatParameters:
+    """``model``'s parameters, addressed by shard and fragment."""
+
+    def __init__(self, model: nn.Module, tensors: Sequence[TensorSpec], layout: Layout) -> None:
+        """
+        Raises:
+            ValueError: the model's tensors are not those of the manifest.
+        """
+        expected = [(t.name, t.shape) for t in tensors]
+        found = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+        if found != expected:
+            odd = next(((f, e) for f, e in zip(found, expected, strict=False) if f != e), (len(found), len(expected)))
+            raise ValueError(f"the model's tensors are not the manifest's: {odd[0]} where {odd[1]} is expected")
+        parameters = list(model.parameters())
+        placed = [
+            (start, parameters[index].detach().view(-1))
+            for index, start in zip(layout.order, layout.starts, strict=True)
+        ]
+        self._shards = tuple(_pieces(placed, shard.start, shard.stop) for shard in layout.shards)
+        self._fragments = layout.fragments
+        self.everything: tuple[ShardId, ...] = tuple(shard.shard for shard in layout.shards)
+        """All shards, for ``copy_from`` and ``copy_to``."""
+
+    @torch.no_grad()
+    def copy_from(self, vector: Tensor, shards: Iterable[ShardId]) -> None:
+        """Parameters = ``vector`` for these shards."""
+        for piece in self._of(shards):
+            piece.view.copy_(vector[piece.start : piece.stop])
+
+    @torch.no_grad()
+    def add_from(self, vector: Tensor, shards: Iterable[ShardId]) -> None:
+        """Parameters += ``vector`` for these shards."""
+        for piece in self._of(shards):
+            piece.view.add_(vector[piece.start : piece.stop].to(piece.view.device))
+
+    @torch.no_grad()
+    def copy_to(self, vector: Tensor, shards: Iterable[ShardId]) -> None:
+        """``vector`` = parameters for these shards."""
+        for piece in self._of(shards):
+            vector[piece.start : piece.stop].copy_(piece.view)
+
+    def of_fragment(self, fragment: FragmentId) -> tuple[ShardId, ...]:
+        """The shards of ``fragment``."""
+        return self._fragments[fragment]
+
+    def _of(self, shards: Iterable[ShardId]) -> Iterable[Piece]:
+        return (piece for shard in shards for piece in self._shards[shard])
+
+
+def _pieces(placed: Sequence[tuple[int, Tensor]], start: int, stop: int) -> tuple[Piece, ...]:
+    """What of each placed tensor lies in [start, stop)."""
+    pieces = []
+    for at, flat in placed:
+        first, last = max(start, at), min(stop, at + flat.numel())
+        if first < last:
+            pieces.append(Piece(flat[first - at : last - at], first, last))
+    return tuple(pieces)

@@ -1,0 +1,27 @@
+"""The inner learning rate.
+
+Rules of this file:
+1. Warm-up and cosine decay follow the *global* step, so that learners of any speed decay together.
+2. A learner that joins late has a fresh AdamW, whose first steps are the least reliable: it warms up over its own first
+   steps as well, but briefly.
+"""
+
+from __future__ import annotations
+
+import math
+
+from p2pdiloco.protocol.manifest import InnerConfig
+
+_OWN_WARMUP = 20
+"""Longest warm-up of a learner's own, in its own steps."""
+
+
+def learning_rate(config: InnerConfig, global_step: int, own_steps: int) -> float:
+    """The rate of the step from ``global_step`` to the next, for a learner that has made ``own_steps`` in this life."""
+    ramp = 1.0
+    if config.warmup:
+        own_warmup = min(config.warmup, _OWN_WARMUP)
+        ramp = min(1.0, (global_step + 1) / config.warmup, (own_steps + 1) / own_warmup)
+    done = (global_step - config.warmup) / max(1, config.steps - config.warmup)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, max(0.0, done))))
+    return config.learning_rate * ramp * (config.final_share + (1.0 - config.final_share) * cosine)

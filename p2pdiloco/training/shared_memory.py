@@ -1,0 +1,94 @@
+"""The memory that a node and its learner share: three float32 vectors in the flat layout.
+
+Rules of this file:
+1. ``theta`` holds the global parameters (the node writes; the learner reads it to evaluate), ``shift`` goes from node
+   to learner, ``snapshot`` from learner to node. Who may write when is ``wire/link.py``'s rule 2.
+2. The memory has no name: it lives as long as a process maps it or holds its file descriptor. SIGKILL leaves nothing
+   behind.
+3. Memory that nobody wrote costs nothing: a follower without a learner pays for ``theta`` alone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+_VECTORS = 3
+_PAGE = 4096
+
+
+def _stride(elements: int) -> int:
+    """Bytes from one vector to the next: whole pages."""
+    return -(-4 * elements // _PAGE) * _PAGE
+
+
+class SharedVectors:
+    """Three vectors of ``elements`` float32 each; zero when new."""
+
+    def __init__(self, fd: int, elements: int) -> None:
+        self.fd = fd
+        """The file descriptor to hand to the learner; closed by ``close``."""
+        self.elements = elements
+        memory = mmap.mmap(fd, _VECTORS * _stride(elements))
+        self.theta, self.shift, self.snapshot = (
+            torch.frombuffer(memory, dtype=torch.float32, count=elements, offset=i * _stride(elements))
+            for i in range(_VECTORS)
+        )
+        self._open = True
+
+    @classmethod
+    def create(cls, elements: int) -> SharedVectors:
+        """New vectors of zeros.
+
+        Raises:
+            ValueError: ``elements`` is not positive.
+            OSError: there is not enough memory, or no place for a temporary file.
+        """
+        if elements < 1:
+            raise ValueError(f"elements = {elements} must be at least 1")
+        fd = _nameless_file()
+        try:
+            os.ftruncate(fd, _VECTORS * _stride(elements))
+            return cls(fd, elements)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach(cls, fd: int, elements: int) -> SharedVectors:
+        """The vectors behind ``fd``, which another process created. Takes ``fd`` over.
+
+        Raises:
+            ValueError: the memory is not that of ``elements`` parameters.
+        """
+        size = os.fstat(fd).st_size
+        if size != _VECTORS * _stride(elements):
+            raise ValueError(f"the shared memory has {size} bytes, {elements} parameters need others: wrong manifest?")
+        return cls(fd, elements)
+
+    def close(self) -> None:
+        """Close the file descriptor and let go of the vectors. The memory goes when the last tensor over it does."""
+        if self._open:
+            self._open = False
+            os.close(self.fd)
+            self.theta = self.shift = self.snapshot = Tensor()
+
+    def __enter__(self) -> SharedVectors:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _nameless_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("p2pdiloco")
+    with tempfile.TemporaryFile(prefix="p2pdiloco-") as file:
+        return os.dup(file.fileno())

@@ -1,0 +1,106 @@
+"""The learner's program. A node starts it with a socket and the shared memory; nobody starts it by hand::
+
+    python -m peers.learner --socket-fd N --memory-fd N --manifest PATH --incarnation TEXT
+                            [--device cpu] [--data PATH] [--threads N]
+
+Rules of this file:
+1. The node leads. Ctrl+C reaches the whole process group, so SIGINT is ignored here; SIGTERM ends the learner at once;
+   so does the node's death, even in the middle of a step that takes minutes (Linux).
+2. What the user must repair (data, device, manifest) is told to the node as ``Failed`` and ends with status 2; a
+   failure while training ends with status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.training.channel import Channel
+from p2pdiloco.training.corpus import load_corpus
+from p2pdiloco.training.learner import Learner
+from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.wire.link import Failed
+
+_PR_SET_PDEATHSIG = 1
+_FAREWELL_S = 2.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run until the node says ``Exit`` or is gone; the process's exit status."""
+    options = _parser().parse_args(argv)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _end_with_parent()
+    connection = socket.socket(fileno=options.socket_fd)
+    try:
+        learner = _build(options, connection)
+    except (OSError, ValueError, RuntimeError) as error:
+        farewell = Channel(connection)
+        farewell.post(Failed(reason=str(error)[:2000] or type(error).__name__))
+        farewell.flush(_FAREWELL_S)
+        return 2
+    try:
+        learner.run()
+    except (ValueError, RuntimeError):
+        return 1  # the node was told why
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m peers.learner", description="A peer's learner; its node starts it."
+    )
+    parser.add_argument("--socket-fd", type=int, required=True, help="connected Unix stream socket to the node")
+    parser.add_argument("--memory-fd", type=int, required=True, help="the shared vectors")
+    parser.add_argument("--manifest", type=Path, required=True, help="the run's manifest, MessagePack")
+    parser.add_argument("--incarnation", required=True, help="names this life; seeds the order of the data")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    parser.add_argument("--data", help="folder that replaces the manifest's")
+    parser.add_argument("--threads", type=int, default=0, help="torch's threads; 0: torch's own choice")
+    return parser
+
+
+def _build(options: argparse.Namespace, connection: socket.socket) -> Learner:
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    torch.set_float32_matmul_precision("high")  # TF32 where a GPU has it
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {options.device}: torch sees no CUDA device here, use --device cpu")
+    manifest = msgspec.msgpack.decode(options.manifest.read_bytes(), type=Manifest)
+    layout = Layout.of(manifest)
+    vectors = SharedVectors.attach(options.memory_fd, layout.elements)
+    corpus = load_corpus(manifest.config.data, options.data, context=manifest.config.model.context)
+    return Learner(
+        manifest=manifest,
+        layout=layout,
+        device=device,
+        vectors=vectors,
+        connection=connection,
+        corpus=corpus,
+        incarnation=options.incarnation,
+    )
+
+
+def _end_with_parent() -> None:
+    """Ask Linux for SIGTERM when the node dies. Elsewhere the socket's end says it, at the next step boundary."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        sys.exit(0)  # it died before we had asked
+
+
+if __name__ == "__main__":
+    sys.exit(main())

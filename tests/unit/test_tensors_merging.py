@@ -1,0 +1,85 @@
+"""Direct mean and radial-directional averaging against small cases done by hand."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from p2pdiloco.tensors.merging import direct_mean, merge, radial_directional, token_weight
+
+
+def rda(gradients: list[Tensor], weights: list[float]) -> Tensor:
+    out = torch.full_like(gradients[0], math.nan)
+    radial_directional(gradients, weights, out)
+    return out
+
+
+def test_weight_is_tokens_times_tokens_per_step() -> None:
+    assert token_weight(100, 4) == 2500.0
+    assert token_weight(0, 0) == 0.0
+
+
+def test_direct_mean_by_hand() -> None:
+    out = torch.empty(2)
+    direct_mean([torch.tensor([1.0, 0.0]), torch.tensor([0.0, 4.0])], [3.0, 1.0], out)
+    assert out.tolist() == [0.75, 1.0]
+
+
+def test_identical_contributions_are_unchanged() -> None:
+    v = torch.randn(5000, generator=torch.Generator().manual_seed(1))
+    assert torch.allclose(rda([v, v, v], [1.0, 2.0, 5.0]), v, rtol=1e-5)
+
+
+def test_orthogonal_contributions_keep_the_mean_length() -> None:
+    merged = rda([torch.tensor([3.0, 0.0]), torch.tensor([0.0, 5.0])], [1.0, 1.0])
+    # length (3 + 5) / 2, direction (1, 1): a plain mean would have length 2.9
+    assert torch.allclose(merged, torch.full((2,), 4 / math.sqrt(2)))
+
+
+def test_weights_bend_length_and_direction() -> None:
+    merged = rda([torch.tensor([3.0, 0.0]), torch.tensor([0.0, 5.0])], [3.0, 1.0])
+    assert torch.allclose(merged, torch.tensor([3.0, 1.0]) / math.sqrt(10) * (3 * 3 + 5) / 4)
+
+
+def test_swapping_contributions_with_their_weights_changes_nothing() -> None:
+    generator = torch.Generator().manual_seed(2)
+    gradients = [torch.randn(1000, generator=generator) for _ in range(4)]
+    weights = [1.0, 2.0, 3.0, 4.0]
+    turned = rda(gradients[::-1], weights[::-1])
+    assert torch.allclose(rda(gradients, weights), turned, atol=1e-6)
+    assert not torch.allclose(rda(gradients, weights[::-1]), turned, atol=1e-3)
+
+
+def test_zeros_have_no_direction() -> None:
+    zero, v = torch.zeros(2), torch.tensor([0.0, 2.0])
+    assert rda([zero, zero], [1.0, 1.0]).tolist() == [0.0, 0.0]
+    assert rda([zero, v], [1.0, 1.0]).tolist() == [0.0, 1.0]  # half the mean length, v's direction
+    assert rda([v, -v], [1.0, 1.0]).tolist() == [0.0, 0.0]
+
+
+def test_no_weight_moves_nothing() -> None:
+    v = torch.tensor([1.0, 2.0])
+    assert rda([v, v], [0.0, 0.0]).tolist() == [0.0, 0.0]
+    assert rda([v * 9, v], [0.0, 1.0]).tolist() == pytest.approx([1.0, 2.0])
+
+
+def test_vectors_longer_than_a_chunk() -> None:
+    v = torch.randn((1 << 18) + 3, generator=torch.Generator().manual_seed(3))
+    w = torch.randn((1 << 18) + 3, generator=torch.Generator().manual_seed(4))
+    out = torch.empty_like(v)
+    merge("direct", [v, w], [1.0, 1.0], out)
+    assert torch.allclose(out, (v + w) / 2, atol=1e-6)
+    merge("rda", [v, w], [1.0, 1.0], out)
+    assert float(out.double().norm()) == pytest.approx(float(v.double().norm() + w.double().norm()) / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, -1.0], [1.0, math.nan], [1.0, math.inf]])
+def test_bad_weights_are_refused(weights: list[float]) -> None:
+    with pytest.raises(ValueError, match="weight"):
+        rda([torch.ones(2), torch.ones(2)], weights)
+
+
+def test_lengths_must_agree() -> None:
+    with pytest.raises(ValueError, match="shape"):
+        rda([torch.ones(2), torch.ones(3)], [1.0, 1.0])

@@ -1,0 +1,55 @@
+"""The outer step against one done by hand, and against numpy bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+
+from p2pdiloco.protocol.identifiers import digest_of
+from p2pdiloco.tensors.outer import outer_step, state_digest
+
+
+def test_two_steps_by_hand() -> None:
+    theta, momentum = torch.tensor([1.0, -2.0]), torch.zeros(2)
+    outer_step(theta, momentum, torch.tensor([0.5, 1.0]), learning_rate=0.5, momentum_factor=0.5)
+    # m = (0.5, 1); theta -= 0.5 * (Delta + 0.5 m) = (0.375, 0.75)
+    assert momentum.tolist() == [0.5, 1.0]
+    assert theta.tolist() == [0.625, -2.75]
+    outer_step(theta, momentum, torch.tensor([0.25, 0.0]), learning_rate=0.5, momentum_factor=0.5)
+    # m = (0.25 + 0.25, 0.5); theta -= 0.5 * (0.25 + 0.25, 0.25)
+    assert momentum.tolist() == [0.5, 0.5]
+    assert theta.tolist() == [0.375, -2.875]
+
+
+@pytest.mark.parametrize("elements", [1, 1000, (1 << 18) + 17])
+def test_every_operation_rounds_on_its_own(elements: int) -> None:
+    draw = np.random.default_rng(7)
+    theta, momentum, delta = (draw.standard_normal(elements, dtype=np.float32) for _ in range(3))
+    lr, mu = np.float32(0.7), np.float32(0.9)
+    expected_momentum = momentum * mu + delta
+    expected_theta = theta - (expected_momentum * mu + delta) * lr
+    t, m = torch.from_numpy(theta.copy()), torch.from_numpy(momentum.copy())
+    outer_step(t, m, torch.from_numpy(delta), learning_rate=0.7, momentum_factor=0.9)
+    assert np.array_equal(m.numpy().view(np.uint32), expected_momentum.view(np.uint32))
+    assert np.array_equal(t.numpy().view(np.uint32), expected_theta.view(np.uint32))
+
+
+def test_a_slice_of_a_longer_vector_is_updated_in_place() -> None:
+    theta, momentum = torch.ones(4), torch.zeros(4)
+    outer_step(theta[1:3], momentum[1:3], torch.ones(2), learning_rate=1.0, momentum_factor=0.0)
+    assert theta.tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert momentum.tolist() == [0.0, 1.0, 1.0, 0.0]
+
+
+def test_digest_is_that_of_the_little_endian_buffers() -> None:
+    theta, momentum = torch.tensor([1.0, 2.0]), torch.tensor([-0.0, 3.0])
+    raw = np.array([1, 2, -0.0, 3], dtype="<f4").tobytes()
+    assert state_digest(theta, momentum) == digest_of(raw)
+    assert state_digest(theta, momentum) != state_digest(theta, torch.tensor([0.0, 3.0]))  # bits count, not values
+    assert state_digest(torch.arange(4.0)[::2], momentum) == state_digest(torch.tensor([0.0, 2.0]), momentum)
+
+
+def test_wrong_types_are_refused() -> None:
+    with pytest.raises(ValueError, match="gradient"):
+        outer_step(torch.ones(2), torch.ones(2), torch.ones(3), learning_rate=1.0, momentum_factor=0.0)
+    with pytest.raises(ValueError, match="momentum"):
+        outer_step(torch.ones(2), torch.ones(2).double(), torch.ones(2), learning_rate=1.0, momentum_factor=0.0)

@@ -1,0 +1,242 @@
+"""Corpus, batches, the built-in model and its flat parameters, the learning rate, and the shared memory."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from p2pdiloco.protocol.identifiers import FragmentId
+from p2pdiloco.protocol.manifest import DataConfig, InnerConfig, ModelConfig, make_layout
+from p2pdiloco.tensors.fragments import tensor_specs
+from p2pdiloco.training.corpus import Batches, Corpus, CorpusError, held_out_batches, is_held_out, load_corpus
+from p2pdiloco.training.evaluation import held_out_loss
+from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.training.schedule import learning_rate
+from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.training.transformer import build_model, generate, is_embedding, loss, named_tensors
+
+TINY = ModelConfig(width=16, depth=1, heads=2, context=8)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def write_files(root: Path, count: int) -> DataConfig:
+    (root / "deep").mkdir(parents=True)
+    for i in range(count):
+        (root / "deep" / f"{i}.txt").write_text(f"file {i} of the corpus\n" * 5)
+    return DataConfig(kind="files", path=str(root), pattern="*.txt", held_out_share=0.3)
+
+
+# ------------------------------------------------------------------------------------------------------------- corpus
+
+
+def test_files_go_to_one_split_as_a_whole(tmp_path: Path) -> None:
+    config = write_files(tmp_path / "a", 20)
+    corpus = load_corpus(config, context=8)
+    text = bytes(corpus.held_out.tolist()).decode()
+    held = {i for i in range(20) if is_held_out(f"deep/{i}.txt", 0.3)}
+    assert 0 < len(held) < 20
+    assert {int(line.split()[1]) for line in text.splitlines()} == held
+    assert corpus.train.numel() + corpus.held_out.numel() == sum(
+        5 * len(f"file {i} of the corpus\n") for i in range(20)
+    )
+
+
+def test_another_folder_with_the_same_files_splits_alike(tmp_path: Path) -> None:
+    config = write_files(tmp_path / "a", 20)
+    write_files(tmp_path / "b", 20)
+    first, second = load_corpus(config), load_corpus(config, str(tmp_path / "b"))
+    assert torch.equal(first.held_out, second.held_out)
+    assert torch.equal(first.train, second.train)
+
+
+def test_reading_stops_at_the_bound(tmp_path: Path) -> None:
+    corpus = load_corpus(write_files(tmp_path / "a", 20), max_bytes=1500)
+    assert corpus.train.numel() + corpus.held_out.numel() == 1500
+
+
+def test_the_standard_library_is_there() -> None:
+    corpus = load_corpus(DataConfig(), max_bytes=1 << 20, context=128)
+    assert corpus.train.numel() > 10 * corpus.held_out.numel() > 1290
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (DataConfig(kind="files", path="/nonexistent"), "no folder"),
+        (DataConfig(kind="files"), "no folder of data is named"),
+        (DataConfig(kind="files", path="HERE", pattern="*.none"), "no file"),
+        (DataConfig(kind="files", path="HERE", pattern="/etc/*"), "cannot be searched"),
+        (DataConfig(kind="files", path="HERE", pattern="0.txt"), "split"),
+    ],
+)
+def test_errors_say_what_to_do(tmp_path: Path, config: DataConfig, says: str) -> None:
+    write_files(tmp_path / "a", 3)
+    override = str(tmp_path / "a") if config.path == "HERE" else None
+    with pytest.raises(CorpusError, match=says):
+        load_corpus(config, override)
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    config = write_files(tmp_path / "a", 20)
+    target = tmp_path / "a" / "deep" / "0.txt"
+    target.unlink()
+    target.symlink_to("/proc/self/mem")  # opens, but reading its first page fails, for root too
+    with pytest.raises(CorpusError, match="cannot be read"):
+        load_corpus(config)
+
+
+def small_corpus() -> Corpus:
+    return Corpus(train=torch.arange(200, dtype=torch.uint8), held_out=torch.arange(100, 180, dtype=torch.uint8))
+
+
+def test_batches_repeat_for_a_seed_and_differ_between_seeds() -> None:
+    draw = [next(Batches(small_corpus(), 8, 4, seed)) for seed in ("a", "a", "b")]
+    assert draw[0].shape == (4, 9)
+    assert draw[0].dtype == torch.int64
+    assert torch.equal(draw[0], draw[1])
+    assert not torch.equal(draw[0], draw[2])
+    assert bool((draw[0].diff(dim=1) == 1).all())  # contiguous windows
+
+
+def test_batches_reach_both_ends() -> None:
+    corpus = Corpus(train=torch.arange(12, dtype=torch.uint8), held_out=torch.arange(12, dtype=torch.uint8))
+    seen = next(Batches(corpus, 8, 200, "x"))
+    assert (int(seen.min()), int(seen.max())) == (0, 11)
+
+
+def test_held_out_windows_are_fixed_and_spread() -> None:
+    batches = list(held_out_batches(small_corpus(), 8, 20, batch=16))
+    assert [len(b) for b in batches] == [16, 4]
+    whole = torch.cat(batches)
+    assert (int(whole.min()), int(whole.max())) == (100, 179)
+    with pytest.raises(CorpusError, match="held-out"):
+        list(held_out_batches(small_corpus(), 80, 4))
+
+
+# -------------------------------------------------------------------------------------------------------------- model
+
+
+def test_default_model_has_the_documented_size() -> None:
+    model = build_model(ModelConfig(), 0)
+    assert sum(p.numel() for p in model.parameters()) == 869_504
+    assert sum(1 for _ in model.parameters()) == 27
+    assert [name for name, _ in model.named_parameters() if is_embedding(name)] == ["embedding.weight"]
+
+
+def test_weights_follow_from_the_seed_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    first = [p.detach().clone() for p in build_model(TINY, 1).parameters()]
+    torch.manual_seed(6)
+    second = list(build_model(TINY, 1).parameters())
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(first[0], next(build_model(TINY, 2).parameters()))
+    torch.manual_seed(5)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_first_loss_is_that_of_a_guess() -> None:
+    batch = next(Batches(small_corpus(), 8, 16, "x"))
+    assert float(loss(build_model(TINY, 0), batch).detach()) == pytest.approx(5.545, abs=0.05)
+
+
+def test_attention_is_causal_and_knows_positions() -> None:
+    model = build_model(ModelConfig(width=32, depth=2, heads=2, context=8), 0)
+    a = torch.tensor([[1, 2, 3, 4, 5]])
+    b = torch.tensor([[1, 2, 3, 9, 9]])
+    assert torch.allclose(model(a)[:, :3], model(b)[:, :3], atol=1e-6)
+    assert not torch.allclose(model(a)[:, 3:], model(b)[:, 3:], atol=1e-4)
+    same = model(torch.tensor([[2, 1, 7]]))[0, -1], model(torch.tensor([[1, 2, 7]]))[0, -1]
+    assert not torch.allclose(*same, atol=1e-6)
+
+
+def test_a_little_training_learns_a_little_text() -> None:
+    model = build_model(TINY, 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    corpus = Corpus(train=torch.tensor(list(b"abcd" * 30), dtype=torch.uint8), held_out=torch.tensor(list(b"bcda" * 9)))
+    batches = Batches(corpus, 8, 8, "x")
+    before = held_out_loss(model, corpus, 8, 8, "cpu")
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss(model, next(batches)).backward()
+        optimizer.step()
+    assert held_out_loss(model, corpus, 8, 8, "cpu") < before / 4
+    assert generate(model, b"ab", 6, 0.0, 0) == b"abcdabcd"
+
+
+def test_generation_repeats_for_a_seed_and_accepts_an_empty_prompt() -> None:
+    model = build_model(TINY, 0)
+    assert generate(model, b"x", 20, 1.0, 3) == generate(model, b"x", 20, 1.0, 3)
+    assert generate(model, b"x", 20, 1.0, 3) != generate(model, b"x", 20, 1.0, 4)
+    assert len(generate(model, b"", 5, 1.0, 0)) == 5
+
+
+# ----------------------------------------------------------------------------------------------------- flat parameters
+
+
+@pytest.mark.parametrize("max_shard", [1024, 1 << 20])
+def test_parameters_and_the_flat_vector_are_the_same_numbers(max_shard: int) -> None:
+    model = build_model(TINY, 0)
+    specs = tensor_specs(named_tensors(model), 3)
+    layout = make_layout(specs, 3, max_shard, "rda")
+    flat = FlatParameters(model, specs, layout)
+    vector = torch.full((layout.elements,), float("nan"))
+    flat.copy_to(vector, flat.everything)
+    named = dict(model.named_parameters())
+    for index, start in zip(layout.order, layout.starts, strict=True):
+        spec = specs[index]
+        assert torch.equal(vector[start : start + spec.elements].view(spec.shape), named[spec.name])
+
+    fresh = torch.arange(float(layout.elements))
+    flat.copy_from(fresh, flat.everything)
+    before = fresh.clone()
+    flat.add_from(torch.ones(layout.elements), flat.of_fragment(FragmentId(1)))
+    flat.copy_to(fresh, flat.everything)
+    touched = torch.zeros(layout.elements)
+    for shard in layout.fragments[1]:
+        touched[layout.shards[shard].start : layout.shards[shard].stop] = 1
+    assert torch.equal(fresh, before + touched)
+    assert 0 < touched.sum() < layout.elements
+
+
+def test_another_model_is_refused() -> None:
+    specs = tensor_specs(named_tensors(build_model(TINY, 0)), 2)
+    layout = make_layout(specs, 2, 1024, "rda")
+    with pytest.raises(ValueError, match="not the manifest's"):
+        FlatParameters(build_model(ModelConfig(width=32, depth=1, heads=2, context=8), 0), specs, layout)
+
+
+# ------------------------------------------------------------------------------------------------ schedule and memory
+
+
+def test_learning_rate_by_hand() -> None:
+    config = InnerConfig(steps=110, warmup=10, learning_rate=1.0, final_share=0.2)
+    assert learning_rate(config, 0, 0) == pytest.approx(0.1)
+    assert learning_rate(config, 9, 9) == pytest.approx(1.0)
+    assert learning_rate(config, 60, 60) == pytest.approx(0.6)  # half-way down the cosine
+    assert learning_rate(config, 110, 110) == pytest.approx(0.2)
+    assert learning_rate(config, 500, 500) == pytest.approx(0.2)
+    assert learning_rate(config, 60, 0) == pytest.approx(0.06)  # a late joiner's first step
+    assert learning_rate(InnerConfig(warmup=0, learning_rate=1.0), 0, 0) == 1.0
+
+
+def test_shared_vectors_are_the_same_memory() -> None:
+    with SharedVectors.create(1001) as node:
+        with SharedVectors.attach(os.dup(node.fd), 1001) as learner:
+            node.shift[:] = 1.0
+            learner.snapshot[-1] = 2.0
+            assert float(learner.shift.sum()) == 1001.0
+            assert float(node.snapshot.sum()) == 2.0
+            assert float(node.theta.abs().sum()) == 0.0
+            kept = learner.shift
+        assert float(kept[0]) == 1.0  # a tensor keeps its memory
+        with pytest.raises(ValueError, match="shared memory"):
+            SharedVectors.attach(node.fd, 5000)
+        fd = node.fd
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(fd)

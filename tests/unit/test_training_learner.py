@@ -1,0 +1,317 @@
+"""A learner in a process of its own, over a real socket and real shared memory, with this test as its node."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+
+from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, ShardId
+from p2pdiloco.protocol.manifest import (
+    DataConfig,
+    EvaluationConfig,
+    InnerConfig,
+    Layout,
+    Manifest,
+    ModelConfig,
+    RunConfig,
+    ScheduleConfig,
+)
+from p2pdiloco.tensors.fragments import tensor_specs
+from p2pdiloco.training.channel import Channel
+from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.training.transformer import build_model, named_tensors
+from p2pdiloco.wire import link
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 30.0
+FOREVER = 1_000_000
+
+Message = TypeVar("Message", bound=link.FromLearner)
+
+
+def make_manifest(data: Path, *, steps: int = FOREVER) -> Manifest:
+    config = RunConfig(
+        name="test",
+        model=ModelConfig(width=16, depth=1, heads=2, context=8),
+        data=DataConfig(kind="files", path=str(data), pattern="*.txt", held_out_share=0.3),
+        inner=InnerConfig(steps=steps, batch=2, warmup=0, learning_rate=1e-3),
+        schedule=ScheduleConfig(fragments=2, sync_every=4, overlap=1, max_shard=1024),
+        evaluation=EvaluationConfig(samples=4),
+    )
+    specs = tensor_specs(named_tensors(build_model(config.model, 0)), 2)
+    return Manifest(founder=PeerId("founder"), config=config, tensors=specs, genesis=(Digest("0" * 40),))
+
+
+class Node:
+    """This test's side of one learner's process."""
+
+    def __init__(self, manifest: Manifest, folder: Path, *extra: str) -> None:
+        self.layout = Layout.of(manifest)
+        self.vectors = SharedVectors.create(self.layout.elements)
+        path = folder / "manifest.msgpack"
+        path.write_bytes(manifest.encode())
+        self.socket, theirs = socket.socketpair()
+        self.decoder = link.Decoder[link.FromLearner](link.FromLearner)
+        self.seen: list[link.FromLearner] = []
+        self.unread = 0
+        fds = (theirs.fileno(), self.vectors.fd)
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "peers.learner", "--socket-fd", str(fds[0]), "--memory-fd", str(fds[1])),
+                *("--manifest", str(path), "--incarnation", "founder/1", "--threads", "1", *extra),
+            ],
+            cwd=ROOT,
+            pass_fds=fds,
+        )
+        theirs.close()
+
+    def send(self, *messages: link.FromNode) -> None:
+        self.socket.sendall(b"".join(map(link.encode, messages)))
+
+    def read(self) -> bool:
+        self.socket.settimeout(DEADLINE_S)
+        data = self.socket.recv(1 << 16)
+        self.seen += self.decoder.feed(data)
+        return bool(data)
+
+    def until(self, kind: type[Message], holds: Callable[[Message], bool] = lambda _: True) -> Message:
+        """The next message of this kind for which ``holds`` is true; those before it are passed over."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            while self.unread < len(self.seen):
+                message = self.seen[self.unread]
+                self.unread += 1
+                if isinstance(message, link.Failed) and kind is not link.Failed:
+                    raise AssertionError(message.reason)
+                if isinstance(message, kind) and holds(message):
+                    return message
+            assert time.monotonic() < deadline, f"no {kind.__name__} came"
+            assert self.read(), f"the learner ended before {kind.__name__}"
+
+    def end(self) -> int:
+        """Read what is left, wait for the process, give its status."""
+        try:
+            while self.read():
+                pass
+        except ConnectionError:
+            pass
+        return self.process.wait(DEADLINE_S)
+
+    def close(self) -> None:
+        self.socket.close()
+        self.process.kill()
+        self.process.wait()
+        self.vectors.close()
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    torch.set_num_threads(1)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for i in range(20):
+        (folder / f"{i}.txt").write_text(f"file {i} of the corpus\n" * 5)
+    return folder
+
+
+@pytest.fixture
+def start(tmp_path: Path, data: Path) -> Iterator[Callable[..., Node]]:
+    nodes = []
+
+    def begin(*extra: str, steps: int = FOREVER) -> Node:
+        nodes.append(Node(make_manifest(data, steps=steps), tmp_path, *extra))
+        return nodes[-1]
+
+    yield begin
+    for node in nodes:
+        node.close()
+
+
+def test_a_life(start: Callable[..., Node], data: Path) -> None:
+    """Load, shift, replace, snapshot and evaluate with every number checked, while the learner does not train; then
+    training, without a moment of blocking."""
+    node = start()
+    elements = node.layout.elements
+    assert node.until(link.Ready) == link.Ready(device="cpu", parameters=elements)
+    vectors, everything = node.vectors, tuple(s.shard for s in node.layout.shards)
+    fragments = node.layout.fragments
+
+    # Pause comes with Load, so no step lies between: what is in the parameters is exactly what was loaded.
+    initial = torch.randn(elements, generator=torch.Generator().manual_seed(1)) * 0.02
+    vectors.shift.copy_(initial)
+    node.send(link.Load(step=100), link.Pause())
+    assert node.until(link.Shifted).shards == everything
+    assert node.until(link.Paused) == link.Paused(steps=0, tokens=0)
+
+    vectors.shift.fill_(0.5)
+    node.send(link.Shift(shards=fragments[0], replace=False), link.Shift(shards=everything[-1:], replace=True))
+    node.until(link.Shifted, lambda m: m.shards == fragments[0])
+    node.until(link.Shifted, lambda m: m.shards == everything[-1:])
+    expected = initial.clone()
+    for shard in fragments[0]:
+        expected[node.layout.shards[shard].start : node.layout.shards[shard].stop] += 0.5
+    last = node.layout.shards[everything[-1]]
+    expected[last.start : last.stop] = 0.5
+    node.send(link.Snapshot(fragment=FragmentId(0), step=101))
+    taken = node.until(link.Snapshotted)
+    assert (taken.fragment, taken.step, taken.steps, taken.tokens) == (0, 101, 0, 0)
+    boundary = node.layout.shards[fragments[1][0]].start
+    assert torch.equal(vectors.snapshot[:boundary], expected[:boundary])
+    assert not vectors.snapshot[boundary:].any()  # the other fragment was not asked for
+    node.send(link.Snapshot(fragment=FragmentId(1), step=101))
+    node.until(link.Snapshotted)
+    assert torch.equal(vectors.snapshot, expected)
+
+    manifest = make_manifest(data)
+    FlatParameters(build_model(manifest.config.model, 0), manifest.tensors, node.layout).copy_to(
+        vectors.theta, everything
+    )
+    node.send(link.Evaluate(version=7))
+    evaluated = node.until(link.Evaluated)
+    assert evaluated.version == 7
+    assert evaluated.loss == pytest.approx(5.545, abs=0.1)
+
+    vectors.shift.copy_(initial)
+    node.send(link.Load(step=100))
+    node.until(link.Shifted)
+    progress = node.until(link.Progress, lambda p: p.steps >= 50)
+    assert progress.tokens == progress.steps * 2 * 8
+    node.send(link.Snapshot(fragment=FragmentId(0), step=5), link.Pause())
+    assert node.until(link.Snapshotted).steps >= 50
+    assert not torch.equal(vectors.snapshot[:boundary], initial[:boundary])
+    paused = node.until(link.Paused)
+    assert paused.tokens == paused.steps * 16
+
+    steps = [m for m in node.seen if isinstance(m, link.Progress)]
+    assert [p.steps for p in steps] == list(range(1, paused.steps + 1))
+    assert sum(p.blocked_s for p in steps) == 0.0
+    assert all(p.step_time_s > 0 for p in steps)
+    assert sum(p.exchange_s for p in steps) > 0
+    node.send(link.Exit())
+    assert node.end() == 0
+
+
+def test_training_ends_at_the_runs_last_step(start: Callable[..., Node]) -> None:
+    node = start(steps=1000)
+    node.send(link.Load(step=990))
+    assert node.until(link.Paused) == link.Paused(steps=10, tokens=160)
+    node.send(link.Snapshot(fragment=FragmentId(0), step=1000))  # it still answers
+    assert node.until(link.Snapshotted).steps == 10
+    node.send(link.Load(step=0))
+    node.until(link.Progress, lambda p: p.steps > 10)
+    node.send(link.AdoptStep(step=5), link.AdoptStep(step=1000))
+    assert node.until(link.Paused).steps < 1000
+
+
+def test_the_nodes_death_ends_it(start: Callable[..., Node]) -> None:
+    idle, busy = start(), start()
+    busy.send(link.Load(step=0))
+    busy.until(link.Progress)
+    idle.until(link.Ready)
+    for node in (idle, busy):
+        node.socket.close()
+        assert node.process.wait(DEADLINE_S) == 0
+
+
+def test_signals(start: Callable[..., Node]) -> None:
+    """Ctrl+C is the node's business; SIGTERM is the learner's."""
+    node = start()
+    node.send(link.Load(step=0))
+    before = node.until(link.Progress).steps
+    node.process.send_signal(signal.SIGINT)
+    node.until(link.Progress, lambda p: p.steps > before + 20)
+    node.process.terminate()
+    assert node.end() == -signal.SIGTERM
+
+
+def test_data_that_is_missing_is_named(start: Callable[..., Node], tmp_path: Path) -> None:
+    node = start("--data", str(tmp_path / "nowhere"))
+    assert "nowhere is no folder" in node.until(link.Failed).reason
+    assert node.end() == 2
+
+
+def test_a_node_that_does_not_read_does_not_stop_training(start: Callable[..., Node]) -> None:
+    """The socket fills up with Progress; training goes on, and no answer is lost."""
+    node = start()
+    node.send(link.Load(step=0))
+    node.until(link.Progress)
+    usage = Path(f"/proc/{node.process.pid}/stat")
+    deadline = time.monotonic() + DEADLINE_S
+
+    def cpu_ticks() -> int:
+        return int(usage.read_text().rpartition(")")[2].split()[11])
+
+    goal = cpu_ticks() + os.sysconf("SC_CLK_TCK")
+    while cpu_ticks() < goal:  # one CPU second: hundreds of steps, whose messages no one reads
+        assert time.monotonic() < deadline, "training stands still"
+        os.sched_yield()
+    node.send(link.Pause())
+    steps = node.until(link.Paused).steps
+    progress = [m for m in node.seen if isinstance(m, link.Progress)]
+    assert progress[-1].steps <= steps
+    assert sum(p.blocked_s for p in progress) == 0.0
+
+
+# ----------------------------------------------------------------------------------------------------- link, channel
+
+
+MESSAGES: list[link.FromNode] = [
+    link.Load(step=3),
+    link.Shift(shards=(ShardId(0), ShardId(2)), replace=True),
+    link.Snapshot(fragment=FragmentId(1), step=4),
+    link.AdoptStep(step=5),
+    link.Evaluate(version=6),
+    link.Pause(),
+    link.Exit(),
+]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+def test_frames_come_out_whole_however_they_are_cut(size: int) -> None:
+    stream = b"".join(map(link.encode, MESSAGES))
+    decoder = link.Decoder[link.FromNode](link.FromNode)
+    found = [m for at in range(0, len(stream), size) for m in decoder.feed(stream[at : at + size])]
+    assert found == MESSAGES
+
+
+@pytest.mark.parametrize(
+    "frame", [b"\xff\xff\xff\xff", b"\0\0\0\1\xc1", b"\0\0\0\0", link.encode(link.Failed(reason="x"))]
+)
+def test_what_is_no_message_is_refused(frame: bytes) -> None:
+    with pytest.raises(ValueError, match="frame"):
+        link.Decoder[link.FromNode](link.FromNode).feed(frame)
+
+
+def test_too_large_a_message_is_not_sent() -> None:
+    with pytest.raises(ValueError, match="at most"):
+        link.encode(link.Failed(reason="x" * (1 << 20)))
+
+
+def test_a_full_socket_drops_progress_and_nothing_else() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        channel = Channel(ours)
+        progress = link.Progress(steps=1, tokens=1, loss=1.0, step_time_s=1.0, blocked_s=0.0, exchange_s=0.0)
+        while channel.post(progress):
+            channel.exchange()
+        assert channel.post(link.Evaluated(version=1, loss=1.0))
+        assert not channel.is_closed
+        decoder = link.Decoder[link.FromLearner](link.FromLearner)
+        received: list[link.FromLearner] = []
+        while not received or received[-1] == progress:
+            received += decoder.feed(theirs.recv(1 << 16))
+            channel.exchange()
+        assert received[-1] == link.Evaluated(version=1, loss=1.0)
+        assert channel.blocked_s == 0.0
+        theirs.close()
+        channel.exchange()
+        assert channel.is_closed
