@@ -155,10 +155,13 @@ def _plot(story: Story, start: float, path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    points = sorted({p for m in story.members for p in m.view.held_out})
+    measured: dict[int, tuple[float, float]] = {}
+    for at, loss, version in sorted(p for m in story.members for p in m.view.held_out):
+        measured.setdefault(version, (at - story.began_unix, loss))
+    points = sorted(measured.values())
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=150)
-    seconds = [t - story.began_unix for t, _, _ in points]
-    axes.plot(seconds, [loss for _, loss, _ in points], marker="o", color="tab:blue", label="global model, held-out")
+    seconds, losses = [t for t, _ in points], [loss for _, loss in points]
+    axes.plot(seconds, losses, marker="o", markersize=4, color="tab:blue", label="global model, held-out")
     axes.axhline(start / 2, color="gray", linewidth=0.8, linestyle=":", label="half of the start")
     for member in (story.killed, story.late):
         if member is not None:
