@@ -25,6 +25,7 @@ COMMANDS = {
     "start": "found a run and train it",
     "join": "join a running run",
     "status": "show runs and their peers",
+    "doctor": "check what this machine can do as a peer",
 }
 """Each is a module of this package with ``add_arguments(parser)`` and ``async run(arguments) -> exit status``. Only the
 chosen one is imported, so that what needs no torch does not wait for it."""
