@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="where everything is written")
     parser.add_argument("--config", type=Path, default=Path(__file__).parent / "stdlib-tiny.toml")
     parser.add_argument("--steps", type=int, default=0, help="global steps instead of the configuration's")
-    parser.add_argument("--time-limit", type=float, default=230.0, metavar="SECONDS", help="give up after this long")
+    parser.add_argument("--time-limit", type=float, default=420.0, metavar="SECONDS", help="give up after this long")
     return parser
 
 

@@ -76,8 +76,8 @@ class Member:
         self.view = View()
         self.was_killed = False
         self._read = 0
-        folder.mkdir(parents=True)
-        with open(self.log_path, "wb") as log:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "p2pdiloco", *arguments, "--state", str(folder)],
                 stdin=subprocess.DEVNULL,
@@ -163,18 +163,18 @@ class Swarm:
         self._started = True
         return self._wait_for(self.bootstrap, "p2pdiloco join ").split()[-1]
 
-    def start_founder(self, name: str, config: Path, address: str) -> Member:
-        """Start the peer that founds the run, and wait until it can be joined."""
-        member = Member(
-            name, ["start", str(config), "--bootstrap", address, *_PEER], self.out / f"peer-{name}", self._mark
-        )
-        self.members.append(member)
+    def start_founder(self, name: str, config: Path, address: str, *more: str) -> Member:
+        """Start the peer that founds the run, and wait until it can be joined. ``more``: further options."""
+        member = self._peer(name, ["start", str(config), "--bootstrap", address, *more])
         self._wait_for(member, "to join from another machine")
         return member
 
-    def join(self, name: str, address: str) -> Member:
+    def join(self, name: str, address: str, *more: str) -> Member:
         """Start a peer that knows one address."""
-        member = Member(name, ["join", address, *_PEER], self.out / f"peer-{name}", self._mark)
+        return self._peer(name, ["join", address, *more])
+
+    def _peer(self, name: str, arguments: Sequence[str]) -> Member:
+        member = Member(name, [*arguments, *_PEER], self.out / f"peer-{name}", self._mark)
         self.members.append(member)
         return member
 

@@ -87,6 +87,7 @@ class Driver:
         self._timer: asyncio.TimerHandle | None = None
         self._swept_at = 0.0
         self.is_closed = False
+        self._has_left = False
 
     def close(self) -> None:
         """Handle no more events; running work ends without effect."""
@@ -141,7 +142,8 @@ class Driver:
             case ef.Send():
                 self._send(effect)
             case ef.Note():
-                getattr(log, effect.level)(effect.topic, reason=effect.reason)
+                # Who has said goodbye is told nothing more; that this looks like silence is no news for the user.
+                getattr(log, "debug" if self._has_left else effect.level)(effect.topic, reason=effect.reason)
             case ef.Snapshot():
                 self.job(lambda: self.state.snapshot_asked(effect.fragment), lambda _: self.around.tell_learner(effect))
             case ef.AdoptStep() | ef.PauseLearner() | ef.Evaluate():
@@ -159,6 +161,7 @@ class Driver:
             case ef.BecameCurrent():
                 self.around.became_current()
             case ef.Leave():
+                self._has_left = True
                 self.around.leave(effect.reason)
             case _:
                 assert_never(effect)

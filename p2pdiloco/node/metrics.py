@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
+from p2pdiloco.wire.bodies import PeerStatus
 from p2pdiloco.wire.link import Progress
 
 SMOOTHING = 0.1
@@ -81,3 +82,19 @@ class Metrics:
                 step_time_s=round(progress.step_time_s, 4),
                 blocked_s=self.blocked_s,
             )
+
+
+def progress_fields(status: PeerStatus) -> dict[str, object]:
+    """Where a peer stands, in one line of the log."""
+    fields: dict[str, object] = {"step": status.step, "of": status.total_steps}
+    if status.train_loss is not None:
+        fields["loss"] = round(status.train_loss, 3)
+    if status.held_out_loss is not None:
+        fields["held_out"] = round(status.held_out_loss, 3)
+    return fields | {
+        "tokens_per_s": round(status.tokens_per_second),
+        "live": status.live,
+        "participating": status.participating,
+        "versions": f"{status.version_min}-{status.version_max}",
+        "up_mb": round(status.bytes_up / 1e6, 1),
+    }

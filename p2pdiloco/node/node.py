@@ -26,7 +26,7 @@ from p2pdiloco.node.driver import Driver
 from p2pdiloco.node.fetching import Fetching
 from p2pdiloco.node.global_state import GlobalState, Shifts
 from p2pdiloco.node.learner_process import LearnerProcess, new_incarnation
-from p2pdiloco.node.metrics import Metrics
+from p2pdiloco.node.metrics import Metrics, progress_fields
 from p2pdiloco.node.options import PeerOptions
 from p2pdiloco.node.roster import Roster
 from p2pdiloco.protocol import effects as ef
@@ -53,6 +53,8 @@ log = logs.get("node")
 RESTARTS = 3
 """Lives that a learner may lose by crashing before the peer leaves."""
 CHECKPOINT_TRIES = 20
+PROGRESS_S = 5.0
+"""Between two lines of the log about progress."""
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -171,6 +173,7 @@ class Node:
         self._start()
         self._tasks.spawn(self.roster.keep(), name="roster")
         self._tasks.spawn(self._checkpoints(), name="checkpoints")
+        self._tasks.spawn(self._tell_progress(), name="progress")
         async with AsyncExitStack() as lives:
             if not self.options.is_follower:
                 self._tasks.spawn(self._live(lives), name="learner")
@@ -437,6 +440,13 @@ class Node:
             bytes_down=traffic.received_control + traffic.received_bulk,
             blocked_s=self.metrics.blocked_s,
         )
+
+    async def _tell_progress(self) -> None:
+        """For the person who watches."""
+        while True:
+            await asyncio.sleep(PROGRESS_S)
+            if self.machine.core.is_current and not self._done.done():
+                log.info("progress", **progress_fields(self.status()))
 
     def _tokens_merged(self) -> int:
         """Cumulative tokens of the chains, averaged over the shards by their size."""

@@ -74,6 +74,7 @@ async def start(
     Raises:
         ConfigError, DirectoryError, CheckpointError, OSError: with a sentence for the user.
     """
+    logs.speak_as(identity.peer_id)
     earlier = await asyncio.to_thread(load, options.folder / "checkpoint")
     if earlier is not None:
         if earlier.manifest.config != config:
@@ -103,6 +104,7 @@ async def join(
     Raises:
         LookupFailedError, DirectoryError, OSError: with a sentence for the user.
     """
+    logs.speak_as(identity.peer_id)
     async with open_directory(identity, directory_options, options.folder) as directory:
         run = choose(pick_runs(await list_runs(directory), wanted))
         async with observer_transport(Identity.ephemeral()) as transport:
@@ -146,7 +148,6 @@ async def take_part(
     manifest: Manifest, options: PeerOptions, identity: Identity, directory: Directory, initial: InitialState | None
 ) -> Ending:
     """Run a node until it ends, with the run announced and signals heeded."""
-    logs.speak_as(identity.peer_id)
     async with Node(manifest, options, identity, directory, initial) as node:
         announcing = asyncio.create_task(_announce(manifest, directory), name="announce run")
         try:

@@ -49,6 +49,8 @@ class Adopting:
         """A fetched state that came while something else was being applied."""
         self.asked: dict[ShardId, PeerId] = {}
         """Who was asked for commits or a state."""
+        self.wanted: dict[ShardId, tuple[PeerId, Head]] = {}
+        """Heavier heads that were heard of, and with whom. Mostly their commits are on the way already."""
         self.offers: dict[PeerId, dict[ShardId, Head]] = {}
         """While joining: heads that donors reported."""
 
@@ -67,14 +69,16 @@ class Adopting:
             return
         if applying is not None:
             self._wait(header)
-        elif header.parent == chain.head.id:
+        elif chain.extends(header):
             self._apply_if_sound(sender, header, new_id)
         else:
+            if header.version > chain.head.version + 1:
+                self._wait(header)
             self.saw(sender, Head(shard, header.version, new_id, header.tokens))
 
     def _apply_if_sound(self, sender: PeerId | None, header: CommitHeader, new_id: Digest) -> None:
         chain = self.core.chains[header.shard]
-        problem = chain.problem(header, self.core.head(header.shard), self.core.config.min_quorum)
+        problem = chain.problem(header)
         if problem is None:
             self.apply(header, new_id)
         else:
@@ -98,6 +102,7 @@ class Adopting:
             if mine is not None:
                 walk = self._walk(header.shard, mine.tokens_to)
         self.applying[header.shard] = (new_id, header)
+        self.merging.close(header.shard)
         self.core.effects.append(
             Apply(
                 header,
@@ -132,10 +137,8 @@ class Adopting:
         _, target = entry
         chain = core.chains[shard]
         old = chain.head
-        parent = None
         if isinstance(target, CommitHeader):
             chain.advance(target, head_id)
-            parent = target.parent
         else:
             chain.replace(target)
         head = core.head(shard)
@@ -143,7 +146,7 @@ class Adopting:
         self._move_own_mark(shard, target)
         self._forget_request(shard, head)
         self.contributing.adopt_step(chain.step)
-        self.merging.moved(shard, parent)
+        self.merging.moved(shard)
         self.contributing.moved(shard)
         if isinstance(target, CommitHeader) and shard == 0:
             self._evaluate_if_mine(head.version)
@@ -190,21 +193,33 @@ class Adopting:
         if entry is not None and donors:
             self._fetch(shard, donors[len(self.asked) % len(donors)])
         self.fetch_missing()
+        if self.core.is_current:
+            self.merging.reopen(shard)
 
     # -- other heads ---------------------------------------------------------------------------------------------------
 
     def saw(self, peer: PeerId, theirs: Head) -> None:
-        """A peer has this head: get it if it is heavier than ours, show ours if it is lighter."""
+        """A peer has this head: get it if it is heavier than ours, show ours if it is a lighter fork's."""
         core, shard = self.core, theirs.shard
         chain = core.chains[shard]
         if chain.head is None or shard in self.applying:
             return
         if is_heavier(theirs, chain.head):
-            if shard not in self.asked:
-                self._ask(shard, peer)
-                core.send((peer,), CommitsRequest(shard, chain.head.id))
-        elif theirs.id != chain.head.id and theirs.id not in chain.log_ids and chain.log:
-            core.send((peer,), Commit(chain.log[-1]))
+            known = self.wanted.get(shard)
+            if shard not in self.asked and (known is None or is_heavier(theirs, known[1])):
+                self.wanted[shard] = (peer, theirs)
+                if known is None:
+                    core.alarms.set(("want", shard), core.now + self.merging.commit_patience_s())
+        elif theirs.id != chain.head.id and theirs.id not in chain.log_ids and theirs.version:
+            core.send((peer,), Heads((chain.head,), core.step))
+
+    def want_due(self, shard: ShardId) -> None:
+        """A heavier head was heard of, and did not come by itself: ask for it."""
+        peer, theirs = self.wanted.pop(shard)
+        head = self.core.head(shard)
+        if is_heavier(theirs, head) and shard not in self.asked and shard not in self.applying:
+            self._ask(shard, peer)
+            self.core.send((peer,), CommitsRequest(shard, head.id))
 
     def commits_requested(self, peer: PeerId, request: CommitsRequest) -> None:
         """Send what follows the asker's head, or advise to fetch."""
@@ -269,6 +284,7 @@ class Adopting:
         if head is not None:
             core.note("info", "fork", f"shard {shard}: {head.tokens} tokens give way to {state.head.tokens}")
         self.applying[shard] = (state.head.id, state)
+        self.merging.close(shard)
         core.effects.append(
             Install(
                 state,
@@ -297,7 +313,7 @@ class Adopting:
         """Compare, and catch up where theirs are heavier."""
         self.contributing.adopt_step(message.step)
         if not self.core.is_current:
-            self.offers[peer] = {h.shard: h for h in message.heads}
+            self.offers.setdefault(peer, {}).update({h.shard: h for h in message.heads})
             self.fetch_missing()
         for theirs in message.heads:
             ours = self.core.chains[theirs.shard].head
@@ -330,6 +346,13 @@ class Adopting:
     def look_for_donors(self, peers: tuple[PeerId, ...]) -> None:
         """Ask ``peers`` for their heads."""
         self.core.send(tuple(p for p in peers if self._is_donor(p)), HeadsRequest())
+
+    def seek(self) -> None:
+        """While joining, now and then: ask one live peer after the other, for offers that came too late or were none."""
+        live = self.core.membership.live
+        if live and len(self.asked) < MAX_FETCHES:
+            self.fetch_missing()
+            self.look_for_donors((live[self.core.membership.sequence % len(live)],))
 
     def _is_donor(self, peer: PeerId) -> bool:
         view = self.core.membership.peers.get(peer)

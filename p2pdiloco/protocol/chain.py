@@ -13,7 +13,7 @@ from collections import deque
 
 from p2pdiloco.protocol.events import Mark, ShardState
 from p2pdiloco.protocol.identifiers import Digest, LearnerId, RunId, ShardId, digest_of
-from p2pdiloco.protocol.messages import CommitHeader, Head
+from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head
 
 NO_MARK = Mark(0, 0, 0)
 MARK_LIFE_LOGS = 8
@@ -44,11 +44,19 @@ class Chain:
         self.log: deque[CommitHeader] = deque(maxlen=length)
         self.log_ids: deque[Digest] = deque(maxlen=length)
 
-    def problem(self, header: CommitHeader, head: Head, min_quorum: int) -> str | None:
-        """Why ``header`` cannot extend ``head`` (this chain's head), or None if it can."""
-        if header.parent != head.id or header.version != head.version + 1:
-            return f"its parent {header.parent[:8]} is not the head {head.id[:8]}"
-        tokens = given = 0
+    def extends(self, header: CommitHeader) -> bool:
+        """Whether ``header`` is a child of the head."""
+        return self.head is not None and header.parent == self.head.id and header.version == self.head.version + 1
+
+    def is_merged(self, contributor: Contributor) -> bool:
+        """Whether the chain holds some of these tokens."""
+        return contributor.tokens_from < self.marks.get(contributor.learner, NO_MARK).tokens
+
+    def problem(self, header: CommitHeader) -> str | None:
+        """Why ``header`` cannot be this chain's next commit, or None if it can."""
+        if self.head is None or not self.extends(header):
+            return f"its parent {header.parent[:8]} is not the head"
+        tokens = 0
         previous = ""
         for c in header.contributors:
             if c.learner <= previous:
@@ -56,13 +64,12 @@ class Chain:
             previous = c.learner
             if c.tokens <= 0 or c.steps <= 0:
                 return f"learner {c.learner} has an empty range"
-            if c.tokens_from < self.marks.get(c.learner, NO_MARK).tokens:
+            if self.is_merged(c):
                 return f"tokens of learner {c.learner} are merged already"
             tokens += c.tokens
-            given += 1
-        if given < max(1, min_quorum):
-            return f"it has {given} contributors, fewer than the quorum"
-        if header.tokens != head.tokens + tokens:
+        if not tokens:
+            return "it has no contributors"
+        if header.tokens != self.head.tokens + tokens:
             return "its cumulative tokens are wrong"
         return None
 

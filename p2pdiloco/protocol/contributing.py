@@ -1,9 +1,9 @@
 """The learner's side of a turn: snapshot, encode, offer to the owner, and to the next owner if that one fails.
 
 Rules of this file:
-1. A fragment has at most one open turn, and at most one snapshot being encoded. A turn that comes while the last is
-   open is skipped, never queued.
-2. A turn is closed once every shard of the fragment has moved past the head it had when the turn opened.
+1. A shard has at most one open turn, and a fragment at most one snapshot being encoded. A turn that is announced while
+   the shard's last one is open is put off until that one is over; of several that were put off only the newest counts.
+2. A shard's turn is over when its head has moved. If that commit belongs to an older turn, the newest is opened at once.
 3. A contribution covers all of the learner's tokens that the base's chain has not merged.
 """
 
@@ -22,21 +22,18 @@ NO_PAYLOAD = Digest("")
 
 
 class FragmentTurn:
-    """One fragment's turn."""
+    """One fragment's turns."""
 
-    __slots__ = ("announced", "bases", "encoding", "is_open", "is_snapshotting", "opened_at", "step", "steps", "tokens")
+    __slots__ = ("encoding", "is_snapshotting", "open", "step", "steps", "tokens")
 
     def __init__(self) -> None:
-        self.is_open = False
         self.step = 0
-        """Of the open turn, or the last one."""
-        self.bases: dict[ShardId, Digest] = {}
-        """Shards that have not moved since the turn opened, with the heads they had."""
-        self.opened_at = 0.0
-        self.announced = 0
-        """A later turn that was announced while this one was open here."""
+        """Of the newest turn."""
+        self.open: dict[ShardId, tuple[Digest, float]] = {}
+        """Shards whose turn is open: the heads they had when it opened, and when that was."""
         self.is_snapshotting = False
-        self.encoding: set[ShardId] = set()
+        self.encoding: dict[ShardId, Digest] = {}
+        """Shards being encoded, with the heads that their outer gradients are relative to."""
         self.steps = 0
         """The learner's counters at the last snapshot."""
         self.tokens = 0
@@ -68,9 +65,11 @@ class Contributing:
         self.pending.clear()
         for ledger in self.ledgers:
             ledger.edges.clear()
-        for turn in self.turns:
+        for fragment, turn in enumerate(self.turns):
             turn.is_snapshotting = False
             turn.encoding.clear()
+            if turn.open:
+                self._ask_for_snapshot(FragmentId(fragment))
 
     # -- turns ---------------------------------------------------------------------------------------------------------
 
@@ -100,52 +99,52 @@ class Contributing:
         self.open(message.fragment, message.step, is_mine=False)
 
     def open(self, fragment: FragmentId, step: int, *, is_mine: bool) -> None:
-        """Open a turn unless the fragment's last one is still open or this one is old."""
+        """Open a turn for those of the fragment's shards whose last one is over."""
         turn, core = self.turns[fragment], self.core
         if step <= turn.step:
             return
-        if turn.is_open:
-            core.note("debug", "turn", f"fragment {fragment} step {step} skipped: turn {turn.step} is still open")
-            if not is_mine:
-                turn.announced = max(turn.announced, step)
-            if any(not self._has_given(shard) for shard in turn.bases):
-                self._ask_for_snapshot(fragment)
-            return
-        turn.is_open = True
         turn.step = step
-        turn.opened_at = core.now
-        turn.bases = {shard: core.head(shard).id for shard in core.config.fragments[fragment]}
         if is_mine:
             core.send(core.membership.live, self.announcement(fragment))
-        for shard in turn.bases:
-            self.merging.open(shard, step)
+        for shard in core.config.fragments[fragment]:
+            if shard in turn.open:
+                core.note("debug", "turn", f"shard {shard} step {step} put off: its last turn is still open")
+            else:
+                self._open_shard(turn, shard)
         self._ask_for_snapshot(fragment)
 
+    def _open_shard(self, turn: FragmentTurn, shard: ShardId) -> None:
+        turn.open[shard] = (self.core.head(shard).id, self.core.now)
+        self.merging.open(shard, turn.step)
+
     def announcement(self, fragment: FragmentId) -> Turn:
-        """The open turn as others hear it."""
+        """The newest turn as others hear it."""
         heads = tuple(self.core.head(shard) for shard in self.core.config.fragments[fragment])
         return Turn(fragment, self.turns[fragment].step, heads)
 
     def moved(self, shard: ShardId) -> None:
-        """The shard has a new head: what was pending is merged or stale, and its turn may be over."""
+        """The shard has a new head: what was pending is merged or stale, and its turn is over."""
         core = self.core
         self.pending.pop(shard, None)
         core.alarms.cancel(("takeover", shard))
         fragment = core.fragment_of[shard]
-        turn = self.turns[fragment]
-        turn.step = max(turn.step, core.chains[shard].step)
-        turn.bases.pop(shard, None)
-        if turn.is_open and not turn.bases:
-            turn.is_open = False
-            self.merging.measured_turn(core.now - turn.opened_at)
-            if turn.announced > turn.step:
-                self.open(fragment, turn.announced, is_mine=False)
+        turn, step = self.turns[fragment], core.chains[shard].step
+        opened = turn.open.pop(shard, None)
+        if opened is not None:
+            self.merging.measured_turn(core.now - opened[1])
+        if turn.step > step and core.is_current:
+            self._open_shard(turn, shard)
+            self._ask_for_snapshot(fragment)
+        turn.step = max(turn.step, step)
 
     # -- snapshot and encode -------------------------------------------------------------------------------------------
 
     def _ask_for_snapshot(self, fragment: FragmentId) -> None:
+        """Unless one is under way, or all that is open has been given to."""
         turn = self.turns[fragment]
-        if self.core.learner is not None and not turn.is_snapshotting and not turn.encoding:
+        if self.core.learner is None or turn.is_snapshotting or turn.encoding:
+            return
+        if not all(map(self.has_given, turn.open)):
             turn.is_snapshotting = True
             self.core.effects.append(Snapshot(fragment, turn.step))
 
@@ -156,20 +155,16 @@ class Contributing:
             return
         turn.is_snapshotting = False
         turn.steps, turn.tokens = event.steps, event.tokens
-        if event.step != turn.step:
-            if turn.is_open:
-                self._ask_for_snapshot(event.fragment)
-            return
-        for shard in turn.bases:
-            if self._has_given(shard):
+        for shard in turn.open:
+            if self.has_given(shard) or self.merging.collections[shard].is_closed:
                 continue
             if turn.tokens > core.learner.marks[shard].tokens:
-                turn.encoding.add(shard)
+                turn.encoding[shard] = core.head(shard).id
                 core.effects.append(Encode(shard, core.head(shard)))
             else:
                 self._contribute(shard, NO_PAYLOAD, 0)
 
-    def _has_given(self, shard: ShardId) -> bool:
+    def has_given(self, shard: ShardId) -> bool:
         """Whether tokens of ours are on offer for the shard's next version."""
         pending = self.pending.get(shard)
         return pending is not None and pending.contribution.contributor.tokens > 0
@@ -178,7 +173,7 @@ class Contributing:
         """A shard's outer gradient is ready: offer it, unless its base is history."""
         turn = self.turns[self.core.fragment_of[event.shard]]
         if event.shard in turn.encoding:
-            if turn.bases.get(event.shard) == event.base == self.core.head(event.shard).id:
+            if event.shard in turn.open and event.base == self.core.head(event.shard).id:
                 self._contribute(event.shard, event.payload, event.payload_bytes)
             self._finished_encoding(turn, event.shard)
 
@@ -187,14 +182,13 @@ class Contributing:
         turn = self.turns[self.core.fragment_of[shard]]
         if shard in turn.encoding:
             self.core.note("debug", "contribution", f"shard {shard} not encoded: {reason}")
-            if turn.bases.get(shard) == self.core.head(shard).id:
+            if shard in turn.open and turn.encoding[shard] == self.core.head(shard).id:
                 self._contribute(shard, NO_PAYLOAD, 0)
             self._finished_encoding(turn, shard)
 
     def _finished_encoding(self, turn: FragmentTurn, shard: ShardId) -> None:
-        turn.encoding.discard(shard)
-        is_answered = any(s in self.pending for s in turn.bases)
-        if turn.is_open and not turn.encoding and not is_answered:
+        turn.encoding.pop(shard)
+        if not turn.encoding and any(s not in self.pending for s in turn.open):
             self._ask_for_snapshot(self.core.fragment_of[shard])
 
     # -- offer ---------------------------------------------------------------------------------------------------------
@@ -220,7 +214,8 @@ class Contributing:
         ranked = ranked_owners(core.config.run, shard, version, core.membership.candidates)
         pending.target = ranked[pending.rank % len(ranked)]
         if pending.contribution.contributor.tokens:
-            core.alarms.set(("takeover", shard), core.now + self.merging.takeover_s())
+            laps = 1 + pending.rank // len(ranked)
+            core.alarms.set(("takeover", shard), core.now + laps * self.merging.takeover_s())
         if pending.target == core.config.peer:
             self.merging.collect(pending.target, pending.contribution)
         else:

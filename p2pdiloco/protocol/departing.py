@@ -24,6 +24,8 @@ class Departing:
         self.contributing = contributing
         self.reason = ""
         self.is_done = False
+        self.flush_at = 0.0
+        """When to look again at turns that are open, but to which nothing was given."""
 
     def leave(self, reason: str) -> None:
         """The user wants to go."""
@@ -73,10 +75,18 @@ class Departing:
         core = self.core
         learner = core.learner
         assert learner is not None
+        is_overdue = core.now >= self.flush_at
+        if is_overdue:
+            self.flush_at = core.now + self.contributing.merging.takeover_s()
+            core.alarms.set(("flush", 0), self.flush_at)
         for fragment, shards in enumerate(core.config.fragments):
             turn = self.contributing.turns[fragment]
-            if not turn.is_open and any(learner.marks[s].tokens < learner.tokens for s in shards):
-                self.contributing.open(FragmentId(fragment), max(core.step, turn.step + 1), is_mine=True)
+            for shard in shards:
+                is_waiting = shard in turn.open and not is_overdue
+                is_given = learner.marks[shard].tokens >= learner.tokens or self.contributing.has_given(shard)
+                if not is_waiting and not is_given:
+                    self.contributing.open(FragmentId(fragment), max(core.step, turn.step + 1), is_mine=True)
+                    break
 
     def _others_are_done(self) -> bool:
         """Every live peer has finished with our heads."""

@@ -101,8 +101,7 @@ class Machine:
             case ev.PeerConnected():
                 self._connected(event.peer)
             case ev.PeerDisconnected():
-                self.core.membership.disconnect(event.peer)
-                self._refresh(event.reason)
+                self._disconnected(event.peer, event.reason)
             case ev.LearnerStarted():
                 self._learner_started(event)
             case ev.LearnerStopped():
@@ -228,8 +227,7 @@ class Machine:
                 if self.evaluation is None or message.step > self.evaluation.step:
                     self.evaluation = message
             case msg.Leaving():
-                core.membership.disconnect(peer)
-                self._refresh(f"{peer} left: {message.reason}")
+                self._disconnected(peer, f"{peer} left: {message.reason}")
             case msg.Turn() | msg.Contribution() | msg.Refused():
                 self._received_in_turn(peer, message)
             case _:
@@ -265,12 +263,20 @@ class Machine:
             view = self.core.membership.peers[peer]
             self.core.send((peer,), self._heartbeat(view, self.core.membership.next_sequence(self.core.now)))
 
+    def _disconnected(self, peer: PeerId, why: str) -> None:
+        self.core.membership.disconnect(peer)
+        self.merging.forget(peer)
+        self._refresh(why)
+
     def _heard(self, peer: PeerId, beat: msg.Heartbeat) -> None:
         core = self.core
-        is_news = core.membership.hear(peer, beat, core.now)
         view = core.membership.peers[peer]
+        before = view.beat
+        is_news = core.membership.hear(peer, beat, core.now)
         if beat.phase != "joining":
-            view.mismatches = view.mismatches + 1 if beat.heads_mark != core.heads_mark else 0
+            # While turns go on their announcements compare heads. What stands still and differs is a fork, or a loss.
+            is_still = before is not None and before.heads_mark == beat.heads_mark
+            view.mismatches = view.mismatches + 1 if is_still and beat.heads_mark != core.heads_mark else 0
         if is_news:
             self._refresh("silent")
 
@@ -285,7 +291,7 @@ class Machine:
             core.note("info", "peers", f"found {', '.join(appeared)}; {len(core.membership.live)} live")
             self.adopting.look_for_donors(appeared)
             for fragment, turn in enumerate(self.contributing.turns):
-                if turn.is_open:
+                if turn.open:
                     core.send(appeared, self.contributing.announcement(FragmentId(fragment)))
         self.contributing.candidates_changed()
         self.merging.consider_all()
@@ -300,8 +306,7 @@ class Machine:
             core.send((view.peer,), self._heartbeat(view, sequence))
         self._refresh("silent")
         if not core.is_current:
-            if not self.adopting.offers:
-                self.adopting.look_for_donors(membership.live)
+            self.adopting.seek()
             return
         differing = sorted(p for p in membership.live if membership.peers[p].mismatches >= 2)
         if differing:
@@ -335,8 +340,12 @@ class Machine:
                 self.merging.consider(ShardId(shard))
             case "takeover":
                 self.contributing.takeover_due(ShardId(shard))
+            case "want":
+                self.adopting.want_due(ShardId(shard))
             case "asked":
                 self.adopting.asked_in_vain(ShardId(shard))
+            case "flush":
+                pass  # ``proceed`` runs after every event
             case "depart":
                 self.departing.overdue()
             case other:
@@ -390,8 +399,8 @@ class Machine:
         for shard, pending in self.contributing.pending.items():
             assert pending.contribution.base.id == core.head(shard).id, "a pending contribution's base is the head"
         for turn in self.contributing.turns:
-            assert turn.is_open == bool(turn.bases) or turn.is_open, "an open turn has shards to wait for"
-            assert not turn.is_open or turn.bases
+            for shard, (base, _) in turn.open.items():
+                assert base == core.head(shard).id, "a turn is over when the head moves"
         for waiting in self.adopting.waiting.values():
             assert len(waiting) <= config.log_length
         for early in self.merging.early:

@@ -165,6 +165,14 @@ class Membership:
         old, new = set(before), set(self.live)
         return tuple(sorted(new - old)), tuple(sorted(old - new))
 
+    def is_any_departing(self, peers: frozenset[PeerId]) -> bool:
+        """Whether one of these live peers is on its way out."""
+        for peer in peers:
+            view = self.peers.get(peer)
+            if view is not None and view.beat is not None and view.beat.phase in ("leaving", "finished"):
+                return True
+        return False
+
     def slowest_round_trip_s(self) -> float:
         """Largest smoothed round trip to a live peer."""
         return max((self.peers[p].round_trip_s for p in self.live), default=0.0)

@@ -3,28 +3,34 @@
 Rules of this file:
 1. A contribution is accepted only for the head of its shard, from its own learner's peer, once per learner and version,
    and only where the chain has merged its learner to.
-2. A stale contribution is refused with the newest commit attached; one that is ahead of us waits until we caught up.
+2. A stale contribution is refused with the newest head attached; one that is ahead of us waits until we caught up.
 3. Whoever holds contributions may merge them when its rank's time has come: there is no election.
 """
 
 from __future__ import annotations
 
-from p2pdiloco.protocol.chain import NO_MARK
+from typing import NamedTuple
+
 from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.effects import Merge
 from p2pdiloco.protocol.events import Merged
 from p2pdiloco.protocol.identifiers import Digest, LearnerId, PeerId, ShardId, peer_of
-from p2pdiloco.protocol.messages import Commit, CommitHeader, Contribution, Refused
+from p2pdiloco.protocol.messages import CommitHeader, Contribution, Head, Refused
 from p2pdiloco.protocol.ownership import ranked_owners
 from p2pdiloco.protocol.quorum import QuorumView, decide, grace_window_s
 
 SMOOTHING = 0.2
 
 
+def is_on_head(contribution: Contribution, head: Head) -> bool:
+    """Whether the outer gradient is relative to this head; else it is stale, or ahead of us."""
+    return contribution.base.id == head.id
+
+
 class Collection:
     """Contributions to one shard's next version."""
 
-    __slots__ = ("answered", "given", "is_merging", "opened_at", "quorum_at", "step")
+    __slots__ = ("answered", "given", "is_closed", "opened_at", "quorum_at", "step")
 
     def __init__(self) -> None:
         self.given: dict[LearnerId, Contribution] = {}
@@ -32,8 +38,18 @@ class Collection:
         self.answered: set[PeerId] = set()
         self.opened_at: float | None = None
         self.quorum_at: float | None = None
-        self.is_merging = False
+        self.is_closed = False
+        """Being merged, or another head is being applied: contributions come too late."""
         self.step = 0
+
+
+class Job(NamedTuple):
+    """A merge under way."""
+
+    base: Digest
+    contributions: tuple[Contribution, ...]
+    """Sorted by learner."""
+    began_at: float
 
 
 class Merging:
@@ -47,8 +63,9 @@ class Merging:
         self.turn_s = core.config.takeover_floor_s
         """Smoothed time from a turn to its commits."""
         self.sync_s = 0.0
-        """Smoothed time from closing to the own commit being applied."""
-        self.merge_began: dict[ShardId, float] = {}
+        """Smoothed time from closing to the commit."""
+        self.jobs: dict[ShardId, Job] = {}
+        """Merges under way: one for a shard, so that it is clear which one has ended."""
 
     # -- measured times ------------------------------------------------------------------------------------------------
 
@@ -63,6 +80,11 @@ class Merging:
         overlap = config.overlap * self._step_time_s()
         wanted = overlap + 3 * self.turn_s + 4 * membership.slowest_round_trip_s()
         return min(max(wanted, config.takeover_floor_s), config.takeover_ceiling_s)
+
+    def commit_patience_s(self) -> float:
+        """How long a commit that others have may be on its way: a turn, but at most a heartbeat, and two round trips."""
+        config, membership = self.core.config, self.core.membership
+        return min(self.turn_s, config.heartbeat_s) + 2 * membership.slowest_round_trip_s()
 
     def _step_time_s(self) -> float:
         learner = self.core.learner
@@ -84,7 +106,7 @@ class Merging:
         shard, head = contribution.shard, self.core.head(contribution.shard)
         if peer_of(contribution.contributor.learner) != sender:
             self._refuse(sender, contribution, "the learner is not the sender's")
-        elif contribution.base.id == head.id:
+        elif is_on_head(contribution, head):
             reason = self._problem(contribution)
             if reason is None:
                 self._accept(sender, contribution)
@@ -99,7 +121,7 @@ class Merging:
         c = contribution.contributor
         if c.tokens < 0 or c.steps < 0 or (c.tokens > 0) != (c.steps > 0):
             return "its range is not a range"
-        if c.tokens_from < self.core.chains[contribution.shard].marks.get(c.learner, NO_MARK).tokens:
+        if self.core.chains[contribution.shard].is_merged(c):
             return "its tokens are merged already"
         if c.tokens and not contribution.payload:
             return "it has no payload"
@@ -107,7 +129,7 @@ class Merging:
 
     def _accept(self, sender: PeerId, contribution: Contribution) -> None:
         collection, c = self.collections[contribution.shard], contribution.contributor
-        if collection.is_merging:
+        if collection.is_closed:
             return
         self.open(contribution.shard, contribution.step)
         collection.answered.add(sender)
@@ -115,8 +137,6 @@ class Merging:
             for learner in [x for x in collection.given if peer_of(x) == sender and x != c.learner]:
                 del collection.given[learner]
             collection.given.setdefault(c.learner, contribution)
-            if collection.quorum_at is None and len(collection.given) >= self.core.config.min_quorum:
-                collection.quorum_at = self.core.now
         self.consider(contribution.shard)
 
     def _refuse(self, sender: PeerId, contribution: Contribution, reason: str) -> None:
@@ -126,18 +146,17 @@ class Merging:
         if sender == core.config.peer:
             return
         core.send((sender,), Refused(shard, contribution.base.id, reason, head))
-        log = core.chains[shard].log
-        if log and log[-1].parent == contribution.base.id:
-            core.send((sender,), Commit(log[-1]))
 
     # -- close ---------------------------------------------------------------------------------------------------------
 
     def consider(self, shard: ShardId) -> None:
         """Merge what is in, if it is time."""
         collection, core = self.collections[shard], self.core
-        if collection.is_merging or not collection.given or collection.opened_at is None:
+        if collection.is_closed or shard in self.jobs or not collection.given or collection.opened_at is None:
             return
         head = core.head(shard)
+        if collection.quorum_at is None and len(collection.given) >= self.quorum():
+            collection.quorum_at = core.now
         decision = decide(self._view(shard, collection))
         if not decision.is_close:
             if decision.look_again_at is None:
@@ -147,10 +166,10 @@ class Merging:
             return
         core.alarms.cancel(("close", shard))
         core.note("debug", "close", f"shard {shard} version {head.version + 1}: {decision.reason}")
-        collection.is_merging = True
-        self.merge_began[shard] = core.now
-        given = collection.given
-        core.effects.append(Merge(shard, head, tuple(given[learner] for learner in sorted(given))))
+        collection.is_closed = True
+        contributions = tuple(collection.given[learner] for learner in sorted(collection.given))
+        self.jobs[shard] = Job(head.id, contributions, core.now)
+        core.effects.append(Merge(shard, head, contributions))
 
     def consider_all(self) -> None:
         """Membership changed: every collection may close now, or no longer."""
@@ -164,9 +183,8 @@ class Merging:
         assert collection.opened_at is not None
         ranked = ranked_owners(config.run, shard, core.head(shard).version + 1, membership.candidates)
         rank = ranked.index(config.peer) if config.peer in ranked else len(ranked)
-        missing = len(membership.participating - collection.answered)
-        if config.peer not in collection.answered and core.is_participating():
-            missing += 1
+        absent = membership.participating - collection.answered
+        is_waiting_for_me = core.is_participating() and config.peer not in collection.answered
         quorum_s = 0.0 if collection.quorum_at is None else collection.quorum_at - collection.opened_at
         grace_s = grace_window_s(
             grace_share=config.grace_share,
@@ -175,17 +193,26 @@ class Merging:
             quorum_s=quorum_s,
             sync_s=self.sync_s + membership.slowest_round_trip_s(),
         )
+        takeover_s = self.takeover_s()
+        if membership.is_any_departing(absent):
+            grace_s = max(grace_s, takeover_s)  # it has no later turn
         return QuorumView(
             now=core.now,
             opened_at=collection.opened_at,
             quorum_at=collection.quorum_at,
             given=len(collection.given),
-            missing=missing,
-            min_quorum=config.min_quorum,
+            missing=len(absent) + is_waiting_for_me,
+            min_quorum=self.quorum(),
             rank=rank,
-            takeover_s=self.takeover_s(),
+            takeover_s=takeover_s,
             grace_s=grace_s,
         )
+
+    def quorum(self) -> int:
+        """K, or all who participate if they are fewer: with one live learner versions advance."""
+        membership = self.core.membership
+        participants = len(membership.participating) + self.core.is_participating()
+        return max(1, min(self.core.config.min_quorum, participants))
 
     # -- commit --------------------------------------------------------------------------------------------------------
 
@@ -193,10 +220,13 @@ class Merging:
         """The merge is done: the commit to make, or None if the shard has moved on meanwhile."""
         core, collection = self.core, self.collections[event.shard]
         head = core.head(event.shard)
-        if not collection.is_merging or head.id != event.base:
+        job = self.jobs.pop(event.shard, None)
+        if job is None or not job.base == event.base == head.id:
             core.note("info", "commit", f"shard {event.shard}: merge for {event.base[:8]} dropped, the head moved on")
+            self.consider(event.shard)
             return None
-        contributors = tuple(collection.given[learner].contributor for learner in sorted(collection.given))
+        self.sync_s += SMOOTHING * (core.now - job.began_at - self.sync_s)
+        contributors = tuple(contribution.contributor for contribution in job.contributions)
         return CommitHeader(
             shard=event.shard,
             version=head.version + 1,
@@ -213,24 +243,39 @@ class Merging:
         """A merge did not work: drop the contribution to blame (all of them if nobody is named) and look again."""
         collection = self.collections[shard]
         self.core.note("warning", "merge", f"shard {shard}: {reason}")
-        collection.is_merging = False
-        for learner in [x for x in collection.given if culprit is None or peer_of(x) == culprit]:
-            del collection.given[learner]
+        job = self.jobs.pop(shard, None)
+        if job is not None and job.base == self.core.head(shard).id:
+            collection.is_closed = False
+            for learner in [x for x in collection.given if culprit is None or peer_of(x) == culprit]:
+                del collection.given[learner]
         self.consider(shard)
 
-    def moved(self, shard: ShardId, parent: Digest | None) -> None:
-        """The shard has a new head (``parent`` is what it extends): collect for the next version."""
+    def close(self, shard: ShardId) -> None:
+        """The next head is being applied: what comes now comes too late."""
+        self.collections[shard].is_closed = True
+        self.core.alarms.cancel(("close", shard))
+
+    def reopen(self, shard: ShardId) -> None:
+        """The commit could not be applied: the contributions are still there."""
+        self.collections[shard].is_closed = shard in self.jobs
+        self.consider(shard)
+
+    def moved(self, shard: ShardId) -> None:
+        """The shard has a new head: collect for the next version."""
         core = self.core
-        began = self.merge_began.pop(shard, None)
-        if began is not None and parent is not None:
-            self.sync_s += SMOOTHING * (core.now - began - self.sync_s)
         core.alarms.cancel(("close", shard))
         self.collections[shard] = Collection()
         early, self.early[shard] = self.early[shard], {}
         for sender in sorted(early):
             self.collect(sender, early[sender])
 
+    def forget(self, peer: PeerId) -> None:
+        """The peer is gone: what it sent ahead of us will come again, or never."""
+        for early in self.early:
+            early.pop(peer, None)
+
     def payloads(self) -> set[Digest]:
         """Payloads that may still be merged here."""
         held = {c.payload for collection in self.collections for c in collection.given.values()}
+        held.update(c.payload for job in self.jobs.values() for c in job.contributions)
         return held | {c.payload for waiting in self.early for c in waiting.values()}

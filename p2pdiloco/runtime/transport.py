@@ -14,6 +14,7 @@ import asyncio
 import os
 import socket
 import ssl
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Protocol, Self
@@ -410,14 +411,19 @@ class Transport:
         is_inbound = connection.role is Role.LISTENER
         is_observer = connection.remote is not None and not connection.remote.run
         self._connections[peer] = connection
-        log.info("connected", peer=peer, address=address, inbound=is_inbound, observer=is_observer)
+        self._say(connection)("connected", peer=peer, address=address, inbound=is_inbound, observer=is_observer)
         self._handler.connected(peer, address, is_observer, is_inbound)
 
     def _remove(self, connection: Connection, reason: str) -> None:
         if self._connections.get(connection.peer) is connection:
             del self._connections[connection.peer]
-            log.info("disconnected", peer=connection.peer, reason=reason)
+            self._say(connection)("disconnected", peer=connection.peer, reason=reason)
             self._handler.disconnected(connection.peer, reason)
+
+    def _say(self, connection: Connection) -> Callable[..., None]:
+        """Observers come and go by the dozen: what is about them is for debugging."""
+        is_observed = not self._run or (connection.remote is not None and not connection.remote.run)
+        return log.debug if is_observed else log.info
 
     def _rank(self, connection: Connection) -> tuple[bool, int]:
         """Both ends compute the same: dialled by the smaller id wins; of one dialler's connections the latest."""

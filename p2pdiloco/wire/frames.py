@@ -13,6 +13,7 @@ more than one chunk.
     REFUSAL                   why a request is not answered (UTF-8)
     *_CANCEL                  receiver to sender: stop this stream; the sender answers with *_ABORT
     *_ABORT                   sender to receiver: the rest of this stream will not come
+    CREDIT                    u64: chunk bytes that the other side may send on this connection, since its start
     GOODBYE                   a code byte and the reason (UTF-8); the last frame of its direction
 
 Rules of this file:
@@ -42,6 +43,8 @@ TEXT_LIMIT = 1024
 """Bytes of the text in a GOODBYE or a REFUSAL."""
 PAYLOAD_LIMIT = 1 << 40
 """Bytes that a payload may claim; what is admitted is the receiver's decision."""
+FIRST_CREDIT = 64 << 10
+"""Chunk bytes that may be sent on a connection before its first CREDIT."""
 STREAM_WRAP = 1 << 32
 OPEN_STREAMS_LIMIT = 64
 """Streams that a sender may have open at once in one direction; a receiver takes more for an attack."""
@@ -67,6 +70,7 @@ class Kind(IntEnum):
     RESPONSE_ABORT = 13
     REFUSAL = 14
     GOODBYE = 15
+    CREDIT = 16
 
 
 HANDSHAKE_KINDS = frozenset({Kind.HELLO, Kind.PROOF, Kind.GOODBYE})
@@ -88,6 +92,7 @@ BODY_LIMITS: dict[Kind, int] = {
     Kind.RESPONSE_ABORT: 0,
     Kind.REFUSAL: TEXT_LIMIT,
     Kind.GOODBYE: TEXT_LIMIT + 1,
+    Kind.CREDIT: SIZE.size,
 }
 
 
@@ -167,6 +172,23 @@ def split_size(body: bytes) -> tuple[int, bytes]:
     if size > PAYLOAD_LIMIT:
         raise FrameError(f"a payload of {size} bytes is announced")
     return size, body[SIZE.size :]
+
+
+def encode_credit(granted: int) -> bytes:
+    """A CREDIT frame."""
+    return encode_frame(Kind.CREDIT, 0, SIZE.pack(granted))
+
+
+def decode_credit(body: bytes) -> int:
+    """The count in a CREDIT.
+
+    Raises:
+        FrameError: not a count.
+    """
+    if len(body) != SIZE.size:
+        raise FrameError(f"a CREDIT of {len(body)} bytes")
+    (granted,) = SIZE.unpack(body)
+    return int(granted)
 
 
 def encode_text(text: str) -> bytes:

@@ -7,7 +7,8 @@ Rules of this file:
 1. No sockets, no clock. Everything is bounded: a frame, the open streams, the payload bytes in progress.
 2. ``admit`` is asked at a stream's start, before a byte of it is allocated. What is not admitted is read and dropped,
    and reported as Skipped, so that the driver can tell the sender to stop.
-3. Events come lazily: ``admit`` for a frame is asked after the driver has handled all frames before it.
+3. Chunks beyond what was ``granted`` break the format: a sender keeps to its credit (wire/credit.py).
+4. Events come lazily: ``admit`` for a frame is asked after the driver has handled all frames before it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from msgspec import Struct
 
 from p2pdiloco.wire.frames import (
+    FIRST_CREDIT,
     HANDSHAKE_KINDS,
     HEADER,
     OPEN_KINDS,
@@ -103,11 +105,21 @@ class Inbox:
         self.control_bytes = 0
         self.bulk_bytes = 0
         """Received so far in whole frames; ``bulk`` is what chunks carry, dropped ones included."""
+        self.granted = FIRST_CREDIT
+        """Chunk bytes that may come, since the start."""
+        self.demand_bytes = 0
+        """Announced payload bytes that did not come yet (of whole frames), dropped ones included."""
 
     @property
     def reserved_bytes(self) -> int:
         """Payload bytes of streams in progress, allocated or promised."""
         return self._reserved_bytes
+
+    @property
+    def arrived_bytes(self) -> int:
+        """As ``bulk_bytes``, with what is here of a chunk that is not whole yet."""
+        header = self._header
+        return self.bulk_bytes + (self._filled if header is not None and header.kind in START_OF_CHUNK else 0)
 
     def open(self) -> None:
         """The handshake is done: messages may come, handshakes may not."""
@@ -149,7 +161,7 @@ class Inbox:
         """Forget everything, and release the memory."""
         self._streams.clear()
         self._target = self._header = None
-        self._reserved_bytes = self._staged = 0
+        self._reserved_bytes = self._staged = self.demand_bytes = 0
 
     def _begin(self, header: Header) -> None:
         if header.kind not in self._allowed:
@@ -164,6 +176,8 @@ class Inbox:
             raise FrameError(f"a {header.kind.name} of stream {header.stream}, which was not begun")
         if not 0 < header.length <= stream.size - stream.filled:
             raise FrameError(f"stream {header.stream} has {stream.size} bytes, and {header.length} more than that came")
+        if self.bulk_bytes + header.length > self.granted:
+            raise FrameError(f"more than the {self.granted} payload bytes that were granted came")
         self._target = None
         if stream.payload is not None:
             self._target = stream.payload[stream.filled : stream.filled + header.length]
@@ -186,6 +200,7 @@ class Inbox:
         self.control_bytes += HEADER.size
         if header.kind in START_OF_CHUNK:
             self.bulk_bytes += header.length
+            self.demand_bytes -= header.length
             yield from self._chunk(START_OF_CHUNK[header.kind], header.stream, header.length)
             return
         self.control_bytes += header.length
@@ -204,6 +219,7 @@ class Inbox:
             raise FrameError(f"stream {stream} was begun twice")
         if len(self._streams) >= 2 * OPEN_STREAMS_LIMIT:
             raise FrameError(f"more than {2 * OPEN_STREAMS_LIMIT} streams at once")
+        self.demand_bytes += size
         fits = self._reserved_bytes + size <= self._bytes_limit
         is_admitted = fits and self._admit(kind, stream, control, size)
         if is_admitted and size == 0:
@@ -229,6 +245,8 @@ class Inbox:
 
     def _abort(self, kind: Kind, stream: int) -> Iterator[Event]:
         entry = self._streams.pop((kind, stream), None)
+        if entry is not None:
+            self.demand_bytes -= entry.size - entry.filled
         if entry is not None and entry.payload is not None:
             self._reserved_bytes -= entry.size
             yield Aborted(kind, stream)

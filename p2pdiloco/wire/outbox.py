@@ -7,6 +7,8 @@ Rules of this file:
 4. Bounded in control bytes and in payload bytes; ``put`` says False rather than grow.
 5. Payloads are shared, not copied: their owner must not change them until they are sent.
 6. At most GROUP streams share the turns; a more urgent one may open beyond that, up to OPEN_STREAMS_LIMIT.
+7. A stream is announced (its start goes out) as soon as it may share the turns, even while no chunk may be sent: the
+   receiver grants credit to those who want (wire/credit.py).
 """
 
 from __future__ import annotations
@@ -48,14 +50,15 @@ class Slice(NamedTuple):
 class _Stream:
     """One payload on its way out."""
 
-    __slots__ = ("payload", "priority", "sent", "start", "start_frame", "stream", "turn")
+    __slots__ = ("is_announced", "payload", "priority", "sent", "start", "start_frame", "stream", "turn")
 
     def __init__(self, start: Kind, stream: int, start_frame: bytes, payload: memoryview, priority: float) -> None:
         self.start, self.stream, self.start_frame = start, stream, start_frame
         self.payload, self.priority = payload, priority
         self.sent = 0
         self.turn = 0
-        """When it was last served; 0: its start is not out yet."""
+        """When it was last served; 0: not yet."""
+        self.is_announced = False
 
     @property
     def bytes_left(self) -> int:
@@ -84,6 +87,11 @@ class Outbox:
     def is_empty(self) -> bool:
         """Nothing is left to send, the GOODBYE included."""
         return not (self._control or self._streams or self._parting)
+
+    @property
+    def has_bulk(self) -> bool:
+        """A chunk could be sent."""
+        return self._payload_bytes > 0
 
     @property
     def queued_bytes(self) -> int:
@@ -120,7 +128,7 @@ class Outbox:
         else:
             self._waiting = [entry for entry in self._waiting if entry[2] is not found]
             heapq.heapify(self._waiting)
-        if found.turn:
+        if found.is_announced:
             # Over the limit on purpose: without it the receiver would keep the stream's buffer.
             self._control.append(abort := encode_frame(ABORT_OF[start], stream, b""))
             self._control_bytes += len(abort)
@@ -140,13 +148,18 @@ class Outbox:
         self._parting = None
         self._control_bytes = self._payload_bytes = 0
 
-    def next(self) -> Slice | None:
-        """What to write next; None if there is nothing."""
+    def next(self, bulk_bytes: int = CHUNK_LIMIT) -> Slice | None:
+        """What to write next, with at most ``bulk_bytes`` of a payload; None if there is nothing, or only payloads
+        and ``bulk_bytes`` is 0."""
         if self._control:
             return Slice(self._join_control(), NOTHING)
-        if self._streams:
-            return self._next_chunk()
-        if self._parting is not None:
+        starts = self._announce()
+        if bulk_bytes > 0 and self._open:
+            header, chunk = self._next_chunk(min(bulk_bytes, self._chunk_bytes))
+            return Slice(starts + header, chunk)
+        if starts:
+            return Slice(starts, NOTHING)
+        if self._parting is not None and not self._streams:
             parting, self._parting = self._parting, None
             return Slice(parting, NOTHING)
         return None
@@ -173,27 +186,31 @@ class Outbox:
         self._control_bytes -= size
         return frames[0] if len(frames) == 1 else b"".join(frames)
 
-    def _next_chunk(self) -> Slice:
-        stream = self._pick()
-        head = b""
-        if stream.turn == 0:
-            head = stream.start_frame
-            self._control_bytes -= len(head)
+    def _announce(self) -> bytes:
+        """Open what may share the turns; the start frames."""
+        starts = []
+        while self._waiting and self._may_open(self._waiting[0][0]):
+            stream = heapq.heappop(self._waiting)[2]
+            stream.is_announced = True
+            starts.append(stream.start_frame)
+            self._control_bytes -= len(stream.start_frame)
+            if stream.bytes_left:
+                self._open.append(stream)
+            else:
+                del self._streams[stream.start, stream.stream]
+        return b"".join(starts)
+
+    def _next_chunk(self, most: int) -> tuple[bytes, memoryview]:
+        """Header and data of the next chunk; a stream is open."""
+        stream = min(self._open, key=lambda stream: (stream.priority, stream.turn))
         stream.turn = next(self._counter)
-        chunk = stream.payload[stream.sent : stream.sent + self._chunk_bytes]
+        chunk = stream.payload[stream.sent : stream.sent + most]
         stream.sent += len(chunk)
         self._payload_bytes -= len(chunk)
-        if len(chunk):
-            head += encode_header(CHUNK_OF[stream.start], stream.stream, len(chunk))
         if not stream.bytes_left:
             self._open.remove(stream)
             del self._streams[stream.start, stream.stream]
-        return Slice(head, chunk)
-
-    def _pick(self) -> _Stream:
-        while self._waiting and self._may_open(self._waiting[0][0]):
-            self._open.append(heapq.heappop(self._waiting)[2])
-        return min(self._open, key=lambda stream: (stream.priority, stream.turn))
+        return encode_header(CHUNK_OF[stream.start], stream.stream, len(chunk)), chunk
 
     def _may_open(self, priority: float) -> bool:
         if len(self._open) < GROUP:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 POLL_S = 0.005
+PROCESS_POLL_S = 0.05
 
 
 async def until(condition: Callable[[], object], timeout_s: float = 10.0, what: str = "the condition") -> None:
@@ -34,3 +35,15 @@ async def until_async(
     while not await condition():
         assert time.monotonic() < deadline, f"{what} did not come within {timeout_s:g} s"
         await asyncio.sleep(POLL_S)
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 30.0, what: str = "the condition") -> None:
+    """As ``until``, for tests without an event loop that watch other processes.
+
+    Raises:
+        AssertionError: it is not within ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come within {timeout_s:g} s"
+        time.sleep(PROCESS_POLL_S)
