@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 FAILED = 1
 REPAIR = 2
 NOBODY_THERE = 3
+PORT_ERRORS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
 
 
 class Complaint(Exception):  # noqa: N818
@@ -27,5 +29,15 @@ def complaining(*, repair: tuple[type[Exception], ...], nobody: tuple[type[Excep
         raise Complaint(str(error), REPAIR) from error
     except nobody as error:
         raise Complaint(str(error), NOBODY_THERE) from error
+    except BrokenPipeError:
+        raise  # whoever read our output has seen enough
     except OSError as error:
-        raise Complaint(str(error), FAILED) from error
+        raise _of_system(error) from error
+
+
+def _of_system(error: OSError) -> Complaint:
+    what = error.strerror or str(error)
+    text = f"{error.filename}: {what}" if error.filename else what
+    if error.errno in PORT_ERRORS:
+        return Complaint(f"{text}; choose another port (0: any free one), or stop what listens there", REPAIR)
+    return Complaint(text, FAILED)

@@ -1,7 +1,7 @@
 """``p2pdiloco``: the command line.
 
 Exit status: 0 in order; 1 something failed while running; 2 the command, configuration or data must be repaired;
-3 nobody could be reached, or what was looked for does not exist.
+3 nobody could be reached, or what was looked for does not exist; 130 interrupted before it had begun.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from importlib import import_module
@@ -17,7 +18,7 @@ from typing import Any
 
 import uvloop
 
-from p2pdiloco.cli.complaints import Complaint
+from p2pdiloco.cli.complaints import FAILED, Complaint
 from p2pdiloco.runtime import logs
 
 COMMANDS = {
@@ -25,6 +26,8 @@ COMMANDS = {
     "start": "found a run and train it",
     "join": "join a running run",
     "status": "show runs and their peers",
+    "simulate": "prove the protocol in a simulated world",
+    "replay": "tell or check a peer's journal",
     "doctor": "check what this machine can do as a peer",
 }
 """Each is a module of this package with ``add_arguments(parser)`` and ``async run(arguments) -> exit status``. Only the
@@ -45,13 +48,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     logs.configure(arguments.log_level, arguments.log_format)
     run: Callable[[argparse.Namespace], Coroutine[None, None, int]] = _module(arguments.command).run
     try:
-        status: int = uvloop.run(run(arguments))
+        status: int = uvloop.run(_until_terminated(run(arguments)))
         return status
     except Complaint as error:
         print(f"p2pdiloco: {error}", file=sys.stderr)
         return error.status
+    except BrokenPipeError:  # ``p2pdiloco replay ... | head``
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
+
+
+async def _until_terminated(work: Coroutine[None, None, int]) -> int:
+    """Until a command has a way of its own to leave, SIGTERM cancels it as Ctrl+C does: what is open is closed."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await work
 
 
 def _parser(chosen: str | None) -> argparse.ArgumentParser:

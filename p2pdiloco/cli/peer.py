@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from p2pdiloco.cli.rates import bytes_per_second
 from p2pdiloco.node.node import Ending
 from p2pdiloco.node.options import PeerOptions
 from p2pdiloco.node.session import DirectoryOptions
@@ -36,6 +37,8 @@ def add_peer_arguments(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--identity_path", type=Path, metavar="FILE", help="key file (default: STATE/identity.key)")
     sub.add_argument("--unreachable", action="store_true", help="behind NAT without forwarding: never own a shard")
+    sub.add_argument("--up", type=bytes_per_second, metavar="RATE", help="send at most this, e.g. 2.5gbit, 100mbit")
+    sub.add_argument("--down", type=bytes_per_second, metavar="RATE", help="let others send at most this")
     sub.add_argument("--checkpoint-s", type=float, default=60.0, help="seconds between checkpoints")
     sub.add_argument("--leave-s", type=float, default=20.0, help="seconds that an orderly leave may take")
     sub.add_argument("--journal", action="store_true", help="record every event, for p2pdiloco replay")
@@ -52,6 +55,8 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
         threads=arguments.threads,
         is_follower=getattr(arguments, "follow", False),
         is_unreachable=arguments.unreachable,
+        up_bytes_per_s=arguments.up,
+        down_bytes_per_s=arguments.down,
         checkpoint_s=arguments.checkpoint_s,
         leave_s=arguments.leave_s,
         has_journal=arguments.journal,

@@ -2,7 +2,8 @@
 
 Rules of this file:
 1. A checkpoint appears whole or not at all: tensors first, then the small JSON that names them, each by rename.
-2. What is read back is checked: the manifest against the run's id, every shard against the digest that its owner signed.
+2. What is read back is checked: the manifest against the run's id, every shard against the digest that its owner
+   signed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Rules of this file:
 1. All events go through ``feed``, one at a time; effects run in the order in which the machine gave them.
-2. Tensor work goes to one worker thread, in order (``global_state``); checking what others sent goes to another, so that a
-   flood of payloads does not delay our own merges.
+2. Tensor work goes to one worker thread, in order (``global_state``); checking what others sent goes to another, so
+   that a flood of payloads does not delay our own merges.
 3. A payload is kept while the machine may still need it (``Machine.payloads``), and no longer.
 4. What a peer sent is fed to the machine only when it is whole, matches its digest, and (a commit) bears its owner's
    signature.
@@ -15,6 +15,8 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar, assert_never
+
+import torch
 
 from p2pdiloco.node.global_state import (
     ContributionError,
@@ -65,6 +67,9 @@ class Surroundings(Protocol):
     def observed(self, event: ev.Event, effects: list[ef.Effect], now: float) -> None:
         """For journal and metrics; called after each event."""
 
+    def fault(self, peer: PeerId, what: str, reason: str) -> None:
+        """A peer broke the rules; what it sent is dropped."""
+
     def crashed(self, error: BaseException) -> None:
         """A defect of ours: the node must stop."""
 
@@ -82,7 +87,8 @@ class Driver:
         """Commits by id with their owners' signatures: of the logs, and of each shard's head."""
         self.traffic = PayloadTraffic([s.elements for s in state.layout.shards])
         self._loop = asyncio.get_running_loop()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tensors")
+        # One torch thread: several peers on a machine, or a learner beside us, must not fight over the cores.
+        self._worker = ThreadPoolExecutor(1, "tensors", torch.set_num_threads, (1,))
         self._inspector = ThreadPoolExecutor(1, thread_name_prefix="inspect")
         self._timer: asyncio.TimerHandle | None = None
         self._swept_at = 0.0
@@ -222,9 +228,15 @@ class Driver:
 
         self._loop.run_in_executor(self._worker, work).add_done_callback(done)
 
-    def _failed(self, work: str, shard: ShardId) -> Callable[[Exception], None]:
+    def _failed(self, work: str, shard: ShardId, owner: PeerId | None = None) -> Callable[[Exception], None]:
+        """Tell the machine. ``owner`` signed what was worked on, and answers for its digest."""
+
         def fail(error: Exception) -> None:
+            if owner is not None and isinstance(error, DigestMismatchError):
+                self.around.fault(owner, "commit", str(error))
             culprit = peer_of(error.learner) if isinstance(error, ContributionError) else None
+            if culprit is not None:
+                self.around.fault(culprit, "contribution", str(error))
             self.feed(ev.Failed(work, shard, culprit, str(error)))
 
         return fail
@@ -269,7 +281,7 @@ class Driver:
         self.job(
             lambda: self.state.apply(header.shard, header.parent, effect.id, payload, header.result, moves),
             lambda shifts: self._applied(header.shard, effect.id, shifts),
-            self._failed("apply", header.shard),
+            self._failed("apply", header.shard, header.owner),
         )
 
     def _install(self, effect: ef.Install) -> None:
@@ -305,7 +317,7 @@ class Driver:
         data: memoryview | None,
     ) -> None:
         if data is None:
-            log.warning("message without its payload", peer=peer)
+            self.around.fault(peer, "payload", "the message came without its payload")
             return
         signature_bytes = SIGNATURE_BYTES if commit else 0
 
@@ -322,7 +334,7 @@ class Driver:
                 return
             result = future.result()
             if result is None:
-                log.warning("payload or signature does not match, message dropped", peer=peer)
+                self.around.fault(peer, "payload", "its digest or its owner's signature does not match")
                 return
             self.payloads[digest] = result[1]
             if isinstance(message, msg.Commit):

@@ -18,7 +18,7 @@ PATIENCE_S = 20.0
 
 
 def proven_digest(manifest: Manifest, proof: StateProof) -> Digest:
-    """The digest that the shard's state must have, from the commit that its owner signed (or the manifest, at version 0).
+    """The digest that the shard's state must have: the commit's that its owner signed (the manifest's, at version 0).
 
     Raises:
         ValueError: the proof does not prove its head.

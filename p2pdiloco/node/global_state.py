@@ -5,10 +5,10 @@ Rules of this file:
    exact: commits, shifts, their acknowledgements and snapshots are told apart by it, without locks.
 2. Theta and momentum change only together with the shard's head, and only when the result's digest is right.
 3. The learner's parameters are never read or written here; they move by *shifts* that it adds at a step boundary. A
-   shift is (new global - old global), plus own contributions that were merged, minus those that a fork took back. So the
-   learner keeps every step it made meanwhile (``carry``).
-4. A snapshot is brought up to date with all shifts that the learner had not added when it was taken. An outer gradient is
-   therefore always relative to the head it claims.
+   shift is (new global - old global), plus own contributions that were merged, minus those that a fork took back. So
+   the learner keeps every step it made meanwhile (``carry``).
+4. A snapshot is brought up to date with all shifts that the learner had not added when it was taken. An outer gradient
+   is therefore always relative to the head it claims.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from p2pdiloco.protocol.manifest import CodecConfig, Layout, OuterConfig, Shard
 from p2pdiloco.protocol.messages import Contributor
 from p2pdiloco.tensors import merging, outer, quantize
 from p2pdiloco.training.shared_memory import SharedVectors
-from p2pdiloco.wire.compression import compress, decompress, payload_limit
+from p2pdiloco.wire import compression
 
 
 class StaleBaseError(Exception):
@@ -79,10 +79,25 @@ class Moves(NamedTuple):
 
 
 class _Prepared(NamedTuple):
+    """A commit of our own: that it gives the digest it promises is known."""
+
     base: Digest
     payload: Digest
-    theta: Tensor
-    momentum: Tensor
+
+
+class _Scratch:
+    """Vectors of the largest shard's size, reused: fresh memory costs more than the arithmetic in it. Not touched until
+    they are needed."""
+
+    def __init__(self, elements: int) -> None:
+        self._elements = elements
+        self._vectors: dict[str, Tensor] = {}
+
+    def take(self, name: str, elements: int) -> Tensor:
+        """The vector of that name, with any content."""
+        if name not in self._vectors:
+            self._vectors[name] = torch.empty(self._elements, dtype=torch.float32)
+        return self._vectors[name][:elements]
 
 
 class GlobalState:
@@ -91,13 +106,14 @@ class GlobalState:
     def __init__(self, layout: Layout, outer_config: OuterConfig, codec: CodecConfig, vectors: SharedVectors) -> None:
         self.layout = layout
         self.outer_config = outer_config
-        self.codec = codec
+        self._up = quantize.recipe(codec.up, codec.up_step)
+        self._down = quantize.recipe(codec.down, codec.down_step)
         self.theta = vectors.theta
         self.shift = vectors.shift
         self.snapshot = vectors.snapshot
         self.momentum = torch.zeros_like(self.theta)
         self.queued = torch.zeros_like(self.theta)
-        """Shifts that wait until the learner has added the last one."""
+        """Shifts that wait until the learner has added the last one; any content where none waits."""
         self.heads: list[Digest | None] = [None] * len(layout.shards)
         self.learner: LearnerId | None = None
         self._in_flight = [Kind.NONE] * len(layout.shards)
@@ -105,6 +121,7 @@ class GlobalState:
         self._snapshot_is_ours = [False] * len(layout.fragments)
         self._staged: dict[ShardId, tuple[Digest, Tensor, Tensor]] = {}
         self._prepared: dict[ShardId, _Prepared] = {}
+        self._scratch = _Scratch(max(shard.elements for shard in layout.shards))
 
     def _range(self, vector: Tensor, shard: ShardId) -> Tensor:
         piece = self.layout.shards[shard]
@@ -172,22 +189,20 @@ class GlobalState:
         if self.heads[shard] != parent:
             raise StaleBaseError(f"shard {shard} is not at {parent[:8]}")
         prepared = self._prepared.pop(shard, None)
-        if prepared is None or prepared.base != parent or prepared.payload != digest_of(payload):
-            try:
-                gradient = self._decode(shard, payload)
-            except ValueError as error:
-                raise DigestMismatchError(f"the payload of commit {head[:8]} is malformed: {error}") from error
-            theta, momentum = self._outer_step(shard, gradient)
-            if outer.state_digest(theta, momentum) != result:
-                raise DigestMismatchError(
-                    f"commit {head[:8]} of shard {shard} does not give the digest that it promises"
-                )
-        else:
-            theta, momentum = prepared.theta, prepared.momentum
+        is_ours = prepared is not None and prepared.base == parent and prepared.payload == digest_of(payload)
+        try:
+            gradient = self._decode(shard, payload)
+        except ValueError as error:
+            raise DigestMismatchError(f"the payload of commit {head[:8]} is malformed: {error}") from error
+        theta, momentum = self._outer_step(shard, gradient)
+        if not is_ours and outer.state_digest(theta, momentum) != result:
+            raise DigestMismatchError(f"commit {head[:8]} of shard {shard} does not give the digest that it promises")
         return self._replace(shard, head, theta, momentum, moves)
 
     def _outer_step(self, shard: ShardId, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        theta, momentum = self._range(self.theta, shard).clone(), self._range(self.momentum, shard).clone()
+        """The shard's next parameters and momentum, in scratch."""
+        theta = self._scratch.take("theta", gradient.numel()).copy_(self._range(self.theta, shard))
+        momentum = self._scratch.take("momentum", gradient.numel()).copy_(self._range(self.momentum, shard))
         outer.outer_step(
             theta,
             momentum,
@@ -197,27 +212,30 @@ class GlobalState:
         )
         return theta, momentum
 
-    def _decode(self, shard: ShardId, payload: bytes) -> Tensor:
+    def _decode(self, shard: ShardId, payload: bytes, name: str = "gradient") -> Tensor:
+        """The outer gradient in ``payload``, in the scratch vector ``name``; it is finite."""
         elements = self.layout.shards[shard].elements
-        return quantize.decode(decompress(payload, payload_limit(elements)), elements)
+        bodies = compression.split(payload, quantize.chunk_count(elements), quantize.LARGEST_BODY)
+        return quantize.decode_chunks(bodies, self._scratch.take(name, elements))
 
     def _replace(self, shard: ShardId, head: Digest, theta: Tensor, momentum: Tensor, moves: Moves) -> Shifts:
         current = self._range(self.theta, shard)
+        shifts = Shifts((), ())
         if self.learner is not None:
             if moves.is_reset:
-                self._queue_reset(shard, theta)
+                shifts = self._move(shard, Kind.REPLACE, theta)
             else:
-                move = theta - current
+                move = torch.sub(theta, current, out=self._scratch.take("move", theta.numel()))
                 if moves.learner == self.learner:
                     for payload in moves.settled:
                         move += self._decode(shard, payload)
                     for payload in moves.restored:
                         move -= self._decode(shard, payload)
-                self._queue_shift(shard, move)
+                shifts = self._move(shard, Kind.ADD, move)
         current.copy_(theta)
         self._range(self.momentum, shard).copy_(momentum)
         self.heads[shard] = head
-        return self.next_shifts((shard,))
+        return shifts
 
     # -- merging -------------------------------------------------------------------------------------------------------
 
@@ -232,21 +250,18 @@ class GlobalState:
             raise StaleBaseError(f"shard {shard} is not at {base[:8]}")
         piece: Shard = self.layout.shards[shard]
         gradients, weights = [], []
-        for contributor, payload in given:
+        for number, (contributor, payload) in enumerate(given):
             try:
-                gradient = self._decode(shard, payload)
+                gradients.append(self._decode(shard, payload, f"gradient {number}"))
             except ValueError as error:
                 raise ContributionError(contributor.learner, str(error)) from error
-            if not bool(torch.isfinite(gradient).all()):
-                raise ContributionError(contributor.learner, "it is not finite")
-            gradients.append(gradient)
             weights.append(merging.token_weight(contributor.tokens, contributor.steps))
-        merged = torch.empty(piece.elements, dtype=torch.float32)
+        merged = self._scratch.take("merged", piece.elements)
         merging.merge(piece.merge, gradients, weights, merged)
-        payload = compress(quantize.encode(self.codec.down, merged))
+        payload = compression.join(quantize.encode_chunks(self._down, merged))
         payload_digest = digest_of(payload)
         theta, momentum = self._outer_step(shard, self._decode(shard, payload))
-        self._prepared[shard] = _Prepared(base, payload_digest, theta, momentum)
+        self._prepared[shard] = _Prepared(base, payload_digest)
         return MergeResult(payload, payload_digest, outer.state_digest(theta, momentum))
 
     # -- the learner ---------------------------------------------------------------------------------------------------
@@ -255,7 +270,6 @@ class GlobalState:
         """Put all global parameters where a new learner takes them from. It must acknowledge with ``shifted``."""
         self.learner = learner
         self.shift.copy_(self.theta)
-        self.queued.zero_()
         for shard in range(len(self.layout.shards)):
             self._in_flight[shard] = Kind.REPLACE
             self._in_queue[shard] = Kind.NONE
@@ -266,18 +280,27 @@ class GlobalState:
         """The learner is gone."""
         self.learner = None
 
-    def _queue_shift(self, shard: ShardId, move: Tensor) -> None:
-        self._range(self.queued, shard).add_(move)
-        if self._in_queue[shard] is Kind.NONE:
-            self._in_queue[shard] = Kind.ADD
+    def _move(self, shard: ShardId, kind: Kind, values: Tensor) -> Shifts:
+        """Hand a shift over to the learner, or queue it until it has taken the last; keep the snapshot up to date."""
         if self._snapshot_is_ours[self.layout.shards[shard].fragment]:
-            self._range(self.snapshot, shard).add_(move)
+            self._change(self._range(self.snapshot, shard), kind, values)
+        if self._in_flight[shard] is Kind.NONE:
+            assert self._in_queue[shard] is Kind.NONE, "what waits, waits for something"
+            self._range(self.shift, shard).copy_(values)
+            self._in_flight[shard] = kind
+            return Shifts((shard,), ()) if kind is Kind.ADD else Shifts((), (shard,))
+        is_first = self._in_queue[shard] is Kind.NONE
+        self._change(self._range(self.queued, shard), Kind.REPLACE if is_first else kind, values)
+        if is_first or kind is Kind.REPLACE:
+            self._in_queue[shard] = kind
+        return Shifts((), ())
 
-    def _queue_reset(self, shard: ShardId, theta: Tensor) -> None:
-        self._range(self.queued, shard).copy_(theta)
-        self._in_queue[shard] = Kind.REPLACE
-        if self._snapshot_is_ours[self.layout.shards[shard].fragment]:
-            self._range(self.snapshot, shard).copy_(theta)
+    @staticmethod
+    def _change(vector: Tensor, kind: Kind, values: Tensor) -> None:
+        if kind is Kind.ADD:
+            vector.add_(values)
+        else:
+            vector.copy_(values)
 
     def next_shifts(self, shards: Sequence[ShardId]) -> Shifts:
         """Hand queued shifts of ``shards`` over where the learner has taken the last; returns what to tell it of."""
@@ -285,9 +308,7 @@ class GlobalState:
         for shard in shards:
             kind = self._in_queue[shard]
             if kind is not Kind.NONE and self._in_flight[shard] is Kind.NONE:
-                queued = self._range(self.queued, shard)
-                self._range(self.shift, shard).copy_(queued)
-                queued.zero_()
+                self._range(self.shift, shard).copy_(self._range(self.queued, shard))
                 self._in_queue[shard] = Kind.NONE
                 self._in_flight[shard] = kind
                 ready[kind].append(shard)
@@ -323,6 +344,7 @@ class GlobalState:
         """
         if self.heads[shard] != base or not self._snapshot_is_ours[self.layout.shards[shard].fragment]:
             raise StaleBaseError(f"shard {shard} is not at {base[:8]}")
-        gradient = self._range(self.theta, shard) - self._range(self.snapshot, shard)
-        payload = compress(quantize.encode(self.codec.up, gradient))
+        theta, snapshot = self._range(self.theta, shard), self._range(self.snapshot, shard)
+        gradient = torch.sub(theta, snapshot, out=self._scratch.take("gradient", theta.numel()))
+        payload = compression.join(quantize.encode_chunks(self._up, gradient))
         return payload, digest_of(payload)

@@ -60,7 +60,7 @@ class LearnerProcess:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         try:
-            with open(self._log_path, "ab") as output:
+            with open(self._log_path, "ab") as output:  # noqa: ASYNC230 (a small local file, once a life)
                 self._process = await asyncio.create_subprocess_exec(
                     sys.executable,
                     "-m",
@@ -74,6 +74,7 @@ class LearnerProcess:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
+                    start_new_session=True,  # Ctrl+C is for the node, which then leaves in order
                 )
         except BaseException:
             ours.close()

@@ -98,10 +98,11 @@ async def dial_any(
         except DirectoryError as error:
             records, reasons[PeerId("directory")] = {}, str(error)
         reached = await asyncio.gather(*(_dial_one(transport, p, r, reasons) for p, r in sorted(records.items())))
-        peers = [peer for peer in reached if peer is not None]
+        peers = [peer for peer in reached if isinstance(peer, str)]
         if peers:
             return peers
-        if loop.time() >= deadline:
+        are_all_refusing = bool(reached) and all(isinstance(answer, PeerRefused) for answer in reached)
+        if are_all_refusing or loop.time() >= deadline:
             detail = (
                 "; ".join(f"{peer}: {reason}" for peer, reason in sorted(reasons.items())) or "no peer is announced"
             )
@@ -111,14 +112,17 @@ async def dial_any(
         await asyncio.sleep(0.5)
 
 
-async def _dial_one(transport: Transport, peer: PeerId, record: bytes, reasons: dict[PeerId, str]) -> PeerId | None:
+async def _dial_one(
+    transport: Transport, peer: PeerId, record: bytes, reasons: dict[PeerId, str]
+) -> PeerId | PeerRefused | None:
+    """The peer; or its refusal, which another try would not change; or None, and the reason in ``reasons``."""
     try:
         for address in msgspec.msgpack.decode(record, type=PeerRecord).addresses:
             try:
                 return await transport.dial(address, timeout_s=ASK_S)
             except PeerRefused as error:
                 reasons[peer] = str(error)
-                return None
+                return error
             except (DialError, ValueError) as error:
                 reasons[peer] = str(error)
     except ValueError as error:

@@ -1,9 +1,10 @@
-"""What happened to a peer, for people and for plots: one JSON object a line in ``metrics.jsonl``, and running totals."""
+"""What happened to a peer, for people and plots: one JSON object a line in ``metrics.jsonl``, and running totals."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
@@ -32,10 +33,12 @@ class Metrics:
         self.steps = 0
         self.tokens = 0
         self._last_tokens = 0
+        self.faults: Counter[str] = Counter()
+        """What peers sent against the rules, by kind."""
 
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._file = open(self._path, "a", encoding="utf-8", buffering=1)
         return self
 
     def __exit__(
@@ -49,6 +52,12 @@ class Metrics:
         """Append one line. ``time`` is Unix time in seconds."""
         if self._file is not None:
             self._file.write(json.dumps({"time": round(time.time(), 3), "event": event, **fields}) + "\n")
+
+    def fault(self, peer: str, what: str) -> int:
+        """A peer broke the rules; returns how often that kind was seen."""
+        self.faults[what] += 1
+        self.write("fault", peer=peer, what=what)
+        return self.faults[what]
 
     def learner_began(self) -> None:
         """A new life: its counters start at zero."""

@@ -1,7 +1,8 @@
 """One peer's node: the machine, its global state, its connections, its place in the directory, and its learner.
 
 Rules of this file:
-1. ``async with Node(...)`` opens everything and closes everything, in reverse order, also when something fails half-way.
+1. ``async with Node(...)`` opens everything and closes everything, in reverse order, also when something fails
+   half-way.
 2. The node ends for one of four reasons: the run is complete, it was asked to leave, its learner cannot go on, or a
    defect of ours. Each has an exit status and a sentence.
 3. The learner is told, never asked: nothing here waits for it, and it waits for nothing here.
@@ -148,6 +149,7 @@ class Node:
                 version=PROTOCOL_VERSION,
                 handler=self,
             )
+            self.transport.set_budget(self.options.up_bytes_per_s, self.options.down_bytes_per_s)
             self._fetching = Fetching(self.manifest, self.layout, self.driver, self.transport)
             self._answering = Answering(self.manifest, self.driver, self.status)
             await stack.enter_async_context(self.transport)
@@ -342,7 +344,8 @@ class Node:
 
     def disconnected(self, peer: PeerId, reason: str) -> None:
         """A connection is lost."""
-        self.driver.feed(ev.PeerDisconnected(peer, reason))
+        if peer in self.machine.core.membership.peers:  # an observer never was
+            self.driver.feed(ev.PeerDisconnected(peer, reason))
         self.roster.disconnected(peer)
 
     def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> None:
@@ -350,9 +353,16 @@ class Node:
         try:
             message = decode_message(body)
         except ValueError as error:
-            log.warning("malformed message dropped", peer=peer, reason=str(error))
+            self.fault(peer, "message", str(error))
             return
         self.driver.received(peer, message, payload)
+
+    def fault(self, peer: PeerId, what: str, reason: str) -> None:
+        """A peer broke the rules. All are counted; the log tells the first, the second, the fourth ..., so that nobody
+        can flood it."""
+        times = self.metrics.fault(peer, what)
+        if times.bit_count() == 1:
+            log.warning(f"malformed {what} dropped", peer=peer, reason=reason, times=times)
 
     def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
         """Whether a payload of this size may come with this message."""
@@ -464,6 +474,7 @@ class Node:
             "versions": [head.version for head in heads],
             "tokens_unmerged": self.machine.core.unmerged_tokens(),
             "learner": self._learner_id,
+            "faults": dict(self.metrics.faults),
             "exchange_s": self.metrics.exchange_s,
             "compute_s": self.metrics.compute_s,
             "up_bytes_per_parameter": traffic.up_per_parameter(),

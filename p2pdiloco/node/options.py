@@ -29,6 +29,10 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Nobody can dial this peer: it never owns a shard."""
     weight: Annotated[float, Meta(gt=0.0, le=1e12)] = 1.0
     """Share of ownership, in any unit that the peers of a run agree on (upload budget)."""
+    up_bytes_per_s: Annotated[float, Meta(gt=0.0)] | None = None
+    """What this peer may send at most, over all connections; None for no limit. Control traffic goes first."""
+    down_bytes_per_s: Annotated[float, Meta(gt=0.0)] | None = None
+    """What others may send to this peer."""
     checkpoint_s: Annotated[float, Meta(ge=1.0)] = 60.0
     leave_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 20.0
     has_journal: bool = False

@@ -25,7 +25,7 @@ from p2pdiloco.node.node import Ending, InitialState, Node
 from p2pdiloco.node.options import PeerOptions
 from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
-from p2pdiloco.runtime import logs
+from p2pdiloco.runtime import addresses, logs
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.identity import Identity
 
@@ -50,7 +50,12 @@ async def open_directory(
 
     Raises:
         DirectoryError: none of the initial (and remembered) peers answers.
+        ValueError: an address is malformed, or names no peer.
+        OSError: a port is taken.
     """
+    for text in options.initial_peers:
+        if addresses.parse(text).peer is None:
+            raise ValueError(f"{text} lacks the peer id at its end (/p2p/12D3KooW...): copy the whole address")
     directory = Directory(
         identity,
         listen=list(options.listen),
@@ -79,7 +84,8 @@ async def start(
     if earlier is not None:
         if earlier.manifest.config != config:
             raise CheckpointError(
-                f"{options.folder} holds a checkpoint of another configuration: give --state another folder, or use join"
+                f"{options.folder} holds a checkpoint of another configuration: "
+                "give --state another folder, or use join"
             )
         manifest, initial = earlier.manifest, InitialState(earlier.shards, earlier.theta, earlier.momentum)
         say(f"going on with run {manifest.run[:12]} from the checkpoint in {options.folder}")

@@ -348,7 +348,7 @@ class Adopting:
         self.core.send(tuple(p for p in peers if self._is_donor(p)), HeadsRequest())
 
     def seek(self) -> None:
-        """While joining, now and then: ask one live peer after the other, for offers that came too late or were none."""
+        """While joining, now and then: ask one live peer after the other, since offers come late or were none."""
         live = self.core.membership.live
         if live and len(self.asked) < MAX_FETCHES:
             self.fetch_missing()

@@ -36,12 +36,13 @@ class Alarms:
 
     def pop_due(self, now: float) -> Key | None:
         """The earliest key whose time has come, now removed; None if there is none."""
-        earliest = self.next()
-        if earliest is None or earliest > now:
-            return None
-        _, key = heappop(self._heap)
-        del self._at[key]
-        return key
+        heap = self._heap
+        while heap and heap[0][0] <= now:
+            at, key = heappop(heap)
+            if self._at.get(key) == at:
+                del self._at[key]
+                return key
+        return None
 
     def __contains__(self, key: Key) -> bool:
         return key in self._at

@@ -2,8 +2,8 @@
 
 Rules of this file:
 1. A shard has at most one open turn, and a fragment at most one snapshot being encoded. A turn that is announced while
-   the shard's last one is open is put off until that one is over; of several that were put off only the newest counts.
-2. A shard's turn is over when its head has moved. If that commit belongs to an older turn, the newest is opened at once.
+   the shard's last one is open is put off until that one is over; of several put off only the newest counts.
+2. A shard's turn is over when its head has moved. If that commit is an older turn's, the newest is opened at once.
 3. A contribution covers all of the learner's tokens that the base's chain has not merged.
 """
 

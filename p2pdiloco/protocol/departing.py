@@ -57,7 +57,7 @@ class Departing:
     def proceed(self) -> None:
         """Do what can be done now; called after every event."""
         core = self.core
-        if self.is_done or not core.departure:
+        if self.is_done:
             return
         if not core.is_current:
             if core.departure == "leaving":

@@ -14,9 +14,8 @@ One turn, top to bottom: ``Stepped`` -> ``contributing.open`` -> ``Snapshot`` / 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import assert_never
-
-import msgspec
 
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
@@ -24,28 +23,11 @@ from p2pdiloco.protocol.adopting import Adopting
 from p2pdiloco.protocol.contributing import Contributing
 from p2pdiloco.protocol.core import Core, LearnerView, ProtocolConfig
 from p2pdiloco.protocol.departing import Departing
-from p2pdiloco.protocol.effects import Effect, Evaluate
+from p2pdiloco.protocol.effects import Effect, Evaluate, Send
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.membership import PeerView
 from p2pdiloco.protocol.merging import Merging
-
-
-class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """The machine's own picture, for people. The four membership numbers are never mixed: known (the caller's
-    directory), live, participating, weight averaged."""
-
-    phase: msg.Phase
-    step: int
-    live: tuple[PeerId, ...]
-    """Without this peer."""
-    participating: tuple[PeerId, ...]
-    """With this peer, if it does."""
-    weight_averaged: int
-    """Learners merged by the newest commit seen."""
-    heads: tuple[msg.Head, ...]
-    tokens_trained: int
-    tokens_unmerged: int
-    evaluation: msg.Evaluation | None
+from p2pdiloco.protocol.status import Status as Status
 
 
 class Machine:
@@ -64,12 +46,14 @@ class Machine:
     def handle(self, event: ev.Event, now: float) -> list[Effect]:
         """Take one event at time ``now`` (seconds, never going back) and return what is to be done, in order."""
         core = self.core
-        core.now = max(core.now, now)
+        if now > core.now:
+            core.now = now
         core.effects = []
         self._dispatch(event)
         while (key := core.alarms.pop_due(core.now)) is not None:
             self._ring(*key)
-        self.departing.proceed()
+        if core.departure:
+            self.departing.proceed()
         return core.effects
 
     def next_deadline(self) -> float | None:
@@ -208,15 +192,17 @@ class Machine:
         match message:
             case msg.Heartbeat():
                 self._heard(peer, message)
+            case msg.Commit():
+                if message.header.shard < len(core.chains):
+                    self.adopting.receive(peer, message.header)
+            case msg.Turn() | msg.Contribution() | msg.Refused():
+                self._received_in_turn(peer, message)
             case msg.HeadsRequest():
                 if core.is_current:
                     core.send((peer,), self.adopting.heads())
             case msg.Heads():
                 if all(h.shard < len(core.chains) for h in message.heads):
                     self.adopting.heard_heads(peer, message)
-            case msg.Commit():
-                if message.header.shard < len(core.chains):
-                    self.adopting.receive(peer, message.header)
             case msg.CommitsRequest():
                 if message.shard < len(core.chains):
                     self.adopting.commits_requested(peer, message)
@@ -228,8 +214,6 @@ class Machine:
                     self.evaluation = message
             case msg.Leaving():
                 self._disconnected(peer, f"{peer} left: {message.reason}")
-            case msg.Turn() | msg.Contribution() | msg.Refused():
-                self._received_in_turn(peer, message)
             case _:
                 assert_never(message)
 
@@ -260,8 +244,7 @@ class Machine:
 
     def _connected(self, peer: PeerId) -> None:
         if self.core.membership.connect(peer, self.core.now):
-            view = self.core.membership.peers[peer]
-            self.core.send((peer,), self._heartbeat(view, self.core.membership.next_sequence(self.core.now)))
+            self._greet((self.core.membership.peers[peer],))
 
     def _disconnected(self, peer: PeerId, why: str) -> None:
         self.core.membership.disconnect(peer)
@@ -301,9 +284,7 @@ class Machine:
         core = self.core
         membership = core.membership
         core.alarms.set(("beat", 0), core.now + core.config.heartbeat_s)
-        sequence = membership.next_sequence(core.now)
-        for view in membership.peers.values():
-            core.send((view.peer,), self._heartbeat(view, sequence))
+        self._greet(membership.peers.values())
         self._refresh("silent")
         if not core.is_current:
             self.adopting.seek()
@@ -317,20 +298,19 @@ class Machine:
         if core.learner is None and not core.departure and is_over:
             self.departing.finish()
 
-    def _heartbeat(self, view: PeerView, sequence: int) -> msg.Heartbeat:
-        core = self.core
-        learner = core.learner
-        return msg.Heartbeat(
-            sequence=sequence,
-            echo=view.sequence,
-            echo_held_s=core.now - view.heard_at,
-            phase=core.phase(),
-            is_participating=core.is_participating(),
-            step=core.step,
-            step_time_s=0.0 if learner is None else learner.step_time_s,
-            heads_mark=core.heads_mark,
-            weight=core.config.weight,
-        )
+    def _greet(self, views: Iterable[PeerView]) -> None:
+        """A heartbeat to each."""
+        core, learner = self.core, self.core.learner
+        sequence = core.membership.next_sequence(core.now)
+        phase, is_participating = core.phase(), core.is_participating()
+        step_time_s = 0.0 if learner is None else learner.step_time_s
+        mark, weight = core.heads_mark, core.config.weight
+        for view in views:
+            held_s = core.now - view.heard_at
+            beat = msg.Heartbeat(
+                sequence, view.sequence, held_s, phase, is_participating, core.step, step_time_s, mark, weight
+            )
+            core.effects.append(Send((view.peer,), beat))
 
     def _ring(self, topic: str, shard: int) -> None:
         match topic:

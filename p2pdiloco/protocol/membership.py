@@ -57,6 +57,7 @@ class Membership:
 
     __slots__ = (
         "candidates",
+        "fastest_step_s",
         "interval_s",
         "is_leaving",
         "live",
@@ -66,6 +67,7 @@ class Membership:
         "peers",
         "sent_at",
         "sequence",
+        "slowest_round_trip_s",
     )
 
     def __init__(self, me: PeerId, interval_s: float) -> None:
@@ -84,6 +86,10 @@ class Membership:
         """Of the live ones, without this peer."""
         self.candidates: Candidates = ()
         """Who may own, this peer included."""
+        self.slowest_round_trip_s = 0.0
+        """Largest smoothed round trip to a live peer; like all of these as of the last ``refresh``."""
+        self.fastest_step_s = 0.0
+        """Smallest step time that a live participating peer reports; 0 if none does."""
 
     def connect(self, peer: PeerId, now: float) -> bool:
         """Note a connection; False if there are too many."""
@@ -141,6 +147,8 @@ class Membership:
         live = []
         participating = []
         candidates = []
+        slowest_s = 0.0
+        step_s = float("inf")
         for peer, view in self.peers.items():
             beat = view.beat
             if beat is None:
@@ -149,12 +157,18 @@ class Membership:
             if now - view.heard_at > allowed or now - view.acked_at > allowed + self.interval_s:
                 continue
             live.append(peer)
+            if view.round_trip_s > slowest_s:
+                slowest_s = view.round_trip_s
             if beat.is_participating:
                 participating.append(peer)
+                if 0.0 < beat.step_time_s < step_s:
+                    step_s = beat.step_time_s
             if beat.phase not in ("joining", "leaving"):
                 candidates.append((peer, beat.weight))
         if self.my_candidacy is not None and not (self.is_leaving and candidates):
             candidates.append((self.me, self.my_candidacy))
+        self.slowest_round_trip_s = slowest_s
+        self.fastest_step_s = 0.0 if step_s == float("inf") else step_s
         before = self.live
         self.live = tuple(sorted(live))
         self.participating = frozenset(participating)
@@ -172,16 +186,3 @@ class Membership:
             if view is not None and view.beat is not None and view.beat.phase in ("leaving", "finished"):
                 return True
         return False
-
-    def slowest_round_trip_s(self) -> float:
-        """Largest smoothed round trip to a live peer."""
-        return max((self.peers[p].round_trip_s for p in self.live), default=0.0)
-
-    def fastest_step_s(self) -> float:
-        """Smallest step time that a live participating peer reports; 0 if none does."""
-        times = []
-        for peer in self.participating:
-            beat = self.peers[peer].beat
-            if beat is not None and beat.step_time_s > 0:
-                times.append(beat.step_time_s)
-        return min(times, default=0.0)

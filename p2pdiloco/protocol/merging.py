@@ -78,18 +78,18 @@ class Merging:
         """How long an owner may take before the next in rank is asked: the overlap, three turns, a few round trips."""
         config, membership = self.core.config, self.core.membership
         overlap = config.overlap * self._step_time_s()
-        wanted = overlap + 3 * self.turn_s + 4 * membership.slowest_round_trip_s()
+        wanted = overlap + 3 * self.turn_s + 4 * membership.slowest_round_trip_s
         return min(max(wanted, config.takeover_floor_s), config.takeover_ceiling_s)
 
     def commit_patience_s(self) -> float:
-        """How long a commit that others have may be on its way: a turn, but at most a heartbeat, and two round trips."""
+        """How long a commit that others have may be on its way: a turn (at most a heartbeat) and two round trips."""
         config, membership = self.core.config, self.core.membership
-        return min(self.turn_s, config.heartbeat_s) + 2 * membership.slowest_round_trip_s()
+        return min(self.turn_s, config.heartbeat_s) + 2 * membership.slowest_round_trip_s
 
     def _step_time_s(self) -> float:
         learner = self.core.learner
         own = learner.step_time_s if learner is not None and not learner.is_paused else 0.0
-        others = self.core.membership.fastest_step_s()
+        others = self.core.membership.fastest_step_s
         return min(own, others) if own and others else own or others
 
     # -- collect -------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class Merging:
             overlap_steps=config.overlap,
             step_time_s=self._step_time_s(),
             quorum_s=quorum_s,
-            sync_s=self.sync_s + membership.slowest_round_trip_s(),
+            sync_s=self.sync_s + membership.slowest_round_trip_s,
         )
         takeover_s = self.takeover_s()
         if membership.is_any_departing(absent):

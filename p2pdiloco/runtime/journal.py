@@ -1,4 +1,4 @@
-"""A peer's journal: every event its machine handled, when, and a digest of the effects, so that a replay can be checked.
+"""A peer's journal: every event its machine handled, when, and a checksum of the effects, for checking replays.
 
 File: MessagePack objects one after the other. The first is the machine's configuration, each further one an ``Entry``.
 Writing never blocks the loop for long: entries are buffered and flushed once a second and at the end.
@@ -50,7 +50,7 @@ class Journal:
 
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._path, "wb", buffering=1 << 18)  # noqa: SIM115
+        self._file = open(self._path, "wb", buffering=1 << 18)
         self._write(_encoder.encode(self._config))
         return self
 
@@ -81,15 +81,23 @@ def read_journal(path: Path) -> tuple[ProtocolConfig, Iterator[Entry]]:
     """The configuration and the entries. A last entry that was cut by a kill is left out.
 
     Raises:
-        JournalError: not a journal.
+        JournalError: not a journal, or (while reading on) an entry that is none.
     """
     frames = _frames(path)
     try:
         config = msgspec.msgpack.decode(next(frames), type=ProtocolConfig)
     except (StopIteration, msgspec.MsgspecError) as error:
-        raise JournalError(f"{path} is not a journal") from error
+        raise JournalError(f"{path} is not a journal of this release") from error
+    return config, _entries(path, frames)
+
+
+def _entries(path: Path, frames: Iterator[bytes]) -> Iterator[Entry]:
     decoder = msgspec.msgpack.Decoder(Entry)
-    return config, (decoder.decode(frame) for frame in frames)
+    for number, frame in enumerate(frames, start=1):
+        try:
+            yield decoder.decode(frame)
+        except msgspec.MsgspecError as error:
+            raise JournalError(f"{path}: entry {number} cannot be read: {error}") from error
 
 
 def _frames(path: Path) -> Iterator[bytes]:
@@ -97,7 +105,7 @@ def _frames(path: Path) -> Iterator[bytes]:
         while len(head := file.read(_LENGTH)) == _LENGTH:
             length = int.from_bytes(head, "big")
             if length > MAX_ENTRY_BYTES:
-                raise JournalError(f"{path}: an entry of {length} bytes is no journal's")
+                raise JournalError(f"{path} is not a journal: no entry has {length} bytes")
             data = file.read(length)
             if len(data) < length:
                 return

@@ -1,0 +1,94 @@
+"""``p2pdiloco simulate``: Drive the very protocol of real peers through a simulated world of faults, one world a seed.
+The last line is a JSON object; exit status 1 on a violation. With --mutants: plant each known bug and name the first
+seed that finds it; exit status 1 if one survives."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+
+from p2pdiloco.cli.complaints import FAILED, REPAIR, Complaint
+from p2pdiloco.simulation.mutants import MUTANTS
+from p2pdiloco.simulation.report import find_mutants, simulate
+from p2pdiloco.simulation.scenarios import SCENARIOS, transcript
+
+IS_QUIET = True
+MUTANT_SEEDS = range(1000)
+"""Those of the normal test run."""
+BATCH = 250
+"""Seeds between two progress lines."""
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Its own arguments."""
+    sub.add_argument("--seeds", default="0-999", metavar="A-B", help="inclusive (default: %(default)s)")
+    sub.add_argument("--scenario", choices=sorted(SCENARIOS), help="tell one scripted situation instead of seeds")
+    sub.add_argument("--mutants", action="store_true", help="find every planted bug")
+    sub.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    sub.add_argument("--json", action="store_true", help="nothing but JSON on standard output")
+
+
+async def run(arguments: argparse.Namespace) -> int:
+    """Run and report."""
+    seeds = parse_seeds(arguments.seeds)
+    if arguments.jobs < 1:
+        raise Complaint(f"--jobs {arguments.jobs} must be at least 1", REPAIR)
+    if arguments.scenario:
+        print(transcript(arguments.scenario), end="")
+        return 0
+    if arguments.mutants:
+        return _mutants(arguments.jobs, is_json=arguments.json)
+    return _seeds(seeds, arguments.jobs, is_json=arguments.json)
+
+
+def parse_seeds(text: str) -> range:
+    """``A-B`` or ``A``.
+
+    Raises:
+        Complaint: neither.
+    """
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if found is None or (found[2] is not None and int(found[2]) < int(found[1])):
+        raise Complaint(f"--seeds {text}: give a range such as 0-999, or one number", REPAIR)
+    return range(int(found[1]), int(found[2] or found[1]) + 1)
+
+
+def _batches(seeds: range) -> Iterator[range]:
+    for first in range(seeds.start, seeds.stop, BATCH):
+        yield range(first, min(first + BATCH, seeds.stop))
+
+
+def _seeds(seeds: range, jobs: int, *, is_json: bool) -> int:
+    total: dict[str, float] = {"seeds": 0, "events": 0, "violations": 0, "tokens_lost": 0}
+    seconds = 0.0
+    for batch in _batches(seeds):
+        report = simulate(batch, jobs=jobs)
+        seconds += report.seconds
+        for key, value in report.summary().items():
+            if key in total:
+                total[key] += value
+        for violation in report.violations:
+            print(f"seed {violation.seed}: {violation.sentence}\n  repeat: {violation.command}", file=sys.stderr)
+        if not is_json and len(seeds) > BATCH:
+            print(
+                f"{total['seeds']:>7,} seeds  {total['events']:>13,} events  {total['violations']} violations",
+                flush=True,
+            )
+    total["events_per_second"] = round(total["events"] / seconds) if seconds else 0
+    print(json.dumps(total))
+    return FAILED if total["violations"] or total["tokens_lost"] else 0
+
+
+def _mutants(jobs: int, *, is_json: bool) -> int:
+    found = find_mutants(MUTANT_SEEDS, jobs=jobs)
+    if not is_json:
+        for mutant in found:
+            first = "SURVIVED" if mutant.seed is None else f"seed {mutant.seed:>4}"
+            print(f"{mutant.mutant:<42} {first:<10} {mutant.sentence[:90]}")
+    survivors = [mutant.mutant for mutant in found if mutant.seed is None]
+    print(json.dumps({"mutants": len(MUTANTS), "survivors": survivors}))
+    return FAILED if survivors else 0

@@ -1,0 +1,236 @@
+"""The seven invariants of docs/protocol.md, omniscient, one method each, called at every event that could break it.
+
+A violation is a sentence; the first one ends the run, since what follows would only be its echo.
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import TYPE_CHECKING, NamedTuple
+
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol.identifiers import Digest, ShardId
+from p2pdiloco.protocol.messages import CommitHeader
+from p2pdiloco.simulation.learner import Copy
+from p2pdiloco.simulation.shards import GlobalShard, tokens_in, value_of
+
+if TYPE_CHECKING:
+    from p2pdiloco.simulation.driver import Process
+    from p2pdiloco.simulation.learner import Learner
+    from p2pdiloco.simulation.world import World
+
+
+class Known(NamedTuple):
+    """One commit, as the omniscient checker knows it."""
+
+    version: int
+    parent: Digest
+    value: GlobalShard
+    header: CommitHeader | None
+
+
+class Checks:
+    """What was seen so far, and what was wrong with it."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.violations: list[str] = []
+        self.tokens_lost = 0
+        self.is_over = False
+        self.commits: dict[tuple[ShardId, Digest], Known] = {}
+        self.newest: dict[ShardId, int] = {}
+        """Highest version of each shard."""
+        self.advanced_at: dict[ShardId, float] = {}
+        """When that was reached."""
+        self.versions = 0
+        self.forks = 0
+        self.children: dict[tuple[ShardId, Digest], int] = {}
+        self.tokens_merged = 0
+
+    def violated(self, invariant: int, sentence: str) -> None:
+        """Note a violation and stop."""
+        self.violations.append(f"invariant {invariant}, at {self.world.now:.3f} s: {sentence}")
+        self.is_over = True
+
+    # -- 1: one digest for one version of one chain, and only children of the head are applied -------------------------
+
+    def founded(self, state: ev.ShardState, value: GlobalShard) -> None:
+        """Version 0."""
+        self.commits[state.head.shard, state.head.id] = Known(0, Digest(""), value, None)
+        self.newest[state.head.shard] = 0
+        self.advanced_at[state.head.shard] = 0.0
+
+    def applied(
+        self, process: Process, header: CommitHeader, commit: Digest, base: GlobalShard, value: GlobalShard
+    ) -> None:
+        """A process took a commit on top of its head."""
+        shard = header.shard
+        known = self.commits.get((shard, commit))
+        if known is None:
+            known = self._new_commit(process, header, commit, base, value)
+        if known.value.digest != value.digest:
+            self.violated(1, f"{process.name} has another state at {commit[:8]} than others have")
+
+    def installed(self, process: Process, state: ev.ShardState, value: GlobalShard) -> None:
+        """A process took a fetched state."""
+        known = self.commits.get((state.head.shard, state.head.id))
+        if known is None:
+            self.violated(1, f"{process.name} installs {state.head.id[:8]} of shard {state.head.shard}, made by nobody")
+        elif known.value.digest != value.digest:
+            self.violated(1, f"{process.name} has another state at {state.head.id[:8]} than others have")
+
+    def _new_commit(
+        self, process: Process, header: CommitHeader, commit: Digest, base: GlobalShard, value: GlobalShard
+    ) -> Known:
+        shard = header.shard
+        known = self.commits[shard, commit] = Known(header.version, header.parent, value, header)
+        parent = self.commits.get((shard, header.parent))
+        if parent is None or parent.version + 1 != header.version or parent.value.digest != base.digest:
+            self.violated(1, f"{process.name} commits {commit[:8]} of shard {shard} on a parent that nobody has")
+        self.versions += 1
+        siblings = self.children[shard, header.parent] = self.children.get((shard, header.parent), 0) + 1
+        self.forks += siblings > 1
+        if header.version > self.newest.get(shard, 0):
+            self.newest[shard] = header.version
+            self.advanced_at[shard] = self.world.now
+        self.merged_once(process, header, base, value)
+        return known
+
+    # -- 2: no token is merged twice -----------------------------------------------------------------------------------
+
+    def merged_once(self, process: Process, header: CommitHeader, base: GlobalShard, value: GlobalShard) -> None:
+        """Along a chain each learner's token range is merged at most once, and is the range that the commit names."""
+        if process.machine.core.config.is_overwrite:
+            return  # a learner that is reset gives fewer tokens than its range names
+        for c in header.contributors:
+            self.tokens_merged += c.tokens
+            if base.of(c.learner) != value_of(c.tokens_from) or value.of(c.learner) != value_of(c.tokens_to):
+                self.violated(
+                    2,
+                    f"commit {header.version} of shard {header.shard} by {header.owner} says it takes {c.learner} from "
+                    f"{c.tokens_from} to {c.tokens_to}, but holds {tokens_in(base.of(c.learner))} to "
+                    f"{tokens_in(value.of(c.learner))}",
+                )
+
+    # -- 3: a living learner's tokens are merged or in its delta -------------------------------------------------------
+
+    def moved(self, learner: Learner, shard: ShardId, own: int) -> None:
+        """A learner was moved in its own component: a token vanished from it, or is there twice."""
+        tokens = tokens_in(own)
+        self.tokens_lost += max(1, -tokens)
+        self.violated(3, f"{learner.name} is moved by {tokens} of its own tokens in shard {shard}")
+
+    def lost(self, learner: Learner, shard: ShardId, tokens: int) -> None:
+        """A learner was reset while it held progress."""
+        if tokens:
+            self.tokens_lost += abs(tokens)
+            self.violated(3, f"{learner.name} is reset in shard {shard} and loses {tokens} tokens")
+
+    def conserved(self, learner: Learner, values: list[GlobalShard]) -> None:
+        """At the end: what is merged plus the learner's delta is all that it trained."""
+        view = learner.process.machine.core.learner
+        assert view is not None
+        for shard, value in enumerate(values):
+            mark = view.marks[shard].tokens
+            if value.of(learner.name) != value_of(mark):
+                missing = mark - tokens_in(value.of(learner.name))
+                self.tokens_lost += abs(missing)
+                self.violated(3, f"shard {shard} lacks {missing} tokens of {learner.name}, which holds them for merged")
+
+    # -- 4: heads become equal -----------------------------------------------------------------------------------------
+
+    def heads_equal(self) -> None:
+        """At rest, every living peer has the same heads."""
+        living = [p for p in self.world.living() if p.machine.core.is_current]
+        for shard in range(len(living[0].heads) if living else 0):
+            found: dict[Digest | None, list[str]] = {}
+            for process in living:
+                found.setdefault(process.heads[shard], []).append(process.name)
+            if len(found) > 1:
+                told = "; ".join(f"{str(head)[:8]} at {', '.join(names)}" for head, names in found.items())
+                self.violated(4, f"shard {shard} has {len(found)} heads: {told}")
+                return
+
+    def joined(self) -> None:
+        """After the healing, every living peer has all states."""
+        for process in self.world.living():
+            if not process.machine.core.is_current:
+                missing = [c.shard for c in process.machine.core.chains if c.head is None]
+                self.violated(4, f"{process.name} has still no state of shards {missing}")
+
+    # -- 5: versions advance -------------------------------------------------------------------------------------------
+
+    def advancing(self, within_s: float) -> None:
+        """Every shard had a new version lately."""
+        for shard, at in self.advanced_at.items():
+            if self.world.now - at > within_s:
+                self.violated(5, f"shard {shard} stands at version {self.newest[shard]} since {at:.1f} s")
+                return
+
+    def merging(self, process: Process, contributions: int) -> None:
+        """Nobody merges less than the quorum: K, or all participants if they are fewer."""
+        core = process.machine.core
+        quorum = min(core.config.min_quorum, len(core.membership.participating) + core.is_participating())
+        if contributions < quorum:
+            self.violated(5, f"{process.name} merges {contributions} contributions, the quorum is {quorum}")
+
+    def closing_in_time(self, process: Process) -> None:
+        """With the quorum in, a version waits for nobody longer than the takeover time of each owner before."""
+        core = process.machine.core
+        if process.paused_until > self.world.now - 2.0:
+            return
+        for shard, collection in enumerate(process.machine.merging.collections):
+            if collection.quorum_at is not None and not collection.is_closed:
+                longest_s = (len(core.membership.candidates) + 1) * core.config.takeover_ceiling_s + 1.0
+                if core.now - collection.quorum_at > longest_s:
+                    self.violated(
+                        5, f"{process.name} has had the quorum for shard {shard} since {collection.quorum_at}"
+                    )
+
+    def left(self, process: Process) -> None:
+        """An orderly leave while nothing fails has merged everything."""
+        if self.world.are_leaves_whole and process.learner is not None:
+            view = process.machine.core.learner
+            if view is not None and process.machine.core.unmerged_tokens():
+                self.violated(5, f"{process.name} leaves with {process.machine.core.unmerged_tokens()} tokens unmerged")
+
+    # -- 6: everything is bounded --------------------------------------------------------------------------------------
+
+    def after_events(self, process: Process) -> None:
+        """The machine's own invariants and bounds; every few events of a process."""
+        try:
+            process.machine.check_invariants()
+        except AssertionError as error:
+            line = traceback.extract_tb(error.__traceback__)[-1]
+            self.violated(6, f"{process.name}: {line.line}: {error}")
+        self.bounded(process)
+        self.known_heads(process)
+        self.closing_in_time(process)
+
+    def known_heads(self, process: Process) -> None:
+        """The machine's heads are the driver's, and somebody made them (invariant 1)."""
+        for chain, head in zip(process.machine.core.chains, process.heads, strict=True):
+            if chain.head is not None and (chain.head.id != head or (chain.shard, chain.head.id) not in self.commits):
+                self.violated(
+                    1, f"{process.name} claims head {chain.head.id[:8]} of shard {chain.shard}, which is not so"
+                )
+
+    def bounded(self, process: Process) -> None:
+        """Queues of the driver that only the machine can fill."""
+        shards = len(process.heads)
+        peers = len(self.world.settings)
+        if len(process.jobs) > 8 * shards:
+            self.violated(6, f"{process.name} has {len(process.jobs)} jobs waiting")
+        if len(process.store) > 200 + shards * (3 * process.machine.core.config.log_length + 2 * peers):
+            self.violated(6, f"{process.name} holds {len(process.store)} payloads")
+        if process.learner is not None:
+            copies = sum(isinstance(command, Copy) for command in process.learner.commands)
+            if copies > len(process.machine.core.config.fragments):
+                self.violated(6, f"{process.name} has asked for {copies} snapshots at once")
+
+    # -- 7: the learner never waits ------------------------------------------------------------------------------------
+
+    def pausing(self, process: Process) -> None:
+        """The node stops a learner only when the peer is on its way out."""
+        if not process.machine.core.departure:
+            self.violated(7, f"{process.name} stops its learner")

@@ -1,0 +1,199 @@
+"""What a user, or another peer, may get wrong: one line that says what and what to do, an exit status, no harm."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import uvloop
+from swarm import LOOPBACK, PEER, write_config
+from waiting import until
+
+from p2pdiloco.cli.main import main
+from p2pdiloco.node.lookup import Observer, RunRecord
+from p2pdiloco.node.roster import PeerRecord
+from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.protocol.manifest import PROTOCOL_VERSION
+from p2pdiloco.runtime.directory import Directory
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.transport import Answer, Transport
+
+FAILED, REPAIR, NOBODY_THERE = 1, 2, 3
+NOBODY = "12D3KooWFBqHtZsnYhFyqTpV8N2Ynw3YwMxt2TDXZqKpY2Y4RgvC"
+PROCESS_S = 60.0
+
+
+class User:
+    """Types commands."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder = folder
+        self._capsys = capsys
+
+    def is_told(self, status: int, *words: str, by: list[str]) -> None:
+        """The command ends with ``status``, and its last and only complaint has all ``words``."""
+        self._capsys.readouterr()
+        assert main([*by, "--state", str(self.folder / "state")]) == status
+        complaint = self._capsys.readouterr().err.splitlines()
+        assert "Traceback" not in "".join(complaint)
+        said = [line for line in complaint if " info " not in line]
+        assert len(said) == 1, complaint
+        assert said[0].startswith("p2pdiloco: ")
+        for word in words:
+            assert word in said[0]
+
+
+@pytest.fixture
+def user(tmp_path: Path, capsys: pytest.CaptureFixture[str], own_logging: None) -> User:
+    return User(tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"inner_pace": 3}, ["unknown field", "`pace`", "$.inner"]),
+        ({"inner_batch": "many"}, ["Expected `int`", "$.inner.batch"]),
+        ({"schedule_sync_every": 5}, ["schedule.sync_every = 5", "multiple of schedule.fragments = 2"]),
+        ({"schedule_min_quorum": 0}, [">= 1", "$.schedule.min_quorum"]),
+        ({"schedule_sync_every": 200, "schedule_fragments": 200}, ["schedule.fragments = 200", "at most", "tensors"]),
+        ({"model_width": 30}, ["model.width = 30", "multiple of"]),
+        ({"data_path": "/nowhere"}, ["/nowhere is no folder", "--data"]),
+        ({"data_pattern": "*.rst"}, ["has no file that matches '*.rst'", "data.pattern"]),
+        ({"model_context": 100_000}, ["the training split of", "a sample needs 100001", "add files"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_impossible_configuration(user: User, changes: dict[str, object], words: list[str]) -> None:
+    config = write_config(user.folder, **changes)
+    user.is_told(REPAIR, *words, by=["start", str(config), *PEER])
+
+
+def test_files_that_are_not_there_or_something_else(user: User) -> None:
+    broken, empty = user.folder / "broken.toml", user.folder / "empty"
+    broken.write_text("name = \n")
+    empty.mkdir()
+    user.is_told(REPAIR, "nowhere.toml", "No such file", by=["start", str(user.folder / "nowhere.toml")])
+    user.is_told(REPAIR, "broken.toml", "line 1", by=["start", str(broken)])
+    config = write_config(user.folder)
+    user.is_told(REPAIR, "has no file that matches", by=["start", str(config), "--data", str(empty), *PEER])
+    user.is_told(FAILED, "nowhere.bin: No such file", by=["replay", str(user.folder / "nowhere.bin")])
+    user.is_told(REPAIR, "broken.toml is not a journal", by=["replay", str(broken)])
+
+
+def test_addresses_that_are_none(user: User) -> None:
+    config = str(write_config(user.folder))
+    user.is_told(REPAIR, "write it as /ip4/127.0.0.1/tcp/4100", by=["join", "127.0.0.1:4100", *PEER])
+    user.is_told(REPAIR, "lacks the peer id", by=["join", "/ip4/127.0.0.1/tcp/4100", *PEER])
+    user.is_told(REPAIR, "write it as", by=["start", config, "--bootstrap", "example.org:4100", *PEER])
+    user.is_told(REPAIR, "write it as", by=["start", config, *PEER, "--listen", "localhost:1"])
+    user.is_told(REPAIR, "write it as", by=["bootstrap", "--listen", "0.0.0.0:31337"])
+
+
+def test_nobody_at_the_bootstrap_address(user: User) -> None:
+    dead = f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}"
+    config = str(write_config(user.folder))
+    words = (f"{dead}: ", "connection refused", "check that one of them is running")
+    user.is_told(NOBODY_THERE, *words, by=["join", dead, *PEER])
+    user.is_told(NOBODY_THERE, *words, by=["start", config, "--bootstrap", dead, *PEER])
+    user.is_told(NOBODY_THERE, *words, by=["status", dead])
+
+
+def test_ports_in_use(user: User) -> None:
+    config = str(write_config(user.folder))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"/ip4/127.0.0.1/tcp/{other.getsockname()[1]}"
+        words = (f"cannot listen on {taken}", "in use", "choose another port")
+        user.is_told(REPAIR, *words, by=["bootstrap", "--listen", taken])
+        user.is_told(REPAIR, *words, by=["start", config, "--host_maddrs", taken, "--listen", LOOPBACK])
+        user.is_told(REPAIR, *words, by=["start", config, "--host_maddrs", LOOPBACK, "--listen", taken])
+
+
+# -- a swarm that is there, with peers that are not what they say ------------------------------------------------------
+
+
+class Liar(Observer):
+    """Says that it trains a run, and gives something else as its manifest."""
+
+    async def answer(self, peer: PeerId, body: bytes) -> Answer:
+        return Answer(b"", b"\x80 not the manifest")
+
+
+@asynccontextmanager
+async def stand(directory: Directory, run: RunId, name: str, version: int = PROTOCOL_VERSION) -> AsyncIterator[None]:
+    """A peer that announces ``run`` in the directory."""
+    identity = Identity.ephemeral()
+    async with Transport(identity, listen=LOOPBACK, run=run, version=version, handler=Liar()) as transport:
+        await directory.publish_run(run, msgspec.msgpack.encode(RunRecord(name, 1000)), 60.0)
+        record = msgspec.msgpack.encode(PeerRecord(tuple(transport.listen_addresses())))
+        await directory.publish_peer(run, record, 60.0)
+        yield
+
+
+async def command(*words: str, state: Path) -> tuple[int | None, list[str]]:
+    """A command in a process of its own: its exit status, and what it complained about."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "p2pdiloco", *words, "--state", str(state), stdin=PIPE, stdout=PIPE, stderr=PIPE
+    )
+    async with asyncio.timeout(PROCESS_S):
+        _, errors = await process.communicate()
+    assert b"Traceback" not in errors
+    return process.returncode, [line for line in errors.decode().splitlines() if line.startswith("p2pdiloco: ")]
+
+
+def test_a_run_that_is_not_there_or_not_ours(tmp_path: Path) -> None:
+    expected = {
+        "lies": "no peer gave a manifest of run aaaaaaaaaaaa that can be trusted",
+        "nobody-knows": "no run is called 'nobody-knows'; the directory knows: lies (",
+        "tomorrow": "no peer of run bbbbbbbbbbbb",
+    }
+
+    async def scenario() -> None:
+        async with Directory(Identity.ephemeral(), listen=[LOOPBACK], announce=[], initial_peers=[]) as directory:
+            address = directory.bootstrap_lines()[0]
+            async with (
+                stand(directory, RunId("a" * 40), "lies"),
+                stand(directory, RunId("b" * 40), "tomorrow", PROTOCOL_VERSION + 1),
+            ):
+                joins = [
+                    command("join", address, "--run", name, *PEER, state=tmp_path / name) for name in sorted(expected)
+                ]
+                several = command("join", address, *PEER, state=tmp_path / "several")
+                *answers, (status, complaint) = await asyncio.gather(*joins, several)
+        for name, (code, lines) in zip(sorted(expected), answers, strict=True):
+            assert code == NOBODY_THERE
+            assert len(lines) == 1
+            assert expected[name] in lines[0]
+        assert status == NOBODY_THERE
+        assert "name one with --run" in complaint[0]
+
+    uvloop.run(scenario())
+
+
+def test_a_command_that_is_stopped_while_it_looks_around(tmp_path: Path) -> None:
+    """SIGTERM before there is a peer that could leave: the daemon goes, too, and nobody sees a traceback."""
+
+    async def scenario() -> None:
+        async with Directory(Identity.ephemeral(), listen=[LOOPBACK], announce=[], initial_peers=[]) as directory:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "p2pdiloco", "join", directory.bootstrap_lines()[0], *PEER),
+                *("--state", str(tmp_path)),
+                stdout=PIPE,
+                stderr=PIPE,
+            )
+            await until(lambda: directory.known_peers() or (tmp_path / "identity.key").exists(), PROCESS_S)
+            assert process.stderr is not None
+            async with asyncio.timeout(PROCESS_S):
+                assert b"directory is up" in await process.stderr.readline()
+                process.terminate()
+                _, errors = await process.communicate()
+            assert process.returncode == 130
+            assert b"Traceback" not in errors
+
+    uvloop.run(scenario())

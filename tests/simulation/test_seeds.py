@@ -1,0 +1,89 @@
+"""The protocol under mixed faults: a thousand seeds, the seeds that once failed, and determinism across processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from p2pdiloco.simulation.mutants import MUTANTS, planted
+from p2pdiloco.simulation.report import SimulationReport, command_for, find_mutants, simulate
+from p2pdiloco.simulation.seeds import run_seed
+
+SEEDS = 1000
+JOBS = min(2, os.cpu_count() or 1)
+REGRESSIONS = tomllib.loads((Path(__file__).parent / "regressions.toml").read_text())["seed"]
+
+TRACE = """
+import sys
+from p2pdiloco.protocol.identifiers import digest_of
+from p2pdiloco.simulation.seeds import run_seed
+from p2pdiloco.simulation.transcript import Transcript
+transcript = Transcript()
+outcome = run_seed(int(sys.argv[1]), transcript)
+print(digest_of("\\n".join(transcript.lines).encode()), outcome.events)
+"""
+
+
+@pytest.fixture(scope="module")
+def report() -> SimulationReport:
+    return simulate(range(SEEDS), jobs=JOBS)
+
+
+@pytest.mark.timeout(300)
+def test_a_thousand_seeds_without_a_violation(report: SimulationReport) -> None:
+    assert not report.violations, "\n".join(f"{v.command}   # {v.sentence}" for v in report.violations)
+    assert report.seeds == SEEDS
+
+
+def test_no_token_is_lost_while_its_learner_lives(report: SimulationReport) -> None:
+    assert report.tokens_lost == 0
+    assert report.tokens_merged > 1_000_000
+
+
+def test_the_seeds_are_not_tame(report: SimulationReport) -> None:
+    """Forks happen, in number: else nothing was tested."""
+    assert report.forks > 500
+
+
+@pytest.mark.parametrize("regression", REGRESSIONS, ids=lambda r: str(r["seed"]))
+def test_a_bug_that_was_found_stays_fixed(regression: dict[str, object]) -> None:
+    seed = regression["seed"]
+    assert isinstance(seed, int)
+    assert not run_seed(seed).violations, f"{command_for(seed)}: {regression['cause']}"
+
+
+@pytest.mark.parametrize("seed", [3, 186, 214])
+def test_same_seed_same_trace_in_another_process(seed: int) -> None:
+    traces = [
+        subprocess.run(
+            [sys.executable, "-c", TRACE, str(seed)],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout
+        for hash_seed in ("1", "4711")
+    ]
+    assert traces[0] == traces[1]
+
+
+@pytest.mark.timeout(600)
+def test_every_planted_bug_is_found() -> None:
+    found = find_mutants(range(SEEDS), jobs=JOBS)
+    assert [m.mutant for m in found if m.seed is None] == []
+    assert len(found) >= 10
+
+
+def test_planted_bugs_are_removed_again() -> None:
+    for name in MUTANTS:
+        before = run_seed(1)
+        with planted(name):
+            pass
+        assert run_seed(1) == before
+        break

@@ -1,0 +1,77 @@
+"""``p2pdiloco replay``: a journal told and checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from p2pdiloco.cli.main import main
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol.chain import genesis_head
+from p2pdiloco.protocol.core import ProtocolConfig
+from p2pdiloco.protocol.effects import Effect
+from p2pdiloco.protocol.identifiers import Digest, PeerId, RunId, ShardId
+from p2pdiloco.protocol.machine import Machine
+from p2pdiloco.runtime.journal import Journal
+
+pytestmark = pytest.mark.usefixtures("own_logging")
+
+ME = PeerId("12D3KooWFBqHtZsnYhFyqTpV8N2Ynw3YwMxt2TDXZqKpY2Y4RgvC")
+RUN = RunId("a" * 40)
+
+
+def write(path: Path, *, wrong_at: int | None = None) -> None:
+    """A founder that starts, and leaves again; the effects of one event may be recorded wrongly."""
+    config = ProtocolConfig(
+        run=RUN,
+        peer=ME,
+        fragments=((ShardId(0),),),
+        sync_every=4,
+        overlap=1,
+        min_quorum=1,
+        grace_share=0.5,
+        total_steps=9,
+    )
+    state = ev.ShardState(genesis_head(RUN, ShardId(0), Digest("b" * 40)), 0, ())
+    events: list[ev.Event] = [ev.Started((state,)), ev.Woke(), ev.LeaveRequested("enough")]
+    machine = Machine(config)
+    with Journal(path, config) as journal:
+        for number, event in enumerate(events):
+            effects: list[Effect] = machine.handle(event, 100.0 + number)
+            journal.record(100.0 + number, event, effects[:-1] if number == wrong_at else effects)
+
+
+def test_a_journal_is_told_in_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "journal.bin")
+    assert main(["replay", str(tmp_path / "journal.bin")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("   0.000 Y4RgvC: started with s0v0")
+    assert "(join: all 1 shards are here, at global step 0)" in lines[1]
+    assert lines[-1].strip() == "leave: enough"
+    assert not any("12D3KooW" in line for line in lines)
+
+
+def test_a_journal_that_was_cut_by_a_kill_is_told_to_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "journal.bin"
+    write(path)
+    path.write_bytes(path.read_bytes()[:-3])
+    assert main(["replay", "--check", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("2 events over 1.0 s replay to the same effects")
+
+
+def test_the_first_difference_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "journal.bin"
+    write(path, wrong_at=2)
+    assert main(["replay", "--check", str(path)]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith("p2pdiloco: event 3 has other effects than the peer recorded")
+    assert "Y4RgvC: leave requested: enough" in told[1]
+
+
+def test_an_entry_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "journal.bin"
+    write(path)
+    path.write_bytes(path.read_bytes() + b"\0\0\0\2\x92\x01")
+    assert main(["replay", str(path)]) == 2
+    assert "entry 4 cannot be read" in capsys.readouterr().err

@@ -1,0 +1,78 @@
+"""A peer's event log and its line of progress."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+
+from p2pdiloco.node.metrics import Metrics, progress_fields
+from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.wire.bodies import PeerStatus
+from p2pdiloco.wire.link import Progress
+
+STATUS = PeerStatus(
+    run=RunId("a" * 40),
+    name="tiny",
+    peer="12D3KooW",
+    phase="training",
+    step=120,
+    total_steps=480,
+    known=5,
+    live=3,
+    participating=2,
+    weight_averaged=2,
+    version_min=9,
+    version_max=10,
+    heads_mark=1,
+    tokens_trained=1000,
+    tokens_merged=900,
+    tokens_per_second=2034.4,
+    train_loss=2.41237,
+    held_out_loss=2.6,
+    held_out_step=110,
+    bytes_up=12_300_000,
+    bytes_down=1,
+    blocked_s=0.0,
+)
+
+
+def progress(steps: int, tokens: int, loss: float = 2.0) -> Progress:
+    return Progress(steps=steps, tokens=tokens, loss=loss, step_time_s=0.5, blocked_s=0.0, exchange_s=0.01)
+
+
+def test_one_line_of_progress() -> None:
+    line = " ".join(f"{key}={value}" for key, value in progress_fields(STATUS).items())
+    assert line == (
+        "step=120 of=480 loss=2.412 held_out=2.6 tokens_per_s=2034 live=3 participating=2 versions=9-10 up_mb=12.3"
+    )
+
+
+def test_a_follower_has_no_loss() -> None:
+    fields = progress_fields(msgspec.structs.replace(STATUS, train_loss=None, held_out_loss=None))
+    assert "loss" not in fields
+    assert "held_out" not in fields
+
+
+def test_totals_go_on_over_the_lives_of_learners(tmp_path: Path) -> None:
+    with Metrics(tmp_path / "metrics.jsonl") as metrics:
+        metrics.learner_began()
+        metrics.progress(progress(1, 100), step=1, sent_bytes=0)
+        metrics.progress(progress(2, 200), step=2, sent_bytes=0)
+        metrics.learner_began()
+        metrics.progress(progress(1, 100), step=3, sent_bytes=0)
+        assert (metrics.tokens, metrics.steps) == (300, 3)
+        assert metrics.compute_s == 1.5
+        assert metrics.tokens_per_second == 200.0
+
+
+def test_faults_are_counted_by_kind(tmp_path: Path) -> None:
+    with Metrics(tmp_path / "metrics.jsonl") as metrics:
+        assert [metrics.fault("12D3KooW", kind) for kind in ("payload", "payload", "commit")] == [1, 2, 1]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["event"], line["what"]) for line in lines] == [
+        ("fault", "payload"),
+        ("fault", "payload"),
+        ("fault", "commit"),
+    ]

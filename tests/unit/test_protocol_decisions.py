@@ -1,0 +1,123 @@
+"""The protocol's pure decisions, one by one. Time is a number."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from p2pdiloco.protocol.alarms import Alarms
+from p2pdiloco.protocol.identifiers import Digest, PeerId, RunId
+from p2pdiloco.protocol.ledger import STAY, Ledger, Walk
+from p2pdiloco.protocol.ownership import ranked_owners
+from p2pdiloco.protocol.quorum import QuorumView, decide, grace_window_s
+
+RUN = RunId("run")
+
+
+def view(**changes: object) -> QuorumView:
+    usual = QuorumView(
+        now=10.0,
+        opened_at=8.0,
+        quorum_at=9.5,
+        given=2,
+        missing=1,
+        min_quorum=2,
+        rank=0,
+        takeover_s=3.0,
+        grace_s=1.0,
+    )
+    return usual._replace(**changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_close", "look_again_at"),
+    [
+        ({"given": 1, "quorum_at": None}, False, None),
+        ({"given": 1, "quorum_at": None, "missing": 0}, False, None),
+        ({"missing": 0}, True, None),
+        ({"missing": 0, "grace_s": 1e9}, True, None),
+        ({}, False, 10.5),
+        ({"now": 10.5}, True, None),
+        ({"grace_s": 0.0}, True, None),
+        ({"rank": 1, "missing": 0}, False, 11.0),
+        ({"rank": 1, "missing": 0, "now": 11.0}, True, None),
+        ({"rank": 1, "now": 11.0}, True, None),
+        ({"rank": 2, "now": 11.0}, False, 14.0),
+    ],
+)
+def test_when_an_owner_closes(changes: dict[str, object], is_close: bool, look_again_at: float | None) -> None:
+    decision = decide(view(**changes))
+    assert (decision.is_close, decision.look_again_at) == (is_close, look_again_at)
+    assert decision.reason
+
+
+def test_grace_window_is_the_papers_and_never_negative() -> None:
+    grace = {"grace_share": 0.5, "overlap_steps": 2, "step_time_s": 1.0}
+    assert grace_window_s(**grace, quorum_s=0.4, sync_s=0.6) == 0.5  # type: ignore[arg-type]
+    assert grace_window_s(**grace, quorum_s=3.0, sync_s=0.6) == 0.0  # type: ignore[arg-type]
+
+
+def test_shares_of_ownership_follow_the_weights() -> None:
+    candidates = ((PeerId("a"), 1.0), (PeerId("b"), 3.0))
+    first = Counter(ranked_owners(RUN, 0, version, candidates)[0] for version in range(4000))
+    assert 0.72 < first[PeerId("b")] / 4000 < 0.78
+
+
+def test_without_a_candidate_the_others_keep_their_order() -> None:
+    candidates = tuple((PeerId(name), 1.0) for name in "abcde")
+    for version in range(50):
+        ranked = ranked_owners(RUN, 3, version, candidates)
+        rest = tuple(c for c in candidates if c[0] != ranked[0])
+        assert ranked_owners(RUN, 3, version, rest) == ranked[1:]
+
+
+def ledger(*edges: tuple[int, int, str]) -> Ledger:
+    book = Ledger(8)
+    for start, stop, payload in edges:
+        book.record(start, stop, Digest(payload))
+    return book
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "walk"),
+    [
+        (0, 0, STAY),
+        (0, 30, Walk(("a", "b"), ())),
+        (30, 0, Walk((), ("b", "a"))),
+        (10, 40, Walk(("b", "c"), ())),
+        (10, 15, Walk(("d",), ())),
+        (30, 15, Walk(("d",), ("b",))),
+        (0, 99, None),
+    ],
+)
+def test_walks_along_contributions(old: int, new: int, walk: Walk | None) -> None:
+    book = ledger((0, 10, "a"), (10, 30, "b"), (30, 40, "c"), (10, 15, "d"))
+    assert book.walk(old, new) == walk
+
+
+def test_of_the_same_range_sent_twice_the_newer_counts() -> None:
+    assert ledger((0, 10, "a"), (0, 10, "b")).walk(0, 10) == Walk((Digest("b"),), ())
+
+
+def test_a_ledger_forgets_the_oldest() -> None:
+    book = Ledger(2)
+    for i in range(4):
+        book.record(i, i + 1, Digest(str(i)))
+    assert book.walk(0, 4) is None
+    assert book.walk(2, 4) == Walk((Digest("2"), Digest("3")), ())
+
+
+def test_alarms_ring_in_order_and_once() -> None:
+    alarms = Alarms()
+    alarms.set(("b", 0), 2.0)
+    alarms.set(("a", 0), 1.0)
+    alarms.set(("a", 0), 3.0)
+    alarms.set(("c", 0), 1.5)
+    alarms.cancel(("c", 0))
+    assert alarms.next() == 2.0
+    assert alarms.pop_due(1.9) is None
+    assert alarms.pop_due(9.0) == ("b", 0)
+    assert alarms.pop_due(9.0) == ("a", 0)
+    assert alarms.pop_due(9.0) is None
+    assert alarms.next() is None
