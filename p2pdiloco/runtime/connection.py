@@ -2,8 +2,7 @@
 
 Rules of this file:
 1. A BufferedProtocol: bytes are decrypted straight into the place where they belong.
-2. Writing stops when the kernel is slow, and gives way to reading after BURST_BYTES. What waits, waits in the outbox,
-   so a control message overtakes bulk within about one chunk.
+2. Writing is sending.py's; how far the other side's bulk may go is told by ``crediting``, as what came is taken.
 3. The peer's faults end its connection with one reason; nothing else is disturbed.
 4. Life: handshaking -> open -> (retiring: a duplicate that only finishes what it has begun) -> closed. The owner's
    ``opened`` and ``closed`` are called at most once each, ``closed`` only after ``opened``.
@@ -15,34 +14,41 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from msgspec import Struct
 
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime.addresses import Address
+from p2pdiloco.runtime.crediting import Crediting
+from p2pdiloco.runtime.lanes import Lanes
 from p2pdiloco.runtime.limits import ConnectionLimits
 from p2pdiloco.runtime.requests import Answer, Answerer, Asker, RequestError, RequestRefused, Response
-from p2pdiloco.runtime.sockets import pace
+from p2pdiloco.runtime.sending import Sending
+from p2pdiloco.runtime.shaping import Shaper
+from p2pdiloco.runtime.sockets import Path, path_of
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.wire.blocks import Blocks
+from p2pdiloco.wire.credit import Account
 from p2pdiloco.wire.frames import (
+    CONTROL_LIMIT,
     FrameError,
     Kind,
     Parting,
+    decode_credit,
     decode_goodbye,
     decode_text,
+    encode_credit,
     encode_frame,
     encode_goodbye,
 )
 from p2pdiloco.wire.handshake import Handshake, HandshakeError, Hello, MismatchError, Role
 from p2pdiloco.wire.inbox import Aborted, Completed, Event, Inbox, Received, Skipped
-from p2pdiloco.wire.outbox import Outbox, Slice
+from p2pdiloco.wire.outbox import START_OF_CANCEL, Outbox
+from p2pdiloco.wire.parts import Assembler, Spreader
 
-BURST_BYTES = 1 << 20
-"""Written in one turn of the event loop at most: about a millisecond of encryption."""
-HIGH_WATER_BYTES = 256 << 10
-LOW_WATER_BYTES = 64 << 10
+ROUND_TRIP_REFRESH_S = 1.0
+CANCEL_OF = {start: cancel for cancel, start in START_OF_CANCEL.items()}
 
 
 class Traffic(Struct):
@@ -67,7 +73,9 @@ class ConnectionOwner(Protocol):
 
     def closed(self, connection: Connection, reason: str) -> None: ...
 
-    def message(self, connection: Connection, body: bytes, payload: memoryview | None) -> None: ...
+    def message(
+        self, connection: Connection, body: bytes, payload: memoryview | None
+    ) -> asyncio.Future[Any] | None: ...
 
     def admit(self, connection: Connection, body: bytes, size: int) -> bool: ...
 
@@ -86,6 +94,8 @@ class Connection(asyncio.BufferedProtocol):
         handshake: Callable[[ssl.SSLObject], Handshake],
         limits: ConnectionLimits,
         blocks: Blocks,
+        shaper: Shaper,
+        crediting: Crediting,
         tasks: Tasks,
     ) -> None:
         self.role = role
@@ -107,25 +117,48 @@ class Connection(asyncio.BufferedProtocol):
         self._handshake: Handshake | None = None
         self._limits = limits
         self._transport: asyncio.Transport | None = None
-        self._inbox = Inbox(self._admit, allocate=blocks.take, bytes_limit=limits.inbox_bytes)
+        self.lanes = Lanes(
+            self,
+            Spreader(payload_limit=limits.outbox_bytes),
+            Assembler(self._admit, allocate=blocks.take, bytes_limit=limits.inbox_bytes),
+            self._made_progress,
+        )
+        """Ours, or the primary's if we are a lane."""
+        self.primary = self
+        self._inbox = Inbox(
+            self._admit,
+            allocate=blocks.take,
+            bytes_limit=limits.inbox_bytes,
+            place=lambda body, size: self.lanes.place(body, size),
+        )
         self._outbox = Outbox(control_limit=limits.control_bytes, payload_limit=limits.outbox_bytes)
-        self._asker = Asker(self._outbox.put, limit=limits.requests, queued=self._pump)
+        self._sending = Sending(self._outbox, shaper, refill=self._refill, drained=self._drained)
+        self._crediting = crediting
+        self._account: Account | None = None
+        """What the other side may send; set once proved."""
+        self._path_read_at = 0.0
+        self._asker = Asker(
+            self._outbox.put,
+            limit=limits.requests,
+            queued=self._sending.pump,
+            given_up=lambda number: self.lanes.give_up_response(number),
+        )
         self._answerer = Answerer(
             self._answer,
-            outbox=self._outbox,
+            put=self._outbox.put,
+            put_response=self._put_response,
             tasks=tasks,
             limit=limits.answers,
             answer_s=limits.answer_s,
             ended=self._made_progress,
         )
         self._timer: asyncio.TimerHandle | None = None
-        self._sent_control = self._sent_bulk = 0
-        self._is_paused = False
-        self._is_burst_due = False
         self._reason: str | None = None
         """Set when the connection is over: nothing is read or sent from then on."""
         self._parting_reason: str | None = None
         """Set when we are leaving: nothing new is sent; what is queued is."""
+        self._goodbye: bytes | None = None
+        """Waits until everything that is sent in parts is acknowledged."""
         self._is_deaf = False
         """Set when the peer broke the rules: it is told so, and no longer listened to."""
         self._is_retiring = False
@@ -153,12 +186,34 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def queued_bytes(self) -> int:
         """Bytes that wait to be sent."""
-        return self._outbox.queued_bytes
+        return self._outbox.queued_bytes + (self.lanes.queued_bytes if self.primary is self else 0)
+
+    @property
+    def lane(self) -> int:
+        """The number of this lane; 0: a connection of its own right. Only after the handshake."""
+        dialler = self.local if self.role is Role.DIALLER else self.remote
+        assert dialler is not None
+        return dialler.lane
+
+    @property
+    def bond(self) -> bytes:
+        """What lanes of this connection name. Only after the handshake."""
+        dialler = self.local if self.role is Role.DIALLER else self.remote
+        assert dialler is not None
+        return dialler.nonce
+
+    def become_lane_of(self, primary: Connection) -> bool:
+        """Proved, and bound to ``primary``. False: that has enough."""
+        if not primary.lanes.join(self):
+            return False
+        self.primary, self.lanes = primary, primary.lanes
+        return True
 
     @property
     def traffic(self) -> Traffic:
         """Bytes so far; a stream that is under way counts with the chunks that are through."""
-        return Traffic(self._sent_control, self._sent_bulk, self._inbox.control_bytes, self._inbox.bulk_bytes)
+        sending = self._sending
+        return Traffic(sending.control_bytes, sending.bulk_bytes, self._inbox.control_bytes, self._inbox.bulk_bytes)
 
     def send(self, body: bytes, payload: memoryview | None, priority: float) -> bool:
         """Queue a message. False: no room, or not open.
@@ -170,9 +225,13 @@ class Connection(asyncio.BufferedProtocol):
             return False
         if payload is None:
             is_queued = self._outbox.put(encode_frame(Kind.MESSAGE, 0, body))
+        elif len(body) > CONTROL_LIMIT:
+            raise ValueError(f"a control body of {len(body)} bytes; the limit is {CONTROL_LIMIT}")
+        elif self.lanes.takes(len(payload)):
+            is_queued = self.lanes.put(Kind.BULK_START, 0, body, payload, priority)
         else:
             is_queued = self._outbox.put_bulk(body, payload, priority)
-        self._pump()
+        self._sending.pump()
         return is_queued
 
     async def request(self, body: bytes, *, timeout_s: float, max_payload: int) -> Response:
@@ -202,8 +261,8 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._parting_reason = reason
         self._set_timer(self._limits.part_s, lambda: self.abort(reason))
-        self._outbox.part(encode_goodbye(parting, reason))
-        self._pump()
+        self._goodbye = encode_goodbye(parting, reason)
+        self._made_progress()
 
     def abort(self, reason: str) -> None:
         """Close now; what is queued is lost."""
@@ -213,20 +272,37 @@ class Connection(asyncio.BufferedProtocol):
         elif not self.gone.done():
             self.gone.set_result(self._reason)
 
-    def pace(self, bytes_per_s: int | None) -> None:
-        """Limit the sending rate; None lifts it."""
+    def break_off(self, reason: str) -> None:
+        """The peer broke the rules: tell it, and listen no longer."""
+        self._is_deaf = True
+        self._outbox.clear()
+        if self.primary is self:
+            self.lanes.forget()
+        self.part(Parting.BROKEN, reason)
+
+    def pump(self) -> None:
+        """Lane: there may be something to send."""
+        if self._reason is None:
+            self._sending.pump()
+
+    def cancel_part(self, stream: int) -> None:
+        """Lane: forget this part."""
+        self._outbox.cancel(Kind.PART_CANCEL, stream)
+        self.pump()
+
+    def path(self) -> Path | None:
+        """What the kernel knows of the way to the other side; None if the connection is lost, or it does not tell."""
         raw = self._transport.get_extra_info("socket") if self._transport is not None else None
-        if raw is not None:
-            pace(raw, bytes_per_s)
+        return path_of(raw) if raw is not None and self._reason is None else None
 
     # -- what the event loop calls -----------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES, low=LOW_WATER_BYTES)
         if self._reason is not None:
             self._transport.abort()
             return
+        self._sending.start(self._transport)
         try:
             self._handshake = self._make_handshake(self._transport.get_extra_info("ssl_object"))
         except ssl.SSLError as error:
@@ -241,7 +317,13 @@ class Connection(asyncio.BufferedProtocol):
         reason = self._reason = self._reason or self._parting_reason or lost
         self._set_timer(None)
         self._inbox.clear()
-        self._outbox.clear()
+        self._sending.stop()
+        if self._account is not None:
+            self._crediting.close(self._account)
+        if self.primary is self:
+            self.lanes.end(self, f"its primary connection ended: {reason}")
+        else:
+            self.lanes.leave(self)
         self._asker.disconnect(reason)
         self._answerer.disconnect()
         if not self.proved.done():
@@ -262,25 +344,25 @@ class Connection(asyncio.BufferedProtocol):
                 self._handle(event)
                 if self._reason is not None:
                     return
+            self._account_for()
         except HandshakeError as error:
             if not self.proved.done():
                 self.proved.set_exception(error)
             self._is_deaf = True
             self.part(Parting.REFUSED, str(error))
         except FrameError as error:
-            self._is_deaf = True
-            self._outbox.clear()
-            self.part(Parting.BROKEN, f"broken frames: {error}")
+            for connection in {self, self.primary}:
+                connection.break_off(f"broken frames: {error}")
 
     def eof_received(self) -> None:
         """TLS has no half-open connections: the transport closes."""
 
     def pause_writing(self) -> None:
-        self._is_paused = True
+        self._sending.pause()
 
     def resume_writing(self) -> None:
-        self._is_paused = False
-        self._pump()
+        if self._reason is None:
+            self._sending.resume()
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -291,12 +373,19 @@ class Connection(asyncio.BufferedProtocol):
             case Received():
                 self._received(event.kind, event.stream, event.body)
             case Completed(kind=Kind.BULK_START):
-                self._owner.message(self, event.body, event.payload)
+                taken = self._owner.message(self, event.body, event.payload)
+                if taken is not None:
+                    self.lanes.hold(len(event.payload), taken)
+            case Completed(kind=Kind.PART_START):
+                self._put(encode_frame(Kind.PART_ACK, event.stream, b""))
+                if (whole := self.lanes.complete(event.body, len(event.payload))) is not None:
+                    self.primary._handle(Completed(*whole))
             case Completed():
                 self._asker.resolve(event.stream, Response(event.body, event.payload))
             case Skipped():
-                cancel = Kind.BULK_CANCEL if event.kind is Kind.BULK_START else Kind.RESPONSE_CANCEL
-                self._put(encode_frame(cancel, event.stream, b""))
+                self._put(encode_frame(CANCEL_OF[event.kind], event.stream, b""))
+            case Aborted(kind=Kind.PART_START):
+                self.lanes.give_up(event.body)
             case Aborted(kind=Kind.RESPONSE_START):
                 self._asker.reject(event.stream, RequestError("the peer stopped its answer"))
             case Aborted():
@@ -313,8 +402,15 @@ class Connection(asyncio.BufferedProtocol):
             case Kind.BULK_CANCEL | Kind.RESPONSE_CANCEL:
                 if kind is Kind.RESPONSE_CANCEL:
                     self._answerer.cancel(stream)
+                    self.lanes.cancel_response(stream)
                 self._outbox.cancel(kind, stream)
-                self._pump()
+                self._sending.pump()
+            case Kind.PART_ACK:
+                self.lanes.acknowledge(self, stream)
+            case Kind.PART_CANCEL:
+                self.lanes.refuse(self, stream)
+            case Kind.CREDIT:
+                self._sending.credit(decode_credit(body))
             case Kind.GOODBYE:
                 self._farewell(*decode_goodbye(body))
             case Kind.HELLO:
@@ -330,7 +426,11 @@ class Connection(asyncio.BufferedProtocol):
         self.remote = remote
         self._set_timer(None)
         self._inbox.open()
+        self._sending.open(self.peer)
+        self._account = Account(self.peer)
         self._owner.opened(self)
+        if self._reason is None:
+            self._crediting.open(self._account, self._tell_credit)
         if not self.proved.done():
             self.proved.set_result(self.peer)
 
@@ -355,6 +455,38 @@ class Connection(asyncio.BufferedProtocol):
     async def _answer(self, question: bytes) -> Answer:
         return await self._owner.answer(self, question)
 
+    # -- credit ------------------------------------------------------------------------------------------------------
+
+    def _account_for(self) -> None:
+        """Bytes came: the other side may get more credit for them."""
+        account, inbox = self._account, self._inbox
+        if account is None or (account.received == inbox.arrived_bytes and account.demand == inbox.demand_bytes):
+            return
+        account.received, account.demand = inbox.arrived_bytes, inbox.demand_bytes
+        self._crediting.progressed(account)
+
+    def hold(self, size: int, taken: asyncio.Future[Any]) -> None:
+        """Lane: grant nothing for ``size`` bytes until the handler has taken them."""
+        account = self._account
+        if account is None:
+            return
+
+        def release(_: asyncio.Future[Any]) -> None:
+            account.untaken -= size
+            self._crediting.progressed(account)
+
+        account.untaken += size
+        taken.add_done_callback(release)
+
+    def _tell_credit(self) -> None:
+        assert self._account is not None
+        if (now := self._loop.time()) - self._path_read_at > ROUND_TRIP_REFRESH_S:
+            self._path_read_at = now
+            if (path := self.path()) is not None:
+                self._account.round_trip_s = path.round_trip_s
+        self._inbox.granted = self._account.granted
+        self._put(encode_credit(self._account.granted))
+
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def _put(self, frame: bytes) -> None:
@@ -364,37 +496,22 @@ class Connection(asyncio.BufferedProtocol):
         if not self._outbox.put(frame):
             self.abort("the peer does not read")
             return
-        self._pump()
+        self._sending.pump()
 
-    def _pump(self) -> None:
-        if not self._is_burst_due:
-            self._write_burst()
+    def _refill(self, credit_bytes: int) -> None:
+        if self._parting_reason is None or self.primary is self:
+            self.lanes.refill(self, self._outbox, credit_bytes)
 
-    def _write_burst(self) -> None:
-        self._is_burst_due = False
-        if self._transport is None or self._reason is not None:
-            return
-        written = 0
-        while not self._is_paused and (piece := self._outbox.next()) is not None:
-            written += self._write(piece)
-            if written >= BURST_BYTES and not self._outbox.is_empty:
-                self._is_burst_due = True
-                self._loop.call_soon(self._write_burst)
-                return
-        if self._outbox.is_empty:
-            self._drained()
-
-    def _write(self, piece: Slice) -> int:
-        assert self._transport is not None
-        self._transport.write(piece.head)
-        if len(piece.chunk):
-            self._transport.write(piece.chunk)
-        self._sent_control += len(piece.head)
-        self._sent_bulk += len(piece.chunk)
-        return len(piece.head) + len(piece.chunk)
+    def _put_response(self, request: int, body: bytes, payload: memoryview, priority: float) -> bool:
+        if self.lanes.takes(len(payload)):
+            return self.lanes.put(Kind.RESPONSE_START, request, body, payload, priority)
+        return self._outbox.put_response(request, body, payload, priority)
 
     def _drained(self) -> None:
-        if self._parting_reason is not None:
+        """The outbox is empty."""
+        if self._reason is not None:
+            return
+        if self._parting_reason is not None and self._goodbye is None:
             self._reason = self._parting_reason
             self._close()
         else:
@@ -412,9 +529,12 @@ class Connection(asyncio.BufferedProtocol):
         """Something ended or was queued: send it; a retiring connection says GOODBYE when it has nothing left to do."""
         if self._reason is not None:
             return
+        if self._goodbye is not None and (self.primary is not self or self.lanes.is_idle):
+            self._outbox.part(self._goodbye)
+            self._goodbye = None
         if not self._outbox.is_empty:
-            self._pump()
-        elif self._is_retiring and self._asker.is_idle and self._answerer.is_idle:
+            self._sending.pump()
+        elif self._is_retiring and self.lanes.is_idle and self._asker.is_idle and self._answerer.is_idle:
             if not self._has_said_duplicate:
                 self._has_said_duplicate = True
                 self._put(encode_goodbye(Parting.DUPLICATE, "another connection of ours stays"))

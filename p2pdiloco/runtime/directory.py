@@ -18,9 +18,9 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from functools import lru_cache
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -28,7 +28,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from p2pdiloco.protocol.identifiers import PeerId, RunId
-from p2pdiloco.runtime import address_book, addresses, logs
+from p2pdiloco.runtime import address_book, addresses, logs, sockets
 from p2pdiloco.runtime.address_book import AddressBook
 from p2pdiloco.runtime.identity import Identity, verify
 from p2pdiloco.runtime.record_book import RECORDS_LIMIT, RecordBook
@@ -124,8 +124,11 @@ class Directory:
 
         Raises:
             DirectoryError: p2pd does not start, or no peer answers although some were given.
+            OSError: a port to listen on is taken.
         """
         _adopt_logging()
+        for text in self._listen:
+            _require_free(addresses.parse(text))
         if self._cache_path is not None:
             await asyncio.to_thread(self._book.load, self._cache_path)
         try:
@@ -283,16 +286,17 @@ class Directory:
         if identity_path is None:
             identity_path, is_temporary = await asyncio.to_thread(_write_temporary_identity, self._identity), True
         try:
-            self._p2p = await P2P.create(
-                host_maddrs=self._listen,
-                announce_maddrs=self._announce or None,
-                identity_path=str(identity_path),
-                check_if_identity_free=False,
-                startup_timeout=self._startup_timeout_s,
-                nat_port_map=self._nat_port_map,
-                auto_nat=False,
-                use_relay=False,
-            )
+            with _in_own_session():
+                self._p2p = await P2P.create(
+                    host_maddrs=self._listen,
+                    announce_maddrs=self._announce or None,
+                    identity_path=str(identity_path),
+                    check_if_identity_free=False,
+                    startup_timeout=self._startup_timeout_s,
+                    nat_port_map=self._nat_port_map,
+                    auto_nat=False,
+                    use_relay=False,
+                )
         except (P2PDaemonError, ValueError, OSError) as error:
             raise DirectoryError(f"the libp2p daemon does not start (listening on {self._listen}): {error}") from error
         finally:
@@ -338,10 +342,10 @@ class Directory:
             for text in given.get(peer, ()):
                 if reason is not None:
                     failures[text] = reason
-        for text, reason in failures.items():
-            log.warning("an initial peer does not answer", address=text, reason=reason)
         if failures and not answered:
             raise DirectoryError(_explain(failures))
+        for text, reason in failures.items():
+            log.warning("an initial peer does not answer", address=text, reason=reason)
         if answered:
             with suppress(DirectoryError):
                 await self._call(lambda: self._node.find_nearest_nodes([self._node.node_id]), "looking around")
@@ -533,6 +537,24 @@ def _adopt_logging() -> None:
     logger.setLevel(logging.WARNING)
 
 
+@contextmanager
+def _in_own_session() -> Iterator[None]:
+    """Ctrl+C reaches the terminal's whole process group. p2pd must outlive it, so that we can leave in order; hivemind
+    has no option for that."""
+    start = asyncio.subprocess.create_subprocess_exec
+    asyncio.subprocess.create_subprocess_exec = partial(start, start_new_session=True)
+    try:
+        yield
+    finally:
+        asyncio.subprocess.create_subprocess_exec = start
+
+
+def _require_free(address: addresses.Address) -> None:
+    """p2pd listens with SO_REUSEPORT: on a taken port it would start, and share the connections with whoever has it."""
+    if address.port and address.family in ("ip4", "ip6"):
+        sockets.listen(address).close()
+
+
 def _channel_tasks(p2p: Any) -> list[asyncio.Task[None]]:
     """hivemind's reader and writer of the one channel over which all DHT calls go to p2pd."""
     control = p2p._client.control
@@ -547,14 +569,10 @@ def _write_temporary_identity(identity: Identity) -> Path:
 
 
 def _explain(failures: dict[str, str]) -> str:
-    lines = [f"  {text}: {reason}" for text, reason in failures.items()]
-    return "\n".join(
-        [
-            "none of the initial peers answers:",
-            *lines,
-            "Check that one of them is running and that its port can be reached from here; "
-            "it prints its addresses when it starts. To found a network of your own, give no initial peers.",
-        ]
+    tried = "; ".join(f"{text}: {reason}" for text, reason in failures.items())
+    return (
+        f"none of the initial peers answers ({tried}): check that one of them is running and that its port can be "
+        "reached from here; it prints its addresses when it starts. To found your own network, give no initial peers"
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec import Struct
 
 
@@ -14,6 +16,9 @@ class ConnectionLimits(Struct, frozen=True, kw_only=True):
     """Control bytes that may wait to be sent."""
     inbox_bytes: int = 1 << 30
     """Payload bytes in progress from the peer."""
+    window_bytes: int = 64 << 20
+    """Bulk that the peer may send beyond what came and was taken: what a long path holds (100 ms at 5 Gbit/s). Beside
+    it there are the payloads in progress (``inbox_bytes``)."""
     requests: int = 256
     """Requests of ours that wait for an answer."""
     answers: int = 16
@@ -38,5 +43,13 @@ class TransportLimits(Struct, frozen=True, kw_only=True):
     """Accepted connections that have not proved themselves; more are dropped."""
     reused_bytes: int = 256 << 20
     """Payload memory kept for reuse."""
+    window_bytes: int = 1 << 30
+    """As a connection's, over all of them."""
+    up_bytes_per_s: float | None = None
+    """Sent over all connections, control included; control never waits. None: no limit. 4 to 10 % under the link."""
+    down_bytes_per_s: float | None = None
+    """Bulk received over all connections. None: no limit."""
+    lanes: int | Literal["auto"] = "auto"
+    """Connections of a pair that we dial: more than one fill long fat paths. "auto": by round trip and budget."""
     congestion: str = "bbr"
     """Asked of the kernel for each connection ("" for its default); a kernel that says no keeps its own."""

@@ -26,10 +26,11 @@ from p2pdiloco.wire.frames import (
     encode_text,
     split_size,
 )
-from p2pdiloco.wire.outbox import Outbox
 
 Put = Callable[[bytes], bool]
 """Queues a control frame; False: no room."""
+PutResponse = Callable[[int, bytes, memoryview, float], bool]
+"""Queues the answer with a payload to a request (number, body, payload, priority); False: no room."""
 
 
 class Answer(Struct, frozen=True):
@@ -64,8 +65,10 @@ class _Question(Struct):
 class Asker:
     """Our questions that wait for an answer."""
 
-    def __init__(self, put: Put, *, limit: int, queued: Callable[[], None]) -> None:
+    def __init__(self, put: Put, *, limit: int, queued: Callable[[], None], given_up: Callable[[int], None]) -> None:
         self._put = put
+        self._given_up = given_up
+        """Called with the number of a question whose answer is not wanted any more."""
         self._queued = queued
         """Called when something waits to be sent."""
         self._limit = limit
@@ -98,6 +101,7 @@ class Asker:
         finally:
             if self._waiting.pop(number, None) is not None:
                 self._put(encode_frame(Kind.RESPONSE_CANCEL, number, b""))
+                self._given_up(number)
                 self._queued()
 
     def admit(self, number: int, size: int) -> bool:
@@ -135,14 +139,16 @@ class Answerer:
         self,
         answer: Callable[[bytes], Awaitable[Answer]],
         *,
-        outbox: Outbox,
+        put: Put,
+        put_response: PutResponse,
         tasks: Tasks,
         limit: int,
         answer_s: float,
         ended: Callable[[], None],
     ) -> None:
         self._answer = answer
-        self._outbox = outbox
+        self._put = put
+        self._put_response = put_response
         self._tasks = tasks
         self._limit = limit
         self._answer_s = answer_s
@@ -194,18 +200,18 @@ class Answerer:
 
     def _reply(self, number: int, answer: Answer, max_payload: int) -> None:
         if answer.payload is None:
-            if not self._outbox.put(encode_frame(Kind.RESPONSE, number, answer.body)):
+            if not self._put(encode_frame(Kind.RESPONSE, number, answer.body)):
                 raise RequestRefused("busy: too much waits to be sent to you")
             return
         payload = memoryview(answer.payload).cast("B")
         if len(payload) > max_payload:
             raise RequestRefused(f"the answer has {len(payload)} bytes, more than {max_payload}")
-        if not self._outbox.put_response(number, answer.body, payload, answer.priority):
+        if not self._put_response(number, answer.body, payload, answer.priority):
             raise RequestRefused("busy: too much waits to be sent to you")
 
     def _refuse(self, number: int, text: str) -> None:
         """If even that has no room, the asker's own deadline ends its wait."""
-        self._outbox.put(encode_frame(Kind.REFUSAL, number, encode_text(text)))
+        self._put(encode_frame(Kind.REFUSAL, number, encode_text(text)))
         self._ended()
 
     def _done(self, number: int, task: asyncio.Task[None]) -> None:

@@ -15,9 +15,11 @@ import asyncio
 import errno
 import socket
 import ssl
+import struct
 from contextlib import suppress
 
 import psutil
+from msgspec import Struct
 
 from p2pdiloco.runtime.addresses import Address, of_socket
 
@@ -25,7 +27,11 @@ DEAD_AFTER_S = 20
 UNSENT_BYTES = 128 << 10
 SO_MAX_PACING_RATE = 47
 """Linux; the socket module has no name for it."""
-UNLIMITED_RATE = 2**32 - 1
+UNLIMITED_RATE = 2**64 - 1
+TCP_INFO_BYTES = 256
+ROUND_TRIP_OFFSET = 68
+"""Of tcpi_rtt (microseconds) in Linux's struct tcp_info."""
+CONGESTION_NAME_BYTES = 16
 BACKLOG = 128
 TRIED_ADDRESSES = 4
 """Of the addresses that a name resolves to."""
@@ -98,11 +104,31 @@ def tune(connection: socket.socket, *, congestion: str) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode("ascii"))
 
 
-def pace(connection: socket.socket, bytes_per_s: int | None) -> None:
+def pace(connection: socket.socket, bytes_per_s: float | None) -> None:
     """Let the kernel send at most at this rate (None: no limit). Follows a change within 20 ms (docs: measured)."""
-    rate = UNLIMITED_RATE if bytes_per_s is None else min(max(1, bytes_per_s), UNLIMITED_RATE)
+    rate = UNLIMITED_RATE if bytes_per_s is None else max(1, int(bytes_per_s))
     with suppress(OSError):
-        connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, rate)
+        connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=Q", rate))
+
+
+class Path(Struct, frozen=True):
+    """What the kernel knows of a connection."""
+
+    congestion: str
+    """The congestion control that it uses."""
+    round_trip_s: float
+    """Smoothed."""
+
+
+def path_of(connection: socket.socket) -> Path | None:
+    """None where the kernel does not tell."""
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+        name = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_NAME_BYTES)
+        (round_trip_us,) = struct.unpack_from("=I", info, ROUND_TRIP_OFFSET)
+    except (OSError, AttributeError, struct.error):
+        return None
+    return Path(name.rstrip(b"\0").decode("ascii", "replace"), round_trip_us / 1e6)
 
 
 async def connect(address: Address, *, congestion: str) -> socket.socket:

@@ -11,25 +11,33 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
+
+import msgspec
 
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import addresses, logs, sockets
 from p2pdiloco.runtime.addresses import Address
 from p2pdiloco.runtime.connection import Connection, Traffic
+from p2pdiloco.runtime.crediting import Crediting
 from p2pdiloco.runtime.identity import Identity, verify
+from p2pdiloco.runtime.lanes import keep_lanes, lanes_for
 from p2pdiloco.runtime.limits import ConnectionLimits, TransportLimits
 from p2pdiloco.runtime.requests import Answer, RequestError, RequestRefused, Response
+from p2pdiloco.runtime.shaping import Shaper
 from p2pdiloco.runtime.sockets import DialError, PeerRefused
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.tls import TlsContexts, remote_fingerprint
 from p2pdiloco.wire.blocks import Blocks
+from p2pdiloco.wire.credit import Granter
 from p2pdiloco.wire.frames import Parting
 from p2pdiloco.wire.handshake import MAGIC, NONCE_BYTES, Handshake, HandshakeError, Hello, MismatchError, Role
 
@@ -63,8 +71,11 @@ class TransportHandler(Protocol):
     def disconnected(self, peer: PeerId, reason: str) -> None:
         """``peer`` is gone. What was queued for it is lost."""
 
-    def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> None:
-        """A message came. ``payload`` is the handler's own memory from now on, and writable."""
+    def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> asyncio.Future[Any] | None:
+        """A message came. ``payload`` is the handler's own memory from now on, and writable.
+
+        None: it is taken. A future: it is taken when that is done, however it ends; until then its bytes count against
+        what the peer may send (``window_bytes``). It must not depend on more bulk to come from that peer."""
 
     def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
         """Whether to take the payload of ``size`` bytes that comes with ``body``. Asked before memory is taken."""
@@ -104,6 +115,14 @@ class Transport:
         self._tls = TlsContexts()
         self._tasks = Tasks()
         self._blocks = Blocks(limit_bytes=self._limits.reused_bytes)
+        self._shaper = Shaper(self._limits.up_bytes_per_s)
+        self._crediting = Crediting(
+            Granter(
+                window_bytes=self._limits.connection.window_bytes,
+                total_bytes=self._limits.window_bytes,
+                bytes_per_s=self._limits.down_bytes_per_s,
+            )
+        )
         self._stack = AsyncExitStack()
         self._listener: socket.socket | None = None
         self._connections: dict[PeerId, Connection] = {}
@@ -115,6 +134,7 @@ class Transport:
         """Of connections that are gone."""
         self._attempt = 0
         self._is_leaving = False
+        self._has_noted_congestion = False
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -146,6 +166,8 @@ class Transport:
         """Part from every peer: flush for at most ``part_s`` seconds, then cut."""
         doomed = list(self._all)
         for connection in doomed:
+            if connection.primary is not connection:
+                continue  # Lanes end with their primary.
             if connection.is_open:
                 connection.part(Parting.LEAVING, reason)
             else:
@@ -190,9 +212,20 @@ class Transport:
         return connection.queued_bytes if connection is not None else 0
 
     def traffic_of(self, peer: PeerId) -> Traffic | None:
-        """Bytes on the present connection to ``peer``."""
-        connection = self._connections.get(peer)
-        return connection.traffic if connection is not None else None
+        """Bytes on the present connection to ``peer`` and its lanes."""
+        primary = self._connections.get(peer)
+        if primary is None:
+            return None
+        total = Traffic()
+        for connection in self._all:
+            if connection.primary is primary:
+                total.add(connection.traffic)
+        return total
+
+    def lanes(self, peer: PeerId) -> int:
+        """Connections to ``peer`` over which payloads are spread; 0: not connected."""
+        primary = self._connections.get(peer)
+        return primary.lanes.count if primary is not None else 0
 
     def traffic(self) -> Traffic:
         """Bytes on all connections since the start."""
@@ -262,17 +295,26 @@ class Transport:
         if connection is not None:
             connection.part(Parting.LEAVING, reason)
 
-    def pace(self, peer: PeerId, bytes_per_s: int | None) -> None:
-        """Limit what the kernel sends to ``peer``; None lifts it. Lasts as long as the connection."""
-        connection = self._connections.get(peer)
-        if connection is not None:
-            connection.pace(bytes_per_s)
+    def set_budget(self, up_bytes_per_s: float | None, down_bytes_per_s: float | None) -> None:
+        """Bytes per second over all connections from now on, as in TransportLimits; None: no limit."""
+        self._shaper.set_budget(up_bytes_per_s)
+        self._crediting.set_budget(down_bytes_per_s)
+
+    def pace(self, peer: PeerId, bytes_per_s: float | None) -> None:
+        """Limit what is sent to ``peer`` beside the budget; None lifts it. Lasts until it disconnects."""
+        if peer in self._connections:
+            self._shaper.set_cap(peer, bytes_per_s)
+
+    def congestion(self) -> dict[str, int]:
+        """How many connections use which congestion control, as the kernel says."""
+        paths = [path for connection in self._all if (path := connection.path()) is not None]
+        return dict(Counter(path.congestion for path in paths))
 
     # -- dialling and accepting --------------------------------------------------------------------------------------
 
-    async def _dial(self, target: Address) -> PeerId:
+    async def _dial(self, target: Address, lane: int = 0, bond: bytes = b"") -> PeerId:
         raw = await sockets.connect(target, congestion=self._limits.congestion)
-        connection = self._new_connection(Role.DIALLER, target)
+        connection = self._new_connection(Role.DIALLER, target, lane, bond)
         try:
             await asyncio.get_running_loop().create_connection(
                 lambda: connection,
@@ -339,21 +381,25 @@ class Transport:
             elif connection.remote is None and not connection.is_ending:
                 connection.abort("the handshake failed")
 
-    def _new_connection(self, role: Role, address: Address) -> Connection:
+    def _new_connection(self, role: Role, address: Address, lane: int = 0, bond: bytes = b"") -> Connection:
         connection = Connection(
             role=role,
             address=address,
             owner=self,
-            handshake=lambda channel: self._handshake(role, channel, address.peer),
+            handshake=lambda channel: self._handshake(role, channel, address.peer, lane, bond),
             limits=self._limits.connection,
             blocks=self._blocks,
+            shaper=self._shaper,
+            crediting=self._crediting,
             tasks=self._tasks,
         )
         self._all.add(connection)
         connection.gone.add_done_callback(lambda _: self._forget(connection))
         return connection
 
-    def _handshake(self, role: Role, channel: ssl.SSLObject, expected: PeerId | None) -> Handshake:
+    def _handshake(
+        self, role: Role, channel: ssl.SSLObject, expected: PeerId | None, lane: int, bond: bytes
+    ) -> Handshake:
         self._attempt += 1
         hello = Hello(
             magic=MAGIC,
@@ -363,6 +409,8 @@ class Transport:
             nonce=os.urandom(NONCE_BYTES),
             life=self._life,
             attempt=self._attempt,
+            lane=lane,
+            bond=bond,
         )
         fingerprint = self._tls.fingerprint if role is Role.LISTENER else remote_fingerprint(channel)
         return Handshake(role, hello, fingerprint, sign=self._identity.sign, verify=verify, expected=expected)
@@ -379,6 +427,8 @@ class Transport:
         old = self._connections.get(peer)
         if self._is_leaving:
             connection.part(Parting.LEAVING, "the peer is leaving")
+        elif connection.lane:
+            self._bind(connection)
         elif old is None:
             self._install(connection)
         elif not old.is_open or _life_of(old) != _life_of(connection):
@@ -387,6 +437,7 @@ class Transport:
             self._install(connection)
         elif self._rank(connection) > self._rank(old):
             self._connections[peer] = connection
+            self._keep_lanes(connection)
             old.retire()
         else:
             connection.retire()
@@ -394,8 +445,8 @@ class Transport:
     def closed(self, connection: Connection, reason: str) -> None:
         self._remove(connection, reason)
 
-    def message(self, connection: Connection, body: bytes, payload: memoryview | None) -> None:
-        self._handler.message(connection.peer, body, payload)
+    def message(self, connection: Connection, body: bytes, payload: memoryview | None) -> asyncio.Future[Any] | None:
+        return self._handler.message(connection.peer, body, payload)
 
     def admit(self, connection: Connection, body: bytes, size: int) -> bool:
         return self._handler.admit(connection.peer, body, size)
@@ -411,8 +462,52 @@ class Transport:
         is_inbound = connection.role is Role.LISTENER
         is_observer = connection.remote is not None and not connection.remote.run
         self._connections[peer] = connection
+        self._note_congestion(connection)
+        self._keep_lanes(connection)
         self._say(connection)("connected", peer=peer, address=address, inbound=is_inbound, observer=is_observer)
         self._handler.connected(peer, address, is_observer, is_inbound)
+
+    def _bind(self, lane: Connection) -> None:
+        """A lane is proved: it belongs to the connection whose dialler's nonce it names."""
+        assert lane.local is not None
+        assert lane.remote is not None
+        bond = (lane.local if lane.role is Role.DIALLER else lane.remote).bond
+        for primary in self._all:
+            if primary.is_open and primary.bond == bond and primary.peer == lane.peer and primary.role is lane.role:
+                if not lane.become_lane_of(primary):
+                    lane.part(Parting.LEAVING, f"{primary.lanes.count} lanes are enough")
+                return
+        lane.part(Parting.LEAVING, "a lane of a connection that is not here")
+
+    def _keep_lanes(self, primary: Connection) -> None:
+        """On long fat paths the side that dialled dials lanes too."""
+        if primary.role is not Role.DIALLER or self._limits.lanes == 1:
+            return
+        target = msgspec.structs.replace(primary.address, peer=primary.peer)
+        numbers = itertools.count(1)
+
+        def missing() -> int:
+            if self._connections.get(primary.peer) is not primary or not primary.is_open:
+                return 0
+            rate = self._shaper.bytes_per_s or self._crediting.bytes_per_s
+            return lanes_for(self._limits.lanes, primary.path(), rate) - primary.lanes.count
+
+        async def dial() -> None:
+            async with asyncio.timeout(self._limits.connection.handshake_s):
+                await self._dial(target, next(numbers) % 2**16 or 1, primary.bond)
+
+        self._tasks.spawn(keep_lanes(primary.gone, missing, dial), name=f"lanes of {primary.peer}")
+
+    def _note_congestion(self, connection: Connection) -> None:
+        wanted, path = self._limits.congestion, connection.path()
+        if self._has_noted_congestion or not wanted or path is None or path.congestion == wanted:
+            return
+        self._has_noted_congestion = True
+        log.warning(
+            "the kernel refused the congestion control that we asked for: long or lossy paths will be slow",
+            wanted=wanted,
+            used=path.congestion,
+        )
 
     def _remove(self, connection: Connection, reason: str) -> None:
         if self._connections.get(connection.peer) is connection:

@@ -13,6 +13,8 @@ more than one chunk.
     REFUSAL                   why a request is not answered (UTF-8)
     *_CANCEL                  receiver to sender: stop this stream; the sender answers with *_ABORT
     *_ABORT                   sender to receiver: the rest of this stream will not come
+    PART_START                u64 size of the part, where it belongs (wire/parts.py), control body; then PART_CHUNKs
+    PART_ACK                  receiver to sender: this part is there
     CREDIT                    u64: chunk bytes that the other side may send on this connection, since its start
     GOODBYE                   a code byte and the reason (UTF-8); the last frame of its direction
 
@@ -35,6 +37,8 @@ SIZE = struct.Struct(">Q")
 
 CONTROL_LIMIT = 1 << 20
 """Bytes of a control body."""
+PART_HEADER_LIMIT = 32
+"""Bytes that say where a part belongs."""
 CHUNK_LIMIT = 256 << 10
 """Bytes of a chunk."""
 HANDSHAKE_LIMIT = 4096
@@ -71,6 +75,11 @@ class Kind(IntEnum):
     REFUSAL = 14
     GOODBYE = 15
     CREDIT = 16
+    PART_START = 17
+    PART_CHUNK = 18
+    PART_CANCEL = 19
+    PART_ABORT = 20
+    PART_ACK = 21
 
 
 HANDSHAKE_KINDS = frozenset({Kind.HELLO, Kind.PROOF, Kind.GOODBYE})
@@ -93,6 +102,11 @@ BODY_LIMITS: dict[Kind, int] = {
     Kind.REFUSAL: TEXT_LIMIT,
     Kind.GOODBYE: TEXT_LIMIT + 1,
     Kind.CREDIT: SIZE.size,
+    Kind.PART_START: CONTROL_LIMIT + PART_HEADER_LIMIT + SIZE.size,
+    Kind.PART_CHUNK: CHUNK_LIMIT,
+    Kind.PART_CANCEL: 0,
+    Kind.PART_ABORT: 0,
+    Kind.PART_ACK: 0,
 }
 
 
@@ -155,7 +169,7 @@ def encode_sized(kind: Kind, stream: int, size: int, body: bytes) -> bytes:
     Raises:
         ValueError: ``body`` is longer than CONTROL_LIMIT.
     """
-    if len(body) > CONTROL_LIMIT:
+    if len(body) > CONTROL_LIMIT + (PART_HEADER_LIMIT if kind is Kind.PART_START else 0):
         raise ValueError(f"a control body of {len(body)} bytes; the limit is {CONTROL_LIMIT}")
     return HEADER.pack(SIZE.size + len(body), kind, stream) + SIZE.pack(size) + body
 

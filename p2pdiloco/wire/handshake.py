@@ -67,6 +67,10 @@ class Hello(Struct, frozen=True, kw_only=True):
     """Fresh for every start of the peer: tells a second connection of one life from a peer that came back."""
     attempt: Annotated[int, Meta(ge=0, le=2**62)]
     """Grows with every connection that the peer takes part in: of two that it dialled, the later one counts."""
+    lane: Annotated[int, Meta(ge=0, le=2**16)] = 0
+    """Dialler only: 0 for a connection of its own right, else the number of a lane (wire/parts.py)."""
+    bond: Annotated[bytes, Meta(max_length=NONCE_BYTES)] = b""
+    """With a lane: the nonce of the HELLO with which its dialler began the primary connection."""
 
 
 class Handshake:

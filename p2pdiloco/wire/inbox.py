@@ -33,11 +33,24 @@ from p2pdiloco.wire.frames import (
 STAGING_BYTES = 16 << 10
 """One TLS record."""
 
-START_OF_CHUNK = {Kind.BULK_CHUNK: Kind.BULK_START, Kind.RESPONSE_CHUNK: Kind.RESPONSE_START}
-START_OF_ABORT = {Kind.BULK_ABORT: Kind.BULK_START, Kind.RESPONSE_ABORT: Kind.RESPONSE_START}
+START_OF_CHUNK = {
+    Kind.BULK_CHUNK: Kind.BULK_START,
+    Kind.RESPONSE_CHUNK: Kind.RESPONSE_START,
+    Kind.PART_CHUNK: Kind.PART_START,
+}
+START_OF_ABORT = {
+    Kind.BULK_ABORT: Kind.BULK_START,
+    Kind.RESPONSE_ABORT: Kind.RESPONSE_START,
+    Kind.PART_ABORT: Kind.PART_START,
+}
+
+START_KINDS = frozenset(START_OF_CHUNK.values())
 
 Admit = Callable[[Kind, int, bytes, int], bool]
 """(BULK_START or RESPONSE_START, stream, control body, payload bytes) -> whether to take the payload."""
+
+Place = Callable[[bytes, int], memoryview | None]
+"""(body of a PART_START, bytes of the part) -> where it goes; None: nowhere."""
 
 
 class Received(Struct, frozen=True):
@@ -49,7 +62,7 @@ class Received(Struct, frozen=True):
 
 
 class Completed(Struct, frozen=True):
-    """A whole stream. ``kind`` is BULK_START or RESPONSE_START; ``payload`` is the receiver's own, writable memory."""
+    """A whole stream. ``kind`` is that of its start; ``payload`` is the receiver's own, writable memory."""
 
     kind: Kind
     stream: int
@@ -69,6 +82,7 @@ class Aborted(Struct, frozen=True):
 
     kind: Kind
     stream: int
+    body: bytes
 
 
 Event = Received | Completed | Skipped | Aborted
@@ -77,19 +91,27 @@ Event = Received | Completed | Skipped | Aborted
 class _Stream:
     """One payload on its way in. ``payload`` is None if it was not admitted."""
 
-    __slots__ = ("body", "filled", "payload", "size")
+    __slots__ = ("body", "filled", "payload", "reserved", "size")
 
-    def __init__(self, body: bytes, size: int, payload: memoryview | None) -> None:
-        self.body, self.size, self.payload = body, size, payload
+    def __init__(self, body: bytes, size: int, payload: memoryview | None, reserved: int) -> None:
+        self.body, self.size, self.payload, self.reserved = body, size, payload, reserved
         self.filled = 0
+
+
+def nowhere(body: bytes, size: int) -> memoryview | None:
+    """For connections on which no parts come."""
+    raise FrameError("a part of a payload has no place here")
 
 
 class Inbox:
     """See the module's rules. ``allocate`` gives the memory for a payload (wire/blocks.py); ``bytes_limit`` bounds the
-    payload bytes in progress."""
+    payload bytes in progress; ``place`` says where parts go."""
 
-    def __init__(self, admit: Admit, *, allocate: Callable[[int], memoryview], bytes_limit: int) -> None:
+    def __init__(
+        self, admit: Admit, *, allocate: Callable[[int], memoryview], bytes_limit: int, place: Place = nowhere
+    ) -> None:
         self._admit = admit
+        self._place = place
         self._allocate = allocate
         self._bytes_limit = bytes_limit
         self._reserved_bytes = 0
@@ -208,7 +230,7 @@ class Inbox:
         body = bytes(target)
         if header.kind in START_OF_ABORT:
             yield from self._abort(START_OF_ABORT[header.kind], header.stream)
-        elif header.kind in (Kind.BULK_START, Kind.RESPONSE_START):
+        elif header.kind in START_KINDS:
             yield from self._start(header.kind, header.stream, body)
         else:
             yield Received(header.kind, header.stream, body)
@@ -220,6 +242,12 @@ class Inbox:
         if len(self._streams) >= 2 * OPEN_STREAMS_LIMIT:
             raise FrameError(f"more than {2 * OPEN_STREAMS_LIMIT} streams at once")
         self.demand_bytes += size
+        if kind is Kind.PART_START:
+            place = self._place(control, size)
+            self._streams[kind, stream] = _Stream(control, size, place, 0)
+            if place is None:
+                yield Skipped(kind, stream)
+            return
         fits = self._reserved_bytes + size <= self._bytes_limit
         is_admitted = fits and self._admit(kind, stream, control, size)
         if is_admitted and size == 0:
@@ -227,11 +255,11 @@ class Inbox:
             return
         if not is_admitted:
             if size:
-                self._streams[kind, stream] = _Stream(b"", size, None)
+                self._streams[kind, stream] = _Stream(b"", size, None, 0)
             yield Skipped(kind, stream)
             return
         self._reserved_bytes += size
-        self._streams[kind, stream] = _Stream(control, size, self._allocate(size))
+        self._streams[kind, stream] = _Stream(control, size, self._allocate(size), size)
 
     def _chunk(self, kind: Kind, stream: int, count: int) -> Iterator[Event]:
         entry = self._streams[kind, stream]
@@ -240,7 +268,7 @@ class Inbox:
             return
         del self._streams[kind, stream]
         if entry.payload is not None:
-            self._reserved_bytes -= entry.size
+            self._reserved_bytes -= entry.reserved
             yield Completed(kind, stream, entry.body, entry.payload)
 
     def _abort(self, kind: Kind, stream: int) -> Iterator[Event]:
@@ -248,5 +276,5 @@ class Inbox:
         if entry is not None:
             self.demand_bytes -= entry.size - entry.filled
         if entry is not None and entry.payload is not None:
-            self._reserved_bytes -= entry.size
-            yield Aborted(kind, stream)
+            self._reserved_bytes -= entry.reserved
+            yield Aborted(kind, stream, entry.body)

@@ -33,9 +33,21 @@ GROUP = 16
 BATCH_BYTES = 64 << 10
 """Small control frames are joined up to this many bytes."""
 
-CHUNK_OF = {Kind.BULK_START: Kind.BULK_CHUNK, Kind.RESPONSE_START: Kind.RESPONSE_CHUNK}
-ABORT_OF = {Kind.BULK_START: Kind.BULK_ABORT, Kind.RESPONSE_START: Kind.RESPONSE_ABORT}
-START_OF_CANCEL = {Kind.BULK_CANCEL: Kind.BULK_START, Kind.RESPONSE_CANCEL: Kind.RESPONSE_START}
+CHUNK_OF = {
+    Kind.BULK_START: Kind.BULK_CHUNK,
+    Kind.RESPONSE_START: Kind.RESPONSE_CHUNK,
+    Kind.PART_START: Kind.PART_CHUNK,
+}
+ABORT_OF = {
+    Kind.BULK_START: Kind.BULK_ABORT,
+    Kind.RESPONSE_START: Kind.RESPONSE_ABORT,
+    Kind.PART_START: Kind.PART_ABORT,
+}
+START_OF_CANCEL = {
+    Kind.BULK_CANCEL: Kind.BULK_START,
+    Kind.RESPONSE_CANCEL: Kind.RESPONSE_START,
+    Kind.PART_CANCEL: Kind.PART_START,
+}
 
 NOTHING = memoryview(b"")
 
@@ -94,6 +106,11 @@ class Outbox:
         return self._payload_bytes > 0
 
     @property
+    def payload_bytes(self) -> int:
+        """Payload bytes that are not yet handed out."""
+        return self._payload_bytes
+
+    @property
     def queued_bytes(self) -> int:
         """Control and payload bytes that are not yet handed out."""
         return self._control_bytes + self._payload_bytes
@@ -115,6 +132,10 @@ class Outbox:
     def put_response(self, request: int, body: bytes, payload: memoryview, priority: float) -> bool:
         """Queue the answer with a payload to ``request``. False: no room."""
         return self._put_stream(Kind.RESPONSE_START, request, body, payload, priority)
+
+    def put_part(self, stream: int, body: bytes, data: memoryview, priority: float) -> bool:
+        """Queue a part of a payload (wire/parts.py). False: no room."""
+        return self._put_stream(Kind.PART_START, stream, body, data, priority)
 
     def cancel(self, cancel: Kind, stream: int) -> None:
         """The receiver does not want the stream: forget its rest. A stream that is already out is no error."""

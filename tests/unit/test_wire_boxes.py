@@ -42,6 +42,7 @@ def make_inbox(
     inbox = Inbox(admit, allocate=Blocks(limit_bytes=0).take, bytes_limit=bytes_limit)
     if is_open:
         inbox.open()
+        inbox.granted = GENEROUS
     return inbox, asked
 
 
@@ -233,7 +234,7 @@ def test_an_aborted_stream_gives_its_memory_back() -> None:
     inbox, _ = make_inbox()
     feed(inbox, encode_sized(Kind.RESPONSE_START, 3, 500, b""))
     assert inbox.reserved_bytes == 500
-    assert feed(inbox, encode_frame(Kind.RESPONSE_ABORT, 3, b"")) == [Aborted(Kind.RESPONSE_START, 3)]
+    assert feed(inbox, encode_frame(Kind.RESPONSE_ABORT, 3, b"")) == [Aborted(Kind.RESPONSE_START, 3, b"")]
     assert inbox.reserved_bytes == 0
 
 

@@ -1,0 +1,69 @@
+"""A peer that averages with the all-reduce of torchft's ProcessGroupGloo, in float32. Runs in its own environment.
+
+torchft gathers its peers by a lighthouse, outside of what is timed here: the group is set up once, and each round is one
+all-reduce of the whole vector, as torchft's DiLoCo does for a fragment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from datetime import timedelta
+
+warnings.filterwarnings("ignore")
+
+from benchmarks.wire import line  # noqa: E402
+
+BLOCK = 1 << 20
+
+
+def main() -> None:
+    config = line.begin()
+    os.environ["GLOO_SOCKET_IFNAME"] = config["interface"]
+    import torch
+    from torch.distributed import ReduceOp
+    from torchft import ProcessGroupGloo
+    from torchft.process_group import ReconfigureOptions
+
+    torch.set_num_threads(1)
+    index, peers, parameters = config["index"], config["peers"], int(config["parameters"])
+
+    def block_of(i: int) -> torch.Tensor:
+        return torch.randn(BLOCK, generator=torch.Generator().manual_seed(i)) * 1e-3
+
+    block, mean = block_of(index), sum(block_of(i) for i in range(peers)) / peers
+    vector = torch.zeros(parameters)
+    group = ProcessGroupGloo(timeout=timedelta(seconds=600))
+    handle = json.loads(group.get_reconfigure_handle())
+    store = str(handle["store"])
+    handle["store"] = f"{config['host']}:{store.rpartition(':')[2]}"
+    line.answer(address=json.dumps(handle))
+    for command in line.commands():
+        match command["do"]:
+            case "connect":
+                group.reconfigure(ReconfigureOptions(uuid=1, handles=command["addresses"])).wait()
+                line.answer(ok=True)
+            case "prepare":
+                for start in range(0, parameters, BLOCK):
+                    piece = vector[start : start + BLOCK]
+                    piece.copy_(block[: piece.numel()])
+                line.forget_peak()
+                line.answer(**line.counters(config["interface"]))
+            case "go":
+                began = time.monotonic()
+                group.allreduce([vector], ReduceOp.SUM).wait()
+                vector /= peers
+                line.answer(ok=True, reason="", began=began, ended=time.monotonic())
+            case "check":
+                peak = line.memory("VmHWM")
+                found = vector[:BLOCK]
+                error = float((found - mean[: found.numel()]).norm() / mean[: found.numel()].norm())
+                payload = 2 * (peers - 1) / peers * parameters * 4
+                line.answer(**line.counters(config["interface"]), peak=peak, error=error, digest="", payload=payload)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,363 @@
+"""A p2pdiloco peer without training: the node, its machine, driver, global state and transport are the real ones.
+
+Only the learner is a stand-in: it answers at once where a real one answers at its next step boundary, and its snapshot is
+filled beforehand, since copying parameters is the learner's work. An exchange is a turn of all fragments at once: outer
+gradients are encoded, sent to the shards' owners, merged, encoded again, spread, decoded, applied by the outer step with
+its momentum, proved by digests, and handed to the learner as shifts.
+
+Rules of this file:
+1. Peer 0's learner announces the turns. The others have made one step by then, so that everybody has tokens to give; all
+   weights are equal (``SYNC_EVERY``).
+2. What came out is checked against a merge and an outer step of the gradients that were put in, on CHECKED shards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import uvloop
+
+from benchmarks.wire import line
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from p2pdiloco.node.founding import version_zero
+    from p2pdiloco.node.node import InitialState, Node
+    from p2pdiloco.node.options import PeerOptions
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol.identifiers import FragmentId, PeerId, learner_id
+from p2pdiloco.protocol.manifest import (
+    CodecConfig,
+    EvaluationConfig,
+    InnerConfig,
+    Manifest,
+    OuterConfig,
+    RunConfig,
+    ScheduleConfig,
+    TensorSpec,
+    make_layout,
+)
+from p2pdiloco.runtime.directory import Directory
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.tensors import merging, outer
+from p2pdiloco.wire import link
+
+FRAGMENTS = 24
+SYNC_EVERY = 144
+"""Peer 0 makes so many steps a round and the others one, with 12 times their tokens: tokens * tokens / steps is equal."""
+TOKENS = 1000
+STEP_TIME_S = 30.0
+"""As told to the protocol: a slow link must not look like a failed owner."""
+BLOCK = 1 << 20
+CHECKED = 3
+LIMIT_S = 600.0
+SAMPLE_S = 0.02
+
+
+def run_of(config: line.Message) -> tuple[Manifest, InitialState]:
+    """The same manifest and version 0 at every peer."""
+    parameters, merge = int(config["parameters"]), config["merge"]
+    tensors = tuple(
+        TensorSpec(
+            name=f"tensor{i}",
+            shape=(parameters * (i + 1) // FRAGMENTS - parameters * i // FRAGMENTS,),
+            merge=merge,
+            fragment=FragmentId(i),
+        )
+        for i in range(FRAGMENTS)
+    )
+    run = RunConfig(
+        name="exchange",
+        inner=InnerConfig(steps=2**30),
+        schedule=ScheduleConfig(fragments=FRAGMENTS, sync_every=SYNC_EVERY, min_quorum=config["peers"]),
+        outer=OuterConfig(merge=merge),
+        codec=CodecConfig(up=config["codec"], down=config["codec"]),
+        evaluation=EvaluationConfig(every=0),
+    )
+    layout = make_layout(tensors, FRAGMENTS, run.schedule.max_shard, merge)
+    theta, momentum = torch.zeros(layout.elements), torch.zeros(layout.elements)
+    weights = torch.randn(BLOCK, generator=torch.Generator().manual_seed(99)) * 0.02
+    for start in range(0, layout.elements, BLOCK):
+        theta[start : start + BLOCK] = weights[: layout.elements - start]
+    genesis = tuple(outer.state_digest(theta[s.start : s.stop], momentum[s.start : s.stop]) for s in layout.shards)
+    manifest = Manifest(founder=PeerId("exchange"), config=run, tensors=tensors, genesis=genesis)
+    return manifest, version_zero(manifest, theta, momentum)
+
+
+def block_of(index: int) -> torch.Tensor:
+    """The outer gradient of peer ``index``, one block of it."""
+    return torch.randn(BLOCK, generator=torch.Generator().manual_seed(index)) * 1e-3
+
+
+class StandIn:
+    """Answers as a learner does, at once."""
+
+    def __init__(self, peer: ExchangePeer) -> None:
+        self._peer = peer
+        self.steps = 0
+        self.tokens = 0
+
+    def send(self, message: link.FromNode) -> None:
+        """A command of the node's."""
+        match message:
+            case link.Load():
+                self._say(link.Shifted(shards=tuple(s.shard for s in self._peer.layout.shards)))
+            case link.Shift():
+                self._say(link.Shifted(shards=message.shards))
+            case link.Snapshot():
+                self._say(
+                    link.Snapshotted(fragment=message.fragment, step=message.step, steps=self.steps, tokens=self.tokens)
+                )
+            case _:
+                pass
+
+    def train(self, steps: int, tokens: int) -> None:
+        """As if it had trained."""
+        self.steps += steps
+        self.tokens += tokens
+        progress = link.Progress(
+            steps=self.steps, tokens=self.tokens, loss=1.0, step_time_s=STEP_TIME_S, blocked_s=0.0, exchange_s=0.0
+        )
+        self._peer.heard_learner(progress)
+
+    def _say(self, message: link.FromLearner) -> None:
+        asyncio.get_running_loop().call_soon(self._peer.heard_learner, message)
+
+
+class ExchangePeer(Node):
+    """A node with a stand-in for its learner, on addresses that it is told."""
+
+    stand_in: StandIn
+    came: asyncio.Future[float]
+    awaited_version = 0
+
+    def begin(self) -> None:
+        """Take version 0, and a learner."""
+        self._start()
+        self._learner_id = learner_id(self.identity.peer_id, "standin")
+        self.stand_in = StandIn(self)
+        self._learner = self.stand_in  # type: ignore[assignment]
+        self.heard_learner(link.Ready(device="none", parameters=self.layout.elements))
+
+    def heard_learner(self, message: link.FromLearner) -> None:
+        """The stand-in says something."""
+        self._heard(message)
+
+    def observed(self, event: ev.Event, effects: list[ef.Effect], now: float) -> None:
+        """Note when the last shard of a round is applied."""
+        super().observed(event, effects, now)
+        if isinstance(event, ev.Applied) and self.awaited_version and self.versions()[0] >= self.awaited_version:
+            self.awaited_version = 0
+            self.came.set_result(time.monotonic())
+
+    def awaits(self, version: int) -> asyncio.Future[float]:
+        """When every shard has reached ``version``."""
+        self.awaited_version, self.came = version, asyncio.get_running_loop().create_future()
+        return self.came
+
+    def versions(self) -> tuple[int, int]:
+        """The lowest and the highest version of all shards."""
+        found = [chain.head.version for chain in self.machine.core.chains if chain.head is not None]
+        return min(found), max(found)
+
+    def fill(self, index: int) -> None:
+        """Put the gradient of peer ``index`` into the snapshot."""
+        block = block_of(index)
+        for shard in self.layout.shards:
+            for start in range(shard.start, shard.stop, BLOCK):
+                span = slice(start, min(start + BLOCK, shard.stop))
+                torch.sub(self.state.theta[span], block[: span.stop - span.start], out=self.state.snapshot[span])
+
+
+class Sampler:
+    """Bytes on the interface while payloads wait to be sent."""
+
+    def __init__(self, peer: ExchangePeer, interface: str) -> None:
+        self._peer = peer
+        self._interface = interface
+        self.busy_s = 0.0
+        self.busy_bytes = 0
+
+    async def sample(self) -> None:
+        """Until cancelled."""
+        before: tuple[float, int] | None = None
+        while True:
+            transport = self._peer.transport
+            queued = sum(transport.queued_bytes(peer) for peer in transport.peers())
+            now = (time.monotonic(), line.counters(self._interface)["sent"]) if queued else None
+            if before is not None and now is not None:
+                self.busy_s += now[0] - before[0]
+                self.busy_bytes += now[1] - before[1]
+            before = now
+            await asyncio.sleep(SAMPLE_S)
+
+
+async def serve(config: line.Message) -> None:
+    """Take part until the parent closes the pipe."""
+    manifest, initial = run_of(config)
+    identity = Identity.ephemeral()
+    nowhere = Directory(identity, listen=[], announce=[], initial_peers=[])  # never opened: addresses are told
+    with tempfile.TemporaryDirectory(prefix="p2pdiloco-exchange-") as folder:
+        options = PeerOptions(folder=Path(folder), listen=f"/ip4/{config['host']}/tcp/0")
+        async with ExchangePeer(manifest, options, identity, nowhere, initial) as peer:
+            del initial
+            peer.begin()
+            line.answer(address=peer.transport.listen_addresses()[0])
+            rounds = Rounds(peer, config)
+            incoming = _lines()
+            while (command := await incoming.get()) is not None:
+                await rounds.obey(command)
+
+
+def _lines() -> asyncio.Queue[line.Message | None]:
+    """Commands, read by a thread."""
+    loop = asyncio.get_running_loop()
+    queue: asyncio.Queue[line.Message | None] = asyncio.Queue()
+
+    def read() -> None:
+        for command in line.commands():
+            loop.call_soon_threadsafe(queue.put_nowait, command)
+        loop.call_soon_threadsafe(queue.put_nowait, None)
+
+    threading.Thread(target=read, daemon=True, name="commands").start()
+    return queue
+
+
+class Rounds:
+    """What the parent asks for."""
+
+    def __init__(self, peer: ExchangePeer, config: line.Message) -> None:
+        self._peer = peer
+        self._config = config
+        self._index = int(config["index"])
+        self._rounds = 0
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._payload = 0
+        self._came: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._sampler: Sampler | None = None
+        self._profile = config.get("profile")
+
+    async def obey(self, command: line.Message) -> None:
+        """Do it and answer."""
+        match command["do"]:
+            case "connect":
+                await self._connect(command["addresses"])
+            case "prepare":
+                await self._prepare()
+            case "go":
+                await self._go()
+            case "check":
+                await self._check()
+
+    async def _connect(self, addresses: list[str]) -> None:
+        for address in addresses[: self._index]:
+            await self._peer.transport.dial(address, timeout_s=30.0)
+        membership, others = self._peer.machine.core.membership, len(addresses) - 1
+        await _until(
+            lambda: len(membership.live) == len(membership.participating) == others, "the peers see each other"
+        )
+        line.answer(ok=True)
+
+    async def _prepare(self) -> None:
+        peer, state = self._peer, self._peer.state
+        await asyncio.to_thread(peer.fill, self._index)
+        pieces = [peer.layout.shards[s] for s in self._checked()]
+        self._before = [
+            (state.theta[p.start : p.stop].clone(), state.momentum[p.start : p.stop].clone()) for p in pieces
+        ]
+        peer.stand_in.train(1, TOKENS if self._index else 12 * TOKENS)
+        self._payload = peer.transport.traffic().sent_bulk
+        self._rounds += 1
+        self._came = peer.awaits(self._rounds)
+        line.forget_peak()
+        line.answer(**line.counters(self._config["interface"]))
+
+    async def _go(self) -> None:
+        peer = self._peer
+        self._sampler = Sampler(peer, self._config["interface"])
+        sampling = asyncio.create_task(self._sampler.sample()) if self._config["is_sampled"] else None
+        began = time.monotonic()
+        if self._index == 0:
+            peer.stand_in.train(SYNC_EVERY - 1, 0)
+        ended = await asyncio.wait_for(self._came, LIMIT_S)
+        if sampling is not None:
+            sampling.cancel()
+        line.answer(ok=peer.versions() == (self._rounds, self._rounds), reason="", began=began, ended=ended)
+
+    async def _check(self) -> None:
+        peer, peak = self._peer, line.memory("VmHWM")
+        counters = line.counters(self._config["interface"])
+        payload = peer.transport.traffic().sent_bulk - self._payload
+        error = await asyncio.to_thread(self._error)
+        assert self._sampler is not None
+        heads = f"{peer.machine.core.heads_mark:x}"
+        line.answer(
+            **counters,
+            peak=peak,
+            error=error,
+            digest=heads,
+            payload=payload,
+            busy_s=self._sampler.busy_s,
+            busy_bytes=self._sampler.busy_bytes,
+        )
+
+    def _checked(self) -> list[int]:
+        shards = len(self._peer.layout.shards)
+        return sorted({round(i * (shards - 1) / (CHECKED - 1)) for i in range(CHECKED)})
+
+    def _error(self) -> float:
+        """Of the movement of the parameters, relative to that without a codec."""
+        peer, config = self._peer, self._peer.manifest.config
+        worst = 0.0
+        for shard, (theta, momentum) in zip(self._checked(), self._before, strict=True):
+            piece = peer.layout.shards[shard]
+            found = peer.state.theta[piece.start : piece.stop] - theta
+            gradients = [_repeated(block_of(i), piece.elements) for i in range(self._config["peers"])]
+            merged, moved = torch.empty(piece.elements), theta.clone()
+            merging.merge(piece.merge, gradients, [1.0] * len(gradients), merged)
+            outer.outer_step(
+                moved,
+                momentum,
+                merged,
+                learning_rate=config.outer.learning_rate,
+                momentum_factor=config.outer.momentum,
+            )
+            moved -= theta
+            worst = max(worst, float((found - moved).norm() / moved.norm()))
+        return worst
+
+
+def _repeated(block: torch.Tensor, elements: int) -> torch.Tensor:
+    return block.repeat(-(-elements // block.numel()))[:elements]
+
+
+async def _until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {LIMIT_S:g} s: {what}")
+        await asyncio.sleep(0.05)
+
+
+def main() -> None:
+    config = line.begin()
+    try:
+        uvloop.run(serve(config))
+    except Exception as error:  # noqa: BLE001
+        print(f"peer {config['index']}: {error!r}", file=sys.stderr)
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""How ``exchange`` speaks with its peers: one JSON object a line, over the peer's standard input and output.
+
+Only the standard library, since the baselines' peers run in environments of their own.
+
+Rules of this file:
+1. A peer is told ``connect`` (all addresses), then for each round ``prepare``, ``go``, ``check``, and answers each; the
+   end of its input ends it.
+2. Standard output belongs to the answers: whatever libraries print goes to standard error.
+3. Times are CLOCK_MONOTONIC in seconds, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+Message = dict[str, Any]
+
+_PR_SET_PDEATHSIG = 1
+_answers: TextIO | None = None
+
+
+def begin() -> Message:
+    """Take standard output over, die with the parent, and return the configuration from the command line."""
+    global _answers
+    _answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    config: Message = json.loads(sys.argv[1])
+    return config
+
+
+def answer(**fields: object) -> None:
+    """Send one line."""
+    assert _answers is not None
+    _answers.write(json.dumps(fields) + "\n")
+    _answers.flush()
+
+
+def commands() -> Iterator[Message]:
+    """What the parent says, until it closes the pipe."""
+    for text in sys.stdin:
+        yield json.loads(text)
+
+
+def counters(interface: str) -> Message:
+    """Bytes of the interface so far, and this process's present memory."""
+    folder = f"/sys/class/net/{interface}/statistics"
+    return {"sent": _number(f"{folder}/tx_bytes"), "received": _number(f"{folder}/rx_bytes"), "rss": memory("VmRSS")}
+
+
+def forget_peak() -> None:
+    """Start measuring the peak of this process's memory anew (Linux)."""
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+
+
+def memory(field: str) -> int:
+    """``VmRSS`` (now) or ``VmHWM`` (peak) of this process in bytes; shared memory counts."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        for text in file:
+            if text.startswith(field + ":"):
+                return int(text.split()[1]) * 1024
+    return 0
+
+
+def _number(path: str) -> int:
+    try:
+        with open(path, encoding="ascii") as file:
+            return int(file.read())
+    except OSError:
+        return 0

@@ -1,0 +1,352 @@
+"""The transport between two processes of this machine: throughput and CPU, budgets, and control under bulk.
+
+    python -m benchmarks.wire.transport --json out/transport.json
+
+- ``throughput``: one pair over loopback at several payload sizes, beside a raw blocking TLS socket pair, in turns.
+  CPU seconds are of both ends together, per GB of payload.
+- ``budget``: the largest deviation from an up or down budget over any second while bulk is pending, as the receiver
+  counts it (windows of a second that begin every SAMPLE_S).
+- ``round trip``: of a request the size of a heartbeat, idle and under bulk at the same budget, and what one chunk takes
+  at that budget.
+
+Figures are medians of ``--repeat`` runs; of a deviation the worst is given too. Loopback has no delay and no loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import resource
+import socket
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from statistics import median
+
+import uvloop
+
+from benchmarks import record
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.tls import TlsContexts
+from p2pdiloco.runtime.transport import Answer, Transport, TransportLimits
+from p2pdiloco.wire.schedule import slice_bytes
+
+SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
+THROUGHPUT_BYTES = 1 << 30
+RATES_MBIT = (100, 1000, 2500)
+BUDGET_S = 5.0
+SETTLE_S = 0.5
+SAMPLE_S = 0.02
+PINGS = 200
+PING_GAP_S = 0.005
+BULK = 8 << 20
+QUEUED_LEAST = 64 << 20
+RAW_SLICE = 256 << 10
+GB = 1e9
+POLL_S = 0.002
+Samples = list[tuple[float, int]]
+
+
+class Quiet:
+    """A handler that takes all and answers at once."""
+
+    def __init__(self) -> None:
+        self.messages = 0
+
+    def connected(self, peer: PeerId, address: str, is_observer: bool, inbound: bool) -> None: ...
+
+    def disconnected(self, peer: PeerId, reason: str) -> None: ...
+
+    def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> None:
+        self.messages += 1
+
+    def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
+        return True
+
+    async def answer(self, peer: PeerId, body: bytes) -> Answer:
+        return Answer(body)
+
+
+def open_transport(handler: Quiet, up: float | None = None, down: float | None = None) -> Transport:
+    limits = TransportLimits(up_bytes_per_s=up, down_bytes_per_s=down)
+    listen = "/ip4/127.0.0.1/tcp/0"
+    return Transport(Identity.ephemeral(), listen=listen, run="bench", version=1, handler=handler, limits=limits)
+
+
+# -- the other process -----------------------------------------------------------------------------------------------
+
+
+def receive(pipe: Pipe, down: float | None) -> None:
+    """Listen, count, and tell the counts when asked."""
+    uvloop.run(_receive(pipe, down))
+
+
+async def _receive(pipe: Pipe, down: float | None) -> None:
+    loop = asyncio.get_running_loop()
+    handler = Quiet()
+    samples: deque[tuple[float, int]] = deque(maxlen=int(60 / SAMPLE_S))
+
+    def sample() -> None:
+        traffic = transport.traffic()
+        samples.append((time.monotonic(), traffic.received_bulk + traffic.received_control))
+        loop.call_later(SAMPLE_S, sample)
+
+    async with open_transport(handler, down=down) as transport:
+        pipe.send(transport.listen_addresses()[0])
+        sample()
+        while (question := await loop.run_in_executor(None, pipe.recv)) != "end":
+            if question == "messages":
+                pipe.send(handler.messages)
+            elif question == "cpu":
+                pipe.send(cpu_s())
+            else:
+                pipe.send(list(samples))
+
+
+def receive_raw(pipe: Pipe) -> None:
+    """A raw blocking TLS socket: read all, answer with one byte."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    pipe.send(listener.getsockname()[1])
+    raw, _ = listener.accept()
+    channel = TlsContexts().server.wrap_socket(raw, server_side=True)
+    size = pipe.recv()
+    before, got, buffer = cpu_s(), 0, memoryview(bytearray(RAW_SLICE))
+    while got < size:
+        got += channel.recv_into(buffer)
+    channel.sendall(b"!")
+    pipe.send(cpu_s() - before)
+    channel.close()
+
+
+def cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+# -- this process ----------------------------------------------------------------------------------------------------
+
+
+class Receiver:
+    """The other process, and our transport that is connected to it."""
+
+    def __init__(self, pipe: Pipe, transport: Transport, peer: PeerId) -> None:
+        self._pipe, self.transport, self.peer = pipe, transport, peer
+
+    async def ask(self, question: str) -> object:
+        self._pipe.send(question)
+        return await asyncio.get_running_loop().run_in_executor(None, self._pipe.recv)
+
+    async def ask_number(self, question: str) -> float:
+        answer = await self.ask(question)
+        assert isinstance(answer, int | float)
+        return answer
+
+    async def ask_samples(self) -> Samples:
+        answer = await self.ask("samples")
+        assert isinstance(answer, list)
+        return answer
+
+    async def send(self, payload: memoryview) -> None:
+        """Queue ``payload`` as soon as there is room."""
+        while not self.transport.send(self.peer, b"payload", payload):  # noqa: ASYNC110 - room is not announced
+            await asyncio.sleep(POLL_S)
+
+    async def wait_for_messages(self, count: float) -> None:
+        while await self.ask_number("messages") < count:  # noqa: ASYNC110 - it is in another process
+            await asyncio.sleep(POLL_S)
+
+    def feed(self, payload: memoryview) -> None:
+        """Keep bulk pending."""
+        while self.transport.queued_bytes(self.peer) < QUEUED_LEAST:
+            if not self.transport.send(self.peer, b"bulk", payload):
+                raise RuntimeError("the connection is lost")
+
+
+@asynccontextmanager
+async def pair(up: float | None = None, down: float | None = None) -> AsyncIterator[Receiver]:
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=receive, args=(theirs, down), daemon=True)
+    process.start()
+    try:
+        address = await asyncio.get_running_loop().run_in_executor(None, ours.recv)
+        async with open_transport(Quiet(), up=up) as transport:
+            yield Receiver(ours, transport, await transport.dial(address))
+            ours.send("end")
+    finally:
+        await asyncio.get_running_loop().run_in_executor(None, process.join, 10)
+        process.kill()
+
+
+async def throughput(size: int) -> tuple[float, float]:
+    """Gbit/s and CPU seconds per GB, of both ends."""
+    count = THROUGHPUT_BYTES // size
+    payload = memoryview(bytearray(size))
+    async with pair() as other:
+        for warm in (True, False):
+            before = await other.ask_number("messages")
+            cpu, start = cpu_s() + await other.ask_number("cpu"), time.perf_counter()
+            for _ in range(count // 8 if warm else count):
+                await other.send(payload)
+            await other.wait_for_messages(before + (count // 8 if warm else count))
+            passed = time.perf_counter() - start
+            cpu = cpu_s() + await other.ask_number("cpu") - cpu
+    return count * size * 8 / passed / 1e9, cpu / (count * size / GB)
+
+
+async def raw_throughput() -> tuple[float, float]:
+    """The same of blocking TLS sockets, each in a process of its own."""
+    return await asyncio.get_running_loop().run_in_executor(None, _raw_throughput)
+
+
+def _raw_throughput() -> tuple[float, float]:
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=receive_raw, args=(theirs,), daemon=True)
+    process.start()
+    channel = TlsContexts().client.wrap_socket(socket.create_connection(("127.0.0.1", ours.recv())))
+    ours.send(THROUGHPUT_BYTES)
+    payload = memoryview(bytearray(RAW_SLICE))
+    cpu, start = time.thread_time(), time.perf_counter()
+    for _ in range(THROUGHPUT_BYTES // RAW_SLICE):
+        channel.sendall(payload)
+    channel.recv(1)
+    passed, cpu = time.perf_counter() - start, time.thread_time() - cpu
+    cpu += ours.recv()
+    channel.close()
+    process.join(10)
+    return THROUGHPUT_BYTES * 8 / passed / 1e9, cpu / (THROUGHPUT_BYTES / GB)
+
+
+async def budget(rate_mbit: int, direction: str) -> tuple[float, float]:
+    """Relative deviation of the mean and of the worst second."""
+    rate = rate_mbit * 1e6 / 8
+    payload = memoryview(bytearray(BULK))
+    async with pair(up=rate if direction == "up" else None, down=rate if direction == "down" else None) as other:
+        start = time.monotonic()
+        while time.monotonic() < start + SETTLE_S + BUDGET_S:
+            other.feed(payload)
+            await asyncio.sleep(0.05)
+        samples = [entry for entry in await other.ask_samples() if start + SETTLE_S <= entry[0] < start + 5.5]
+    mean = (samples[-1][1] - samples[0][1]) / (samples[-1][0] - samples[0][0])
+    return mean / rate - 1.0, max((value / rate - 1.0 for value in seconds(samples)), key=abs)
+
+
+def seconds(samples: Samples) -> list[float]:
+    """Bytes per second over every window of at least a second."""
+    found, end = [], 0
+    for begin, (at, count) in enumerate(samples):
+        while end < len(samples) and samples[end][0] < at + 1.0:
+            end += 1
+        if end == len(samples):
+            break
+        found.append((samples[end][1] - count) / (samples[end][0] - at))
+        assert end > begin
+    return found
+
+
+async def round_trip(rate_mbit: int | None) -> tuple[float, float]:
+    """Median milliseconds idle and under bulk."""
+    rate = rate_mbit * 1e6 / 8 if rate_mbit is not None else None
+    payload = memoryview(bytearray(BULK))
+    async with pair(up=rate) as other:
+        await ping(other, None)
+        idle = await ping(other, None)
+        busy = await ping(other, payload)
+    return idle, busy
+
+
+async def ping(other: Receiver, payload: memoryview | None) -> float:
+    times = []
+    for _ in range(PINGS):
+        if payload is not None:
+            other.feed(payload)
+        start = time.perf_counter()
+        await other.transport.request(other.peer, bytes(64), timeout_s=10.0)
+        times.append((time.perf_counter() - start) * 1e3)
+        await asyncio.sleep(PING_GAP_S)
+    return median(times)
+
+
+# -- the tables ------------------------------------------------------------------------------------------------------
+
+
+async def throughput_rows(repeat: int, sizes: tuple[int, ...]) -> list[record.Row]:
+    runs: dict[str, list[tuple[float, float]]] = {}
+    for _ in range(repeat):
+        runs.setdefault("raw", []).append(await raw_throughput())
+        for size in sizes:
+            runs.setdefault(str(size), []).append(await throughput(size))
+    rows: list[record.Row] = []
+    print(f"{'throughput':24} {'Gbit/s':>8} {'CPU s/GB':>9}")
+    for name, values in runs.items():
+        figures = {"gbit_per_s": median(v[0] for v in values), "cpu_s_per_gb": median(v[1] for v in values)}
+        label = "raw blocking TLS" if name == "raw" else f"payloads of {int(name) >> 10} KiB"
+        print(f"{label:24} {figures['gbit_per_s']:8.2f} {figures['cpu_s_per_gb']:9.2f}")
+        rows.append(record.row("transport throughput", {"payload_bytes": name, "repeat": repeat}, figures))
+    return rows
+
+
+async def budget_rows(repeat: int, rates: tuple[int, ...]) -> list[record.Row]:
+    rows: list[record.Row] = []
+    print(f"{'budget':24} {'mean':>8} {'worst second: median':>21} {'of all':>8}")
+    for rate in rates:
+        for direction in ("up", "down"):
+            runs = [await budget(rate, direction) for _ in range(repeat)]
+            worst = [run[1] for run in runs]
+            figures = {
+                "mean": median(run[0] for run in runs),
+                "worst_second": sorted(worst, key=abs)[len(worst) // 2],
+                "worst_of_all": max(worst, key=abs),
+            }
+            shown = f"{rate} Mbit/s {direction}"
+            print(
+                f"{shown:24} {figures['mean']:+8.2%} {figures['worst_second']:+21.2%} {figures['worst_of_all']:+8.2%}"
+            )
+            settings = {"mbit_per_s": rate, "direction": direction, "repeat": repeat}
+            rows.append(record.row("transport budget", settings, figures))
+    return rows
+
+
+async def round_trip_rows(repeat: int, rates: tuple[int, ...]) -> list[record.Row]:
+    rows: list[record.Row] = []
+    print(f"{'round trip':24} {'idle ms':>8} {'bulk ms':>8} {'chunk ms':>9} {'1.5 idle + chunk':>17}")
+    for rate in (*rates, None):
+        runs = [await round_trip(rate) for _ in range(repeat)]
+        idle, busy = median(run[0] for run in runs), median(run[1] for run in runs)
+        chunk = slice_bytes(rate * 1e6 / 8) / (rate * 1e6 / 8) * 1e3 if rate is not None else float("nan")
+        label = "no budget" if rate is None else f"up {rate} Mbit/s"
+        print(f"{label:24} {idle:8.3f} {busy:8.3f} {chunk:9.3f} {1.5 * idle + chunk:17.3f}")
+        figures = {"idle_ms": idle, "bulk_ms": busy, "chunk_ms": chunk if rate is not None else None}
+        rows.append(record.row("transport round trip", {"up_mbit_per_s": rate, "repeat": repeat}, figures))
+    return rows
+
+
+async def measure(parts: list[str], repeat: int) -> list[record.Row]:
+    rows: list[record.Row] = []
+    if "throughput" in parts:
+        rows += await throughput_rows(repeat, SIZES)
+    if "budget" in parts:
+        rows += await budget_rows(repeat, RATES_MBIT)
+    if "round-trip" in parts:
+        rows += await round_trip_rows(repeat, RATES_MBIT)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="append one object per row to this file")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--only", action="append", choices=["throughput", "budget", "round-trip"])
+    options = parser.parse_args()
+    rows = uvloop.run(measure(options.only or ["throughput", "budget", "round-trip"], options.repeat))
+    if options.json is not None:
+        record.append(options.json, rows)
+
+
+if __name__ == "__main__":
+    main()

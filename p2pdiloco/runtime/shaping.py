@@ -1,0 +1,159 @@
+"""The up budget: whose bulk is written next, and how fast the kernel may send it.
+
+Two things keep the budget. The schedule in user space (wire/sharing.py) is exact over all peers: bulk is handed to
+sockets at the budget's rate and no faster; control is written at once and counted, so that bulk yields to it. The
+kernel's pacing per socket smooths what was handed over, and takes over when this process is late: each socket is paced
+at the peer's share of the budget, and PACING_HEADROOM more, so that what is late can be made up for and the kernel's
+queues stay empty, where control would wait behind bulk.
+
+Rules of this file:
+1. Everything on the event loop; no task, one timer.
+2. A turn of the event loop writes at most TURN_BYTES: about a millisecond of encryption.
+3. Pacing follows the shares at most every REFRESH_S, and only when a rate has changed by more than PACING_STEP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable
+from typing import Protocol
+
+from p2pdiloco.runtime.clock import Clock, Timer
+from p2pdiloco.wire.sharing import Sharing, pacing_rates
+
+TURN_BYTES = 1 << 20
+REFRESH_S = 0.02
+IDLE_REFRESHES = 50
+"""Peers that sent nothing for so long are not counted in the shares."""
+PACING_HEADROOM = 1.25
+PACING_STEP = 0.05
+PACING_LEAST = 1_000_000.0
+"""Bytes per second. The kernel's pacing holds control back too, so below this it is left to the schedule."""
+SMOOTHING = 0.3
+
+
+class BulkSender(Protocol):
+    """One connection's bulk."""
+
+    def __hash__(self) -> int: ...
+
+    def write_bulk(self, most: int) -> int:
+        """Write the next chunk, of at most ``most`` bytes; how many bytes went out. 0: it cannot now."""
+
+    def pace(self, bytes_per_s: float | None) -> None:
+        """Limit the socket."""
+
+
+class Shaper:
+    """See the module's rules. Constructing it needs no event loop."""
+
+    def __init__(self, bytes_per_s: float | None = None, clock: Callable[[], Clock] = asyncio.get_running_loop) -> None:
+        self._clock = clock
+        self._sharing: Sharing[BulkSender] = Sharing(bytes_per_s)
+        self._senders: dict[BulkSender, Hashable] = {}
+        """Every connection, and whose it is."""
+        self._paced: dict[BulkSender, float | None] = {}
+        self._timer = Timer(clock)
+        self._rates: dict[Hashable, float] = {}
+        """Bytes per second of late, of peers that sent bulk lately."""
+        self._quiet: dict[Hashable, int] = {}
+        self._counted: dict[Hashable, int] = {}
+        """Bulk bytes since the last refresh."""
+        self._refreshed_at = float("-inf")
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        return self._sharing.bytes_per_s
+
+    def set_budget(self, bytes_per_s: float | None) -> None:
+        """Bytes per second over all peers; None: no limit."""
+        self._sharing.set_budget(bytes_per_s, self._clock().time())
+        self._refresh(self._clock().time())
+        self._wake()
+
+    def set_cap(self, peer: Hashable, bytes_per_s: float | None) -> None:
+        """Bytes per second to one peer, until it disconnects; None: no limit of its own."""
+        self._sharing.set_cap(peer, bytes_per_s, self._clock().time())
+        self._refresh(self._clock().time())
+        self._wake()
+
+    def open(self, peer: Hashable, sender: BulkSender) -> None:
+        """A connection is there. It is paced before it sends the first chunk."""
+        self._senders[sender] = peer
+        self._pace(sender, self._limit_of(peer))
+
+    def close(self, sender: BulkSender) -> None:
+        """The connection is gone, and with a peer's last one its cap."""
+        peer = self._senders.pop(sender, None)
+        self._paced.pop(sender, None)
+        if peer is None:
+            return
+        self._sharing.remove(peer, sender)
+        if peer not in self._senders.values():
+            self._sharing.forget(peer)
+            for counts in (self._rates, self._quiet, self._counted):
+                counts.pop(peer, None)
+
+    def ready(self, sender: BulkSender) -> None:
+        """``sender`` has bulk, and may be able to write it."""
+        if (peer := self._senders.get(sender)) is not None:
+            self._sharing.add(peer, sender)
+            self._wake()
+
+    def wrote_control(self, sender: BulkSender, count: int) -> None:
+        """Control went out at once; bulk yields to it."""
+        self._sharing.charge(self._senders.get(sender), None, count, self._clock().time())
+
+    def _wake(self) -> None:
+        at = self._sharing.next_at()
+        if at is not None:
+            self._timer.set(at, self._serve)
+
+    def _serve(self) -> None:
+        clock = self._clock()
+        now = clock.time()
+        written = 0
+        while written < TURN_BYTES and (choice := self._sharing.next(now)) is not None:
+            sender, most = choice
+            peer = self._senders[sender]
+            count = sender.write_bulk(most)
+            if count == 0:
+                self._sharing.remove(peer, sender)
+                continue
+            self._sharing.charge(peer, sender, count, now)
+            self._counted[peer] = self._counted.get(peer, 0) + count
+            written += count
+        if self.bytes_per_s is not None and now - self._refreshed_at >= REFRESH_S:
+            self._refresh(now)
+        self._wake()
+
+    def _refresh(self, now: float) -> None:
+        """Measure what the peers took of late, and pace their sockets by it."""
+        passed_s = now - self._refreshed_at
+        self._refreshed_at = now
+        for peer in set(self._rates) | set(self._counted):
+            count = self._counted.get(peer, 0)
+            self._quiet[peer] = 0 if count else self._quiet.get(peer, 0) + 1
+            old = self._rates.get(peer, 0.0)
+            self._rates[peer] = old + SMOOTHING * (count / passed_s - old)
+            if self._quiet[peer] > IDLE_REFRESHES:
+                del self._rates[peer], self._quiet[peer]
+        self._counted.clear()
+        budget = self.bytes_per_s
+        caps = {peer: self._sharing.cap_of(peer) for peer in self._rates}
+        shares = pacing_rates(budget, self._rates, caps) if budget is not None else {}
+        for sender, peer in self._senders.items():
+            self._pace(sender, shares.get(peer, self._limit_of(peer)))
+
+    def _limit_of(self, peer: Hashable) -> float | None:
+        """Of a peer that sends nothing at present."""
+        limits = [limit for limit in (self.bytes_per_s, self._sharing.cap_of(peer)) if limit is not None]
+        return min(limits, default=None)
+
+    def _pace(self, sender: BulkSender, share: float | None) -> None:
+        rate = max(PACING_LEAST, share * PACING_HEADROOM) if share is not None else None
+        old = self._paced.get(sender)
+        is_same = rate is old if rate is None or old is None else abs(rate - old) <= PACING_STEP * old
+        if not is_same:
+            self._paced[sender] = rate
+            sender.pace(rate)

@@ -1,0 +1,98 @@
+"""A thread's working memory for quantizing, cut to the size of a chunk.
+
+Rules of this file:
+1. Each thread has its own, made at its first use (about 2.8 MiB) and kept: encoding and decoding allocate nothing that
+   grows with a chunk.
+2. The cuts are kept as well, for the few lengths and formats that a run has: a tensor's view costs a microsecond, and a
+   chunk would need dozens.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+import threading
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from p2pdiloco.tensors import kernels
+from p2pdiloco.tensors.recipes import BLOCKS, CHUNK
+
+HEADER: Final = struct.Struct("<BBHI")
+LARGEST_BODY: Final = HEADER.size + 2 * CHUNK
+"""bf16's. No chunk's body has more bytes."""
+
+
+def body_bytes(bits: int, block: int, elements: int) -> int:
+    """The exact length of the body of one chunk of ``elements``; see ``quantize``."""
+    if not block:
+        return HEADER.size + 2 * elements
+    return HEADER.size + -(-elements // block) * (block * bits // 8 + 2)
+
+
+class Part(NamedTuple):
+    """A chunk's whole blocks, or its short last one."""
+
+    filled: int
+    """Elements in each block; the rest is zeros."""
+    work: Tensor
+    """float32 [blocks, block]"""
+    wanted: Tensor
+    """float32 [blocks]: scales before rounding."""
+    scales: Tensor
+    """bfloat16 [blocks], in the body."""
+    inverse: Tensor
+    """float32 [blocks, 1]"""
+    symbols: Tensor
+    """int8 [blocks * block]"""
+
+
+class Cut:
+    """The scratch for chunks of one length in one format with blocks."""
+
+    def __init__(self, scratch: Scratch, bits: int, block: int, elements: int) -> None:
+        whole, tail = divmod(elements, block)
+        blocks = whole + bool(tail)
+        body = scratch.body[: body_bytes(bits, block, elements)]
+        self.body = memoryview(body.numpy())
+        self.packed = body[HEADER.size : -2 * blocks].view(torch.int8)
+        self.scales = body[-2 * blocks :].view(torch.bfloat16)
+        self.scale_bits = self.scales.view(torch.int16)
+        self.wide = scratch.wanted[:blocks]
+        self.symbols = scratch.symbols[: blocks * block]
+        self.is_fast = kernels.AVAILABLE and not tail and blocks % 2 == 0
+        """Whether ``kernels`` may be used, which take numpy's views."""
+        self.flat_packed = self.packed.view(torch.uint8).numpy()
+        self.flat_wide = self.wide.numpy()
+        self.flat_inverse = scratch.inverse[:blocks].numpy()
+        self.parts = tuple(
+            Part(
+                filled=filled,
+                work=scratch.work[first * block : last * block].view(-1, block),
+                wanted=scratch.wanted[first:last],
+                scales=self.scales[first:last],
+                inverse=scratch.inverse[first:last].unsqueeze(1),
+                symbols=self.symbols[first * block : last * block],
+            )
+            for first, last, filled in ((0, whole, block), (whole, blocks, tail))
+            if first < last
+        )
+
+
+class Scratch(threading.local):
+    """See the module."""
+
+    def __init__(self) -> None:
+        self.work = torch.empty(CHUNK)
+        self.symbols = torch.empty(CHUNK, dtype=torch.int8)
+        self.narrow = torch.empty(CHUNK, dtype=torch.bfloat16)
+        self.body = torch.empty(LARGEST_BODY, dtype=torch.uint8)
+        self.bytes = self.body.numpy()
+        self.wanted = torch.empty(CHUNK // BLOCKS[0])
+        self.inverse = torch.empty(CHUNK // BLOCKS[0])
+        self.cut = functools.lru_cache(maxsize=16)(functools.partial(Cut, self))
+
+
+scratch: Final = Scratch()

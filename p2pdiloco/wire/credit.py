@@ -1,0 +1,170 @@
+"""Credits: a receiver tells each sender how far its bulk may go, and so keeps its own down budget and memory.
+
+A credit is a count of payload bytes (those in chunks, dropped ones included) since the connection's start, like QUIC's
+MAX_DATA: it only grows, and both ends count the same bytes. Every connection starts with FIRST_CREDIT.
+
+The receiver's side, for each connection (an account):
+
+    outstanding   granted, and neither received nor waiting for the handler; bounded by a window
+    demand        announced by BULK_START and RESPONSE_START, and not yet received. Streams are announced before there
+                  is credit for them, so the receiver knows who wants
+
+Without a down budget an account is topped up to its demand and AHEAD_BYTES as it empties. With one, grants follow a
+schedule of the budget's rate, in slices, in turns over the peers that want, and only to those; the window is then what
+the path holds, rate x (round trip + SLACK_S). So in any second no more than the budget is granted, and what was
+granted and has not come is bounded by the windows.
+
+Rules of this file:
+1. Pure: time is a number.
+2. No deadlock: an account that wants and has room is granted something at a known time, whatever other accounts do;
+   what a lost connection was granted is forgotten with it.
+3. Back-pressure is ``untaken``: what the handler has not taken counts as still outstanding. The handler must be able to
+   take it without more bulk coming.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from p2pdiloco.wire.frames import FIRST_CREDIT, FrameError
+from p2pdiloco.wire.schedule import Schedule
+
+AHEAD_BYTES = 4 << 20
+"""Granted beyond the demand if there is no budget, so that a payload need not wait for a round trip."""
+SLACK_S = 0.02
+"""What both ends take to react."""
+SLICE_S = 0.004
+SLICE_LEAST, SLICE_MOST = 16 << 10, 1 << 20
+
+
+class Account:
+    """What one connection's sender may send. The driver keeps ``received``, ``demand``, ``untaken`` and
+    ``round_trip_s`` up to date."""
+
+    __slots__ = ("demand", "granted", "peer", "received", "round_trip_s", "untaken")
+
+    def __init__(self, peer: Hashable) -> None:
+        self.peer = peer
+        self.granted = FIRST_CREDIT
+        self.received = 0
+        self.demand = 0
+        self.untaken = 0
+        self.round_trip_s = 0.0
+
+    @property
+    def coming(self) -> int:
+        """Granted, and not received."""
+        return self.granted - self.received
+
+    @property
+    def outstanding(self) -> int:
+        """Granted, and neither received nor taken."""
+        return self.coming + self.untaken
+
+
+class Granter:
+    """Who is granted what, and when. ``window_bytes``: the most that one account has outstanding; ``total_bytes``: the
+    most that all have together (but FIRST_CREDIT each at least)."""
+
+    def __init__(self, *, window_bytes: int, total_bytes: int, bytes_per_s: float | None = None) -> None:
+        assert window_bytes >= FIRST_CREDIT
+        self._window_bytes = window_bytes
+        self._total_bytes = total_bytes
+        self._schedule = Schedule(bytes_per_s)
+        self._accounts: dict[Account, None] = {}
+        """In the order of their turns within a peer."""
+        self._served: dict[Hashable, int] = {}
+        """Granted to each peer; one that comes back from a pause starts at the others' level."""
+        self._level = 0
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        return self._schedule.bytes_per_s
+
+    def set_budget(self, bytes_per_s: float | None, now: float) -> None:
+        self._schedule.set_rate(bytes_per_s, now)
+
+    def accounts(self) -> list[Account]:
+        return list(self._accounts)
+
+    def open(self, account: Account) -> None:
+        self._accounts[account] = None
+
+    def close(self, account: Account) -> None:
+        """What was granted and did not come will not come."""
+        self._accounts.pop(account, None)
+        if all(other.peer != account.peer for other in self._accounts):
+            self._served.pop(account.peer, None)
+
+    def top_up(self, account: Account) -> bool:
+        """Without a budget: whether ``account`` was granted more."""
+        window = min(self._window(len(self._accounts)), account.demand + AHEAD_BYTES)
+        if account.outstanding > window // 2:
+            return False
+        account.granted += window - account.outstanding
+        return True
+
+    def grant(self, now: float) -> list[Account]:
+        """With a budget: grant what is due; those whose ``granted`` grew."""
+        grown: dict[Account, None] = {}
+        while self._schedule.is_ready(now) and (chosen := self._choose()) is not None:
+            account, count = chosen
+            account.granted += count
+            self._schedule.charge(count, now)
+            self._level = max(self._level, self._served.get(account.peer, 0))
+            self._served[account.peer] = self._level + count
+            del self._accounts[account]
+            self._accounts[account] = None
+            grown[account] = None
+        return list(grown)
+
+    def next_at(self) -> float | None:
+        """When ``grant`` may have something to grant; None: not before something is received, announced or taken."""
+        if self._schedule.bytes_per_s is None or self._choose() is None:
+            return None
+        return self._schedule.ready_at()
+
+    def _choose(self) -> tuple[Account, int] | None:
+        """Who is next: of the accounts that want and have room, one of the peer that was granted least."""
+        rate = self._schedule.bytes_per_s
+        assert rate is not None
+        wanting = [account for account in self._accounts if account.demand > account.coming]
+        window = self._window(len(wanting))
+        able: list[tuple[int, int, Account]] = []
+        slice_bytes = int(min(SLICE_MOST, max(SLICE_LEAST, rate * SLICE_S)))
+        for account in wanting:
+            path = max(FIRST_CREDIT, 2 * slice_bytes, int(rate * (account.round_trip_s + SLACK_S)))
+            count = min(slice_bytes, account.demand - account.coming)
+            if account.outstanding + count <= max(count, min(window, path)):
+                able.append((max(self._level, self._served.get(account.peer, 0)), count, account))
+        if not able:
+            return None
+        _, count, account = min(able, key=lambda entry: entry[0])
+        return account, count
+
+    def _window(self, sharers: int) -> int:
+        return min(self._window_bytes, max(FIRST_CREDIT, self._total_bytes // max(1, sharers)))
+
+
+class Spending:
+    """The sender's side of one connection: what it may still send."""
+
+    __slots__ = ("granted", "sent")
+
+    def __init__(self) -> None:
+        self.granted = FIRST_CREDIT
+        self.sent = 0
+
+    @property
+    def left(self) -> int:
+        return self.granted - self.sent
+
+    def extend(self, granted: int) -> None:
+        """A CREDIT came.
+
+        Raises:
+            FrameError: it takes back what was granted.
+        """
+        if granted < self.granted:
+            raise FrameError(f"a credit of {granted} bytes after one of {self.granted}")
+        self.granted = granted

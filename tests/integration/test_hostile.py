@@ -1,0 +1,172 @@
+"""A peer that breaks the rules over real connections, in a live run: what it sends is dropped and counted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import uvloop
+from swarm import (
+    LOOPBACK,
+    START_S,
+    contributors,
+    ended,
+    learners_held,
+    log_lines,
+    report_of,
+    swarm_in,
+    write_config,
+)
+from waiting import until as until_in_loop
+
+from p2pdiloco.node.lookup import Observer, list_runs
+from p2pdiloco.node.roster import PeerRecord
+from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.identifiers import PeerId, RunId, digest_of, learner_id
+from p2pdiloco.protocol.manifest import PROTOCOL_VERSION
+from p2pdiloco.runtime.directory import Directory
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.transport import Transport
+from p2pdiloco.wire.bodies import COMMIT_CONTEXT, SIGNATURE_BYTES, decode_message, encode
+from p2pdiloco.wire.compression import compress
+from peers.demo_swarm import Member
+
+GARBAGE = (b"no zstd at all", compress(bytes(1000)), compress(b"\xff" * 1000))
+KINDS = {"message", "payload", "contribution", "commit"}
+HEAVY = 10**9
+"""Tokens that a lying head claims."""
+
+
+class Hostile(Observer):
+    """Takes part well enough to be live, and answers everything with something that is wrong."""
+
+    def __init__(self, identity: Identity, run: RunId) -> None:
+        self.identity = identity
+        self.learner = learner_id(identity.peer_id, "evil")
+        self.transport = Transport(identity, listen=LOOPBACK, run=run, version=PROTOCOL_VERSION, handler=self)
+        self._sequence = 0
+        self._garbage = itertools.cycle(GARBAGE)
+
+    def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
+        """Whatever there is: what is honest can be spoiled."""
+        return True
+
+    def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> None:
+        match decode_message(body):
+            case msg.Heartbeat() as beat:
+                self._beat(peer, beat)
+            case msg.Turn() as turn:
+                self.transport.send(peer, b"\x93 this is no message")
+                for head in turn.heads:
+                    self._contribute(peer, head, turn.step)
+            case msg.Commit() as commit if payload is not None:
+                self._commit(peer, commit.header, bytes(payload[SIGNATURE_BYTES:]))
+            case _:
+                pass
+
+    def _beat(self, peer: PeerId, beat: msg.Heartbeat) -> None:
+        self._sequence += 1
+        mine = msgspec.structs.replace(
+            beat,
+            sequence=self._sequence,
+            echo=beat.sequence,
+            echo_held_s=0.0,
+            phase="training",
+            is_participating=True,
+            weight=0.0,
+        )
+        self.transport.send(peer, encode(mine))
+
+    def _contribute(self, peer: PeerId, head: msg.Head, step: int) -> None:
+        """Payloads that are garbage, that are not what was announced, that are missing; and another's learner."""
+        payload = next(self._garbage)
+        mine = msg.Contributor(self.learner, 0, 1000, 0, 1)
+        good = msg.Contribution(head.shard, head, step, mine, digest_of(payload), len(payload))
+        self.transport.send(peer, encode(good), payload)
+        self.transport.send(peer, encode(good), b"something else")
+        self.transport.send(peer, encode(good))
+        stolen = msgspec.structs.replace(mine, learner=learner_id(peer, "stolen"))
+        self.transport.send(peer, encode(msgspec.structs.replace(good, contributor=stolen)), payload)
+
+    def _commit(self, peer: PeerId, header: msg.CommitHeader, honest: bytes) -> None:
+        """The next version: signed by nobody; signed by us, and spoiled; and a head that does not exist."""
+        payload = honest[:-2] + b"\xff\xff"
+        following = msgspec.structs.replace(
+            header,
+            version=header.version + 1,
+            parent=msg.commit_id(header),
+            contributors=(msg.Contributor(self.learner, 0, HEAVY, 0, 1),),
+            tokens=header.tokens + HEAVY,
+            payload=digest_of(payload),
+        )
+        self.transport.send(peer, encode(msg.Commit(following)), bytes(SIGNATURE_BYTES) + payload)
+        ours = msgspec.structs.replace(following, owner=self.identity.peer_id)
+        signature = self.identity.sign(COMMIT_CONTEXT + msg.commit_id(ours).encode())
+        self.transport.send(peer, encode(msg.Commit(ours)), signature + payload)
+        head = msg.Head(header.shard, header.version + 9, digest_of(b"nothing"), header.tokens + HEAVY)
+        self.transport.send(peer, encode(msg.Heads((head,), header.step)))
+
+
+async def attack(address: str, victims: list[Member], begin: Callable[[], object]) -> PeerId:
+    """Join as ``Hostile`` and stay until the victims have counted every kind of fault, and made some versions."""
+    identity = Identity.ephemeral()
+    async with Directory(identity, listen=[LOOPBACK], announce=[], initial_peers=[address]) as directory:
+        (run,) = await list_runs(directory)
+        hostile = Hostile(identity, run)
+        async with hostile.transport as transport:
+            for record in (await directory.peers(run)).values():
+                for where in msgspec.msgpack.decode(record, type=PeerRecord).addresses:
+                    await transport.dial(where)
+            assert len(transport.peers()) == len(victims)
+            began = [version_of(victim) for victim in victims]
+            begin()
+
+            def is_enough() -> bool:
+                have_moved = all(version_of(v) >= start + 4 for v, start in zip(victims, began, strict=True))
+                seen = [faults(victim) for victim in victims]
+                return have_moved and all(seen) and set().union(*seen) >= KINDS
+
+            await until_in_loop(is_enough, START_S, "versions, and every kind of fault")
+    return identity.peer_id
+
+
+def version_of(member: Member) -> int:
+    member.refresh()
+    assert member.is_running, log_lines(member)[-20:]
+    return member.view.version
+
+
+def faults(member: Member) -> set[str]:
+    """The kinds that it has counted so far."""
+    folder = member.run_folder()
+    assert folder is not None
+    lines = map(msgspec.json.decode, (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:-1])
+    return {line["what"] for line in lines if line["event"] == "fault"}
+
+
+def test_a_hostile_peer_does_no_harm(tmp_path: Path) -> None:
+    config = write_config(tmp_path, inner_steps=250, schedule_sync_every=8)
+    with swarm_in(tmp_path) as swarm:
+        address = swarm.start_bootstrap()
+        ann = swarm.start_founder("A", config, address)
+        bob = swarm.join("B", address)
+        with ExitStack() as stack:
+            stack.enter_context(learners_held(ann, bob))
+            evil = uvloop.run(attack(address, [ann, bob], begin=stack.close))
+        reports = []
+        for member in (ann, bob):
+            assert ended(member, 2 * START_S) == 0, log_lines(member)
+            reports.append(report_of(member))
+    assert reports[0]["digests"] == reports[1]["digests"]
+    assert sum(report["tokens_trained"] for report in reports) == reports[0]["tokens_merged"]
+    assert not any(evil in contributors(commit) for member in (ann, bob) for commit in member.view.commits)
+    for report in reports:
+        assert report["faults"]
+        assert report["tokens_unmerged"] == 0
+    assert set(reports[0]["faults"]) | set(reports[1]["faults"]) >= KINDS
+    for member in (ann, bob):
+        assert not any("Traceback" in line or "defect" in line for line in log_lines(member))
+        assert len(log_lines(member)) < 500

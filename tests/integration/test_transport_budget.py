@@ -1,0 +1,180 @@
+"""Budgets, credits and back-pressure over real sockets. Nothing here asserts a time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+from test_transport import LOOPBACK, MIB, Recorder, peer, run, where
+from waiting import until
+
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.runtime import sockets
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.transport import ConnectionLimits, Transport, TransportLimits
+from p2pdiloco.wire.frames import FIRST_CREDIT
+from p2pdiloco.wire.outbox import GROUP
+
+__all__ = ["run"]
+
+A_TRICKLE = 1.0
+"""Bytes per second: after the first slice nothing more comes in a test's lifetime."""
+
+
+class Holder(Recorder):
+    """A handler that takes payloads when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.untaken: list[asyncio.Future[None]] = []
+        self.holds = True
+
+    def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> asyncio.Future[None] | None:  # type: ignore[override]
+        super().message(peer, body, payload)
+        if payload is None or not self.holds:
+            return None
+        self.untaken.append(asyncio.get_running_loop().create_future())
+        return self.untaken[-1]
+
+
+def holding_peer(window_bytes: int) -> tuple[Transport, Holder]:
+    holder = Holder()
+    limits = TransportLimits(connection=ConnectionLimits(window_bytes=window_bytes))
+    transport = Transport(Identity.ephemeral(), listen=LOOPBACK, run="run", version=1, handler=holder, limits=limits)
+    return transport, holder
+
+
+def test_the_up_budget_holds_bulk_back_and_not_control(run: Any) -> None:
+    async def main() -> None:
+        async with peer() as (ann, _), peer() as (bob, heard_by_bob):
+            await ann.dial(where(bob), 5.0)
+            ann.set_budget(A_TRICKLE, None)
+            payload = os.urandom(4 * MIB)
+            assert ann.send(bob.peer_id, b"bulk", payload)
+            for _ in range(20):
+                assert (await ann.request(bob.peer_id, b"?", timeout_s=5.0)).body == b"re: ?"
+            assert bob.traffic().received_bulk < MIB
+            assert ann.queued_bytes(bob.peer_id) > 3 * MIB
+            ann.set_budget(None, None)
+            await until(lambda: heard_by_bob.messages)
+            assert heard_by_bob.messages[0][2] == payload
+
+    run(main())
+
+
+def test_a_cap_holds_one_peer_back_and_not_the_others(run: Any) -> None:
+    async def main() -> None:
+        async with peer() as (ann, _), peer() as (bob, heard_by_bob), peer() as (eve, heard_by_eve):
+            await ann.dial(where(bob), 5.0)
+            await ann.dial(where(eve), 5.0)
+            ann.pace(bob.peer_id, A_TRICKLE)
+            assert ann.send(bob.peer_id, b"", bytes(4 * MIB))
+            assert ann.send(eve.peer_id, b"", bytes(4 * MIB))
+            await until(lambda: heard_by_eve.messages)
+            assert not heard_by_bob.messages
+            ann.pace(bob.peer_id, None)
+            await until(lambda: heard_by_bob.messages)
+
+    run(main())
+
+
+def test_the_down_budget_holds_senders_back_and_not_control(run: Any) -> None:
+    async def main() -> None:
+        async with peer() as (ann, _), peer() as (bob, heard_by_bob):
+            bob.set_budget(None, A_TRICKLE)
+            await ann.dial(where(bob), 5.0)
+            assert ann.send(bob.peer_id, b"bulk", bytes(4 * MIB))
+            for _ in range(20):
+                assert (await ann.request(bob.peer_id, b"?", timeout_s=5.0)).body == b"re: ?"
+            assert bob.traffic().received_bulk <= FIRST_CREDIT + 16 * 1024
+            bob.set_budget(None, None)
+            await until(lambda: heard_by_bob.messages)
+
+    run(main())
+
+
+def test_a_down_budget_survives_a_lost_connection(run: Any) -> None:
+    async def main() -> None:
+        async with peer() as (ann, _), peer() as (bob, heard_by_bob):
+            bob.set_budget(None, 40e6)
+            for _ in range(3):
+                await ann.dial(where(bob), 5.0)
+                received = bob.traffic().received_bulk
+                assert ann.send(bob.peer_id, b"lost", bytes(64 * MIB))
+                await until(lambda received=received: bob.traffic().received_bulk > received + MIB)
+                ann._connections[bob.peer_id].abort("a test")
+                await until(lambda: not bob.peers() and not ann.peers())
+            await ann.dial(where(bob), 5.0)
+            assert ann.send(bob.peer_id, b"whole", bytes(2 * MIB))
+            await until(lambda: heard_by_bob.messages)
+            assert [body for _, body, _ in heard_by_bob.messages] == [b"whole"]
+
+    run(main())
+
+
+def test_what_the_handler_does_not_take_stops_bulk_and_not_control(run: Any) -> None:
+    async def main() -> None:
+        transport, holder = holding_peer(MIB)
+        async with peer() as (ann, _), transport as bob:
+            await ann.dial(where(bob), 5.0)
+            for _ in range(100):
+                assert ann.send(bob.peer_id, b"", bytes(MIB // 2))
+            await until(lambda: len(holder.untaken) >= 2)
+            for _ in range(20):
+                assert (await ann.request(bob.peer_id, b"?", timeout_s=5.0)).body == b"re: ?"
+            assert bob.traffic().received_bulk <= MIB + GROUP * MIB // 2
+            holder.holds = False
+            for future in holder.untaken:
+                future.set_result(None)
+            await until(lambda: len(holder.messages) == 100)
+
+    run(main())
+
+
+def test_a_sender_that_exceeds_its_credit_is_dropped(run: Any) -> None:
+    async def main() -> None:
+        transport, holder = holding_peer(MIB)
+        async with peer() as (ann, _), transport as bob, peer() as (eve, _):
+            await ann.dial(where(bob), 5.0)
+            await eve.dial(where(bob), 5.0)
+            ann._connections[bob.peer_id]._sending._spending.sent = -(1 << 40)
+            for _ in range(8):
+                assert ann.send(bob.peer_id, b"", bytes(MIB))
+            await until(lambda: holder.losses)
+            (lost, reason), *others = holder.losses
+            assert lost == ann.peer_id
+            assert "that were granted" in reason
+            assert not others
+            assert (await eve.request(bob.peer_id, b"?", timeout_s=5.0)).body == b"re: ?"
+
+    run(main())
+
+
+def test_congestion_control_is_counted(run: Any) -> None:
+    async def main() -> None:
+        async with peer() as (ann, _), peer() as (bob, _):
+            await ann.dial(where(bob), 5.0)
+            counts = ann.congestion()
+            assert sum(counts.values()) == 1
+            assert all(counts)
+            assert ann.congestion().keys() == bob.congestion().keys()
+
+    run(main())
+
+
+def test_a_refused_congestion_control_is_said_once(run: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr(sockets, "tune", lambda connection, *, congestion: None)
+
+    async def main() -> None:
+        refusing = TransportLimits(congestion="none such")
+        recorder = Recorder()
+        bob = Transport(Identity.ephemeral(), listen=LOOPBACK, run="run", version=1, handler=recorder, limits=refusing)
+        async with peer() as (ann, _), peer() as (eve, _), bob:
+            await ann.dial(where(bob), 5.0)
+            await eve.dial(where(bob), 5.0)
+            await until(lambda: len(bob.peers()) == 2)
+        assert sum("congestion control" in record.message for record in caplog.records) == 1
+
+    run(main())

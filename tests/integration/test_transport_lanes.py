@@ -1,0 +1,184 @@
+"""Lanes over real sockets: payloads come whole over several connections, and when some of those are cut."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from test_transport import LOOPBACK, MIB, Recorder, peer, run, where
+from waiting import until
+
+from p2pdiloco.runtime.connection import Connection
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.lanes import lanes_for
+from p2pdiloco.runtime.sockets import Path
+from p2pdiloco.runtime.transport import Answer, RequestError, Transport, TransportLimits
+
+__all__ = ["run"]
+
+
+class Librarian(Recorder):
+    """Answers with a large payload."""
+
+    def __init__(self, payload: bytes) -> None:
+        super().__init__()
+        self.payload = payload
+
+    async def answer(self, peer: Any, body: bytes) -> Answer:
+        return Answer(b"here", self.payload) if body == b"book" else await super().answer(peer, body)
+
+
+@asynccontextmanager
+async def dialler(lanes: int) -> AsyncIterator[tuple[Transport, Recorder]]:
+    recorder = Recorder()
+    limits = TransportLimits(lanes=lanes)
+    async with Transport(
+        Identity.ephemeral(), listen=LOOPBACK, run="run", version=1, handler=recorder, limits=limits
+    ) as transport:
+        yield transport, recorder
+
+
+def lanes_of(transport: Transport) -> list[Connection]:
+    return [connection for connection in transport._all if connection.primary is not connection]
+
+
+def test_payloads_come_whole_both_ways_and_use_all_lanes(run: Any) -> None:
+    async def main() -> None:
+        async with peer() as (bob, heard_by_bob), dialler(4) as (ann, heard_by_ann):
+            await ann.dial(where(bob), 5.0)
+            await until(lambda: ann.lanes(bob.peer_id) == bob.lanes(ann.peer_id) == 4)
+            payloads = {
+                b"%d" % index: os.urandom(size) for index, size in enumerate([1, 70_000, 33 * MIB, 5 * MIB + 3])
+            }
+            for body, payload in payloads.items():
+                assert ann.send(bob.peer_id, body, payload)
+                assert bob.send(ann.peer_id, body, payload)
+            for heard in (heard_by_ann, heard_by_bob):
+                await until(lambda heard=heard: len(heard.messages) == len(payloads))
+                assert {body: payload for _, body, payload in heard.messages} == payloads
+            assert all(lane.traffic.sent_bulk for lane in lanes_of(ann))
+            assert len(heard_by_bob.connections) == 1
+            assert ann.peers() == [bob.peer_id]
+            traffic = ann.traffic_of(bob.peer_id)
+            assert traffic is not None
+            assert traffic.sent_bulk == ann.traffic().sent_bulk >= sum(map(len, payloads.values()))
+            await until(lambda: ann.queued_bytes(bob.peer_id) == 0)
+
+    run(main())
+
+
+def test_a_payload_comes_whole_when_lanes_are_cut_midway(run: Any) -> None:
+    async def main() -> None:
+        async with peer() as (bob, heard_by_bob), dialler(4) as (ann, heard_by_ann):
+            await ann.dial(where(bob), 5.0)
+            await until(lambda: ann.lanes(bob.peer_id) == bob.lanes(ann.peer_id) == 4)
+            payload = os.urandom(64 * MIB)
+            ann.set_budget(100e6, None)
+            assert ann.send(bob.peer_id, b"large", payload)
+            for end in (ann, bob):
+                await until(lambda: all(lane.traffic.sent_bulk for lane in lanes_of(ann)) and lanes_of(ann))
+                assert ann.queued_bytes(bob.peer_id) > 4 * MIB, "too late to cut"
+                lanes_of(end)[0].abort("a test")
+            await until(lambda: heard_by_bob.messages)
+            assert [message[1:] for message in heard_by_bob.messages] == [(b"large", payload)]
+            assert not heard_by_ann.losses
+            assert not heard_by_bob.losses
+            await until(lambda: ann.lanes(bob.peer_id) == 4, what="a new lane")
+
+    run(main())
+
+
+def test_answers_come_over_lanes_and_those_not_wanted_stop(run: Any) -> None:
+    async def main() -> None:
+        librarian = Librarian(os.urandom(32 * MIB))
+        library = Transport(Identity.ephemeral(), listen=LOOPBACK, run="run", version=1, handler=librarian)
+        async with library, dialler(3) as (ann, _):
+            await ann.dial(where(library), 5.0)
+            await until(lambda: library.lanes(ann.peer_id) == 3)
+            response = await ann.request(library.peer_id, b"book", timeout_s=20.0, max_payload=64 * MIB)
+            assert response.payload == librarian.payload
+            assert all(lane.traffic.received_bulk for lane in lanes_of(ann))
+            before = library.traffic().sent_bulk
+            with pytest.raises(RequestError, match="more than"):
+                await ann.request(library.peer_id, b"book", timeout_s=20.0, max_payload=1)
+            library.set_budget(1e6, None)
+            with pytest.raises(RequestError, match="no answer within"):
+                await ann.request(library.peer_id, b"book", timeout_s=0.2, max_payload=64 * MIB)
+            library.set_budget(None, None)
+            await until(lambda: library.queued_bytes(ann.peer_id) == 0)
+            assert library.traffic().sent_bulk < before + 32 * MIB
+            assert (await ann.request(library.peer_id, b"?", timeout_s=5.0)).body == b"re: ?"
+
+    run(main())
+
+
+def test_what_is_not_admitted_stops_on_all_lanes(run: Any) -> None:
+    async def main() -> None:
+        async with peer() as (bob, heard_by_bob), dialler(4) as (ann, _):
+            await ann.dial(where(bob), 5.0)
+            await until(lambda: ann.lanes(bob.peer_id) == bob.lanes(ann.peer_id) == 4)
+            heard_by_bob.admits = False
+            assert ann.send(bob.peer_id, b"unwanted", bytes(64 * MIB))
+            await until(lambda: ann.queued_bytes(bob.peer_id) == 0)
+            assert heard_by_bob.asked == [(b"unwanted", 64 * MIB)]
+            assert ann.traffic().sent_bulk < 64 * MIB
+            heard_by_bob.admits = True
+            assert ann.send(bob.peer_id, b"wanted", bytes(MIB))
+            await until(lambda: heard_by_bob.messages)
+
+    run(main())
+
+
+def test_leaving_flushes_what_was_sent_over_lanes(run: Any) -> None:
+    async def main() -> None:
+        async with peer() as (bob, heard_by_bob):
+            async with dialler(4) as (ann, _):
+                await ann.dial(where(bob), 5.0)
+                await until(lambda: ann.lanes(bob.peer_id) == bob.lanes(ann.peer_id) == 4)
+                assert ann.send(bob.peer_id, b"last words", bytes(32 * MIB))
+            await until(lambda: heard_by_bob.losses)
+            assert [len(payload or b"") for _, _, payload in heard_by_bob.messages] == [32 * MIB]
+            await until(lambda: not bob._all)
+
+    run(main())
+
+
+def test_lanes_end_with_their_primary(run: Any) -> None:
+    async def main() -> None:
+        async with peer() as (bob, heard_by_bob), dialler(4) as (ann, heard_by_ann):
+            await ann.dial(where(bob), 5.0)
+            await until(lambda: ann.lanes(bob.peer_id) == bob.lanes(ann.peer_id) == 4)
+            ann._connections[bob.peer_id].abort("a test")
+            await until(lambda: not ann._all and not bob._all)
+            assert len(heard_by_ann.losses) == len(heard_by_bob.losses) == 1
+
+    run(main())
+
+
+def test_a_down_budget_holds_over_all_lanes(run: Any) -> None:
+    async def main() -> None:
+        async with peer() as (bob, heard_by_bob), dialler(3) as (ann, _):
+            bob.set_budget(None, 20e6)
+            await ann.dial(where(bob), 5.0)
+            await until(lambda: ann.lanes(bob.peer_id) == 3)
+            payload = os.urandom(8 * MIB)
+            assert ann.send(bob.peer_id, b"", payload)
+            await until(lambda: heard_by_bob.messages)
+            assert heard_by_bob.messages[0][2] == payload
+
+    run(main())
+
+
+def test_how_many_lanes() -> None:
+    long, short = Path("cubic", 0.040), Path("cubic", 0.0002)
+    assert lanes_for("auto", short, 312.5e6) == 1
+    assert lanes_for("auto", long, 312.5e6) == 7
+    assert lanes_for("auto", Path("bbr", 0.1), 125e6) == 9
+    assert lanes_for("auto", Path("bbr", 0.1), None) == 9
+    assert lanes_for("auto", Path("bbr", 0.2), 625e6) == 16
+    assert lanes_for("auto", None, 1e9) == 1
+    assert lanes_for(3, short, None) == 3
+    assert lanes_for(100, short, None) == 16

@@ -1,0 +1,82 @@
+"""Compressed payloads: frames, their index, and what hostile peers put there."""
+
+import contextlib
+import struct
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pdiloco.wire.compression import compress, decompress, join, split
+
+
+def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
+    bomb = zstandard.ZstdCompressor().compress(bytes(1 << 26))
+    assert len(bomb) < 1 << 14
+    with pytest.raises(ValueError, match="at most 1000"):
+        decompress(bomb, 1000)
+    with pytest.raises(ValueError, match="at most 1000"):
+        list(split(struct.pack("<II", 1, len(bomb)) + bomb, 1, 1000))
+
+
+def test_frames_that_hide_something_are_refused() -> None:
+    unknown = zstandard.ZstdCompressor(write_content_size=False).compress(b"x" * 100)
+    good = compress(b"x" * 100)
+    skippable = struct.pack("<II", 0x184D2A50, 4) + b"abcd"
+    for frame in (unknown, b"", b"no zstd", good[:-1], good + b"x", good + good, skippable + good):
+        with pytest.raises(ValueError, match="payload"):
+            decompress(frame, 1000)
+
+
+@given(st.binary(max_size=300))
+def test_noise_is_no_frame(data: bytes) -> None:
+    with pytest.raises(ValueError, match="payload"):
+        decompress(data, 1 << 16)
+
+
+@given(st.binary(max_size=2000), st.data())
+def test_altered_frames_never_yield_too_much(content: bytes, data: st.DataObject) -> None:
+    frame = bytearray(compress(content))
+    frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
+    with contextlib.suppress(ValueError):
+        assert len(decompress(frame, 2000)) <= 2000
+
+
+@given(st.lists(st.binary(max_size=3000), max_size=5), st.sampled_from([bytes, bytearray, memoryview]))
+def test_bodies_come_back_as_they_were(bodies: list[bytes], kind: type) -> None:
+    payload = join(kind(body) for body in bodies)
+    assert list(split(kind(payload), len(bodies), 3000)) == bodies
+
+
+def test_a_frame_of_a_payload_is_one_that_could_be_sent_alone() -> None:
+    bodies = [bytes(range(256)) * 40, b"", b"abc" * 999]
+    payload = join(bodies)
+    sizes = struct.unpack_from("<3I", payload, 4)
+    at = 16
+    for size, body in zip(sizes, bodies, strict=True):
+        assert decompress(payload[at : at + size], 1 << 20) == body
+        at += size
+    assert at == len(payload)
+
+
+def test_an_index_that_does_not_fit_is_refused() -> None:
+    payload = join([b"a" * 50, b"b" * 60])
+    huge = struct.pack("<III", 2, 2**32 - 1, 2**32 - 1)
+    for wrong, bodies in (
+        (payload, 1),
+        (payload, 3),
+        (payload[:-1], 2),
+        (payload + b"x", 2),
+        (payload[:7], 2),
+        (b"", 0),
+        (huge + payload[12:], 2),
+    ):
+        with pytest.raises(ValueError, match="payload"):
+            list(split(wrong, bodies, 1000))
+
+
+@given(st.binary(max_size=300), st.integers(0, 4))
+def test_noise_is_no_payload(data: bytes, bodies: int) -> None:
+    with contextlib.suppress(ValueError):
+        assert sum(len(body) for body in split(data, bodies, 100)) <= 100 * bodies

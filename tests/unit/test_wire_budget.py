@@ -1,0 +1,153 @@
+"""The schedule, the turns and the pacing rates; time is a number."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2pdiloco.wire.schedule import DEBT_S, SLICE_LEAST, SLICE_MOST, Schedule, slice_bytes
+from p2pdiloco.wire.sharing import Sharing, pacing_rates
+
+MB = 1_000_000
+
+
+def send_for(
+    schedule: Schedule, seconds: float, *, slice_size: int, lateness_s: float = 0.0
+) -> list[tuple[float, int]]:
+    """Slices as a driver sends them that always wakes ``lateness_s`` late."""
+    now, sent = 0.0, []
+    while now < seconds:
+        while schedule.is_ready(now):
+            schedule.charge(slice_size, now)
+            sent.append((now, slice_size))
+        now = max(now, schedule.ready_at()) + lateness_s
+    return sent
+
+
+@pytest.mark.parametrize("mbit", [100, 1000, 2500])
+@pytest.mark.parametrize("lateness_s", [0.0, 0.0004, 0.001, 0.005])
+def test_the_rate_is_kept_over_any_second_however_late_the_driver(mbit: int, lateness_s: float) -> None:
+    rate = mbit * 1e6 / 8
+    sent = send_for(Schedule(rate), 4.0, slice_size=slice_bytes(rate), lateness_s=lateness_s + 1e-9)
+    for begin in (0.0, 0.1, 0.77, 1.5, 2.9):
+        in_a_second = sum(count for at, count in sent if begin <= at < begin + 1.0)
+        assert abs(in_a_second / rate - 1.0) < 0.03
+
+
+def test_what_is_late_is_made_up_for_only_within_the_burst() -> None:
+    schedule = Schedule(1000.0, burst_s=0.1)
+    schedule.charge(1, 0.0)
+    sent = 0
+    while schedule.is_ready(50.0):
+        schedule.charge(10, 50.0)
+        sent += 10
+    assert 100 <= sent <= 110
+
+
+def test_control_is_charged_and_its_debt_is_bounded() -> None:
+    schedule = Schedule(1000.0)
+    schedule.charge_control(500, 0.0)
+    assert schedule.ready_at() == pytest.approx(0.5, abs=0.02)
+    schedule.charge_control(10**9, 0.0)
+    assert schedule.ready_at() == DEBT_S
+    schedule.charge(2000, DEBT_S)
+    schedule.charge_control(1, DEBT_S)
+    assert schedule.ready_at() == DEBT_S + 2.0
+
+
+def test_a_debt_stays_the_same_in_bytes_when_the_rate_changes() -> None:
+    schedule = Schedule(1000.0, burst_s=0.0)
+    schedule.charge(500, 0.0)
+    schedule.set_rate(2000.0, 0.0)
+    assert schedule.ready_at() == pytest.approx(0.25)
+    schedule.set_rate(None, 0.0)
+    schedule.charge(10**12, 0.0)
+    assert schedule.is_ready(0.0)
+
+
+def test_slices_are_short_in_time_within_their_bounds() -> None:
+    assert slice_bytes(None) == slice_bytes(1e12) == SLICE_MOST
+    assert slice_bytes(1.0) == SLICE_LEAST
+    assert slice_bytes(50 * MB) == 100_000
+
+
+def serve(sharing: Sharing[str], owners: dict[str, str], seconds: float, start: float = 0.0) -> dict[str, int]:
+    """Everybody always has something; bytes sent by member."""
+    now, sent = start, dict.fromkeys(owners, 0)
+    while now < start + seconds:
+        while (choice := sharing.next(now)) is not None:
+            member, most = choice
+            sharing.charge(owners[member], member, most, now)
+            sent[member] += most
+        at = sharing.next_at()
+        assert at is not None
+        now = max(at, now) + 1e-6
+    return sent
+
+
+def test_peers_share_equally_and_their_connections_among_themselves() -> None:
+    sharing: Sharing[str] = Sharing(10.0 * MB)
+    owners = {"a1": "a", "a2": "a", "a3": "a", "b1": "b"}
+    for member, peer in owners.items():
+        sharing.add(peer, member)
+    sent = serve(sharing, owners, 2.0)
+    assert sent["b1"] == pytest.approx(10 * MB, rel=0.02)
+    for member in ("a1", "a2", "a3"):
+        assert sent[member] == pytest.approx(10 * MB / 3, rel=0.03)
+
+
+def test_a_cap_leaves_the_rest_to_the_others() -> None:
+    sharing: Sharing[str] = Sharing(10.0 * MB)
+    owners = {"a1": "a", "b1": "b", "c1": "c"}
+    for member, peer in owners.items():
+        sharing.add(peer, member)
+    sharing.set_cap("a", 1.0 * MB, 0.0)
+    sent = serve(sharing, owners, 2.0)
+    assert sent["a1"] == pytest.approx(2 * MB, rel=0.03)
+    assert sent["b1"] == pytest.approx(9 * MB, rel=0.03)
+    sharing.set_cap("a", None, 2.0)
+    sent = serve(sharing, owners, 3.0, start=2.0)
+    assert sent["a1"] == pytest.approx(10 * MB, rel=0.03)
+
+
+def test_who_comes_back_from_a_pause_has_saved_nothing_up() -> None:
+    sharing: Sharing[str] = Sharing(10.0 * MB)
+    sharing.add("b", "b1")
+    serve(sharing, {"b1": "b"}, 5.0)
+    sharing.add("a", "a1")
+    sent = serve(sharing, {"a1": "a", "b1": "b"}, 1.0, start=5.0)
+    assert sent["a1"] == pytest.approx(sent["b1"], rel=0.03)
+
+
+def test_control_counts_so_that_bulk_yields() -> None:
+    sharing: Sharing[str] = Sharing(1.0 * MB)
+    sharing.add("a", "a1")
+    for tenth in range(10):
+        sharing.charge("a", None, 50_000, tenth / 10)
+        serve(sharing, {"a1": "a"}, 0.1, start=tenth / 10)
+    sharing.charge("stranger", None, 50_000, 1.0)
+    assert sum(serve(sharing, {"a1": "a"}, 0.5, start=1.0).values()) == pytest.approx(450_000, rel=0.05)
+
+
+def test_without_a_budget_everybody_may_always_send() -> None:
+    sharing: Sharing[str] = Sharing()
+    assert sharing.next(0.0) is None
+    sharing.add("a", "a1")
+    sharing.add("b", "b1")
+    chosen = []
+    for _ in range(6):
+        choice = sharing.next(0.0)
+        assert choice is not None
+        chosen.append(choice[0])
+        sharing.charge(choice[0][0], choice[0], choice[1], 0.0)
+    assert chosen == ["a1", "b1"] * 3
+    sharing.remove("a", "a1")
+    sharing.forget("b")
+    assert sharing.is_idle
+    assert sharing.next_at() is None
+
+
+def test_pacing_is_the_equal_share_or_what_the_others_leave() -> None:
+    assert pacing_rates(100.0, {}, {}) == {}
+    assert pacing_rates(100.0, {"a": 50.0, "b": 50.0}, {}) == {"a": 50.0, "b": 50.0}
+    assert pacing_rates(100.0, {"a": 10.0, "b": 50.0}, {}) == {"a": 50.0, "b": 90.0}
+    assert pacing_rates(100.0, {"new": 0.0, "b": 100.0}, {"b": 20.0, "new": None}) == {"new": 50.0, "b": 20.0}
