@@ -121,6 +121,7 @@ class Node:
         self._lost_lives = 0
         self._failure: Ending | None = None
         self._checkpointed = ""
+        self._live_told = 1
 
     async def __aenter__(self) -> Self:
         """Open everything.
@@ -180,11 +181,19 @@ class Node:
             if not self.options.is_follower:
                 self._tasks.spawn(self._live(lives), name="learner")
             reason = await self._done
-        ending = self._failure or Ending(0, reason)
+        ending = self._failure or self._ordinary_ending(reason)
         await self._save(is_last=True)
         await self.roster.withdraw()
         self._report(ending)
         return ending
+
+    def _ordinary_ending(self, reason: str) -> Ending:
+        unmerged = self.machine.core.unmerged_tokens()
+        if unmerged:
+            return Ending(
+                1, f"{reason}; {unmerged:,} tokens were not merged in time and are lost (--leave-s allows longer)"
+            )
+        return Ending(0, reason)
 
     def leave(self, reason: str) -> None:
         """The machine has nothing left to do."""
@@ -398,6 +407,10 @@ class Node:
         """Journal and metrics."""
         if self._journal is not None:
             self._journal.record(now, event, effects)
+        live = len(self.machine.core.membership.live) + 1
+        if live != self._live_told:
+            self._live_told = live
+            self.metrics.write("peers", live=live)
         match event:
             case ev.Applied():
                 chain = self.machine.core.chains[event.shard]
@@ -412,8 +425,6 @@ class Node:
                         owner=header.owner,
                         contributors={c.learner: c.tokens for c in header.contributors},
                     )
-            case ev.PeerConnected() | ev.PeerDisconnected() | ev.Received(message=msg.Leaving()):
-                self.metrics.write("peers", live=len(self.machine.core.membership.live) + 1)
             case ev.Evaluated() | ev.Received(message=msg.Evaluation()):
                 evaluation = self.machine.evaluation
                 if evaluation is not None:

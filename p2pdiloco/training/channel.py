@@ -2,8 +2,9 @@
 
 Rules of this file:
 1. ``exchange`` sends what the socket takes and reads what is there, and returns. It is the only call at a training
-   step's boundary. Whether it really never slept is measured, not assumed: the kernel counts the thread's voluntary
-   context switches, and the wall time of an exchange during which that count grew is added to ``blocked_s``.
+   step's boundary. Whether it really never waited is measured, not assumed: where the kernel's count of the thread's
+   voluntary context switches grew, the time that the thread neither computed nor queued for a processor is time that
+   it slept. Sleeps of at least SLEEP_S are added to ``blocked_s``; shorter ones are locks inside the kernel.
 2. ``wait`` sleeps until there is something to do; it is for a learner that is not training.
 3. What is not sent yet is bounded: beyond 64 KiB no ``Progress`` is taken, beyond 1 MiB no command is read, so that no
    further answers arise.
@@ -12,10 +13,12 @@ Rules of this file:
 
 from __future__ import annotations
 
+import os
 import resource
 import select
 import socket
 import time
+from typing import NamedTuple
 
 from p2pdiloco.wire import link
 
@@ -25,7 +28,27 @@ _READ_BYTES = 64 << 10
 _READS = 64
 """Most reads in one exchange; what is left waits for the next."""
 
+SLEEP_S = 0.001
+_SCHEDSTAT = "/proc/thread-self/schedstat"
+"""Linux: nanoseconds on a processor, nanoseconds runnable but waiting for one, time slices."""
 _THREAD = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+
+
+class _Clock(NamedTuple):
+    """A thread's clocks at one moment, in seconds."""
+
+    switches: int
+    """Voluntary context switches so far."""
+    busy_s: float
+    """Spent computing, or waiting for a processor."""
+    wall_s: float
+
+
+def _open_schedstat() -> int | None:
+    try:
+        return os.open(_SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None  # not Linux: time in the run queue then counts as sleep
 
 
 class Channel:
@@ -37,6 +60,7 @@ class Channel:
         self._decoder = link.Decoder[link.FromNode](link.FromNode)
         self._outgoing = bytearray()
         self.is_closed = False
+        self._schedstat = _open_schedstat()
         self.blocked_s = 0.0
         """Wall time that ``exchange`` slept in, since the owner last set this to 0."""
 
@@ -53,13 +77,21 @@ class Channel:
         Raises:
             ValueError: the node broke the link's rules.
         """
-        began = time.perf_counter()
-        sleeps = resource.getrusage(_THREAD).ru_nvcsw
+        before = self._clock()
         self._send()
         commands = self._receive()
-        if resource.getrusage(_THREAD).ru_nvcsw != sleeps:
-            self.blocked_s += time.perf_counter() - began
+        after = self._clock()
+        if after.switches != before.switches:
+            slept_s = (after.wall_s - before.wall_s) - (after.busy_s - before.busy_s)
+            self.blocked_s += slept_s if slept_s >= SLEEP_S else 0.0
         return commands
+
+    def _clock(self) -> _Clock:
+        queued_s = 0.0
+        if self._schedstat is not None:
+            queued_s = int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
+        switches = resource.getrusage(_THREAD).ru_nvcsw
+        return _Clock(switches, time.thread_time() + queued_s, time.perf_counter())
 
     def wait(self) -> None:
         """Sleep until the socket can be read, or written if there is something to write. Not while training."""

@@ -27,7 +27,7 @@ from p2pdiloco.runtime.transport import Answer, Transport
 
 FAILED, REPAIR, NOBODY_THERE = 1, 2, 3
 NOBODY = "12D3KooWFBqHtZsnYhFyqTpV8N2Ynw3YwMxt2TDXZqKpY2Y4RgvC"
-PROCESS_S = 60.0
+PROCESS_S = 150.0
 
 
 class User:

@@ -46,9 +46,11 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Member]]
     with swarm_in(folder) as swarm:
         address = swarm.start_bootstrap()
         founder = swarm.start_founder("A", config, address, "--journal")
-        with learners_held(founder):
-            with learners_held(swarm.join("B", address, "--journal"), swarm.join("C", address, "--journal")):
-                until(founder, lambda: founder.view.live == 3, what="three live peers")
+        with (
+            learners_held(founder),
+            learners_held(swarm.join("B", address, "--journal"), swarm.join("C", address, "--journal")),
+        ):
+            until(founder, lambda: founder.view.live == 3, what="three live peers")
         for member in swarm.members:
             assert ended(member, 2 * START_S) == 0, log_lines(member)
         yield swarm.members
@@ -104,6 +106,7 @@ def test_the_hash_seed_changes_no_decision(complete: list[Member], seed: str) ->
     assert "replay to the same effects" in done.stdout
 
 
+@pytest.mark.timeout(400)
 def test_kills_restarts_and_leaving(tmp_path: Path) -> None:
     """One long run, whose members come and go in every way there is."""
     config = write_config(tmp_path, inner_steps=1_000_000, schedule_sync_every=8)
