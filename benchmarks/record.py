@@ -2,8 +2,8 @@
 
 Rules of this file:
 1. One JSON object a line; a file is only ever appended to.
-2. Every row says what was measured (``benchmark``, ``settings``, ``figures``) and on what: versions, git commit, machine,
-   congestion control, and the load that others put on the machine when the row was written.
+2. Every row says what was measured (``benchmark``, ``settings``, ``figures``) and on what: versions, git commit,
+   machine, congestion control, and the load that others put on the machine when the row was written.
 """
 
 from __future__ import annotations

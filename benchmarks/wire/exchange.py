@@ -1,14 +1,14 @@
 """One exchange of a whole model among peers (reduce and spread), side by side with what others offer.
 
-    python -m benchmarks.wire.exchange --system p2pdiloco --peers 4 --parameters 100e6 --codec int4 --rounds 5 --link 1gbit
-    python -m benchmarks.wire.exchange --all --json out/exchange.jsonl
+    python -m benchmarks.wire.exchange --system p2pdiloco --peers 4 --parameters 100e6 --codec int4 --link 1gbit
+    python -m benchmarks.wire.exchange --all --passes 2 --json out/exchange.jsonl
 
 Rules of this file:
 1. Every peer is a process of its own, on shaped links in a network namespace of its own (``links``, needs root).
-2. A figure is the median of the rounds after one warm-up. Systems that are compared take turns, round by round, in one run;
-   those that wait do nothing (hivemind's idle processes excepted, which is the same for all).
-3. The clock runs from the first peer's start to the last peer's end. hivemind's runs for the all-reduce alone, without its
-   matchmaking; p2pdiloco's includes the outer step, digests and signatures, which the others do not have.
+2. A figure is the median of the rounds after one warm-up. With ``--passes 2`` the systems take turns (A B C A B C), so
+   that a change in the machine's load meets all of them.
+3. The clock runs from the first peer's start to the last peer's end. hivemind's runs for the all-reduce alone, without
+   its matchmaking; p2pdiloco's includes the outer step, digests and signatures, which the others do not have.
 4. A round whose result is wrong, or that differs between peers, fails the benchmark.
 """
 
@@ -157,7 +157,7 @@ class Swarm:
         seconds = sum(a.get("busy_s", 0.0) for a in after)
         if rate is None or not seconds:
             return None
-        return float(sum(a["busy_bytes"] for a in after)) * 8 / seconds / rate
+        return float(sum(a["busy_bytes"] for a in after) * 8 / seconds / rate)
 
     def _judge(self, done: Sequence[Message], after: Sequence[Message]) -> None:
         case, failed = self.case, [d["reason"] for d in done if not d["ok"]]
@@ -244,29 +244,34 @@ class Swarm:
                 child.kill()
 
 
-def measure(cases: Sequence[Case], rounds: int, *, is_verbose: bool) -> Iterator[tuple[Case, list[Round]]]:
-    """Each case's rounds after a warm-up. Cases of one link take turns if the memory allows for all their peers.
+def measure(cases: Sequence[Case], rounds: int, passes: int, *, is_verbose: bool) -> Iterator[tuple[Case, list[Round]]]:
+    """Each case's rounds, each pass with a warm-up of its own.
 
     Raises:
         BenchmarkError, links.LinkError, environments.SetupError
     """
     bytes_per_parameter = dict(RAW_BYTES)
-    for case in cases:
-        bpp = bytes_per_parameter.get(case.codec, 0.0)
-        with Swarm(case, bpp, is_verbose=is_verbose) as swarm:
-            swarm.exchange()
-            found = [swarm.exchange() for _ in range(rounds)]
-        if case.system == "p2pdiloco":
-            scale = 2 * (case.peers - 1) / case.peers * case.parameters
-            bytes_per_parameter[case.codec] = statistics.median(r.payload for r in found) / scale
-        yield case, found
+    found: dict[Case, list[Round]] = {case: [] for case in cases}
+    for number in range(passes):
+        for case in cases:
+            wanted = rounds * (number + 1) // passes - rounds * number // passes
+            with Swarm(case, bytes_per_parameter.get(case.codec, 0.0), is_verbose=is_verbose) as swarm:
+                swarm.exchange()
+                found[case] += [swarm.exchange() for _ in range(wanted)]
+            load = os.getloadavg()[0]
+            print(f"{time.strftime('%H:%M:%S')} load {load:.2f}  {case.link} {case.name}", file=sys.stderr)
+            if case.system == "p2pdiloco":
+                scale = 2 * (case.peers - 1) / case.peers * case.parameters
+                bytes_per_parameter[case.codec] = statistics.median(r.payload for r in found[case]) / scale
+            if number == passes - 1:
+                yield case, found[case]
 
 
 def figures(case: Case, rounds: Sequence[Round]) -> dict[str, float | None]:
     """Medians, and what follows from them."""
 
     def median(name: str) -> float:
-        return statistics.median(getattr(r, name) for r in rounds)
+        return float(statistics.median(getattr(r, name) for r in rounds))
 
     wall, fragment = median("wall_s"), 4 * case.parameters
     rate = links.payload_rate(case.link)
@@ -362,7 +367,7 @@ def main() -> int:
     options = _options()
     peers, parameters = options.peers, int(options.parameters)
     if options.all:
-        cases = all_cases(peers, parameters)
+        cases = [case for case in all_cases(peers, parameters) if options.only in (None, case.link)]
     else:
         system = SYSTEMS[options.system]
         codec = options.codec or system.codecs[0]
@@ -372,14 +377,11 @@ def main() -> int:
         cases = [Case(options.system, codec, options.link, peers, parameters, options.merge)]
     results = []
     try:
-        for case, rounds in measure(cases, options.rounds, is_verbose=options.verbose):
+        for case, rounds in measure(cases, options.rounds, options.passes, is_verbose=options.verbose):
             found = figures(case, rounds)
             results.append((case, found))
-            print(
-                f"{time.strftime('%H:%M:%S')} load {os.getloadavg()[0]:.2f}  {case.link} {case.name}", file=sys.stderr
-            )
             if options.json:
-                settings = {**case._asdict(), "rounds": options.rounds}
+                settings = {**case._asdict(), "rounds": options.rounds, "passes": options.passes}
                 record.append(options.json, [record.row("wire/exchange", settings, dict(found))])
     except (BenchmarkError, links.LinkError, environments.SetupError) as error:
         print(error, file=sys.stderr)
@@ -392,13 +394,15 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.wire.exchange", description=__doc__.splitlines()[0])
-    parser.add_argument("--all", action="store_true", help="the whole table")
+    parser.add_argument("--all", action="store_true", help="the whole table; --only LINK for one link of it")
+    parser.add_argument("--only", choices=links.RATES, help="with --all")
     parser.add_argument("--system", choices=SYSTEMS, default="p2pdiloco")
     parser.add_argument("--codec", help="int4, int8, bf16; hivemind: uint8, fp16, fp32; torchft: fp32")
     parser.add_argument("--link", choices=links.RATES, default="lo")
     parser.add_argument("--peers", type=int, default=4)
     parser.add_argument("--parameters", type=float, default=100e6)
     parser.add_argument("--rounds", type=int, default=5, help="after one warm-up")
+    parser.add_argument("--passes", type=int, default=1, help="share the rounds out: all systems, then all again")
     parser.add_argument("--merge", choices=["rda", "direct"], default="rda")
     parser.add_argument("--json", type=Path, help="append one object per row")
     parser.add_argument("--verbose", action="store_true", help="let the peers write to standard error")

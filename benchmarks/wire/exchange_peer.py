@@ -1,13 +1,13 @@
 """A p2pdiloco peer without training: the node, its machine, driver, global state and transport are the real ones.
 
-Only the learner is a stand-in: it answers at once where a real one answers at its next step boundary, and its snapshot is
-filled beforehand, since copying parameters is the learner's work. An exchange is a turn of all fragments at once: outer
-gradients are encoded, sent to the shards' owners, merged, encoded again, spread, decoded, applied by the outer step with
-its momentum, proved by digests, and handed to the learner as shifts.
+Only the learner is a stand-in: it answers at once where a real one answers at its next step boundary, and its snapshot
+is filled beforehand, since copying parameters is the learner's work. An exchange is a turn of all fragments at once:
+outer gradients are encoded, sent to the shards' owners, merged, encoded again, spread, decoded, applied by the outer
+step with its momentum, proved by digests, and handed to the learner as shifts.
 
 Rules of this file:
-1. Peer 0's learner announces the turns. The others have made one step by then, so that everybody has tokens to give; all
-   weights are equal (``SYNC_EVERY``).
+1. Peer 0's learner announces the turns. The others have made one step by then, so that everybody has tokens to give;
+   all weights are equal (``SYNC_EVERY``).
 2. What came out is checked against a merge and an outer step of the gradients that were put in, on CHECKED shards.
 """
 
@@ -54,7 +54,7 @@ from p2pdiloco.wire import link
 
 FRAGMENTS = 24
 SYNC_EVERY = 144
-"""Peer 0 makes so many steps a round and the others one, with 12 times their tokens: tokens * tokens / steps is equal."""
+"""Peer 0 makes so many steps a round and the others one, with 12 times their tokens: equal tokens * tokens / steps."""
 TOKENS = 1000
 STEP_TIME_S = 30.0
 """As told to the protocol: a slow link must not look like a failed owner."""

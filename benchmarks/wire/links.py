@@ -1,7 +1,7 @@
 """Shaped links between namespaces: what a benchmark runs on instead of the internet.
 
-A peer sits in its own network namespace; its link goes to an *edge* namespace that routes, where tc's token buckets limit
-both directions, and from there to a bridge that all edges share::
+A peer sits in its own network namespace; its link goes to an *edge* namespace that routes, where tc's token buckets
+limit both directions, and from there to a bridge that all edges share::
 
     peer 0: eth0 -- access [edge 0] backbone -- (bridge) -- backbone [edge 1] access -- eth0 :peer 1
                        ^ tbf: down       ^ tbf: up

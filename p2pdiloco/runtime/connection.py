@@ -2,7 +2,7 @@
 
 Rules of this file:
 1. A BufferedProtocol: bytes are decrypted straight into the place where they belong.
-2. Writing is sending.py's; how far the other side's bulk may go is told by ``crediting``, as what came is taken.
+2. Writing is sending.py's; the other side's credit is receiving.py's.
 3. The peer's faults end its connection with one reason; nothing else is disturbed.
 4. Life: handshaking -> open -> (retiring: a duplicate that only finishes what it has begun) -> closed. The owner's
    ``opened`` and ``closed`` are called at most once each, ``closed`` only after ``opened``.
@@ -16,20 +16,19 @@ import ssl
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
-from msgspec import Struct
-
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime.addresses import Address
 from p2pdiloco.runtime.crediting import Crediting
 from p2pdiloco.runtime.lanes import Lanes
 from p2pdiloco.runtime.limits import ConnectionLimits
+from p2pdiloco.runtime.receiving import Receiving
 from p2pdiloco.runtime.requests import Answer, Answerer, Asker, RequestError, RequestRefused, Response
 from p2pdiloco.runtime.sending import Sending
 from p2pdiloco.runtime.shaping import Shaper
 from p2pdiloco.runtime.sockets import Path, path_of
 from p2pdiloco.runtime.tasks import Tasks
+from p2pdiloco.runtime.traffic import Traffic
 from p2pdiloco.wire.blocks import Blocks
-from p2pdiloco.wire.credit import Account
 from p2pdiloco.wire.frames import (
     CONTROL_LIMIT,
     FrameError,
@@ -38,7 +37,6 @@ from p2pdiloco.wire.frames import (
     decode_credit,
     decode_goodbye,
     decode_text,
-    encode_credit,
     encode_frame,
     encode_goodbye,
 )
@@ -47,23 +45,7 @@ from p2pdiloco.wire.inbox import Aborted, Completed, Event, Inbox, Received, Ski
 from p2pdiloco.wire.outbox import START_OF_CANCEL, Outbox
 from p2pdiloco.wire.parts import Assembler, Spreader
 
-ROUND_TRIP_REFRESH_S = 1.0
 CANCEL_OF = {start: cancel for cancel, start in START_OF_CANCEL.items()}
-
-
-class Traffic(Struct):
-    """Bytes of frames since the start, without TLS's and TCP's own. ``bulk`` is payload, ``control`` all the rest."""
-
-    sent_control: int = 0
-    sent_bulk: int = 0
-    received_control: int = 0
-    received_bulk: int = 0
-
-    def add(self, other: Traffic) -> None:
-        self.sent_control += other.sent_control
-        self.sent_bulk += other.sent_bulk
-        self.received_control += other.received_control
-        self.received_bulk += other.received_bulk
 
 
 class ConnectionOwner(Protocol):
@@ -133,10 +115,7 @@ class Connection(asyncio.BufferedProtocol):
         )
         self._outbox = Outbox(control_limit=limits.control_bytes, payload_limit=limits.outbox_bytes)
         self._sending = Sending(self._outbox, shaper, refill=self._refill, drained=self._drained)
-        self._crediting = crediting
-        self._account: Account | None = None
-        """What the other side may send; set once proved."""
-        self._path_read_at = 0.0
+        self._receiving = Receiving(self._inbox, crediting, tell=self._put, path=self.path)
         self._asker = Asker(
             self._outbox.put,
             limit=limits.requests,
@@ -267,6 +246,7 @@ class Connection(asyncio.BufferedProtocol):
     def abort(self, reason: str) -> None:
         """Close now; what is queued is lost."""
         self._reason = self._reason or reason
+        self._sending.stop()
         if self._transport is not None:
             self._transport.abort()
         elif not self.gone.done():
@@ -284,6 +264,10 @@ class Connection(asyncio.BufferedProtocol):
         """Lane: there may be something to send."""
         if self._reason is None:
             self._sending.pump()
+
+    def hold(self, size: int, taken: asyncio.Future[Any]) -> None:
+        """Lane: grant nothing for ``size`` bytes until the handler has taken them."""
+        self._receiving.hold(size, taken)
 
     def cancel_part(self, stream: int) -> None:
         """Lane: forget this part."""
@@ -318,8 +302,7 @@ class Connection(asyncio.BufferedProtocol):
         self._set_timer(None)
         self._inbox.clear()
         self._sending.stop()
-        if self._account is not None:
-            self._crediting.close(self._account)
+        self._receiving.stop()
         if self.primary is self:
             self.lanes.end(self, f"its primary connection ended: {reason}")
         else:
@@ -344,7 +327,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._handle(event)
                 if self._reason is not None:
                     return
-            self._account_for()
+            self._receiving.progressed()
         except HandshakeError as error:
             if not self.proved.done():
                 self.proved.set_exception(error)
@@ -427,10 +410,9 @@ class Connection(asyncio.BufferedProtocol):
         self._set_timer(None)
         self._inbox.open()
         self._sending.open(self.peer)
-        self._account = Account(self.peer)
         self._owner.opened(self)
         if self._reason is None:
-            self._crediting.open(self._account, self._tell_credit)
+            self._receiving.open(self.peer)
         if not self.proved.done():
             self.proved.set_result(self.peer)
 
@@ -454,38 +436,6 @@ class Connection(asyncio.BufferedProtocol):
 
     async def _answer(self, question: bytes) -> Answer:
         return await self._owner.answer(self, question)
-
-    # -- credit ------------------------------------------------------------------------------------------------------
-
-    def _account_for(self) -> None:
-        """Bytes came: the other side may get more credit for them."""
-        account, inbox = self._account, self._inbox
-        if account is None or (account.received == inbox.arrived_bytes and account.demand == inbox.demand_bytes):
-            return
-        account.received, account.demand = inbox.arrived_bytes, inbox.demand_bytes
-        self._crediting.progressed(account)
-
-    def hold(self, size: int, taken: asyncio.Future[Any]) -> None:
-        """Lane: grant nothing for ``size`` bytes until the handler has taken them."""
-        account = self._account
-        if account is None:
-            return
-
-        def release(_: asyncio.Future[Any]) -> None:
-            account.untaken -= size
-            self._crediting.progressed(account)
-
-        account.untaken += size
-        taken.add_done_callback(release)
-
-    def _tell_credit(self) -> None:
-        assert self._account is not None
-        if (now := self._loop.time()) - self._path_read_at > ROUND_TRIP_REFRESH_S:
-            self._path_read_at = now
-            if (path := self.path()) is not None:
-                self._account.round_trip_s = path.round_trip_s
-        self._inbox.granted = self._account.granted
-        self._put(encode_credit(self._account.granted))
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -520,6 +470,7 @@ class Connection(asyncio.BufferedProtocol):
     def _close(self) -> None:
         """Let the transport flush and close, within ``part_s``."""
         assert self._transport is not None
+        self._sending.stop()
         self._set_timer(self._limits.part_s, self._transport.abort)
         self._transport.close()
 

@@ -40,6 +40,7 @@ SPREAD_LEAST_BYTES = 64 << 10
 AHEAD_BYTES = 4 << 20
 """Given to a lane that waits for credit: announced, so that credit comes for it."""
 
+DIALS = 4
 LOOK_S, PAUSE_MOST_S = 1.0, 60.0
 """Between looks whether a lane is missing; after failures."""
 
@@ -58,17 +59,20 @@ def lanes_for(wanted: int | Literal["auto"], path: Path | None, bytes_per_s: flo
 async def keep_lanes(
     gone: asyncio.Future[str], missing: Callable[[], int], dial: Callable[[], Awaitable[object]]
 ) -> None:
-    """Dial lanes, one after the other, whenever some are ``missing``, until the primary is ``gone``."""
+    """Dial lanes, DIALS at once, whenever some are ``missing``, until the primary is ``gone``."""
     pause_s = LOOK_S
     while not gone.done():
-        if missing() > 0:
-            try:
-                await dial()
+        if (count := missing()) > 0:
+            done = await asyncio.gather(*(dial() for _ in range(min(count, DIALS))), return_exceptions=True)
+            failures = [error for error in done if isinstance(error, BaseException)]
+            for error in failures:
+                if not isinstance(error, DialError | OSError):
+                    raise error
+            if not failures:
                 pause_s = LOOK_S
                 continue
-            except (DialError, OSError) as error:
-                pause_s = min(2 * pause_s, PAUSE_MOST_S)
-                log.info("a lane could not be dialled", reason=str(error))
+            pause_s = min(2 * pause_s, PAUSE_MOST_S)
+            log.info("lanes could not be dialled", count=len(failures), reason=str(failures[0]))
         await asyncio.wait([gone], timeout=pause_s)
 
 

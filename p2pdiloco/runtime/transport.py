@@ -5,7 +5,6 @@ Rules of this file:
    other finishes what it has begun. A peer that was started anew (``Hello.life``) replaces its old connection.
 2. The handler hears ``connected`` and ``disconnected`` in turns for each peer, whatever happens to connections below.
 3. ``send`` never waits. What does not fit is refused at once.
-4. Strangers are bounded: so many unproved connections, each with a deadline; one log line for each that fails.
 """
 
 from __future__ import annotations
@@ -19,27 +18,30 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import msgspec
 
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import addresses, logs, sockets
 from p2pdiloco.runtime.addresses import Address
-from p2pdiloco.runtime.connection import Connection, Traffic
+from p2pdiloco.runtime.connection import Connection
 from p2pdiloco.runtime.crediting import Crediting
+from p2pdiloco.runtime.handler import TransportHandler
 from p2pdiloco.runtime.identity import Identity, verify
 from p2pdiloco.runtime.lanes import keep_lanes, lanes_for
 from p2pdiloco.runtime.limits import ConnectionLimits, TransportLimits
 from p2pdiloco.runtime.requests import Answer, RequestError, RequestRefused, Response
 from p2pdiloco.runtime.shaping import Shaper
 from p2pdiloco.runtime.sockets import DialError, PeerRefused
+from p2pdiloco.runtime.strangers import Strangers
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.tls import TlsContexts, remote_fingerprint
+from p2pdiloco.runtime.traffic import Traffic
 from p2pdiloco.wire.blocks import Blocks
 from p2pdiloco.wire.credit import Granter
 from p2pdiloco.wire.frames import Parting
-from p2pdiloco.wire.handshake import MAGIC, NONCE_BYTES, Handshake, HandshakeError, Hello, MismatchError, Role
+from p2pdiloco.wire.handshake import MAGIC, NONCE_BYTES, Handshake, Hello, Role
 
 __all__ = [
     "Answer",
@@ -56,36 +58,6 @@ __all__ = [
 ]
 
 log = logs.get("transport")
-
-ACCEPT_PAUSE_S = 0.2
-"""After the machine ran out of file descriptors."""
-
-
-class TransportHandler(Protocol):
-    """What a transport tells its user. All but ``answer`` are called on the event loop: be quick, never block."""
-
-    def connected(self, peer: PeerId, address: str, is_observer: bool, inbound: bool) -> None:
-        """``peer`` can be sent to. ``address``: its socket's, as a multiaddr; of an inbound one not where it listens.
-        ``is_observer``: it named no run (``status``, or a joiner that does not know its run yet)."""
-
-    def disconnected(self, peer: PeerId, reason: str) -> None:
-        """``peer`` is gone. What was queued for it is lost."""
-
-    def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> asyncio.Future[Any] | None:
-        """A message came. ``payload`` is the handler's own memory from now on, and writable.
-
-        None: it is taken. A future: it is taken when that is done, however it ends; until then its bytes count against
-        what the peer may send (``window_bytes``). It must not depend on more bulk to come from that peer."""
-
-    def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
-        """Whether to take the payload of ``size`` bytes that comes with ``body``. Asked before memory is taken."""
-
-    async def answer(self, peer: PeerId, body: bytes) -> Answer:
-        """The answer to a request.
-
-        Raises:
-            RequestRefused: the text goes to the asker.
-        """
 
 
 class Transport:
@@ -123,13 +95,13 @@ class Transport:
                 bytes_per_s=self._limits.down_bytes_per_s,
             )
         )
+        self._strangers = Strangers(self._new_connection, tls=self._tls, limits=self._limits, tasks=self._tasks)
         self._stack = AsyncExitStack()
         self._listener: socket.socket | None = None
         self._connections: dict[PeerId, Connection] = {}
         """The one that serves, per peer."""
         self._all: set[Connection] = set()
         """Every connection that is not lost yet, unproved and retiring ones included."""
-        self._unproved = 0
         self._past = Traffic()
         """Of connections that are gone."""
         self._attempt = 0
@@ -149,7 +121,7 @@ class Transport:
             self._listener = sockets.listen(self._listen)
         await self._stack.enter_async_context(self._tasks)
         if self._listener is not None:
-            self._tasks.spawn(self._accept_all(self._listener), name="accept")
+            self._tasks.spawn(self._strangers.accept_all(self._listener), name="accept")
         return self
 
     async def __aexit__(
@@ -250,7 +222,7 @@ class Transport:
             raise DialError(f"{address} is this peer itself")
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._dial(target)
+                return await self._strangers.dial(target)
         except TimeoutError:
             raise DialError(f"{target}: no answer within {timeout_s:g} s") from None
 
@@ -310,78 +282,9 @@ class Transport:
         paths = [path for connection in self._all if (path := connection.path()) is not None]
         return dict(Counter(path.congestion for path in paths))
 
-    # -- dialling and accepting --------------------------------------------------------------------------------------
+    # -- making connections ------------------------------------------------------------------------------------------
 
-    async def _dial(self, target: Address, lane: int = 0, bond: bytes = b"") -> PeerId:
-        raw = await sockets.connect(target, congestion=self._limits.congestion)
-        connection = self._new_connection(Role.DIALLER, target, lane, bond)
-        try:
-            await asyncio.get_running_loop().create_connection(
-                lambda: connection,
-                sock=raw,
-                ssl=self._tls.client,
-                server_hostname="",
-                ssl_handshake_timeout=self._limits.connection.handshake_s,
-                ssl_shutdown_timeout=self._limits.connection.part_s,
-            )
-            return await asyncio.shield(connection.proved)
-        except MismatchError as error:
-            raise PeerRefused(f"{target}: {error}") from error
-        except HandshakeError as error:
-            raise DialError(f"{target}: {error}") from error
-        except TimeoutError:
-            raise
-        except OSError as error:
-            raise DialError(f"{target}: {sockets.explain(error, target)}") from error
-        finally:
-            if connection.remote is None and not connection.is_ending:
-                connection.abort("the dial failed")
-
-    async def _accept_all(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                raw, _ = await loop.sock_accept(listener)
-            except OSError as error:
-                log.warning("cannot accept", error=str(error))
-                await asyncio.sleep(ACCEPT_PAUSE_S)
-                continue
-            if self._unproved >= self._limits.handshakes:
-                log.warning("dropped a connection: too many are unproved", limit=self._limits.handshakes)
-                raw.close()
-                continue
-            self._unproved += 1
-            self._tasks.spawn(self._accept(raw), name="accept one")
-
-    async def _accept(self, raw: socket.socket) -> None:
-        where = "unknown"
-        connection: Connection | None = None
-        limits = self._limits.connection
-        try:
-            address = addresses.of_socket(*raw.getpeername()[:2])
-            where = str(address)
-            sockets.tune(raw, congestion=self._limits.congestion)
-            connection = self._new_connection(Role.LISTENER, address)
-            accepted = connection
-            async with asyncio.timeout(2 * limits.handshake_s):
-                await asyncio.get_running_loop().connect_accepted_socket(
-                    lambda: accepted,
-                    raw,
-                    ssl=self._tls.server,
-                    ssl_handshake_timeout=limits.handshake_s,
-                    ssl_shutdown_timeout=limits.part_s,
-                )
-                await asyncio.shield(connection.proved)
-        except (OSError, HandshakeError) as error:
-            log.warning("dropped a stranger", address=where, reason=_reason_of(error))
-        finally:
-            self._unproved -= 1
-            if connection is None:
-                raw.close()
-            elif connection.remote is None and not connection.is_ending:
-                connection.abort("the handshake failed")
-
-    def _new_connection(self, role: Role, address: Address, lane: int = 0, bond: bytes = b"") -> Connection:
+    def _new_connection(self, role: Role, address: Address, lane: int, bond: bytes) -> Connection:
         connection = Connection(
             role=role,
             address=address,
@@ -494,7 +397,7 @@ class Transport:
 
         async def dial() -> None:
             async with asyncio.timeout(self._limits.connection.handshake_s):
-                await self._dial(target, next(numbers) % 2**16 or 1, primary.bond)
+                await self._strangers.dial(target, next(numbers) % 2**16 or 1, primary.bond)
 
         self._tasks.spawn(keep_lanes(primary.gone, missing, dial), name=f"lanes of {primary.peer}")
 
@@ -531,9 +434,3 @@ class Transport:
 def _life_of(connection: Connection) -> bytes:
     assert connection.remote is not None
     return connection.remote.life
-
-
-def _reason_of(error: Exception) -> str:
-    if isinstance(error, ssl.SSLError):
-        return f"not our TLS ({error.reason})"
-    return str(error) or type(error).__name__

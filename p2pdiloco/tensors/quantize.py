@@ -17,8 +17,7 @@ Rules of this file:
    then codes the symbols with one table: 0.9 % fewer bytes than scales first.
 3. A body comes from a hostile peer. ``decode_chunk`` reads nothing before the header, the length and every scale are
    checked, and what it returns is finite.
-4. A thread's calls share its scratch (``scratch``). Torch must have one thread (``torch.set_num_threads(1)``); all work
-   runs without the GIL.
+4. A thread's calls share its scratch, and its torch is set to one thread (see ``scratch``).
 5. Where numba is installed (``p2pdiloco[fast]``) int4 takes ``kernels``, with the same bits; see there.
 
 4-bit outer gradients cost no measurable quality (arXiv 2501.18512, section 3.4; arXiv 2604.21428).

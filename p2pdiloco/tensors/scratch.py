@@ -3,7 +3,9 @@
 Rules of this file:
 1. Each thread has its own, made at its first use (about 2.8 MiB) and kept: encoding and decoding allocate nothing that
    grows with a chunk.
-2. The cuts are kept as well, for the few lengths and formats that a run has: a tensor's view costs a microsecond, and a
+2. Torch is set to one thread in each thread that quantizes: several, where other work wants the cores too, made a codec
+   twenty to sixty times slower. Use more threads of your own instead; they scale, because all work is without the GIL.
+3. The cuts are kept as well, for the few lengths and formats that a run has: a tensor's view costs a microsecond, and a
    chunk would need dozens.
 """
 
@@ -85,6 +87,7 @@ class Scratch(threading.local):
     """See the module."""
 
     def __init__(self) -> None:
+        torch.set_num_threads(1)
         self.work = torch.empty(CHUNK)
         self.symbols = torch.empty(CHUNK, dtype=torch.int8)
         self.narrow = torch.empty(CHUNK, dtype=torch.bfloat16)

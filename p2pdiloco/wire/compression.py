@@ -80,10 +80,15 @@ def join(bodies: Iterable[Buffer]) -> bytes:
 
     Frames are written one behind the other into a buffer that the thread keeps: a fresh page costs more than compressing
     what goes into it.
+
+    Raises:
+        ValueError: a body is empty (zstandard's stream would wait for it forever).
     """
     room, sizes, end = _contexts.room, [], 0
     for body in bodies:
         content = memoryview(body).cast("B")
+        if not content:
+            raise ValueError("a body is empty")
         most = end + len(content) + (len(content) >> 8) + 128  # ZSTD_compressBound, and then some
         if len(room) < most:
             room.extend(bytes(most - len(room)))

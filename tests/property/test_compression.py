@@ -5,7 +5,7 @@ import struct
 
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pdiloco.wire.compression import compress, decompress, join, split
@@ -30,12 +30,14 @@ def test_frames_that_hide_something_are_refused() -> None:
 
 
 @given(st.binary(max_size=300))
+@settings(deadline=None)
 def test_noise_is_no_frame(data: bytes) -> None:
     with pytest.raises(ValueError, match="payload"):
         decompress(data, 1 << 16)
 
 
 @given(st.binary(max_size=2000), st.data())
+@settings(deadline=None)
 def test_altered_frames_never_yield_too_much(content: bytes, data: st.DataObject) -> None:
     frame = bytearray(compress(content))
     frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
@@ -43,14 +45,15 @@ def test_altered_frames_never_yield_too_much(content: bytes, data: st.DataObject
         assert len(decompress(frame, 2000)) <= 2000
 
 
-@given(st.lists(st.binary(max_size=3000), max_size=5), st.sampled_from([bytes, bytearray, memoryview]))
+@given(st.lists(st.binary(min_size=1, max_size=3000), max_size=5), st.sampled_from([bytes, bytearray, memoryview]))
+@settings(deadline=None)
 def test_bodies_come_back_as_they_were(bodies: list[bytes], kind: type) -> None:
     payload = join(kind(body) for body in bodies)
     assert list(split(kind(payload), len(bodies), 3000)) == bodies
 
 
 def test_a_frame_of_a_payload_is_one_that_could_be_sent_alone() -> None:
-    bodies = [bytes(range(256)) * 40, b"", b"abc" * 999]
+    bodies = [bytes(range(256)) * 40, b"x", b"abc" * 999]
     payload = join(bodies)
     sizes = struct.unpack_from("<3I", payload, 4)
     at = 16
@@ -58,6 +61,11 @@ def test_a_frame_of_a_payload_is_one_that_could_be_sent_alone() -> None:
         assert decompress(payload[at : at + size], 1 << 20) == body
         at += size
     assert at == len(payload)
+
+
+def test_an_empty_body_is_the_callers_fault() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        join([b"a", b""])
 
 
 def test_an_index_that_does_not_fit_is_refused() -> None:
@@ -77,6 +85,7 @@ def test_an_index_that_does_not_fit_is_refused() -> None:
 
 
 @given(st.binary(max_size=300), st.integers(0, 4))
+@settings(deadline=None)
 def test_noise_is_no_payload(data: bytes, bodies: int) -> None:
     with contextlib.suppress(ValueError):
         assert sum(len(body) for body in split(data, bodies, 100)) <= 100 * bodies

@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2] / "out" / "venvs"
 BASELINES = ("hivemind", "torchft")
 TORCH = "2.13.0"
-"""Installed first, as its CPU build: what comes after is content with it, and would pull gigabytes of CUDA otherwise."""
+"""Installed first, as its CPU build: what comes after is content with it, and would pull gigabytes otherwise."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 

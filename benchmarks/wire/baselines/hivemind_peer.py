@@ -83,8 +83,8 @@ def main() -> None:
                 try:
                     group = averager.step(timeout=400.0)
                     is_ok = group is not None and len(group) == peers
-                except Exception as error:  # noqa: BLE001
-                    is_ok, reason = False, repr(error)[:200]
+                except Exception as failure:  # noqa: BLE001
+                    is_ok, reason = False, repr(failure)[:200]
                 line.answer(
                     ok=is_ok, reason=reason, began=times[0], ended=times[1], with_matchmaking_s=time.monotonic() - began
                 )
@@ -128,7 +128,7 @@ def _fill(tensor: torch.Tensor, index: int) -> None:
 
 
 def _error(tensor: torch.Tensor, peers: int) -> float:
-    mean = sum(block_of(i) for i in range(peers)) / peers
+    mean = torch.stack([block_of(i) for i in range(peers)]).mean(dim=0)
     found = tensor[:BLOCK]
     return float((found - mean[: found.numel()]).norm() / mean[: found.numel()].norm())
 

@@ -1,0 +1,277 @@
+"""Codecs: bytes, error and speed a core, beside what bounds them.
+
+    python -m benchmarks.wire.codec --json out/codec.json --plot out/codec.png
+
+- Size: the payload's bytes a parameter beside the bound: Shannon entropy of each chunk's symbols, and two bytes a scale.
+  bf16's symbols are its two bytes, each with an entropy of its own.
+- Error: ||x - decoded|| / ||x||.
+- Speed: GB of float32 in a second of one thread's CPU time (others may want the cores; waiting for one is not counted,
+  but what they take of caches, memory and clock is), the fastest and the median of ``--repeat``. Beside it, measured in
+  turns with it: memcpy of the same vector chunk by chunk, zstd alone on the same bodies, and the quantizer alone.
+
+Data: ``gradient`` is what a learner would send: base minus parameters after H steps of the tiny transformer on Python's
+standard library, trained here. ``bell`` is Gaussian, ``tails`` Student's t with 3 degrees of freedom.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import struct
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import record
+from p2pdiloco.protocol.manifest import DataConfig, ModelConfig
+from p2pdiloco.tensors import kernels, packing
+from p2pdiloco.tensors.quantize import (
+    CHUNK,
+    LARGEST_BODY,
+    Recipe,
+    chunk_count,
+    decode_chunks,
+    encode_chunks,
+    recipe,
+)
+from p2pdiloco.tensors.recipes import FORMATS
+from p2pdiloco.tensors.scratch import HEADER
+from p2pdiloco.training.corpus import Batches, load_corpus
+from p2pdiloco.training.transformer import build_model, loss
+from p2pdiloco.wire.compression import compress, decompress, join, split
+
+RECIPES = (
+    recipe("bf16"),
+    recipe("int8"),
+    recipe("int8", 0.1),
+    recipe("int4", 0.335),
+    recipe("int4"),
+    recipe("int4", 0.0),
+    recipe("int4", 0.0, 64),
+    recipe("int4", 0.5),
+    recipe("int4", 0.75),
+    recipe("int4", 1.0),
+    recipe("int4", 1.5),
+    recipe("e3m0"),
+    recipe("int2"),
+)
+SYNTHETIC = 1 << 22
+MODEL = ModelConfig(width=256, depth=4, heads=4, context=64)
+BATCH = 4
+LEARNING_RATE = 2e-3
+WARMUP = 24
+Work = Mapping[str, Callable[[], object]]
+
+
+def outer_gradient(rounds: int, steps: int) -> Tensor:
+    """Base minus parameters of the last of ``rounds`` rounds of ``steps`` inner steps each."""
+    model = build_model(MODEL, seed=0)
+    batches = Batches(load_corpus(DataConfig()), MODEL.context, BATCH, "benchmark")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    base = nn.utils.parameters_to_vector(model.parameters()).detach()
+    for step in range(rounds * steps):
+        if step % steps == 0:
+            base = nn.utils.parameters_to_vector(model.parameters()).detach()
+        optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, (step + 1) / WARMUP)
+        optimizer.zero_grad()
+        loss(model, next(batches)).backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+    return base - flat
+
+
+def data(rounds: int, steps: int) -> dict[str, Tensor]:
+    """See the module."""
+    generator = torch.Generator().manual_seed(0)
+    bell = torch.randn(SYNTHETIC, generator=generator)
+    chi = torch.randn(3, SYNTHETIC, generator=generator).square_().mean(0).sqrt_()
+    return {
+        "gradient": outer_gradient(rounds, steps),
+        "bell": bell * 1e-3,
+        "tails": torch.randn(SYNTHETIC, generator=generator) / chi * 1e-3,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------ bounds
+
+
+def entropy_bytes(body: bytes) -> float:
+    """The fewest bytes that an order-0 coder needs for a body's symbols, and two bytes for each scale."""
+    _, number, block, elements = HEADER.unpack_from(body)
+    form = next(form for form in FORMATS.values() if form.number == number)
+    payload = torch.frombuffer(bytearray(body), dtype=torch.uint8)[HEADER.size :]
+    if not block:
+        return sum(_entropy(payload[at::2]) for at in (0, 1)) / 8
+    scales = 2 * -(-elements // block)
+    packed = payload[:-scales].view(torch.int8)
+    symbols = torch.empty(packed.numel() * 8 // form.bits, dtype=torch.int8)
+    packing.unpack(packed, form.bits, symbols)
+    return _entropy(symbols[:elements].view(torch.uint8)) / 8 + scales
+
+
+def _entropy(symbols: Tensor) -> float:
+    """Bits of all ``symbols`` (uint8) together."""
+    counts = torch.bincount(symbols.int(), minlength=256).double()
+    counts = counts[counts > 0]
+    return float(-(counts * (counts / symbols.numel()).log2()).sum())
+
+
+# ------------------------------------------------------------------------------------------------------------- speed
+
+
+def speeds(work: Work, gigabytes: float, repeat: int) -> dict[str, float]:
+    """GB/s of each: the fastest, and as ``<name>_median``. All are run once in every repetition."""
+    taken: dict[str, list[float]] = {name: [] for name in work}
+    for turn in range(repeat + 1):
+        for name, function in work.items():
+            began = time.thread_time()
+            function()
+            if turn:  # the first warms up
+                taken[name].append(time.thread_time() - began)
+    best = {name: round(gigabytes / min(times), 3) for name, times in taken.items()}
+    return best | {f"{name}_median": round(gigabytes / median(times), 3) for name, times in taken.items()}
+
+
+def measure(how: Recipe, x: Tensor, repeat: int) -> dict[str, float]:
+    """One row's figures."""
+    elements = x.numel()
+    bodies = [bytes(body) for body in encode_chunks(how, x)]
+    payload = join(bodies)
+    frames = [bytes(frame) for frame in _frames(payload, len(bodies))]
+    out, room = torch.empty_like(x), torch.empty(CHUNK)
+    pieces = list(x.split(CHUNK))
+    work: Work = {
+        "memcpy": lambda: [room[: piece.numel()].copy_(piece) for piece in pieces],
+        "quantize": lambda: [None for _ in encode_chunks(how, x)],
+        "zstd": lambda: [len(compress(body)) for body in bodies],
+        "encode": lambda: join(encode_chunks(how, x)),
+        "unzstd": lambda: [len(decompress(frame, LARGEST_BODY)) for frame in frames],
+        "dequantize": lambda: decode_chunks(bodies, out),
+        "decode": lambda: decode_chunks(split(payload, chunk_count(elements), LARGEST_BODY), out),
+    }
+    figures = speeds(work, 4 * elements / 1e9, repeat)
+    bound = sum(map(entropy_bytes, bodies))
+    return {
+        "bytes_per_parameter": round(len(payload) / elements, 5),
+        "bound_bytes_per_parameter": round(bound / elements, 5),
+        "over_bound": round(len(payload) / bound - 1, 5),
+        "relative_error": round(float((x - out).norm() / x.norm()), 5),
+        **figures,
+    }
+
+
+def _frames(payload: bytes, count: int) -> list[bytes]:
+    at = 4 * (1 + count)
+    frames = []
+    for size in struct.unpack_from(f"<{count}I", payload, 4):
+        frames.append(payload[at : at + size])
+        at += size
+    return frames
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+
+
+def name_of(how: Recipe) -> str:
+    """Short, for tables."""
+    if how.codec in ("bf16", "e3m0"):
+        return how.codec
+    return f"{how.codec} {f'rms {how.step:g}' if how.step else 'absmax'}" + (
+        f" B{how.block}" if how.block != 256 else ""
+    )
+
+
+HEADINGS = (
+    "codec",
+    "bytes/p",
+    "bound",
+    "over",
+    "error",
+    "encode",
+    "quantize",
+    "zstd",
+    "decode",
+    "dequantize",
+    "unzstd",
+    "memcpy",
+)
+
+
+def table(data_name: str, rows: Mapping[str, Mapping[str, float]]) -> str:
+    """Markdown."""
+    lines = [f"\n{data_name}: GB/s of float32, one thread, fastest run", "| " + " | ".join(HEADINGS) + " |"]
+    lines.append("|" + "---|" * len(HEADINGS))
+    for name, f in rows.items():
+        size = (f"{f['bytes_per_parameter']:.4f}", f"{f['bound_bytes_per_parameter']:.4f}", f"{f['over_bound']:+.1%}")
+        speed = (f"{f[key]:.1f}" for key in HEADINGS[5:])
+        lines.append("| " + " | ".join((name, *size, f"{f['relative_error']:.4f}", *speed)) + " |")
+    return "\n".join(lines)
+
+
+def plot(path: Path, results: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
+    """Bytes against error for all data; speeds for the gradient."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 6))
+    for data_name, rows in results.items():
+        sizes = [f["bytes_per_parameter"] for f in rows.values()]
+        left.scatter(sizes, [f["relative_error"] for f in rows.values()], label=data_name, s=18)
+    for name, f in results["gradient"].items():
+        left.annotate(name, (f["bytes_per_parameter"], f["relative_error"]), fontsize=7)
+    left.set(xscale="log", yscale="log", xlabel="bytes a parameter after zstd", ylabel="relative error")
+    left.legend()
+    for shift, key in enumerate(("memcpy", "encode", "decode", "zstd", "unzstd")):
+        places = [i + 0.16 * (shift - 2) for i in range(len(results["gradient"]))]
+        right.barh(places, [min(20.0, f[key]) for f in results["gradient"].values()], 0.16, label=key)
+    right.set_yticks(range(len(results["gradient"])), list(results["gradient"]))
+    right.set_xlabel("GB/s of float32 a core (cut at 20), outer gradient")
+    right.legend()
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(prog="benchmarks.wire.codec", description="Codecs: bytes, error and speed a core.")
+    parser.add_argument("--json", type=Path, help="append one object a row to this file")
+    parser.add_argument("--plot", type=Path, help="write a PNG here")
+    parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="rounds to train for the outer gradient; the last is taken"
+    )
+    parser.add_argument("--steps", type=int, default=24, help="inner steps in a round (H)")
+    options = parser.parse_args()
+    vectors = data(options.rounds, options.steps)
+    torch.set_num_threads(1)
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for data_name, x in vectors.items():
+        results[data_name] = {}
+        for how in RECIPES:
+            figures = measure(how, x, options.repeat)
+            results[data_name][name_of(how)] = figures
+            settings = {
+                "data": data_name,
+                "elements": x.numel(),
+                "chunk": CHUNK,
+                "repeat": options.repeat,
+                "kernels": kernels.AVAILABLE,
+                **{key: value for key, value in how._asdict().items() if value != math.inf},
+            }
+            if options.json:
+                record.append(options.json, [record.row("wire.codec", settings, figures)])
+        print(table(data_name, results[data_name]), flush=True)
+    if options.plot:
+        plot(options.plot, results)
+
+
+if __name__ == "__main__":
+    main()
