@@ -2,8 +2,8 @@
 
     python -m benchmarks.wire.codec --json out/codec.json --plot out/codec.png
 
-- Size: the payload's bytes a parameter beside the bound: Shannon entropy of each chunk's symbols, and two bytes a scale.
-  bf16's symbols are its two bytes, each with an entropy of its own.
+- Size: the payload's bytes a parameter beside the bound: Shannon entropy of each chunk's symbols, and two bytes a
+  scale. bf16's symbols are its two bytes, each with an entropy of its own.
 - Error: ||x - decoded|| / ||x||.
 - Speed: GB of float32 in a second of one thread's CPU time (others may want the cores; waiting for one is not counted,
   but what they take of caches, memory and clock is), the fastest and the median of ``--repeat``. Beside it, measured in
@@ -102,11 +102,12 @@ def data(rounds: int, steps: int) -> dict[str, Tensor]:
 
 def entropy_bytes(body: bytes) -> float:
     """The fewest bytes that an order-0 coder needs for a body's symbols, and two bytes for each scale."""
-    _, number, block, elements = HEADER.unpack_from(body)
+    header: tuple[int, int, int, int] = HEADER.unpack_from(body)
+    _, number, block, elements = header
     form = next(form for form in FORMATS.values() if form.number == number)
     payload = torch.frombuffer(bytearray(body), dtype=torch.uint8)[HEADER.size :]
     if not block:
-        return sum(_entropy(payload[at::2]) for at in (0, 1)) / 8
+        return (_entropy(payload[:elements]) + _entropy(payload[elements:])) / 8
     scales = 2 * -(-elements // block)
     packed = payload[:-scales].view(torch.int8)
     symbols = torch.empty(packed.numel() * 8 // form.bits, dtype=torch.int8)
@@ -144,7 +145,7 @@ def measure(how: Recipe, x: Tensor, repeat: int) -> dict[str, float]:
     payload = join(bodies)
     frames = [bytes(frame) for frame in _frames(payload, len(bodies))]
     out, room = torch.empty_like(x), torch.empty(CHUNK)
-    pieces = list(x.split(CHUNK))
+    pieces = [x[start : start + CHUNK] for start in range(0, elements, CHUNK)]
     work: Work = {
         "memcpy": lambda: [room[: piece.numel()].copy_(piece) for piece in pieces],
         "quantize": lambda: [None for _ in encode_chunks(how, x)],

@@ -37,7 +37,7 @@ from benchmarks.wire.line import Message
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 900.0
-ERRORS = {"int4": 0.2, "int8": 0.02, "bf16": 0.005, "fp32": 1e-5, "fp16": 0.002, "uint8": 0.05, "bytes": 0.0}
+ERRORS = {"int4": 0.25, "int8": 0.02, "bf16": 0.005, "fp32": 1e-5, "fp16": 0.002, "uint8": 0.05, "bytes": 0.0}
 """Largest relative error of the result, by codec."""
 RAW_BYTES = {"int4": 0.46, "int8": 0.9, "bf16": 1.6, "fp32": 4.0}
 """Bytes per parameter that ``raw`` moves, where p2pdiloco has not been measured in the same run."""

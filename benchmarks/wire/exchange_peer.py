@@ -59,6 +59,7 @@ TOKENS = 1000
 STEP_TIME_S = 30.0
 """As told to the protocol: a slow link must not look like a failed owner."""
 BLOCK = 1 << 20
+ROLL = 4099
 CHECKED = 3
 LIMIT_S = 600.0
 SAMPLE_S = 0.02
@@ -94,9 +95,11 @@ def run_of(config: line.Message) -> tuple[Manifest, InitialState]:
     return manifest, version_zero(manifest, theta, momentum)
 
 
-def block_of(index: int) -> torch.Tensor:
-    """The outer gradient of peer ``index``, one block of it."""
-    return torch.randn(BLOCK, generator=torch.Generator().manual_seed(index)) * 1e-3
+def block_of(index: int, number: int) -> torch.Tensor:
+    """The outer gradient of peer ``index`` in round ``number``, one block of it. Another one each round: equal payloads
+    would be kept once, and the log of commits cost no memory."""
+    block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(index)) * 1e-3
+    return block.roll(number * ROLL)
 
 
 class StandIn:
@@ -170,9 +173,9 @@ class ExchangePeer(Node):
         found = [chain.head.version for chain in self.machine.core.chains if chain.head is not None]
         return min(found), max(found)
 
-    def fill(self, index: int) -> None:
-        """Put the gradient of peer ``index`` into the snapshot."""
-        block = block_of(index)
+    def fill(self, index: int, number: int) -> None:
+        """Put the gradient of peer ``index`` in round ``number`` into the snapshot."""
+        block = block_of(index, number)
         for shard in self.layout.shards:
             for start in range(shard.start, shard.stop, BLOCK):
                 span = slice(start, min(start + BLOCK, shard.stop))
@@ -270,14 +273,14 @@ class Rounds:
 
     async def _prepare(self) -> None:
         peer, state = self._peer, self._peer.state
-        await asyncio.to_thread(peer.fill, self._index)
+        self._rounds += 1
+        await asyncio.to_thread(peer.fill, self._index, self._rounds)
         pieces = [peer.layout.shards[s] for s in self._checked()]
         self._before = [
             (state.theta[p.start : p.stop].clone(), state.momentum[p.start : p.stop].clone()) for p in pieces
         ]
         peer.stand_in.train(1, TOKENS if self._index else 12 * TOKENS)
         self._payload = peer.transport.traffic().sent_bulk
-        self._rounds += 1
         self._came = peer.awaits(self._rounds)
         line.forget_peak()
         line.answer(**line.counters(self._config["interface"]))
@@ -322,7 +325,7 @@ class Rounds:
         for shard, (theta, momentum) in zip(self._checked(), self._before, strict=True):
             piece = peer.layout.shards[shard]
             found = peer.state.theta[piece.start : piece.stop] - theta
-            gradients = [_repeated(block_of(i), piece.elements) for i in range(self._config["peers"])]
+            gradients = [_repeated(block_of(i, self._rounds), piece.elements) for i in range(self._config["peers"])]
             merged, moved = torch.empty(piece.elements), theta.clone()
             merging.merge(piece.merge, gradients, [1.0] * len(gradients), merged)
             outer.outer_step(

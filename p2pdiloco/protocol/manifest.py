@@ -112,9 +112,9 @@ class CodecConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     down: Codec = "int4"
     up_step: Step | None = None
     """Distance of two neighbouring symbols, in root mean squares of a block of 256; coarser is fewer bytes and more
-    error. 0: the block's largest value becomes the largest symbol. Left out: the codec's own (int4 0.4, int2 1.224, int8
-    0). bf16 and e3m0 (as in Streaming DiLoCo, always scaled by the largest value) have none. For int4, in bytes a
-    parameter and relative error: 0.335 is 0.46 and 0.115, 0.4 is 0.43 and 0.12, 1.0 is 0.27 and 0.29."""
+    error. 0: the block's largest value becomes the largest symbol. Left out: the codec's own (int4 0.4, int2 1.224,
+    int8 0). bf16 and e3m0 (as in Streaming DiLoCo, always scaled by the largest value) have none. For int4, in bytes
+    a parameter and relative error: 0.335 is 0.46 and 0.115, 0.4 is 0.43 and 0.12, 1.0 is 0.27 and 0.29."""
     down_step: Step | None = None
 
 

@@ -1,8 +1,8 @@
 """int4 in one pass over memory, where numba is installed (``pip install p2pdiloco[fast]``).
 
 Rules of this file:
-1. Same bits as the torch path, which stays the reference: only elementwise IEEE operations are here, without ``fastmath``;
-   norms are torch's in both. A test compares the two.
+1. Same bits as the torch path, which stays the reference: only elementwise IEEE operations are here, without
+   ``fastmath``; norms are torch's in both. A test compares the two.
 2. Whole chunks with an even number of blocks only, so that the two halves of a packed byte have one scale each for a
    whole block. Everything else, blocks with heavy tails too, takes torch's path.
 3. Compiled when this module is imported, and kept on disk by numba; without the GIL when they run.
@@ -46,24 +46,25 @@ def _pack_block(
     y: NDArray[np.float32],
     x_inverse: np.float32,
     y_inverse: np.float32,
-    largest: np.float32,
-    suspicious: np.float32,
+    largest: float,
+    suspicious: float,
     packed: NDArray[np.uint8],
 ) -> int:
-    wild = np.int32(0)
+    low_wild = high_wild = np.int32(0)
     for i in range(packed.size):
         v = np.rint(x[i] * x_inverse)
         w = np.rint(y[i] * y_inverse)
-        wild = np.int32(wild | np.int32(abs(v) >= suspicious) | np.int32(abs(w) >= suspicious))
+        low_wild = np.int32(low_wild | np.int32(abs(v) >= suspicious))
+        high_wild = np.int32(high_wild | np.int32(abs(w) >= suspicious))
         v = largest if v > largest else v
         v = -largest if v < -largest else v
         w = largest if w > largest else w
         w = -largest if w < -largest else w
         packed[i] = np.uint8(np.int32(v) & np.int32(15)) | np.uint8(np.int32(w) << np.int32(4))
-    return int(wild)
+    return int(low_wild | (high_wild << 1))
 
 
-@_compiled("int64(float32[::1], float32[::1], int64, float32, float32, uint8[::1])")
+@_compiled("int64(float32[::1], float32[::1], int64, float32, float32, uint8[::1], uint8[::1])")
 def pack_int4(
     x: NDArray[np.float32],
     inverse: NDArray[np.float32],
@@ -71,15 +72,20 @@ def pack_int4(
     largest: float,
     suspicious: float,
     packed: NDArray[np.uint8],
+    is_wild: NDArray[np.uint8],
 ) -> int:
-    """``packed`` = the symbols round(x * inverse), at most ``largest``; 0 if none was as large as ``suspicious``."""
+    """``packed`` = the symbols round(x * inverse), at most ``largest``. ``is_wild`` [blocks] tells which blocks have
+    one that was as large as ``suspicious`` before; 0 if none."""
     half = inverse.size // 2
     shift = half * block
     wild = 0
     for b in range(half):
         i = b * block
         low, high = x[i : i + block], x[shift + i : shift + i + block]
-        wild |= _pack_block(low, high, inverse[b], inverse[b + half], largest, suspicious, packed[i : i + block])
+        two = _pack_block(low, high, inverse[b], inverse[b + half], largest, suspicious, packed[i : i + block])
+        is_wild[b] = two & 1
+        is_wild[b + half] = two >> 1
+        wild |= two
     return wild
 
 

@@ -34,6 +34,16 @@ def pack(symbols: Tensor, bits: int, packed: Tensor) -> None:
             packed.bitwise_or_(first.bitwise_and_(3))
 
 
+def repack_blocks(symbols: Tensor, where: Tensor, packed: Tensor) -> None:
+    """Put other ``symbols`` int8[k, block], at most 7, of 4 bits for blocks ``where`` int64[k] into ``packed``, which
+    holds an even number of blocks."""
+    grid = packed.view(-1, symbols.shape[1])
+    half = grid.shape[0]
+    low, high = where < half, where >= half
+    grid[where[low]] = (grid[where[low]] & -16) | (symbols[low] & 15)
+    grid[where[high] - half] = (grid[where[high] - half] & 15) | (symbols[high] << 4)
+
+
 def unpack(packed: Tensor, bits: int, symbols: Tensor) -> None:
     """The reverse of ``pack``."""
     match bits:
@@ -48,6 +58,21 @@ def unpack(packed: Tensor, bits: int, symbols: Tensor) -> None:
             for place, quarter in enumerate(symbols.view(4, -1)):
                 torch.bitwise_left_shift(packed, 6 - 2 * place, out=quarter)
                 quarter.bitwise_right_shift_(6)
+
+
+def split_bytes(halves: Tensor, planes: Tensor) -> None:
+    """``halves`` int16[m] to ``planes`` uint8[2, m]: the high bytes, then the low ones. ``halves`` become scratch."""
+    high, low = planes.view(torch.int8)
+    low.copy_(halves)  # keeps the low byte
+    high.copy_(halves.bitwise_right_shift_(8))
+
+
+def join_bytes(planes: Tensor, halves: Tensor, room: Tensor) -> None:
+    """The reverse of ``split_bytes``; ``room`` float32[at least m / 2] is scratch."""
+    high, low = planes
+    wide = room.view(torch.int16)[: halves.numel()]
+    halves.copy_(high).bitwise_left_shift_(8)
+    halves.bitwise_or_(wide.copy_(low))
 
 
 def to_exponents(scaled: Tensor, narrow: Tensor, codes: Tensor) -> None:

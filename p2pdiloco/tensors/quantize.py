@@ -7,14 +7,15 @@ little-endian)::
     codec    uint8    1 = int4, 2 = int8, 3 = bf16, 4 = int2, 5 = e3m0
     block    uint16   elements that share one scale (bf16: 0)
     elements uint32   n, at most 256 Ki
-    symbols  padded with zeros to whole blocks, packed as ``packing`` says   (bf16: bfloat16[n])
+    symbols  padded with zeros to whole blocks, packed as ``packing`` says   (bf16: n high bytes, n low bytes)
     scales   bfloat16[ceil(n / block)]                                       (bf16: none)
 
 Rules of this file:
 1. value = symbol * scale: exactly one float32 multiply, so every machine decodes the same bits. Encoding need not be
    reproducible (a sum's order depends on the machine's vector width): only one peer encodes a payload.
 2. A scale is rounded to bfloat16 *before* it divides, so its rounding costs no accuracy. Scales come last because zstd
-   then codes the symbols with one table: 0.9 % fewer bytes than scales first.
+   then codes the symbols with one table: 0.9 % fewer bytes than scales first. bf16's high bytes, of which alone
+   entropy coding can make use, are kept apart from its low ones for the same reason: 14 % fewer bytes.
 3. A body comes from a hostile peer. ``decode_chunk`` reads nothing before the header, the length and every scale are
    checked, and what it returns is finite.
 4. A thread's calls share its scratch, and its torch is set to one thread (see ``scratch``).
@@ -116,17 +117,18 @@ def encode_chunk(recipe: Recipe, piece: Tensor) -> memoryview:
 
 def _encode_bf16(piece: Tensor) -> memoryview:
     elements = piece.numel()
-    body = scratch.body[: HEADER.size + 2 * elements]
-    view = memoryview(body.numpy())
+    size = HEADER.size + 2 * elements
+    view = scratch.bytes.data[:size]
     HEADER.pack_into(view, 0, VERSION, FORMATS["bf16"].number, 0, elements)
-    symbols = body[HEADER.size :].view(torch.bfloat16).copy_(piece)
+    symbols = scratch.narrow[:elements].copy_(piece)
     _require_finite(_largest_bits(symbols) <= _LARGEST_BITS)
+    packing.split_bytes(symbols.view(torch.int16), scratch.body[HEADER.size : size].view(2, -1))
     return view
 
 
 def _largest_bits(symbols: Tensor) -> int:
     """The bits of the largest absolute value of bfloat16 ``symbols``; those of infinity and NaN are larger still."""
-    magnitudes = scratch.narrow[: symbols.numel()].view(torch.int16)
+    magnitudes = scratch.work.view(torch.int16)[: symbols.numel()]
     return int(torch.bitwise_and(symbols.view(torch.int16), 0x7FFF, out=magnitudes).max())
 
 
@@ -145,11 +147,18 @@ def _quantize(recipe: Recipe, rows: Tensor, cut: Cut, part: Part) -> bool:
     else:
         _scales_by_largest(recipe, rows, part, part.wanted)
     if cut.is_fast and recipe.codec == "int4":
-        suspicious = _suspicious(recipe) if recipe.tail < math.inf else math.inf
-        if not kernels.pack_int4(
-            rows.view(-1).numpy(), cut.flat_inverse, recipe.block, largest, suspicious, cut.flat_packed
+        if kernels.pack_int4(
+            rows.view(-1).numpy(),
+            cut.flat_inverse,
+            recipe.block,
+            largest,
+            _suspicious(recipe),
+            cut.flat_packed,
+            cut.wild,
         ):
-            return True
+            where, symbols = _mended(recipe, rows, part, torch.from_numpy(cut.wild).nonzero().squeeze(1))
+            packing.repack_blocks(symbols, where, cut.packed)
+        return True
     torch.mul(rows, part.inverse, out=part.work)
     if recipe.codec == "e3m0":
         packing.to_exponents(part.work.view(-1), scratch.narrow[: rows.numel()], part.symbols)
@@ -194,28 +203,32 @@ def _inverse(scales: Tensor) -> Tensor:
     return wide.masked_fill_(wide == 0.0, 1.0).reciprocal_().unsqueeze(1)
 
 
-def _suspicious(recipe: Recipe) -> int:
+def _suspicious(recipe: Recipe) -> float:
     """The smallest symbol, before clipping, that a block with a heavy tail can have as its largest."""
-    return min(127, int(0.99 * recipe.tail / recipe.step))
+    return min(127.0, 0.99 * recipe.tail // recipe.step) if recipe.tail < math.inf else math.inf
 
 
 def _mend_tails(recipe: Recipe, rows: Tensor, part: Part) -> None:
-    """Scale those blocks by their largest value for which clipping would cost more. The symbols are not clipped yet (but
-    at 127), so that a glance at them, four times faster than at the values, tells where to look."""
+    """Scale those blocks by their largest value for which clipping would cost more. The symbols are not clipped yet
+    (but at 127), so that a glance at them, four times faster than at the values, tells where to look."""
     suspicious = _suspicious(recipe)
     lowest, highest = torch.aminmax(part.symbols)
-    if int(highest) < suspicious and int(lowest) > -suspicious:
-        return
-    grid = part.symbols.view(rows.shape)
-    where = (grid.abs().amax(1) >= suspicious).nonzero().squeeze(1)
+    if int(highest) >= suspicious or int(lowest) <= -suspicious:
+        grid = part.symbols.view(rows.shape)
+        where = (grid.abs().amax(1) >= suspicious).nonzero().squeeze(1)
+        where, symbols = _mended(recipe, rows, part, where)
+        grid[where] = symbols
+
+
+def _mended(recipe: Recipe, rows: Tensor, part: Part, where: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of the blocks ``where`` have a heavy tail, and their new symbols; sets their scales."""
     largest = FORMATS[recipe.codec].largest
     absmax = rows[where].abs_().amax(1)
     is_heavy = absmax * recipe.step > recipe.tail * part.scales[where].float()
-    where, absmax = where[is_heavy], absmax[is_heavy]
-    if where.numel():
-        part.scales[where] = (absmax / largest).to(torch.bfloat16)
-        scaled = rows[where].mul_(_inverse(part.scales[where]))
-        grid[where] = scaled.round_().clamp_(-largest, largest).to(torch.int8)
+    where = where[is_heavy]
+    part.scales[where] = (absmax[is_heavy] / largest).to(torch.bfloat16)
+    scaled = rows[where].mul_(_inverse(part.scales[where]))
+    return where, scaled.round_().clamp_(-largest, largest).to(torch.int8)
 
 
 # ---------------------------------------------------------------------------------------------------------- decoding
@@ -252,7 +265,8 @@ def decode_chunk(body: Buffer, out: Tensor) -> None:
     # The copy aligns the symbols and protects them: torch cannot read a read-only buffer without a warning.
     np.copyto(scratch.bytes[: len(raw)], np.frombuffer(raw, dtype=np.uint8))
     if codec == "bf16":
-        symbols = scratch.body[HEADER.size : len(raw)].view(torch.bfloat16)
+        symbols = scratch.narrow[: out.numel()]
+        packing.join_bytes(scratch.body[HEADER.size : len(raw)].view(2, -1), symbols.view(torch.int16), scratch.work)
         if _largest_bits(symbols) >= _INFINITE_BITS:
             raise ValueError("the body has a value that is not finite")
         out.copy_(symbols)

@@ -14,13 +14,17 @@ from __future__ import annotations
 import functools
 import struct
 import threading
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from p2pdiloco.tensors import kernels
 from p2pdiloco.tensors.recipes import BLOCKS, CHUNK
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 HEADER: Final = struct.Struct("<BBHI")
 LARGEST_BODY: Final = HEADER.size + 2 * CHUNK
@@ -58,7 +62,7 @@ class Cut:
         whole, tail = divmod(elements, block)
         blocks = whole + bool(tail)
         body = scratch.body[: body_bytes(bits, block, elements)]
-        self.body = memoryview(body.numpy())
+        self.body = scratch.bytes.data[: body.numel()]
         self.packed = body[HEADER.size : -2 * blocks].view(torch.int8)
         self.scales = body[-2 * blocks :].view(torch.bfloat16)
         self.scale_bits = self.scales.view(torch.int16)
@@ -68,6 +72,7 @@ class Cut:
         """Whether ``kernels`` may be used, which take numpy's views."""
         self.flat_packed = self.packed.view(torch.uint8).numpy()
         self.flat_wide = self.wide.numpy()
+        self.wild = scratch.wild[:blocks]
         self.flat_inverse = scratch.inverse[:blocks].numpy()
         self.parts = tuple(
             Part(
@@ -92,9 +97,10 @@ class Scratch(threading.local):
         self.symbols = torch.empty(CHUNK, dtype=torch.int8)
         self.narrow = torch.empty(CHUNK, dtype=torch.bfloat16)
         self.body = torch.empty(LARGEST_BODY, dtype=torch.uint8)
-        self.bytes = self.body.numpy()
+        self.bytes: NDArray[np.uint8] = self.body.numpy()
         self.wanted = torch.empty(CHUNK // BLOCKS[0])
         self.inverse = torch.empty(CHUNK // BLOCKS[0])
+        self.wild: NDArray[np.uint8] = torch.empty(CHUNK // BLOCKS[0], dtype=torch.uint8).numpy()
         self.cut = functools.lru_cache(maxsize=16)(functools.partial(Cut, self))
 
 
