@@ -118,7 +118,8 @@ class GlobalState:
         self.learner: LearnerId | None = None
         self._in_flight = [Kind.NONE] * len(layout.shards)
         self._in_queue = [Kind.NONE] * len(layout.shards)
-        self._snapshot_is_ours = [False] * len(layout.fragments)
+        self._has_snapshot = [False] * len(layout.shards)
+        """The shard's part of the snapshot buffer holds what the learner has trained, brought up to date."""
         self._staged: dict[ShardId, tuple[Digest, Tensor, Tensor]] = {}
         self._prepared: dict[ShardId, _Prepared] = {}
         self._scratch = _Scratch(max(shard.elements for shard in layout.shards))
@@ -273,8 +274,7 @@ class GlobalState:
         for shard in range(len(self.layout.shards)):
             self._in_flight[shard] = Kind.REPLACE
             self._in_queue[shard] = Kind.NONE
-        for fragment in range(len(self.layout.fragments)):
-            self._snapshot_is_ours[fragment] = False
+            self._has_snapshot[shard] = False
 
     def unload(self) -> None:
         """The learner is gone."""
@@ -282,8 +282,10 @@ class GlobalState:
 
     def _move(self, shard: ShardId, kind: Kind, values: Tensor) -> Shifts:
         """Hand a shift over to the learner, or queue it until it has taken the last; keep the snapshot up to date."""
-        if self._snapshot_is_ours[self.layout.shards[shard].fragment]:
-            self._change(self._range(self.snapshot, shard), kind, values)
+        if kind is Kind.REPLACE:
+            self._has_snapshot[shard] = False  # what was copied there, the learner has lost
+        elif self._has_snapshot[shard]:
+            self._range(self.snapshot, shard).add_(values)
         if self._in_flight[shard] is Kind.NONE:
             assert self._in_queue[shard] is Kind.NONE, "what waits, waits for something"
             self._range(self.shift, shard).copy_(values)
@@ -322,18 +324,17 @@ class GlobalState:
 
     def snapshot_asked(self, fragment: FragmentId) -> None:
         """From now on the fragment's part of the snapshot buffer is the learner's."""
-        self._snapshot_is_ours[fragment] = False
+        for shard in self.layout.fragments[fragment]:
+            self._has_snapshot[shard] = False
 
     def snapshot_taken(self, fragment: FragmentId) -> None:
         """The learner has written the fragment: add the shifts that it had not added by then."""
-        self._snapshot_is_ours[fragment] = True
         for shard in self.layout.fragments[fragment]:
-            snapshot = self._range(self.snapshot, shard)
-            for kind, buffer in ((self._in_flight[shard], self.shift), (self._in_queue[shard], self.queued)):
+            waiting = ((self._in_flight[shard], self.shift), (self._in_queue[shard], self.queued))
+            self._has_snapshot[shard] = all(kind is not Kind.REPLACE for kind, _ in waiting)
+            for kind, buffer in waiting:
                 if kind is Kind.ADD:
-                    snapshot.add_(self._range(buffer, shard))
-                elif kind is Kind.REPLACE:
-                    snapshot.copy_(self._range(buffer, shard))
+                    self._range(self.snapshot, shard).add_(self._range(buffer, shard))
 
     def encode(self, shard: ShardId, base: Digest) -> tuple[bytes, Digest]:
         """The learner's outer gradient for one shard: compressed payload and its digest.
@@ -342,7 +343,7 @@ class GlobalState:
             StaleBaseError: the shard's head is not ``base``, or there is no snapshot.
             ValueError: the learner's parameters are not finite.
         """
-        if self.heads[shard] != base or not self._snapshot_is_ours[self.layout.shards[shard].fragment]:
+        if self.heads[shard] != base or not self._has_snapshot[shard]:
             raise StaleBaseError(f"shard {shard} is not at {base[:8]}")
         theta, snapshot = self._range(self.theta, shard), self._range(self.snapshot, shard)
         gradient = torch.sub(theta, snapshot, out=self._scratch.take("gradient", theta.numel()))
