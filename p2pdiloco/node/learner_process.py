@@ -24,6 +24,8 @@ from p2pdiloco.wire import link
 log = logs.get("learner")
 
 READ_BYTES = 1 << 16
+COMMANDS = 4096
+"""Commands that may wait beyond what the socket holds. Only the swarm's steps come without waiting for an answer."""
 EXIT_S = 5.0
 """How long a learner may take to exit when asked; then it is killed."""
 
@@ -47,7 +49,7 @@ class LearnerProcess:
         self._log_path = log_path
         self._socket: socket.socket | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._outgoing: asyncio.Queue[bytes] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[bytes] = asyncio.Queue(COMMANDS)
         self._tasks: list[asyncio.Task[None]] = []
         self._reason = ""
 
@@ -116,8 +118,15 @@ class LearnerProcess:
         return self._process.pid
 
     def send(self, message: link.FromNode) -> None:
-        """Queue a command; at most a few are ever outstanding, since each kind waits for its answer."""
-        self._outgoing.put_nowait(link.encode(message))
+        """Queue a command. A learner that takes none for so long that the queue is full is stuck: it is killed, and its
+        end is told like any other."""
+        try:
+            self._outgoing.put_nowait(link.encode(message))
+        except asyncio.QueueFull:
+            self._reason = f"it took no command while {COMMANDS} were waiting, and was killed"
+            assert self._process is not None
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
 
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()
