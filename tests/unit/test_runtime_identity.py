@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,13 +25,23 @@ def test_an_identity_is_made_once_and_stays(tmp_path: Path) -> None:
 
 
 def test_two_that_create_at_once_agree(tmp_path: Path) -> None:
-    with multiprocessing.get_context("fork").Pool(4) as pool:
-        ids = pool.map(_load, [tmp_path / "identity"] * 8)
+    program = (
+        "import sys; from pathlib import Path; from p2pdiloco.runtime.identity import Identity;"
+        "sys.stdin.read(); print(Identity.load_or_create(Path(sys.argv[1])).peer_id)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "identity")]
+    # Processes of their own, never forks: a fork of a process with threads may hang before its first line.
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)
+    ]  # each waits for the end of its standard input, so that all of them create at the same moment
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.stdin = None
+    ids = [process.communicate(timeout=60)[0].strip() for process in processes]
+    assert all(process.returncode == 0 for process in processes)
     assert len(set(ids)) == 1
-
-
-def _load(path: Path) -> str:
-    return Identity.load_or_create(path).peer_id
+    assert ids[0].startswith("12D3KooW")
 
 
 @pytest.mark.parametrize(
