@@ -2,13 +2,15 @@
 
 Rules of this file:
 1. An id is a string or an integer wrapped in a NewType, so that mypy keeps a shard from being taken for a fragment.
-2. A digest is BLAKE2b with 20 bytes, as 40 lower-case hexadecimal digits (the length that git made familiar).
+2. A digest is the first 20 bytes of BLAKE3 as 40 lower-case hexadecimal digits (the length that git made familiar):
+   shards' states are digested, at 3.4 GB/s instead of BLAKE2b's 0.7 (benchmarks/wire/codec).
 """
 
 from __future__ import annotations
 
-import hashlib
 from typing import NewType
+
+from blake3 import blake3
 
 PeerId = NewType("PeerId", str)
 """A peer's libp2p id: base58 text derived from its public key (in the simulator any short name)."""
@@ -31,10 +33,10 @@ DIGEST_BYTES = 20
 
 def digest_of(*parts: bytes) -> Digest:
     """Digest of the concatenation of ``parts`` (bytes-like, contiguous)."""
-    h = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    h = blake3()
     for part in parts:
         h.update(part)
-    return Digest(h.hexdigest())
+    return Digest(h.hexdigest(DIGEST_BYTES))
 
 
 def learner_id(peer: PeerId, incarnation: str) -> LearnerId:

@@ -54,4 +54,4 @@ def state_digest(theta: Tensor, momentum: Tensor) -> Digest:
 
 def _little_endian(vector: Tensor) -> bytes:
     array = vector.detach().contiguous().numpy().astype("<f4", copy=False)
-    return cast(bytes, array.data)  # a contiguous memoryview, which is all that a hash asks for
+    return cast(bytes, array.data.cast("B"))  # a contiguous memoryview of bytes, which is all that a hash asks for
