@@ -146,12 +146,11 @@ class Evaluated(msgspec.Struct, frozen=True, array_like=True, tag="evaluated"):
     loss: float
 
 
-Event = (
+OwnEvent = (
     Started
     | Woke
     | PeerConnected
     | PeerDisconnected
-    | Received
     | LearnerStarted
     | LearnerStopped
     | LearnerPaused
@@ -165,3 +164,7 @@ Event = (
     | LeaveRequested
     | Evaluated
 )
+"""What happens here."""
+
+Event = Received | OwnEvent
+"""What ``Machine.handle`` takes."""

@@ -20,6 +20,7 @@ from typing import assert_never
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.adopting import Adopting
+from p2pdiloco.protocol.alarms import Key
 from p2pdiloco.protocol.contributing import Contributing
 from p2pdiloco.protocol.core import Core, LearnerView, ProtocolConfig
 from p2pdiloco.protocol.departing import Departing
@@ -28,6 +29,11 @@ from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.membership import PeerView
 from p2pdiloco.protocol.merging import Merging
 from p2pdiloco.protocol.status import Status as Status
+
+NEWS_SHARE = 1 / 16
+"""Of a heartbeat's interval: what several heartbeats change is looked at once. Deciding anew for each of N first
+heartbeats would cost N^2 at the start of a large run. A connection that ends is looked at immediately."""
+_NEWS: Key = ("news", 0)
 
 
 class Machine:
@@ -49,7 +55,10 @@ class Machine:
         if now > core.now:
             core.now = now
         core.effects = []
-        self._dispatch(event)
+        if isinstance(event, ev.Received):  # most events
+            self._received(event.peer, event.message)
+        else:
+            self._dispatch(event)
         while (key := core.alarms.pop_due(core.now)) is not None:
             self._ring(*key)
         if core.departure:
@@ -62,10 +71,8 @@ class Machine:
 
     # -- events --------------------------------------------------------------------------------------------------------
 
-    def _dispatch(self, event: ev.Event) -> None:
+    def _dispatch(self, event: ev.OwnEvent) -> None:
         match event:
-            case ev.Received():
-                self._received(event.peer, event.message)
             case ev.Woke():
                 pass
             case ev.Stepped():
@@ -190,7 +197,7 @@ class Machine:
         if peer not in core.membership.peers:
             return
         match message:
-            case msg.Heartbeat():
+            case msg.Heartbeat():  # most messages
                 self._heard(peer, message)
             case msg.Commit():
                 if message.header.shard < len(core.chains):
@@ -260,8 +267,8 @@ class Machine:
             # While turns go on their announcements compare heads. What stands still and differs is a fork, or a loss.
             is_still = before is not None and before.heads_mark == beat.heads_mark
             view.mismatches = view.mismatches + 1 if is_still and beat.heads_mark != core.heads_mark else 0
-        if is_news:
-            self._refresh("silent")
+        if is_news and _NEWS not in core.alarms:
+            core.alarms.set(_NEWS, core.now + NEWS_SHARE * core.config.heartbeat_s)
 
     def _refresh(self, why_lost: str) -> None:
         """Who is live may have changed."""
@@ -316,6 +323,8 @@ class Machine:
         match topic:
             case "beat":
                 self._beat()
+            case "news":
+                self._refresh("silent")
             case "close":
                 self.merging.consider(ShardId(shard))
             case "takeover":

@@ -25,7 +25,7 @@ class PeerView:
     __slots__ = (
         "acked_at",
         "beat",
-        "connected_at",
+        "deadline_s",
         "heard_at",
         "mismatches",
         "peer",
@@ -34,9 +34,8 @@ class PeerView:
         "variation_s",
     )
 
-    def __init__(self, peer: PeerId, now: float) -> None:
+    def __init__(self, peer: PeerId, now: float, interval_s: float) -> None:
         self.peer = peer
-        self.connected_at = now
         self.heard_at = now
         self.acked_at = now
         """When we sent the newest heartbeat that the peer has echoed."""
@@ -44,12 +43,19 @@ class PeerView:
         self.sequence = 0
         self.round_trip_s = 0.0
         self.variation_s = 0.0
+        self.deadline_s = 3 * interval_s
+        """How long this peer may be silent."""
         self.mismatches = 0
         """Heartbeats in a row whose summary of heads differs from ours."""
 
-    def deadline_s(self, interval_s: float) -> float:
-        """How long this peer may be silent."""
-        return 3 * interval_s + 2 * self.round_trip_s + 4 * self.variation_s
+    def measured(self, sample_s: float, interval_s: float) -> None:
+        """A round trip took this long (RFC 6298's estimator)."""
+        if self.round_trip_s == 0.0:
+            self.round_trip_s, self.variation_s = sample_s, sample_s / 2
+        else:
+            self.variation_s += 0.25 * (abs(sample_s - self.round_trip_s) - self.variation_s)
+            self.round_trip_s += 0.125 * (sample_s - self.round_trip_s)
+        self.deadline_s = 3 * interval_s + 2 * self.round_trip_s + 4 * self.variation_s
 
 
 class Membership:
@@ -75,7 +81,8 @@ class Membership:
         self.interval_s = interval_s
         self.peers: dict[PeerId, PeerView] = {}
         self.sequence = 0
-        self.sent_at: deque[tuple[int, float]] = deque(maxlen=SENT_KEPT)
+        self.sent_at: deque[float] = deque(maxlen=SENT_KEPT)
+        """When the last heartbeats were sent; the newest has number ``sequence``."""
         self.my_candidacy: float | None = None
         """Own weight as an owner, once all states are here."""
         self.is_leaving = False
@@ -95,7 +102,7 @@ class Membership:
         """Note a connection; False if there are too many."""
         if peer not in self.peers and len(self.peers) >= MAX_PEERS:
             return False
-        self.peers[peer] = PeerView(peer, now)
+        self.peers[peer] = PeerView(peer, now, self.interval_s)
         return True
 
     def disconnect(self, peer: PeerId) -> None:
@@ -125,21 +132,18 @@ class Membership:
         )
 
     def _measure(self, view: PeerView, beat: Heartbeat, now: float) -> None:
-        for sequence, at in reversed(self.sent_at):
-            if sequence == beat.echo:
-                view.acked_at = max(view.acked_at, at)
-                sample = max(0.0, now - at - beat.echo_held_s)
-                if view.round_trip_s == 0.0:
-                    view.round_trip_s, view.variation_s = sample, sample / 2
-                else:
-                    view.variation_s += 0.25 * (abs(sample - view.round_trip_s) - view.variation_s)
-                    view.round_trip_s += 0.125 * (sample - view.round_trip_s)
-                return
+        age = self.sequence - beat.echo
+        if not 0 <= age < len(self.sent_at):
+            return
+        at = self.sent_at[-1 - age]
+        if at > view.acked_at:
+            view.acked_at = at
+        view.measured(max(0.0, now - at - beat.echo_held_s), self.interval_s)
 
     def next_sequence(self, now: float) -> int:
         """Number of the next heartbeat, which is about to be sent to everybody."""
         self.sequence += 1
-        self.sent_at.append((self.sequence, now))
+        self.sent_at.append(now)
         return self.sequence
 
     def refresh(self, now: float) -> tuple[tuple[PeerId, ...], tuple[PeerId, ...]]:
@@ -149,12 +153,13 @@ class Membership:
         candidates = []
         slowest_s = 0.0
         step_s = float("inf")
+        interval_s = self.interval_s
         for peer, view in self.peers.items():
             beat = view.beat
             if beat is None:
                 continue
-            allowed = view.deadline_s(self.interval_s)
-            if now - view.heard_at > allowed or now - view.acked_at > allowed + self.interval_s:
+            allowed_s = view.deadline_s
+            if now - view.heard_at > allowed_s or now - view.acked_at > allowed_s + interval_s:
                 continue
             live.append(peer)
             if view.round_trip_s > slowest_s:
@@ -170,7 +175,8 @@ class Membership:
         self.slowest_round_trip_s = slowest_s
         self.fastest_step_s = 0.0 if step_s == float("inf") else step_s
         before = self.live
-        self.live = tuple(sorted(live))
+        live.sort()
+        self.live = tuple(live)
         self.participating = frozenset(participating)
         willing = [c for c in candidates if c[1] > 0.0]
         self.candidates = tuple(sorted(willing or [(peer, 1.0) for peer, _ in candidates]))

@@ -73,7 +73,7 @@ class World:
 
     def run_until(self, end: float) -> None:
         """Let time pass."""
-        heap = self._heap
+        heap, checks = self._heap, self.checks
         while heap and heap[0][0] <= end:
             at, _, process, action, argument = heappop(heap)
             if process is not None:
@@ -85,7 +85,7 @@ class World:
             self.now = at
             self.events += 1
             action(argument)
-            if self.checks.is_over:
+            if checks.is_over:
                 return
         self.now = max(self.now, end)
 
