@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol, cast
 
 from p2pdiloco.protocol.identifiers import PeerId
@@ -194,7 +194,7 @@ class Connection(asyncio.BufferedProtocol):
         sending = self._sending
         return Traffic(sending.control_bytes, sending.bulk_bytes, self._inbox.control_bytes, self._inbox.bulk_bytes)
 
-    def send(self, body: bytes, payload: memoryview | None, priority: float) -> bool:
+    def send(self, body: bytes, payload: memoryview | None, priority: float, topic: Hashable | None = None) -> bool:
         """Queue a message. False: no room, or not open.
 
         Raises:
@@ -207,9 +207,9 @@ class Connection(asyncio.BufferedProtocol):
         elif len(body) > CONTROL_LIMIT:
             raise ValueError(f"a control body of {len(body)} bytes; the limit is {CONTROL_LIMIT}")
         elif self.lanes.takes(len(payload)):
-            is_queued = self.lanes.put(Kind.BULK_START, 0, body, payload, priority)
+            is_queued = self.lanes.put(Kind.BULK_START, 0, body, payload, priority, topic)
         else:
-            is_queued = self._outbox.put_bulk(body, payload, priority)
+            is_queued = self._outbox.put_bulk(body, payload, priority, topic)
         self._sending.pump()
         return is_queued
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from math import ceil
 from typing import Any, Literal, Protocol
 
@@ -149,9 +149,17 @@ class Lanes:
         """Nothing more is sent in parts."""
         self._spreader.clear()
 
-    def put(self, kind: Kind, stream: int, body: bytes, payload: memoryview, priority: float) -> bool:
+    def put(
+        self,
+        kind: Kind,
+        stream: int,
+        body: bytes,
+        payload: memoryview,
+        priority: float,
+        topic: Hashable | None = None,
+    ) -> bool:
         """Send a payload in parts. False: no room."""
-        is_queued = self._spreader.put(kind, stream, body, payload, priority)
+        is_queued = self._spreader.put(kind, stream, body, payload, priority, topic)
         self._pump()
         return is_queued
 

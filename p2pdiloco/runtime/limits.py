@@ -14,8 +14,9 @@ class ConnectionLimits(Struct, frozen=True, kw_only=True):
     """Payload bytes that may wait to be sent (they are shared, not copied)."""
     control_bytes: int = 16 << 20
     """Control bytes that may wait to be sent."""
-    inbox_bytes: int = 1 << 30
-    """Payload bytes in progress from the peer."""
+    inbox_bytes: int = 128 << 20
+    """Payload bytes in progress from the peer; what does not fit is refused. A sender opens payloads of one priority up
+    to ``outbox.GROUP_BYTES`` and one more, so this must hold twice the largest payload and that: here 60 MiB."""
     window_bytes: int = 64 << 20
     """Bulk that the peer may send beyond what came and was taken: what a long path holds (100 ms at 5 Gbit/s). Beside
     it there are the payloads in progress (``inbox_bytes``)."""

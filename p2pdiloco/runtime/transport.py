@@ -15,7 +15,7 @@ import os
 import socket
 import ssl
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -232,8 +232,10 @@ class Transport:
         body: bytes,
         payload: bytes | bytearray | memoryview | None = None,
         priority: float = 0.0,
+        topic: Hashable | None = None,
     ) -> bool:
         """Queue a message; control (no payload) overtakes bulk, and lower ``priority`` goes first among payloads.
+        A payload with a ``topic`` replaces an earlier one of the same topic that has not begun to go out.
 
         ``payload`` is shared until it is sent: do not change it. Messages without payload keep their order while one
         connection lasts; those with payloads arrive as they are complete.
@@ -246,7 +248,7 @@ class Transport:
         if connection is None:
             return False
         view = memoryview(payload).cast("B") if payload is not None else None
-        return connection.send(body, view, priority)
+        return connection.send(body, view, priority, topic)
 
     async def request(self, peer: PeerId, body: bytes, *, timeout_s: float, max_payload: int = 0) -> Response:
         """Ask ``peer``; an answer may carry up to ``max_payload`` bytes.

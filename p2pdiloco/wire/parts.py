@@ -76,15 +76,36 @@ class Part(NamedTuple):
 class _Outgoing:
     """A message of which some part is not acknowledged."""
 
-    __slots__ = ("body", "kind", "message", "payload", "priority", "stream", "todo", "unacknowledged")
+    __slots__ = (
+        "body",
+        "is_known",
+        "kind",
+        "message",
+        "payload",
+        "priority",
+        "stream",
+        "todo",
+        "topic",
+        "unacknowledged",
+    )
 
     def __init__(
-        self, kind: Kind, stream: int, message: int, body: bytes, payload: memoryview, priority: float
+        self,
+        kind: Kind,
+        stream: int,
+        message: int,
+        body: bytes,
+        payload: memoryview,
+        priority: float,
+        topic: Hashable | None,
     ) -> None:
         self.kind, self.stream, self.message = kind, stream, message
         self.body, self.payload, self.priority = body, payload, priority
         self.todo = deque(range(0, len(payload), PART_BYTES))
         self.unacknowledged = set(self.todo)
+        self.topic = topic
+        self.is_known = False
+        """The other side may have heard of it."""
 
     @property
     def is_begun(self) -> bool:
@@ -116,13 +137,26 @@ class Spreader(Generic[LaneName]):
             for offset in message.todo
         )
 
-    def put(self, kind: Kind, stream: int, body: bytes, payload: memoryview, priority: float) -> bool:
-        """Queue a message with a payload (not an empty one). False: no room."""
+    def put(
+        self,
+        kind: Kind,
+        stream: int,
+        body: bytes,
+        payload: memoryview,
+        priority: float,
+        topic: Hashable | None = None,
+    ) -> bool:
+        """Queue a message with a payload (not an empty one); it takes the place of one with its ``topic`` of which no
+        part is out. False: no room."""
         assert len(payload)
+        if topic is not None:
+            for message in list(self._messages.values()):
+                if message.topic == topic and not message.is_known:
+                    self._forget(message.message)
         if self._held_bytes + len(payload) > self._payload_limit:
             return False
         self._held_bytes += len(payload)
-        self._messages[self._next_message] = _Outgoing(kind, stream, self._next_message, body, payload, priority)
+        self._messages[self._next_message] = _Outgoing(kind, stream, self._next_message, body, payload, priority, topic)
         self._next_message += 1
         return True
 
@@ -135,6 +169,7 @@ class Spreader(Generic[LaneName]):
             return None
         chosen = min(waiting, key=lambda message: (message.priority, message.message))
         offset = chosen.todo.popleft()
+        chosen.is_known = True
         self._lanes.setdefault(lane, {})[stream] = (chosen.message, offset)
         header = PartHeader(chosen.kind, chosen.stream, chosen.message, len(chosen.payload), offset)
         return Part(header, chosen.body, chosen.payload[offset : offset + PART_BYTES], chosen.priority)

@@ -41,6 +41,22 @@ def deliver(receiver: Assembler, body: bytes, data: memoryview) -> Whole | None:
     return receiver.complete(body, len(data))
 
 
+def test_what_is_newer_takes_the_place_of_what_no_lane_has() -> None:
+    sender: Spreader[int] = Spreader(payload_limit=1 << 30)
+    for body in (b"begun", b"old", b"new"):
+        assert sender.put(Kind.BULK_START, 0, body, memoryview(payload(2 * PART)), 0.0, topic="shard 1")
+        if body == b"begun":
+            assert sender.next(0, 0) is not None
+            sender.put_back(0, 0)
+    bodies = []
+    for stream in range(1, 10):
+        if (part := sender.next(0, stream)) is not None:
+            bodies.append(part.body)
+            sender.acknowledge(0, stream)
+    assert bodies == [b"begun", b"begun", b"new", b"new"]
+    assert sender.is_idle
+
+
 @given(
     sizes=st.lists(st.integers(1, 12 * PART), min_size=1, max_size=6),
     seed=st.integers(0, 2**32),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from p2pdiloco.runtime.crediting import Crediting
-from p2pdiloco.runtime.shaping import PACING_HEADROOM, Shaper
+from p2pdiloco.runtime.shaping import PACING_HEADROOM, TURN_BYTES, Shaper
 from p2pdiloco.wire.credit import AHEAD_BYTES, Account, Granter
 from p2pdiloco.wire.frames import FIRST_CREDIT
 
@@ -188,7 +188,7 @@ def test_without_a_budget_a_turn_of_the_event_loop_is_bounded() -> None:
         call.callback()
         turns.append(ann.sent + bob.sent - before)
     assert ann.pending == bob.pending == 0
-    assert max(turns) == 1 << 20
+    assert max(turns) == TURN_BYTES
 
 
 def test_a_peer_that_is_gone_is_forgotten() -> None:

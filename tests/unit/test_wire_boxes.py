@@ -8,6 +8,7 @@ import pytest
 
 from p2pdiloco.wire.blocks import Blocks, block_bytes
 from p2pdiloco.wire.frames import (
+    CHUNK_LIMIT,
     HEADER,
     OPEN_STREAMS_LIMIT,
     FrameError,
@@ -20,7 +21,7 @@ from p2pdiloco.wire.frames import (
     parse_header,
 )
 from p2pdiloco.wire.inbox import Aborted, Completed, Event, Inbox, Received, Skipped
-from p2pdiloco.wire.outbox import Outbox
+from p2pdiloco.wire.outbox import GROUP_BYTES, Outbox
 
 CHUNK = 1000
 GENEROUS = 1 << 30
@@ -158,6 +159,43 @@ def test_cancel_forgets_the_rest_and_tells_only_if_it_had_begun() -> None:
     outbox.cancel(Kind.BULK_CANCEL, 2)  # not begun
     assert outbox.is_empty
     assert outbox.queued_bytes == 0
+
+
+def test_large_streams_go_one_after_another() -> None:
+    outbox = make_outbox(payload_limit=GENEROUS, chunk_bytes=CHUNK_LIMIT)
+    for _ in range(3):
+        outbox.put_bulk(b"", memoryview(bytes(2 * GROUP_BYTES)), 0.0)
+    opened, most, left = set(), 0, [2 * GROUP_BYTES] * 3
+    while (piece := outbox.next()) is not None:
+        for kind, stream in kinds_in(piece.head + bytes(piece.chunk)):
+            opened.add(stream)
+            if kind is Kind.BULK_CHUNK:
+                left[stream] -= len(piece.chunk)
+        most = max(most, sum(left[stream] for stream in opened))
+    assert left == [0] * 3
+    assert most <= 3 * GROUP_BYTES
+
+
+def test_what_is_newer_takes_the_place_of_what_has_not_begun() -> None:
+    outbox = make_outbox()
+    outbox.put_bulk(b"begun", payload(3 * CHUNK), 0.0, topic="shard 1")
+    outbox.next()
+    outbox.put_bulk(b"old", payload(3 * CHUNK), 0.0, topic="shard 1")
+    outbox.put_bulk(b"other", payload(3 * CHUNK), 0.0, topic="shard 2")
+    outbox.put_bulk(b"new", payload(2 * CHUNK), 0.0, topic="shard 1")
+    assert outbox.payload_bytes == (2 + 3 + 2) * CHUNK
+    sent = drain(outbox)
+    assert [stream for kind, stream in kinds_in(sent) if kind is Kind.BULK_START] == [2, 3]
+    assert outbox.is_empty
+    assert outbox.queued_bytes == 0
+
+
+def test_what_is_announced_but_not_begun_is_given_up() -> None:
+    outbox = make_outbox()
+    outbox.put_bulk(b"old", payload(3 * CHUNK), 0.0, topic="shard 1")
+    assert outbox.next(0) is not None
+    outbox.put_bulk(b"new", payload(CHUNK), 0.0, topic="shard 1")
+    assert kinds_in(drain(outbox)) == [(Kind.BULK_ABORT, 0), (Kind.BULK_START, 1), (Kind.BULK_CHUNK, 1)]
 
 
 def test_goodbye_is_last() -> None:
