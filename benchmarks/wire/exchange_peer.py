@@ -50,6 +50,7 @@ from p2pdiloco.protocol.manifest import (
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.tensors import merging, outer
+from p2pdiloco.tensors.digests import state_digest
 from p2pdiloco.wire import link
 
 FRAGMENTS = 24
@@ -90,7 +91,7 @@ def run_of(config: line.Message) -> tuple[Manifest, InitialState]:
     weights = torch.randn(BLOCK, generator=torch.Generator().manual_seed(99)) * 0.02
     for start in range(0, layout.elements, BLOCK):
         theta[start : start + BLOCK] = weights[: layout.elements - start]
-    genesis = tuple(outer.state_digest(theta[s.start : s.stop], momentum[s.start : s.stop]) for s in layout.shards)
+    genesis = tuple(state_digest(theta[s.start : s.stop], momentum[s.start : s.stop]) for s in layout.shards)
     manifest = Manifest(founder=PeerId("exchange"), config=run, tensors=tensors, genesis=genesis)
     return manifest, version_zero(manifest, theta, momentum)
 

@@ -5,7 +5,7 @@ Rules of this file:
 2. Tensor work goes to one worker thread, in order (``global_state``); checking what others sent goes to another, so
    that a flood of payloads does not delay our own merges.
 3. A payload is kept while the machine may still need it (``Machine.payloads``), and no longer.
-4. What a peer sent is fed to the machine only when it is whole, matches its digest, and (a commit) bears its owner's
+4. What a peer sent is fed to the machine only when it is whole, matches its digests, and (a commit) bears its owner's
    signature.
 """
 
@@ -22,6 +22,7 @@ from p2pdiloco.node.global_state import (
     ContributionError,
     DigestMismatchError,
     GlobalState,
+    MergeResult,
     Moves,
     Shifts,
     StaleBaseError,
@@ -34,7 +35,8 @@ from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId, digest_of, p
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.identity import Identity, verify
-from p2pdiloco.wire.bodies import COMMIT_CONTEXT, SIGNATURE_BYTES, encode
+from p2pdiloco.tensors.digests import list_bytes
+from p2pdiloco.wire.bodies import COMMIT_CONTEXT, CommitParts, encode, join_commit, split_commit
 
 log = logs.get("protocol")
 T = TypeVar("T")
@@ -85,6 +87,8 @@ class Driver:
         self.payloads: dict[Digest, bytes] = {}
         self.proofs: dict[Digest, tuple[msg.CommitHeader, bytes]] = {}
         """Commits by id with their owners' signatures: of the logs, and of each shard's head."""
+        self.digests: dict[Digest, bytes] = {}
+        """The digests of the chunks of their results, by ``result``."""
         self.traffic = PayloadTraffic([s.elements for s in state.layout.shards])
         self._loop = asyncio.get_running_loop()
         # One torch thread: several peers on a machine, or a learner beside us, must not fight over the cores.
@@ -140,6 +144,8 @@ class Driver:
         commits.update(target for target, _ in self.machine.adopting.applying.values())
         commits.update(msg.commit_id(h) for w in self.machine.adopting.waiting.values() for h in w.values())
         self.proofs = {commit: proof for commit, proof in self.proofs.items() if commit in commits}
+        results = {header.result for header, _ in self.proofs.values()}
+        self.digests = {result: digests for result, digests in self.digests.items() if result in results}
 
     # -- effects -------------------------------------------------------------------------------------------------------
 
@@ -191,15 +197,12 @@ class Driver:
             self.around.post(peer, body, payload)
 
     def _signed(self, header: msg.CommitHeader) -> bytes | None:
-        payload = self.payloads.get(header.payload)
-        if payload is None:
+        """What travels with a commit, if it is all here."""
+        payload, digests = self.payloads.get(header.payload), self.digests.get(header.result)
+        _, signature = self.proofs.get(msg.commit_id(header), (None, None))
+        if payload is None or digests is None or signature is None:
             return None
-        commit = msg.commit_id(header)
-        if commit not in self.proofs:
-            if header.owner != self.identity.peer_id:
-                return None
-            self.proofs[commit] = (header, self.identity.sign(COMMIT_CONTEXT + commit.encode()))
-        return self.proofs[commit][1] + payload
+        return join_commit(CommitParts(signature, digests, payload))
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -256,13 +259,15 @@ class Driver:
             return
         self.job(
             lambda: self.state.merge(effect.shard, effect.base.id, given),
-            lambda merged: self._merged(effect, merged.payload, merged.payload_digest, merged.result),
+            lambda merged: self._merged(effect, merged),
             self._failed("merge", effect.shard),
         )
 
-    def _merged(self, effect: ef.Merge, payload: bytes, digest: Digest, result: Digest) -> None:
-        self.payloads[digest] = payload
-        self.feed(ev.Merged(effect.shard, effect.base.id, digest, result))
+    def _merged(self, effect: ef.Merge, merged: MergeResult) -> None:
+        result = digest_of(merged.digests)
+        self.payloads[merged.payload_digest] = merged.payload
+        self.digests[result] = merged.digests
+        self.feed(ev.Merged(effect.shard, effect.base.id, merged.payload_digest, result))
 
     def _moves(self, effect: ef.Apply | ef.Install) -> Moves:
         """Own contributions by their payloads; one that is gone makes the learner's delta unknown, hence a reset."""
@@ -273,13 +278,15 @@ class Driver:
 
     def _apply(self, effect: ef.Apply) -> None:
         header = effect.header
-        payload = self.payloads.get(header.payload)
-        if payload is None:
+        payload, digests = self.payloads.get(header.payload), self.digests.get(header.result)
+        if payload is None or digests is None:
             self.feed(ev.Failed("apply", header.shard, None, f"the payload of commit {effect.id[:8]} is gone"))
             return
+        if header.owner == self.identity.peer_id and effect.id not in self.proofs:
+            self.proofs[effect.id] = (header, self.identity.sign(COMMIT_CONTEXT + effect.id.encode()))
         moves = self._moves(effect)
         self.job(
-            lambda: self.state.apply(header.shard, header.parent, effect.id, payload, header.result, moves),
+            lambda: self.state.apply(header, effect.id, payload, digests, moves),
             lambda shifts: self._applied(header.shard, effect.id, shifts),
             self._failed("apply", header.shard, header.owner),
         )
@@ -302,9 +309,9 @@ class Driver:
         """A decoded message; payloads are checked on another thread before the machine hears of it."""
         match message:
             case msg.Contribution(payload=digest) if digest:
-                self._inspect(peer, message, digest, b"", payload)
+                self._inspect(peer, message, payload, lambda data: self._kept_contribution(data, digest))
             case msg.Commit(header=header):
-                self._inspect(peer, message, header.payload, msg.commit_id(header).encode(), payload)
+                self._inspect(peer, message, payload, lambda data: self._kept_commit(data, header))
             case _:
                 self.feed(ev.Received(peer, message))
 
@@ -312,33 +319,45 @@ class Driver:
         self,
         peer: PeerId,
         message: msg.Contribution | msg.Commit,
-        digest: Digest,
-        commit: bytes,
         data: memoryview | None,
+        check: Callable[[memoryview], Callable[[], None]],
     ) -> None:
+        """``check`` what came on another thread; it returns what keeps it, or raises ValueError."""
         if data is None:
             self.around.fault(peer, "payload", "the message came without its payload")
             return
-        signature_bytes = SIGNATURE_BYTES if commit else 0
 
-        def check() -> tuple[bytes, bytes] | None:
-            signature, payload = bytes(data[:signature_bytes]), bytes(data[signature_bytes:])
-            if digest_of(payload) != digest:
-                return None
-            if isinstance(message, msg.Commit) and not verify(message.header.owner, COMMIT_CONTEXT + commit, signature):
-                return None
-            return signature, payload
-
-        def checked(future: asyncio.Future[tuple[bytes, bytes] | None]) -> None:
+        def checked(future: asyncio.Future[Callable[[], None]]) -> None:
             if self.is_closed or future.cancelled():
                 return
-            result = future.result()
-            if result is None:
-                self.around.fault(peer, "payload", "its digest or its owner's signature does not match")
+            error = future.exception()
+            if isinstance(error, ValueError):
+                self.around.fault(peer, "payload", str(error))
                 return
-            self.payloads[digest] = result[1]
-            if isinstance(message, msg.Commit):
-                self.proofs[Digest(commit.decode())] = (message.header, result[0])
+            future.result()()
             self.feed(ev.Received(peer, message))
 
-        self._loop.run_in_executor(self._inspector, check).add_done_callback(checked)
+        self._loop.run_in_executor(self._inspector, check, data).add_done_callback(checked)
+
+    def _kept_contribution(self, data: memoryview, digest: Digest) -> Callable[[], None]:
+        payload = bytes(data)
+        if digest_of(payload) != digest:
+            raise ValueError("its digest does not match")
+        return lambda: self.payloads.update({digest: payload})
+
+    def _kept_commit(self, data: memoryview, header: msg.CommitHeader) -> Callable[[], None]:
+        if header.shard >= len(self.state.layout.shards):
+            raise ValueError(f"there is no shard {header.shard}")
+        parts = split_commit(data, list_bytes(self.state.layout.shards[header.shard].elements))
+        if digest_of(parts.gradient) != header.payload or digest_of(parts.digests) != header.result:
+            raise ValueError("its digests do not match")
+        commit = msg.commit_id(header)
+        if not verify(header.owner, COMMIT_CONTEXT + commit.encode(), parts.signature):
+            raise ValueError("it does not bear its owner's signature")
+
+        def keep() -> None:
+            self.payloads[header.payload] = parts.gradient
+            self.digests[header.result] = parts.digests
+            self.proofs[commit] = (header, parts.signature)
+
+        return keep

@@ -12,8 +12,8 @@ from p2pdiloco.protocol.chain import genesis_head
 from p2pdiloco.protocol.events import ShardState
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig, TensorSpec, config_problems, make_layout
+from p2pdiloco.tensors.digests import state_digest
 from p2pdiloco.tensors.fragments import tensor_specs
-from p2pdiloco.tensors.outer import state_digest
 from p2pdiloco.training.corpus import CorpusError, load_corpus
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.transformer import build_model, is_embedding

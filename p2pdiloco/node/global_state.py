@@ -3,7 +3,8 @@
 Rules of this file:
 1. All of it runs on one thread, in the order in which it was asked for. That order is what makes the learner's view
    exact: commits, shifts, their acknowledgements and snapshots are told apart by it, without locks.
-2. Theta and momentum change only together with the shard's head, and only when the result's digest is right.
+2. Theta and momentum change only together with the shard's head, and only when the sample of the result's chunks that
+   is checked at this version has the digests that the owner signed (see ``tensors.digests``).
 3. The learner's parameters are never read or written here; they move by *shifts* that it adds at a step boundary. A
    shift is (new global - old global), plus own contributions that were merged, minus those that a fork took back. So
    the learner keeps every step it made meanwhile (``carry``).
@@ -22,8 +23,8 @@ from torch import Tensor
 
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, Layout, OuterConfig, Shard
-from p2pdiloco.protocol.messages import Contributor
-from p2pdiloco.tensors import merging, outer, quantize
+from p2pdiloco.protocol.messages import CommitHeader, Contributor
+from p2pdiloco.tensors import digests, merging, outer, quantize
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire import compression
 
@@ -49,7 +50,8 @@ class MergeResult(NamedTuple):
 
     payload: bytes
     payload_digest: Digest
-    result: Digest
+    digests: bytes
+    """Of the chunks of the state that it leads to; their digest is the commit's result."""
 
 
 class Shifts(NamedTuple):
@@ -85,6 +87,15 @@ class _Prepared(NamedTuple):
     payload: Digest
 
 
+class _Staged(NamedTuple):
+    """A fetched state, checked."""
+
+    head: Digest
+    theta: Tensor
+    momentum: Tensor
+    digests: bytes
+
+
 class _Scratch:
     """Vectors of the largest shard's size, reused: fresh memory costs more than the arithmetic in it. Not touched until
     they are needed."""
@@ -115,12 +126,14 @@ class GlobalState:
         self.queued = torch.zeros_like(self.theta)
         """Shifts that wait until the learner has added the last one; any content where none waits."""
         self.heads: list[Digest | None] = [None] * len(layout.shards)
+        self.digests: list[bytes] = [b""] * len(layout.shards)
+        """Of the chunks of each shard's state, as the owner of its head signed them."""
         self.learner: LearnerId | None = None
         self._in_flight = [Kind.NONE] * len(layout.shards)
         self._in_queue = [Kind.NONE] * len(layout.shards)
         self._has_snapshot = [False] * len(layout.shards)
         """The shard's part of the snapshot buffer holds what the learner has trained, brought up to date."""
-        self._staged: dict[ShardId, tuple[Digest, Tensor, Tensor]] = {}
+        self._staged: dict[ShardId, _Staged] = {}
         self._prepared: dict[ShardId, _Prepared] = {}
         self._scratch = _Scratch(max(shard.elements for shard in layout.shards))
 
@@ -131,14 +144,15 @@ class GlobalState:
     # -- global state --------------------------------------------------------------------------------------------------
 
     def digest(self, shard: ShardId) -> Digest:
-        """Digest of the shard's parameters and momentum."""
-        return outer.state_digest(self._range(self.theta, shard), self._range(self.momentum, shard))
+        """Digest of the shard's parameters and momentum, computed anew."""
+        return digests.state_digest(self._range(self.theta, shard), self._range(self.momentum, shard))
 
     def put(self, shard: ShardId, head: Digest, theta: Tensor, momentum: Tensor) -> None:
         """Set a shard outright: version 0 or a checkpoint, before any learner."""
         self._range(self.theta, shard).copy_(theta)
         self._range(self.momentum, shard).copy_(momentum)
         self.heads[shard] = head
+        self.digests[shard] = digests.digest_list(theta, momentum)
 
     def copy(self, shard: ShardId) -> tuple[Digest, bytes]:
         """The shard's head and its state as bytes (parameters, then momentum), for a state transfer or checkpoint.
@@ -163,9 +177,10 @@ class GlobalState:
             raise DigestMismatchError(f"the state of shard {shard} has {len(data)} bytes, not {8 * elements}")
         both = torch.frombuffer(bytearray(data), dtype=torch.float32)
         theta, momentum = both[:elements], both[elements:]
-        if outer.state_digest(theta, momentum) != result:
+        found = digests.digest_list(theta, momentum)
+        if digest_of(found) != result:
             raise DigestMismatchError(f"the state of shard {shard} does not have the digest that its owner signed")
-        self._staged[shard] = (head, theta, momentum)
+        self._staged[shard] = _Staged(head, theta, momentum, found)
 
     def install(self, shard: ShardId, head: Digest, moves: Moves) -> Shifts:
         """Make a staged state the shard's; returns the shifts to tell the learner of.
@@ -174,31 +189,33 @@ class GlobalState:
             StaleBaseError: it is not staged any more.
         """
         staged = self._staged.pop(shard, None)
-        if staged is None or staged[0] != head:
+        if staged is None or staged.head != head:
             raise StaleBaseError(f"the state of shard {shard} at {head[:8]} is not at hand any more")
-        return self._replace(shard, head, staged[1], staged[2], moves)
+        return self._replace(shard, head, staged.theta, staged.momentum, staged.digests, moves)
 
-    def apply(
-        self, shard: ShardId, parent: Digest, head: Digest, payload: bytes, result: Digest, moves: Moves
-    ) -> Shifts:
-        """Take a commit; returns the shifts to tell the learner of.
+    def apply(self, header: CommitHeader, head: Digest, payload: bytes, listed: bytes, moves: Moves) -> Shifts:
+        """Take the commit ``header``, called ``head``, with its payload and the digests of the chunks of its result;
+        returns the shifts to tell the learner of.
 
         Raises:
-            StaleBaseError: the shard's head is not ``parent``.
+            StaleBaseError: the shard's head is not the commit's parent.
             DigestMismatchError: the result is not what the owner signed, or the payload is malformed.
         """
+        shard, parent = header.shard, header.parent
         if self.heads[shard] != parent:
             raise StaleBaseError(f"shard {shard} is not at {parent[:8]}")
         prepared = self._prepared.pop(shard, None)
-        is_ours = prepared is not None and prepared.base == parent and prepared.payload == digest_of(payload)
+        is_ours = prepared is not None and prepared.base == parent and prepared.payload == header.payload
         try:
             gradient = self._decode(shard, payload)
         except ValueError as error:
             raise DigestMismatchError(f"the payload of commit {head[:8]} is malformed: {error}") from error
         theta, momentum = self._outer_step(shard, gradient)
-        if not is_ours and outer.state_digest(theta, momentum) != result:
-            raise DigestMismatchError(f"commit {head[:8]} of shard {shard} does not give the digest that it promises")
-        return self._replace(shard, head, theta, momentum, moves)
+        for index in () if is_ours else digests.sample(theta.numel(), header.version):
+            span = slice(index * quantize.CHUNK, (index + 1) * quantize.CHUNK)
+            if not digests.is_chunk(listed, index, theta[span], momentum[span]):
+                raise DigestMismatchError(f"commit {head[:8]} of shard {shard} does not give chunk {index} as promised")
+        return self._replace(shard, head, theta, momentum, listed, moves)
 
     def _outer_step(self, shard: ShardId, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """The shard's next parameters and momentum, in scratch."""
@@ -219,7 +236,9 @@ class GlobalState:
         bodies = compression.split(payload, quantize.chunk_count(elements), quantize.LARGEST_BODY)
         return quantize.decode_chunks(bodies, self._scratch.take(name, elements))
 
-    def _replace(self, shard: ShardId, head: Digest, theta: Tensor, momentum: Tensor, moves: Moves) -> Shifts:
+    def _replace(
+        self, shard: ShardId, head: Digest, theta: Tensor, momentum: Tensor, listed: bytes, moves: Moves
+    ) -> Shifts:
         current = self._range(self.theta, shard)
         shifts = Shifts((), ())
         if self.learner is not None:
@@ -236,6 +255,7 @@ class GlobalState:
         current.copy_(theta)
         self._range(self.momentum, shard).copy_(momentum)
         self.heads[shard] = head
+        self.digests[shard] = listed
         return shifts
 
     # -- merging -------------------------------------------------------------------------------------------------------
@@ -263,7 +283,7 @@ class GlobalState:
         payload_digest = digest_of(payload)
         theta, momentum = self._outer_step(shard, self._decode(shard, payload))
         self._prepared[shard] = _Prepared(base, payload_digest)
-        return MergeResult(payload, payload_digest, outer.state_digest(theta, momentum))
+        return MergeResult(payload, payload_digest, digests.digest_list(theta, momentum))
 
     # -- the learner ---------------------------------------------------------------------------------------------------
 

@@ -44,9 +44,10 @@ from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.journal import Journal
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.transport import Answer, Transport
+from p2pdiloco.tensors.digests import list_bytes
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire import link
-from p2pdiloco.wire.bodies import PeerStatus, StateProof, decode_message
+from p2pdiloco.wire.bodies import SIGNATURE_BYTES, PeerStatus, StateProof, decode_message
 from p2pdiloco.wire.compression import payload_limit
 
 log = logs.get("node")
@@ -386,7 +387,10 @@ class Node:
                 shard = message.header.shard
             case _:
                 return False
-        return shard < len(self.layout.shards) and size <= payload_limit(self.layout.shards[shard].elements) + 64
+        if shard >= len(self.layout.shards):
+            return False
+        elements = self.layout.shards[shard].elements
+        return size <= payload_limit(elements) + SIGNATURE_BYTES + list_bytes(elements)
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:
         """A request came."""

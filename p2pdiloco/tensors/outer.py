@@ -1,4 +1,4 @@
-"""The outer optimizer's step, and the digest that proves its result.
+"""The outer optimizer's step.
 
 Legend: Theta are the global parameters, m the outer momentum, Delta the merged outer gradient, mu the momentum factor.
 
@@ -12,12 +12,8 @@ Rules of this file:
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
-
-from p2pdiloco.protocol.identifiers import Digest, digest_of
 
 _CHUNK = 1 << 18
 
@@ -44,14 +40,3 @@ def outer_step(
         step.add_(delta)
         step.mul_(learning_rate)
         t.sub_(step)
-
-
-def state_digest(theta: Tensor, momentum: Tensor) -> Digest:
-    """The digest of a shard's state: little-endian float32 parameters, then momentum. Nothing is copied on a
-    little-endian machine, and the hash runs without the GIL."""
-    return digest_of(_little_endian(theta), _little_endian(momentum))
-
-
-def _little_endian(vector: Tensor) -> bytes:
-    array = vector.detach().contiguous().numpy().astype("<f4", copy=False)
-    return cast(bytes, array.data.cast("B"))  # a contiguous memoryview of bytes, which is all that a hash asks for

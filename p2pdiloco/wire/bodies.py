@@ -2,13 +2,14 @@
 
 Rules of this file:
 1. Everything decodes into typed, bounded structs or raises ValueError; floats must be finite.
-2. A commit's payload travels as its owner's signature followed by the compressed outer gradient.
+2. A commit travels with its owner's signature (64 bytes), the digests of the new state's chunks (20 bytes each) and the
+   compressed outer gradient, one after the other.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -73,6 +74,33 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     bytes_up: Count
     bytes_down: Count
     blocked_s: float
+
+
+class CommitParts(NamedTuple):
+    """What travels with a commit."""
+
+    signature: bytes
+    digests: bytes
+    """``tensors.digests``'s list, whose digest is the commit's ``result``."""
+    gradient: bytes
+    """The commit's ``payload``."""
+
+
+def join_commit(parts: CommitParts) -> bytes:
+    """As it travels."""
+    return b"".join(parts)
+
+
+def split_commit(data: memoryview, list_bytes: int) -> CommitParts:
+    """The parts of what came with a commit, of whose shard the list of digests has ``list_bytes``.
+
+    Raises:
+        ValueError: it is too short.
+    """
+    begin = SIGNATURE_BYTES + list_bytes
+    if len(data) < begin:
+        raise ValueError(f"{len(data)} bytes came with a commit; its signature and digests alone have {begin}")
+    return CommitParts(bytes(data[:SIGNATURE_BYTES]), bytes(data[SIGNATURE_BYTES:begin]), bytes(data[begin:]))
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -25,12 +25,12 @@ from waiting import until as until_in_loop
 from p2pdiloco.node.lookup import Observer, list_runs
 from p2pdiloco.node.roster import PeerRecord
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.identifiers import PeerId, RunId, digest_of, learner_id
+from p2pdiloco.protocol.identifiers import DIGEST_BYTES, PeerId, RunId, digest_of, learner_id
 from p2pdiloco.protocol.manifest import PROTOCOL_VERSION
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import Transport
-from p2pdiloco.wire.bodies import COMMIT_CONTEXT, SIGNATURE_BYTES, decode_message, encode
+from p2pdiloco.wire.bodies import COMMIT_CONTEXT, SIGNATURE_BYTES, CommitParts, decode_message, encode, join_commit
 from p2pdiloco.wire.compression import compress
 from peers.demo_swarm import Member
 
@@ -63,7 +63,7 @@ class Hostile(Observer):
                 for head in turn.heads:
                     self._contribute(peer, head, turn.step)
             case msg.Commit() as commit if payload is not None:
-                self._commit(peer, commit.header, bytes(payload[SIGNATURE_BYTES:]))
+                self._commit(peer, commit.header, split_of(commit.header, bytes(payload)))
             case _:
                 pass
 
@@ -91,9 +91,9 @@ class Hostile(Observer):
         stolen = msgspec.structs.replace(mine, learner=learner_id(peer, "stolen"))
         self.transport.send(peer, encode(msgspec.structs.replace(good, contributor=stolen)), payload)
 
-    def _commit(self, peer: PeerId, header: msg.CommitHeader, honest: bytes) -> None:
+    def _commit(self, peer: PeerId, header: msg.CommitHeader, honest: CommitParts) -> None:
         """The next version: signed by nobody; signed by us, and spoiled; and a head that does not exist."""
-        payload = honest[:-2] + b"\xff\xff"
+        payload = honest.gradient[:-2] + b"\xff\xff"
         following = msgspec.structs.replace(
             header,
             version=header.version + 1,
@@ -102,12 +102,20 @@ class Hostile(Observer):
             tokens=header.tokens + HEAVY,
             payload=digest_of(payload),
         )
-        self.transport.send(peer, encode(msg.Commit(following)), bytes(SIGNATURE_BYTES) + payload)
+        nobody = CommitParts(bytes(SIGNATURE_BYTES), honest.digests, payload)
+        self.transport.send(peer, encode(msg.Commit(following)), join_commit(nobody))
         ours = msgspec.structs.replace(following, owner=self.identity.peer_id)
         signature = self.identity.sign(COMMIT_CONTEXT + msg.commit_id(ours).encode())
-        self.transport.send(peer, encode(msg.Commit(ours)), signature + payload)
+        self.transport.send(peer, encode(msg.Commit(ours)), join_commit(nobody._replace(signature=signature)))
         head = msg.Head(header.shard, header.version + 9, digest_of(b"nothing"), header.tokens + HEAVY)
         self.transport.send(peer, encode(msg.Heads((head,), header.step)))
+
+
+def split_of(header: msg.CommitHeader, data: bytes) -> CommitParts:
+    """The parts of an honest commit; its shard's size, which a stranger does not know, shows in the digests."""
+    lengths = range(SIGNATURE_BYTES, len(data), DIGEST_BYTES)
+    end = next(at for at in lengths if digest_of(data[SIGNATURE_BYTES:at]) == header.result)
+    return CommitParts(data[:SIGNATURE_BYTES], data[SIGNATURE_BYTES:end], data[end:])
 
 
 async def attack(address: str, victims: list[Member], begin: Callable[[], object]) -> PeerId:

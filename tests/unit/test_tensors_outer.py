@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from p2pdiloco.protocol.identifiers import digest_of
-from p2pdiloco.tensors.outer import outer_step, state_digest
+from p2pdiloco.tensors.outer import outer_step
 
 
 def test_two_steps_by_hand() -> None:
@@ -38,14 +37,6 @@ def test_a_slice_of_a_longer_vector_is_updated_in_place() -> None:
     outer_step(theta[1:3], momentum[1:3], torch.ones(2), learning_rate=1.0, momentum_factor=0.0)
     assert theta.tolist() == [1.0, 0.0, 0.0, 1.0]
     assert momentum.tolist() == [0.0, 1.0, 1.0, 0.0]
-
-
-def test_digest_is_that_of_the_little_endian_buffers() -> None:
-    theta, momentum = torch.tensor([1.0, 2.0]), torch.tensor([-0.0, 3.0])
-    raw = np.array([1, 2, -0.0, 3], dtype="<f4").tobytes()
-    assert state_digest(theta, momentum) == digest_of(raw)
-    assert state_digest(theta, momentum) != state_digest(theta, torch.tensor([0.0, 3.0]))  # bits count, not values
-    assert state_digest(torch.arange(4.0)[::2], momentum) == state_digest(torch.tensor([0.0, 2.0]), momentum)
 
 
 def test_wrong_types_are_refused() -> None:
