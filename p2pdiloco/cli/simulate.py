@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from p2pdiloco.cli.complaints import FAILED, REPAIR, Complaint
 from p2pdiloco.simulation.mutants import MUTANTS
 from p2pdiloco.simulation.report import find_mutants, simulate
-from p2pdiloco.simulation.scenarios import SCENARIOS, transcript
+from p2pdiloco.simulation.scenarios import STORIES, transcript
+from p2pdiloco.simulation.seeds import MIXED, SCENARIOS
 
 IS_QUIET = True
 MUTANT_SEEDS = range(1000)
@@ -26,7 +27,8 @@ BATCH = 250
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Its own arguments."""
     sub.add_argument("--seeds", default="0-999", metavar="A-B", help="inclusive (default: %(default)s)")
-    sub.add_argument("--scenario", choices=sorted(SCENARIOS), help="tell one scripted situation instead of seeds")
+    sub.add_argument("--scenario", choices=[MIXED, *SCENARIOS], default=MIXED, help="kinds of faults (default: all)")
+    sub.add_argument("--story", choices=sorted(STORIES), help="tell one scripted situation instead of running seeds")
     sub.add_argument("--mutants", action="store_true", help="find every planted bug")
     sub.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
     sub.add_argument("--json", action="store_true", help="nothing but JSON on standard output")
@@ -37,12 +39,12 @@ async def run(arguments: argparse.Namespace) -> int:
     seeds = parse_seeds(arguments.seeds)
     if arguments.jobs < 1:
         raise Complaint(f"--jobs {arguments.jobs} must be at least 1", REPAIR)
-    if arguments.scenario:
-        print(transcript(arguments.scenario), end="")
+    if arguments.story:
+        print(transcript(arguments.story), end="")
         return 0
     if arguments.mutants:
         return _mutants(arguments.jobs, is_json=arguments.json)
-    return _seeds(seeds, arguments.jobs, is_json=arguments.json)
+    return _seeds(seeds, arguments.scenario, arguments.jobs, is_json=arguments.json)
 
 
 def parse_seeds(text: str) -> range:
@@ -62,11 +64,11 @@ def _batches(seeds: range) -> Iterator[range]:
         yield range(first, min(first + BATCH, seeds.stop))
 
 
-def _seeds(seeds: range, jobs: int, *, is_json: bool) -> int:
+def _seeds(seeds: range, scenario: str, jobs: int, *, is_json: bool) -> int:
     total: dict[str, float] = {"seeds": 0, "events": 0, "violations": 0, "tokens_lost": 0}
     seconds = 0.0
     for batch in _batches(seeds):
-        report = simulate(batch, jobs=jobs)
+        report = simulate(batch, scenario, jobs=jobs)
         seconds += report.seconds
         for key, value in report.summary().items():
             if key in total:

@@ -237,7 +237,7 @@ def fork_with_a_tie(transcript: Transcript) -> World:
     return world
 
 
-SCENARIOS: dict[str, Callable[[Transcript], World]] = {
+STORIES: dict[str, Callable[[Transcript], World]] = {
     "normal-turn": normal_turn,
     "slow-learner": slow_learner,
     "owner-dies-before-its-commit": owner_dies_before_its_commit,
@@ -259,7 +259,7 @@ def transcript(name: str) -> str:
         KeyError: there is no such scenario.
         AssertionError: it broke an invariant.
     """
-    scenario = SCENARIOS[name]
+    scenario = STORIES[name]
     told = Transcript(is_full=False)
     world = scenario(told)
     assert not world.checks.violations, world.checks.violations

@@ -33,6 +33,9 @@ GLACIAL_S = 30.0
 FORK_S = 30.0
 """Logs are long enough for forks that grew for this time: what is deeper is not promised to come back."""
 
+TWINS_SHARE = 0.1
+"""Runs whose learners all have the same speed, so that forks of equal weight are common."""
+
 Ending = Literal["rest", "finish", "leave"]
 
 
@@ -98,6 +101,7 @@ def draw_scene(seed: int, scenario: str = MIXED) -> Scene:
     rates = drawn if scenario == MIXED else SCENARIOS[scenario]
     learners = 0
     peers = []
+    are_twins = Random(f"twins {seed}").random() < TWINS_SHARE
     for i, name in enumerate(names):
         has_learner = i < 2 or random.random() < 0.9
         learners += has_learner
@@ -113,6 +117,11 @@ def draw_scene(seed: int, scenario: str = MIXED) -> Scene:
             learner_lag_s=random.choice((0.0, 0.0, 0.02)),
             failed_share=random.choice((0.0, 0.0, 0.02)),
         )
+        if are_twins:
+            learners += not has_learner
+            setting = msgspec.structs.replace(
+                setting, step_s=fastest_s, step_jitter=0.0, tokens_per_step=10, has_learner=True
+            )
         comes_at = 0.0 if i == 0 else random.choice((0.0, 0.5, 5.0, faults_s * random.random()))
         peers.append((name, setting, comes_at))
     config = ProtocolConfig(

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from p2pdiloco.simulation.scenarios import SCENARIOS, transcript
+from p2pdiloco.simulation.scenarios import STORIES, transcript
 
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", STORIES)
 def test_transcript(name: str, request: pytest.FixtureRequest) -> None:
     told = transcript(name)
     path = HERE / f"{name}.txt"
@@ -22,4 +22,4 @@ def test_transcript(name: str, request: pytest.FixtureRequest) -> None:
 
 
 def test_no_transcript_without_its_scenario() -> None:
-    assert sorted(path.stem for path in HERE.glob("*.txt")) == sorted(SCENARIOS)
+    assert sorted(path.stem for path in HERE.glob("*.txt")) == sorted(STORIES)
