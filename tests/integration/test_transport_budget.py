@@ -139,7 +139,7 @@ def test_a_sender_that_exceeds_its_credit_is_dropped(run: Any) -> None:
         async with peer() as (ann, _), transport as bob, peer() as (eve, _):
             await ann.dial(where(bob), 5.0)
             await eve.dial(where(bob), 5.0)
-            ann._connections[bob.peer_id]._sending._spending.sent = -(1 << 40)
+            ann._connections[bob.peer_id]._conversation.sending._spending.sent = -(1 << 40)
             for _ in range(8):
                 assert ann.send(bob.peer_id, b"", bytes(MIB))
             await until(lambda: holder.losses)
