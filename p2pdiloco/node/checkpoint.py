@@ -1,43 +1,49 @@
 """A peer's state on its disk: the manifest, every shard's head with its proof, global parameters and momentum.
 
 Rules of this file:
-1. A checkpoint appears whole or not at all: tensors first, then the small JSON that names them, each by rename.
+1. A checkpoint appears whole or not at all: tensors first, then the small JSON that names them, each by rename. The
+   newest few stay, so that one that the disk has spoilt is not the last.
 2. What is read back is checked: the manifest against the run's id, every shard against the digest that its owner
-   signed.
+   signed. Of several checkpoints the newest that passes is used.
+3. Checkpoints of several peers of a run can be put together: of each shard the heaviest head, by the protocol's own
+   rule. Where they come from, and in which order, does not matter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import safetensors.torch
 import torch
-from msgspec import Meta
 from safetensors import SafetensorError
 from torch import Tensor
 
+from p2pdiloco.node.proofs import proven_digest
+from p2pdiloco.protocol.chain import is_heavier
 from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest, decode_manifest
+from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.files import write_atomically
+from p2pdiloco.tensors.digests import state_digest
 from p2pdiloco.wire.bodies import StateProof
 
-INDEX = "checkpoint.json"
+log = logs.get("node")
+
 MANIFEST = "manifest.msgpack"
-FORMAT = 1
+FORMAT = 2
 
 
 class CheckpointError(Exception):
-    """The checkpoint cannot be used; the message says why."""
+    """No checkpoint can be used; the message says why."""
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The JSON beside the tensors."""
+    """The JSON beside the tensors, which have its name but for the suffix."""
 
     format: int = FORMAT
     run: RunId
-    tensors: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]+\.safetensors$")]
     shards: tuple[StateProof, ...]
 
 
@@ -46,48 +52,102 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     manifest: Manifest
     shards: tuple[StateProof, ...]
+    """By shard."""
     theta: Tensor
     momentum: Tensor
 
 
-def save(folder: Path, manifest: Manifest, shards: tuple[StateProof, ...], theta: Tensor, momentum: Tensor) -> None:
-    """Write a checkpoint and drop the one before. Blocks; call it on a thread.
+def save(
+    folder: Path, manifest: Manifest, shards: tuple[StateProof, ...], theta: Tensor, momentum: Tensor, *, keep: int
+) -> None:
+    """Write a checkpoint; of all in ``folder`` the newest ``keep`` stay. Blocks; call it on a thread.
 
     Raises:
-        OSError: the disk is full or not writable; the last checkpoint stays.
+        OSError: the disk is full or not writable; what is there stays.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    version = sum(proof.state.head.version for proof in shards)
-    name = f"state-{version:012d}.safetensors"
-    data = safetensors.torch.save({"theta": theta, "momentum": momentum})
+    earlier = _numbers(folder)
+    number = earlier[0] + 1 if earlier else 1
     write_atomically(folder / MANIFEST, manifest.encode())
-    write_atomically(folder / name, data)
-    index = Index(run=manifest.run, tensors=name, shards=shards)
-    write_atomically(folder / INDEX, msgspec.json.format(msgspec.json.encode(index)))
-    for old in folder.glob("state-*.safetensors"):
-        if old.name != name:
-            old.unlink(missing_ok=True)
+    index = Index(run=manifest.run, shards=shards)
+    try:
+        write_atomically(_tensors(folder, number), safetensors.torch.save({"theta": theta, "momentum": momentum}))
+        write_atomically(_index(folder, number), msgspec.json.format(msgspec.json.encode(index)))
+    except OSError:
+        _tensors(folder, number).unlink(missing_ok=True)
+        raise
+    for old in _numbers(folder)[keep:]:
+        _index(folder, old).unlink(missing_ok=True)
+        _tensors(folder, old).unlink(missing_ok=True)
 
 
 def load(folder: Path) -> Checkpoint | None:
-    """The checkpoint in ``folder``, or None if there is none.
+    """The newest checkpoint in ``folder`` that is whole, or None if there is none at all.
 
     Raises:
-        CheckpointError: it is torn, altered, or of another format.
+        CheckpointError: there are some, but each is torn, altered, or of another format.
     """
-    try:
-        index = msgspec.json.decode((folder / INDEX).read_bytes(), type=Index)
-        manifest = decode_manifest((folder / MANIFEST).read_bytes(), index.run)
-        tensors = safetensors.torch.load((folder / index.tensors).read_bytes())
-        theta, momentum = tensors["theta"], tensors["momentum"]
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"the checkpoint in {folder} cannot be read: {error}") from error
+    reasons = []
+    for number in _numbers(folder):
+        try:
+            return _read(folder, number)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            reasons.append(f"{_index(folder, number).name}: {error}")
+            log.warning("checkpoint cannot be used", folder=folder, number=number, reason=str(error))
+    if reasons:
+        raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(reasons)}")
+    return None
+
+
+def best_of(checkpoints: Iterable[Checkpoint]) -> Checkpoint:
+    """Of each shard the heaviest head in any of ``checkpoints``, at least one.
+
+    Raises:
+        CheckpointError: they are of several runs.
+    """
+    first, *others = checkpoints
+    if any(other.manifest.run != first.manifest.run for other in others):
+        runs = sorted({c.manifest.run[:12] for c in (first, *others)})
+        raise CheckpointError(f"the checkpoints are of several runs ({', '.join(runs)}): give those of one")
+    shards, theta, momentum = list(first.shards), first.theta.clone(), first.momentum.clone()
+    for other in others:
+        for piece, proof in zip(Layout.of(first.manifest).shards, other.shards, strict=True):
+            if is_heavier(proof.state.head, shards[piece.shard].state.head):
+                span = slice(piece.start, piece.stop)
+                shards[piece.shard] = proof
+                theta[span], momentum[span] = other.theta[span], other.momentum[span]
+    return Checkpoint(manifest=first.manifest, shards=tuple(shards), theta=theta, momentum=momentum)
+
+
+def _index(folder: Path, number: int) -> Path:
+    return folder / f"state-{number:08d}.json"
+
+
+def _tensors(folder: Path, number: int) -> Path:
+    return folder / f"state-{number:08d}.safetensors"
+
+
+def _numbers(folder: Path) -> list[int]:
+    """Of the checkpoints in ``folder``, newest first."""
+    stems = (path.stem.removeprefix("state-") for path in folder.glob("state-*.json"))
+    return sorted((int(stem) for stem in stems if stem.isdecimal()), reverse=True)
+
+
+def _read(folder: Path, number: int) -> Checkpoint:
+    index = msgspec.json.decode(_index(folder, number).read_bytes(), type=Index)
+    if index.format != FORMAT:
+        raise ValueError(f"it has format {index.format}, this version reads {FORMAT}")
+    manifest = decode_manifest((folder / MANIFEST).read_bytes(), index.run)
+    tensors = safetensors.torch.load(_tensors(folder, number).read_bytes())
+    theta, momentum = tensors["theta"], tensors["momentum"]
     layout = Layout.of(manifest)
-    shape = torch.Size([layout.elements])
-    if index.format != FORMAT or theta.shape != shape or momentum.shape != shape or theta.dtype != torch.float32:
-        raise CheckpointError(f"the checkpoint in {folder} does not fit its manifest")
+    for vector in (theta, momentum):
+        if vector.shape != torch.Size([layout.elements]) or vector.dtype != torch.float32:
+            raise ValueError("its tensors do not fit its manifest")
     if [proof.state.head.shard for proof in index.shards] != [s.shard for s in layout.shards]:
-        raise CheckpointError(f"the checkpoint in {folder} does not have every shard once")
+        raise ValueError("it does not have every shard once")
+    for piece, proof in zip(layout.shards, index.shards, strict=True):
+        span = slice(piece.start, piece.stop)
+        if state_digest(theta[span], momentum[span]) != proven_digest(manifest, proof):
+            raise ValueError(f"shard {piece.shard} does not have the digest that its owner signed")
     return Checkpoint(manifest=manifest, shards=index.shards, theta=theta, momentum=momentum)

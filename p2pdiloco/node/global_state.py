@@ -10,13 +10,15 @@ Rules of this file:
    the learner keeps every step it made meanwhile (``carry``).
 4. A snapshot is brought up to date with all shifts that the learner had not added when it was taken. An outer gradient
    is therefore always relative to the head it claims.
+5. Work on a shard goes chunk by chunk, everything for one chunk while it is in the cache. What can fail is found out
+   before the first chunk is changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +29,9 @@ from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.tensors import digests, merging, outer, quantize
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire import compression
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
 class StaleBaseError(Exception):
@@ -96,19 +101,31 @@ class _Staged(NamedTuple):
     digests: bytes
 
 
+class _Handover(NamedTuple):
+    """Where changes of one shard's parameters go, besides into them."""
+
+    shifts: Shifts
+    """What to tell the learner of."""
+    buffer: Tensor | None
+    """The shard's part of the shift buffer, or of the queue; None without a learner."""
+    is_added: bool
+    """To what the buffer holds; else it takes its place."""
+    is_reset: bool
+    """It takes new parameters, not changes."""
+    snapshot: Tensor | None
+    """The shard's part of the snapshot buffer, if it is to be kept up to date."""
+    settled: Sequence[Iterator[bytes]]
+    restored: Sequence[Iterator[bytes]]
+    """Own contributions, by chunks."""
+
+
 class _Scratch:
-    """Vectors of the largest shard's size, reused: fresh memory costs more than the arithmetic in it. Not touched until
-    they are needed."""
+    """Vectors that are used again and again: fresh memory costs more than the arithmetic in it. A chunk long, but for
+    the one that holds a shard; not touched until they are needed."""
 
-    def __init__(self, elements: int) -> None:
-        self._elements = elements
-        self._vectors: dict[str, Tensor] = {}
-
-    def take(self, name: str, elements: int) -> Tensor:
-        """The vector of that name, with any content."""
-        if name not in self._vectors:
-            self._vectors[name] = torch.empty(self._elements, dtype=torch.float32)
-        return self._vectors[name][:elements]
+    def __init__(self, largest_shard: int) -> None:
+        self.theta, self.momentum, self.gradient, self.own = (torch.empty(quantize.CHUNK) for _ in range(4))
+        self.merged = torch.empty(largest_shard)
 
 
 class GlobalState:
@@ -191,7 +208,7 @@ class GlobalState:
         staged = self._staged.pop(shard, None)
         if staged is None or staged.head != head:
             raise StaleBaseError(f"the state of shard {shard} at {head[:8]} is not at hand any more")
-        return self._replace(shard, head, staged.theta, staged.momentum, staged.digests, moves)
+        return self._replace(shard, staged, moves)
 
     def apply(self, header: CommitHeader, head: Digest, payload: bytes, listed: bytes, moves: Moves) -> Shifts:
         """Take the commit ``header``, called ``head``, with its payload and the digests of the chunks of its result;
@@ -207,20 +224,35 @@ class GlobalState:
         prepared = self._prepared.pop(shard, None)
         is_ours = prepared is not None and prepared.base == parent and prepared.payload == header.payload
         try:
-            gradient = self._decode(shard, payload)
+            bodies = list(self._bodies(shard, payload))
+            for body, span in zip(bodies, self._chunks(shard), strict=True):
+                quantize.check_chunk(body, span.stop - span.start)
         except ValueError as error:
             raise DigestMismatchError(f"the payload of commit {head[:8]} is malformed: {error}") from error
-        theta, momentum = self._outer_step(shard, gradient)
-        for index in () if is_ours else digests.sample(theta.numel(), header.version):
-            span = slice(index * quantize.CHUNK, (index + 1) * quantize.CHUNK)
-            if not digests.is_chunk(listed, index, theta[span], momentum[span]):
+        spans = self._chunks(shard)
+        for index in () if is_ours else digests.sample(self.layout.shards[shard].elements, header.version):
+            theta, momentum = self._next_chunk(bodies[index], spans[index])
+            if not digests.is_chunk(listed, index, theta, momentum):
                 raise DigestMismatchError(f"commit {head[:8]} of shard {shard} does not give chunk {index} as promised")
-        return self._replace(shard, head, theta, momentum, listed, moves)
+        handover = self._handover(shard, moves)
+        for body, span in zip(bodies, spans, strict=True):
+            change = quantize.decode_chunk(body, self._scratch.gradient[: span.stop - span.start])
+            self._outer_step(self.theta[span], self.momentum[span], change)
+            self._hand_over(handover, span, change)
+        self.heads[shard] = head
+        self.digests[shard] = listed
+        return handover.shifts
 
-    def _outer_step(self, shard: ShardId, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """The shard's next parameters and momentum, in scratch."""
-        theta = self._scratch.take("theta", gradient.numel()).copy_(self._range(self.theta, shard))
-        momentum = self._scratch.take("momentum", gradient.numel()).copy_(self._range(self.momentum, shard))
+    def _next_chunk(self, body: Buffer, span: slice) -> tuple[Tensor, Tensor]:
+        """What a chunk's parameters and momentum become with a merged outer gradient, in scratch."""
+        elements = span.stop - span.start
+        gradient = quantize.decode_chunk(body, self._scratch.gradient[:elements])
+        theta = self._scratch.theta[:elements].copy_(self.theta[span])
+        momentum = self._scratch.momentum[:elements].copy_(self.momentum[span])
+        self._outer_step(theta, momentum, gradient)
+        return theta, momentum
+
+    def _outer_step(self, theta: Tensor, momentum: Tensor, gradient: Tensor) -> None:
         outer.outer_step(
             theta,
             momentum,
@@ -228,35 +260,78 @@ class GlobalState:
             learning_rate=self.outer_config.learning_rate,
             momentum_factor=self.outer_config.momentum,
         )
-        return theta, momentum
 
-    def _decode(self, shard: ShardId, payload: bytes, name: str = "gradient") -> Tensor:
-        """The outer gradient in ``payload``, in the scratch vector ``name``; it is finite."""
-        elements = self.layout.shards[shard].elements
-        bodies = compression.split(payload, quantize.chunk_count(elements), quantize.LARGEST_BODY)
-        return quantize.decode_chunks(bodies, self._scratch.take(name, elements))
+    def _bodies(self, shard: ShardId, payload: bytes) -> Iterator[bytes]:
+        chunks = quantize.chunk_count(self.layout.shards[shard].elements)
+        return compression.split(payload, chunks, quantize.LARGEST_BODY)
 
-    def _replace(
-        self, shard: ShardId, head: Digest, theta: Tensor, momentum: Tensor, listed: bytes, moves: Moves
-    ) -> Shifts:
-        current = self._range(self.theta, shard)
-        shifts = Shifts((), ())
-        if self.learner is not None:
-            if moves.is_reset:
-                shifts = self._move(shard, Kind.REPLACE, theta)
-            else:
-                move = torch.sub(theta, current, out=self._scratch.take("move", theta.numel()))
-                if moves.learner == self.learner:
-                    for payload in moves.settled:
-                        move += self._decode(shard, payload)
-                    for payload in moves.restored:
-                        move -= self._decode(shard, payload)
-                shifts = self._move(shard, Kind.ADD, move)
-        current.copy_(theta)
-        self._range(self.momentum, shard).copy_(momentum)
-        self.heads[shard] = head
-        self.digests[shard] = listed
-        return shifts
+    def _chunks(self, shard: ShardId) -> list[slice]:
+        """Where a shard's chunks lie in the flat vectors."""
+        piece, size = self.layout.shards[shard], quantize.CHUNK
+        return [slice(start, min(start + size, piece.stop)) for start in range(piece.start, piece.stop, size)]
+
+    def _replace(self, shard: ShardId, state: _Staged, moves: Moves) -> Shifts:
+        handover = self._handover(shard, moves)
+        start = self.layout.shards[shard].start
+        for span in self._chunks(shard):
+            here = slice(span.start - start, span.stop - start)
+            current, new = self.theta[span], state.theta[here]
+            change = torch.sub(new, current, out=self._scratch.gradient[: new.numel()])
+            current.copy_(new)
+            self.momentum[span].copy_(state.momentum[here])
+            self._hand_over(handover, span, change)
+        self.heads[shard] = state.head
+        self.digests[shard] = state.digests
+        return handover.shifts
+
+    # -- shifts --------------------------------------------------------------------------------------------------------
+
+    def _handover(self, shard: ShardId, moves: Moves) -> _Handover:
+        """Begin to move the learner: its buffer if it has taken the last shift, else the queue."""
+        if self.learner is None:
+            return _Handover(Shifts((), ()), None, False, False, None, (), ())
+        kind = Kind.REPLACE if moves.is_reset else Kind.ADD
+        if moves.is_reset:
+            self._has_snapshot[shard] = False  # what was copied there, the learner has lost
+        shifts, buffer, is_added = Shifts((), ()), self.queued, False
+        if self._in_flight[shard] is Kind.NONE:
+            assert self._in_queue[shard] is Kind.NONE, "what waits, waits for something"
+            self._in_flight[shard] = kind
+            shifts = Shifts((), (shard,)) if moves.is_reset else Shifts((shard,), ())
+            buffer = self.shift
+        else:
+            is_first = self._in_queue[shard] is Kind.NONE
+            is_added = not is_first and not moves.is_reset
+            if is_first or moves.is_reset:
+                self._in_queue[shard] = kind
+        is_mine = moves.learner == self.learner and not moves.is_reset
+        return _Handover(
+            shifts,
+            buffer,
+            is_added,
+            moves.is_reset,
+            self.snapshot if self._has_snapshot[shard] else None,
+            [self._bodies(shard, payload) for payload in moves.settled] if is_mine else (),
+            [self._bodies(shard, payload) for payload in moves.restored] if is_mine else (),
+        )
+
+    def _hand_over(self, to: _Handover, span: slice, change: Tensor) -> None:
+        """Pass one chunk's ``change`` on, whose parameters are new already; it loses its content."""
+        if to.buffer is None:
+            return
+        if to.is_reset:
+            to.buffer[span].copy_(self.theta[span])
+            return
+        for bodies in to.settled:
+            change += quantize.decode_chunk(next(bodies), self._scratch.own[: change.numel()])
+        for bodies in to.restored:
+            change -= quantize.decode_chunk(next(bodies), self._scratch.own[: change.numel()])
+        if to.is_added:
+            to.buffer[span].add_(change)
+        else:
+            to.buffer[span].copy_(change)
+        if to.snapshot is not None:
+            to.snapshot[span].add_(change)
 
     # -- merging -------------------------------------------------------------------------------------------------------
 
@@ -271,19 +346,26 @@ class GlobalState:
             raise StaleBaseError(f"shard {shard} is not at {base[:8]}")
         piece: Shard = self.layout.shards[shard]
         gradients, weights = [], []
-        for number, (contributor, payload) in enumerate(given):
+        for contributor, payload in given:
             try:
-                gradients.append(self._decode(shard, payload, f"gradient {number}"))
+                gradients.append(merging.Encoded(list(self._bodies(shard, payload)), piece.elements))
             except ValueError as error:
                 raise ContributionError(contributor.learner, str(error)) from error
             weights.append(merging.token_weight(contributor.tokens, contributor.steps))
-        merged = self._scratch.take("merged", piece.elements)
+        merged = self._scratch.merged[: piece.elements]
         merging.merge(piece.merge, gradients, weights, merged)
-        payload = compression.join(quantize.encode_chunks(self._down, merged))
+        listed = []
+
+        def bodies() -> Iterator[Buffer]:
+            encoded = quantize.encode_chunks(self._down, merged)
+            for body, span in zip(encoded, self._chunks(shard), strict=True):
+                yield body
+                listed.append(digests.chunk_digest(*self._next_chunk(body, span)))
+
+        payload = compression.join(bodies())
         payload_digest = digest_of(payload)
-        theta, momentum = self._outer_step(shard, self._decode(shard, payload))
         self._prepared[shard] = _Prepared(base, payload_digest)
-        return MergeResult(payload, payload_digest, digests.digest_list(theta, momentum))
+        return MergeResult(payload, payload_digest, b"".join(listed))
 
     # -- the learner ---------------------------------------------------------------------------------------------------
 
@@ -299,30 +381,6 @@ class GlobalState:
     def unload(self) -> None:
         """The learner is gone."""
         self.learner = None
-
-    def _move(self, shard: ShardId, kind: Kind, values: Tensor) -> Shifts:
-        """Hand a shift over to the learner, or queue it until it has taken the last; keep the snapshot up to date."""
-        if kind is Kind.REPLACE:
-            self._has_snapshot[shard] = False  # what was copied there, the learner has lost
-        elif self._has_snapshot[shard]:
-            self._range(self.snapshot, shard).add_(values)
-        if self._in_flight[shard] is Kind.NONE:
-            assert self._in_queue[shard] is Kind.NONE, "what waits, waits for something"
-            self._range(self.shift, shard).copy_(values)
-            self._in_flight[shard] = kind
-            return Shifts((shard,), ()) if kind is Kind.ADD else Shifts((), (shard,))
-        is_first = self._in_queue[shard] is Kind.NONE
-        self._change(self._range(self.queued, shard), Kind.REPLACE if is_first else kind, values)
-        if is_first or kind is Kind.REPLACE:
-            self._in_queue[shard] = kind
-        return Shifts((), ())
-
-    @staticmethod
-    def _change(vector: Tensor, kind: Kind, values: Tensor) -> None:
-        if kind is Kind.ADD:
-            vector.add_(values)
-        else:
-            vector.copy_(values)
 
     def next_shifts(self, shards: Sequence[ShardId]) -> Shifts:
         """Hand queued shifts of ``shards`` over where the learner has taken the last; returns what to tell it of."""
@@ -365,7 +423,9 @@ class GlobalState:
         """
         if self.heads[shard] != base or not self._has_snapshot[shard]:
             raise StaleBaseError(f"shard {shard} is not at {base[:8]}")
-        theta, snapshot = self._range(self.theta, shard), self._range(self.snapshot, shard)
-        gradient = torch.sub(theta, snapshot, out=self._scratch.take("gradient", theta.numel()))
-        payload = compression.join(quantize.encode_chunks(self._up, gradient))
+        gradients = (
+            torch.sub(self.theta[span], self.snapshot[span], out=self._scratch.gradient[: span.stop - span.start])
+            for span in self._chunks(shard)
+        )
+        payload = compression.join(quantize.encode_chunk(self._up, gradient) for gradient in gradients)
         return payload, digest_of(payload)

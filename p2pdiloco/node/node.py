@@ -5,16 +5,13 @@ Rules of this file:
    half-way.
 2. The node ends for one of four reasons: the run is complete, it was asked to leave, its learner cannot go on, or a
    defect of ours. Each has an exit status and a sentence.
-3. The learner is told, never asked: nothing here waits for it, and it waits for nothing here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 from contextlib import AsyncExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -22,19 +19,19 @@ import msgspec
 import torch
 
 from p2pdiloco.node.answering import Answering
-from p2pdiloco.node.checkpoint import save
 from p2pdiloco.node.driver import Driver
 from p2pdiloco.node.fetching import Fetching
 from p2pdiloco.node.global_state import GlobalState, Shifts
-from p2pdiloco.node.learner_process import LearnerProcess, new_incarnation
 from p2pdiloco.node.metrics import Metrics, progress_fields
 from p2pdiloco.node.options import PeerOptions
 from p2pdiloco.node.roster import Roster
+from p2pdiloco.node.saving import Saving
+from p2pdiloco.node.supervision import Supervision
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.core import ProtocolConfig
-from p2pdiloco.protocol.identifiers import Digest, LearnerId, PeerId, ShardId, learner_id
+from p2pdiloco.protocol.identifiers import PeerId, ShardId
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.manifest import PROTOCOL_VERSION, Layout, Manifest
 from p2pdiloco.runtime import logs
@@ -46,15 +43,11 @@ from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.transport import Answer, Transport
 from p2pdiloco.tensors.digests import list_bytes
 from p2pdiloco.training.shared_memory import SharedVectors
-from p2pdiloco.wire import link
 from p2pdiloco.wire.bodies import SIGNATURE_BYTES, PeerStatus, StateProof, decode_message
 from p2pdiloco.wire.compression import payload_limit
 
 log = logs.get("node")
 
-RESTARTS = 3
-"""Lives that a learner may lose by crashing before the peer leaves."""
-CHECKPOINT_TRIES = 20
 PROGRESS_S = 5.0
 """Between two lines of the log about progress."""
 
@@ -115,13 +108,7 @@ class Node:
         self.metrics = Metrics(options.folder / "metrics.jsonl")
         self._stack = AsyncExitStack()
         self._tasks = Tasks()
-        self._learner: LearnerProcess | None = None
-        self._learner_id: LearnerId | None = None
-        self._is_ready = False
-        self._is_loaded = False
-        self._lost_lives = 0
         self._failure: Ending | None = None
-        self._checkpointed = ""
         self._live_told = 1
 
     async def __aenter__(self) -> Self:
@@ -140,7 +127,6 @@ class Node:
             manifest_path = self.options.folder / "manifest.msgpack"
             await asyncio.to_thread(write_atomically, manifest_path, self.manifest.encode())
             vectors = stack.enter_context(SharedVectors.create(self.layout.elements))
-            self._vectors = vectors
             self.state = GlobalState(self.layout, self.manifest.config.outer, self.manifest.config.codec, vectors)
             self.driver = Driver(self.machine, self.state, self.identity, self)
             stack.callback(self.driver.close)
@@ -154,6 +140,23 @@ class Node:
             self.transport.set_budget(self.options.up_bytes_per_s, self.options.down_bytes_per_s)
             self._fetching = Fetching(self.manifest, self.layout, self.driver, self.transport)
             self._answering = Answering(self.manifest, self.driver, self.status)
+            self.supervision = Supervision(
+                self.identity.peer_id,
+                self.driver,
+                self.options,
+                self.metrics,
+                memory_fd=vectors.fd,
+                gave_up=self._learner_gave_up,
+                sent_bytes=self._sent_bytes,
+            )
+            self._saving = Saving(
+                self.options.folder / "checkpoint",
+                self.manifest,
+                self.driver,
+                self._answering.proof,
+                self.metrics,
+                keep=self.options.keep_checkpoints,
+            )
             await stack.enter_async_context(self.transport)
             await stack.enter_async_context(self._tasks)
             self.roster = Roster(
@@ -167,6 +170,10 @@ class Node:
     ) -> None:
         await self._stack.aclose()
 
+    def _sent_bytes(self) -> int:
+        traffic = self.transport.traffic()
+        return traffic.sent_control + traffic.sent_bulk
+
     def _addresses(self) -> list[str]:
         return list(self.options.announce) or self.transport.listen_addresses()
 
@@ -176,14 +183,15 @@ class Node:
         """Take part until something ends it."""
         self._start()
         self._tasks.spawn(self.roster.keep(), name="roster")
-        self._tasks.spawn(self._checkpoints(), name="checkpoints")
+        self._tasks.spawn(self._saving.keep_saving(self.options.checkpoint_s), name="checkpoints")
         self._tasks.spawn(self._tell_progress(), name="progress")
         async with AsyncExitStack() as lives:
             if not self.options.is_follower:
-                self._tasks.spawn(self._live(lives), name="learner")
+                self._tasks.spawn(self.supervision.live(lives), name="learner")
             reason = await self._done
+            self.supervision.is_over = True
         ending = self._failure or self._ordinary_ending(reason)
-        await self._save(is_last=True)
+        await self._saving.save(is_last=True)
         await self.roster.withdraw()
         self._report(ending)
         return ending
@@ -234,116 +242,24 @@ class Node:
         self.metrics.write("started", peer=self.identity.peer_id, run=self.manifest.run, is_new=not shards)
         self.driver.feed(ev.Started(tuple(shards)))
 
-    # -- the learner ---------------------------------------------------------------------------------------------------
-
-    async def _live(self, lives: AsyncExitStack) -> None:
-        """Start the learner; after a crash again, with growing pauses, from the live global state."""
-        while True:
-            self._is_ready = self._is_loaded = False
-            self._learner_id = learner_id(self.identity.peer_id, new_incarnation())
-            ended: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
-
-            def gone(reason: str, status: int, ended: asyncio.Future[tuple[str, int]] = ended) -> None:
-                if not ended.done():
-                    ended.set_result((reason, status))
-
-            self._learner = await lives.enter_async_context(
-                LearnerProcess(
-                    self._learner_arguments(self._learner_id),
-                    memory_fd=self._vectors.fd,
-                    heard=self._heard,
-                    ended=gone,
-                    log_path=self.options.folder / "learner.log",
-                )
-            )
-            self.metrics.learner_began()
-            reason, status = await ended
-            self._learner, was_loaded = None, self._is_loaded
-            if self._done.done():
-                return
-            self._is_ready = self._is_loaded = False
-            self.driver.job(self.state.unload, lambda _: None)
-            self.metrics.write("learner-lost", reason=reason, status=status)
-            if was_loaded:
-                self.driver.feed(ev.LearnerStopped(reason))
-            self._lost_lives += 1
-            if status == 2 or self._lost_lives > RESTARTS:
-                self._failure = Ending(2 if status == 2 else 1, f"the learner cannot go on: {reason}")
-                self.request_leave("the learner cannot go on")
-                return
-            pause = 2.0 ** (self._lost_lives - 1)
-            log.warning("learner lost, starting it again", reason=reason, pause_s=pause, life=self._lost_lives + 1)
-            await asyncio.sleep(pause)
-
-    def _learner_arguments(self, learner: LearnerId) -> list[str]:
-        options = self.options
-        arguments = ["--manifest", str(options.folder / "manifest.msgpack"), "--incarnation", learner]
-        arguments += ["--device", options.device, "--threads", str(options.threads)]
-        return [*arguments, "--data", options.data] if options.data else arguments
-
-    def _heard(self, message: link.FromLearner) -> None:
-        """The learner says something. Its answers become jobs, in order; its counters go to the machine at once."""
-        match message:
-            case link.Progress():
-                traffic = self.transport.traffic()
-                sent_bytes = traffic.sent_control + traffic.sent_bulk
-                self.metrics.progress(message, step=self.machine.core.step, sent_bytes=sent_bytes)
-                self.driver.feed(ev.Stepped(message.steps, message.tokens, message.step_time_s))
-            case link.Shifted():
-                self.driver.job(lambda: self.state.shifted(message.shards), self.shifts_ready)
-            case link.Snapshotted():
-                event = ev.Snapshotted(message.fragment, message.step, message.steps, message.tokens)
-                self.driver.job(lambda: self.state.snapshot_taken(message.fragment), lambda _: self.driver.feed(event))
-            case link.Paused():
-                self.driver.feed(ev.LearnerPaused(message.steps, message.tokens))
-            case link.Evaluated():
-                self.driver.feed(ev.Evaluated(message.version, message.loss))
-            case link.Ready():
-                self._is_ready = True
-                self.metrics.write("learner-ready", device=message.device, parameters=message.parameters)
-                self._load()
-            case link.Failed():
-                pass
-
-    def _load(self) -> None:
-        """Give the learner the global parameters, once both are there."""
-        learner = self._learner_id
-        if self._is_ready and not self._is_loaded and self.machine.core.is_current and learner is not None:
-            self._is_loaded = True
-
-            def loaded(_: None) -> None:
-                if self._learner is not None and self._learner_id == learner:
-                    self._learner.send(link.Load(step=self.machine.core.step))
-                    self.driver.feed(ev.LearnerStarted(learner))
-
-            self.driver.job(lambda: self.state.load(learner), loaded)
+    # -- for the driver: the learner -----------------------------------------------------------------------------------
 
     def became_current(self) -> None:
         """Every shard has a state."""
         self.metrics.write("current", step=self.machine.core.step)
-        self._load()
+        self.supervision.load()
 
     def shifts_ready(self, shifts: Shifts) -> None:
-        """Tell the learner which shifts to take."""
-        if self._learner is not None:
-            if shifts.added:
-                self._learner.send(link.Shift(shards=shifts.added, replace=False))
-            if shifts.replaced:
-                self._learner.send(link.Shift(shards=shifts.replaced, replace=True))
+        """The learner has shifts to take."""
+        self.supervision.shifts_ready(shifts)
 
     def tell_learner(self, effect: ef.Snapshot | ef.AdoptStep | ef.PauseLearner | ef.Evaluate) -> None:
-        """Pass a command on."""
-        if self._learner is None or not self._is_loaded:
-            return
-        match effect:
-            case ef.Snapshot():
-                self._learner.send(link.Snapshot(fragment=effect.fragment, step=effect.step))
-            case ef.AdoptStep():
-                self._learner.send(link.AdoptStep(step=effect.step))
-            case ef.PauseLearner():
-                self._learner.send(link.Pause())
-            case ef.Evaluate():
-                self._learner.send(link.Evaluate(version=effect.version))
+        """Pass a command on to the learner."""
+        self.supervision.tell(effect)
+
+    def _learner_gave_up(self, status: int, reason: str) -> None:
+        self._failure = Ending(status, reason)
+        self.request_leave("the learner cannot go on")
 
     # -- connections ---------------------------------------------------------------------------------------------------
 
@@ -461,7 +377,7 @@ class Node:
             train_loss=self.metrics.loss,
             held_out_loss=None if evaluation is None else evaluation.loss,
             held_out_step=0 if evaluation is None else evaluation.step,
-            bytes_up=traffic.sent_control + traffic.sent_bulk,
+            bytes_up=self._sent_bytes(),
             bytes_down=traffic.received_control + traffic.received_bulk,
             blocked_s=self.metrics.blocked_s,
         )
@@ -488,7 +404,7 @@ class Node:
             "heads": [head.id for head in heads],
             "versions": [head.version for head in heads],
             "tokens_unmerged": self.machine.core.unmerged_tokens(),
-            "learner": self._learner_id,
+            "learner": self.supervision.learner,
             "faults": dict(self.metrics.faults),
             "exchange_s": self.metrics.exchange_s,
             "compute_s": self.metrics.compute_s,
@@ -499,59 +415,3 @@ class Node:
         }
         write_atomically(self.options.folder / "report.json", json.dumps(report, indent=2).encode())
         self.metrics.write("ended", status=ending.status, reason=ending.reason)
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
-
-    async def _checkpoints(self) -> None:
-        while True:
-            await asyncio.sleep(self.options.checkpoint_s)
-            await self._save(is_last=False)
-
-    async def _save(self, *, is_last: bool) -> None:
-        """Write a checkpoint if anything is new."""
-        core = self.machine.core
-        if self.driver.is_closed or not core.is_current:
-            return
-        mark = f"{core.heads_mark:x}"
-        if mark == self._checkpointed:
-            return
-        taken = await self._snapshot_state()
-        if taken is None:
-            log.warning("checkpoint skipped: no quiet moment")
-            return
-        proofs, theta, momentum = taken
-        folder: Path = self.options.folder / "checkpoint"
-        try:
-            await asyncio.to_thread(save, folder, self.manifest, proofs, theta, momentum)
-        except OSError as error:
-            log.error("checkpoint not written, the last one stays", folder=folder, reason=os.strerror(error.errno or 0))
-            return
-        self._checkpointed = mark
-        self.metrics.write("checkpoint", is_last=is_last)
-
-    async def _snapshot_state(self) -> tuple[tuple[StateProof, ...], torch.Tensor, torch.Tensor] | None:
-        """A copy of all shards with the heads that they are at."""
-        for _ in range(CHECKPOINT_TRIES):
-            taken: asyncio.Future[tuple[tuple[StateProof, ...], torch.Tensor, torch.Tensor] | None]
-            taken = asyncio.get_running_loop().create_future()
-            self.driver.job(self._copy_state, lambda copied, taken=taken: self._prove(copied, taken))  # type: ignore[misc]
-            found = await asyncio.wait_for(taken, 60.0)
-            if found is not None:
-                return found
-        return None
-
-    def _copy_state(self) -> tuple[list[Digest | None], torch.Tensor, torch.Tensor]:
-        return list(self.state.heads), self.state.theta.clone(), self.state.momentum.clone()
-
-    def _prove(
-        self,
-        copied: tuple[list[Digest | None], torch.Tensor, torch.Tensor],
-        taken: asyncio.Future[tuple[tuple[StateProof, ...], torch.Tensor, torch.Tensor] | None],
-    ) -> None:
-        """Pair the copy with the machine's heads, in the same breath; None if a shard is just between two."""
-        heads, theta, momentum = copied
-        chains = self.machine.core.chains
-        is_whole = all(c.head is not None and c.head.id == h for c, h in zip(chains, heads, strict=True))
-        if not taken.done():
-            proofs = tuple(self._answering.proof(c.shard) for c in chains) if is_whole else ()
-            taken.set_result((proofs, theta, momentum) if is_whole else None)

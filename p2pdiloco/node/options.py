@@ -34,6 +34,8 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     down_bytes_per_s: Annotated[float, Meta(gt=0.0)] | None = None
     """What others may send to this peer."""
     checkpoint_s: Annotated[float, Meta(ge=1.0)] = 60.0
+    keep_checkpoints: Annotated[int, Meta(ge=1)] = 2
+    """Checkpoints that stay; of a torn one the next is used."""
     leave_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 20.0
     has_journal: bool = False
     """Record every event for ``p2pdiloco replay``."""

@@ -1,0 +1,105 @@
+"""When and how a node writes its checkpoints: a copy of all shards between two jobs, written by a thread of its own.
+
+Training does not notice: the learner's parameters are not touched, and the copy of the global state is made on the
+worker thread. A full disk is reported and tried again; the checkpoints that are there stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from p2pdiloco.node.checkpoint import save
+from p2pdiloco.node.driver import Driver
+from p2pdiloco.node.metrics import Metrics
+from p2pdiloco.protocol.identifiers import Digest, ShardId
+from p2pdiloco.protocol.manifest import Manifest
+from p2pdiloco.runtime import logs
+from p2pdiloco.wire.bodies import StateProof
+
+log = logs.get("node")
+
+TRIES = 20
+"""Copies that may fall between a shard's new state and the machine's word of it before one checkpoint is skipped."""
+COPY_S = 60.0
+
+Copied = tuple[list[Digest | None], Tensor, Tensor]
+Taken = tuple[tuple[StateProof, ...], Tensor, Tensor]
+
+
+class Saving:
+    """A node's checkpoints in ``folder``; the newest ``keep`` stay."""
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        driver: Driver,
+        proof: Callable[[ShardId], StateProof],
+        metrics: Metrics,
+        *,
+        keep: int,
+    ) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._driver = driver
+        self._proof = proof
+        self._metrics = metrics
+        self._keep = keep
+        self._saved_mark: int | None = None
+        """Of the heads in the last checkpoint."""
+
+    async def keep_saving(self, every_s: float) -> None:
+        """Write a checkpoint now and then, until cancelled."""
+        while True:
+            await asyncio.sleep(every_s)
+            await self.save(is_last=False)
+
+    async def save(self, *, is_last: bool) -> None:
+        """Write a checkpoint if anything is new."""
+        core = self._driver.machine.core
+        mark = core.heads_mark
+        if self._driver.is_closed or not core.is_current or mark == self._saved_mark:
+            return
+        taken = await self._take()
+        if taken is None:
+            log.warning("checkpoint skipped: no quiet moment")
+            return
+        try:
+            await asyncio.to_thread(save, self._folder, self._manifest, *taken, keep=self._keep)
+        except OSError as error:
+            log.error(
+                "checkpoint not written, the last one stays", folder=self._folder, reason=os.strerror(error.errno or 0)
+            )
+            self._metrics.write("checkpoint-failed", reason=os.strerror(error.errno or 0))
+            return
+        self._saved_mark = mark
+        self._metrics.write("checkpoint", is_last=is_last)
+
+    async def _take(self) -> Taken | None:
+        """A copy of all shards with the heads that they are at."""
+        state = self._driver.state
+        for _ in range(TRIES):
+            taken: asyncio.Future[Taken | None] = asyncio.get_running_loop().create_future()
+
+            def copy() -> Copied:
+                return list(state.heads), state.theta.clone(), state.momentum.clone()
+
+            def prove(copied: Copied, taken: asyncio.Future[Taken | None] = taken) -> None:
+                """Pair the copy with the machine's heads, in the same breath; None if a shard is between two."""
+                heads, theta, momentum = copied
+                chains = self._driver.machine.core.chains
+                is_whole = all(c.head is not None and c.head.id == h for c, h in zip(chains, heads, strict=True))
+                if not taken.done():
+                    proofs = tuple(self._proof(c.shard) for c in chains) if is_whole else ()
+                    taken.set_result((proofs, theta, momentum) if is_whole else None)
+
+            self._driver.job(copy, prove)
+            found = await asyncio.wait_for(taken, COPY_S)
+            if found is not None:
+                return found
+        return None

@@ -1,0 +1,174 @@
+"""The learner's lives: started, told what the machine wants, listened to, and started again when it crashes.
+
+Rules of this file:
+1. The learner is told, never asked: nothing here waits for it, and it waits for nothing here.
+2. Its answers become jobs on the worker thread, in order, because that order says which shifts it had added; its
+   counters go to the machine at once.
+3. A crash costs the learner, not the peer: a new life starts from the live global state after a pause that doubles. Too
+   many crashes in short order end the peer, in order and with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+from p2pdiloco.node.driver import Driver
+from p2pdiloco.node.global_state import Shifts
+from p2pdiloco.node.learner_process import LearnerProcess, new_incarnation
+from p2pdiloco.node.metrics import Metrics
+from p2pdiloco.node.options import PeerOptions
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol.identifiers import LearnerId, PeerId, learner_id
+from p2pdiloco.runtime import logs
+from p2pdiloco.wire import link
+
+log = logs.get("node")
+
+RESTARTS = 3
+"""Lives that a learner may lose in a row before the peer leaves."""
+STABLE_S = 600.0
+"""A life that lasted this long proves the learner sound: earlier crashes are forgotten."""
+MISUSED = 2
+"""Exit status of a learner that the user must repair; another life would end the same way."""
+
+
+class Supervision:
+    """One peer's learner. ``gave_up`` gets an exit status and a sentence when no further life is tried; ``sent_bytes``
+    tells what the peer has sent so far, for the metrics."""
+
+    def __init__(
+        self,
+        peer: PeerId,
+        driver: Driver,
+        options: PeerOptions,
+        metrics: Metrics,
+        *,
+        memory_fd: int,
+        gave_up: Callable[[int, str], None],
+        sent_bytes: Callable[[], int],
+    ) -> None:
+        self._peer = peer
+        self._driver = driver
+        self._options = options
+        self._metrics = metrics
+        self._memory_fd = memory_fd
+        self._gave_up = gave_up
+        self._sent_bytes = sent_bytes
+        self.learner: LearnerId | None = None
+        """The latest life."""
+        self._process: LearnerProcess | None = None
+        self._is_ready = False
+        self._is_loaded = False
+        self._lost_lives = 0
+        self.is_over = False
+        """The peer is ending: no life is started any more."""
+
+    async def live(self, lives: AsyncExitStack) -> None:
+        """Start the learner; after a crash again. Whoever closes ``lives`` ends the learner in order."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._is_ready = self._is_loaded = False
+            self.learner = learner_id(self._peer, new_incarnation())
+            ended: asyncio.Future[tuple[str, int]] = loop.create_future()
+
+            def gone(reason: str, status: int, ended: asyncio.Future[tuple[str, int]] = ended) -> None:
+                if not ended.done():
+                    ended.set_result((reason, status))
+
+            began = loop.time()
+            self._process = await lives.enter_async_context(
+                LearnerProcess(
+                    self._arguments(self.learner),
+                    memory_fd=self._memory_fd,
+                    heard=self._heard,
+                    ended=gone,
+                    log_path=self._options.folder / "learner.log",
+                )
+            )
+            self._metrics.learner_began()
+            reason, status = await ended
+            self._process, was_loaded = None, self._is_loaded
+            if self.is_over:
+                return
+            self._is_ready = self._is_loaded = False
+            self._driver.job(self._driver.state.unload, lambda _: None)
+            self._metrics.write("learner-lost", reason=reason, status=status)
+            if was_loaded:
+                self._driver.feed(ev.LearnerStopped(reason))
+            self._lost_lives = 1 if loop.time() - began >= STABLE_S else self._lost_lives + 1
+            if status == MISUSED or self._lost_lives > RESTARTS:
+                self._gave_up(MISUSED if status == MISUSED else 1, f"the learner cannot go on: {reason}")
+                return
+            pause_s = 2.0 ** (self._lost_lives - 1)
+            log.warning("learner lost, starting it again", reason=reason, pause_s=pause_s, life=self._lost_lives + 1)
+            await asyncio.sleep(pause_s)
+
+    def _arguments(self, learner: LearnerId) -> list[str]:
+        options = self._options
+        arguments = ["--manifest", str(options.folder / "manifest.msgpack"), "--incarnation", learner]
+        arguments += ["--device", options.device, "--threads", str(options.threads)]
+        return [*arguments, "--data", options.data] if options.data else arguments
+
+    # -- what it says --------------------------------------------------------------------------------------------------
+
+    def _heard(self, message: link.FromLearner) -> None:
+        driver, state = self._driver, self._driver.state
+        match message:
+            case link.Progress():
+                self._metrics.progress(message, step=driver.machine.core.step, sent_bytes=self._sent_bytes())
+                driver.feed(ev.Stepped(message.steps, message.tokens, message.step_time_s))
+            case link.Shifted():
+                driver.job(lambda: state.shifted(message.shards), self.shifts_ready)
+            case link.Snapshotted():
+                event = ev.Snapshotted(message.fragment, message.step, message.steps, message.tokens)
+                driver.job(lambda: state.snapshot_taken(message.fragment), lambda _: driver.feed(event))
+            case link.Paused():
+                driver.feed(ev.LearnerPaused(message.steps, message.tokens))
+            case link.Evaluated():
+                driver.feed(ev.Evaluated(message.version, message.loss))
+            case link.Ready():
+                self._is_ready = True
+                self._metrics.write("learner-ready", device=message.device, parameters=message.parameters)
+                self.load()
+            case link.Failed():
+                pass  # its process's end follows, with this reason
+
+    # -- what it is told -----------------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Give the learner the global parameters, once both are there."""
+        driver, learner = self._driver, self.learner
+        if self._is_ready and not self._is_loaded and driver.machine.core.is_current and learner is not None:
+            self._is_loaded = True
+
+            def loaded(_: None) -> None:
+                if self._process is not None and self.learner == learner:
+                    self._process.send(link.Load(step=driver.machine.core.step))
+                    driver.feed(ev.LearnerStarted(learner))
+
+            driver.job(lambda: driver.state.load(learner), loaded)
+
+    def shifts_ready(self, shifts: Shifts) -> None:
+        """Tell the learner which shifts to take."""
+        if self._process is not None:
+            if shifts.added:
+                self._process.send(link.Shift(shards=shifts.added, replace=False))
+            if shifts.replaced:
+                self._process.send(link.Shift(shards=shifts.replaced, replace=True))
+
+    def tell(self, effect: ef.Snapshot | ef.AdoptStep | ef.PauseLearner | ef.Evaluate) -> None:
+        """Pass a command on."""
+        if self._process is None or not self._is_loaded:
+            return
+        match effect:
+            case ef.Snapshot():
+                self._process.send(link.Snapshot(fragment=effect.fragment, step=effect.step))
+            case ef.AdoptStep():
+                self._process.send(link.AdoptStep(step=effect.step))
+            case ef.PauseLearner():
+                self._process.send(link.Pause())
+            case ef.Evaluate():
+                self._process.send(link.Evaluate(version=effect.version))
