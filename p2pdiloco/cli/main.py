@@ -25,6 +25,7 @@ COMMANDS = {
     "bootstrap": "run a directory node that others use as their first address",
     "start": "found a run and train it",
     "join": "join a running run",
+    "resume": "go on with a run whose peers have all died",
     "status": "show runs and their peers",
     "simulate": "prove the protocol in a simulated world",
     "replay": "tell or check a peer's journal",

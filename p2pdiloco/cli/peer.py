@@ -1,4 +1,4 @@
-"""What ``start`` and ``join`` have in common: a peer's own options, and how it ends."""
+"""What ``start``, ``join`` and ``resume`` have in common: a peer's own options, and how it ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from p2pdiloco.runtime.identity import Identity
 
 
 def add_peer_arguments(sub: argparse.ArgumentParser) -> None:
-    """What both commands share."""
+    """What they share."""
     sub.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps (default: %(default)s)")
     sub.add_argument("--threads", type=int, default=0, help="torch threads for training; 0: torch's choice")
     sub.add_argument("--data", metavar="DIR", help="folder to train on instead of the manifest's data.path")
@@ -40,6 +40,7 @@ def add_peer_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--up", type=bytes_per_second, metavar="RATE", help="send at most this, e.g. 2.5gbit, 100mbit")
     sub.add_argument("--down", type=bytes_per_second, metavar="RATE", help="let others send at most this")
     sub.add_argument("--checkpoint-s", type=float, default=60.0, help="seconds between checkpoints")
+    sub.add_argument("--keep-checkpoints", type=int, default=2, metavar="N", help="newest ones that stay (default: 2)")
     sub.add_argument("--leave-s", type=float, default=20.0, help="seconds that an orderly leave may take")
     sub.add_argument("--journal", action="store_true", help="record every event, for p2pdiloco replay")
 
@@ -58,6 +59,7 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
         up_bytes_per_s=arguments.up,
         down_bytes_per_s=arguments.down,
         checkpoint_s=arguments.checkpoint_s,
+        keep_checkpoints=arguments.keep_checkpoints,
         leave_s=arguments.leave_s,
         has_journal=arguments.journal,
     )

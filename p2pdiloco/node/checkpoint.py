@@ -33,6 +33,8 @@ log = logs.get("node")
 
 MANIFEST = "manifest.msgpack"
 FORMAT = 2
+PLACES = (".", "checkpoint", "*/checkpoint")
+"""Where a checkpoint may lie in the folder that a user names: the thing itself, one run's folder, a peer's state."""
 
 
 class CheckpointError(Exception):
@@ -97,6 +99,28 @@ def load(folder: Path) -> Checkpoint | None:
     if reasons:
         raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(reasons)}")
     return None
+
+
+def load_all(folders: Iterable[Path]) -> list[Checkpoint]:
+    """Whatever can be used of the checkpoints in ``folders`` and in the run folders below them; what cannot be is told
+    in the log.
+
+    Raises:
+        CheckpointError: nothing can.
+    """
+    found, reasons, searched = [], [], list(folders)
+    places = {place for folder in searched for pattern in PLACES for place in folder.glob(pattern) if place.is_dir()}
+    for place in sorted(places):
+        try:
+            checkpoint = load(place)
+        except CheckpointError as error:
+            reasons.append(str(error))
+        else:
+            found += [] if checkpoint is None else [checkpoint]
+    if not found:
+        where = ", ".join(map(str, searched))
+        raise CheckpointError("; ".join(reasons) or f"there is no checkpoint in {where}: give peers' state folders")
+    return found
 
 
 def best_of(checkpoints: Iterable[Checkpoint]) -> Checkpoint:

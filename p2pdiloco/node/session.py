@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
-from p2pdiloco.node.checkpoint import CheckpointError, load
+from p2pdiloco.node.checkpoint import CheckpointError, best_of, load, load_all
 from p2pdiloco.node.founding import found
 from p2pdiloco.node.lookup import (
     RUN_RECORD_LIFE_S,
@@ -119,6 +119,37 @@ async def join(
         say(f"joining run {manifest.config.name} ({run[:12]}), {Layout.of(manifest).elements:,} parameters")
         mine = msgspec.structs.replace(options, folder=options.folder / run[:12])
         return await take_part(manifest, mine, identity, directory, await _own_checkpoint(mine.folder, run))
+
+
+async def resume(
+    folders: Sequence[Path],
+    wanted: str | None,
+    options: PeerOptions,
+    directory_options: DirectoryOptions,
+    identity: Identity,
+    say: Callable[[str], None],
+) -> Ending:
+    """Go on with a run from the best of the checkpoints under ``folders``.
+
+    Raises:
+        CheckpointError, DirectoryError, OSError: with a sentence for the user.
+    """
+    logs.speak_as(identity.peer_id)
+    found = await asyncio.to_thread(load_all, folders)
+    chosen = [c for c in found if wanted in (None, c.manifest.config.name) or c.manifest.run.startswith(wanted or "")]
+    if not chosen:
+        raise CheckpointError(f"no checkpoint is of a run {wanted!r}")
+    best = await asyncio.to_thread(best_of, chosen)
+    manifest, heads = best.manifest, [proof.state.head for proof in best.shards]
+    versions = f"{min(h.version for h in heads)} to {max(h.version for h in heads)}"
+    say(f"going on with run {manifest.config.name} ({manifest.run[:12]}) from {len(chosen)} checkpoints:")
+    say(f"versions {versions} of its shards, {max(h.tokens for h in heads):,} tokens")
+    mine = msgspec.structs.replace(options, folder=options.folder / manifest.run[:12])
+    initial = InitialState(best.shards, best.theta, best.momentum)
+    async with open_directory(identity, directory_options, options.folder) as directory:
+        for address in directory.visible_addresses():
+            say(f"to join from another machine:  p2pdiloco join {address} --run {manifest.config.name}")
+        return await take_part(manifest, mine, identity, directory, initial)
 
 
 async def _own_checkpoint(folder: Path, run: RunId) -> InitialState | None:

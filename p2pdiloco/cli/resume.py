@@ -1,0 +1,41 @@
+"""``p2pdiloco resume``: Go on with a run whose peers have all died, from the checkpoints that are left: of each shard
+the heaviest head in any of them. Further peers of the run simply join again; who comes first makes no difference."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from p2pdiloco.cli import peer
+from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.node.checkpoint import CheckpointError
+from p2pdiloco.node.session import resume
+from p2pdiloco.runtime.directory import DirectoryError
+from p2pdiloco.runtime.identity import IdentityError
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Its own arguments."""
+    sub.add_argument(
+        "folders", nargs="+", type=Path, metavar="DIR", help="state folders of the run's peers, or copies of them"
+    )
+    sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if the folders hold several runs")
+    sub.add_argument(
+        "--bootstrap",
+        "--initial_peers",
+        nargs="*",
+        default=[],
+        metavar="ADDR",
+        help="first addresses of the directory; none: be the first",
+    )
+    peer.add_peer_arguments(sub)
+
+
+async def run(arguments: argparse.Namespace) -> int:
+    """Go on."""
+    with complaining(repair=(CheckpointError, IdentityError, ValueError), nobody=(DirectoryError,)):
+        identity = peer.open_identity(arguments)
+        with identity.hold():
+            options = peer.peer_options(arguments, arguments.state)
+            directory = peer.directory_options(arguments, arguments.bootstrap)
+            return peer.end(await resume(arguments.folders, arguments.run, options, directory, identity, peer.say))
