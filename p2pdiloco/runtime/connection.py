@@ -138,6 +138,11 @@ class Connection(asyncio.BufferedProtocol):
         return self._conversation.queued_bytes
 
     @property
+    def has_waiting_bulk(self) -> bool:
+        """There is bulk, and the other side takes it."""
+        return self._conversation.sending.has_waiting_bulk
+
+    @property
     def traffic(self) -> Traffic:
         """Bytes so far."""
         return self._conversation.traffic

@@ -15,65 +15,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Hashable
-from math import ceil
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
 
-from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.sockets import DialError, Path
 from p2pdiloco.wire.frames import STREAM_WRAP, Kind
 from p2pdiloco.wire.outbox import Outbox
 from p2pdiloco.wire.parts import PART_BYTES, Assembler, Spreader, Whole
 
-log = logs.get("transport")
-
 LANES_LIMIT = 16
 """Connections of a pair, the primary included."""
-WINDOW_BYTES = {"bbr": 2.9e6}
-OTHER_WINDOW_BYTES = 3.7e6
-SPARE = 2.0
-"""Measured: 8 were needed where rate x round trip / window is 4 to 5, and 12 to 16 where it is 9 to 11."""
-SUPPOSED_BYTES_PER_S = 125e6
-"""Where no budget is given."""
 SPREAD_LEAST_BYTES = 64 << 10
 """Smaller payloads go on the primary, whole."""
 AHEAD_BYTES = 4 << 20
 """Given to a lane that waits for credit: announced, so that credit comes for it."""
-
-DIALS = 4
-LOOK_S, PAUSE_MOST_S = 1.0, 60.0
-"""Between looks whether a lane is missing; after failures."""
-
-
-def lanes_for(wanted: int | Literal["auto"], path: Path | None, bytes_per_s: float | None) -> int:
-    """Connections for a pair over ``path`` at ``bytes_per_s``."""
-    if wanted != "auto":
-        return min(max(1, wanted), LANES_LIMIT)
-    if path is None:
-        return 1
-    window_bytes = WINDOW_BYTES.get(path.congestion, OTHER_WINDOW_BYTES)
-    held_bytes = SPARE * (bytes_per_s or SUPPOSED_BYTES_PER_S) * path.round_trip_s
-    return min(max(1, ceil(held_bytes / window_bytes)), LANES_LIMIT)
-
-
-async def keep_lanes(
-    gone: asyncio.Future[str], missing: Callable[[], int], dial: Callable[[], Awaitable[object]]
-) -> None:
-    """Dial lanes, DIALS at once, whenever some are ``missing``, until the primary is ``gone``."""
-    pause_s = LOOK_S
-    while not gone.done():
-        if (count := missing()) > 0:
-            done = await asyncio.gather(*(dial() for _ in range(min(count, DIALS))), return_exceptions=True)
-            failures = [error for error in done if isinstance(error, BaseException)]
-            for error in failures:
-                if not isinstance(error, DialError | OSError):
-                    raise error
-            if not failures:
-                pause_s = LOOK_S
-                continue
-            pause_s = min(2 * pause_s, PAUSE_MOST_S)
-            log.info("lanes could not be dialled", count=len(failures), reason=str(failures[0]))
-        await asyncio.wait([gone], timeout=pause_s)
 
 
 class Lane(Protocol):

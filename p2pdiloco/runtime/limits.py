@@ -46,11 +46,14 @@ class TransportLimits(Struct, frozen=True, kw_only=True):
     """Payload memory kept for reuse."""
     window_bytes: int = 1 << 30
     """As a connection's, over all of them."""
-    up_bytes_per_s: float | None = None
-    """Sent over all connections, control included; control never waits. None: no limit. 4 to 10 % under the link."""
+    up_bytes_per_s: float | Literal["auto"] | None = None
+    """Sent over all connections, control included; control never waits. None: no limit. 4 to 10 % under the link.
+    "auto": learned from what the kernel says was delivered, and 10 % under that (wire/capacity.py)."""
     down_bytes_per_s: float | None = None
     """Bulk received over all connections. None: no limit."""
     lanes: int | Literal["auto"] = "auto"
     """Connections of a pair that we dial: more than one fill long fat paths. "auto": by round trip and budget."""
+    lane_idle_s: float = 60.0
+    """Without bulk for so long, a pair's further connections are closed; the next bulk has them dialled again."""
     congestion: str = "bbr"
     """Asked of the kernel for each connection ("" for its default); a kernel that says no keeps its own."""

@@ -103,9 +103,13 @@ class Sending:
             sockets.pace(raw, bytes_per_s)
 
     @property
+    def has_waiting_bulk(self) -> bool:
+        """There is bulk, and the other side takes it: only the kernel or the budget holds it back."""
+        return self._transport is not None and self._spending.left > 0 and self._outbox.has_bulk
+
+    @property
     def _can_write_bulk(self) -> bool:
-        is_able = self._transport is not None and not self._is_paused
-        return is_able and self._spending.left > 0 and self._outbox.has_bulk
+        return self.has_waiting_bulk and not self._is_paused
 
     def _write(self, piece: Slice) -> int:
         assert self._transport is not None

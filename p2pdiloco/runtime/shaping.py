@@ -31,6 +31,8 @@ PACING_STEP = 0.05
 PACING_LEAST = 1_000_000.0
 """Bytes per second. The kernel's pacing holds control back too, so below this it is left to the schedule."""
 SMOOTHING = 0.3
+PASSED_LEAST_S = 0.001
+"""Event loops count in milliseconds: two refreshes may seem to be at once."""
 
 
 class BulkSender(Protocol):
@@ -130,7 +132,7 @@ class Shaper:
 
     def _refresh(self, now: float) -> None:
         """Measure what the peers took of late, and pace their sockets by it."""
-        passed_s = now - self._refreshed_at
+        passed_s = max(now - self._refreshed_at, PASSED_LEAST_S)
         self._refreshed_at = now
         for peer in set(self._rates) | set(self._counted):
             count = self._counted.get(peer, 0)

@@ -31,6 +31,8 @@ UNLIMITED_RATE = 2**64 - 1
 TCP_INFO_BYTES = 256
 ROUND_TRIP_OFFSET = 68
 """Of tcpi_rtt (microseconds) in Linux's struct tcp_info."""
+ACKED_OFFSET = 120
+"""Of tcpi_bytes_acked (64 bits; Linux 4.1)."""
 CONGESTION_NAME_BYTES = 16
 BACKLOG = 128
 TRIED_ADDRESSES = 4
@@ -118,6 +120,10 @@ class Path(Struct, frozen=True):
     """The congestion control that it uses."""
     round_trip_s: float
     """Smoothed."""
+    acked_bytes: int | None = None
+    """That the other side has acknowledged since the connection's start; None: the kernel does not count them."""
+    is_local: bool = False
+    """Both ends are on this machine."""
 
 
 def path_of(connection: socket.socket) -> Path | None:
@@ -126,9 +132,12 @@ def path_of(connection: socket.socket) -> Path | None:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
         name = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_NAME_BYTES)
         (round_trip_us,) = struct.unpack_from("=I", info, ROUND_TRIP_OFFSET)
+        is_local = connection.getpeername()[0] == connection.getsockname()[0]
     except (OSError, AttributeError, struct.error):
         return None
-    return Path(name.rstrip(b"\0").decode("ascii", "replace"), round_trip_us / 1e6)
+    is_counted = len(info) >= ACKED_OFFSET + 8
+    acked = struct.unpack_from("=Q", info, ACKED_OFFSET)[0] if is_counted else None
+    return Path(name.rstrip(b"\0").decode("ascii", "replace"), round_trip_us / 1e6, acked, is_local)
 
 
 async def connect(address: Address, *, congestion: str) -> socket.socket:

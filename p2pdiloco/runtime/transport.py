@@ -10,36 +10,30 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import socket
 import ssl
-from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self
 
-import msgspec
-
 from p2pdiloco.protocol.identifiers import PeerId
-from p2pdiloco.runtime import addresses, logs, sockets
+from p2pdiloco.runtime import addresses, congestion, logs, sockets
 from p2pdiloco.runtime.addresses import Address
+from p2pdiloco.runtime.budgets import Budgets, UpBudget
 from p2pdiloco.runtime.connection import Connection
-from p2pdiloco.runtime.crediting import Crediting
 from p2pdiloco.runtime.handler import TransportHandler
 from p2pdiloco.runtime.identity import Identity, verify
-from p2pdiloco.runtime.lanes import keep_lanes, lanes_for
+from p2pdiloco.runtime.lane_keeping import LaneKeeper
 from p2pdiloco.runtime.limits import ConnectionLimits, TransportLimits
 from p2pdiloco.runtime.requests import Answer, RequestError, RequestRefused, Response
-from p2pdiloco.runtime.shaping import Shaper
 from p2pdiloco.runtime.sockets import DialError, PeerRefused
 from p2pdiloco.runtime.strangers import Strangers
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.tls import TlsContexts, remote_fingerprint
 from p2pdiloco.runtime.traffic import Traffic
 from p2pdiloco.wire.blocks import Blocks
-from p2pdiloco.wire.credit import Granter
 from p2pdiloco.wire.frames import Parting
 from p2pdiloco.wire.handshake import MAGIC, NONCE_BYTES, Handshake, Hello, Role
 
@@ -87,26 +81,26 @@ class Transport:
         self._tls = TlsContexts()
         self._tasks = Tasks()
         self._blocks = Blocks(limit_bytes=self._limits.reused_bytes)
-        self._shaper = Shaper(self._limits.up_bytes_per_s)
-        self._crediting = Crediting(
-            Granter(
-                window_bytes=self._limits.connection.window_bytes,
-                total_bytes=self._limits.window_bytes,
-                bytes_per_s=self._limits.down_bytes_per_s,
-            )
-        )
+        self._all: set[Connection] = set()
+        """Every connection that is not lost yet, unproved and retiring ones included."""
+        self._budgets = Budgets(self._limits, self._all)
         self._strangers = Strangers(self._new_connection, tls=self._tls, limits=self._limits, tasks=self._tasks)
         self._stack = AsyncExitStack()
         self._listener: socket.socket | None = None
         self._connections: dict[PeerId, Connection] = {}
         """The one that serves, per peer."""
-        self._all: set[Connection] = set()
-        """Every connection that is not lost yet, unproved and retiring ones included."""
+        self._lane_keeper = LaneKeeper(
+            self._all,
+            dial=self._strangers.dial,
+            rate=lambda: self._budgets.chosen_bytes_per_s,
+            limits=self._limits,
+            tasks=self._tasks,
+        )
         self._past = Traffic()
         """Of connections that are gone."""
         self._attempt = 0
         self._is_leaving = False
-        self._has_noted_congestion = False
+        self._congestion = congestion.Congestion(self._limits.congestion)
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -120,6 +114,7 @@ class Transport:
         if self._listen is not None:
             self._listener = sockets.listen(self._listen)
         await self._stack.enter_async_context(self._tasks)
+        self._tasks.spawn(self._budgets.measure(), name="measure the link")
         if self._listener is not None:
             self._tasks.spawn(self._strangers.accept_all(self._listener), name="accept")
         return self
@@ -189,9 +184,8 @@ class Transport:
         if primary is None:
             return None
         total = Traffic()
-        for connection in self._all:
-            if connection.primary is primary:
-                total.add(connection.traffic)
+        for connection in self._lane_keeper.members(primary):
+            total.add(connection.traffic)
         return total
 
     def lanes(self, peer: PeerId) -> int:
@@ -269,20 +263,23 @@ class Transport:
         if connection is not None:
             connection.part(Parting.LEAVING, reason)
 
-    def set_budget(self, up_bytes_per_s: float | None, down_bytes_per_s: float | None) -> None:
+    def set_budget(self, up_bytes_per_s: UpBudget, down_bytes_per_s: float | None) -> None:
         """Bytes per second over all connections from now on, as in TransportLimits; None: no limit."""
-        self._shaper.set_budget(up_bytes_per_s)
-        self._crediting.set_budget(down_bytes_per_s)
+        self._budgets.set(up_bytes_per_s, down_bytes_per_s)
+
+    @property
+    def up_bytes_per_s(self) -> float | None:
+        """The up budget in force, set or learned; None: no limit."""
+        return self._budgets.shaper.bytes_per_s
 
     def pace(self, peer: PeerId, bytes_per_s: float | None) -> None:
         """Limit what is sent to ``peer`` beside the budget; None lifts it. Lasts until it disconnects."""
         if peer in self._connections:
-            self._shaper.set_cap(peer, bytes_per_s)
+            self._budgets.shaper.set_cap(peer, bytes_per_s)
 
     def congestion(self) -> dict[str, int]:
         """How many connections use which congestion control, as the kernel says."""
-        paths = [path for connection in self._all if (path := connection.path()) is not None]
-        return dict(Counter(path.congestion for path in paths))
+        return congestion.count(connection.path() for connection in self._all)
 
     # -- making connections ------------------------------------------------------------------------------------------
 
@@ -294,8 +291,8 @@ class Transport:
             handshake=lambda channel: self._handshake(role, channel, address.peer, lane, bond),
             limits=self._limits.connection,
             blocks=self._blocks,
-            shaper=self._shaper,
-            crediting=self._crediting,
+            shaper=self._budgets.shaper,
+            crediting=self._budgets.crediting,
             tasks=self._tasks,
         )
         self._all.add(connection)
@@ -333,7 +330,7 @@ class Transport:
         if self._is_leaving:
             connection.part(Parting.LEAVING, "the peer is leaving")
         elif connection.lane:
-            self._bind(connection)
+            self._lane_keeper.bind(connection)
         elif old is None:
             self._install(connection)
         elif not old.is_open or _life_of(old) != _life_of(connection):
@@ -342,7 +339,7 @@ class Transport:
             self._install(connection)
         elif self._rank(connection) > self._rank(old):
             self._connections[peer] = connection
-            self._keep_lanes(connection)
+            self._lane_keeper.keep(connection, lambda: self._connections.get(connection.peer) is connection)
             old.retire()
         else:
             connection.retire()
@@ -367,52 +364,10 @@ class Transport:
         is_inbound = connection.role is Role.LISTENER
         is_observer = connection.remote is not None and not connection.remote.run
         self._connections[peer] = connection
-        self._note_congestion(connection)
-        self._keep_lanes(connection)
+        self._congestion.note(connection.path())
+        self._lane_keeper.keep(connection, lambda: self._connections.get(connection.peer) is connection)
         self._say(connection)("connected", peer=peer, address=address, inbound=is_inbound, observer=is_observer)
         self._handler.connected(peer, address, is_observer, is_inbound)
-
-    def _bind(self, lane: Connection) -> None:
-        """A lane is proved: it belongs to the connection whose dialler's nonce it names."""
-        assert lane.local is not None
-        assert lane.remote is not None
-        bond = (lane.local if lane.role is Role.DIALLER else lane.remote).bond
-        for primary in self._all:
-            if primary.is_open and primary.bond == bond and primary.peer == lane.peer and primary.role is lane.role:
-                if not lane.become_lane_of(primary):
-                    lane.part(Parting.LEAVING, f"{primary.lanes.count} lanes are enough")
-                return
-        lane.part(Parting.LEAVING, "a lane of a connection that is not here")
-
-    def _keep_lanes(self, primary: Connection) -> None:
-        """On long fat paths the side that dialled dials lanes too."""
-        if primary.role is not Role.DIALLER or self._limits.lanes == 1:
-            return
-        target = msgspec.structs.replace(primary.address, peer=primary.peer)
-        numbers = itertools.count(1)
-
-        def missing() -> int:
-            if self._connections.get(primary.peer) is not primary or not primary.is_open:
-                return 0
-            rate = self._shaper.bytes_per_s or self._crediting.bytes_per_s
-            return lanes_for(self._limits.lanes, primary.path(), rate) - primary.lanes.count
-
-        async def dial() -> None:
-            async with asyncio.timeout(self._limits.connection.handshake_s):
-                await self._strangers.dial(target, next(numbers) % 2**16 or 1, primary.bond)
-
-        self._tasks.spawn(keep_lanes(primary.gone, missing, dial), name=f"lanes of {primary.peer}")
-
-    def _note_congestion(self, connection: Connection) -> None:
-        wanted, path = self._limits.congestion, connection.path()
-        if self._has_noted_congestion or not wanted or path is None or path.congestion == wanted:
-            return
-        self._has_noted_congestion = True
-        log.warning(
-            "the kernel refused the congestion control that we asked for: long or lossy paths will be slow",
-            wanted=wanted,
-            used=path.congestion,
-        )
 
     def _remove(self, connection: Connection, reason: str) -> None:
         if self._connections.get(connection.peer) is connection:

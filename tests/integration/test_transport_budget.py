@@ -6,6 +6,7 @@ import asyncio
 import os
 from typing import Any
 
+import msgspec
 import pytest
 from test_transport import LOOPBACK, MIB, Recorder, peer, run, where
 from waiting import until
@@ -176,5 +177,43 @@ def test_a_refused_congestion_control_is_said_once(run: Any, monkeypatch: pytest
             await eve.dial(where(bob), 5.0)
             await until(lambda: len(bob.peers()) == 2)
         assert sum("congestion control" in record.message for record in caplog.records) == 1
+
+    run(main())
+
+
+def test_the_learned_budget_follows_what_is_delivered(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = sockets.path_of
+    monkeypatch.setattr(
+        "p2pdiloco.runtime.connection.path_of",
+        lambda connection: (path := real(connection)) and msgspec.structs.replace(path, is_local=False),
+    )
+
+    async def main() -> None:
+        async with peer() as (ann, _), peer() as (bob, _):
+            await ann.dial(where(bob), 5.0)
+            ann.set_budget("auto", None)
+            assert ann.up_bytes_per_s is None
+            ann.pace(bob.peer_id, 20e6)
+            assert ann.send(bob.peer_id, b"bulk", bytes(60 * MIB))
+            await until(lambda: ann.up_bytes_per_s is not None)
+            ann.set_budget(None, None)
+            assert ann.up_bytes_per_s is None
+
+    run(main())
+
+
+def test_on_this_machine_there_is_no_link_to_learn(run: Any) -> None:
+    async def main() -> None:
+        async with peer() as (ann, _), peer() as (bob, heard_by_bob):
+            await ann.dial(where(bob), 5.0)
+            ann.set_budget("auto", None)
+            for _ in range(4):
+                assert ann.send(bob.peer_id, b"bulk", bytes(60 * MIB))
+            await until(lambda: len(heard_by_bob.messages) == 4)
+            assert ann.up_bytes_per_s is None
+            path = next(iter(ann._all)).path()
+            assert path is not None
+            assert path.is_local
+            assert (path.acked_bytes or 0) > 240 * MIB
 
     run(main())

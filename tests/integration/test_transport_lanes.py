@@ -13,7 +13,7 @@ from waiting import until
 
 from p2pdiloco.runtime.connection import Connection
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.lanes import lanes_for
+from p2pdiloco.runtime.lane_keeping import Idleness, lanes_for
 from p2pdiloco.runtime.sockets import Path
 from p2pdiloco.runtime.transport import Answer, RequestError, Transport, TransportLimits
 
@@ -32,9 +32,9 @@ class Librarian(Recorder):
 
 
 @asynccontextmanager
-async def dialler(lanes: int) -> AsyncIterator[tuple[Transport, Recorder]]:
+async def dialler(lanes: int, lane_idle_s: float = 60.0) -> AsyncIterator[tuple[Transport, Recorder]]:
     recorder = Recorder()
-    limits = TransportLimits(lanes=lanes)
+    limits = TransportLimits(lanes=lanes, lane_idle_s=lane_idle_s)
     async with Transport(
         Identity.ephemeral(), listen=LOOPBACK, run="run", version=1, handler=recorder, limits=limits
     ) as transport:
@@ -156,6 +156,34 @@ def test_lanes_end_with_their_primary(run: Any) -> None:
             assert len(heard_by_ann.losses) == len(heard_by_bob.losses) == 1
 
     run(main())
+
+
+def test_idle_lanes_close_and_come_back_with_bulk(run: Any) -> None:
+    async def main() -> None:
+        async with peer() as (bob, heard_by_bob), dialler(3, lane_idle_s=0.5) as (ann, heard_by_ann):
+            await ann.dial(where(bob), 5.0)
+            await until(lambda: ann.lanes(bob.peer_id) == bob.lanes(ann.peer_id) == 3)
+            await until(lambda: ann.lanes(bob.peer_id) == bob.lanes(ann.peer_id) == 1, what="idle lanes are closed")
+            ann.set_budget(4e6, None)
+            payload = os.urandom(6 * MIB)
+            assert ann.send(bob.peer_id, b"bulk", payload)
+            await until(lambda: ann.lanes(bob.peer_id) == 3, what="lanes again")
+            ann.set_budget(None, None)
+            await until(lambda: heard_by_bob.messages)
+            assert [message[1:] for message in heard_by_bob.messages] == [(b"bulk", payload)]
+            assert not heard_by_ann.losses
+            assert not heard_by_bob.losses
+
+    run(main())
+
+
+def test_idleness() -> None:
+    idleness = Idleness(10.0, now=0.0)
+    assert not idleness.look(0, 9.0)
+    assert idleness.look(0, 10.0)
+    assert not idleness.look(5, 11.0)
+    assert not idleness.look(5, 20.0)
+    assert idleness.look(5, 21.0)
 
 
 def test_a_down_budget_holds_over_all_lanes(run: Any) -> None:
