@@ -1,0 +1,253 @@
+"""Rules A of docs/protocol.md: how a peer takes commits and other heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from stage import SHARD, A, B, C, Stage, commit_on, digest, head_of, life, notes, only, sent, tokens
+
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.identifiers import FragmentId
+from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head
+from p2pdiloco.simulation.driver import PeerSetting
+from p2pdiloco.simulation.scenarios import P0, P1, base_config, make_world
+
+
+def heavy(head: Head, by: int = 1000) -> Head:
+    """A heavier head of another chain."""
+    return Head(head.shard, head.version + 1, digest(f"other than {head.id}"), head.tokens + by)
+
+
+def state(head: Head, mark: int = 0) -> ev.ShardState:
+    """A state that a donor has; its chain has merged this many tokens of our learner."""
+    return ev.ShardState(head, 4, ((life(A), ev.Mark(mark, mark // 10, head.version)),) if mark else ())
+
+
+def install(stage: Stage, theirs: ev.ShardState) -> list[ef.Effect]:
+    """The stage downloads a state that it did or did not want."""
+    return stage.work(stage.tell(ev.Fetched(B, theirs)))
+
+
+def test_a_commit_is_applied_only_on_top_of_its_parent() -> None:
+    """A1a: neither with another parent, nor with another version."""
+    stage = Stage(B)
+    good = stage.commit(tokens(B, 0, 40))
+    for changes in ({"parent": digest("x")}, {"version": 2}):
+        bad = msgspec.structs.replace(good, **changes)
+        assert not only(stage.hear(B, msg.Commit(bad)), ef.Apply)
+    assert [apply.header for apply in only(stage.hear(B, msg.Commit(good)), ef.Apply)] == [good]
+
+
+@pytest.mark.parametrize(
+    "contributors",
+    [
+        (tokens(C, 0, 40), tokens(B, 0, 40)),
+        (tokens(C, 0, 40), tokens(C, 40, 80)),
+        (),
+        (tokens(C, 0, 0),),
+        (tokens(B, 0, 40),),
+    ],
+    ids=["not sorted", "not distinct", "no contributors", "an empty range", "merged before"],
+)
+def test_a_commits_contributors_are_sorted_distinct_not_empty_and_not_merged_before(
+    contributors: tuple[Contributor, ...],
+) -> None:
+    """A1b: else it is not taken."""
+    stage = Stage(B)
+    stage.take(stage.commit(tokens(B, 0, 20)))
+    effects = stage.take(stage.commit(*contributors))
+    assert stage.head().version == 1
+    assert notes(effects, "commit")
+
+
+def test_a_commits_cumulative_tokens_are_right() -> None:
+    """A1c."""
+    stage = Stage(B)
+    for wrong in (0, 39, 41):
+        stage.take(stage.commit(tokens(B, 0, 40), tokens=wrong))
+    assert stage.head().version == 0
+    stage.take(stage.commit(tokens(B, 0, 40), tokens=40))
+    assert stage.head().tokens == 40
+
+
+def test_a_child_that_comes_before_its_parent_waits() -> None:
+    """A1d: also while its parent is being applied."""
+    stage = Stage(B)
+    first = stage.commit(tokens(B, 0, 40))
+    second = commit_on(head_of(first), tokens(B, 40, 80))
+    third = commit_on(head_of(second), tokens(B, 80, 120))
+    assert not only(stage.hear(B, msg.Commit(second)), ef.Apply)
+    applying = stage.hear(B, msg.Commit(first))
+    stage.hear(B, msg.Commit(third))
+    stage.work(applying, ef.Apply)
+    assert stage.head() == head_of(third)
+
+
+def test_of_two_heads_the_one_with_more_cumulative_tokens_wins() -> None:
+    """A2a: whatever their versions and ids are."""
+    stage = Stage(B)
+    for version, name, weight, wins in ((9, "f", 50, True), (2, "a", 51, True), (99, "f", 50, False)):
+        theirs = Head(SHARD, version, digest(name), weight)
+        install(stage, state(theirs))
+        assert (stage.head() == theirs) == wins
+
+
+def test_of_two_heads_with_as_many_tokens_the_larger_id_wins() -> None:
+    """A2b: in whichever order they come."""
+    small, large = sorted((digest("x"), digest("y")))
+    for order in ((small, large), (large, small)):
+        stage = Stage(B)
+        for name in order:
+            install(stage, state(Head(SHARD, 5, name, 50)))
+        assert stage.head().id == large
+
+
+@pytest.mark.parametrize("how", ["in a turn", "in an answer", "in a refusal"])
+def test_who_hears_of_a_heavier_head_asks_for_what_follows_its_own_after_the_commit_patience(how: str) -> None:
+    """A3a."""
+    stage = Stage(B)
+    theirs = heavy(stage.head())
+    says: dict[str, msg.Message] = {
+        "in a turn": msg.Turn(FragmentId(0), 4, (theirs,)),
+        "in an answer": msg.Heads((theirs,), 4),
+        "in a refusal": msg.Refused(SHARD, stage.head().id, "stale", theirs),
+    }
+    effects = stage.hear(B, says[how])
+    patience_s = stage.machine.merging.commit_patience_s()
+    assert not sent(effects + stage.wait(patience_s - 0.01), msg.CommitsRequest)
+    assert sent(stage.wait(0.02), msg.CommitsRequest) == [(B, msg.CommitsRequest(SHARD, stage.head().id))]
+
+
+def test_a_heavier_head_that_comes_by_itself_is_not_asked_for() -> None:
+    """A3a."""
+    stage = Stage(B)
+    header = stage.commit(tokens(B, 0, 40))
+    effects = stage.announce(B, 4, head_of(header)) + stage.wait(0.1) + stage.take(header) + stage.wait(3.0)
+    assert not sent(effects, msg.CommitsRequest)
+
+
+def test_who_is_asked_sends_what_follows_or_advises_to_download() -> None:
+    """A3b: the donor's side."""
+    stage = Stage(B)
+    start = stage.head()
+    headers: list[CommitHeader] = []
+    for i in range(3):
+        headers.append(stage.commit(tokens(B, 40 * i, 40 * i + 40)))
+        stage.take(headers[-1])
+    answer = sent(stage.hear(B, msg.CommitsRequest(SHARD, headers[0].parent)), msg.Commit)
+    assert [commit.header for _, commit in answer] == headers
+    assert start.id == headers[0].parent
+    unknown = stage.hear(B, msg.CommitsRequest(SHARD, digest("of a fork")))
+    assert sent(unknown, msg.FetchAdvised) == [(B, msg.FetchAdvised(SHARD, stage.head()))]
+
+
+def test_if_its_own_head_is_not_in_the_donors_log_it_downloads_the_shards_state() -> None:
+    """A3b."""
+    stage = Stage(B)
+    theirs = heavy(stage.head())
+    stage.announce(B, 4, theirs)
+    assert sent(stage.wait(1.0), msg.CommitsRequest)
+    assert only(stage.hear(B, msg.FetchAdvised(SHARD, theirs)), ef.Fetch) == [ef.Fetch(SHARD, B)]
+    install(stage, state(theirs))
+    assert stage.head() == theirs
+
+
+def test_advice_that_was_not_asked_for_is_ignored() -> None:
+    """A3b: nobody can make a peer download."""
+    stage = Stage(B, C)
+    theirs = heavy(stage.head())
+    stage.announce(B, 4, theirs)
+    assert not only(stage.hear(C, msg.FetchAdvised(SHARD, theirs)), ef.Fetch)
+
+
+def test_who_hears_of_a_lighter_fork_shows_its_head() -> None:
+    """A3c: in a turn or by a commit; a lighter head of its own chain is no fork."""
+    stage = Stage(B)
+    start = stage.head()
+    stage.take(stage.commit(tokens(B, 0, 40)))
+    lighter = commit_on(start, tokens(C, 0, 20))
+    shown = [(B, msg.Heads((stage.head(),), stage.machine.status().step))]
+    assert sent(stage.announce(B, 4, head_of(lighter)), msg.Heads) == shown
+    assert sent(stage.hear(B, msg.Commit(lighter)), msg.Heads) == shown
+    assert not sent(stage.announce(B, 4, start), msg.Heads)
+    assert not sent(stage.announce(B, 4, stage.head()), msg.Heads)
+
+
+def test_heads_that_were_shown_are_not_answered() -> None:
+    """A3c: or two peers would show each other their heads for ever."""
+    stage = Stage(B)
+    start = stage.head()
+    stage.take(stage.commit(tokens(B, 0, 40)))
+    assert not sent(stage.hear(B, msg.Heads((head_of(commit_on(start, tokens(C, 0, 20))),), 4)), msg.Heads)
+
+
+def test_when_a_head_changes_the_learner_moves_by_new_global_minus_old_global() -> None:
+    """A4a: in a small world each learner's own part is moved by exactly that and what was settled, so that it stays
+    what it trained: never reset, never moved by other learners' tokens."""
+    world = make_world(base_config(), {P0: PeerSetting(), P1: PeerSetting()}, None)
+    world.run_until(8.0)
+    assert world.checks.newest[SHARD] > 3
+    for process in world.living():
+        learner = process.learner
+        assert learner is not None
+        assert learner.tokens_lost == 0
+        assert (learner.moved, learner.resets) == ([0], [0])
+
+
+def carry(effects: list[ef.Effect]) -> list[tuple[Any, ...]]:
+    """What is settled and restored, and whether the learner is reset."""
+    return [(e.settled, e.restored, e.is_reset) for e in effects if isinstance(e, ef.Apply | ef.Install)]
+
+
+def test_the_learner_gets_back_its_own_contributions_between_the_old_mark_and_the_new_one() -> None:
+    """A4b: settled; of a commit without them nothing is."""
+    stage = Stage(B, weight=0.0)
+    [(_, given)] = sent(stage.give(), msg.Contribution)
+    assert carry(stage.take(stage.commit(given.contributor))) == [((given.payload,), (), False)]
+    assert carry(stage.take(stage.commit(tokens(B, 0, 40)))) == [((), (), False)]
+
+
+def test_a_fork_takes_the_learners_own_contributions_between_the_new_mark_and_the_old_one_back() -> None:
+    """A4c: restored; the lighter chain had merged two, the heavier one only the first."""
+    stage = Stage(B, weight=0.0)
+    [(_, first)] = sent(stage.give(), msg.Contribution)
+    stage.take(stage.commit(first.contributor))
+    [(_, second)] = sent(stage.give(), msg.Contribution)
+    stage.take(stage.commit(second.contributor))
+    effects = install(stage, state(heavy(stage.head()), mark=40))
+    assert carry(effects) == [((), (second.payload,), False)]
+    assert stage.machine.status().tokens_unmerged == 40
+
+
+def test_what_the_ledger_cannot_tell_apart_resets_the_learner_with_a_warning() -> None:
+    """A4d: the heavier chain has merged up to a mark at which no contribution began or ended."""
+    stage = Stage(B, weight=0.0)
+    [(_, given)] = sent(stage.give(), msg.Contribution)
+    stage.take(stage.commit(given.contributor))
+    effects = install(stage, state(heavy(stage.head()), mark=30))
+    assert carry(effects) == [((), (), True)]
+    assert "loses its unmerged progress" in notes(effects, "carry")[0]
+
+
+def test_a_commit_whose_digest_does_not_come_out_is_not_taken() -> None:
+    """A5a, A5b: the shard's state is fetched from a live peer."""
+    stage = Stage(B)
+    before = stage.head()
+    stage.hear(B, msg.Commit(stage.commit(tokens(B, 0, 40))))
+    effects = stage.tell(ev.Failed("apply", SHARD, None, "the digest is not the commit's"))
+    assert stage.head() == before
+    assert only(effects, ef.Fetch) == [ef.Fetch(SHARD, B)]
+    install(stage, state(heavy(before)))
+    assert stage.head() == heavy(before)
+
+
+def test_after_a_commit_that_was_not_taken_the_contributions_are_still_there() -> None:
+    """A5a: an owner may merge on its old head."""
+    stage = Stage(B, C, owners="abc", has_learner=False, grace_share=0.0)
+    stage.work(stage.offer(C), ef.Merge)
+    effects = stage.tell(ev.Failed("apply", SHARD, None, "no memory"))
+    assert [m.base for m in only(effects, ef.Merge)] == [stage.head()]

@@ -1,0 +1,130 @@
+"""Rule B of docs/protocol.md: everything that a peer keeps is bounded."""
+
+from __future__ import annotations
+
+from stage import SHARD, A, B, C, Stage, commit_on, digest, head_of, only, sent, tokens
+
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.messages import CommitHeader, Head
+
+LENGTH = 4
+
+
+def test_logs_are_bounded_by_the_log_length() -> None:
+    """B1a: what follows the last four commits' parent can be sent, and no more."""
+    stage = Stage(B, log_length=LENGTH)
+    headers: list[CommitHeader] = []
+    for i in range(3 * LENGTH):
+        headers.append(stage.commit(tokens(B, 10 * i, 10 * i + 10)))
+        stage.take(headers[-1])
+    answer = sent(stage.hear(B, msg.CommitsRequest(SHARD, headers[-LENGTH].parent)), msg.Commit)
+    assert [commit.header for _, commit in answer] == headers[-LENGTH:]
+    assert sent(stage.hear(B, msg.CommitsRequest(SHARD, headers[-LENGTH - 1].parent)), msg.FetchAdvised)
+    assert len(stage.machine.payloads()) == LENGTH
+
+
+def test_ledgers_are_bounded_by_the_log_length() -> None:
+    """B1b: of many contributions the payloads of the last four are kept."""
+    stage = Stage(B, weight=0.0, log_length=LENGTH)
+    given = []
+    for _ in range(3 * LENGTH):
+        [(_, contribution)] = sent(stage.give(), msg.Contribution)
+        given.append(contribution.payload)
+        stage.take(stage.commit(contribution.contributor))
+    assert stage.machine.payloads() & set(given) == set(given[-LENGTH:])
+
+
+def test_waiting_commits_are_bounded_by_the_log_length() -> None:
+    """B1c: of a long chain whose beginning is missing, the newest are kept."""
+    stage = Stage(B, log_length=LENGTH)
+    head = head_of(stage.commit(tokens(B, 0, 10)))
+    headers: list[CommitHeader] = []
+    for i in range(1, 3 * LENGTH):
+        headers.append(commit_on(head, tokens(B, 10 * i, 10 * i + 10)))
+        head = head_of(headers[-1])
+        stage.hear(B, msg.Commit(headers[-1]))
+    assert stage.machine.payloads() == {header.payload for header in headers[-LENGTH:]}
+
+
+def test_early_contributions_are_bounded_by_the_number_of_connected_peers() -> None:
+    """B1d: one for each, the newest."""
+    stage = Stage(B, C, has_learner=False)
+    latest = {}
+    for i in range(20):
+        for peer in (B, C):
+            ahead = Head(SHARD, 5 + i, digest(f"head {i}"), 1000 + i)
+            latest[peer] = stage.contribution(peer, 0, 40 + 10 * i, base=ahead)
+            stage.hear(peer, latest[peer])
+    stage.hear(PeerId("unconnected"), stage.contribution(PeerId("unconnected"), base=Head(SHARD, 9, digest("x"), 9999)))
+    assert stage.machine.payloads() == {contribution.payload for contribution in latest.values()}
+    stage.tell(ev.PeerDisconnected(C, "gone"))
+    assert stage.machine.payloads() == {latest[B].payload}
+
+
+def test_the_driver_may_drop_every_payload_that_payloads_does_not_name() -> None:
+    """B1e: whatever an effect needs was named when the event before it had been handled."""
+    stage = Stage(B, C, owners="abc")
+    handle = stage.machine.handle
+    held: set[str] = set()
+
+    def checked(event: ev.Event, now: float) -> list[ef.Effect]:
+        held.update(brought_by(event))
+        effects = handle(event, now)
+        for effect in effects:
+            assert needed_by(effect) <= held, effect
+        held.intersection_update(stage.machine.payloads())
+        return effects
+
+    stage.machine.handle = checked  # type: ignore[method-assign]
+    for turn in range(6):
+        stage.work(stage.train(4))
+        at = 40 * turn
+        for peer in (B, C):
+            stage.work(stage.offer(peer, at, at + 40))
+        stage.work(stage.wait(8.0))
+        stage.hear(B, msg.CommitsRequest(SHARD, stage.machine.core.chains[SHARD].log[0].parent))
+    assert stage.head().version >= 6
+    assert len(held) <= 3 * stage.config.log_length
+
+
+def brought_by(event: ev.Event) -> set[str]:
+    """Payloads that the driver holds from now on."""
+    match event:
+        case ev.Encoded() | ev.Merged():
+            return {event.payload}
+        case ev.Received(message=msg.Contribution(payload=payload)):
+            return {payload}
+        case ev.Received(message=msg.Commit(header=header)):
+            return {header.payload}
+        case _:
+            return set()
+
+
+def needed_by(effect: ef.Effect) -> set[str]:
+    """Payloads that the driver must have now."""
+    match effect:
+        case ef.Merge():
+            return {contribution.payload for contribution in effect.contributions}
+        case ef.Apply():
+            return {effect.header.payload, *effect.settled, *effect.restored}
+        case ef.Install():
+            return {*effect.settled, *effect.restored}
+        case ef.Send(message=msg.Contribution(payload=payload)):
+            return {payload} if payload else set()
+        case ef.Send(message=msg.Commit(header=header)):
+            return {header.payload}
+        case _:
+            return set()
+
+
+def test_a_contribution_is_held_until_it_can_be_neither_merged_nor_undone() -> None:
+    """B1e: its own learner's end frees it."""
+    stage = Stage(B, owners="ba")
+    assert not only(stage.give(), ef.Merge)
+    assert len(stage.machine.payloads()) == 1
+    stage.tell(ev.LearnerStopped("killed"))
+    assert stage.machine.payloads() == set()
+    assert A not in stage.machine.status().participating

@@ -1,0 +1,201 @@
+"""Rules C of docs/protocol.md: joining, restarting, leaving, the end of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stage import SHARD, A, B, C, Stage, digest, life, notes, only, sent, tokens
+
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.chain import genesis_head
+from p2pdiloco.protocol.identifiers import RunId, ShardId
+from p2pdiloco.protocol.messages import Head
+
+THREE = ((ShardId(0), ShardId(1), ShardId(2)),)
+
+
+def newcomer(*others: msg.Peer, **changes: Any) -> Stage:
+    """Peer a comes with nothing."""
+    return Stage(*others, is_founder=False, has_learner=False, **changes)
+
+
+def heads(version: int, *shards: int) -> msg.Heads:
+    """What a donor answers."""
+    found = (Head(ShardId(s), version, digest(f"s{s}v{version}"), 100 * version) for s in shards)
+    return msg.Heads(tuple(found), 4 * version)
+
+
+def state(head: Head) -> ev.ShardState:
+    """What a download brings."""
+    return ev.ShardState(head, 4 * head.version, ((life(B), ev.Mark(100, 10, head.version)),))
+
+
+def test_only_the_founder_brings_version_0() -> None:
+    """C1a: whoever else comes has no head, tells of none, and takes part in no turn, however long nobody answers."""
+    stage = newcomer(B)
+    effects = stage.wait(20.0) + stage.hear(B, msg.HeadsRequest()) + stage.train(8)
+    assert stage.machine.status().heads == ()
+    assert stage.machine.status().phase == "joining"
+    assert not sent(effects, msg.Heads) + sent(effects, msg.Turn)
+    assert Stage().machine.status().heads[0].version == 0
+
+
+def test_version_0_is_named_by_the_run() -> None:
+    """C1b: so that chains of two runs never meet."""
+    one, other = (genesis_head(RunId(run), SHARD, digest("same state")) for run in ("one", "other"))
+    assert one.version == other.version == 0
+    assert one.id != other.id
+
+
+def test_a_newcomer_brings_nothing_and_takes_what_it_is_given() -> None:
+    """C1c: any version of any chain of the run."""
+    stage = newcomer(B)
+    theirs = heads(7, 0)
+    assert only(stage.hear(B, theirs), ef.Fetch) == [ef.Fetch(SHARD, B)]
+    effects = stage.work(stage.tell(ev.Fetched(B, state(theirs.heads[0]))))
+    assert stage.machine.status().heads == theirs.heads
+    assert only(effects, ef.BecameCurrent)
+
+
+def test_a_newcomer_asks_live_peers_for_heads_one_after_the_other_until_it_has_all_states() -> None:
+    """C2a: nobody answers at first; then the download from one fails, and the other delivers."""
+    stage = newcomer(B, C)
+    asked = [to for to, _ in sent(stage.wait(5.0), msg.HeadsRequest)]
+    assert asked[:8:2] == asked[2:10:2] == [asked[0]] * 4
+    assert set(asked) == {B, C}
+    stage.hear(B, heads(1, 0))
+    assert not only(stage.tell(ev.Failed("fetch", SHARD, B, "broke off")), ef.Fetch)
+    assert {to for to, _ in sent(stage.wait(1.5), msg.HeadsRequest)} == {B, C}
+    assert only(stage.hear(C, heads(1, 0)), ef.Fetch) == [ef.Fetch(SHARD, C)]
+    stage.work(stage.tell(ev.Fetched(C, state(heads(1, 0).heads[0]))))
+    assert not sent(stage.wait(5.0), msg.HeadsRequest)
+
+
+def test_a_newcomer_gets_each_state_from_a_peer_that_has_it() -> None:
+    """C2a: and asks no other newcomer."""
+    stage = newcomer(B, C, fragments=THREE)
+    fetches = only(stage.hear(B, heads(1, 0, 1)) + stage.hear(C, heads(1, 1, 2)), ef.Fetch)
+    assert fetches == [ef.Fetch(ShardId(0), B), ef.Fetch(ShardId(1), B), ef.Fetch(ShardId(2), C)]
+    other = newcomer()
+    assert not sent(other.meet(B, phase="joining") + other.wait(3.0), msg.HeadsRequest)
+
+
+def test_a_newcomers_learner_starts_from_the_states_that_it_got() -> None:
+    """C2b: it may start when the last one is there, and its first contribution is relative to them."""
+    stage = newcomer(B, fragments=THREE, weight=0.0)
+    theirs = heads(3, 0, 1, 2)
+    stage.hear(B, theirs)
+    current = [
+        bool(only(stage.work(stage.tell(ev.Fetched(B, state(head)))), ef.BecameCurrent)) for head in theirs.heads
+    ]
+    assert current == [False, False, True]
+    stage.tell(ev.LearnerStarted(life(A)))
+    given = [c for _, c in sent(stage.give(), msg.Contribution)]
+    assert tuple(c.base for c in given) == theirs.heads
+    assert {c.contributor for c in given} == {tokens(A, 0, 40)}
+
+
+def test_a_learner_that_starts_is_a_new_learner() -> None:
+    """C3a: its tokens count from 0, under its own name."""
+    stage = Stage(B, weight=0.0)
+    stage.give()
+    stage.take(stage.commit(tokens(A, 0, 40)))
+    stage.tell(ev.LearnerStopped("killed"))
+    stage.tell(ev.LearnerStarted(life(A, 2)))
+    stage.steps = 0
+    [(_, given)] = sent(stage.give(), msg.Contribution)
+    assert (given.contributor.learner, given.contributor.tokens_from, given.contributor.tokens_to) == (
+        life(A, 2),
+        0,
+        40,
+    )
+
+
+def test_what_the_last_learner_had_not_merged_is_gone_with_it() -> None:
+    """C3b: its contribution is offered to nobody any more, and it is not waited for."""
+    stage = Stage(B, C, owners="bca")
+    stage.give()
+    assert stage.machine.status().tokens_unmerged == 40
+    stage.tell(ev.LearnerStopped("killed"))
+    assert stage.machine.status().tokens_unmerged == 0
+    stage.tell(ev.LearnerStarted(life(A, 2)))
+    effects = stage.tell(ev.PeerDisconnected(B, "gone")) + stage.wait(10.0)
+    assert not sent(effects, msg.Contribution)
+    assert stage.machine.payloads() == set()
+
+
+def test_who_leaves_stops_its_learner() -> None:
+    """C4a: once, and not if it only follows."""
+    stage = Stage(B)
+    effects = stage.tell(ev.LeaveRequested("asked to")) + stage.tell(ev.LeaveRequested("again"))
+    assert len(only(effects, ef.PauseLearner)) == 1
+    assert not only(Stage(B, has_learner=False).tell(ev.LeaveRequested("asked to")), ef.PauseLearner)
+
+
+def leaving() -> Stage:
+    """Peer a is asked to leave with 20 tokens that are not merged."""
+    stage = Stage(B)
+    stage.train(2)
+    stage.tell(ev.LeaveRequested("asked to"))
+    return stage
+
+
+def test_who_leaves_opens_turns_for_what_is_unmerged() -> None:
+    """C4b: out of schedule, as soon as its learner stands still."""
+    stage = leaving()
+    effects = stage.tell(ev.LearnerPaused(2, 20))
+    assert [to for to, _ in sent(effects, msg.Turn)] == [B]
+    [(to, given)] = sent(stage.work(effects, ef.Snapshot, ef.Encode), msg.Contribution)
+    assert (to, given.contributor) == (B, tokens(A, 0, 20))
+
+
+def test_who_leaves_goes_when_all_of_it_is_merged() -> None:
+    """C4c: and says so to all; with nothing unmerged, at once."""
+    stage = leaving()
+    effects = stage.work(stage.tell(ev.LearnerPaused(2, 20)), ef.Snapshot, ef.Encode)
+    assert not only(effects + stage.wait(3.0), ef.Leave)
+    effects = stage.take(stage.commit(tokens(A, 0, 20)))
+    assert sent(effects, msg.Leaving) == [(B, msg.Leaving("asked to"))]
+    assert only(effects, ef.Leave) == [ef.Leave("asked to")]
+    assert only(Stage(B, has_learner=False).tell(ev.LeaveRequested("asked to")), ef.Leave)
+
+
+def test_who_leaves_goes_when_leave_s_has_passed() -> None:
+    """C4d: with a warning, if it holds unmerged tokens."""
+    stage = leaving()
+    effects = stage.tell(ev.LearnerPaused(2, 20)) + stage.wait(stage.config.leave_s - 0.1)
+    assert not only(effects, ef.Leave)
+    effects = stage.wait(0.2)
+    assert only(effects, ef.Leave)
+    assert "20 tokens unmerged" in notes(effects, "leave")[0]
+
+
+def finished() -> Stage:
+    """Peer a's learner has completed the run; everything is merged."""
+    stage = Stage(B, C, owners="bac", total_steps=4)
+    stage.give()
+    stage.take(stage.commit(tokens(A, 0, 40)))
+    stage.tell(ev.LearnerPaused(4, 40))
+    return stage
+
+
+def test_when_the_run_is_complete_peers_stay_until_all_live_ones_are_there_with_the_same_heads() -> None:
+    """C5a."""
+    stage = finished()
+    mark = stage.machine.core.heads_mark
+    effects = stage.says(B, phase="finished", is_participating=False, heads_mark=mark)
+    effects += stage.says(C, phase="training", is_participating=True, heads_mark=mark) + stage.wait(2.0)
+    effects += stage.says(C, phase="finished", is_participating=True, heads_mark=mark) + stage.wait(2.0)
+    effects += stage.says(C, phase="finished", is_participating=False, heads_mark=mark + 1) + stage.wait(2.0)
+    assert not only(effects, ef.Leave)
+    effects = stage.says(C, phase="finished", is_participating=False, heads_mark=mark)
+    assert only(effects, ef.Leave) == [ef.Leave("the run is complete")]
+
+
+def test_when_the_run_is_complete_peers_stay_no_longer_than_finish_s() -> None:
+    """C5b."""
+    stage = finished()
+    assert not only(stage.wait(stage.config.finish_s - 0.1), ef.Leave)
+    assert only(stage.wait(0.2), ef.Leave)

@@ -1,0 +1,101 @@
+"""Rules L of docs/protocol.md: who is live, and who participates."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import msgspec
+from stage import BEAT, A, B, C, Stage, only, sent, tokens
+
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import messages as msg
+from p2pdiloco.simulation.driver import PeerSetting
+from p2pdiloco.simulation.scenarios import P0, P1, P2, base_config, make_world
+
+
+def test_a_peer_is_live_only_while_it_is_connected() -> None:
+    """L1a."""
+    stage = Stage()
+    stage.hear(B, BEAT)
+    stage.wait(0.2)
+    assert stage.machine.status().live == (), "who is not connected is not listened to"
+    stage.meet(B)
+    assert stage.machine.status().live == (B,)
+    stage.tell(ev.PeerDisconnected(B, "gone"))
+    assert stage.machine.status().live == ()
+
+
+def test_a_peer_is_live_only_while_it_is_heard_in_time() -> None:
+    """L1b: three heartbeats of 0.5 s on a link without delay; a connection alone is not enough."""
+    stage = Stage(C)
+    stage.tell(ev.PeerConnected(B))
+    stage.wait(0.2)
+    assert stage.machine.status().live == (C,)
+    stage.meet(B)
+    silent_since = stage.now
+    beat = stage.beats.pop(B)
+    while stage.machine.status().live == (B, C):
+        stage.wait(0.05)
+    assert 1.4 < stage.now - silent_since < 2.1
+    stage.beats[B] = beat
+    stage.wait(0.2)
+    assert stage.machine.status().live == (B, C)
+
+
+def test_a_peer_is_live_only_while_it_echoes_what_we_sent() -> None:
+    """L1c: it beats on and on, and its echo stands still."""
+    stage = Stage(C)
+    stage.meet(B)
+    deaf = stage.beats.pop(B)
+    heard_until = stage.now
+    for i in range(60):
+        stage.wait(0.1)
+        held_s = stage.now - heard_until + deaf.echo_held_s
+        stage.hear(B, msgspec.structs.replace(deaf, sequence=deaf.sequence + i + 1, echo_held_s=held_s))
+    assert stage.machine.status().live == (C,)
+
+
+def test_a_one_way_cut_is_a_cut_for_both() -> None:
+    """L1d: only what p0 says to p1 is lost, and both lose the other; p2 keeps both."""
+    peers = {name: PeerSetting() for name in (P0, P1, P2)}
+    world = make_world(base_config(), peers, None)
+    world.network.setting = msgspec.structs.replace(world.network.setting, patience_s=1e9)
+    world.run_until(3.0)
+    live = {p.name: p.machine.status().live for p in world.living()}
+    assert live == {P0: (P1, P2), P1: (P0, P2), P2: (P0, P1)}
+    world.network.cut([(P0, P1)])
+    world.run_until(7.0)
+    live = {p.name: p.machine.status().live for p in world.living()}
+    assert live == {P0: (P2,), P1: (P2,), P2: (P0, P1)}
+
+
+def test_the_directory_never_makes_a_peer_live_and_never_dead() -> None:
+    """L2: nothing that the machine is told, and nothing that it remembers, is from the directory."""
+    events = {kind.__name__ for kind in get_args(ev.Event)}
+    about_peers = {kind for kind in events if "Peer" in kind or "Directory" in kind or "Known" in kind}
+    assert about_peers == {"PeerConnected", "PeerDisconnected"}
+
+
+def test_live_is_not_participating() -> None:
+    """L3a: a peer participates while its learner trains."""
+    stage = Stage(B, C)
+    stage.says(C, phase="following", is_participating=False)
+    status = stage.machine.status()
+    assert (status.live, status.participating) == ((B, C), (A, B))
+    stage.tell(ev.LearnerStopped("killed"))
+    assert stage.machine.status().participating == (B,)
+
+
+def test_a_peer_participates_while_its_learner_holds_unmerged_tokens() -> None:
+    """L3b: a paused learner does until the last of them is merged, and says so."""
+    stage = Stage(B, weight=0.0)
+    stage.train(2)
+    beats = sent(stage.tell(ev.LearnerPaused(stage.steps, stage.tokens)), msg.Heartbeat)
+    assert [(beat.phase, beat.is_participating) for _, beat in beats] == [("finished", True)]
+    assert A in stage.machine.status().participating
+    stage.work(stage.wait(0.1), ef.Snapshot, ef.Encode)
+    effects = stage.take(stage.commit(tokens(A, 0, 20))) + stage.wait(0.6)
+    assert A not in stage.machine.status().participating
+    assert not sent(effects, msg.Heartbeat)[-1][1].is_participating
+    assert not only(effects, ef.Merge)

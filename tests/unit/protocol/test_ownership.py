@@ -1,0 +1,133 @@
+"""Rules O of docs/protocol.md: ownership."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from stage import SHARD, A, B, C, D, Stage, only, sent
+
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.protocol.ownership import Candidates, ranked_owners
+
+RUN = RunId("run")
+FOUR: Candidates = tuple((peer, 1.0) for peer in (A, B, C, D))
+
+
+def owners(stage: Stage) -> list[PeerId]:
+    """Who may own anything, as the machine sees it."""
+    return [peer for peer, _ in stage.machine.core.membership.candidates]
+
+
+def test_owners_are_all_live_peers_that_are_neither_joining_nor_leaving() -> None:
+    """O1a: finished and following ones may own, too."""
+    stage = Stage(B, C, D)
+    assert owners(stage) == [A, B, C, D]
+    stage.says(B, phase="joining")
+    stage.says(C, phase="leaving")
+    stage.says(D, phase="finished")
+    assert owners(stage) == [A, D]
+    stage.says(B, phase="following")
+    assert owners(stage) == [A, B, D]
+    del stage.beats[D]
+    stage.wait(5.0)
+    assert owners(stage) == [A, B], "silent peers are not live"
+
+
+def test_who_leaves_owns_only_if_nobody_else_may() -> None:
+    """O1a."""
+    stage = Stage(B)
+    stage.tell(ev.LeaveRequested("asked to"))
+    stage.wait(0.6)
+    assert owners(stage) == [B]
+    stage.tell(ev.PeerDisconnected(B, "gone"))
+    assert owners(stage) == [A]
+
+
+def test_owners_are_ranked_by_weighted_rendezvous_hashing() -> None:
+    """O1b: shares follow the weights, and without one candidate the others keep their order."""
+    weighted = ((A, 1.0), (B, 3.0))
+    first = Counter(ranked_owners(RUN, 0, version, weighted)[0] for version in range(4000))
+    assert 0.72 < first[B] / 4000 < 0.78
+    for version in range(50):
+        ranked = ranked_owners(RUN, 0, version, FOUR)
+        rest = tuple(c for c in FOUR if c[0] != ranked[0])
+        assert ranked_owners(RUN, 0, version, rest) == ranked[1:]
+
+
+def test_owners_are_ranked_over_the_peer_the_shard_and_the_version() -> None:
+    """O1b: each of them changes the order; nothing else is needed to know it."""
+    by_version = {ranked_owners(RUN, 0, version, FOUR) for version in range(200)}
+    by_shard = {ranked_owners(RUN, shard, 1, FOUR) for shard in range(200)}
+    assert len(by_version) == len(by_shard) == 24
+
+
+def test_who_cannot_be_dialled_owns_only_if_nobody_else_can() -> None:
+    """O2."""
+    stage = Stage(B, C, weight=0.0)
+    stage.says(C, weight=0.0)
+    assert owners(stage) == [B]
+    stage.tell(ev.PeerDisconnected(B, "gone"))
+    assert owners(stage) == [A, C]
+
+
+def test_a_contribution_goes_to_rank_0() -> None:
+    """O3a."""
+    assert [to for to, _ in sent(Stage(B, C, owners="bac").give(), msg.Contribution)] == [B]
+    assert [to for to, _ in sent(Stage(B, C, owners="cab").give(), msg.Contribution)] == [C]
+    stage = Stage(B, C, owners="abc")
+    assert not sent(stage.give(), msg.Contribution)
+    assert only(stage.wait(2.0), ef.Merge), "its own it keeps and merges"
+
+
+def test_if_its_target_is_lost_a_contribution_goes_to_the_new_rank_0_at_once() -> None:
+    """O3b."""
+    stage = Stage(B, C, owners="bca")
+    [(_, given)] = sent(stage.give(), msg.Contribution)
+    assert sent(stage.tell(ev.PeerDisconnected(B, "gone")), msg.Contribution) == [(C, given)]
+
+
+def test_if_its_target_starts_to_leave_a_contribution_goes_to_the_new_rank_0_at_once() -> None:
+    """O3b: who leaves is no owner any more."""
+    stage = Stage(B, C, owners="bca")
+    [(_, given)] = sent(stage.give(), msg.Contribution)
+    assert sent(stage.says(B, phase="leaving"), msg.Contribution) == [(C, given)]
+
+
+def test_if_no_commit_comes_within_the_takeover_time_a_contribution_goes_to_the_next_rank_too() -> None:
+    """O3c."""
+    stage = Stage(B, C, owners="bca")
+    [(_, given)] = sent(stage.give(), msg.Contribution)
+    takeover_s = stage.machine.merging.takeover_s()
+    assert not sent(stage.wait(takeover_s - 0.01), msg.Contribution)
+    assert sent(stage.wait(0.02), msg.Contribution) == [(C, given)]
+    assert only(stage.wait(3 * takeover_s), ef.Merge), "and then to this peer itself, rank 2"
+
+
+def test_a_commit_that_comes_in_time_stops_the_takeover() -> None:
+    """O3c: what was pending is merged or stale then."""
+    stage = Stage(B, C, owners="bca")
+    [(_, given)] = sent(stage.give(), msg.Contribution)
+    stage.take(stage.commit(given.contributor))
+    assert not sent(stage.wait(10.0), msg.Contribution)
+
+
+def test_rank_r_merges_no_sooner_than_r_takeover_times_after_it_heard_of_the_turn() -> None:
+    """O4: everybody has answered, and yet rank 1 waits once and rank 2 twice."""
+    for order, rank in (("bac", 1), ("bca", 2)):
+        stage = Stage(B, C, owners=order, has_learner=False)
+        stage.announce(B, 4)
+        takeover_s = stage.machine.merging.takeover_s()
+        stage.wait(0.5)
+        effects = stage.offer(B) + stage.offer(C)
+        assert not only(effects + stage.wait(rank * takeover_s - 0.51), ef.Merge)
+        assert [m.shard for m in only(stage.wait(0.02), ef.Merge)] == [SHARD]
+
+
+def test_rank_0_does_not_wait() -> None:
+    """O4."""
+    stage = Stage(B, C, owners="abc", has_learner=False)
+    stage.announce(B, 4)
+    assert only(stage.offer(B) + stage.offer(C), ef.Merge)

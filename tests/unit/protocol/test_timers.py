@@ -1,0 +1,236 @@
+"""The timers (W) of docs/protocol.md, measured from outside; a step and a heartbeat take 0.5 s."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from stage import SHARD, A, B, C, Stage, digest, only, sent, tokens
+
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.messages import Head
+
+
+def lag(stage: Stage, peer: PeerId, *delays_s: float) -> None:
+    """``peer`` echoes heartbeats of ours, one after the other, after these delays."""
+    beat = stage.beats.pop(peer)
+    for delay_s in delays_s:
+        before = stage.beaten[peer]
+        while stage.beaten[peer] == before:
+            stage.wait(0.01)
+        echo, at = stage.beaten[peer]
+        stage.wait(at + delay_s - stage.now)
+        beat = msgspec.structs.replace(beat, sequence=beat.sequence + 1, echo=echo, echo_held_s=0.0)
+        stage.hear(peer, beat)
+
+
+def is_live(stage: Stage, peer: PeerId) -> bool:
+    """Whether it is, decided now."""
+    stage.tell(ev.PeerDisconnected(PeerId("nobody"), "makes the machine look"))
+    return peer in stage.machine.status().live
+
+
+def test_every_heartbeat_s_it_beats_to_all() -> None:
+    """W1a: to all that are connected, live or not, with numbers that count up."""
+    stage = Stage(B)
+    stage.tell(ev.PeerConnected(C))
+    beats = sent(stage.wait(5.01), msg.Heartbeat)
+    assert [to for to, _ in beats].count(B) == [to for to, _ in beats].count(C) == 10
+    numbers = [beat.sequence for to, beat in beats if to == B]
+    assert numbers == sorted(set(numbers))
+
+
+def test_at_its_heartbeat_it_decides_membership_anew() -> None:
+    """W1b: nothing happens, and yet a silent peer is lost."""
+    stage = Stage(B)
+    del stage.beats[B]
+    stage.wait(2.1)
+    assert stage.machine.status().live == ()
+
+
+def test_at_its_heartbeat_it_asks_for_heads_that_stay_different() -> None:
+    """W1c: not for those that differ once, nor for those that move."""
+    stage = Stage(B)
+    mark = stage.machine.core.heads_mark
+    assert not sent(stage.wait(3.0), msg.HeadsRequest)
+    moving = [stage.says(B, heads_mark=mark + i) for i in range(1, 20)]
+    assert not [request for effects in moving for request in sent(effects, msg.HeadsRequest)]
+    assert {to for to, _ in sent(stage.wait(2.0), msg.HeadsRequest)} == {B}
+
+
+@pytest.mark.parametrize("delays_s", [[0.2] * 20, [0.1, 0.4] * 10])
+def test_silence_is_3_heartbeats_2_round_trips_and_4_variations(delays_s: list[float]) -> None:
+    """W2: round trip and variation by RFC 6298."""
+    stage = Stage(B)
+    lag(stage, B, *delays_s)
+    round_trip_s, variation_s = delays_s[0], delays_s[0] / 2
+    for delay_s in delays_s[1:]:
+        variation_s = 0.75 * variation_s + 0.25 * abs(round_trip_s - delay_s)
+        round_trip_s = 0.875 * round_trip_s + 0.125 * delay_s
+    stage.wait(3 * 0.5 + 2 * round_trip_s + 4 * variation_s - 0.02)
+    assert is_live(stage, B)
+    stage.wait(0.04)
+    assert not is_live(stage, B)
+
+
+def merges_after(stage: Stage) -> float:
+    """How long it takes until the next merge begins."""
+    began_at = stage.now
+    for _ in range(1000):
+        if only(stage.wait(0.01), ef.Merge):
+            return round(stage.now - began_at, 2)
+    raise AssertionError("no merge")
+
+
+def owner() -> Stage:
+    """Peer a owns everything and only merges; b gives and c does not."""
+    stage = Stage(B, C, has_learner=False, grace_share=1.0, overlap=4)
+    stage.says(B, weight=0.0)
+    stage.says(C, weight=0.0)
+    return stage
+
+
+def test_grace_is_gamma_times_tau_steps_less_the_quorum_time() -> None:
+    """W3: 4 steps of 0.5 s, of which 0.3 s are over when the quorum is in."""
+    stage = owner()
+    stage.announce(B, 4)
+    stage.wait(0.3)
+    stage.offer(B)
+    assert merges_after(stage) == pytest.approx(1.7, abs=0.02)
+    half = Stage(B, C, owners="abc", has_learner=False, grace_share=0.5, overlap=4)
+    half.announce(B, 4)
+    half.wait(0.3)
+    half.offer(B)
+    assert merges_after(half) == pytest.approx(0.85, abs=0.02)
+
+
+def test_grace_is_shortened_by_the_sync_time() -> None:
+    """W3: the last merge took 2 s, which count for a fifth (smoothed)."""
+    stage = owner()
+    effects = stage.offer(B) + stage.offer(C)
+    stage.wait(2.0)
+    stage.work(effects)
+    stage.offer(B, 40, 80)
+    assert merges_after(stage) == pytest.approx(2.0 - 0.2 * 2.0, abs=0.02)
+
+
+def test_grace_is_never_below_0() -> None:
+    """W3: the quorum came later than all the overlap lasts."""
+    stage = owner()
+    stage.announce(B, 4)
+    stage.wait(5.0)
+    assert only(stage.offer(B), ef.Merge)
+
+
+def offers_after(stage: Stage, offers: int) -> list[float]:
+    """The times between a contribution's offers."""
+    times: list[float] = []
+    since = stage.now
+    assert sent(stage.give(), msg.Contribution)
+    while len(times) < offers:
+        assert stage.now < since + 30.0
+        if sent(stage.wait(0.01), msg.Contribution):
+            times.append(round(stage.now - since, 2))
+            since = stage.now
+    return times
+
+
+def test_takeover_is_tau_steps_and_3_turns_and_4_round_trips() -> None:
+    """W4: a turn counts as the floor of 0.6 s until one is measured."""
+    unbounded: dict[str, Any] = {"takeover_floor_s": 0.6, "takeover_ceiling_s": 60.0, "weight": 0.0}
+    stage = Stage(B, C, **unbounded)
+    assert offers_after(stage, 1) == pytest.approx([2 * 0.5 + 3 * 0.6], abs=0.02)
+    stage = Stage(B, C, **unbounded)
+    lag(stage, B, *[0.2] * 20)
+    stage.wait(0.51)  # membership takes the round trip in at its next heartbeat
+    assert stage.machine.merging.takeover_s() == pytest.approx(2 * 0.5 + 3 * 0.6 + 4 * 0.2, abs=0.04)
+
+
+def test_takeover_follows_the_measured_turns() -> None:
+    """W4: turns of 2 s, smoothed by a fifth."""
+    stage = Stage(B, takeover_floor_s=0.6, takeover_ceiling_s=60.0, weight=0.0)
+    turn_s = 0.6
+    for _ in range(3):
+        [(_, given)] = sent(stage.give(), msg.Contribution)
+        stage.wait(2.0)
+        stage.take(stage.commit(given.contributor))
+        turn_s += 0.2 * (2.0 - turn_s)
+    assert stage.machine.merging.takeover_s() == pytest.approx(2 * 0.5 + 3 * turn_s, abs=0.02)
+
+
+def test_takeover_is_within_floor_and_ceiling() -> None:
+    """W4."""
+    ceiling = Stage(B, C, takeover_floor_s=0.6, takeover_ceiling_s=1.5, weight=0.0)
+    assert offers_after(ceiling, 1) == pytest.approx([1.5], abs=0.02)
+    floor = Stage(B, C, takeover_floor_s=1.5, takeover_ceiling_s=60.0, weight=0.0)
+    for _ in range(60):
+        [(_, given)] = sent(floor.give(), msg.Contribution)
+        floor.take(floor.commit(given.contributor))
+    assert offers_after(floor, 1) == pytest.approx([1.5], abs=0.02)
+
+
+def test_takeover_is_longer_with_each_lap() -> None:
+    """W4: two owners; after each round through both, once as long more."""
+    stage = Stage(B, C, takeover_floor_s=0.6, takeover_ceiling_s=1.0, weight=0.0)
+    assert offers_after(stage, 5) == pytest.approx([1.0, 1.0, 2.0, 2.0, 3.0], abs=0.02)
+
+
+def asks_after(stage: Stage) -> float:
+    """How long it takes until the commits of a heavier head are asked for."""
+    began_at = stage.now
+    stage.announce(C, 4, Head(SHARD, 1, digest("heavier"), 1000))
+    while not sent(stage.wait(0.01), msg.CommitsRequest):
+        assert stage.now < began_at + 10.0
+    return stage.now - began_at
+
+
+def test_commit_patience_is_one_turn_and_2_round_trips() -> None:
+    """W5: a turn counts as the floor until one is measured."""
+    assert asks_after(Stage(B, C, takeover_floor_s=0.3)) == pytest.approx(0.3, abs=0.02)
+    stage = Stage(B, C, takeover_floor_s=0.3)
+    lag(stage, B, *[0.2] * 20)
+    stage.wait(0.51)
+    assert asks_after(stage) == pytest.approx(0.3 + 2 * 0.2, abs=0.04)
+
+
+def test_commit_patience_counts_at_most_a_heartbeat_of_the_turn() -> None:
+    """W5."""
+    assert asks_after(Stage(B, C, takeover_floor_s=5.0)) == pytest.approx(0.5, abs=0.02)
+
+
+def test_after_request_s_a_request_for_commits_was_in_vain() -> None:
+    """W6: until then nobody else is asked, and then the next one that has a heavier head is."""
+    stage = Stage(B, C, request_s=3.0)
+    asks_after(stage)
+    stage.announce(B, 8, Head(SHARD, 1, digest("heavier"), 1000))
+    assert not sent(stage.wait(2.9), msg.CommitsRequest)
+    stage.wait(0.2)
+    stage.announce(B, 12, Head(SHARD, 1, digest("heavier"), 1000))
+    assert [to for to, _ in sent(stage.wait(1.0), msg.CommitsRequest)] == [B]
+
+
+def test_after_leave_s_or_finish_s_the_peer_goes_with_a_warning_if_it_holds_unmerged_tokens() -> None:
+    """W7."""
+    for last, length_s in ((ev.LeaveRequested("asked to"), 20.0), (ev.LearnerPaused(2, 20), 60.0)):
+        stage = Stage(B, leave_s=20.0, finish_s=60.0)
+        stage.train(2)
+        effects = stage.tell(last) + stage.tell(ev.LearnerPaused(2, 20)) + stage.wait(length_s - 0.01)
+        assert not only(effects, ef.Leave)
+        effects = stage.wait(0.02)
+        assert only(effects, ef.Leave)
+        assert [n.level for n in only(effects, ef.Note) if "20 tokens unmerged" in n.reason] == ["warning"]
+
+
+def test_who_holds_nothing_unmerged_goes_without_a_warning() -> None:
+    """W7."""
+    stage = Stage(B, weight=0.0)
+    stage.give()
+    stage.take(stage.commit(tokens(A, 0, 40)))
+    stage.tell(ev.LeaveRequested("asked to"))
+    effects = stage.tell(ev.LearnerPaused(4, 40))
+    assert only(effects, ef.Leave)
+    assert not [n for n in only(effects, ef.Note) if n.level == "warning"]

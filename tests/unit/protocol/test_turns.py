@@ -1,0 +1,146 @@
+"""Rules T of docs/protocol.md: turns."""
+
+from __future__ import annotations
+
+from stage import SHARD, TOKENS, A, B, C, Stage, digest, life, only, sent, tokens
+
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.identifiers import FragmentId, ShardId
+from p2pdiloco.simulation.driver import PeerSetting
+from p2pdiloco.simulation.learner import Copy
+from p2pdiloco.simulation.scenarios import P0, base_config, make_world
+
+TWO_SHARDS = ((ShardId(0), ShardId(1)),)
+
+
+def test_the_learner_that_reaches_a_fragments_step_announces_its_turn_to_all_live_peers() -> None:
+    """T1a."""
+    stage = Stage(B, C)
+    assert not sent(stage.train(3), msg.Turn)
+    announced = sent(stage.train(1), msg.Turn)
+    assert announced == [(peer, msg.Turn(FragmentId(0), 4, (stage.head(),))) for peer in (B, C)]
+
+
+def test_each_fragment_has_its_own_step() -> None:
+    """T1a: H = 4 and two fragments are due two steps apart."""
+    stage = Stage(B, fragments=((ShardId(0),), (ShardId(1),)))
+    due = [[turn.fragment for _, turn in sent(stage.train(1), msg.Turn)] for _ in range(8)]
+    assert due == [[], [1], [], [0], [], [1], [], [0]]
+
+
+def test_everybody_who_hears_of_a_turn_adopts_the_step() -> None:
+    """T1b."""
+    stage = Stage(B)
+    assert only(stage.announce(B, 12), ef.AdoptStep) == [ef.AdoptStep(12)]
+    assert stage.machine.status().step == 12
+    assert not only(stage.announce(B, 8), ef.AdoptStep), "never back"
+
+
+def test_a_shards_turn_is_open_until_its_head_moves() -> None:
+    """T2a: the next turn of an open shard asks for nothing; with the head moved it asks for a snapshot."""
+    stage = Stage(B, C, owners="bac")
+    stage.give()
+    assert not only(stage.announce(C, 8), ef.Snapshot)
+    stage.take(stage.commit(tokens(A, 0, 40), step=8))
+    assert only(stage.announce(C, 12), ef.Snapshot) == [ef.Snapshot(FragmentId(0), 12)]
+
+
+def test_of_several_turns_that_were_put_off_only_the_newest_is_opened_at_once() -> None:
+    """T2b."""
+    stage = Stage(B, C, owners="bac")
+    stage.give()
+    stage.announce(B, 8)
+    stage.announce(C, 12)
+    done = stage.take(stage.commit(tokens(A, 0, 40), step=4))
+    assert only(done, ef.Snapshot) == [ef.Snapshot(FragmentId(0), 12)]
+    assert not only(stage.take(stage.commit(tokens(B, 0, 40), step=12)), ef.Snapshot), "none was queued"
+
+
+def test_a_turn_that_was_put_off_is_not_opened_if_the_commit_is_of_no_older_turn() -> None:
+    """T2c."""
+    stage = Stage(B, C, owners="bac")
+    stage.give()
+    stage.announce(B, 8)
+    assert not only(stage.take(stage.commit(tokens(A, 0, 40), step=8)), ef.Snapshot)
+
+
+def test_a_due_turn_is_announced_even_where_it_is_put_off() -> None:
+    """T3."""
+    stage = Stage(B, owners="ba")
+    stage.give()
+    effects = stage.train(4)
+    assert not only(effects, ef.Snapshot)
+    assert [(peer, turn.step) for peer, turn in sent(effects, msg.Turn)] == [(B, 8)]
+
+
+def test_a_learner_is_asked_for_one_snapshot_of_a_fragment_at_a_time() -> None:
+    """T4a: of two shards one gets a new head, and with it a new turn, while the snapshot for both is under way."""
+    stage = Stage(B, fragments=TWO_SHARDS)
+    asked = only(stage.train(4), ef.Snapshot)
+    assert len(asked) == 1
+    more = stage.take(stage.commit(tokens(B, 0, 40), step=4)) + stage.announce(B, 8)
+    assert not only(more, ef.Snapshot)
+    assert {e.shard for e in only(stage.tell(stage.end_of(asked[0])), ef.Encode)} == set(TWO_SHARDS[0])
+
+
+def test_a_learner_answers_at_a_step_boundary() -> None:
+    """T4b: the simulated learner takes its copy when its step ends, not when it is asked."""
+    world = make_world(base_config(), {P0: PeerSetting(step_s=1.0, step_jitter=0.0)}, None)
+    world.run_until(2.7)
+    learner = world.processes[P0].learner
+    assert learner is not None
+    steps = learner.steps
+    learner.order(Copy(FragmentId(0), 4))
+    world.run_until(world.now + 0.3)
+    assert (learner.steps, len(learner.commands), learner.snapshots) == (steps, 1, {})
+    world.run_until(world.now + 0.7)
+    assert (learner.steps, len(learner.commands)) == (steps + 1, 0)
+    assert SHARD in learner.snapshots
+
+
+def test_a_learner_is_never_stopped_for_its_turn() -> None:
+    """T4c: from the announcement to the commit, nobody tells the learner to pause."""
+    stage = Stage(B, owners="ab")
+    effects = stage.work(stage.train(4)) + stage.work(stage.offer(B)) + stage.work(stage.wait(5.0))
+    assert stage.head().version == 1
+    assert not only(effects, ef.PauseLearner)
+    assert stage.machine.status().phase == "training"
+
+
+def test_a_contribution_covers_all_tokens_that_the_bases_chain_has_not_merged() -> None:
+    """T5: the first four steps were not merged, so the next contribution holds all eight; then come later ones."""
+    stage = Stage(B, weight=0.0)
+    [(_, first)] = sent(stage.give(), msg.Contribution)
+    assert first.contributor == tokens(A, 0, 40)
+    stage.take(stage.commit(tokens(B, 0, 40)))
+    [(_, second)] = sent(stage.give(), msg.Contribution)
+    assert (second.contributor, second.base) == (tokens(A, 0, 80), stage.head())
+    stage.take(stage.commit(tokens(A, 0, 80)))
+    [(_, third)] = sent(stage.give(), msg.Contribution)
+    assert third.contributor == tokens(A, 80, 120)
+
+
+def test_tokens_trained_while_the_snapshot_is_encoded_are_not_in_the_contribution() -> None:
+    """T5: it covers the snapshot, not the moment at which it is sent."""
+    stage = Stage(B, owners="ba")
+    encode = only(stage.work(stage.train(4), ef.Snapshot), ef.Encode)[0]
+    stage.train(2)
+    [(_, given)] = sent(stage.tell(ev.Encoded(SHARD, encode.base.id, digest("x"), 100)), msg.Contribution)
+    assert given.contributor.tokens_to == 4 * TOKENS
+
+
+def test_a_learner_that_has_nothing_to_give_says_so() -> None:
+    """T6: it made no step since it was merged."""
+    stage = Stage(B, C, owners="bac")
+    [(_, given)] = sent(stage.work(stage.announce(B, 4), ef.Snapshot, ef.Encode), msg.Contribution)
+    assert (given.contributor.learner, given.contributor.tokens, given.payload) == (life(A), 0, "")
+
+
+def test_a_learner_whose_outer_gradient_cannot_be_encoded_says_that_it_has_nothing_to_give() -> None:
+    """T6."""
+    stage = Stage(B, C, owners="bac")
+    stage.work(stage.train(4), ef.Snapshot)
+    [(_, given)] = sent(stage.tell(ev.Failed("encode", SHARD, None, "not finite")), msg.Contribution)
+    assert (given.contributor.tokens, given.payload) == (0, "")
