@@ -33,8 +33,8 @@ log = logs.get("node")
 
 MANIFEST = "manifest.msgpack"
 FORMAT = 2
-PLACES = (".", "checkpoint", "*/checkpoint")
-"""Where a checkpoint may lie in the folder that a user names: the thing itself, one run's folder, a peer's state."""
+PLACES = ("checkpoint", "*/checkpoint")
+"""Where checkpoints lie in the folder that a user names (a run's folder, a peer's state), if it is not one itself."""
 
 
 class CheckpointError(Exception):
@@ -109,8 +109,8 @@ def load_all(folders: Iterable[Path]) -> list[Checkpoint]:
         CheckpointError: nothing can.
     """
     found, reasons, searched = [], [], list(folders)
-    places = {place for folder in searched for pattern in PLACES for place in folder.glob(pattern) if place.is_dir()}
-    for place in sorted(places):
+    below = (place for folder in searched for pattern in PLACES for place in folder.glob(pattern))
+    for place in sorted({*searched, *below}):
         try:
             checkpoint = load(place)
         except CheckpointError as error:

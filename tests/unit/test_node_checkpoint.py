@@ -1,0 +1,159 @@
+"""Checkpoints: whole or not at all, checked when read, put together from what several peers left."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from p2pdiloco.node import checkpoint
+from p2pdiloco.node.checkpoint import CheckpointError, best_of, load, load_all, save
+from p2pdiloco.protocol.chain import genesis_head
+from p2pdiloco.protocol.events import ShardState
+from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, ShardId
+from p2pdiloco.protocol.manifest import Layout, Manifest, ModelConfig, RunConfig, ScheduleConfig, TensorSpec
+from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.tensors.digests import state_digest
+from p2pdiloco.wire.bodies import COMMIT_CONTEXT, StateProof
+
+OWNER = Identity.ephemeral()
+ELEMENTS = 64
+TENSORS = tuple(
+    TensorSpec(name=name, shape=(ELEMENTS,), merge="direct", fragment=FragmentId(f)) for f, name in enumerate("ab")
+)
+
+
+def make_manifest(seed: int = 0) -> Manifest:
+    config = RunConfig(name="unit", model=ModelConfig(), seed=seed, schedule=ScheduleConfig(fragments=2))
+    zero = state_digest(torch.zeros(ELEMENTS), torch.zeros(ELEMENTS))
+    return Manifest(founder=OWNER.peer_id, config=config, tensors=TENSORS, genesis=(zero, zero))
+
+
+def write(folder: Path, versions: tuple[int, int], manifest: Manifest | None = None, *, keep: int = 2) -> None:
+    """A checkpoint whose shards have these versions; a shard's values are its version, its tokens ten times that."""
+    manifest = manifest or make_manifest()
+    theta, momentum = torch.zeros(2 * ELEMENTS), torch.zeros(2 * ELEMENTS)
+    proofs = []
+    for piece, version in zip(Layout.of(manifest).shards, versions, strict=True):
+        theta[piece.start : piece.stop] = float(version)
+        result = state_digest(theta[piece.start : piece.stop], momentum[piece.start : piece.stop])
+        proofs.append(proof_of(manifest, piece.shard, version, result))
+    save(folder, manifest, tuple(proofs), theta, momentum, keep=keep)
+
+
+def proof_of(manifest: Manifest, shard: ShardId, version: int, result: Digest) -> StateProof:
+    if version == 0:
+        return StateProof(ShardState(genesis_head(manifest.run, shard, manifest.genesis[shard]), 0, ()), None, b"")
+    header = CommitHeader(
+        shard=shard,
+        version=version,
+        parent=Digest("0" * 40),
+        step=4 * version,
+        owner=OWNER.peer_id,
+        contributors=(Contributor(LearnerId(f"{OWNER.peer_id}/1"), 0, 10, 0, 1),),
+        tokens=10 * version,
+        payload=Digest("1" * 40),
+        result=result,
+    )
+    head = Head(shard, version, commit_id(header), header.tokens)
+    return StateProof(ShardState(head, header.step, ()), header, OWNER.sign(COMMIT_CONTEXT + head.id.encode()))
+
+
+def versions_of(found: checkpoint.Checkpoint | None) -> list[int]:
+    assert found is not None
+    return [proof.state.head.version for proof in found.shards]
+
+
+def test_the_newest_few_stay(tmp_path: Path) -> None:
+    for version in range(5):
+        write(tmp_path, (version, version), keep=3)
+    assert versions_of(load(tmp_path)) == [4, 4]
+    assert len(list(tmp_path.glob("state-*.json"))) == len(list(tmp_path.glob("state-*.safetensors"))) == 3
+
+
+def test_an_empty_folder_has_none(tmp_path: Path) -> None:
+    assert load(tmp_path) is None
+    assert load(tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize("suffix", ["json", "safetensors"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
+def test_of_a_torn_checkpoint_the_one_before_is_used(tmp_path: Path, suffix: str, damage: str) -> None:
+    write(tmp_path, (1, 1))
+    write(tmp_path, (2, 2))
+    newest = max(tmp_path.glob(f"state-*.{suffix}"))
+    data = bytearray(newest.read_bytes())
+    if damage == "gone":
+        newest.unlink()
+    elif damage == "cut":
+        newest.write_bytes(data[: len(data) // 2])
+    else:
+        data[-20] ^= 1
+        newest.write_bytes(data)
+    assert versions_of(load(tmp_path)) == [1, 1]
+
+
+def test_when_all_are_torn_it_says_why(tmp_path: Path) -> None:
+    write(tmp_path, (1, 1))
+    for path in tmp_path.glob("*.safetensors"):
+        path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used: state-00000001.json: "):
+        load(tmp_path)
+
+
+def test_a_forged_state_is_not_taken(tmp_path: Path) -> None:
+    manifest = make_manifest()
+    theta, momentum = torch.ones(2 * ELEMENTS), torch.zeros(2 * ELEMENTS)
+    proofs = tuple(proof_of(manifest, ShardId(s), 0, manifest.genesis[s]) for s in range(2))
+    save(tmp_path, manifest, proofs, theta, momentum, keep=1)
+    with pytest.raises(CheckpointError, match="does not have the digest that its owner signed"):
+        load(tmp_path)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, (1, 1))
+    before = sorted(tmp_path.iterdir())
+    real, calls = checkpoint.write_atomically, itertools.count()
+
+    def full(path: Path, data: bytes) -> None:
+        if next(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, data)
+
+    monkeypatch.setattr(checkpoint, "write_atomically", full)
+    with pytest.raises(OSError, match="No space"):
+        write(tmp_path, (2, 2))
+    assert sorted(tmp_path.iterdir()) == before
+    assert versions_of(load(tmp_path)) == [1, 1]
+
+
+def test_of_several_peers_each_shards_heaviest_head_is_taken_in_any_order(tmp_path: Path) -> None:
+    for name, versions in {"a": (3, 1), "b": (2, 5), "c": (0, 0)}.items():
+        write(tmp_path / name / "run" / "checkpoint", versions)
+    for order in itertools.permutations("abc"):
+        best = best_of(load_all(tmp_path / name for name in order))
+        assert versions_of(best) == [3, 5]
+        assert best.theta.tolist() == [3.0] * ELEMENTS + [5.0] * ELEMENTS
+
+
+def test_an_unusable_folder_does_not_spoil_the_others(tmp_path: Path) -> None:
+    write(tmp_path / "a" / "checkpoint", (1, 1))
+    write(tmp_path / "b" / "checkpoint", (2, 2))
+    for path in (tmp_path / "b" / "checkpoint").glob("*.safetensors"):
+        path.unlink()
+    assert [versions_of(c) for c in load_all([tmp_path / "a", tmp_path / "b"])] == [[1, 1]]
+    with pytest.raises(CheckpointError, match="can be used"):
+        load_all([tmp_path / "b"])
+    with pytest.raises(CheckpointError, match="give peers' state folders"):
+        load_all([tmp_path / "nowhere"])
+
+
+def test_checkpoints_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
+    write(tmp_path / "a", (1, 1))
+    write(tmp_path / "b", (1, 1), make_manifest(seed=7))
+    with pytest.raises(CheckpointError, match="several runs"):
+        best_of(load_all([tmp_path / "a", tmp_path / "b"]))
