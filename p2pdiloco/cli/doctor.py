@@ -103,6 +103,15 @@ def _congestion_control() -> Finding:
     )
 
 
+def _link() -> Finding:
+    """Whether the default budget can be learned here."""
+    if platform.system() == "Linux":
+        return Finding("ok", "up budget", "without --up it is 90 % of what the link is seen to carry; the log tells it")
+    return Finding(
+        "note", "up budget", "this kernel does not tell what was delivered: no limit without --up", "give --up RATE"
+    )
+
+
 def _send_buffer() -> Finding:
     path = Path("/proc/sys/net/ipv4/tcp_wmem")
     if not path.exists():
@@ -127,6 +136,7 @@ LOCAL_CHECKS: tuple[Callable[[], Finding], ...] = (
     _accelerator,
     _shared_memory,
     _congestion_control,
+    _link,
     _send_buffer,
 )
 

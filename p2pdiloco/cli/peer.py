@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from p2pdiloco.cli.rates import bytes_per_second
+from p2pdiloco.cli.rates import bytes_per_second, up_budget
 from p2pdiloco.node.node import Ending
 from p2pdiloco.node.options import PeerOptions
 from p2pdiloco.node.session import DirectoryOptions
@@ -37,7 +37,13 @@ def add_peer_arguments(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--identity_path", type=Path, metavar="FILE", help="key file (default: STATE/identity.key)")
     sub.add_argument("--unreachable", action="store_true", help="behind NAT without forwarding: never own a shard")
-    sub.add_argument("--up", type=bytes_per_second, metavar="RATE", help="send at most this, e.g. 2.5gbit, 100mbit")
+    sub.add_argument(
+        "--up",
+        type=up_budget,
+        default="auto",
+        metavar="RATE",
+        help="send at most this, e.g. 2.5gbit, 100mbit, none (default: auto, 90 %% of what the link is seen to carry)",
+    )
     sub.add_argument("--down", type=bytes_per_second, metavar="RATE", help="let others send at most this")
     sub.add_argument("--checkpoint-s", type=float, default=60.0, help="seconds between checkpoints")
     sub.add_argument("--keep-checkpoints", type=int, default=2, metavar="N", help="newest ones that stay (default: 2)")

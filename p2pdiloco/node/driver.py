@@ -48,8 +48,8 @@ SWEEP_S = 2.0
 class Surroundings(Protocol):
     """What the driver asks of the node around it."""
 
-    def post(self, peer: PeerId, body: bytes, payload: bytes | None) -> None:
-        """Send a message, if the peer is connected."""
+    def post(self, peer: PeerId, body: bytes, payload: bytes | None, topic: str | None) -> None:
+        """Send a message, if the peer is connected. It takes the place of one with its ``topic`` that only waits."""
 
     def fetch(self, shard: ShardId, peer: PeerId) -> None:
         """Download a shard's state and feed ``Fetched`` or ``Failed``."""
@@ -179,7 +179,7 @@ class Driver:
                 assert_never(effect)
 
     def _send(self, effect: ef.Send) -> None:
-        message, payload = effect.message, None
+        message, payload, topic = effect.message, None, None
         match message:
             case msg.Contribution():
                 if message.payload:
@@ -187,6 +187,7 @@ class Driver:
                     if payload is None:
                         return
                     self.traffic.sent_up(message.shard, payload, len(effect.peers))
+                    topic = f"contribution {message.shard}"  # A later one covers an earlier one's tokens (rule T5).
             case msg.Commit():
                 payload = self._signed(message.header)
                 if payload is None:
@@ -194,7 +195,7 @@ class Driver:
                 self.traffic.sent_down(message.header.shard, payload, len(effect.peers))
         body = encode(message)
         for peer in effect.peers:
-            self.around.post(peer, body, payload)
+            self.around.post(peer, body, payload, topic)
 
     def _signed(self, header: msg.CommitHeader) -> bytes | None:
         """What travels with a commit, if it is all here."""
@@ -305,15 +306,19 @@ class Driver:
 
     # -- messages from peers -------------------------------------------------------------------------------------------
 
-    def received(self, peer: PeerId, message: msg.Message, payload: memoryview | None) -> None:
-        """A decoded message; payloads are checked on another thread before the machine hears of it."""
+    def received(
+        self, peer: PeerId, message: msg.Message, payload: memoryview | None
+    ) -> asyncio.Future[Callable[[], None]] | None:
+        """A decoded message; payloads are checked on another thread before the machine hears of it. The future ends
+        when that is done: until then the peer gets no credit for as many bytes."""
         match message:
             case msg.Contribution(payload=digest) if digest:
-                self._inspect(peer, message, payload, lambda data: self._kept_contribution(data, digest))
+                return self._inspect(peer, message, payload, lambda data: self._kept_contribution(data, digest))
             case msg.Commit(header=header):
-                self._inspect(peer, message, payload, lambda data: self._kept_commit(data, header))
+                return self._inspect(peer, message, payload, lambda data: self._kept_commit(data, header))
             case _:
                 self.feed(ev.Received(peer, message))
+                return None
 
     def _inspect(
         self,
@@ -321,11 +326,11 @@ class Driver:
         message: msg.Contribution | msg.Commit,
         data: memoryview | None,
         check: Callable[[memoryview], Callable[[], None]],
-    ) -> None:
+    ) -> asyncio.Future[Callable[[], None]] | None:
         """``check`` what came on another thread; it returns what keeps it, or raises ValueError."""
         if data is None:
             self.around.fault(peer, "payload", "the message came without its payload")
-            return
+            return None
 
         def checked(future: asyncio.Future[Callable[[], None]]) -> None:
             if self.is_closed or future.cancelled():
@@ -337,7 +342,9 @@ class Driver:
             future.result()()
             self.feed(ev.Received(peer, message))
 
-        self._loop.run_in_executor(self._inspector, check, data).add_done_callback(checked)
+        checking = self._loop.run_in_executor(self._inspector, check, data)
+        checking.add_done_callback(checked)
+        return checking
 
     def _kept_contribution(self, data: memoryview, digest: Digest) -> Callable[[], None]:
         payload = bytes(data)

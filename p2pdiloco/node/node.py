@@ -13,7 +13,7 @@ import asyncio
 import json
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import torch
@@ -40,7 +40,7 @@ from p2pdiloco.runtime.files import write_atomically
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.journal import Journal
 from p2pdiloco.runtime.tasks import Tasks
-from p2pdiloco.runtime.transport import Answer, Transport
+from p2pdiloco.runtime.transport import Answer, ConnectionLimits, Transport, TransportLimits
 from p2pdiloco.tensors.digests import list_bytes
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire.bodies import SIGNATURE_BYTES, PeerStatus, StateProof, decode_message
@@ -136,8 +136,12 @@ class Node:
                 run=self.manifest.run,
                 version=PROTOCOL_VERSION,
                 handler=self,
+                limits=TransportLimits(
+                    connection=ConnectionLimits.for_payloads(8 * max(s.elements for s in self.layout.shards)),
+                    up_bytes_per_s=self.options.up_bytes_per_s,
+                    down_bytes_per_s=self.options.down_bytes_per_s,
+                ),
             )
-            self.transport.set_budget(self.options.up_bytes_per_s, self.options.down_bytes_per_s)
             self._fetching = Fetching(self.manifest, self.layout, self.driver, self.transport)
             self._answering = Answering(self.manifest, self.driver, self.status)
             self.supervision = Supervision(
@@ -274,14 +278,14 @@ class Node:
             self.driver.feed(ev.PeerDisconnected(peer, reason))
         self.roster.disconnected(peer)
 
-    def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> None:
+    def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> asyncio.Future[Any] | None:
         """A message came."""
         try:
             message = decode_message(body)
         except ValueError as error:
             self.fault(peer, "message", str(error))
-            return
-        self.driver.received(peer, message, payload)
+            return None
+        return self.driver.received(peer, message, payload)
 
     def fault(self, peer: PeerId, what: str, reason: str) -> None:
         """A peer broke the rules. All are counted; the log tells the first, the second, the fourth ..., so that nobody
@@ -312,9 +316,9 @@ class Node:
         """A request came."""
         return await self._answering.answer(body)
 
-    def post(self, peer: PeerId, body: bytes, payload: bytes | None) -> None:
+    def post(self, peer: PeerId, body: bytes, payload: bytes | None, topic: str | None) -> None:
         """Send a message, if the peer is connected."""
-        if not self.transport.send(peer, body, payload):
+        if not self.transport.send(peer, body, payload, topic=topic):
             log.debug("message not sent: not connected, or too much waits", peer=peer)
 
     def fetch(self, shard: ShardId, peer: PeerId) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -29,8 +29,9 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Nobody can dial this peer: it never owns a shard."""
     weight: Annotated[float, Meta(gt=0.0, le=1e12)] = 1.0
     """Share of ownership, in any unit that the peers of a run agree on (upload budget)."""
-    up_bytes_per_s: Annotated[float, Meta(gt=0.0)] | None = None
-    """What this peer may send at most, over all connections; None for no limit. Control traffic goes first."""
+    up_bytes_per_s: Annotated[float, Meta(gt=0.0)] | Literal["auto"] | None = "auto"
+    """What this peer may send at most, over all connections; None for no limit. Control traffic goes first. "auto":
+    90 % of what the link is seen to carry (nothing is learned from connections on the same machine)."""
     down_bytes_per_s: Annotated[float, Meta(gt=0.0)] | None = None
     """What others may send to this peer."""
     checkpoint_s: Annotated[float, Meta(ge=1.0)] = 60.0

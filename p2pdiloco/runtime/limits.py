@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 from msgspec import Struct
+
+from p2pdiloco.wire.outbox import GROUP_BYTES
 
 
 class ConnectionLimits(Struct, frozen=True, kw_only=True):
@@ -32,6 +34,12 @@ class ConnectionLimits(Struct, frozen=True, kw_only=True):
     """What a duplicate connection may take to finish what it has begun."""
     part_s: float = 5.0
     """What flushing may take when we leave."""
+
+    @classmethod
+    def for_payloads(cls, largest_bytes: int) -> Self:
+        """Room for payloads of ``largest_bytes``: one that is under way, a more urgent one, and those that share the
+        turns with it."""
+        return cls(inbox_bytes=2 * largest_bytes + 2 * GROUP_BYTES)
 
 
 class TransportLimits(Struct, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from p2pdiloco.cli.rates import bytes_per_second
+from p2pdiloco.cli.rates import bytes_per_second, up_budget
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,9 @@ def test_a_rate_is_bits_per_second_in_the_fields_units(text: str, expected: floa
 def test_anything_else_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=r"write 2\.5gbit"):
         bytes_per_second(text)
+
+
+def test_what_is_sent_may_be_learned() -> None:
+    assert up_budget("AUTO") == "auto"
+    assert up_budget("none") is None
+    assert up_budget("8mbit") == 1e6
