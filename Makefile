@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# What `make bench-wire` exchanges: "--all" compares with hivemind and torchft, and needs root.
+EXCHANGE ?= --all
 
-.PHONY: demo test lint simulate golden clean help
+.PHONY: demo test lint simulate golden bench-wire clean help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -39,6 +41,11 @@ simulate: $(READY) ## 10,000 seeds of the protocol's simulator, and every plante
 
 golden: $(READY) ## write the golden transcripts anew, to be read and committed
 	@$(BIN)/python -m pytest -q tests/golden --update
+
+bench-wire: $(READY) ## codec, transport and exchange: tables, JSON and plots in out/bench (root for shaped links; long)
+	@$(BIN)/python -m benchmarks.wire.codec --json out/bench/codec.json --plot out/bench/codec.png
+	@$(BIN)/python -m benchmarks.wire.transport --json out/bench/transport.json --plot out/bench/transport.png
+	@$(BIN)/python -m benchmarks.wire.exchange $(EXCHANGE) --json out/bench/exchange.json --plot out/bench/exchange.png
 
 clean: ## remove what make and the demo made
 	rm -rf $(VENV) out build *.egg-info

@@ -1,7 +1,7 @@
 """One exchange of a whole model among peers (reduce and spread), side by side with what others offer.
 
     python -m benchmarks.wire.exchange --system p2pdiloco --peers 4 --parameters 100e6 --codec int4 --link 1gbit
-    python -m benchmarks.wire.exchange --all --passes 2 --json out/exchange.jsonl
+    python -m benchmarks.wire.exchange --all --passes 2 --json out/exchange.jsonl --plot out/exchange.png
 
 Rules of this file:
 1. Every peer is a process of its own, on shaped links in a network namespace of its own (``links``, needs root).
@@ -31,7 +31,7 @@ from typing import NamedTuple
 import psutil
 
 from benchmarks import record
-from benchmarks.wire import links
+from benchmarks.wire import links, plots
 from benchmarks.wire.baselines import environments
 from benchmarks.wire.line import Message
 
@@ -376,19 +376,23 @@ def main() -> int:
             return 2
         cases = [Case(options.system, codec, options.link, peers, parameters, options.merge)]
     results = []
+    rows = []
     try:
         for case, rounds in measure(cases, options.rounds, options.passes, is_verbose=options.verbose):
             found = figures(case, rounds)
             results.append((case, found))
+            settings = {**case._asdict(), "rounds": options.rounds, "passes": options.passes}
+            rows.append(record.row("wire/exchange", settings, dict(found)))
             if options.json:
-                settings = {**case._asdict(), "rounds": options.rounds, "passes": options.passes}
-                record.append(options.json, [record.row("wire/exchange", settings, dict(found))])
+                record.append(options.json, rows[-1:])
     except (BenchmarkError, links.LinkError, environments.SetupError) as error:
         print(error, file=sys.stderr)
         return 1
     finally:
         if results:
             print(table(results))
+        if rows and options.plot:
+            plots.exchange(options.plot, rows)
     return 0
 
 
@@ -405,6 +409,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--passes", type=int, default=1, help="share the rounds out: all systems, then all again")
     parser.add_argument("--merge", choices=["rda", "direct"], default="rda")
     parser.add_argument("--json", type=Path, help="append one object per row")
+    parser.add_argument("--plot", type=Path, help="write a PNG here")
     parser.add_argument("--verbose", action="store_true", help="let the peers write to standard error")
     return parser.parse_args()
 

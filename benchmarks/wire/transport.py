@@ -1,6 +1,6 @@
 """The transport between two processes of this machine: throughput and CPU, budgets, and control under bulk.
 
-    python -m benchmarks.wire.transport --json out/transport.json
+    python -m benchmarks.wire.transport --json out/transport.json --plot out/transport.png
 
 - ``throughput``: one pair over loopback at several payload sizes, beside a raw blocking TLS socket pair, in turns.
   CPU seconds are of both ends together, per GB of payload.
@@ -30,6 +30,7 @@ from statistics import median
 import uvloop
 
 from benchmarks import record
+from benchmarks.wire import plots
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.tls import TlsContexts
@@ -340,12 +341,15 @@ async def measure(parts: list[str], repeat: int) -> list[record.Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="append one object per row to this file")
+    parser.add_argument("--plot", type=Path, help="write a PNG here")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--only", action="append", choices=["throughput", "budget", "round-trip"])
     options = parser.parse_args()
     rows = uvloop.run(measure(options.only or ["throughput", "budget", "round-trip"], options.repeat))
     if options.json is not None:
         record.append(options.json, rows)
+    if options.plot is not None:
+        plots.transport(options.plot, rows)
 
 
 if __name__ == "__main__":
