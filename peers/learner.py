@@ -1,7 +1,7 @@
 """The learner's program. A node starts it with a socket and the shared memory; nobody starts it by hand::
 
     python -m peers.learner --socket-fd N --memory-fd N --manifest PATH --incarnation TEXT
-                            [--device cpu] [--data PATH] [--threads N]
+                            [--inner-state PATH] [--device cpu] [--data PATH] [--threads N]
 
 Rules of this file:
 1. The node leads. Ctrl+C reaches the whole process group, so SIGINT is ignored here; SIGTERM ends the learner at once;
@@ -25,8 +25,10 @@ import msgspec
 import torch
 
 from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.runtime.files import write_atomically
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.corpus import load_corpus
+from p2pdiloco.training.inner_state import Keeper
 from p2pdiloco.training.learner import Learner
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire.link import Failed
@@ -64,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory-fd", type=int, required=True, help="the shared vectors")
     parser.add_argument("--manifest", type=Path, required=True, help="the run's manifest, MessagePack")
     parser.add_argument("--incarnation", required=True, help="names this life; seeds the order of the data")
+    parser.add_argument("--inner-state", type=Path, help="the inner optimizer's state: read if it is there, and kept")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
     parser.add_argument("--data", help="folder that replaces the manifest's")
     parser.add_argument("--threads", type=int, default=0, help="torch's threads; 0: torch's own choice")
@@ -89,6 +92,7 @@ def _build(options: argparse.Namespace, connection: socket.socket) -> Learner:
         connection=connection,
         corpus=corpus,
         incarnation=options.incarnation,
+        keeper=None if options.inner_state is None else Keeper(options.inner_state, write_atomically),
     )
 
 

@@ -160,6 +160,7 @@ class Node:
                 self._answering.proof,
                 self.metrics,
                 keep=self.options.keep_checkpoints,
+                save_learner=self.supervision.save,
             )
             await stack.enter_async_context(self.transport)
             await stack.enter_async_context(self._tasks)

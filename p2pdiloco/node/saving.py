@@ -43,6 +43,7 @@ class Saving:
         metrics: Metrics,
         *,
         keep: int,
+        save_learner: Callable[[], None],
     ) -> None:
         self._folder = folder
         self._manifest = manifest
@@ -50,6 +51,7 @@ class Saving:
         self._proof = proof
         self._metrics = metrics
         self._keep = keep
+        self._save_learner = save_learner
         self._saved_mark: int | None = None
         """Of the heads in the last checkpoint."""
 
@@ -57,6 +59,7 @@ class Saving:
         """Write a checkpoint now and then, until cancelled."""
         while True:
             await asyncio.sleep(every_s)
+            self._save_learner()
             await self.save(is_last=False)
 
     async def save(self, *, is_last: bool) -> None:

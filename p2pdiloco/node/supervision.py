@@ -109,6 +109,7 @@ class Supervision:
     def _arguments(self, learner: LearnerId) -> list[str]:
         options = self._options
         arguments = ["--manifest", str(options.folder / "manifest.msgpack"), "--incarnation", learner]
+        arguments += ["--inner-state", str(options.folder / "checkpoint" / "learner.safetensors")]
         arguments += ["--device", options.device, "--threads", str(options.threads)]
         return [*arguments, "--data", options.data] if options.data else arguments
 
@@ -131,8 +132,16 @@ class Supervision:
                 driver.feed(ev.Evaluated(message.version, message.loss))
             case link.Ready():
                 self._is_ready = True
-                self._metrics.write("learner-ready", device=message.device, parameters=message.parameters)
+                self._metrics.write(
+                    "learner-ready",
+                    device=message.device,
+                    parameters=message.parameters,
+                    inner_steps=message.inner_steps,
+                )
                 self.load()
+            case link.Trouble():
+                self._metrics.write("learner-trouble", reason=message.reason)
+                log.warning("learner in trouble, it goes on", reason=message.reason)
             case link.Failed():
                 pass  # its process's end follows, with this reason
 
@@ -158,6 +167,11 @@ class Supervision:
                 self._process.send(link.Shift(shards=shifts.added, replace=False))
             if shifts.replaced:
                 self._process.send(link.Shift(shards=shifts.replaced, replace=True))
+
+    def save(self) -> None:
+        """Have the inner optimizer's state written."""
+        if self._process is not None and self._is_loaded:
+            self._process.send(link.Save())
 
     def tell(self, effect: ef.Snapshot | ef.AdoptStep | ef.PauseLearner | ef.Evaluate) -> None:
         """Pass a command on."""

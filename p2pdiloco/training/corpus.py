@@ -119,6 +119,18 @@ class Batches:
     def __iter__(self) -> Iterator[Tensor]:
         return self
 
+    def state(self) -> Tensor:
+        """Where the stream is, uint8; for ``set_state`` of a stream with the same arguments but the seed."""
+        return self._generator.get_state()
+
+    def set_state(self, state: Tensor) -> None:
+        """Go on from there.
+
+        Raises:
+            RuntimeError, TypeError: it is no such state.
+        """
+        self._generator.set_state(state)
+
     def __next__(self) -> Tensor:
         last = self._bytes.numel() - self._window.numel()
         starts = torch.randint(0, last + 1, (self._batch, 1), generator=self._generator)

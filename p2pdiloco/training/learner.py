@@ -10,7 +10,8 @@ Rules of this file:
    supervisor starts a new life from the global parameters.
 5. When the socket ends, the node is dead, and so is the learner.
 
-The inner optimizer is AdamW (DiLoCo, arXiv 2311.08105), fresh in each life; matrices decay, norms do not.
+The inner optimizer is AdamW (DiLoCo, arXiv 2311.08105); matrices decay, norms do not. A new life goes on with the state
+on the peer's disk (``inner_state``); without one it warms up briefly.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.corpus import Batches, Corpus
 from p2pdiloco.training.evaluation import held_out_loss
+from p2pdiloco.training.inner_state import InnerStateError, Keeper, put, take
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.schedule import learning_rate
 from p2pdiloco.training.shared_memory import SharedVectors
@@ -44,10 +46,12 @@ from p2pdiloco.wire.link import (
     Paused,
     Progress,
     Ready,
+    Save,
     Shift,
     Shifted,
     Snapshot,
     Snapshotted,
+    Trouble,
 )
 
 _FAREWELL_S = 2.0
@@ -68,6 +72,7 @@ class Learner:
         connection: socket.socket,
         corpus: Corpus,
         incarnation: str,
+        keeper: Keeper | None = None,
     ) -> None:
         """
         Raises:
@@ -91,6 +96,10 @@ class Learner:
         self._model = build_model(config.model, config.seed).to(self._device)
         self._flat = FlatParameters(self._model, manifest.tensors, layout)
         self._optimizer = _adamw(self._model, manifest)
+        self._keeper = keeper
+        self._inner_steps = 0
+        """Steps of the inner optimizer, earlier lives included."""
+        self._restore()
         self._judge: tuple[nn.Module, FlatParameters] | None = None
         self._is_training = False
         self._global_step = 0
@@ -104,7 +113,13 @@ class Learner:
         Raises:
             RuntimeError, ValueError: a step or a command failed; the node was told.
         """
-        self._channel.post(Ready(device=str(self._device), parameters=self._layout.elements))
+        self._channel.post(
+            Ready(
+                device=str(self._device),
+                parameters=self._layout.elements,
+                inner_steps=self._inner_steps,
+            )
+        )
         try:
             while self._serve():
                 if self._is_training and self._global_step >= self._config.inner.steps:
@@ -122,6 +137,9 @@ class Learner:
         """Execute what the node asked for; wait for it only when not training. False when the learner is to end."""
         if not self._is_training:
             self._channel.wait()
+        if self._keeper is not None and self._keeper.trouble:
+            self._channel.post(Trouble(reason=self._keeper.trouble))
+            self._keeper.trouble = ""
         commands = self._channel.exchange()
         if not self._is_training:
             self._channel.blocked_s = 0.0
@@ -146,6 +164,8 @@ class Learner:
                 self._channel.post(Evaluated(version=version, loss=self._judge_theta()))
             case Pause():
                 self._stop()
+            case Save():
+                self._save()
             case Exit():
                 pass
             case _:
@@ -173,8 +193,27 @@ class Learner:
                 assert_never(command)
 
     def _stop(self) -> None:
+        if self._is_training:
+            self._save()
         self._is_training = False
         self._channel.post(Paused(steps=self._steps, tokens=self._tokens))
+
+    def _restore(self) -> None:
+        """Go on with the inner optimizer's state on the disk, if there is one."""
+        try:
+            taken = None if self._keeper is None else self._keeper.read()
+            if taken is not None:
+                self._inner_steps = put(taken, self._optimizer, self._batches)
+        except InnerStateError as error:
+            reason = f"the inner optimizer starts fresh, its state on the disk is not used: {error}"
+            self._channel.post(Trouble(reason=reason))
+
+    def _save(self) -> None:
+        """Copy the inner optimizer's state, and have it written."""
+        if self._keeper is not None and not self._keeper.is_busy:
+            began = time.perf_counter()
+            self._keeper.keep(take(self._optimizer, self._batches, self._inner_steps))
+            self._exchange_s += time.perf_counter() - began
 
     def _judge_theta(self) -> float:
         """Held-out loss of the global parameters, with a second model that is made at the first call."""
@@ -197,7 +236,7 @@ class Learner:
         value.backward()  # type: ignore[no-untyped-call]
         if inner.clip:
             nn.utils.clip_grad_norm_(self._model.parameters(), inner.clip)
-        rate = learning_rate(inner, self._global_step, self._steps)
+        rate = learning_rate(inner, self._global_step, self._inner_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         measured = float(value.detach())
@@ -206,6 +245,7 @@ class Learner:
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._steps += 1
+        self._inner_steps += 1
         self._tokens += batch.shape[0] * (batch.shape[1] - 1)
         self._global_step += 1
         self._report(measured, time.perf_counter() - began)

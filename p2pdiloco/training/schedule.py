@@ -17,7 +17,7 @@ _OWN_WARMUP = 20
 
 
 def learning_rate(config: InnerConfig, global_step: int, own_steps: int) -> float:
-    """The rate of the step from ``global_step`` to the next, for a learner that has made ``own_steps`` in this life."""
+    """The rate of the step from ``global_step`` to the next, for an inner optimizer that has made ``own_steps``."""
     ramp = 1.0
     if config.warmup:
         own_warmup = min(config.warmup, _OWN_WARMUP)

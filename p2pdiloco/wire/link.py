@@ -70,6 +70,10 @@ class Pause(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Stop training, go on answering commands."""
 
 
+class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Write the inner optimizer's state and the data's position to the learner's file, beside training."""
+
+
 class Exit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End the learner's process."""
 
@@ -82,6 +86,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     device: str
     parameters: int
+    inner_steps: int = 0
+    """Steps that the inner optimizer's restored state has made; 0 if it is fresh."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -135,8 +141,14 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-FromNode = Load | Shift | Snapshot | AdoptStep | Evaluate | Pause | Exit
-FromLearner = Ready | Progress | Shifted | Snapshotted | Evaluated | Paused | Failed
+class Trouble(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Something failed that training survives; ``reason`` is a sentence for a person."""
+
+    reason: str
+
+
+FromNode = Load | Shift | Snapshot | AdoptStep | Evaluate | Pause | Save | Exit
+FromLearner = Ready | Progress | Shifted | Snapshotted | Evaluated | Paused | Trouble | Failed
 
 MessageT = TypeVar("MessageT")
 

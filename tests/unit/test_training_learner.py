@@ -315,3 +315,34 @@ def test_a_full_socket_drops_progress_and_nothing_else() -> None:
         theirs.close()
         channel.exchange()
         assert channel.is_closed
+
+
+def test_the_inner_optimizer_outlives_a_life(start: Callable[..., Node], tmp_path: Path) -> None:
+    """Saved on demand and when training stops; another life goes on with it, also after the file was cut off."""
+    path = tmp_path / "checkpoint" / "learner.safetensors"
+
+    def life() -> tuple[Node, link.Ready]:
+        node = start("--inner-state", str(path))
+        ready = node.until(link.Ready)
+        node.send(link.Load(step=0))
+        return node, ready
+
+    node, ready = life()
+    assert ready.inner_steps == 0
+    node.until(link.Progress, lambda p: p.steps >= 5)
+    node.send(link.Save())
+    node.until(link.Progress, lambda _: path.exists())
+    node.send(link.Pause())
+    paused = node.until(link.Paused)
+    node.send(link.Exit())
+    assert node.end() == 0
+    assert sum(m.blocked_s for m in node.seen if isinstance(m, link.Progress)) == 0.0
+
+    node, ready = life()
+    assert ready.inner_steps == paused.steps
+    node.process.kill()
+
+    path.write_bytes(path.read_bytes()[:-100])
+    node = start("--inner-state", str(path))
+    assert "starts fresh" in node.until(link.Trouble).reason
+    assert node.until(link.Ready).inner_steps == 0

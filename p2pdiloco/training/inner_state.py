@@ -1,0 +1,120 @@
+"""What is a learner's own, on its peer's disk: the inner optimizer's state, and where it is in its data.
+
+Global parameters are not here; the swarm has them. So this file never has to match a version: optimizer moments that
+are some steps old beside newer parameters are still far better than none.
+
+Rules of this file:
+1. Taking is a copy at a step boundary; encoding and writing run on a thread. While one write is under way, no other is
+   begun.
+2. What is read back must fit the model exactly and be finite, or it is not used at all.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from p2pdiloco.training.corpus import Batches
+
+STEPS = "steps"
+DATA = "data"
+
+
+class InnerStateError(Exception):
+    """The file cannot be used; the message says why."""
+
+
+def take(optimizer: torch.optim.Optimizer, batches: Batches, steps: int) -> dict[str, Tensor]:
+    """A copy of everything, on the CPU: per parameter the optimizer's tensors, the data's random state, and the
+    ``steps`` that the optimizer has made."""
+    taken = {STEPS: torch.tensor([steps]), DATA: batches.state()}
+    for index, parameter in enumerate(_parameters(optimizer)):
+        for name, value in optimizer.state.get(parameter, {}).items():
+            taken[f"{index}.{name}"] = value.detach().to("cpu", copy=True).contiguous()
+    return taken
+
+
+def put(taken: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, batches: Batches) -> int:
+    """Give ``optimizer`` and ``batches`` what ``take`` took; returns the steps.
+
+    Raises:
+        InnerStateError: it is not of this model and optimizer; nothing is changed then.
+    """
+    states: list[dict[str, Tensor]] = []
+    for index, parameter in enumerate(_parameters(optimizer)):
+        own = {key.partition(".")[2]: value for key, value in taken.items() if key.startswith(f"{index}.")}
+        fits = {value.shape for value in own.values()} <= {parameter.shape, torch.Size([])}
+        if not fits or not all(bool(torch.isfinite(value).all()) for value in own.values()):
+            raise InnerStateError(f"parameter {index} has another shape there, or values that are not finite")
+        states.append(own)
+    if len({tuple(sorted(state)) for state in states}) > 1 or f"{len(states)}.exp_avg" in taken:
+        raise InnerStateError("it is of another model")
+    try:
+        steps = int(taken[STEPS].item())
+        batches.set_state(taken[DATA])
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise InnerStateError(f"it lacks steps or the data's position: {error}") from error
+    for parameter, state in zip(_parameters(optimizer), states, strict=True):
+        if state:
+            optimizer.state[parameter] = {
+                name: value.clone() if value.dim() == 0 and math.prod(parameter.shape) != 1 else value.to(parameter)
+                for name, value in state.items()
+            }
+    return steps
+
+
+class Keeper:
+    """Reads and writes inner states at ``path``; ``write`` replaces a file atomically."""
+
+    def __init__(self, path: Path, write: Callable[[Path, bytes], None]) -> None:
+        self._path = path
+        self._write = write
+        self._thread: threading.Thread | None = None
+        self.trouble = ""
+        """Why the last write failed; whoever tells it clears it."""
+
+    def read(self) -> dict[str, Tensor] | None:
+        """What lies there; None if nothing does.
+
+        Raises:
+            InnerStateError: it cannot be read.
+        """
+        try:
+            taken: dict[str, Tensor] = safetensors.torch.load(self._path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, SafetensorError) as error:
+            raise InnerStateError(str(error)) from error
+        return taken
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a write is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def keep(self, taken: Mapping[str, Tensor]) -> None:
+        """Begin to write ``taken``. The process does not end before it is written."""
+        self._thread = threading.Thread(target=self._run, args=(dict(taken),), name="inner state")
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the write under way."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, taken: dict[str, Tensor]) -> None:
+        try:
+            self._write(self._path, safetensors.torch.save(taken))
+        except OSError as error:
+            self.trouble = f"inner optimizer's state not saved, the last one stays: {error}"
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -1,0 +1,115 @@
+"""A learner's own state: what is taken comes back; what does not fit is refused whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from p2pdiloco.training.corpus import Batches, Corpus
+from p2pdiloco.training.inner_state import InnerStateError, Keeper, put, take
+
+
+def corpus() -> Corpus:
+    data = torch.arange(200, dtype=torch.uint8)
+    return Corpus(train=data, held_out=data)
+
+
+def make(width: int = 3) -> tuple[nn.Module, torch.optim.Optimizer, Batches]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, 4), nn.Linear(4, 1))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1), Batches(corpus(), 8, 2, "seed")
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, width: int = 3) -> None:
+    value = model(next(batches)[:, :width].float()).square().mean()
+    value.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer, Batches]:
+    three = make()
+    for _ in range(4):
+        step(*three)
+    return three
+
+
+def test_training_goes_on_with_the_same_bits() -> None:
+    model, optimizer, batches = trained()
+    taken = take(optimizer, batches, 4)
+    other, fresh, stream = make()
+    other.load_state_dict(model.state_dict())
+    assert put(taken, fresh, stream) == 4
+    for _ in range(3):
+        step(model, optimizer, batches)
+        step(other, fresh, stream)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_what_is_taken_is_a_copy() -> None:
+    three = trained()
+    taken = take(three[1], three[2], 4)
+    before = {name: value.clone() for name, value in taken.items()}
+    step(*three)
+    assert all(torch.equal(before[name], value) for name, value in taken.items())
+
+
+def test_an_optimizer_that_has_not_stepped_comes_back_as_such() -> None:
+    _, optimizer, batches = make()
+    _, other, stream = make()
+    assert put(take(optimizer, batches, 0), other, stream) == 0
+    assert not other.state
+
+
+def bad_shape(taken: dict[str, Tensor]) -> None:
+    taken["0.exp_avg"] = torch.zeros(7)
+
+
+def not_finite(taken: dict[str, Tensor]) -> None:
+    taken["1.exp_avg_sq"][0] = float("nan")
+
+
+def one_parameter_less(taken: dict[str, Tensor]) -> None:
+    for name in [n for n in taken if n.startswith("3.")]:
+        del taken[name]
+
+
+def one_parameter_more(taken: dict[str, Tensor]) -> None:
+    taken["4.exp_avg"] = torch.zeros(1)
+
+
+def no_steps(taken: dict[str, Tensor]) -> None:
+    del taken["steps"]
+
+
+def no_position(taken: dict[str, Tensor]) -> None:
+    taken["data"] = torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    "spoil", [bad_shape, not_finite, one_parameter_less, one_parameter_more, no_steps, no_position]
+)
+def test_what_does_not_fit_changes_nothing(spoil: object) -> None:
+    _, optimizer, batches = trained()
+    taken = take(optimizer, batches, 4)
+    assert callable(spoil)
+    spoil(taken)
+    _, fresh, stream = make()
+    with pytest.raises(InnerStateError):
+        put(taken, fresh, stream)
+    assert not fresh.state
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    _, optimizer, batches = trained()
+    keeper = Keeper(tmp_path / "state", full)
+    keeper.keep(take(optimizer, batches, 4))
+    keeper.join()
+    assert "No space left" in keeper.trouble
+    assert keeper.read() is None
