@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stage import SHARD, A, B, C, Stage, digest, life, notes, only, sent, tokens
+from stage import SHARD, A, B, C, D, Stage, digest, life, notes, only, sent, tokens
 
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -182,13 +182,14 @@ def finished() -> Stage:
 
 
 def test_when_the_run_is_complete_peers_stay_until_all_live_ones_are_there_with_the_same_heads() -> None:
-    """C5a."""
+    """C5a: b, then c; newcomers (d) are not waited for."""
     stage = finished()
     mark = stage.machine.core.heads_mark
     effects = stage.says(B, phase="finished", is_participating=False, heads_mark=mark)
     effects += stage.says(C, phase="training", is_participating=True, heads_mark=mark) + stage.wait(2.0)
     effects += stage.says(C, phase="finished", is_participating=True, heads_mark=mark) + stage.wait(2.0)
     effects += stage.says(C, phase="finished", is_participating=False, heads_mark=mark + 1) + stage.wait(2.0)
+    effects += stage.meet(D, phase="joining", is_participating=False)
     assert not only(effects, ef.Leave)
     effects = stage.says(C, phase="finished", is_participating=False, heads_mark=mark)
     assert only(effects, ef.Leave) == [ef.Leave("the run is complete")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from stage import SHARD, A, B, C, D, Stage, commit_on, head_of, life, only, sent, tokens
+from stage import SHARD, A, B, C, D, Stage, commit_on, digest, head_of, life, only, sent, tokens
 
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -73,11 +73,13 @@ def test_a_contribution_for_an_older_head_is_refused_with_the_newest_head() -> N
     late = stage.contribution(B)
     stage.take(stage.commit(tokens(C, 0, 40)), C)
     assert sent(stage.hear(B, late), msg.Refused) == [(B, msg.Refused(SHARD, late.base.id, "stale", stage.head()))]
+    lighter = stage.contribution(B, base=Head(SHARD, 1, digest("fork"), 39))
+    assert sent(stage.hear(B, lighter), msg.Refused)[0][1].head == stage.head()
     assert merged(stage.wait(5.0)) == []
 
 
 def test_a_contribution_for_a_head_that_is_not_reached_yet_waits_until_it_is() -> None:
-    """M2b: it comes before the commit that it is based on."""
+    """M2b: it comes before the commit that it is based on, which is of a later version and heavier."""
     stage = Stage(B, C, has_learner=False)
     header = stage.commit(tokens(C, 0, 40))
     effects = stage.hear(B, stage.contribution(B, base=head_of(header)))
