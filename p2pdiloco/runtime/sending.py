@@ -17,8 +17,9 @@ from p2pdiloco.runtime.shaping import Shaper
 from p2pdiloco.wire.credit import Spending
 from p2pdiloco.wire.outbox import Outbox, Slice
 
-HIGH_WATER_BYTES = 256 << 10
-LOW_WATER_BYTES = 64 << 10
+HIGH_WATER_BYTES = 32 << 10
+LOW_WATER_BYTES = 8 << 10
+"""Encrypted bytes that the kernel does not take yet: control cannot overtake them."""
 
 
 class Sending:

@@ -8,8 +8,8 @@ queues stay empty, where control would wait behind bulk.
 
 Rules of this file:
 1. Everything on the event loop; no task, one timer.
-2. A turn of the event loop writes about TURN_BYTES: a quarter of a millisecond of encryption, so that control that
-   comes in or goes out waits no longer.
+2. A turn of the event loop writes at least TURN_BYTES and at most a chunk more: a tenth of a millisecond or two of
+   encryption, so that control that comes in or goes out waits no longer.
 3. Pacing follows the shares at most every REFRESH_S, and only when a rate has changed by more than PACING_STEP.
 """
 
@@ -22,7 +22,7 @@ from typing import Protocol
 from p2pdiloco.runtime.clock import Clock, Timer
 from p2pdiloco.wire.sharing import Sharing, pacing_rates
 
-TURN_BYTES = 256 << 10
+TURN_BYTES = 128 << 10
 REFRESH_S = 0.02
 IDLE_REFRESHES = 50
 """Peers that sent nothing for so long are not counted in the shares."""

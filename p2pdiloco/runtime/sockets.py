@@ -24,7 +24,8 @@ from msgspec import Struct
 from p2pdiloco.runtime.addresses import Address, of_socket
 
 DEAD_AFTER_S = 20
-UNSENT_BYTES = 128 << 10
+UNSENT_BYTES = 32 << 10
+"""Measured beside slices of 128 KiB at 2.5 Gbit/s: a request under bulk takes 1.4 ms, with 128 KiB here 1.6 to 2.0."""
 SO_MAX_PACING_RATE = 47
 """Linux; the socket module has no name for it."""
 UNLIMITED_RATE = 2**64 - 1

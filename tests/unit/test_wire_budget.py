@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2pdiloco.wire.schedule import DEBT_S, SLICE_LEAST, SLICE_MOST, Schedule, slice_bytes
+from p2pdiloco.wire.schedule import DEBT_S, SLICE_LEAST, SLICE_MOST, SLICE_UNLIMITED, Schedule, slice_bytes
 from p2pdiloco.wire.sharing import Sharing, pacing_rates
 
 MB = 1_000_000
@@ -65,7 +65,8 @@ def test_a_debt_stays_the_same_in_bytes_when_the_rate_changes() -> None:
 
 
 def test_slices_are_short_in_time_within_their_bounds() -> None:
-    assert slice_bytes(None) == slice_bytes(1e12) == SLICE_MOST
+    assert slice_bytes(None) == SLICE_UNLIMITED
+    assert slice_bytes(1e12) == SLICE_MOST
     assert slice_bytes(1.0) == SLICE_LEAST
     assert slice_bytes(50 * MB) == 100_000
 
