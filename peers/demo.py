@@ -22,10 +22,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from p2pdiloco.chaos.swarm import Member, Swarm, SwarmError
 from p2pdiloco.node.founding import ConfigError, read_config
 from p2pdiloco.protocol.manifest import RunConfig
 from peers.demo_report import Story, judge, make_report, print_report
-from peers.demo_swarm import DemoError, Member, Swarm
 
 KILL_AT = 0.35
 """Share of the run's steps after which one peer is killed."""
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         swarm.stop()
         print(f"stopped; {len(swarm.leftovers())} processes left")
         return 130
-    except DemoError as error:
+    except SwarmError as error:
         swarm.stop()
         print(f"demo failed: {error}", file=sys.stderr)
         return 1
@@ -91,11 +91,11 @@ def _play(swarm: Swarm, config: RunConfig, time_limit: float) -> Story:
     screen = _Screen(config.inner.steps)
     while any(member.is_running for member in swarm.members if not member.was_killed):
         if time.monotonic() - began > time_limit:
-            raise DemoError(f"the run is not over after {time_limit:.0f} s, at step {founder.view.step}")
+            raise SwarmError(f"the run is not over after {time_limit:.0f} s, at step {founder.view.step}")
         for member in swarm.members:
             member.refresh()
             if member.ended_badly:
-                raise DemoError(f"peer {member.name} ended with status {member.status}, see {member.log_path}")
+                raise SwarmError(f"peer {member.name} ended with status {member.status}, see {member.log_path}")
         share = founder.view.step / config.inner.steps
         if share >= KILL_AT and story.killed is None:
             story.killed = swarm["B"]

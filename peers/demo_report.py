@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from p2pdiloco.chaos.swarm import Member, SwarmError
 from p2pdiloco.node.checkpoint import Checkpoint, load
 from p2pdiloco.protocol.identifiers import LearnerId, peer_of
 from p2pdiloco.protocol.manifest import Layout, RunConfig
@@ -15,7 +16,6 @@ from p2pdiloco.training.corpus import load_corpus
 from p2pdiloco.training.evaluation import held_out_loss
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.transformer import build_model, generate
-from peers.demo_swarm import DemoError, Member
 
 PROMPT = b"def "
 SAMPLE_TOKENS = 400
@@ -41,13 +41,13 @@ def make_report(story: Story, config: RunConfig, out: Path) -> dict[str, Any]:
     """Collect, evaluate, plot and save; returns what ``report.json`` holds.
 
     Raises:
-        DemoError: the founder saved no checkpoint.
+        SwarmError: the founder saved no checkpoint.
     """
     founder = story.members[0]
     folder = founder.run_folder()
     checkpoint = None if folder is None else load(folder / "checkpoint")
     if checkpoint is None:
-        raise DemoError("the founder saved no checkpoint")
+        raise SwarmError("the founder saved no checkpoint")
     start, end, sample = _evaluate(checkpoint, config)
     reports = [r for m in story.members if not m.was_killed and (r := m.report()) is not None]
     survivors = [m for m in story.members if not m.was_killed]

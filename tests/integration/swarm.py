@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 from waiting import wait_until
 
+from p2pdiloco.chaos.swarm import Member, Swarm
 from p2pdiloco.protocol.identifiers import LearnerId, peer_of
-from peers.demo_swarm import Member, Swarm
 
 START_S = 60.0
 """Everything that starts Python with torch, on a busy machine."""

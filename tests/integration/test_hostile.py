@@ -22,6 +22,7 @@ from swarm import (
 )
 from waiting import until as until_in_loop
 
+from p2pdiloco.chaos.swarm import Member
 from p2pdiloco.node.lookup import Observer, list_runs
 from p2pdiloco.node.roster import PeerRecord
 from p2pdiloco.protocol import messages as msg
@@ -32,7 +33,6 @@ from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import Transport
 from p2pdiloco.wire.bodies import COMMIT_CONTEXT, SIGNATURE_BYTES, CommitParts, decode_message, encode, join_commit
 from p2pdiloco.wire.compression import compress
-from peers.demo_swarm import Member
 
 GARBAGE = (b"no zstd at all", compress(bytes(1000)), compress(b"\xff" * 1000))
 KINDS = {"message", "payload", "contribution", "commit"}

@@ -30,12 +30,12 @@ from swarm import (
     write_config,
 )
 
+from p2pdiloco.chaos.swarm import Member
 from p2pdiloco.node.checkpoint import load
 from p2pdiloco.protocol.events import Stepped
 from p2pdiloco.protocol.identifiers import LearnerId
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.runtime.journal import effects_crc, read_journal
-from peers.demo_swarm import Member
 
 
 @pytest.fixture(scope="module")

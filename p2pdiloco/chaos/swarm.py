@@ -1,7 +1,16 @@
-"""The demo's processes, and what each peer's own event log says about it."""
+"""A swarm of real processes on this machine, started with the commands that a user types, and what each peer's own
+event log says about it. The demo, the chaos runs and the integration tests are made of these.
+
+Rules of this file:
+1. Every process carries the swarm's mark in its environment, so that what is left of it can be counted, and ended.
+2. They die with whoever started them, even by SIGKILL (Linux); a stopped one needs ``reaper.py``.
+3. A peer's folder outlives its processes: the next process on it is the same peer. What the next one would overwrite
+   (journal, report) is kept under a number.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -16,16 +25,16 @@ from typing import Any
 
 import psutil
 
-MARK = "P2PDILOCO_DEMO"
-"""Environment variable that every process of one demo inherits."""
+MARK = "P2PDILOCO_SWARM"
+"""Environment variable that every process of one swarm inherits."""
 START_S = 60.0
 STOP_S = 30.0
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 _PR_SET_PDEATHSIG = 1
 
 
-class DemoError(Exception):
-    """The demo cannot go on; the message is for the person in front of it."""
+class SwarmError(Exception):
+    """The swarm cannot go on; the message is for the person in front of it."""
 
 
 class View:
@@ -75,8 +84,9 @@ class Member:
         self.log_path = folder / "log.txt"
         self.view = View()
         self.was_killed = False
-        self._read = 0
+        self._read: dict[Path, int] = {}
         folder.mkdir(parents=True, exist_ok=True)
+        self._log_began = self.log_path.stat().st_size if self.log_path.exists() else 0
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "p2pdiloco", *arguments, "--state", str(folder)],
@@ -84,8 +94,8 @@ class Member:
                 stdout=log,
                 stderr=log,
                 env={**os.environ, MARK: mark},
-                start_new_session=True,  # Ctrl+C reaches the demo alone, which then ends the swarm in order
-                preexec_fn=_end_with_demo if sys.platform == "linux" else None,
+                start_new_session=True,  # Ctrl+C reaches whoever started it, who then ends it
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
 
     @property
@@ -111,8 +121,15 @@ class Member:
 
     def run_folder(self) -> Path | None:
         """Where this peer writes about the run, once it does."""
-        found = sorted(self.folder.glob("*/metrics.jsonl"))
-        return found[0].parent if found else None
+        found = sorted(self.folder.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+        return found[-1].parent if found else None
+
+    def said(self, text: str) -> str | None:
+        """The first line with ``text`` in what this process told its user."""
+        with open(self.log_path, "rb") as log:
+            log.seek(self._log_began)
+            lines = log.read().decode(errors="replace").splitlines()
+        return next((line for line in lines if text in line), None)
 
     def refresh(self) -> None:
         """Read what is new in its event log."""
@@ -120,12 +137,13 @@ class Member:
         if folder is None:
             return
         with open(folder / "metrics.jsonl", "rb") as file:
-            file.seek(self._read)
+            file.seek(self._read.get(folder, 0))
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
-        self._read += len(whole)
+        self._read[folder] = self._read.get(folder, 0) + len(whole)
         for line in whole.splitlines():
-            self.view.take(json.loads(line))
+            with contextlib.suppress(ValueError):  # torn by a kill or a full disk
+                self.view.take(json.loads(line))
 
     def report(self) -> dict[str, Any] | None:
         """What it wrote at its end."""
@@ -145,50 +163,53 @@ class Member:
 
 
 class Swarm:
-    """All processes of the demo."""
+    """All processes of one swarm. ``options`` are every peer's, beside those of its command."""
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, options: Sequence[str] = ()) -> None:
         self.out = out
         self.members: list[Member] = []
         self.bootstrap: Member
-        self._mark = uuid.uuid4().hex
+        self.mark = uuid.uuid4().hex
+        self._options = tuple(options)
         self._started = False
 
     def __getitem__(self, name: str) -> Member:
-        return next(m for m in self.members if m.name == name)
+        return next(m for m in reversed(self.members) if m.name == name)
 
     def start_bootstrap(self) -> str:
         """Start the bootstrap node; returns the address that it prints."""
-        self.bootstrap = Member("bootstrap", ["bootstrap", "--listen", LOOPBACK], self.out / "bootstrap", self._mark)
+        self.bootstrap = Member("bootstrap", ["bootstrap", "--listen", LOOPBACK], self.out / "bootstrap", self.mark)
         self._started = True
         return self._wait_for(self.bootstrap, "p2pdiloco join ").split()[-1]
 
     def start_founder(self, name: str, config: Path, address: str, *more: str) -> Member:
         """Start the peer that founds the run, and wait until it can be joined. ``more``: further options."""
-        member = self._peer(name, ["start", str(config), "--bootstrap", address, *more])
+        member = self.launch(name, ["start", str(config), "--bootstrap", address], *more)
         self._wait_for(member, "to join from another machine")
         return member
 
     def join(self, name: str, address: str, *more: str) -> Member:
         """Start a peer that knows one address."""
-        return self._peer(name, ["join", address, *more])
+        return self.launch(name, ["join", address], *more)
 
-    def _peer(self, name: str, arguments: Sequence[str]) -> Member:
-        member = Member(name, [*arguments, *_PEER], self.out / f"peer-{name}", self._mark)
+    def launch(self, name: str, command: Sequence[str], *more: str) -> Member:
+        """Start a peer, or start it again on its folder: it then takes the place of the process that was."""
+        folder = self.out / f"peer-{name}"
+        _keep_what_is_there(folder)
+        member = Member(name, [*command, *_PEER, *self._options, *more], folder, self.mark)
         self.members.append(member)
         return member
 
     def _wait_for(self, member: Member, text: str) -> str:
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
-            for line in member.log_path.read_text().splitlines():
-                if text in line:
-                    return line
+            if (line := member.said(text)) is not None:
+                return line
             if not member.is_running:
                 break
             time.sleep(0.1)
         tail = "\n".join(member.log_path.read_text().splitlines()[-5:])
-        raise DemoError(f"{member.name} did not start (status {member.status}), its log ends with:\n{tail}")
+        raise SwarmError(f"{member.name} did not start (status {member.status}), its log ends with:\n{tail}")
 
     def stop(self) -> None:
         """Ask everything to leave in order; what has not after a while is killed."""
@@ -204,37 +225,54 @@ class Swarm:
                 member.process.kill()
                 member.process.wait()
             member.refresh()
-        self._wait_until_alone()
+        self.wait_until_alone()
 
-    def _wait_until_alone(self) -> None:
+    def wait_until_alone(self) -> None:
         """Children that notice their parent's end by themselves get a moment to do so."""
         deadline = time.monotonic() + 5.0
         while self.leftovers() and time.monotonic() < deadline:
             time.sleep(0.1)
 
     def leftovers(self) -> list[str]:
-        """Processes of this demo that still run."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.pid != os.getpid() and process.environ().get(MARK) == self._mark:
-                    found.append(f"{process.pid} {process.name()}")
-            except (psutil.Error, OSError):
-                continue
-        return found
+        """Processes of this swarm that still run."""
+        return [f"{process.pid} {_name(process)}" for process in marked(self.mark)]
 
     def kill_leftovers(self) -> None:
-        """Nothing of the demo survives it."""
-        for entry in self.leftovers():
-            try:
-                psutil.Process(int(entry.split()[0])).kill()
-            except psutil.Error:
-                continue
+        """Nothing of the swarm survives it."""
+        for process in marked(self.mark):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """The processes that bear a swarm's mark, but for our own and the dead that nobody has reaped."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            is_ours = process.pid != os.getpid() and process.environ().get(MARK) == mark
+            if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return str(process.name())
+    except psutil.Error:
+        return "gone"
+
+
+def _keep_what_is_there(folder: Path) -> None:
+    for path in (*folder.glob("*/journal.bin"), *folder.glob("*/report.json")):
+        number = 1 + len(list(path.parent.glob(f"{path.stem}-*{path.suffix}")))
+        path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))
 
 
 _PEER = ["--listen", LOOPBACK, "--host_maddrs", LOOPBACK, "--threads", "1", "--leave-s", "10"]
 
 
-def _end_with_demo() -> None:
-    """Linux: SIGTERM for this process when the demo dies, even by SIGKILL."""
+def _end_with_parent() -> None:
+    """Linux: SIGTERM for this process when its parent dies, even by SIGKILL."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

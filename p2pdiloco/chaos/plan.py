@@ -1,0 +1,297 @@
+"""What a chaos run is to do: a plan from a TOML file, and the schedule of faults drawn from it and a seed.
+
+Rules of this file:
+1. Pure: the same plan and seed give the same schedule, to the byte. It is written before anything runs.
+2. A schedule is fair: at every moment at least one peer is free of faults that take its processes, since the protocol
+   promises nothing when the last holder of the state dies; only ``blackout`` kills all, and has the run resumed.
+3. What a fault hits, and for how long, is drawn here; what is the case when it comes due is for ``runner.py`` to see.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Annotated, Literal, get_args
+
+import msgspec
+from msgspec import Meta
+
+from p2pdiloco.protocol.manifest import RunConfig, config_problems
+
+Kind = Literal[
+    "kill",
+    "learner",
+    "stop",
+    "stop-learner",
+    "leave",
+    "disk",
+    "region",
+    "blackout",
+    "cut",
+    "mute",
+    "split",
+    "slow",
+    "corrupt",
+    "break",
+]
+LINK_KINDS = frozenset({"cut", "mute", "split", "slow", "corrupt", "break"})
+"""They hit connections, not processes; a peer may have one of each sort at a time."""
+DURATIONS_S: dict[Kind, tuple[float, float]] = {
+    "kill": (1.0, 8.0),
+    "learner": (0.0, 0.0),
+    "stop": (1.0, 12.0),
+    "stop-learner": (1.0, 12.0),
+    "leave": (1.0, 8.0),
+    "disk": (6.0, 15.0),
+    "region": (2.0, 8.0),
+    "blackout": (2.0, 4.0),
+    "cut": (3.0, 15.0),
+    "mute": (3.0, 15.0),
+    "split": (3.0, 15.0),
+    "slow": (5.0, 15.0),
+    "corrupt": (0.0, 0.0),
+    "break": (0.0, 0.0),
+}
+"""Shortest and longest. For what ends processes: until they are started again."""
+RECOVERY_S = 12.0
+"""What starting again, and catching up, is given before a peer's processes are hit again."""
+LEARNER_LIVES = 3
+"""Kills of one peer's learner in one schedule, so that no node runs out of its learner's lives."""
+BLACKOUT_CALM_S = 30.0
+"""Without faults after a blackout: everything starts again, one after the other."""
+
+Seconds = Annotated[float, Meta(ge=0.0, le=86_400.0)]
+Weight = Annotated[float, Meta(ge=0.0, le=1e6)]
+RegionName = Annotated[str, Meta(min_length=1, max_length=16, pattern=r"^[a-z0-9-]+$")]
+
+SHIPPED = Path(__file__).parent / "plans"
+
+
+class PlanError(Exception):
+    """The plan cannot be used; the message names the field and what is allowed."""
+
+
+class Slow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a slow link is."""
+
+    delay_s: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.3
+    """Added in each direction."""
+    bytes_per_s: Annotated[float, Meta(ge=100.0, le=1e10)] = 50e3
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One TOML file."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=32, pattern=r"^[a-z0-9-]+$")]
+    peers: Annotated[int, Meta(ge=2, le=26)]
+    seconds: Annotated[float, Meta(ge=1.0, le=86_400.0)]
+    """In which faults come, counted from the moment at which all peers train. Start and end come on top."""
+    regions: Annotated[tuple[RegionName, ...], Meta(min_length=1, max_length=8)] = ("here",)
+    """Peers are dealt to them in turn."""
+    every_s: Annotated[float, Meta(ge=0.1, le=86_400.0)] = 10.0
+    """Mean time between two faults (exponential)."""
+    blackouts: Annotated[int, Meta(ge=0, le=100)] = 0
+    """Times that everybody is killed at once, evenly spread; one peer then resumes from what all left."""
+    settle_s: Annotated[float, Meta(ge=5.0, le=600.0)] = 20.0
+    """Quiet time at the end, with everybody back; the second half of it is judged."""
+    calm_s: Annotated[float, Meta(ge=2.0, le=600.0)] = 6.0
+    """After a fault's end nothing is asked for so long; a quiet time of at least this after that must see a version."""
+    min_goodput: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    """Least share of the learners' time that must end in merged tokens."""
+    weights: dict[Kind, Weight] = msgspec.field(default_factory=lambda: dict.fromkeys(_drawn_kinds(), 1.0))
+    """How often each kind is drawn, in proportion; what is left out never is."""
+    slow: Slow = Slow()
+    config: str = ""
+    """A run's TOML file, relative to the plan's folder; or ..."""
+    run: RunConfig | None = None
+    """... the same inline."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The peers: A, B, C, ..."""
+        return tuple(chr(ord("A") + index) for index in range(self.peers))
+
+    def region_of(self, name: str) -> str:
+        """Where a peer is."""
+        return self.regions[self.names.index(name) % len(self.regions)]
+
+    def members_of(self, region: str) -> tuple[str, ...]:
+        """Who is there."""
+        return tuple(name for name in self.names if self.region_of(name) == region)
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of the schedule."""
+
+    number: int
+    at: float
+    """Seconds from the moment at which all peers train."""
+    kind: Kind
+    peers: tuple[str, ...]
+    """Whom it hits; for ``split`` one side; for ``blackout`` first the one that resumes."""
+    duration_s: float
+
+    @property
+    def end(self) -> float:
+        """When it is undone."""
+        return self.at + self.duration_s
+
+
+class Schedule(msgspec.Struct, frozen=True, kw_only=True):
+    """What is written first."""
+
+    seed: int
+    plan: Plan
+    faults: tuple[Fault, ...]
+
+
+def _drawn_kinds() -> list[Kind]:
+    return [kind for kind in get_args(Kind) if kind != "blackout"]
+
+
+def find_plan(text: str) -> Path:
+    """A path, or the name of a plan that is shipped.
+
+    Raises:
+        PlanError: neither.
+    """
+    path = Path(text)
+    if path.exists():
+        return path
+    shipped = SHIPPED / f"{text}.toml"
+    if shipped.exists():
+        return shipped
+    names = ", ".join(sorted(p.stem for p in SHIPPED.glob("*.toml")))
+    raise PlanError(f"--plan {text}: no such file; shipped plans: {names}")
+
+
+def read_plan(path: Path, *, peers: int | None = None, seconds: float | None = None) -> Plan:
+    """Decode and check a plan; ``peers`` and ``seconds`` take the place of the file's.
+
+    Raises:
+        PlanError: no such file, not TOML, an unknown key, a value out of bounds, an impossible combination.
+    """
+    try:
+        values = msgspec.toml.decode(path.read_bytes(), type=dict[str, object])
+        values |= {key: value for key, value in (("peers", peers), ("seconds", seconds)) if value is not None}
+        plan = msgspec.convert(values, Plan)
+    except OSError as error:
+        raise PlanError(f"{path}: {error.strerror}") from error
+    except (msgspec.DecodeError, ValueError) as error:
+        raise PlanError(f"{path}: {error}") from error
+    if plan.config and plan.run is None:
+        plan = msgspec.structs.replace(plan, config="", run=_read_config(path.parent / plan.config))
+    problems = plan_problems(plan)
+    if problems:
+        raise PlanError("\n".join(f"{path}: {problem}" for problem in problems))
+    return plan
+
+
+def _read_config(path: Path) -> RunConfig:
+    try:
+        return msgspec.toml.decode(path.read_bytes(), type=RunConfig)
+    except OSError as error:
+        raise PlanError(f"{path}: {error.strerror}") from error
+    except (msgspec.DecodeError, ValueError) as error:
+        raise PlanError(f"{path}: {error}") from error
+
+
+def plan_problems(plan: Plan) -> list[str]:
+    """What fields that are right each for itself get wrong together."""
+    found = []
+    if plan.run is None:
+        found.append("name a run's file in config, or describe the run in [run]")
+    elif plan.config:
+        found.append("give config or [run], not both")
+    else:
+        found += [f"run: {problem}" for problem in config_problems(plan.run)]
+    if len(set(plan.regions)) < len(plan.regions):
+        found.append("regions: two have the same name")
+    if len(plan.regions) > plan.peers:
+        found.append(f"regions: {len(plan.regions)} of them need at least as many peers, not {plan.peers}")
+    if "blackout" in plan.weights:
+        found.append("weights: blackout is not drawn; say blackouts = N")
+    if not any(plan.weights.values()) and not plan.blackouts:
+        found.append("weights: at least one must be more than 0, or blackouts")
+    are_chosen = set(plan.weights) != set(_drawn_kinds())
+    if len(plan.regions) < 2 and are_chosen and any(plan.weights.get(kind) for kind in _OF_REGIONS):
+        found.append("weights: region and split need two regions")
+    if plan.blackouts and plan.seconds / plan.blackouts < 2 * BLACKOUT_CALM_S:
+        found.append(f"blackouts: each needs {2 * BLACKOUT_CALM_S:.0f} of the {plan.seconds:.0f} seconds")
+    return found
+
+
+_OF_REGIONS: tuple[Kind, ...] = ("region", "split")
+
+
+def draw_schedule(plan: Plan, seed: int) -> Schedule:
+    """The faults, by time."""
+    random = Random(f"{plan.name}/{seed}")
+    dark = [_blackout(plan, random, (index + 1) / (plan.blackouts + 1)) for index in range(plan.blackouts)]
+    drawn = list(dark)
+    at = 0.0
+    while (at := at + random.expovariate(1.0 / plan.every_s)) < plan.seconds:
+        fault = _draw(plan, random, at, drawn)
+        if fault is not None:
+            drawn.append(fault)
+    drawn.sort(key=lambda fault: fault.at)
+    numbered = (msgspec.structs.replace(fault, number=number) for number, fault in enumerate(drawn, start=1))
+    return Schedule(seed=seed, plan=plan, faults=tuple(numbered))
+
+
+def _blackout(plan: Plan, random: Random, share: float) -> Fault:
+    order = list(plan.names)
+    random.shuffle(order)
+    duration_s = round(random.uniform(*DURATIONS_S["blackout"]), 2)
+    return Fault(
+        number=0, at=round(plan.seconds * share, 2), kind="blackout", peers=tuple(order), duration_s=duration_s
+    )
+
+
+def _draw(plan: Plan, random: Random, at: float, drawn: list[Fault]) -> Fault | None:
+    """A fault at ``at`` that is fair beside those already ``drawn``; None if none is."""
+    weights = {kind: weight for kind, weight in sorted(plan.weights.items()) if weight}
+    if len(plan.regions) < 2:
+        weights = {kind: weight for kind, weight in weights.items() if kind not in _OF_REGIONS}
+    while weights:
+        kind = random.choices(list(weights), list(weights.values()))[0]
+        shortest, longest = DURATIONS_S[kind]
+        duration_s = min(random.uniform(shortest, longest), max(0.0, plan.seconds - at))
+        candidates = _targets(plan, kind)
+        random.shuffle(candidates)
+        for peers in candidates:
+            fault = Fault(number=0, at=round(at, 2), kind=kind, peers=peers, duration_s=round(duration_s, 2))
+            if _is_fair(plan, fault, drawn):
+                return fault
+        del weights[kind]
+    return None
+
+
+def _targets(plan: Plan, kind: Kind) -> list[tuple[str, ...]]:
+    if kind in _OF_REGIONS:
+        return [plan.members_of(region) for region in plan.regions]
+    return [(name,) for name in plan.names]
+
+
+def _is_fair(plan: Plan, fault: Fault, drawn: list[Fault]) -> bool:
+    """Whether rule 2 holds with it, and nobody is hit twice by the same sort at once."""
+    for other in drawn:
+        if other.kind == "blackout" and other.at - RECOVERY_S < fault.end and fault.at < other.end + BLACKOUT_CALM_S:
+            return False
+    lives = sum(other.kind == "learner" and other.peers == fault.peers for other in drawn)
+    if fault.kind == "learner" and lives >= LEARNER_LIVES:
+        return False
+    if fault.kind in LINK_KINDS:
+        alike = [other for other in drawn if other.kind == fault.kind]
+        return not any(_overlap(fault, other, 1.0) and {*fault.peers} & {*other.peers} for other in alike)
+    taken = {
+        name
+        for other in drawn
+        if other.kind not in LINK_KINDS and _overlap(fault, other, RECOVERY_S)
+        for name in other.peers
+    }
+    return not taken & {*fault.peers} and len(taken | {*fault.peers}) < plan.peers
+
+
+def _overlap(one: Fault, other: Fault, gap_s: float) -> bool:
+    return one.at < other.end + gap_s and other.at < one.end + gap_s

@@ -1,0 +1,39 @@
+"""Ends a swarm whose runner was killed: ``python -m p2pdiloco.chaos.reaper MARK``, with a pipe as standard input.
+
+A process stopped by SIGSTOP hears no signal but SIGKILL, so the kernel's own SIGTERM at its parent's death would leave
+it there for ever. The end of the pipe says that the runner is gone; whatever bears the mark is then killed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import psutil
+
+from p2pdiloco.chaos.swarm import marked
+
+ROUNDS = 20
+PAUSE_S = 0.25
+
+
+def main(mark: str) -> int:
+    """Wait for the end of standard input, then kill until nothing is left; the exit status."""
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    for _ in range(ROUNDS):
+        left = marked(mark)
+        if not left:
+            return 0
+        for process in left:
+            try:
+                process.kill()
+            except psutil.Error:
+                continue
+        time.sleep(PAUSE_S)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
