@@ -1,16 +1,24 @@
-"""What happened to a peer, for people and plots: one JSON object a line in ``metrics.jsonl``, and running totals."""
+"""What happened to a peer, for people and plots: one JSON object a line in ``metrics.jsonl``, and running totals.
+
+A full disk costs lines, never the peer.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import time
 from collections import Counter
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
+from p2pdiloco.runtime import logs
 from p2pdiloco.wire.bodies import PeerStatus
 from p2pdiloco.wire.link import Progress
+
+log = logs.get("node")
 
 SMOOTHING = 0.1
 PROGRESS_S = 1.0
@@ -23,6 +31,7 @@ class Metrics:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: TextIO | None = None
+        self._is_failing = False
         self._progress_at = 0.0
         self.loss: float | None = None
         """Training loss, smoothed."""
@@ -32,7 +41,8 @@ class Metrics:
         self.compute_s = 0.0
         self.steps = 0
         self.tokens = 0
-        self._last_tokens = 0
+        self.learner_tokens = 0
+        """Of ``tokens``, those of the learner's present life."""
         self.faults: Counter[str] = Counter()
         """What peers sent against the rules, by kind."""
 
@@ -45,13 +55,21 @@ class Metrics:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what waited for room on the disk
+                self._file.close()
             self._file = None
 
     def write(self, event: str, **fields: object) -> None:
         """Append one line. ``time`` is Unix time in seconds."""
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             self._file.write(json.dumps({"time": round(time.time(), 3), "event": event, **fields}) + "\n")
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                log.warning("event log not written", path=self._path, reason=os.strerror(error.errno or 0))
+            self._is_failing = True
 
     def fault(self, peer: str, what: str) -> int:
         """A peer broke the rules; returns how often that kind was seen."""
@@ -61,12 +79,12 @@ class Metrics:
 
     def learner_began(self) -> None:
         """A new life: its counters start at zero."""
-        self._last_tokens = 0
+        self.learner_tokens = 0
 
     def progress(self, progress: Progress, *, step: int, sent_bytes: int) -> None:
         """One inner step of the learner; the global step, and what this peer has sent so far."""
-        made = progress.tokens - self._last_tokens
-        self._last_tokens = progress.tokens
+        made = progress.tokens - self.learner_tokens
+        self.learner_tokens = progress.tokens
         self.tokens += made
         self.steps += 1
         self.blocked_s += progress.blocked_s

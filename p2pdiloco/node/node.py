@@ -10,7 +10,9 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +20,7 @@ from typing import Any, Self
 import msgspec
 import torch
 
+from p2pdiloco.node.adapting import Adapting
 from p2pdiloco.node.answering import Answering
 from p2pdiloco.node.driver import Driver
 from p2pdiloco.node.fetching import Fetching
@@ -128,7 +131,14 @@ class Node:
             await asyncio.to_thread(write_atomically, manifest_path, self.manifest.encode())
             vectors = stack.enter_context(SharedVectors.create(self.layout.elements))
             self.state = GlobalState(self.layout, self.manifest.config.outer, self.manifest.config.codec, vectors)
-            self.driver = Driver(self.machine, self.state, self.identity, self)
+            codecs = Adapting(
+                self.manifest.config,
+                self.layout,
+                self.machine.core,
+                self.metrics,
+                rate=lambda: self.transport.up_bytes_per_s,
+            )
+            self.driver = Driver(self.machine, self.state, self.identity, self, codecs)
             stack.callback(self.driver.close)
             self.transport = Transport(
                 self.identity,
@@ -331,7 +341,10 @@ class Node:
     def observed(self, event: ev.Event, effects: list[ef.Effect], now: float) -> None:
         """Journal and metrics."""
         if self._journal is not None:
-            self._journal.record(now, event, effects)
+            try:
+                self._journal.record(now, event, effects)
+            except OSError as error:
+                self._end_journal(error)
         live = len(self.machine.core.membership.live) + 1
         if live != self._live_told:
             self._live_told = live
@@ -345,6 +358,7 @@ class Node:
                         "commit",
                         shard=event.shard,
                         version=header.version,
+                        head=event.head,
                         step=header.step,
                         tokens=header.tokens,
                         owner=header.owner,
@@ -356,6 +370,14 @@ class Node:
                     self.metrics.write("evaluation", **msgspec.structs.asdict(evaluation))
             case _:
                 pass
+
+    def _end_journal(self, error: OSError) -> None:
+        """A journal with a gap would replay to something else, so it ends where the disk was full."""
+        log.warning("journal ends here", reason=os.strerror(error.errno or 0))
+        with contextlib.suppress(OSError):
+            assert self._journal is not None
+            self._journal.__exit__(None, None, None)
+        self._journal = None
 
     def status(self) -> PeerStatus:
         """What this peer tells of itself."""
@@ -410,6 +432,7 @@ class Node:
             "versions": [head.version for head in heads],
             "tokens_unmerged": self.machine.core.unmerged_tokens(),
             "learner": self.supervision.learner,
+            "learner_tokens": self.metrics.learner_tokens,
             "faults": dict(self.metrics.faults),
             "exchange_s": self.metrics.exchange_s,
             "compute_s": self.metrics.compute_s,
@@ -418,5 +441,8 @@ class Node:
             "up_payload_bytes": traffic.up_bytes,
             "down_payload_bytes": traffic.down_bytes,
         }
-        write_atomically(self.options.folder / "report.json", json.dumps(report, indent=2).encode())
+        try:
+            write_atomically(self.options.folder / "report.json", json.dumps(report, indent=2).encode())
+        except OSError as error:
+            log.error("report not written", folder=self.options.folder, reason=os.strerror(error.errno or 0))
         self.metrics.write("ended", status=ending.status, reason=ending.reason)

@@ -134,6 +134,7 @@ class Supervision:
                 self._is_ready = True
                 self._metrics.write(
                     "learner-ready",
+                    learner=self.learner,
                     device=message.device,
                     parameters=message.parameters,
                     inner_steps=message.inner_steps,

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from p2pdiloco.node.metrics import Metrics, progress_fields
 from p2pdiloco.protocol.identifiers import RunId
@@ -76,3 +77,10 @@ def test_faults_are_counted_by_kind(tmp_path: Path) -> None:
         ("fault", "payload"),
         ("fault", "commit"),
     ]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a file that is always full")
+def test_a_full_disk_costs_lines_and_not_the_peer() -> None:
+    with Metrics(Path("/dev/full")) as metrics:
+        metrics.write("started")
+        metrics.write("current")
