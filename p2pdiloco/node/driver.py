@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar, assert_never
 
 import torch
 
+from p2pdiloco.node.adapting import Adapting
 from p2pdiloco.node.global_state import (
     ContributionError,
     DigestMismatchError,
@@ -79,11 +80,14 @@ class Surroundings(Protocol):
 class Driver:
     """One peer's machine, its global state, and the payloads between them."""
 
-    def __init__(self, machine: Machine, state: GlobalState, identity: Identity, around: Surroundings) -> None:
+    def __init__(
+        self, machine: Machine, state: GlobalState, identity: Identity, around: Surroundings, codecs: Adapting
+    ) -> None:
         self.machine = machine
         self.state = state
         self.identity = identity
         self.around = around
+        self.codecs = codecs
         self.payloads: dict[Digest, bytes] = {}
         self.proofs: dict[Digest, tuple[msg.CommitHeader, bytes]] = {}
         """Commits by id with their owners' signatures: of the logs, and of each shard's head."""
@@ -246,23 +250,39 @@ class Driver:
         return fail
 
     def _encode(self, effect: ef.Encode) -> None:
-        def done(result: tuple[bytes, Digest]) -> None:
-            payload, digest = result
+        rung = self.codecs.choose("up", effect.shard)
+
+        def work() -> tuple[bytes, Digest, float]:
+            payload, digest = self.state.encode(effect.shard, effect.base.id, rung and rung.recipe)
+            return payload, digest, self.state.encode_error(effect.shard, payload) if rung else 0.0
+
+        def done(result: tuple[bytes, Digest, float]) -> None:
+            payload, digest, error = result
             self.payloads[digest] = payload
+            if rung is not None:
+                self.codecs.used("up", effect.shard, rung, len(payload), error)
             self.feed(ev.Encoded(effect.shard, effect.base.id, digest, len(payload)))
 
-        self.job(lambda: self.state.encode(effect.shard, effect.base.id), done, self._failed("encode", effect.shard))
+        self.job(work, done, self._failed("encode", effect.shard))
 
     def _merge(self, effect: ef.Merge) -> None:
         given = [(c.contributor, self.payloads[c.payload]) for c in effect.contributions if c.payload in self.payloads]
         if len(given) < len(effect.contributions):
             self.feed(ev.Failed("merge", effect.shard, None, "a contribution's payload is gone"))
             return
-        self.job(
-            lambda: self.state.merge(effect.shard, effect.base.id, given),
-            lambda merged: self._merged(effect, merged),
-            self._failed("merge", effect.shard),
-        )
+        rung = self.codecs.choose("down", effect.shard)
+
+        def work() -> tuple[MergeResult, float]:
+            merged = self.state.merge(effect.shard, effect.base.id, given, rung and rung.recipe)
+            return merged, self.state.merge_error(effect.shard, merged.payload) if rung else 0.0
+
+        def done(result: tuple[MergeResult, float]) -> None:
+            merged, error = result
+            if rung is not None:
+                self.codecs.used("down", effect.shard, rung, len(merged.payload), error)
+            self._merged(effect, merged)
+
+        self.job(work, done, self._failed("merge", effect.shard))
 
     def _merged(self, effect: ef.Merge, merged: MergeResult) -> None:
         result = digest_of(merged.digests)

@@ -26,6 +26,8 @@ Positive = Annotated[int, Meta(ge=1, le=2**40)]
 Rate = Annotated[float, Meta(gt=0.0, le=1e3)]
 Share = Annotated[float, Meta(ge=0.0, lt=1.0)]
 Codec = Literal["int4", "int8", "bf16", "int2", "e3m0"]
+CodecChoice = Literal["auto", "int4", "int8", "bf16", "int2", "e3m0"]
+Coarsest = Literal["bf16", "int8", "int4", "int4-coarse", "int2"]
 Step = Annotated[float, Meta(ge=0.0, le=16.0)]
 MergeRule = Literal["rda", "direct"]
 
@@ -108,8 +110,12 @@ class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class CodecConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How outer gradients travel: ``up`` from learner to owner, ``down`` from owner to everybody."""
 
-    up: Codec = "int4"
-    down: Codec = "int4"
+    up: CodecChoice = "int4"
+    """"auto": each sender takes the finest codec whose transfer fits the overlap on its link (tensors/choosing.py)."""
+    down: CodecChoice = "int4"
+    coarsest: Coarsest = "int4"
+    """What "auto" may come down to: bytes a parameter and relative error are 1.35 and 0.002 for bf16, 0.96 and 0.006
+    for int8, 0.43 and 0.12 for int4, 0.27 and 0.28 for int4-coarse (step 1.0), 0.21 and 0.40 for int2."""
     up_step: Step | None = None
     """Distance of two neighbouring symbols, in root mean squares of a block of 256; coarser is fewer bytes and more
     error. 0: the block's largest value becomes the largest symbol. Left out: the codec's own (int4 0.4, int2 1.224,
@@ -233,6 +239,12 @@ def config_problems(config: RunConfig, *, tensors: int | None = None) -> list[st
         problems.append(f"schedule.fragments = {schedule.fragments} must be at most the model's {tensors} tensors")
     if inner.warmup > inner.steps:
         problems.append(f"inner.warmup = {inner.warmup} must be at most inner.steps = {inner.steps}")
+    for name, codec, step in (
+        ("up", config.codec.up, config.codec.up_step),
+        ("down", config.codec.down, config.codec.down_step),
+    ):
+        if codec == "auto" and step is not None:
+            problems.append(f'codec.{name}_step = {step} has no meaning with codec.{name} = "auto": leave it out')
     if config.data.kind == "files" and not config.data.path:
         problems.append('data.path is empty: with data.kind = "files" it must name a folder of text')
     return problems

@@ -1,0 +1,70 @@
+"""The codec of each payload, where the run leaves it to the sender: from the budget, the overlap and who is live.
+
+What is reckoned for one turn of a fragment, with n live peers that own about as much each:
+
+    up      our contribution: (n - 1)/n of the fragment leaves us, each part once
+    down    our commits: 1/n of the fragment leaves us, to n - 1 peers
+
+Rules of this file:
+1. Each direction has half of the overlap's time (tau steps), and the rate is shared by the turns that overlap.
+2. Where the step's time or the rate is not known yet, nothing is known to be too slow: the finest codec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from p2pdiloco.node.metrics import Metrics
+from p2pdiloco.protocol.core import Core
+from p2pdiloco.protocol.identifiers import ShardId
+from p2pdiloco.protocol.manifest import Layout, RunConfig
+from p2pdiloco.tensors.choosing import Rung, choose
+
+Direction = Literal["up", "down"]
+
+
+class Adapting:
+    """``rate``: bytes per second that we may send at, budgeted or measured; None: no limit is known."""
+
+    def __init__(
+        self, config: RunConfig, layout: Layout, core: Core, metrics: Metrics, rate: Callable[[], float | None]
+    ) -> None:
+        self._codec, self._schedule = config.codec, config.schedule
+        self._layout = layout
+        self._core = core
+        self._metrics = metrics
+        self._rate = rate
+
+    def choose(self, direction: Direction, shard: ShardId) -> Rung | None:
+        """For the next payload of ``shard``; None: the run fixes the codec."""
+        if (self._codec.up if direction == "up" else self._codec.down) != "auto":
+            return None
+        step_s, rate = self._step_time_s(), self._rate()
+        return choose(
+            self._parameters(shard),
+            bytes_per_s=rate / self._turns_at_once() if rate is not None and step_s > 0.0 else None,
+            time_s=self._schedule.overlap * step_s / 2,
+            coarsest=self._codec.coarsest,
+        )
+
+    def used(self, direction: Direction, shard: ShardId, rung: Rung, size: int, error: float) -> None:
+        """A payload was made: bytes, and the relative error of its first chunk."""
+        self._metrics.write(
+            "codec", direction=direction, shard=shard, codec=rung.name, bytes=size, error=round(error, 5)
+        )
+
+    def _parameters(self, shard: ShardId) -> float:
+        """That leave us in a turn of this shard's fragment, in one direction."""
+        fragment = self._layout.fragments[self._layout.shards[shard].fragment]
+        peers = 1 + len(self._core.membership.live)
+        return sum(self._layout.shards[s].elements for s in fragment) * (peers - 1) / peers
+
+    def _turns_at_once(self) -> float:
+        schedule = self._schedule
+        return max(1.0, schedule.overlap * schedule.fragments / schedule.sync_every)
+
+    def _step_time_s(self) -> float:
+        learner, others = self._core.learner, self._core.membership.fastest_step_s
+        own = learner.step_time_s if learner is not None and not learner.is_paused else 0.0
+        return min(own, others) if own and others else own or others

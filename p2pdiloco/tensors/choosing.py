@@ -1,0 +1,51 @@
+"""Which codec a sender uses where the run leaves it the choice: the finest whose transfer fits the time there is.
+
+A payload names its codec, so receivers need not know. Bytes and errors are of outer gradients of a small transformer
+(docs/lab-notes.md; ``python -m benchmarks.wire.codec`` measures them); only the order and the sizes matter here.
+
+Rules of this file:
+1. Pure: sizes and rates in, a rung of the ladder out.
+2. Nothing coarser than the run allows is ever chosen, however slow the link.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from p2pdiloco.protocol.manifest import Coarsest, CodecChoice, Step
+from p2pdiloco.tensors.recipes import Recipe, recipe
+
+
+class Rung(NamedTuple):
+    """A recipe, what it takes and what it loses."""
+
+    name: Coarsest
+    recipe: Recipe
+    bytes_per_parameter: float
+    relative_error: float
+    """||gradient - decoded|| / ||gradient||."""
+
+
+LADDER: Final = (
+    Rung("bf16", recipe("bf16"), 1.35, 0.002),
+    Rung("int8", recipe("int8"), 0.96, 0.006),
+    Rung("int4", recipe("int4"), 0.43, 0.12),
+    Rung("int4-coarse", recipe("int4", 1.0), 0.27, 0.28),
+    Rung("int2", recipe("int2"), 0.21, 0.40),
+)
+"""The finest first."""
+
+
+def choose(parameters: float, *, bytes_per_s: float | None, time_s: float, coarsest: Coarsest) -> Rung:
+    """The finest rung with which ``parameters`` are sent within ``time_s`` at ``bytes_per_s`` (None: the link is no
+    limit, as far as is known); ``coarsest`` if none fits."""
+    allowed = LADDER[: 1 + [rung.name for rung in LADDER].index(coarsest)]
+    if bytes_per_s is None:
+        return allowed[0]
+    fitting = (rung for rung in allowed if parameters * rung.bytes_per_parameter <= bytes_per_s * time_s)
+    return next(fitting, allowed[-1])
+
+
+def fixed(codec: CodecChoice, step: Step | None) -> Recipe:
+    """The recipe of a run's fixed choice; for "auto" one that serves where nobody chooses."""
+    return recipe("int4") if codec == "auto" else recipe(codec, step)

@@ -1,0 +1,58 @@
+"""The finest codec that fits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from p2pdiloco.protocol.manifest import CodecConfig, RunConfig, config_problems
+from p2pdiloco.tensors.choosing import LADDER, choose, fixed
+from p2pdiloco.tensors.quantize import decode_chunk, encode_chunk, recipe
+
+M = 1_000_000
+
+
+def test_the_ladder_goes_down_in_bytes_and_up_in_error() -> None:
+    assert sorted(LADDER, key=lambda rung: -rung.bytes_per_parameter) == list(LADDER)
+    assert sorted(LADDER, key=lambda rung: rung.relative_error) == list(LADDER)
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "expected"),
+    [(None, "bf16"), (2.0 * M, "bf16"), (1.0 * M, "int8"), (0.5 * M, "int4"), (0.3 * M, "int4-coarse"), (1.0, "int2")],
+)
+def test_the_finest_that_fits(bytes_per_s: float | None, expected: str) -> None:
+    assert choose(M, bytes_per_s=bytes_per_s, time_s=1.0, coarsest="int2").name == expected
+    if bytes_per_s is not None:
+        assert choose(M, bytes_per_s=bytes_per_s * 2, time_s=0.5, coarsest="int2").name == expected
+        assert choose(2 * M, bytes_per_s=bytes_per_s * 2, time_s=1.0, coarsest="int2").name == expected
+
+
+def test_nothing_coarser_than_allowed() -> None:
+    assert choose(M, bytes_per_s=1.0, time_s=1.0, coarsest="int4").name == "int4"
+    assert choose(M, bytes_per_s=1.0, time_s=1.0, coarsest="bf16").name == "bf16"
+
+
+def test_who_is_alone_sends_nothing_and_may_send_it_well() -> None:
+    assert choose(0.0, bytes_per_s=1.0, time_s=0.0, coarsest="int2").name == "bf16"
+
+
+def test_errors_are_about_what_the_ladder_says() -> None:
+    gradient = torch.randn(1 << 16, generator=torch.Generator().manual_seed(1))
+    for rung in LADDER:
+        body = bytes(encode_chunk(rung.recipe, gradient))
+        found = torch.empty_like(gradient)
+        decode_chunk(body, found)
+        error = float((found - gradient).norm() / gradient.norm())
+        assert rung.relative_error / 2 < error < rung.relative_error * 2
+
+
+def test_the_runs_fixed_choice() -> None:
+    assert fixed("int8", 0.1) == recipe("int8", 0.1)
+    assert fixed("auto", None) == recipe("int4")
+
+
+def test_a_step_with_auto_is_a_mistake() -> None:
+    problems = config_problems(RunConfig(name="x", codec=CodecConfig(up="auto", up_step=0.5, down="auto")))
+    assert [problem for problem in problems if "codec.up_step" in problem]
+    assert not [problem for problem in problems if "codec.down_step" in problem]
