@@ -148,14 +148,14 @@ class ExchangePeer(Node):
     def begin(self) -> None:
         """Take version 0, and a learner."""
         self._start()
-        self._learner_id = learner_id(self.identity.peer_id, "standin")
+        self.supervision.learner = learner_id(self.identity.peer_id, "standin")
         self.stand_in = StandIn(self)
-        self._learner = self.stand_in  # type: ignore[assignment]
+        self.supervision._process = self.stand_in  # type: ignore[assignment]
         self.heard_learner(link.Ready(device="none", parameters=self.layout.elements))
 
     def heard_learner(self, message: link.FromLearner) -> None:
         """The stand-in says something."""
-        self._heard(message)
+        self.supervision._heard(message)
 
     def observed(self, event: ev.Event, effects: list[ef.Effect], now: float) -> None:
         """Note when the last shard of a round is applied."""
@@ -326,7 +326,8 @@ class Rounds:
         for shard, (theta, momentum) in zip(self._checked(), self._before, strict=True):
             piece = peer.layout.shards[shard]
             found = peer.state.theta[piece.start : piece.stop] - theta
-            gradients = [_repeated(block_of(i, self._rounds), piece.elements) for i in range(self._config["peers"])]
+            blocks = [block_of(i, self._rounds) for i in range(self._config["peers"])]
+            gradients = [merging.Vector(_repeated(block, piece.elements)) for block in blocks]
             merged, moved = torch.empty(piece.elements), theta.clone()
             merging.merge(piece.merge, gradients, [1.0] * len(gradients), merged)
             outer.outer_step(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,12 +26,9 @@ from torch import Tensor
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, Layout, OuterConfig, Shard
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
-from p2pdiloco.tensors import choosing, digests, merging, outer, quantize
+from p2pdiloco.tensors import digests, merging, outer, quantize
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire import compression
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 
 class StaleBaseError(Exception):
@@ -86,10 +83,19 @@ class Moves(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """A commit of our own: that it gives the digest it promises is known."""
+    """A commit of our own: that it gives the digests it promises is known."""
 
     base: Digest
     payload: Digest
+    bodies: Sequence[bytes]
+
+
+class _Own(NamedTuple):
+    """This learner's newest contribution to a shard: what it decodes to is wanted when it is merged and when it is
+    settled, and half a byte a parameter is cheaper to keep than to decompress twice."""
+
+    payload: bytes
+    bodies: Sequence[bytes]
 
 
 class _Staged(NamedTuple):
@@ -124,7 +130,7 @@ class _Scratch:
     the one that holds a shard; not touched until they are needed."""
 
     def __init__(self, largest_shard: int) -> None:
-        self.theta, self.momentum, self.gradient, self.own = (torch.empty(quantize.CHUNK) for _ in range(4))
+        self.theta, self.momentum, self.gradient = (torch.empty(quantize.CHUNK) for _ in range(3))
         self.merged = torch.empty(largest_shard)
 
 
@@ -134,8 +140,8 @@ class GlobalState:
     def __init__(self, layout: Layout, outer_config: OuterConfig, codec: CodecConfig, vectors: SharedVectors) -> None:
         self.layout = layout
         self.outer_config = outer_config
-        self._up = choosing.fixed(codec.up, codec.up_step)
-        self._down = choosing.fixed(codec.down, codec.down_step)
+        self._up = quantize.recipe(codec.up, codec.up_step)
+        self._down = quantize.recipe(codec.down, codec.down_step)
         self.theta = vectors.theta
         self.shift = vectors.shift
         self.snapshot = vectors.snapshot
@@ -152,6 +158,7 @@ class GlobalState:
         """The shard's part of the snapshot buffer holds what the learner has trained, brought up to date."""
         self._staged: dict[ShardId, _Staged] = {}
         self._prepared: dict[ShardId, _Prepared] = {}
+        self._own: dict[ShardId, _Own] = {}
         self._scratch = _Scratch(max(shard.elements for shard in layout.shards))
 
     def _range(self, vector: Tensor, shard: ShardId) -> Tensor:
@@ -222,28 +229,36 @@ class GlobalState:
         if self.heads[shard] != parent:
             raise StaleBaseError(f"shard {shard} is not at {parent[:8]}")
         prepared = self._prepared.pop(shard, None)
-        is_ours = prepared is not None and prepared.base == parent and prepared.payload == header.payload
-        try:
-            bodies = list(self._bodies(shard, payload))
-            for body, span in zip(bodies, self._chunks(shard), strict=True):
-                quantize.check_chunk(body, span.stop - span.start)
-        except ValueError as error:
-            raise DigestMismatchError(f"the payload of commit {head[:8]} is malformed: {error}") from error
-        spans = self._chunks(shard)
-        for index in () if is_ours else digests.sample(self.layout.shards[shard].elements, header.version):
-            theta, momentum = self._next_chunk(bodies[index], spans[index])
-            if not digests.is_chunk(listed, index, theta, momentum):
-                raise DigestMismatchError(f"commit {head[:8]} of shard {shard} does not give chunk {index} as promised")
+        if prepared is not None and prepared.base == parent and prepared.payload == header.payload:
+            bodies = prepared.bodies
+        else:
+            bodies = self._checked(header, head, payload, listed)
         handover = self._handover(shard, moves)
-        for body, span in zip(bodies, spans, strict=True):
+        for body, span in zip(bodies, self._chunks(shard), strict=True):
             change = quantize.decode_chunk(body, self._scratch.gradient[: span.stop - span.start])
             self._outer_step(self.theta[span], self.momentum[span], change)
             self._hand_over(handover, span, change)
         self.heads[shard] = head
         self.digests[shard] = listed
+        self._own.pop(shard, None)
         return handover.shifts
 
-    def _next_chunk(self, body: Buffer, span: slice) -> tuple[Tensor, Tensor]:
+    def _checked(self, header: CommitHeader, head: Digest, payload: bytes, listed: bytes) -> Sequence[bytes]:
+        """The bodies of a commit's payload; all can be decoded, and the sample of its version gives what is listed."""
+        shard, spans = header.shard, self._chunks(header.shard)
+        try:
+            bodies = list(self._bodies(shard, payload))
+            for body, span in zip(bodies, spans, strict=True):
+                quantize.check_chunk(body, span.stop - span.start)
+        except ValueError as error:
+            raise DigestMismatchError(f"the payload of commit {head[:8]} is malformed: {error}") from error
+        for index in digests.sample(self.layout.shards[shard].elements, header.version):
+            theta, momentum = self._next_chunk(bodies[index], spans[index])
+            if not digests.is_chunk(listed, index, theta, momentum):
+                raise DigestMismatchError(f"commit {head[:8]} of shard {shard} does not give chunk {index} as promised")
+        return bodies
+
+    def _next_chunk(self, body: bytes, span: slice) -> tuple[Tensor, Tensor]:
         """What a chunk's parameters and momentum become with a merged outer gradient, in scratch."""
         elements = span.stop - span.start
         gradient = quantize.decode_chunk(body, self._scratch.gradient[:elements])
@@ -262,6 +277,9 @@ class GlobalState:
         )
 
     def _bodies(self, shard: ShardId, payload: bytes) -> Iterator[bytes]:
+        own = self._own.get(shard)
+        if own is not None and own.payload is payload:
+            return iter(own.bodies)
         chunks = quantize.chunk_count(self.layout.shards[shard].elements)
         return compression.split(payload, chunks, quantize.LARGEST_BODY)
 
@@ -282,6 +300,8 @@ class GlobalState:
             self._hand_over(handover, span, change)
         self.heads[shard] = state.head
         self.digests[shard] = state.digests
+        self._own.pop(shard, None)
+        self._prepared.pop(shard, None)
         return handover.shifts
 
     # -- shifts --------------------------------------------------------------------------------------------------------
@@ -323,9 +343,9 @@ class GlobalState:
             to.buffer[span].copy_(self.theta[span])
             return
         for bodies in to.settled:
-            change += quantize.decode_chunk(next(bodies), self._scratch.own[: change.numel()])
+            quantize.add_chunk(next(bodies), 1.0, change)
         for bodies in to.restored:
-            change -= quantize.decode_chunk(next(bodies), self._scratch.own[: change.numel()])
+            quantize.add_chunk(next(bodies), -1.0, change)
         if to.is_added:
             to.buffer[span].add_(change)
         else:
@@ -335,15 +355,8 @@ class GlobalState:
 
     # -- merging -------------------------------------------------------------------------------------------------------
 
-    def merge(
-        self,
-        shard: ShardId,
-        base: Digest,
-        given: Sequence[tuple[Contributor, bytes]],
-        how: quantize.Recipe | None = None,
-    ) -> MergeResult:
-        """Merge contributions (sorted by learner), quantize the result (None: as the run says), and prepare the outer
-        step.
+    def merge(self, shard: ShardId, base: Digest, given: Sequence[tuple[Contributor, bytes]]) -> MergeResult:
+        """Merge contributions (sorted by learner), quantize the result, and prepare the outer step.
 
         Raises:
             StaleBaseError: the shard's head is not ``base``.
@@ -361,36 +374,13 @@ class GlobalState:
             weights.append(merging.token_weight(contributor.tokens, contributor.steps))
         merged = self._scratch.merged[: piece.elements]
         merging.merge(piece.merge, gradients, weights, merged)
-        listed = []
-
-        def bodies() -> Iterator[Buffer]:
-            encoded = quantize.encode_chunks(how or self._down, merged)
-            for body, span in zip(encoded, self._chunks(shard), strict=True):
-                yield body
-                listed.append(digests.chunk_digest(*self._next_chunk(body, span)))
-
-        payload = compression.join(bodies())
+        bodies = [bytes(body) for body in quantize.encode_chunks(self._down, merged)]
+        payload = compression.join(bodies)
         payload_digest = digest_of(payload)
-        self._prepared[shard] = _Prepared(base, payload_digest)
-        return MergeResult(payload, payload_digest, b"".join(listed))
-
-    def merge_error(self, shard: ShardId, payload: bytes) -> float:
-        """Relative error of the first chunk of what was just merged."""
-        span = self._chunks(shard)[0]
-        return self._error(shard, payload, self._scratch.merged[: span.stop - span.start])
-
-    def encode_error(self, shard: ShardId, payload: bytes) -> float:
-        """Relative error of the first chunk of what was just encoded."""
-        span = self._chunks(shard)[0]
-        gradient = self._scratch.gradient[: span.stop - span.start]
-        return self._error(shard, payload, torch.sub(self.theta[span], self.snapshot[span], out=gradient))
-
-    def _error(self, shard: ShardId, payload: bytes, exact: Tensor) -> float:
-        chunks = quantize.chunk_count(self.layout.shards[shard].elements)
-        body, found = next(compression.split(payload, chunks, quantize.LARGEST_BODY)), torch.empty_like(exact)
-        quantize.decode_chunk(body, found)
-        size = float(exact.norm())
-        return float(found.sub_(exact).norm()) / size if size else 0.0
+        self._prepared[shard] = _Prepared(base, payload_digest, bodies)
+        pairs = zip(bodies, self._chunks(shard), strict=True)
+        listed = b"".join(digests.chunk_digest(*self._next_chunk(body, span)) for body, span in pairs)
+        return MergeResult(payload, payload_digest, listed)
 
     # -- the learner ---------------------------------------------------------------------------------------------------
 
@@ -439,8 +429,8 @@ class GlobalState:
                 if kind is Kind.ADD:
                     self._range(self.snapshot, shard).add_(self._range(buffer, shard))
 
-    def encode(self, shard: ShardId, base: Digest, how: quantize.Recipe | None = None) -> tuple[bytes, Digest]:
-        """The learner's outer gradient for one shard: compressed payload and its digest. ``how`` None: as the run says.
+    def encode(self, shard: ShardId, base: Digest) -> tuple[bytes, Digest]:
+        """The learner's outer gradient for one shard: compressed payload and its digest.
 
         Raises:
             StaleBaseError: the shard's head is not ``base``, or there is no snapshot.
@@ -452,5 +442,7 @@ class GlobalState:
             torch.sub(self.theta[span], self.snapshot[span], out=self._scratch.gradient[: span.stop - span.start])
             for span in self._chunks(shard)
         )
-        payload = compression.join(quantize.encode_chunk(how or self._up, gradient) for gradient in gradients)
+        bodies = [bytes(quantize.encode_chunk(self._up, gradient)) for gradient in gradients]
+        payload = compression.join(bodies)
+        self._own[shard] = _Own(payload, bodies)
         return payload, digest_of(payload)

@@ -1,10 +1,11 @@
-"""int4 in one pass over memory, where numba is installed (``pip install p2pdiloco[fast]``).
+"""int4 and the outer step in one pass over memory, where numba is installed (``pip install p2pdiloco[fast]``).
 
 Rules of this file:
-1. Same bits as the torch path, which stays the reference: only elementwise IEEE operations are here, without
-   ``fastmath``; norms are torch's in both. A test compares the two.
-2. Whole chunks with an even number of blocks only, so that the two halves of a packed byte have one scale each for a
-   whole block. Everything else, blocks with heavy tails too, takes torch's path.
+1. Same bits as the torch path, which stays the reference: only elementwise IEEE operations and sums of integers are
+   here, without ``fastmath`` (so that no multiply and add become one); norms of floats are torch's in both. Tests
+   compare the two.
+2. Work goes by half blocks: a packed byte holds an element of each half of the chunk, and a chunk's middle may be that
+   of a block. Blocks with heavy tails take torch's path.
 3. Compiled when this module is imported, and kept on disk by numba; without the GIL when they run.
 """
 
@@ -41,7 +42,7 @@ def _compiled(*signatures: str) -> Callable[[F], F]:
 
 
 @_compiled("int64(float32[::1], float32[::1], float32, float32, float32, float32, uint8[::1])")
-def _pack_block(
+def _pack(
     x: NDArray[np.float32],
     y: NDArray[np.float32],
     x_inverse: np.float32,
@@ -74,23 +75,29 @@ def pack_int4(
     packed: NDArray[np.uint8],
     is_wild: NDArray[np.uint8],
 ) -> int:
-    """``packed`` = the symbols round(x * inverse), at most ``largest``. ``is_wild`` [blocks] tells which blocks have
-    one that was as large as ``suspicious`` before; 0 if none."""
-    half = inverse.size // 2
-    shift = half * block
+    """``packed`` = the symbols round(x * inverse), at most ``largest``, padded with zeros. ``is_wild`` [blocks] tells
+    which blocks have one that was as large as ``suspicious`` before; 0 if none."""
+    blocks, half = inverse.size, block // 2
     wild = 0
-    for b in range(half):
-        i = b * block
-        low, high = x[i : i + block], x[shift + i : shift + i + block]
-        two = _pack_block(low, high, inverse[b], inverse[b + half], largest, suspicious, packed[i : i + block])
-        is_wild[b] = two & 1
-        is_wild[b + half] = two >> 1
+    is_wild[:] = 0
+    for h in range(blocks):
+        i, j = h * half, (blocks + h) * half
+        low, high = x[i : i + half], x[j : j + half]
+        if high.size < half:  # the chunk's end
+            short_low, short_high = low, high
+            low, high = np.zeros(half, np.float32), np.zeros(half, np.float32)
+            low[: short_low.size] = short_low
+            high[: short_high.size] = short_high
+        b, c = h // 2, (blocks + h) // 2
+        two = _pack(low, high, inverse[b], inverse[c], largest, suspicious, packed[i : i + half])
+        is_wild[b] |= two & 1
+        is_wild[c] |= two >> 1
         wild |= two
     return wild
 
 
 @_compiled("void(int8[::1], float32, float32, float32[::1], float32[::1])")
-def _unpack_block(
+def _unpack(
     packed: NDArray[np.int8],
     low_scale: np.float32,
     high_scale: np.float32,
@@ -106,9 +113,87 @@ def _unpack_block(
 @_compiled("void(int8[::1], float32[::1], int64, float32[::1])")
 def unpack_int4(packed: NDArray[np.int8], scales: NDArray[np.float32], block: int, out: NDArray[np.float32]) -> None:
     """``out`` = symbol * scale."""
-    half = scales.size // 2
-    shift = half * block
-    for b in range(half):
-        i = b * block
-        low, high = out[i : i + block], out[shift + i : shift + i + block]
-        _unpack_block(packed[i : i + block], scales[b], scales[b + half], low, high)
+    blocks, half = scales.size, block // 2
+    for h in range(blocks):
+        i, j = h * half, (blocks + h) * half
+        low, high = out[i : i + half], out[j : j + half]
+        b, c = scales[h // 2], scales[(blocks + h) // 2]
+        if high.size == half:
+            _unpack(packed[i : i + half], b, c, low, high)
+        else:
+            whole_low, whole_high = np.empty(half, np.float32), np.empty(half, np.float32)
+            _unpack(packed[i : i + half], b, c, whole_low, whole_high)
+            low[:] = whole_low[: low.size]
+            high[:] = whole_high[: high.size]
+
+
+@_compiled("void(int8[::1], float32, float32, float32, float32[::1], float32[::1])")
+def _add(
+    packed: NDArray[np.int8],
+    low_scale: np.float32,
+    high_scale: np.float32,
+    factor: np.float32,
+    low: NDArray[np.float32],
+    high: NDArray[np.float32],
+) -> None:
+    for i in range(packed.size):
+        c = np.int32(packed[i])
+        high[i] += np.float32(np.int32(c >> np.int32(4))) * high_scale * factor
+        low[i] += np.float32(np.int32(np.int8(c << np.int32(4))) >> np.int32(4)) * low_scale * factor
+
+
+@_compiled("void(int8[::1], float32[::1], int64, float32, float32[::1])")
+def add_int4(
+    packed: NDArray[np.int8], scales: NDArray[np.float32], block: int, factor: np.float32, out: NDArray[np.float32]
+) -> None:
+    """``out`` += symbol * scale * factor, each operation rounded."""
+    blocks, half = scales.size, block // 2
+    for h in range(blocks):
+        i, j = h * half, (blocks + h) * half
+        low, high = out[i : i + half], out[j : j + half]
+        b, c = scales[h // 2], scales[(blocks + h) // 2]
+        if high.size == half:
+            _add(packed[i : i + half], b, c, factor, low, high)
+        else:
+            whole_low, whole_high = np.empty(half, np.float32), np.empty(half, np.float32)
+            whole_low[: low.size] = low
+            whole_high[: high.size] = high
+            _add(packed[i : i + half], b, c, factor, whole_low, whole_high)
+            low[:] = whole_low[: low.size]
+            high[:] = whole_high[: high.size]
+
+
+@_compiled("void(int8[::1], int64, int32[::1])")
+def square_int4(packed: NDArray[np.int8], block: int, sums: NDArray[np.int32]) -> None:
+    """``sums`` [blocks] = the sums of the blocks' squared symbols."""
+    blocks, half = sums.size, block // 2
+    sums[:] = 0
+    for h in range(blocks):
+        piece = packed[h * half : (h + 1) * half]
+        low_sum = high_sum = np.int32(0)
+        for i in range(piece.size):
+            c = np.int32(piece[i])
+            high = np.int32(c >> np.int32(4))
+            low = np.int32(np.int32(np.int8(c << np.int32(4))) >> np.int32(4))
+            high_sum = np.int32(high_sum + np.int32(high * high))
+            low_sum = np.int32(low_sum + np.int32(low * low))
+        sums[h // 2] += low_sum
+        sums[(blocks + h) // 2] += high_sum
+
+
+@_compiled("void(float32[::1], float32[::1], float32[::1], float32, float32)")
+def outer_step(
+    theta: NDArray[np.float32],
+    momentum: NDArray[np.float32],
+    gradient: NDArray[np.float32],
+    learning_rate: float,
+    momentum_factor: float,
+) -> None:
+    """See ``outer``: ``gradient`` becomes new - old ``theta``."""
+    for i in range(theta.size):
+        m = momentum[i] * momentum_factor + gradient[i]
+        momentum[i] = m
+        t = theta[i]
+        new = t - (m * momentum_factor + gradient[i]) * learning_rate
+        theta[i] = new
+        gradient[i] = new - t

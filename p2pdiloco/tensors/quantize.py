@@ -48,12 +48,15 @@ __all__ = [
     "CHUNK",
     "LARGEST_BODY",
     "Recipe",
+    "add_chunk",
+    "check_chunk",
     "chunk_count",
     "decode_chunk",
     "decode_chunks",
     "encode_chunk",
     "encode_chunks",
     "recipe",
+    "squared_norm",
 ]
 
 if sys.byteorder != "little":
@@ -102,17 +105,28 @@ def encode_chunk(recipe: Recipe, piece: Tensor) -> memoryview:
         return _encode_bf16(piece)
     cut = scratch.cut(form.bits, recipe.block, elements)
     HEADER.pack_into(cut.body, 0, VERSION, form.number, recipe.block, elements)
-    start, is_packed = 0, False
-    for part in cut.parts:
-        stop = start + part.symbols.numel()
-        rows = piece[start:stop]
-        if rows.numel() < stop - start:
-            rows = torch.cat((rows, torch.zeros(stop - start - rows.numel())))
-        is_packed = _quantize(recipe, rows.view(-1, recipe.block), cut, part)
-        start = stop
-    if not is_packed:
-        packing.pack(cut.symbols, form.bits, cut.packed)
+    rows = [_rows(piece, part, recipe.block) for part in cut.parts]
+    for x, part in zip(rows, cut.parts, strict=True):
+        if recipe.step:
+            _scales_by_rms(recipe, x, part)
+        else:
+            _scales_by_largest(recipe, x, part, part.wanted)
+    if cut.is_fast and recipe.codec == "int4":
+        _pack_int4(recipe, piece, rows, cut)
+        return cut.body
+    for x, part in zip(rows, cut.parts, strict=True):
+        _quantize(recipe, x, part)
+    packing.pack(cut.symbols, form.bits, cut.packed)
     return cut.body
+
+
+def _rows(piece: Tensor, part: Part, block: int) -> Tensor:
+    """A part of a chunk as [blocks, block], padded with zeros."""
+    start, elements = part.first * block, part.symbols.numel()
+    x = piece[start : start + elements]
+    if x.numel() < elements:
+        x = torch.cat((x, torch.zeros(elements - x.numel())))
+    return x.view(-1, block)
 
 
 def _encode_bf16(piece: Tensor) -> memoryview:
@@ -137,32 +151,28 @@ def _require_finite(is_finite: bool) -> None:
         raise ValueError(f"not finite: the vector has a NaN, an infinity, or a value beyond {_LARGEST:.0e}")
 
 
-def _quantize(recipe: Recipe, rows: Tensor, cut: Cut, part: Part) -> bool:
-    """Scales and symbols of ``rows``, float32 [blocks, block]; whether the symbols are packed already."""
+def _pack_int4(recipe: Recipe, piece: Tensor, rows: list[Tensor], cut: Cut) -> None:
+    """Packed symbols by ``kernels``; ``rows`` are those of the cut's parts."""
+    largest, suspicious = FORMATS["int4"].largest, _suspicious(recipe)
+    x = piece.numpy()
+    if kernels.pack_int4(x, cut.flat_inverse, recipe.block, largest, suspicious, cut.flat_packed, cut.wild):
+        wild = torch.from_numpy(cut.wild)
+        for x_part, part in zip(rows, cut.parts, strict=True):
+            where = wild[part.first : part.first + len(x_part)].nonzero().squeeze(1)
+            where, symbols = _mended(recipe, x_part, part, where)
+            packing.repack_blocks(symbols, where + part.first, cut.packed)
+
+
+def _quantize(recipe: Recipe, rows: Tensor, part: Part) -> None:
+    """Symbols of ``rows``, float32 [blocks, block]; the scales are there."""
     largest = FORMATS[recipe.codec].largest
     bound = 1.01 * largest  # of a value after scaling; 1 % for the scale's rounding
     if recipe.step:
-        _scales_by_rms(recipe, rows, part)
         bound = max(bound, 1.01 * math.sqrt(part.filled) / recipe.step)
-    else:
-        _scales_by_largest(recipe, rows, part, part.wanted)
-    if cut.is_fast and recipe.codec == "int4":
-        if kernels.pack_int4(
-            rows.view(-1).numpy(),
-            cut.flat_inverse,
-            recipe.block,
-            largest,
-            _suspicious(recipe),
-            cut.flat_packed,
-            cut.wild,
-        ):
-            where, symbols = _mended(recipe, rows, part, torch.from_numpy(cut.wild).nonzero().squeeze(1))
-            packing.repack_blocks(symbols, where, cut.packed)
-        return True
     torch.mul(rows, part.inverse, out=part.work)
     if recipe.codec == "e3m0":
         packing.to_exponents(part.work.view(-1), scratch.narrow[: rows.numel()], part.symbols)
-        return False
+        return
     if bound > 127:
         part.work.clamp_(-127, 127)
     part.symbols.copy_(part.work.view(-1).round_())
@@ -170,7 +180,6 @@ def _quantize(recipe: Recipe, rows: Tensor, cut: Cut, part: Part) -> bool:
         _mend_tails(recipe, rows, part)
     if bound > largest:
         part.symbols.clamp_(-largest, largest)
-    return False
 
 
 def _scales_by_rms(recipe: Recipe, rows: Tensor, part: Part) -> None:
@@ -252,38 +261,97 @@ def decode_chunks(bodies: Iterable[Buffer], out: Tensor) -> Tensor:
     return out
 
 
-def decode_chunk(body: Buffer, out: Tensor) -> None:
-    """Dequantize one chunk's body into ``out``, which has exactly its elements.
+def decode_chunk(body: Buffer, out: Tensor) -> Tensor:
+    """Dequantize one chunk's body into ``out``, which has exactly its elements; returns it.
 
     Raises:
         ValueError: the body is not that of ``out.numel()`` finite parameters.
     """
+    _require_chunk(out)
+    cut, codec, block = _opened(body, out.numel())
+    if cut is None:
+        out.copy_(scratch.narrow[: out.numel()])
+    elif cut.is_fast and codec == "int4":
+        kernels.unpack_int4(cut.flat_symbols, cut.flat_wide, block, out.numpy())
+    else:
+        _unpack(cut, codec)
+        _multiply(cut, block, out)
+    return out
+
+
+def add_chunk(body: Buffer, factor: float, out: Tensor) -> None:
+    """``out`` += ``factor`` * the dequantized body, each operation rounded; see ``decode_chunk``."""
+    _require_chunk(out)
+    if kernels.AVAILABLE:
+        cut, codec, block = _opened(body, out.numel())
+        if cut is not None and cut.is_fast and codec == "int4":
+            kernels.add_int4(cut.flat_symbols, cut.flat_wide, block, np.float32(factor), out.numpy())
+            return
+    values = scratch.values[: out.numel()]
+    decode_chunk(body, values)
+    out.add_(values.mul_(factor))
+
+
+def squared_norm(body: Buffer, elements: int) -> float:
+    """The square of the length of one chunk's vector, in float64: with scales from the symbols, whose squares' sums are
+    exact, so that it is the same with and without ``kernels``.
+
+    Raises:
+        ValueError: as ``decode_chunk``.
+    """
+    cut, codec, block = _opened(body, elements)
+    if cut is None:
+        return float(torch.linalg.vector_norm(scratch.narrow[:elements], dtype=torch.float64)) ** 2
+    if cut.is_fast and codec == "int4":
+        kernels.square_int4(cut.flat_symbols, block, cut.squares)
+    else:
+        _unpack(cut, codec)
+        work = scratch.work[: cut.symbols.numel()]
+        squares = work.copy_(cut.symbols).square_().view(-1, block).sum(1, dtype=torch.float64)
+        np.copyto(cut.squares, squares.numpy(), casting="unsafe")
+    return float((cut.squares * np.square(cut.flat_wide, dtype=np.float64)).sum())
+
+
+def check_chunk(body: Buffer, elements: int) -> None:
+    """Whether ``decode_chunk`` would take the body, at the cost of a glance at its scales.
+
+    Raises:
+        ValueError: it would not.
+    """
+    _opened(body, elements)
+
+
+def _require_chunk(out: Tensor) -> None:
     if out.dim() != 1 or out.dtype != torch.float32 or not out.is_contiguous() or not 0 < out.numel() <= CHUNK:
         raise ValueError(f"a chunk is a contiguous float32 vector of 1 to {CHUNK} elements")
+
+
+def _opened(body: Buffer, elements: int) -> tuple[Cut | None, Codec, int]:
+    """The checked body's cut, with packed symbols and scales, its codec and its block. bf16 has no cut: its values are
+    in ``scratch.narrow``."""
     raw = memoryview(body).cast("B")
-    codec, block = _checked_header(raw, out.numel())
+    codec, block = _checked_header(raw, elements)
     # The copy aligns the symbols and protects them: torch cannot read a read-only buffer without a warning.
     np.copyto(scratch.bytes[: len(raw)], np.frombuffer(raw, dtype=np.uint8))
     if codec == "bf16":
-        symbols = scratch.narrow[: out.numel()]
+        symbols = scratch.narrow[:elements]
         packing.join_bytes(scratch.body[HEADER.size : len(raw)].view(2, -1), symbols.view(torch.int16), scratch.work)
         if _largest_bits(symbols) >= _INFINITE_BITS:
             raise ValueError("the body has a value that is not finite")
-        out.copy_(symbols)
-        return
-    bits = FORMATS[codec].bits
-    cut = scratch.cut(bits, block, out.numel())
+        return None, codec, block
+    cut = scratch.cut(FORMATS[codec].bits, block, elements)
     lowest, highest = torch.aminmax(cut.scale_bits)
     if int(lowest) < 0 or int(highest) > _LARGEST_BITS:
         raise ValueError("the body has a scale that is negative, too large or not a number")
     cut.wide.copy_(cut.scales)
-    if cut.is_fast and codec == "int4":
-        kernels.unpack_int4(cut.flat_packed.view(np.int8), cut.flat_wide, block, out.numpy())
-        return
-    packing.unpack(cut.packed, bits, cut.symbols)
+    return cut, codec, block
+
+
+def _unpack(cut: Cut, codec: Codec) -> None:
+    """The cut's symbols, to be multiplied with its scales."""
+    packing.unpack(cut.packed, FORMATS[codec].bits, cut.symbols)
     if codec == "e3m0":
         packing.from_exponents(cut.symbols, scratch.narrow.view(torch.uint8)[: 2 * cut.symbols.numel()])
-    _multiply(cut, block, out)
 
 
 def _checked_header(raw: memoryview, elements: int) -> tuple[Codec, int]:

@@ -19,13 +19,16 @@ from p2pdiloco.tensors.quantize import (
     CHUNK,
     LARGEST_BODY,
     Recipe,
+    add_chunk,
+    check_chunk,
     chunk_count,
     decode_chunk,
     decode_chunks,
     encode_chunks,
     recipe,
+    squared_norm,
 )
-from p2pdiloco.tensors.scratch import HEADER
+from p2pdiloco.tensors.scratch import HEADER, scratch
 from p2pdiloco.wire.compression import join, payload_limit, split
 
 CODECS: list[Codec] = ["int4", "int8", "bf16", "int2", "e3m0"]
@@ -191,7 +194,14 @@ def test_dequantizing_is_one_float32_multiply(codec: Codec) -> None:
 
 
 def decode_chunk_of(body: bytes | bytearray | memoryview, elements: int) -> torch.Tensor:
+    """And the other ways to read a body accept and refuse the same."""
     out = torch.full((elements,), math.nan)
+    for read in (lambda: check_chunk(body, elements), lambda: squared_norm(body, elements)):
+        try:
+            read()
+        except ValueError:
+            with pytest.raises(ValueError):
+                decode_chunk(body, out)
     decode_chunk(body, out)
     return out
 
@@ -247,26 +257,45 @@ def test_impossible_recipes_say_so() -> None:
 
 
 @pytest.mark.skipif(not kernels.AVAILABLE, reason="numba is not installed: p2pdiloco[fast]")
-@given(st.integers(0, 10**6), st.sampled_from([0.0, 0.335, 0.4, 1.0]), st.sampled_from([64, 256]), st.integers(1, 9))
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([0.0, 0.335, 0.4, 1.0]),
+    st.sampled_from([64, 256]),
+    st.integers(1, 9),
+    st.integers(0, 63),
+)
 @settings(deadline=None)
-def test_kernels_give_the_same_bits(seed: int, step: float, block: int, blocks: int) -> None:
-    from p2pdiloco.tensors.scratch import scratch
-
-    x, how = (
-        bell(blocks * block, seed) * torch.logspace(-20, 20, blocks).repeat_interleave(block),
-        recipe("int4", step, block),
-    )
+def test_kernels_give_the_same_bits(seed: int, step: float, block: int, blocks: int, cut_off: int) -> None:
+    x = (bell(blocks * block, seed) * torch.logspace(-20, 20, blocks).repeat_interleave(block))[cut_off:].clone()
     x[:: 3 * block] *= 50  # some heavy tails
+    x[-1] *= 50
+    how, out = recipe("int4", step, block), bell(len(x), seed + 1)
+
+    def everything() -> tuple[list[bytes], list[int], float]:
+        bodies = encode(how, x)
+        added = out.clone()
+        add_chunk(bodies[0], 0.3, added)
+        vectors = (decode_chunk_of(bodies[0], len(x)), added)
+        return bodies, [v for y in vectors for v in y.view(torch.int32).tolist()], squared_norm(bodies[0], len(x))
+
     cut = scratch.cut(4, block, len(x))
-    fast, cut.is_fast = cut.is_fast, False
+    assert cut.is_fast
+    fast = everything()
+    cut.is_fast = False
     try:
-        [slow_body] = encode(how, x)
-        slow = decode_chunk_of(slow_body, len(x))
+        assert everything() == fast
     finally:
-        cut.is_fast = fast
-    assert fast == (blocks % 2 == 0)
-    assert encode(how, x) == [slow_body]
-    assert torch.equal(decode_chunk_of(slow_body, len(x)), slow)
+        cut.is_fast = True
+
+
+@pytest.mark.parametrize("how", RECIPES)
+def test_what_is_computed_from_a_body_is_that_of_its_values(how: Recipe) -> None:
+    body = encode(how, bell(700, 3))[0]
+    y, sum_ = decode_chunk_of(body, 700), bell(700, 4)
+    expected = sum_ + y * 0.7
+    add_chunk(body, 0.7, sum_)
+    assert torch.equal(sum_, expected)
+    assert squared_norm(body, 700) == pytest.approx(float(y.double().square().sum()), rel=1e-9)
 
 
 # ------------------------------------------------------------------------------------------------------ hostile bodies

@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from p2pdiloco.tensors.merging import direct_mean, merge, radial_directional, token_weight
+from p2pdiloco.protocol.manifest import Codec
+from p2pdiloco.tensors.merging import Encoded, Vector, direct_mean, merge, radial_directional, token_weight
+from p2pdiloco.tensors.quantize import decode_chunks, encode_chunks, recipe
 
 
 def rda(gradients: list[Tensor], weights: list[float]) -> Tensor:
     out = torch.full_like(gradients[0], math.nan)
-    radial_directional(gradients, weights, out)
+    radial_directional([Vector(v) for v in gradients], weights, out)
     return out
 
 
@@ -22,7 +24,7 @@ def test_weight_is_tokens_times_tokens_per_step() -> None:
 
 def test_direct_mean_by_hand() -> None:
     out = torch.empty(2)
-    direct_mean([torch.tensor([1.0, 0.0]), torch.tensor([0.0, 4.0])], [3.0, 1.0], out)
+    direct_mean([Vector(torch.tensor([1.0, 0.0])), Vector(torch.tensor([0.0, 4.0]))], [3.0, 1.0], out)
     assert out.tolist() == [0.75, 1.0]
 
 
@@ -68,9 +70,9 @@ def test_vectors_longer_than_a_chunk() -> None:
     v = torch.randn((1 << 18) + 3, generator=torch.Generator().manual_seed(3))
     w = torch.randn((1 << 18) + 3, generator=torch.Generator().manual_seed(4))
     out = torch.empty_like(v)
-    merge("direct", [v, w], [1.0, 1.0], out)
+    merge("direct", [Vector(v), Vector(w)], [1.0, 1.0], out)
     assert torch.allclose(out, (v + w) / 2, atol=1e-6)
-    merge("rda", [v, w], [1.0, 1.0], out)
+    merge("rda", [Vector(v), Vector(w)], [1.0, 1.0], out)
     assert float(out.double().norm()) == pytest.approx(float(v.double().norm() + w.double().norm()) / 2, rel=1e-5)
 
 
@@ -81,5 +83,29 @@ def test_bad_weights_are_refused(weights: list[float]) -> None:
 
 
 def test_lengths_must_agree() -> None:
-    with pytest.raises(ValueError, match="shape"):
+    with pytest.raises(ValueError, match="length"):
         rda([torch.ones(2), torch.ones(3)], [1.0, 1.0])
+
+
+@pytest.mark.parametrize("codec", ["int4", "int8", "bf16", "int2", "e3m0"])
+def test_encoded_gradients_are_merged_as_what_they_decode_to(codec: Codec) -> None:
+    elements = (1 << 18) + 700
+    encoded, decoded = [], []
+    for seed in range(3):
+        x = torch.randn(elements, generator=torch.Generator().manual_seed(seed))
+        bodies = [bytes(body) for body in encode_chunks(recipe(codec), x)]
+        encoded.append(Encoded(bodies, elements))
+        decoded.append(Vector(decode_chunks(bodies, torch.empty(elements))))
+        assert encoded[-1].norm() == pytest.approx(decoded[-1].norm(), rel=1e-12)
+    one, other = torch.empty(elements), torch.empty(elements)
+    direct_mean(encoded, [1.0, 2.0, 3.0], one)
+    direct_mean(decoded, [1.0, 2.0, 3.0], other)
+    assert torch.equal(one, other)
+    radial_directional(encoded, [1.0, 2.0, 3.0], one)
+    radial_directional(decoded, [1.0, 2.0, 3.0], other)
+    assert torch.allclose(one, other, rtol=1e-6)
+
+
+def test_a_missing_body_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 bodies"):
+        Encoded([], 1)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from p2pdiloco.tensors.outer import outer_step
+from p2pdiloco.tensors.outer import outer_step, outer_step_by_torch
 
 
 def test_two_steps_by_hand() -> None:
@@ -30,6 +30,17 @@ def test_every_operation_rounds_on_its_own(elements: int) -> None:
     outer_step(t, m, torch.from_numpy(delta), learning_rate=0.7, momentum_factor=0.9)
     assert np.array_equal(m.numpy().view(np.uint32), expected_momentum.view(np.uint32))
     assert np.array_equal(t.numpy().view(np.uint32), expected_theta.view(np.uint32))
+
+
+@pytest.mark.parametrize("elements", [1, 1000, (1 << 18) + 17])
+def test_kernel_and_torch_give_the_same_bits_and_the_change(elements: int) -> None:
+    before = [torch.randn(elements, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    theta, momentum, change = (v.clone() for v in before)
+    outer_step(theta, momentum, change, learning_rate=0.7, momentum_factor=0.9)
+    by_torch = [v.clone() for v in before]
+    outer_step_by_torch(by_torch[0], by_torch[1], by_torch[2], 0.7, 0.9)
+    assert all(torch.equal(a, b) for a, b in zip((theta, momentum, change), by_torch, strict=True))
+    assert torch.equal(change, theta - before[0])
 
 
 def test_a_slice_of_a_longer_vector_is_updated_in_place() -> None:

@@ -1,0 +1,194 @@
+"""Commits, shifts and snapshots against arithmetic on whole vectors."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from p2pdiloco.node.global_state import (
+    ContributionError,
+    DigestMismatchError,
+    GlobalState,
+    MergeResult,
+    Moves,
+    Shifts,
+    StaleBaseError,
+)
+from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, ShardId, digest_of
+from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
+from p2pdiloco.protocol.messages import CommitHeader, Contributor
+from p2pdiloco.tensors import digests, quantize
+from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.wire import compression
+
+ELEMENTS = 2 * quantize.CHUNK + 1000
+SHARD = ShardId(0)
+FRAGMENT = FragmentId(0)
+ME = LearnerId("me/1")
+ZERO = digest_of(b"version 0")
+NOTHING = Moves(None, (), (), False)
+
+
+def bell(seed: int, scale: float = 1e-3) -> Tensor:
+    return torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def decoded(payload: bytes) -> Tensor:
+    bodies = compression.split(payload, quantize.chunk_count(ELEMENTS), quantize.LARGEST_BODY)
+    return quantize.decode_chunks(bodies, torch.empty(ELEMENTS))
+
+
+class Peer:
+    """One shard's global state, with a learner that answers when it is told to."""
+
+    def __init__(self) -> None:
+        tensors = (TensorSpec(name="all", shape=(ELEMENTS,), merge="rda", fragment=FRAGMENT),)
+        layout = make_layout(tensors, 1, 1 << 20, "rda")
+        self.outer = OuterConfig(learning_rate=0.7, momentum=0.9)
+        self.vectors = SharedVectors.create(ELEMENTS)
+        self.state = GlobalState(layout, self.outer, CodecConfig(), self.vectors)
+        self.state.put(SHARD, ZERO, bell(99, 0.02), bell(98))
+        self.version = 0
+
+    def contribute(self, gradient: Tensor) -> bytes:
+        """As if the learner had moved by -gradient."""
+        self.state.snapshot_asked(FRAGMENT)
+        self.vectors.snapshot.copy_(self.state.theta - gradient)
+        self.state.snapshot_taken(FRAGMENT)
+        return self.state.encode(SHARD, self.head)[0]
+
+    @property
+    def head(self) -> Digest:
+        head = self.state.heads[SHARD]
+        assert head is not None
+        return head
+
+    def merge(self, payloads: list[bytes]) -> tuple[CommitHeader, MergeResult]:
+        contributors = [Contributor(LearnerId(f"p{i}/1"), 0, 1000, 0, 10) for i in range(len(payloads))]
+        merged = self.state.merge(SHARD, self.head, list(zip(contributors, payloads, strict=True)))
+        return self.header(merged), merged
+
+    def header(self, merged: MergeResult) -> CommitHeader:
+        result = digest_of(merged.digests)
+        version = self.version + 1
+        return CommitHeader(SHARD, version, self.head, 0, PeerId("owner"), (), 0, merged.payload_digest, result)
+
+    def apply(self, header: CommitHeader, merged: MergeResult, moves: Moves = NOTHING) -> Shifts:
+        head = digest_of(header.parent.encode())
+        shifts = self.state.apply(header, head, merged.payload, merged.digests, moves)
+        self.version = header.version
+        return shifts
+
+
+@pytest.fixture
+def peers() -> tuple[Peer, Peer]:
+    return Peer(), Peer()
+
+
+def test_all_peers_get_the_same_bits_and_the_owners_digests(peers: tuple[Peer, Peer]) -> None:
+    owner, other = peers
+    for round_ in range(3):
+        payloads = [other.contribute(bell(10 * round_ + i)) for i in range(3)]
+        header, merged = owner.merge(payloads)
+        theta, momentum, gradient = owner.state.theta.clone(), owner.state.momentum.clone(), decoded(merged.payload)
+        momentum = momentum * 0.9 + gradient
+        theta -= (momentum * 0.9 + gradient) * 0.7
+        for peer in peers:
+            peer.apply(header, merged)
+            assert torch.equal(peer.state.theta, theta)
+            assert torch.equal(peer.state.momentum, momentum)
+            assert peer.state.digests[SHARD] == merged.digests == digests.digest_list(theta, momentum)
+            assert peer.state.digest(SHARD) == header.result
+
+
+def test_the_learner_keeps_what_was_not_merged(peers: tuple[Peer, Peer]) -> None:
+    """A shift is the global change plus what was settled; what comes before it is taken is queued, and summed."""
+    owner, mine = peers
+    mine.state.load(ME)
+    mine.state.shifted((SHARD,))
+    before = mine.state.theta.clone()
+    payloads = [mine.contribute(bell(1)), mine.contribute(bell(2)), mine.contribute(bell(3))]
+    learner = mine.vectors.snapshot.clone()
+    expected: list[Tensor] = []
+    for payload in payloads:
+        header, merged = owner.merge([payload])
+        owner.apply(header, merged)
+        shifts = mine.apply(header, merged, Moves(ME, (payload,), (), False))
+        assert shifts == (Shifts((SHARD,), ()) if not expected else Shifts((), ()))
+        expected.append(mine.state.theta - before + decoded(payload))
+        before = mine.state.theta.clone()
+    assert torch.equal(mine.vectors.shift, expected[0])
+    assert torch.equal(mine.state.queued, expected[1] + expected[2])
+    moved = learner + expected[0] + expected[1] + expected[2]
+    assert torch.equal(mine.vectors.snapshot, moved)
+    assert mine.state.shifted((SHARD,)) == Shifts((SHARD,), ())
+    assert torch.equal(mine.vectors.shift, expected[1] + expected[2])
+
+
+def test_a_reset_replaces_and_voids_the_snapshot(peers: tuple[Peer, Peer]) -> None:
+    owner, mine = peers
+    mine.state.load(ME)
+    mine.state.shifted((SHARD,))
+    header, merged = owner.merge([mine.contribute(bell(1))])
+    assert mine.apply(header, merged, Moves(ME, (), (), True)) == Shifts((), (SHARD,))
+    assert torch.equal(mine.vectors.shift, mine.state.theta)
+    with pytest.raises(StaleBaseError):
+        mine.state.encode(SHARD, mine.head)
+
+
+def test_a_fetched_state_gives_back_what_a_fork_had_merged(peers: tuple[Peer, Peer]) -> None:
+    donor, mine = peers
+    mine.state.load(ME)
+    mine.state.shifted((SHARD,))
+    payload = mine.contribute(bell(1))
+    before = mine.state.theta.clone()
+    donor.apply(*donor.merge([mine.contribute(bell(2))]))
+    head, data = donor.state.copy(SHARD)
+    with pytest.raises(DigestMismatchError):
+        mine.state.stage(SHARD, head, memoryview(data), digest_of(b"another"))
+    mine.state.stage(SHARD, head, memoryview(data), donor.state.digest(SHARD))
+    assert mine.state.install(SHARD, head, Moves(ME, (), (payload,), False)) == Shifts((SHARD,), ())
+    assert torch.equal(mine.state.theta, donor.state.theta)
+    assert torch.equal(mine.state.momentum, donor.state.momentum)
+    assert mine.state.digests == donor.state.digests
+    assert torch.equal(mine.vectors.shift, mine.state.theta - before - decoded(payload))
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 2])
+def test_a_difference_is_found_once_its_chunk_is_looked_at(peers: tuple[Peer, Peer], chunk: int) -> None:
+    owner, other = peers
+    other.state.theta[chunk * quantize.CHUNK + 7] += 1.0
+    refused = []
+    for _ in range(3):
+        header, merged = owner.merge([owner.contribute(bell(5))])
+        owner.apply(header, merged)
+        before = other.state.theta.clone()
+        try:
+            other.apply(header, merged)
+        except DigestMismatchError:
+            refused.append(header.version)
+            assert torch.equal(other.state.theta, before)
+            break
+        assert not torch.equal(other.state.theta, before)
+    assert refused
+    assert chunk in digests.sample(ELEMENTS, refused[0])
+
+
+def test_malformed_payloads_change_nothing(peers: tuple[Peer, Peer]) -> None:
+    owner, other = peers
+    header, merged = owner.merge([owner.contribute(bell(5))])
+    before = other.state.theta.clone()
+    for payload in (b"", merged.payload[:-1], merged.payload[:-2] + b"\xff\xff"):
+        with pytest.raises(DigestMismatchError, match="malformed"):
+            other.apply(header, merged._replace(payload=payload))
+        with pytest.raises(ContributionError, match="p1/1"):
+            other.merge([merged.payload, payload])
+    with pytest.raises(StaleBaseError):
+        other.state.merge(SHARD, digest_of(b"another head"), [])
+    assert torch.equal(other.state.theta, before)
+
+
+def test_parameters_that_are_not_finite_are_not_contributed(peers: tuple[Peer, Peer]) -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        peers[0].contribute(torch.full((ELEMENTS,), math.nan))
