@@ -26,7 +26,7 @@ from torch import Tensor
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, Layout, OuterConfig, Shard
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
-from p2pdiloco.tensors import digests, merging, outer, quantize
+from p2pdiloco.tensors import choosing, digests, merging, outer, quantize
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire import compression
 
@@ -140,8 +140,8 @@ class GlobalState:
     def __init__(self, layout: Layout, outer_config: OuterConfig, codec: CodecConfig, vectors: SharedVectors) -> None:
         self.layout = layout
         self.outer_config = outer_config
-        self._up = quantize.recipe(codec.up, codec.up_step)
-        self._down = quantize.recipe(codec.down, codec.down_step)
+        self._up = choosing.fixed(codec.up, codec.up_step)
+        self._down = choosing.fixed(codec.down, codec.down_step)
         self.theta = vectors.theta
         self.shift = vectors.shift
         self.snapshot = vectors.snapshot
@@ -355,8 +355,15 @@ class GlobalState:
 
     # -- merging -------------------------------------------------------------------------------------------------------
 
-    def merge(self, shard: ShardId, base: Digest, given: Sequence[tuple[Contributor, bytes]]) -> MergeResult:
-        """Merge contributions (sorted by learner), quantize the result, and prepare the outer step.
+    def merge(
+        self,
+        shard: ShardId,
+        base: Digest,
+        given: Sequence[tuple[Contributor, bytes]],
+        how: quantize.Recipe | None = None,
+    ) -> MergeResult:
+        """Merge contributions (sorted by learner), quantize the result (None: as the run says), and prepare the outer
+        step.
 
         Raises:
             StaleBaseError: the shard's head is not ``base``.
@@ -374,13 +381,31 @@ class GlobalState:
             weights.append(merging.token_weight(contributor.tokens, contributor.steps))
         merged = self._scratch.merged[: piece.elements]
         merging.merge(piece.merge, gradients, weights, merged)
-        bodies = [bytes(body) for body in quantize.encode_chunks(self._down, merged)]
+        bodies = [bytes(body) for body in quantize.encode_chunks(how or self._down, merged)]
         payload = compression.join(bodies)
         payload_digest = digest_of(payload)
         self._prepared[shard] = _Prepared(base, payload_digest, bodies)
         pairs = zip(bodies, self._chunks(shard), strict=True)
         listed = b"".join(digests.chunk_digest(*self._next_chunk(body, span)) for body, span in pairs)
         return MergeResult(payload, payload_digest, listed)
+
+    def merge_error(self, shard: ShardId, payload: bytes) -> float:
+        """Relative error of the first chunk of what was just merged."""
+        span = self._chunks(shard)[0]
+        return self._error(shard, payload, self._scratch.merged[: span.stop - span.start])
+
+    def encode_error(self, shard: ShardId, payload: bytes) -> float:
+        """Relative error of the first chunk of what was just encoded."""
+        span = self._chunks(shard)[0]
+        gradient = self._scratch.gradient[: span.stop - span.start]
+        return self._error(shard, payload, torch.sub(self.theta[span], self.snapshot[span], out=gradient))
+
+    def _error(self, shard: ShardId, payload: bytes, exact: Tensor) -> float:
+        chunks = quantize.chunk_count(self.layout.shards[shard].elements)
+        body, found = next(compression.split(payload, chunks, quantize.LARGEST_BODY)), torch.empty_like(exact)
+        quantize.decode_chunk(body, found)
+        size = float(exact.norm())
+        return float(found.sub_(exact).norm()) / size if size else 0.0
 
     # -- the learner ---------------------------------------------------------------------------------------------------
 
@@ -429,8 +454,8 @@ class GlobalState:
                 if kind is Kind.ADD:
                     self._range(self.snapshot, shard).add_(self._range(buffer, shard))
 
-    def encode(self, shard: ShardId, base: Digest) -> tuple[bytes, Digest]:
-        """The learner's outer gradient for one shard: compressed payload and its digest.
+    def encode(self, shard: ShardId, base: Digest, how: quantize.Recipe | None = None) -> tuple[bytes, Digest]:
+        """The learner's outer gradient for one shard: compressed payload and its digest. ``how`` None: as the run says.
 
         Raises:
             StaleBaseError: the shard's head is not ``base``, or there is no snapshot.
@@ -442,7 +467,7 @@ class GlobalState:
             torch.sub(self.theta[span], self.snapshot[span], out=self._scratch.gradient[: span.stop - span.start])
             for span in self._chunks(shard)
         )
-        bodies = [bytes(quantize.encode_chunk(self._up, gradient)) for gradient in gradients]
+        bodies = [bytes(quantize.encode_chunk(how or self._up, gradient)) for gradient in gradients]
         payload = compression.join(bodies)
         self._own[shard] = _Own(payload, bodies)
         return payload, digest_of(payload)
