@@ -5,7 +5,7 @@ window counts if bulk waited all through it, for only then the link was the limi
 if it was better than all.
 
     no limit until the first busy window
-    searching   SEARCH_GAIN x estimate, as long as the estimate grows by GROWTH
+    searching   SEARCH_GAIN x estimate, until it did not grow by GROWTH in PATIENCE windows
     cruising    HEADROOM x estimate, for CRUISE_WINDOWS busy windows
     probing     PROBE_GAIN x estimate, for one window: a link that has become faster is noticed
 
@@ -23,6 +23,8 @@ from typing import Literal
 HEADROOM = 0.9
 SEARCH_GAIN, PROBE_GAIN = 2.0, 1.25
 GROWTH = 1.1
+PATIENCE = 3
+"""Windows: a process that does not get its turn in time measures little in one of them."""
 CRUISE_WINDOWS = 20
 MEMORY_WINDOWS = 100
 FLOOR_BYTES_PER_S = 125_000.0
@@ -35,6 +37,7 @@ class Capacity:
         self._rates: deque[float] = deque(maxlen=MEMORY_WINDOWS)
         self._phase: Literal["searching", "cruising", "probing"] = "searching"
         self._cruised = 0
+        self._stagnated = 0
 
     @property
     def estimate(self) -> float | None:
@@ -57,10 +60,12 @@ class Capacity:
             return
         self._rates.append(rate)
         if before is None or (self._phase != "cruising" and rate > GROWTH * before):
-            self._phase = "searching"
-        elif self._phase != "cruising":
-            self._phase, self._cruised = "cruising", 0
-        else:
+            self._phase, self._stagnated = "searching", 0
+        elif self._phase == "cruising":
             self._cruised += 1
             if self._cruised >= CRUISE_WINDOWS:
                 self._phase = "probing"
+        else:
+            self._stagnated += 1
+            if self._phase == "probing" or self._stagnated >= PATIENCE:
+                self._phase, self._cruised = "cruising", 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2pdiloco.wire.capacity import CRUISE_WINDOWS, FLOOR_BYTES_PER_S, HEADROOM, MEMORY_WINDOWS, Capacity
+from p2pdiloco.wire.capacity import CRUISE_WINDOWS, FLOOR_BYTES_PER_S, HEADROOM, MEMORY_WINDOWS, PATIENCE, Capacity
 
 MB = 1_000_000
 WINDOW_S = 0.1
@@ -31,11 +31,19 @@ def test_there_is_no_limit_until_something_was_measured() -> None:
 @pytest.mark.parametrize("link", [0.5 * MB, 12.5 * MB, 312.5 * MB])
 def test_the_link_less_the_headroom_is_kept_most_of_the_time(link: float) -> None:
     capacity = Capacity()
-    send(capacity, link, 2)
+    send(capacity, link, 1 + PATIENCE)
     rates = send(capacity, link, 210)
     assert capacity.estimate == pytest.approx(link)
     assert sorted(rates)[len(rates) // 2] == pytest.approx(HEADROOM * link)
     assert sum(rate > HEADROOM * link * 1.001 for rate in rates) <= len(rates) / CRUISE_WINDOWS
+
+
+def test_one_bad_window_does_not_end_the_search() -> None:
+    capacity = Capacity()
+    for link in (1.0 * MB, 0.5 * MB, 100.0 * MB, 100.0 * MB, 0.1 * MB):
+        send(capacity, link, 1)
+    send(capacity, 100.0 * MB, 10)
+    assert capacity.estimate == 100.0 * MB
 
 
 def test_a_faster_link_is_found_by_doubling() -> None:
