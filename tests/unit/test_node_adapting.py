@@ -1,0 +1,87 @@
+"""What a sender reckons with when the run leaves it the codec."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from p2pdiloco.node.adapting import Adapting
+from p2pdiloco.node.metrics import Metrics
+from p2pdiloco.protocol.identifiers import FragmentId, ShardId
+from p2pdiloco.protocol.manifest import CodecConfig, RunConfig, ScheduleConfig, TensorSpec, make_layout
+
+M = 1_000_000
+TENSORS = tuple(
+    TensorSpec(name=str(index), shape=(M,), merge="direct", fragment=FragmentId(index % 2)) for index in range(4)
+)
+LAYOUT = make_layout(TENSORS, 2, M, "rda")
+"""Two fragments of two million parameters."""
+
+
+def adapting(metrics: Metrics, rate: float | None, *, live: int = 1, step_s: float = 1.0, **changes: Any) -> Adapting:
+    learner = SimpleNamespace(step_time_s=step_s, is_paused=False) if step_s else None
+    core = SimpleNamespace(learner=learner, membership=SimpleNamespace(live=("x",) * live, fastest_step_s=0.0))
+    schedule = ScheduleConfig(fragments=2, sync_every=8, overlap=2)
+    codec = CodecConfig(**{"up": "auto", "down": "auto", "coarsest": "int2", **changes})
+    config = RunConfig(name="x", schedule=schedule, codec=codec)
+    return Adapting(config, LAYOUT, cast(Any, core), metrics, lambda: rate)
+
+
+def name(one: Adapting, direction: Any = "up") -> str | None:
+    rung = one.choose(direction, ShardId(0))
+    return rung.name if rung is not None else None
+
+
+@pytest.fixture
+def metrics(tmp_path: Path) -> Metrics:
+    return Metrics(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("rate", "live", "expected"),
+    [
+        (None, 1, "bf16"),
+        (1.4 * M, 1, "bf16"),
+        (1.0 * M, 1, "int8"),
+        (0.45 * M, 1, "int4"),
+        (0.45 * M, 3, "int4-coarse"),
+        (0.1 * M, 1, "int2"),
+        (0.1 * M, 0, "bf16"),
+    ],
+)
+def test_half_the_overlap_and_what_leaves_us_decide(
+    metrics: Metrics, rate: float | None, live: int, expected: str
+) -> None:
+    one = adapting(metrics, rate, live=live)
+    assert name(one, "up") == name(one, "down") == expected
+
+
+def test_what_is_not_known_is_not_too_slow(metrics: Metrics) -> None:
+    assert name(adapting(metrics, 1.0, step_s=0.0)) == "bf16"
+
+
+def test_a_fixed_codec_is_left_alone(metrics: Metrics) -> None:
+    one = adapting(metrics, 1.0, up="int8")
+    assert name(one, "up") is None
+    assert name(one, "down") == "int2"
+
+
+def test_the_choice_is_a_metric(metrics: Metrics, tmp_path: Path) -> None:
+    one = adapting(metrics, None)
+    rung = one.choose("up", ShardId(1))
+    assert rung is not None
+    with metrics:
+        one.used("up", ShardId(1), rung, 1234, 0.00161)
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert {key: line[key] for key in ("event", "direction", "shard", "codec", "bytes", "error")} == {
+        "event": "codec",
+        "direction": "up",
+        "shard": 1,
+        "codec": "bf16",
+        "bytes": 1234,
+        "error": 0.00161,
+    }
