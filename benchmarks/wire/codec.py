@@ -7,7 +7,8 @@
 - Error: ||x - decoded|| / ||x||.
 - Speed: GB of float32 in a second of one thread's CPU time (others may want the cores; waiting for one is not counted,
   but what they take of caches, memory and clock is), the fastest and the median of ``--repeat``. Beside it, measured in
-  turns with it: memcpy of the same vector chunk by chunk, zstd alone on the same bodies, and the quantizer alone.
+  turns with it: memcpy of the same vector chunk by chunk, zstd alone on the same bodies, the quantizer alone, and the
+  digest of the vector's bytes chunk by chunk (a state has twice as many: parameters and momentum).
 
 Data: ``gradient`` is what a learner would send: base minus parameters after H steps of the tiny transformer on Python's
 standard library, trained here. ``bell`` is Gaussian, ``tails`` Student's t with 3 degrees of freedom.
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from benchmarks import record
 from p2pdiloco.protocol.manifest import DataConfig, ModelConfig
 from p2pdiloco.tensors import kernels, packing
+from p2pdiloco.tensors.digests import chunk_digest
 from p2pdiloco.tensors.quantize import (
     CHUNK,
     LARGEST_BODY,
@@ -148,6 +150,7 @@ def measure(how: Recipe, x: Tensor, repeat: int) -> dict[str, float]:
     pieces = [x[start : start + CHUNK] for start in range(0, elements, CHUNK)]
     work: Work = {
         "memcpy": lambda: [room[: piece.numel()].copy_(piece) for piece in pieces],
+        "digest": lambda: [chunk_digest(piece, piece[:0]) for piece in pieces],
         "quantize": lambda: [None for _ in encode_chunks(how, x)],
         "zstd": lambda: [len(compress(body)) for body in bodies],
         "encode": lambda: join(encode_chunks(how, x)),
@@ -200,6 +203,7 @@ HEADINGS = (
     "dequantize",
     "unzstd",
     "memcpy",
+    "digest",
 )
 
 
