@@ -30,6 +30,10 @@ MARK = "P2PDILOCO_SWARM"
 START_S = 60.0
 STOP_S = 30.0
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+JOINABLE = "p2pdiloco join "
+"""What a bootstrap node says before its address."""
+FOUNDED = "to join from another machine"
+"""What a founder says once it can be joined."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -50,6 +54,10 @@ class View:
         self.blocked_s = 0.0
         self.live = 1
         self.sent_bytes = 0
+        self.current_at = 0.0
+        """Unix time at which it last had a whole state."""
+        self.trained_at = 0.0
+        """Unix time of its learner's last word."""
         self.held_out: list[tuple[float, float, int]] = []
         """(Unix time, loss, version)"""
         self.commits: list[dict[str, Any]] = []
@@ -59,7 +67,10 @@ class View:
         match line["event"]:
             case "started":
                 self.peer = line["peer"]
+            case "current":
+                self.current_at = line["time"]
             case "progress":
+                self.trained_at = line["time"]
                 self.tokens, self.loss, self.blocked_s = line["tokens"], line["loss"], line["blocked_s"]
                 self.step, self.sent_bytes = max(self.step, line["step"]), line["sent_bytes"]
             case "peers":
@@ -84,6 +95,7 @@ class Member:
         self.log_path = folder / "log.txt"
         self.view = View()
         self.was_killed = False
+        self.began_unix = time.time()
         self._read: dict[Path, int] = {}
         folder.mkdir(parents=True, exist_ok=True)
         self._log_began = self.log_path.stat().st_size if self.log_path.exists() else 0
@@ -176,16 +188,20 @@ class Swarm:
     def __getitem__(self, name: str) -> Member:
         return next(m for m in reversed(self.members) if m.name == name)
 
-    def start_bootstrap(self) -> str:
-        """Start the bootstrap node; returns the address that it prints."""
+    def launch_bootstrap(self) -> Member:
+        """Start the bootstrap node, which will say ``JOINABLE`` and its address."""
         self.bootstrap = Member("bootstrap", ["bootstrap", "--listen", LOOPBACK], self.out / "bootstrap", self.mark)
         self._started = True
-        return self._wait_for(self.bootstrap, "p2pdiloco join ").split()[-1]
+        return self.bootstrap
+
+    def start_bootstrap(self) -> str:
+        """Start the bootstrap node and wait for it; returns the address that it prints."""
+        return self._wait_for(self.launch_bootstrap(), JOINABLE).split()[-1]
 
     def start_founder(self, name: str, config: Path, address: str, *more: str) -> Member:
         """Start the peer that founds the run, and wait until it can be joined. ``more``: further options."""
         member = self.launch(name, ["start", str(config), "--bootstrap", address], *more)
-        self._wait_for(member, "to join from another machine")
+        self._wait_for(member, FOUNDED)
         return member
 
     def join(self, name: str, address: str, *more: str) -> Member:

@@ -1,0 +1,265 @@
+"""What a chaos run left behind, read from its folder: schedule, happenings, and each peer's event log, report,
+checkpoint and journals. The judge and the timeline see nothing else.
+
+Rules of this file:
+1. Lines that a kill or a full disk has torn are left out; a file that is missing is nothing.
+2. A life is one process of a peer. Which line belongs to which life follows from when the processes were started.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from p2pdiloco.chaos.plan import Fault, Kind, Schedule
+from p2pdiloco.chaos.runner import Happening
+from p2pdiloco.protocol.machine import Machine
+from p2pdiloco.runtime.journal import JournalError, effects_crc, read_journal
+from p2pdiloco.wire.bodies import StateProof
+
+
+class Struck(msgspec.Struct, frozen=True, kw_only=True):
+    """A fault that was done."""
+
+    number: int
+    kind: Kind
+    peers: tuple[str, ...]
+    began: float
+    """Unix times; what was killed ends when all of it trains again."""
+    ended: float
+
+
+class Commit(msgspec.Struct, frozen=True, kw_only=True):
+    """A version that a peer took."""
+
+    time: float
+    shard: int
+    version: int
+    head: str
+
+
+class Life(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of a peer."""
+
+    began: float
+    trained: float | None = None
+    """First word of its learner."""
+    ended: float
+    status: int | None
+    is_expected: bool
+    """It was killed, or asked to end."""
+    blocked_s: float = 0.0
+    """Time that its learners waited for somebody."""
+    trained_s: float = 0.0
+    """From its learners' first word to their last."""
+
+
+class LearnerLife(msgspec.Struct, frozen=True, kw_only=True):
+    """One life of a learner."""
+
+    learner: str
+    tokens: int
+    """Trained, by its last line."""
+    step_time_s: float
+    """Median."""
+
+
+class Left(msgspec.Struct, frozen=True, kw_only=True):
+    """The report of a peer's last life."""
+
+    versions: tuple[int, ...]
+    heads: tuple[str, ...]
+    digests: tuple[str | None, ...]
+    tokens_unmerged: int
+    tokens_merged: int
+    learner: str | None
+    learner_tokens: int
+
+
+class PeerEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """What one peer left."""
+
+    name: str
+    lives: tuple[Life, ...] = ()
+    commits: tuple[Commit, ...] = ()
+    learners: tuple[LearnerLife, ...] = ()
+    left: Left | None = None
+    marks: dict[str, tuple[int, ...]] = {}
+    """Of its last checkpoint: learner -> merged tokens, by shard."""
+    journal_events: int = 0
+    journal_problem: str = ""
+    """The first journal that does not replay, and why."""
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything."""
+
+    schedule: Schedule
+    began: float
+    """Unix time at which all trained."""
+    settling: float
+    settled: float
+    faults: tuple[Struck, ...]
+    skipped: int
+    peers: tuple[PeerEvidence, ...]
+    last: str
+    """Who left last."""
+    leftovers: tuple[str, ...]
+
+
+class EvidenceError(Exception):
+    """The run did not come to its end, so there is nothing to judge."""
+
+
+def read_evidence(out: Path) -> Evidence:
+    """Read a run's folder.
+
+    Raises:
+        EvidenceError: the run did not come to its end.
+    """
+    schedule = msgspec.json.decode((out / "schedule.json").read_bytes(), type=Schedule)
+    lines = (out / "happened.jsonl").read_bytes().splitlines()
+    happened = [msgspec.json.decode(line, type=Happening) for line in lines]
+    first = {line.what: line for line in reversed(happened)}
+    for what in ("began", "settling", "settled", "over"):
+        if what not in first:
+            raise EvidenceError(f"the run in {out} broke off: nothing is said of {what!r}")
+    return Evidence(
+        schedule=schedule,
+        began=first["began"].time,
+        settling=first["settling"].time,
+        settled=first["settled"].time,
+        faults=tuple(_struck(schedule.faults, happened)),
+        skipped=sum(line.what == "skipped" for line in happened),
+        peers=tuple(_peer(out, name, happened) for name in schedule.plan.names),
+        last=[line.peer for line in happened if line.what == "leaving"][-1],
+        leftovers=tuple(json.loads(first["over"].text)),
+    )
+
+
+def _struck(faults: tuple[Fault, ...], happened: list[Happening]) -> Iterator[Struck]:
+    ends: dict[int, float] = {}
+    for line in happened:
+        if line.what in ("undone", "back"):
+            ends[line.fault] = max(ends.get(line.fault, 0.0), line.time)
+    by_number = {fault.number: fault for fault in faults}
+    for line in happened:
+        if line.what == "struck":
+            fault = by_number[line.fault]
+            ended = ends.get(fault.number, line.time)
+            yield Struck(number=fault.number, kind=fault.kind, peers=fault.peers, began=line.time, ended=ended)
+
+
+def _peer(out: Path, name: str, happened: list[Happening]) -> PeerEvidence:
+    folder = out / f"peer-{name}"
+    events = sorted(_events(folder), key=lambda line: line["time"])
+    lives = list(_lives(name, happened, events))
+    events_read, problem = _replay_all(folder)
+    report = _newest(folder, "*/report.json", lives[-1].began if lives else 0.0)
+    return PeerEvidence(
+        name=name,
+        lives=tuple(lives),
+        commits=tuple(msgspec.convert(line, Commit) for line in events if line["event"] == "commit" and "head" in line),
+        learners=tuple(_learners(events)),
+        left=None if report is None else msgspec.json.decode(report.read_bytes(), type=Left),
+        marks=_marks(folder),
+        journal_events=events_read,
+        journal_problem=problem,
+    )
+
+
+def _events(folder: Path) -> Iterator[dict[str, Any]]:
+    for path in folder.glob("*/metrics.jsonl"):
+        for line in path.read_bytes().splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and "time" in event and "event" in event:
+                yield event
+
+
+def _lives(name: str, happened: list[Happening], events: list[dict[str, Any]]) -> Iterator[Life]:
+    mine = [line for line in happened if line.peer == name and line.what in ("launched", "ended")]
+    for index, line in enumerate(mine):
+        if line.what != "launched":
+            continue
+        end = next((other for other in mine[index + 1 :] if other.what == "ended"), None)
+        until = happened[-1].time if end is None else end.time
+        said = [e for e in events if e["event"] == "progress" and line.time <= e["time"] <= until + 1.0]
+        yield Life(
+            began=line.time,
+            trained=said[0]["time"] if said else None,
+            ended=until,
+            status=None if end is None else end.status,
+            is_expected=end is not None and end.is_expected,
+            blocked_s=said[-1]["blocked_s"] if said else 0.0,
+            trained_s=said[-1]["time"] - said[0]["time"] if said else 0.0,
+        )
+
+
+def _learners(events: list[dict[str, Any]]) -> Iterator[LearnerLife]:
+    """Token counts in the event log are a process's; a learner that is started again goes on from where they stand."""
+    learner, before, tokens = "", 0, 0
+    times: list[float] = []
+
+    def life() -> Iterator[LearnerLife]:
+        if learner and times:
+            yield LearnerLife(learner=learner, tokens=tokens - before, step_time_s=median(times))
+
+    for line in events:
+        match line["event"]:
+            case "started":
+                yield from life()
+                learner, before, tokens, times = "", 0, 0, []
+            case "learner-ready":
+                yield from life()
+                learner, before, times = line.get("learner") or "", tokens, []
+            case "progress":
+                tokens = line["tokens"]
+                times.append(line["step_time_s"])
+            case _:
+                pass
+    yield from life()
+
+
+class _Index(msgspec.Struct, frozen=True):
+    shards: tuple[StateProof, ...]
+
+
+def _marks(folder: Path) -> dict[str, tuple[int, ...]]:
+    path = _newest(folder, "*/checkpoint/state-*.json", 0.0)
+    if path is None:
+        return {}
+    shards = msgspec.json.decode(path.read_bytes(), type=_Index).shards
+    marks = [{str(learner): mark.tokens for learner, mark in proof.state.marks} for proof in shards]
+    learners = sorted({learner for mark in marks for learner in mark})
+    return {learner: tuple(mark.get(learner, 0) for mark in marks) for learner in learners}
+
+
+def _newest(folder: Path, pattern: str, since: float) -> Path | None:
+    found = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime)
+    return found[-1] if found and found[-1].stat().st_mtime >= since else None
+
+
+def _replay_all(folder: Path) -> tuple[int, str]:
+    """Events in the peer's journals, and the first that a fresh machine answers in another way."""
+    total = 0
+    for path in sorted(folder.glob("*/journal*.bin"), key=lambda path: path.stat().st_mtime):
+        try:
+            config, entries = read_journal(path)
+            machine = Machine(config)
+            for number, entry in enumerate(entries, start=1):
+                total += 1
+                if effects_crc(machine.handle(entry.event, entry.now)) != entry.effects_crc:
+                    return total, f"{re.sub('.*/peer-', 'peer-', str(path))}: event {number} has other effects"
+        except JournalError as error:
+            if path.stat().st_size:
+                return total, str(error)
+    return total, ""

@@ -1,0 +1,253 @@
+"""Whether a chaos run kept the promises: pure, from the evidence to verdicts, each with a sentence.
+
+Rules of this file:
+1. A promise that was not put to the test is not kept: no evidence fails the verdict.
+2. The state's equality is judged in the quiet time at the end, from its middle on: every version that two peers took
+   must have one name (the digest of its header, which holds the digest of the state), and the states with which the
+   peers ended must be those that the last one had at these versions.
+3. Tokens: whoever left in order left nothing unmerged, and in the state of the one that left last each of their
+   learners' marks stands, in every shard, at all that it had trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from p2pdiloco.chaos.evidence import Evidence, Struck
+
+BLOCKED_SHARE = 0.01
+"""Of the time that a learner trained: the kernel may put a thread to sleep in a call that waits for nobody."""
+MIN_COMPARED = 3
+"""Versions that several peers must have taken in the quiet time."""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """One promise."""
+
+    name: str
+    is_kept: bool
+    sentence: str
+
+
+class Window(msgspec.Struct, frozen=True, kw_only=True):
+    """A time without faults, and how many versions all shards together went on in it."""
+
+    began: float
+    ended: float
+    versions: int
+
+
+def judge(evidence: Evidence) -> list[Verdict]:
+    """All promises."""
+    return [
+        _faults_came(evidence),
+        _one_model(evidence),
+        _tokens(evidence),
+        _versions(evidence),
+        _never_blocked(evidence),
+        _orderly(evidence),
+        _all_take_part(evidence),
+        _replay(evidence),
+        _no_leftovers(evidence),
+        _goodput(evidence),
+    ]
+
+
+def _verdict(name: str, problems: list[str], kept: str) -> Verdict:
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return Verdict(name=name, is_kept=not problems, sentence=problems[0] + more if problems else kept)
+
+
+def _faults_came(evidence: Evidence) -> Verdict:
+    drawn, done = len(evidence.schedule.faults), len(evidence.faults)
+    kinds = len({fault.kind for fault in evidence.faults})
+    problems = [f"none of {drawn} faults could be done"] if drawn and not done else []
+    return _verdict("faults done", problems, f"{done} of {drawn}, {kinds} kinds; {evidence.skipped} had no target")
+
+
+def _one_model(evidence: Evidence) -> Verdict:
+    since = (evidence.settling + evidence.settled) / 2
+    names: dict[tuple[int, int], dict[str, str]] = {}
+    for peer in evidence.peers:
+        for commit in peer.commits:
+            if commit.time >= since:
+                names.setdefault((commit.shard, commit.version), {})[peer.name] = commit.head
+    compared = {key: heads for key, heads in names.items() if len(heads) > 1}
+    problems = [
+        f"shard {shard} version {version} has {len(set(heads.values()))} states ({', '.join(sorted(heads))})"
+        for (shard, version), heads in sorted(compared.items())
+        if len(set(heads.values())) > 1
+    ]
+    if len(compared) < MIN_COMPARED:
+        problems.append(f"only {len(compared)} versions were seen by two peers in the quiet time")
+    ended, equal = list(_last_states(evidence)), 0
+    problems += [problem for problem in ended if problem]
+    equal = sum(not problem for problem in ended)
+    kept = f"{len(compared)} versions in the quiet time and {equal} final states of shards: one digest each"
+    return _verdict("one model", problems, kept)
+
+
+def _last_states(evidence: Evidence) -> Iterator[str]:
+    """For every shard with which a peer ended: what is wrong with it, or nothing."""
+    last = next(peer for peer in evidence.peers if peer.name == evidence.last)
+    if last.left is None:
+        yield f"{last.name}, the last to leave, left no report"
+        return
+    chain = {(commit.shard, commit.version): commit.head for commit in last.commits}
+    digests: dict[str, str | None] = {}
+    for peer in evidence.peers:
+        if peer.left is None:
+            yield f"{peer.name} left no report"
+            continue
+        for shard, (version, head) in enumerate(zip(peer.left.versions, peer.left.heads, strict=True)):
+            digest = peer.left.digests[shard]
+            expected = last.left.heads[shard] if version == last.left.versions[shard] else chain.get((shard, version))
+            if head != expected:
+                yield f"{peer.name} ended shard {shard} with version {version} on another chain than {last.name}"
+            elif digest is None or digests.setdefault(head, digest) != digest:
+                yield f"{peer.name} ended shard {shard}, version {version}, with another digest"
+            else:
+                yield ""
+
+
+def _tokens(evidence: Evidence) -> Verdict:
+    marks = next(peer.marks for peer in evidence.peers if peer.name == evidence.last)
+    problems, tokens = [], 0
+    for peer in evidence.peers:
+        left = peer.left
+        if left is None or left.learner is None:
+            problems.append(f"nothing is known of what {peer.name} had trained at its end")
+            continue
+        tokens += left.learner_tokens
+        merged = marks.get(left.learner, ())
+        if left.tokens_unmerged:
+            problems.append(f"{peer.name} left {left.tokens_unmerged:,} tokens unmerged")
+        elif left.learner_tokens and set(merged) != {left.learner_tokens}:
+            found = f"{min(merged):,} to {max(merged):,}" if merged else "none"
+            problems.append(f"{peer.name} trained {left.learner_tokens:,} tokens, merged are {found}")
+    if not tokens:
+        problems.append("no learner that was there at the end had trained anything")
+    return _verdict("tokens conserved", problems, f"{tokens:,} of learners alive at the end, all merged in every shard")
+
+
+def _versions(evidence: Evidence) -> Verdict:
+    windows = quiet_windows(evidence)
+    problems = [
+        f"no version in the {w.ended - w.began:.1f} s from {w.began - evidence.began:.0f} s on, without any fault"
+        for w in windows
+        if not w.versions
+    ]
+    if not windows:
+        problems.append("there was no quiet time")
+    total = max((commit.version for peer in evidence.peers for commit in peer.commits), default=0)
+    slowest = min((w.versions / (w.ended - w.began) for w in windows), default=0.0)
+    kept = f"to {total}; in each of {len(windows)} quiet times, at least {slowest:.1f} commits a second"
+    return _verdict("versions advanced", problems, kept)
+
+
+def quiet_windows(evidence: Evidence) -> list[Window]:
+    """Times of at least the plan's ``calm_s`` that begin as long after the last fault's end."""
+    calm_s = evidence.schedule.plan.calm_s
+    first: dict[tuple[int, int, str], float] = {}
+    for peer in evidence.peers:
+        for commit in peer.commits:
+            key = (commit.shard, commit.version, commit.head)
+            first[key] = min(commit.time, first.get(key, commit.time))
+    found, since = [], evidence.began
+    stop = Struck(number=0, kind="break", peers=(), began=evidence.settled, ended=evidence.settled)
+    for fault in [*sorted(evidence.faults, key=lambda fault: fault.began), stop]:
+        if fault.began - since >= calm_s:
+            count = sum(since <= time <= fault.began for time in first.values())
+            found.append(Window(began=since, ended=fault.began, versions=count))
+        since = max(since, fault.ended + calm_s)
+    return found
+
+
+def _never_blocked(evidence: Evidence) -> Verdict:
+    problems, worst, total = [], 0.0, 0.0
+    for peer in evidence.peers:
+        for life in peer.lives:
+            stopped_s = sum(
+                fault.ended - fault.began
+                for fault in evidence.faults
+                if fault.kind == "stop-learner"
+                and peer.name in fault.peers
+                and fault.began < life.ended
+                and fault.ended > life.began
+            )
+            total += life.trained_s
+            worst = max(worst, life.blocked_s)
+            if life.blocked_s > BLOCKED_SHARE * life.trained_s + stopped_s:
+                problems.append(f"a learner of {peer.name} waited {life.blocked_s:.2f} s of {life.trained_s:.0f} s")
+    if not total:
+        problems.append("no learner trained")
+    return _verdict(
+        "learners never blocked", problems, f"at most {worst:.3f} s in any life, of {total:,.0f} s together"
+    )
+
+
+def _orderly(evidence: Evidence) -> Verdict:
+    problems = [
+        f"{peer.name} ended by itself with status {life.status} after {life.ended - life.began:.0f} s"
+        for peer in evidence.peers
+        for life in peer.lives
+        if not life.is_expected
+    ]
+    problems += [
+        f"{peer.name} left with status {peer.lives[-1].status} at the end"
+        for peer in evidence.peers
+        if peer.lives and peer.lives[-1].status != 0
+    ]
+    lives = sum(len(peer.lives) for peer in evidence.peers)
+    return _verdict("nobody ended by itself", problems, f"{lives} lives of {len(evidence.peers)} peers, all as asked")
+
+
+def _all_take_part(evidence: Evidence) -> Verdict:
+    """By the versions that each took in the quiet time, and by its learner's marks."""
+    marks = next(peer.marks for peer in evidence.peers if peer.name == evidence.last)
+    problems = []
+    for peer in evidence.peers:
+        since = evidence.settling
+        if not any(since <= commit.time <= evidence.settled for commit in peer.commits):
+            problems.append(f"{peer.name} took no version in the quiet time")
+        elif peer.left is not None and not any(marks.get(peer.left.learner or "", ())):
+            problems.append(f"nothing of {peer.name}'s last learner was merged")
+    return _verdict("everybody came back", problems, f"all {len(evidence.peers)} peers train and merge at the end")
+
+
+def _replay(evidence: Evidence) -> Verdict:
+    problems = [peer.journal_problem for peer in evidence.peers if peer.journal_problem]
+    events = sum(peer.journal_events for peer in evidence.peers)
+    if not events:
+        problems.append("there is no journal")
+    return _verdict("journals replay", problems, f"{events:,} events to the same decisions")
+
+
+def _no_leftovers(evidence: Evidence) -> Verdict:
+    left = ", ".join(evidence.leftovers)
+    return _verdict("no leftovers", [f"still there: {left}"] if left else [], "no process outlived the run")
+
+
+def goodput(evidence: Evidence) -> float:
+    """Share of the learners' time that ended in merged tokens. Available is, for each peer, the time from its first
+    step to the run's end, dead or alive; used is what a learner's merged tokens took, by its median step."""
+    run = evidence.schedule.plan.run
+    assert run is not None
+    step_tokens = run.inner.batch * run.model.context
+    marks = next(peer.marks for peer in evidence.peers if peer.name == evidence.last)
+    used = available = 0.0
+    for peer in evidence.peers:
+        began = next((life.trained for life in peer.lives if life.trained is not None), None)
+        available += 0.0 if began is None else evidence.settled - began
+        for life in peer.learners:
+            merged = marks.get(life.learner, ())
+            used += life.step_time_s * sum(merged) / len(merged) / step_tokens if merged else 0.0
+    return min(1.0, used / available) if available else 0.0
+
+
+def _goodput(evidence: Evidence) -> Verdict:
+    share, least = goodput(evidence), evidence.schedule.plan.min_goodput
+    text = f"{share:.1%} of all learners' time, dead or alive, ended in merged tokens"
+    return _verdict("goodput", [f"{text}, less than {least:.1%}"] if share < least else [], text)
