@@ -74,6 +74,8 @@ def _print_run(run_id: RunId, record: RunRecord, peers: list[PeerStatus]) -> Non
         f"  peers: {best.known} known, {best.live} live, {best.participating} participating, "
         f"{best.weight_averaged} weight averaged; {rate:,.0f} tokens/s in all"
     )
+    if best.epochs:
+        print(f"  data: {best.epochs:.3f} epochs, {best.blocks_repeated:.1%} of the blocks were repeated")
     header = ("versions", 12), ("loss", 8), ("tokens", 12), ("tokens/s", 10), ("up MB", 9), ("blocked s", 11)
     print(f"  {'peer':<8}{'phase':<11}" + "".join(f"{name:>{width}}" for name, width in header))
     for s in sorted(peers, key=lambda s: s.peer):

@@ -55,7 +55,7 @@ class Surroundings(Protocol):
     def fetch(self, shard: ShardId, peer: PeerId) -> None:
         """Download a shard's state and feed ``Fetched`` or ``Failed``."""
 
-    def tell_learner(self, effect: ef.Snapshot | ef.AdoptStep | ef.PauseLearner | ef.Evaluate) -> None:
+    def tell_learner(self, effect: ef.ForLearner) -> None:
         """Pass a command on to the learner."""
 
     def shifts_ready(self, shifts: Shifts) -> None:
@@ -162,7 +162,7 @@ class Driver:
                 getattr(log, "debug" if self._has_left else effect.level)(effect.topic, reason=effect.reason)
             case ef.Snapshot():
                 self.job(lambda: self.state.snapshot_asked(effect.fragment), lambda _: self.around.tell_learner(effect))
-            case ef.AdoptStep() | ef.PauseLearner() | ef.Evaluate():
+            case ef.AdoptStep() | ef.Train() | ef.PauseLearner() | ef.Evaluate():
                 self.around.tell_learner(effect)
             case ef.Encode():
                 self._encode(effect)

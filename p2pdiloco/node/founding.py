@@ -14,7 +14,7 @@ from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig, TensorSpec, config_problems, make_layout
 from p2pdiloco.tensors.digests import state_digest
 from p2pdiloco.tensors.fragments import tensor_specs
-from p2pdiloco.training.corpus import CorpusError, load_corpus
+from p2pdiloco.training.corpus import CorpusError, cut_into_blocks, load_corpus
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.transformer import build_model, is_embedding
 from p2pdiloco.wire.bodies import StateProof
@@ -49,7 +49,7 @@ def found(config: RunConfig, founder: PeerId, data: str | None) -> tuple[Manifes
         ConfigError: the corpus cannot be used, or there are more fragments than tensors.
     """
     try:
-        load_corpus(config.data, data, context=config.model.context)
+        corpus = load_corpus(config.data, data, context=config.model.context)
     except CorpusError as error:
         raise ConfigError(str(error)) from error
     model = build_model(config.model, config.seed)
@@ -63,7 +63,8 @@ def found(config: RunConfig, founder: PeerId, data: str | None) -> tuple[Manifes
     flat = FlatParameters(model, tensors, layout)
     flat.copy_to(theta, flat.everything)
     genesis = tuple(state_digest(theta[s.start : s.stop], momentum[s.start : s.stop]) for s in layout.shards)
-    manifest = Manifest(founder=founder, config=config, tensors=tensors, genesis=genesis)
+    blocks = cut_into_blocks(corpus, config.model.context, config.inner.batch, config.data.block)
+    manifest = Manifest(founder=founder, config=config, tensors=tensors, genesis=genesis, blocks=blocks)
     return manifest, version_zero(manifest, theta, momentum)
 
 

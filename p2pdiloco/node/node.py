@@ -74,6 +74,7 @@ def protocol_config(manifest: Manifest, options: PeerOptions, peer: PeerId) -> P
         min_quorum=config.schedule.min_quorum,
         grace_share=config.schedule.grace_share,
         total_steps=config.inner.steps,
+        blocks=manifest.blocks.number,
         is_overwrite=config.outer.adopt == "overwrite",
         evaluation_every=config.evaluation.every,
         weight=0.0 if options.is_unreachable else options.weight,
@@ -268,7 +269,7 @@ class Node:
         """The learner has shifts to take."""
         self.supervision.shifts_ready(shifts)
 
-    def tell_learner(self, effect: ef.Snapshot | ef.AdoptStep | ef.PauseLearner | ef.Evaluate) -> None:
+    def tell_learner(self, effect: ef.ForLearner) -> None:
         """Pass a command on to the learner."""
         self.supervision.tell(effect)
 
@@ -407,6 +408,8 @@ class Node:
             bytes_up=self._sent_bytes(),
             bytes_down=traffic.received_control + traffic.received_bulk,
             blocked_s=self.metrics.blocked_s,
+            epochs=status.epochs,
+            blocks_repeated=status.blocks_repeated,
         )
 
     async def _tell_progress(self) -> None:

@@ -62,6 +62,7 @@ class Supervision:
         self._process: LearnerProcess | None = None
         self._is_ready = False
         self._is_loaded = False
+        self._has_blocks = False
         self._lost_lives = 0
         self.is_over = False
         """The peer is ending: no life is started any more."""
@@ -121,6 +122,8 @@ class Supervision:
             case link.Progress():
                 self._metrics.progress(message, step=driver.machine.core.step, sent_bytes=self._sent_bytes())
                 driver.feed(ev.Stepped(message.steps, message.tokens, message.step_time_s))
+            case link.BlockFinished():
+                driver.feed(ev.BlockFinished(message.block, message.tokens))
             case link.Shifted():
                 driver.job(lambda: state.shifted(message.shards), self.shifts_ready)
             case link.Snapshotted():
@@ -132,6 +135,7 @@ class Supervision:
                 driver.feed(ev.Evaluated(message.version, message.loss))
             case link.Ready():
                 self._is_ready = True
+                self._has_blocks = message.has_blocks
                 self._metrics.write(
                     "learner-ready",
                     learner=self.learner,
@@ -157,7 +161,7 @@ class Supervision:
             def loaded(_: None) -> None:
                 if self._process is not None and self.learner == learner:
                     self._process.send(link.Load(step=driver.machine.core.step))
-                    driver.feed(ev.LearnerStarted(learner))
+                    driver.feed(ev.LearnerStarted(learner, self._has_blocks))
 
             driver.job(lambda: driver.state.load(learner), loaded)
 
@@ -174,13 +178,15 @@ class Supervision:
         if self._process is not None and self._is_loaded:
             self._process.send(link.Save())
 
-    def tell(self, effect: ef.Snapshot | ef.AdoptStep | ef.PauseLearner | ef.Evaluate) -> None:
+    def tell(self, effect: ef.ForLearner) -> None:
         """Pass a command on."""
         if self._process is None or not self._is_loaded:
             return
         match effect:
             case ef.Snapshot():
                 self._process.send(link.Snapshot(fragment=effect.fragment, step=effect.step))
+            case ef.Train():
+                self._process.send(link.Train(block=effect.block))
             case ef.AdoptStep():
                 self._process.send(link.AdoptStep(step=effect.step))
             case ef.PauseLearner():

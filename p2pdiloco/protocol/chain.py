@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from p2pdiloco.protocol.blocks import BlockLedger, Trained
 from p2pdiloco.protocol.events import Mark, ShardState
 from p2pdiloco.protocol.identifiers import Digest, LearnerId, RunId, ShardId, digest_of
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head
@@ -33,13 +34,15 @@ def is_heavier(a: Head, b: Head) -> bool:
 class Chain:
     """Head, marks and recent commits of one shard. ``head`` is None until the shard's state is here."""
 
-    __slots__ = ("head", "length", "log", "log_ids", "marks", "shard", "step")
+    __slots__ = ("head", "ledger", "length", "log", "log_ids", "marks", "shard", "step")
 
-    def __init__(self, shard: ShardId, length: int) -> None:
+    def __init__(self, shard: ShardId, length: int, blocks: int = 0) -> None:
         self.shard = shard
         self.length = length
         self.head: Head | None = None
         self.step = 0
+        self.ledger = BlockLedger(blocks) if blocks and shard == 0 else None
+        """Of shard 0: which blocks of data it has merged."""
         self.marks: dict[LearnerId, Mark] = {}
         self.log: deque[CommitHeader] = deque(maxlen=length)
         self.log_ids: deque[Digest] = deque(maxlen=length)
@@ -81,6 +84,8 @@ class Chain:
         self.step = header.step
         for c in header.contributors:
             self.marks[c.learner] = Mark(c.tokens_to, c.steps_to, header.version)
+            if self.ledger is not None:
+                self.ledger.add(c.blocks)
         oldest = header.version - MARK_LIFE_LOGS * self.length
         if oldest > 0:
             stale = [learner for learner, mark in self.marks.items() if mark.version < oldest]
@@ -94,6 +99,8 @@ class Chain:
         self.head = state.head
         self.step = state.step
         self.marks = dict(state.marks)
+        if self.ledger is not None:
+            self.ledger.restore(state.trained)
 
     def commits_after(self, known: Digest) -> list[CommitHeader] | None:
         """Commits from just after ``known`` to the head, or None if ``known`` is not on this chain's log."""
@@ -109,4 +116,5 @@ class Chain:
     def state(self) -> ShardState:
         """What travels with a state transfer."""
         assert self.head is not None
-        return ShardState(self.head, self.step, tuple(sorted(self.marks.items())))
+        trained = Trained() if self.ledger is None else self.ledger.state()
+        return ShardState(self.head, self.step, tuple(sorted(self.marks.items())), trained)

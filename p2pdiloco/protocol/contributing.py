@@ -17,6 +17,7 @@ from p2pdiloco.protocol.ledger import Ledger
 from p2pdiloco.protocol.merging import Merging
 from p2pdiloco.protocol.messages import Contribution, Contributor, Head, Turn
 from p2pdiloco.protocol.ownership import ranked_owners
+from p2pdiloco.protocol.workload import Workload
 
 NO_PAYLOAD = Digest("")
 
@@ -53,9 +54,10 @@ class Pending:
 class Contributing:
     """Turns of all fragments, and this learner's contributions."""
 
-    def __init__(self, core: Core, merging: Merging) -> None:
+    def __init__(self, core: Core, merging: Merging, workload: Workload) -> None:
         self.core = core
         self.merging = merging
+        self.workload = workload
         self.turns = [FragmentTurn() for _ in core.config.fragments]
         self.ledgers = [Ledger(core.config.log_length) for _ in core.chains]
         self.pending: dict[ShardId, Pending] = {}
@@ -199,7 +201,8 @@ class Contributing:
         assert learner is not None
         mark = learner.marks[shard]
         if payload:
-            contributor = Contributor(learner.id, mark.tokens, turn.tokens, mark.steps, turn.steps)
+            blocks = self.workload.between(shard, mark.tokens, turn.tokens)
+            contributor = Contributor(learner.id, mark.tokens, turn.tokens, mark.steps, turn.steps, blocks)
             self.ledgers[shard].record(mark.tokens, turn.tokens, payload)
         else:
             contributor = Contributor(learner.id, mark.tokens, mark.tokens, mark.steps, mark.steps)

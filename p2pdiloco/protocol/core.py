@@ -31,6 +31,8 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """gamma."""
     total_steps: int
     """Global step at which the run is complete."""
+    blocks: int = 0
+    """Of data in an epoch; 0: learners draw their data by themselves."""
     is_overwrite: bool = False
     """Learners take the global parameters on each commit instead of carrying their delta."""
     evaluation_every: int = 0
@@ -98,7 +100,7 @@ class Core:
         self.effects: list[Effect] = []
         self.alarms = Alarms()
         self.membership = Membership(config.peer, config.heartbeat_s)
-        self.chains = [Chain(ShardId(s), config.log_length) for s in range(config.shards)]
+        self.chains = [Chain(ShardId(s), config.log_length, config.blocks) for s in range(config.shards)]
         self.fragment_of = [FragmentId(f) for f, shards in enumerate(config.fragments) for _ in shards]
         self.learner: LearnerView | None = None
         self.step = 0

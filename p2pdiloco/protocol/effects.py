@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.events import ShardState
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, Contribution, Head, Message
@@ -23,6 +24,12 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag="snapshot"):
 
     fragment: FragmentId
     step: int
+
+
+class Train(msgspec.Struct, frozen=True, array_like=True, tag="train"):
+    """Learner: train this block of data after those it was given before. Ends in ``BlockFinished``."""
+
+    block: Block
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True, tag="encode"):
@@ -108,9 +115,13 @@ class Note(msgspec.Struct, frozen=True, array_like=True, tag="note"):
     reason: str
 
 
+ForLearner = Snapshot | Train | AdoptStep | PauseLearner | Evaluate
+"""What the node passes on."""
+
 Effect = (
     Send
     | Snapshot
+    | Train
     | Encode
     | Merge
     | Apply

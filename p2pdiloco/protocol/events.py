@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from p2pdiloco.protocol.blocks import Block, Trained
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, ShardId
 from p2pdiloco.protocol.messages import Head, Message
 
@@ -24,6 +25,8 @@ class ShardState(msgspec.Struct, frozen=True, array_like=True):
     """Global step of the head's turn."""
     marks: tuple[tuple[LearnerId, Mark], ...]
     """Sorted by learner."""
+    trained: Trained = Trained()
+    """Shard 0: the blocks of data that its chain has merged."""
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
@@ -60,6 +63,8 @@ class LearnerStarted(msgspec.Struct, frozen=True, array_like=True, tag="learner-
     """A learner trains, starting from the global parameters at the current heads."""
 
     learner: LearnerId
+    has_blocks: bool = False
+    """It has the run's own data, and can be given blocks of it."""
 
 
 class LearnerStopped(msgspec.Struct, frozen=True, array_like=True, tag="learner-stopped"):
@@ -81,6 +86,13 @@ class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
     steps: int
     tokens: int
     step_time_s: float
+
+
+class BlockFinished(msgspec.Struct, frozen=True, array_like=True, tag="block"):
+    """The learner has trained a whole block of data; it had ``tokens`` tokens at its end."""
+
+    block: Block
+    tokens: int
 
 
 class Snapshotted(msgspec.Struct, frozen=True, array_like=True, tag="snapshotted"):
@@ -155,6 +167,7 @@ OwnEvent = (
     | LearnerStopped
     | LearnerPaused
     | Stepped
+    | BlockFinished
     | Snapshotted
     | Encoded
     | Merged

@@ -29,6 +29,7 @@ from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.membership import PeerView
 from p2pdiloco.protocol.merging import Merging
 from p2pdiloco.protocol.status import Status as Status
+from p2pdiloco.protocol.workload import Workload
 
 NEWS_SHARE = 1 / 16
 """Of a heartbeat's interval: what several heartbeats change is looked at once. Deciding anew for each of N first
@@ -42,7 +43,8 @@ class Machine:
     def __init__(self, config: ProtocolConfig) -> None:
         self.core = Core(config)
         self.merging = Merging(self.core)
-        self.contributing = Contributing(self.core, self.merging)
+        self.workload = Workload(self.core)
+        self.contributing = Contributing(self.core, self.merging, self.workload)
         self.adopting = Adopting(self.core, self.merging, self.contributing)
         self.departing = Departing(self.core, self.contributing)
         self.evaluation: msg.Evaluation | None = None
@@ -77,6 +79,8 @@ class Machine:
                 pass
             case ev.Stepped():
                 self._stepped(event)
+            case ev.BlockFinished():
+                self.workload.finished(event.block, event.tokens)
             case ev.Applied():
                 self._applied(event.shard, event.head)
             case ev.Snapshotted():
@@ -154,6 +158,7 @@ class Machine:
         core = self.core
         core.learner = LearnerView(event.learner, len(core.chains))
         self.contributing.learner_changed()
+        self.workload.begin(has_blocks=event.has_blocks)
         if core.config.evaluation_every and core.head(ShardId(0)).version == 0 and not core.membership.participating:
             core.effects.append(Evaluate(0))
         if core.departure == "leaving":
@@ -164,6 +169,7 @@ class Machine:
         self.core.note("warning", "learner", reason)
         self.core.learner = None
         self.contributing.learner_changed()
+        self.workload.forget()
         self._beat()
 
     def _learner_paused(self, event: ev.LearnerPaused) -> None:
@@ -171,6 +177,7 @@ class Machine:
         if learner is not None:
             learner.steps, learner.tokens = event.steps, event.tokens
             learner.is_paused = True
+            self.workload.end()
             self.departing.finish()
             self._beat()
 
@@ -293,6 +300,7 @@ class Machine:
         core.alarms.set(("beat", 0), core.now + core.config.heartbeat_s)
         self._greet(membership.peers.values())
         self._refresh("silent")
+        self.workload.take()
         if not core.is_current:
             self.adopting.seek()
             return
@@ -311,11 +319,11 @@ class Machine:
         sequence = core.membership.next_sequence(core.now)
         phase, is_participating = core.phase(), core.is_participating()
         step_time_s = 0.0 if learner is None else learner.step_time_s
-        mark, weight = core.heads_mark, core.config.weight
+        mark, weight, claims = core.heads_mark, core.config.weight, self.workload.claims()
         for view in views:
             held_s = core.now - view.heard_at
             beat = msg.Heartbeat(
-                sequence, view.sequence, held_s, phase, is_participating, core.step, step_time_s, mark, weight
+                sequence, view.sequence, held_s, phase, is_participating, core.step, step_time_s, mark, weight, claims
             )
             core.effects.append(Send((view.peer,), beat))
 
@@ -354,6 +362,7 @@ class Machine:
     def status(self) -> Status:
         """For people: the node's status, logs and reports."""
         core = self.core
+        ledger = core.chains[0].ledger
         participating = [*core.membership.participating, *([core.config.peer] if core.is_participating() else [])]
         return Status(
             phase=core.phase(),
@@ -365,6 +374,8 @@ class Machine:
             tokens_trained=0 if core.learner is None else core.learner.tokens,
             tokens_unmerged=core.unmerged_tokens(),
             evaluation=self.evaluation,
+            epochs=0.0 if ledger is None else ledger.trained / ledger.blocks,
+            blocks_repeated=0.0 if ledger is None else ledger.repeated / max(1, ledger.trained),
         )
 
     def check_invariants(self) -> None:

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from p2pdiloco.protocol.blocks import MAX_BLOCKS
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId, ShardId, digest_of
 
 PROTOCOL_VERSION = 1
@@ -57,6 +58,9 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Folder for ``files``; a joiner may point elsewhere with ``--data``."""
     pattern: Annotated[str, Meta(max_length=256)] = "*.py"
     held_out_share: Annotated[float, Meta(gt=0.0, le=0.5)] = 0.05
+    block: Annotated[int, Meta(ge=0, le=2**30)] = 128
+    """Samples in a block of data, rounded up to whole batches; each block is trained once an epoch, by whoever takes
+    it. 0: no blocks, every learner draws its samples at random."""
 
 
 class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -163,6 +167,17 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return n
 
 
+class BlockSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the run's training data are cut into blocks. A peer whose data differ draws its samples at random."""
+
+    number: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)] = 0
+    """Blocks in an epoch; 0 for none."""
+    samples: Annotated[int, Meta(ge=0, le=2**40)] = 0
+    """In a block; whole batches."""
+    data: Annotated[Digest, Meta(max_length=40)] = Digest("")
+    """Digest of the training split."""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A founded run: the configuration, the tensors in their fragments, and the digests of version 0."""
 
@@ -172,6 +187,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tensors: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=2**16)]
     genesis: Annotated[tuple[Digest, ...], Meta(min_length=1, max_length=2**16)]
     """Digest of every shard's version 0, in the order of the layout."""
+    blocks: BlockSpec = BlockSpec()
 
     def encode(self) -> bytes:
         """The canonical bytes: what is hashed, stored and sent."""

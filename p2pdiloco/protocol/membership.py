@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.messages import Heartbeat
 from p2pdiloco.protocol.ownership import Candidates
@@ -184,6 +185,11 @@ class Membership:
             return (), ()
         old, new = set(before), set(self.live)
         return tuple(sorted(new - old)), tuple(sorted(old - new))
+
+    def claims_of(self, peer: PeerId) -> tuple[Block, ...]:
+        """Blocks of data that ``peer`` has taken."""
+        beat = self.peers[peer].beat
+        return () if beat is None else beat.claims
 
     def is_any_departing(self, peers: frozenset[PeerId]) -> bool:
         """Whether one of these live peers is on its way out."""

@@ -11,8 +11,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, ShardId, digest_of
 
+MAX_CLAIMS = 256
 Count = Annotated[int, Meta(ge=0, le=2**56)]
 Hex = Annotated[Digest, Meta(min_length=1, max_length=40)]
 Shard = Annotated[ShardId, Meta(ge=0, le=2**24)]
@@ -20,6 +22,7 @@ Fragment = Annotated[FragmentId, Meta(ge=0, le=2**16)]
 Learner = Annotated[LearnerId, Meta(min_length=1, max_length=160)]
 Peer = Annotated[PeerId, Meta(min_length=1, max_length=128)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+Blocks = Annotated[tuple[Annotated[Block, Meta(ge=0, le=2**56)], ...], Meta(max_length=MAX_CLAIMS)]
 Text = Annotated[str, Meta(max_length=400)]
 
 MAX_SHARDS = 1 << 16
@@ -37,6 +40,8 @@ class Contributor(msgspec.Struct, frozen=True, array_like=True):
     tokens_to: Count
     steps_from: Count
     steps_to: Count
+    blocks: Blocks = ()
+    """Blocks of data whose last token is in the range, sorted; of shard 0 alone."""
 
     @property
     def tokens(self) -> int:
@@ -100,6 +105,8 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     """Exclusive-or over all shards' head ids: equal when heads are."""
     weight: Annotated[float, Meta(ge=0.0, le=1e12)]
     """Share of ownership asked for (upload budget); 0 never owns (not reachable from outside)."""
+    claims: Blocks = ()
+    """Blocks of data in the learner's hands, or trained and not merged yet: others leave them alone."""
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, tag="turn"):

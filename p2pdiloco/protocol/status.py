@@ -24,3 +24,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     tokens_trained: int
     tokens_unmerged: int
     evaluation: msg.Evaluation | None
+    epochs: float
+    """Of the run's data, trained and merged; 0 without blocks."""
+    blocks_repeated: float
+    """As a share of those trained."""

@@ -9,7 +9,8 @@ import traceback
 from typing import TYPE_CHECKING, NamedTuple
 
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.identifiers import Digest, ShardId
+from p2pdiloco.protocol.blocks import Block
+from p2pdiloco.protocol.identifiers import Digest, LearnerId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader
 from p2pdiloco.simulation.learner import Copy
 from p2pdiloco.simulation.shards import GlobalShard, tokens_in, value_of
@@ -46,6 +47,8 @@ class Checks:
         self.forks = 0
         self.children: dict[tuple[ShardId, Digest], int] = {}
         self.tokens_merged = 0
+        self.finished: dict[LearnerId, list[tuple[int, Block]]] = {}
+        """By learner, the blocks of data that it has trained, with its tokens at their ends."""
 
     def violated(self, invariant: int, sentence: str) -> None:
         """Note a violation and stop."""
@@ -100,6 +103,8 @@ class Checks:
 
     def merged_once(self, process: Process, header: CommitHeader, base: GlobalShard, value: GlobalShard) -> None:
         """Along a chain each learner's token range is merged at most once, and is the range that the commit names."""
+        if header.shard == 0:
+            self.blocks_travel(header)
         if process.machine.core.config.is_overwrite:
             return  # a learner that is reset gives fewer tokens than its range names
         for c in header.contributors:
@@ -111,6 +116,14 @@ class Checks:
                     f"{c.tokens_from} to {c.tokens_to}, but holds {tokens_in(base.of(c.learner))} to "
                     f"{tokens_in(value.of(c.learner))}",
                 )
+
+    def blocks_travel(self, header: CommitHeader) -> None:
+        """A commit of shard 0 carries just the blocks that its learners finished within their ranges."""
+        for c in header.contributors:
+            finished = self.finished.get(c.learner, [])
+            expected = tuple(sorted(b for tokens, b in finished if c.tokens_from < tokens <= c.tokens_to))
+            if c.blocks != expected:
+                self.violated(2, f"commit {header.version} holds blocks {c.blocks} of {c.learner}, not {expected}")
 
     # -- 3: a living learner's tokens are merged or in its delta -------------------------------------------------------
 

@@ -51,6 +51,8 @@ class PeerSetting(msgspec.Struct, frozen=True, kw_only=True):
     learner_lag_s: float = 0.0
     load_s: float = 0.2
     """From the states being there to the learner's first step beginning."""
+    block_steps: int = 3
+    """Steps that a block of data takes."""
     failed_share: float = 0.0
     """Of jobs that may fail, those that do."""
 
@@ -92,6 +94,7 @@ class Process:
         self._run: dict[type, Callable[[Any], None]] = {
             ef.Send: self._send,
             ef.Snapshot: self._snapshot,
+            ef.Train: self._train,
             ef.Encode: self._encode_later,
             ef.Merge: self._merge_later,
             ef.Apply: self._apply_later,
@@ -198,6 +201,10 @@ class Process:
     def _snapshot(self, effect: ef.Snapshot) -> None:
         if self.learner is not None:
             self.learner.order(Copy(effect.fragment, effect.step))
+
+    def _train(self, effect: ef.Train) -> None:
+        if self.learner is not None:
+            self.learner.blocks.append(effect.block)
 
     def _encode_later(self, effect: ef.Encode) -> None:
         self._work(self._encode, (effect, self.learner))
@@ -349,7 +356,7 @@ class Process:
             name = learner_id(self.name, f"{self.world.next_incarnation()}")
             setting = self.setting
             self.learner = Learner(self, name, setting.step_s, setting.tokens_per_step, self.machine.core.step)
-            self.tell(ev.LearnerStarted(name))
+            self.tell(ev.LearnerStarted(name, has_blocks=True))
 
     def crash_learner(self, restart_s: float) -> None:
         """The learner dies; the supervisor starts another one."""

@@ -8,11 +8,13 @@ Rules of this file:
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from p2pdiloco.protocol.events import LearnerPaused, Snapshotted, Stepped
+from p2pdiloco.protocol.blocks import Block
+from p2pdiloco.protocol.events import BlockFinished, LearnerPaused, Snapshotted, Stepped
 from p2pdiloco.protocol.identifiers import FragmentId, LearnerId, ShardId
 from p2pdiloco.simulation.shards import tokens_in, value_of
 
@@ -74,6 +76,12 @@ class Learner:
         self.moved = [0] * shards
         self.shifts = [0] * shards
         self.resets = [0] * shards
+        self.blocks: deque[Block] = deque()
+        self.block_steps = 0
+        """Made of the first of them."""
+        self.finished: list[tuple[int, Block]] = []
+        """Blocks with the tokens at their ends."""
+        process.world.checks.finished[name] = self.finished
         self.commands: list[Command] = []
         self.is_paused = False
         self.is_dead = False
@@ -102,11 +110,21 @@ class Learner:
         self.tokens += self.tokens_per_step
         self.global_step += 1
         process.tell(Stepped(self.steps, self.tokens, duration_s * process.clock_rate))
+        if self.blocks:
+            self._train(process.setting.block_steps)
         if self.global_step >= process.machine.core.config.total_steps:
             self._pause()
         self._run_commands()
         if not self.is_paused:
             self._next_step()
+
+    def _train(self, block_steps: int) -> None:
+        self.block_steps += 1
+        if self.block_steps >= block_steps:
+            self.block_steps = 0
+            block = self.blocks.popleft()
+            self.finished.append((self.tokens, block))
+            self.process.tell(BlockFinished(block, self.tokens))
 
     def order(self, command: Command) -> None:
         """Queue a command."""

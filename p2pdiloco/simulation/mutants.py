@@ -100,8 +100,8 @@ def _carry_drops_progress() -> list[Patch]:
 def _unbounded_log() -> list[Patch]:
     init = chain.Chain.__init__
 
-    def unbounded(self: chain.Chain, shard: ShardId, length: int) -> None:
-        init(self, shard, length)
+    def unbounded(self: chain.Chain, shard: ShardId, length: int, blocks: int = 0) -> None:
+        init(self, shard, length, blocks)
         self.log, self.log_ids = deque(), deque()
 
     return [(chain.Chain, "__init__", unbounded)]

@@ -132,6 +132,7 @@ def draw_scene(seed: int, scenario: str = MIXED) -> Scene:
         overlap=random.randint(1, max(1, min(4, sync_every - 1))),
         min_quorum=min(random.choice((1, 1, 1, 2, 3)), learners),
         grace_share=random.choice((0.0, 0.5, 0.7, 1.0)),
+        blocks=Random(f"blocks {seed}").choice((0, 7, 50, 400)),
         total_steps=int((faults_s + HEALING_S) / min(p.step_s for _, p, _ in peers)) if ending == "finish" else 10**9,
         is_overwrite=random.random() < 0.05,
         evaluation_every=random.choice((0, 2)),

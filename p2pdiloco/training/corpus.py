@@ -3,8 +3,9 @@
 Rules of this file:
 1. A file is held out by a hash of its relative path, so peers with the same files hold out the same ones, whatever
    order their disks list them in.
-2. Batches are random windows. Every learner life draws its own (the seed is a text that names it); held-out windows are
-   the same on every peer with the same files.
+2. An epoch's samples are windows side by side, in a random order that all peers share, cut into numbered blocks: which
+   learner trains which is the protocol's business (``protocol.blocks``). A learner without blocks draws random windows
+   of its own (the seed is a text that names its life). Held-out windows are the same on every peer with the same files.
 3. What is wrong with the data is said in one sentence with the remedy (``CorpusError``).
 """
 
@@ -19,10 +20,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from p2pdiloco.protocol.manifest import DataConfig
+from p2pdiloco.protocol.blocks import MAX_BLOCKS, Block
+from p2pdiloco.protocol.identifiers import Digest, RunId, digest_of
+from p2pdiloco.protocol.manifest import BlockSpec, DataConfig
 
 DEFAULT_MAX_BYTES = 1 << 32
 STDLIB_MAX_BYTES = 32 << 20
+FEWEST_BLOCKS = 32
+"""An epoch of fewer cannot be shared among peers: its blocks would mostly be in somebody's hands."""
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _BUCKETS = 1 << 32
@@ -104,6 +109,60 @@ def _read(file: Path, limit: int) -> bytes:
         raise CorpusError(f"{file} cannot be read ({error.strerror}): fix its permissions or move it away") from error
 
 
+def cut_into_blocks(corpus: Corpus, context: int, batch: int, block: int) -> BlockSpec:
+    """Blocks of about ``block`` samples, whole batches, of all samples of an epoch: larger ones if they were too many,
+    smaller ones if they were too few to be shared, none if even one batch a block is too few."""
+    samples = _samples(corpus, context)
+    size = max(min(block, samples // FEWEST_BLOCKS), -(-samples // MAX_BLOCKS))
+    size = -(-size // batch) * batch
+    if not block or not size or samples // size < FEWEST_BLOCKS:
+        return BlockSpec()
+    return BlockSpec(number=samples // size, samples=size, data=data_digest(corpus))
+
+
+def data_digest(corpus: Corpus) -> Digest:
+    """What tells one training split from another."""
+    return digest_of(memoryview(corpus.train.numpy()))  # type: ignore[arg-type]  # bytes-like, contiguous
+
+
+def _samples(corpus: Corpus, context: int) -> int:
+    """Samples of an epoch: windows side by side, wherever the first one begins within a window's length."""
+    return max(0, (corpus.train.numel() - context - 1) // context)
+
+
+class Blocks:
+    """The run's numbered blocks: every epoch's samples in a random order of its own, the same on all peers."""
+
+    def __init__(self, corpus: Corpus, context: int, batch: int, spec: BlockSpec, run: RunId) -> None:
+        self._bytes = corpus.train
+        self._samples = _samples(corpus, context)
+        self._context = context
+        self._window = torch.arange(context + 1)
+        self._batch = batch
+        self._spec = spec
+        self._run = run
+        self._epoch = -1
+        self._order = torch.empty(0, dtype=torch.int64)
+        self._offset = 0
+
+    def batches(self, block: Block) -> Iterator[Tensor]:
+        """The block's samples, int64 [batch, context + 1] each time."""
+        epoch, index = divmod(block, self._spec.number)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(_seed(f"{self._run}/epoch {epoch}"))
+            self._offset = int(torch.randint(0, self._context, (), generator=generator))
+            self._order = torch.randperm(self._samples, generator=generator)
+            self._epoch = epoch
+        first = index * self._spec.samples
+        starts = self._order[first : first + self._spec.samples] * self._context + self._offset
+        for at in range(0, self._spec.samples, self._batch):
+            yield self._bytes[starts[at : at + self._batch, None] + self._window].long()
+
+
+def _seed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
 class Batches:
     """An endless, deterministic stream of batches: random windows of the training split, int64 [batch, context + 1]."""
 
@@ -113,8 +172,7 @@ class Batches:
         self._bytes = corpus.train
         self._batch = batch
         self._window = torch.arange(context + 1)
-        seed = hashlib.blake2b(seed_text.encode(), digest_size=8).digest()
-        self._generator = torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1)
+        self._generator = torch.Generator().manual_seed(_seed(seed_text))
 
     def __iter__(self) -> Iterator[Tensor]:
         return self

@@ -20,14 +20,17 @@ import copy
 import math
 import socket
 import time
+from collections import deque
+from collections.abc import Iterator
 from typing import assert_never
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.training.channel import Channel
-from p2pdiloco.training.corpus import Batches, Corpus
+from p2pdiloco.training.corpus import Batches, Blocks, Corpus, data_digest
 from p2pdiloco.training.evaluation import held_out_loss
 from p2pdiloco.training.inner_state import InnerStateError, Keeper, put, take
 from p2pdiloco.training.parameters import FlatParameters
@@ -36,6 +39,7 @@ from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.training.transformer import build_model, loss
 from p2pdiloco.wire.link import (
     AdoptStep,
+    BlockFinished,
     Evaluate,
     Evaluated,
     Exit,
@@ -51,6 +55,7 @@ from p2pdiloco.wire.link import (
     Shifted,
     Snapshot,
     Snapshotted,
+    Train,
     Trouble,
 )
 
@@ -93,10 +98,22 @@ class Learner:
         self._channel = Channel(connection)
         self._corpus = corpus
         self._batches = Batches(corpus, config.model.context, config.inner.batch, f"{manifest.run}/{incarnation}")
+        """Random samples, when there is no block."""
+        self._data: Blocks | None = None
+        if manifest.blocks.number and data_digest(corpus) == manifest.blocks.data:
+            context, batch = config.model.context, config.inner.batch
+            self._data = Blocks(corpus, context, batch, manifest.blocks, manifest.run)
+        self._assigned: deque[Block] = deque()
+        self._block: Block | None = None
+        """In training; of it the batches that are left, and how many."""
+        self._in_block: Iterator[Tensor] = iter(())
+        self._left = 0
         self._model = build_model(config.model, config.seed).to(self._device)
         self._flat = FlatParameters(self._model, manifest.tensors, layout)
         self._optimizer = _adamw(self._model, manifest)
         self._keeper = keeper
+        self._is_save_due = False
+        """It was asked for while the last one was being written."""
         self._inner_steps = 0
         """Steps of the inner optimizer, earlier lives included."""
         self._restore()
@@ -118,6 +135,7 @@ class Learner:
                 device=str(self._device),
                 parameters=self._layout.elements,
                 inner_steps=self._inner_steps,
+                has_blocks=self._data is not None,
             )
         )
         try:
@@ -148,6 +166,9 @@ class Learner:
         for command in commands:
             if isinstance(command, Exit):
                 self._channel.flush(_FAREWELL_S)
+                if self._keeper is not None and self._is_save_due:
+                    self._keeper.join()
+                    self._save()
                 return False
             self._execute(command)
         return True
@@ -164,6 +185,8 @@ class Learner:
                 self._channel.post(Evaluated(version=version, loss=self._judge_theta()))
             case Pause():
                 self._stop()
+            case Train(block=block):
+                self._assigned.append(block)
             case Save():
                 self._save()
             case Exit():
@@ -210,7 +233,10 @@ class Learner:
 
     def _save(self) -> None:
         """Copy the inner optimizer's state, and have it written."""
-        if self._keeper is not None and not self._keeper.is_busy:
+        if self._keeper is None:
+            return
+        self._is_save_due = self._keeper.is_busy
+        if not self._is_save_due:
             began = time.perf_counter()
             self._keeper.keep(take(self._optimizer, self._batches, self._inner_steps))
             self._exchange_s += time.perf_counter() - began
@@ -230,7 +256,7 @@ class Learner:
     def _step(self) -> None:
         began = time.perf_counter()
         inner = self._config.inner
-        batch = next(self._batches).to(self._device)
+        batch = self._next_batch().to(self._device)
         with torch.autocast("cuda", torch.bfloat16, enabled=self._device.type == "cuda"):
             value = loss(self._model, batch)
         value.backward()  # type: ignore[no-untyped-call]
@@ -248,7 +274,23 @@ class Learner:
         self._inner_steps += 1
         self._tokens += batch.shape[0] * (batch.shape[1] - 1)
         self._global_step += 1
+        self._trained_batch()
         self._report(measured, time.perf_counter() - began)
+
+    def _next_batch(self) -> Tensor:
+        """Of the block in hand, of the next one, or random windows: training never waits for data."""
+        if self._block is None and self._assigned and self._data is not None:
+            self._block = self._assigned.popleft()
+            self._in_block = self._data.batches(self._block)
+            self._left = self._manifest.blocks.samples // self._config.inner.batch
+        return next(self._batches if self._block is None else self._in_block)
+
+    def _trained_batch(self) -> None:
+        """One batch less of the block in training."""
+        self._left -= 1
+        if self._block is not None and self._left == 0:
+            self._channel.post(BlockFinished(block=self._block, tokens=self._tokens))
+            self._block = None
 
     def _report(self, measured: float, step_time_s: float) -> None:
         progress = Progress(

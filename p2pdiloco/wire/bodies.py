@@ -74,6 +74,10 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     bytes_up: Count
     bytes_down: Count
     blocked_s: float
+    epochs: float = 0.0
+    """Of the run's data, trained and merged; 0 if it has no blocks."""
+    blocks_repeated: Annotated[float, Meta(ge=0.0)] = 0.0
+    """Blocks of data that were trained again, as a share of those trained."""
 
 
 class CommitParts(NamedTuple):

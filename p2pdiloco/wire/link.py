@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import msgspec
 
+from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.identifiers import FragmentId, ShardId
 
 if TYPE_CHECKING:
@@ -52,6 +53,12 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     fragment: FragmentId
     step: int
+
+
+class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Train this block of data after those given before. Answered by ``BlockFinished``."""
+
+    block: Block
 
 
 class AdoptStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -88,6 +95,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     parameters: int
     inner_steps: int = 0
     """Steps that the inner optimizer's restored state has made; 0 if it is fresh."""
+    has_blocks: bool = False
+    """The corpus is the run's own, so that blocks of it can be given."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -104,6 +113,13 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Wall time since the last ``Progress`` in which socket calls put the training thread to sleep. Must be 0."""
     exchange_s: float
     """Wall time since the last ``Progress`` that copies to and from the shared vectors took."""
+
+
+class BlockFinished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All samples of the block are trained; ``tokens`` is the count at the end of the step that did it."""
+
+    block: Block
+    tokens: int
 
 
 class Shifted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -147,8 +163,8 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-FromNode = Load | Shift | Snapshot | AdoptStep | Evaluate | Pause | Save | Exit
-FromLearner = Ready | Progress | Shifted | Snapshotted | Evaluated | Paused | Trouble | Failed
+FromNode = Load | Shift | Snapshot | Train | AdoptStep | Evaluate | Pause | Save | Exit
+FromLearner = Ready | Progress | BlockFinished | Shifted | Snapshotted | Evaluated | Paused | Trouble | Failed
 
 MessageT = TypeVar("MessageT")
 

@@ -6,10 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from p2pdiloco.protocol.identifiers import FragmentId
-from p2pdiloco.protocol.manifest import DataConfig, InnerConfig, ModelConfig, make_layout
+from p2pdiloco.protocol.blocks import MAX_BLOCKS, Block
+from p2pdiloco.protocol.identifiers import FragmentId, RunId
+from p2pdiloco.protocol.manifest import BlockSpec, DataConfig, InnerConfig, ModelConfig, make_layout
 from p2pdiloco.tensors.fragments import tensor_specs
-from p2pdiloco.training.corpus import Batches, Corpus, CorpusError, held_out_batches, is_held_out, load_corpus
+from p2pdiloco.training.corpus import (
+    Batches,
+    Blocks,
+    Corpus,
+    CorpusError,
+    cut_into_blocks,
+    held_out_batches,
+    is_held_out,
+    load_corpus,
+)
 from p2pdiloco.training.evaluation import held_out_loss
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.schedule import learning_rate
@@ -240,3 +250,43 @@ def test_shared_vectors_are_the_same_memory() -> None:
         fd = node.fd
     with pytest.raises(OSError, match="descriptor"):
         os.fstat(fd)
+
+
+def blocks_of(size: int = 4000, *, context: int = 10, batch: int = 4, block: int = 8) -> tuple[Corpus, BlockSpec]:
+    train = torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    corpus = Corpus(train=train, held_out=torch.zeros(20, dtype=torch.uint8))
+    return corpus, cut_into_blocks(corpus, context, batch, block)
+
+
+def test_an_epochs_blocks_hold_each_sample_once_in_another_order_each_time() -> None:
+    corpus, spec = blocks_of()
+    assert (spec.number, spec.samples) == (398 // 8, 8)
+    orders = []
+    for epoch in range(2):
+        stream = Blocks(corpus, 10, 4, spec, RunId("run"))
+        seen = []
+        for index in range(spec.number):
+            batches = list(stream.batches(Block(epoch * spec.number + index)))
+            assert [b.shape for b in batches] == [torch.Size([4, 11])] * 2
+            seen += [tuple(sample.tolist()) for batch in batches for sample in batch]
+        assert len(set(seen)) == len(seen) == 49 * 8
+        orders.append(seen)
+    assert orders[0] != orders[1]
+
+
+def test_peers_with_the_same_data_cut_the_same_blocks_in_any_order_of_asking() -> None:
+    corpus, spec = blocks_of()
+    a, b = (Blocks(corpus, 10, 4, spec, RunId("run")) for _ in range(2))
+    for block in (60, 3, 49, 7):
+        assert all(torch.equal(x, y) for x, y in zip(a.batches(Block(block)), b.batches(Block(block)), strict=True))
+    c = Blocks(corpus, 10, 4, spec, RunId("another run"))
+    assert not torch.equal(next(a.batches(Block(0))), next(c.batches(Block(0))))
+
+
+def test_blocks_are_whole_batches_and_never_too_many() -> None:
+    assert blocks_of(block=6)[1].samples == 8
+    assert blocks_of(4_000_000, block=1)[1].number <= MAX_BLOCKS
+    assert blocks_of(block=0)[1] == BlockSpec()
+    assert blocks_of(block=300)[1] == BlockSpec(number=33, samples=12, data=blocks_of()[1].data)
+    assert blocks_of(1000)[1] == BlockSpec(), "98 samples are too few"
+    assert blocks_of(11)[1] == BlockSpec()

@@ -1,0 +1,148 @@
+"""Which of the run's data have been trained, and which a learner takes next. Pure; no coordinator.
+
+Each epoch's samples lie in a random order (``training.corpus``), cut into equal, numbered blocks. Block n of the run is
+block n % blocks of epoch n // blocks.
+
+Rules of this file:
+1. A block has been trained once the commit of shard 0 that merges its last token is on the chain. So peers with the
+   same head agree, and what a dead learner had not given is simply free again.
+2. Peers take free blocks, and tell each other in heartbeats which they have taken. Whoever is faster takes more. Two
+   that take the same one within a heartbeat both train it: that costs a repeated block, nothing else, and is counted.
+3. An epoch's blocks lie in slots, by their number. Of each slot one peer is the first by rendezvous hashing, and takes
+   its blocks in ascending order; a second one helps when it has nothing else to do, in descending order. So no two
+   helpers meet, and a helper meets the first at the very end. Each peer begins at a place of its own, so that those
+   who do not know each other yet rarely meet.
+4. Two epochs are open at a time: the next one is begun while the last blocks of this one are still under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, NamedTuple, NewType
+
+import msgspec
+from msgspec import Meta
+
+Block = NewType("Block", int)
+"""Counts up over all epochs."""
+
+MAX_BLOCKS = 1 << 16
+"""Of one epoch."""
+OPEN_EPOCHS = 2
+SLOTS = 64
+"""Of an epoch; block ``index`` lies in slot ``index % SLOTS``."""
+Row = Annotated[bytes, Meta(max_length=MAX_BLOCKS // 8)]
+
+
+class Duty(NamedTuple):
+    """What is a peer's in one epoch."""
+
+    own: Sequence[int]
+    """Slots where it is the first."""
+    helped: Sequence[int]
+    """Slots where it is the second."""
+    place: float
+    """Where it begins, from 0 to below 1."""
+
+
+class Trained(msgspec.Struct, frozen=True, array_like=True):
+    """A ledger as it travels with a shard's state."""
+
+    epoch: Annotated[int, Meta(ge=0, le=2**40)] = 0
+    """The oldest that is open: all blocks before it have been trained."""
+    rows: tuple[Row, ...] = ()
+    """By open epoch: one bit a block."""
+    trained: Annotated[int, Meta(ge=0, le=2**56)] = 0
+    """Different blocks, over all epochs."""
+    repeated: Annotated[int, Meta(ge=0, le=2**56)] = 0
+    """Further times that blocks were trained."""
+
+
+class BlockLedger:
+    """The blocks that one chain has trained, of an epoch of ``blocks``."""
+
+    __slots__ = ("blocks", "epoch", "repeated", "rows", "trained")
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self.restore(Trained())
+
+    def restore(self, state: Trained) -> None:
+        """Take another chain's; rows that are missing are empty, bits beyond the epoch are dropped."""
+        self.epoch, self.trained, self.repeated = state.epoch, state.trained, state.repeated
+        self.rows = [self._unpack(row) for row in state.rows[:OPEN_EPOCHS]]
+        self.rows += [bytearray(self.blocks) for _ in range(OPEN_EPOCHS - len(self.rows))]
+        self._close_epochs()
+
+    def state(self) -> Trained:
+        """As it travels."""
+        return Trained(self.epoch, tuple(map(self._pack, self.rows)), self.trained, self.repeated)
+
+    def _unpack(self, row: bytes) -> bytearray:
+        bits = int.from_bytes(row, "little")
+        return bytearray((bits >> index) & 1 for index in range(self.blocks))
+
+    def _pack(self, row: bytearray) -> bytes:
+        return sum(1 << index for index, bit in enumerate(row) if bit).to_bytes(-(-self.blocks // 8), "little")
+
+    def add(self, blocks: Iterable[Block]) -> None:
+        """A commit merges these. What is not open yet is not counted: nobody can have been given it."""
+        for block in blocks:
+            epoch, index = divmod(block, self.blocks)
+            if epoch < self.epoch:
+                self.repeated += 1
+            elif epoch < self.epoch + OPEN_EPOCHS:
+                row = self.rows[epoch - self.epoch]
+                self.trained += not row[index]
+                self.repeated += row[index]
+                row[index] = 1
+        self._close_epochs()
+
+    def _close_epochs(self) -> None:
+        while all(self.rows[0]):
+            self.rows = [*self.rows[1:], bytearray(self.blocks)]
+            self.epoch += 1
+
+    def is_trained(self, block: Block) -> bool:
+        """Whether the chain has it."""
+        epoch, index = divmod(block, self.blocks)
+        return epoch < self.epoch or (epoch < self.epoch + OPEN_EPOCHS and bool(self.rows[epoch - self.epoch][index]))
+
+    def next_free(self, taken: Iterable[Block], duty: Callable[[int], Duty]) -> Block | None:
+        """The next block for a peer, while ``taken`` are in others' hands or its own; ``duty(epoch)`` are its slots.
+        None if all open blocks are taken."""
+        occupied = [bytearray(row) for row in self.rows]
+        for block in taken:
+            epoch, index = divmod(block, self.blocks)
+            if 0 <= epoch - self.epoch < OPEN_EPOCHS:
+                occupied[epoch - self.epoch][index] = 1
+        for number, row in enumerate(occupied):
+            if row.find(0) >= 0:
+                own, helped, place = duty(self.epoch + number)
+                first, begin = (self.epoch + number) * self.blocks, int(place * self.blocks)
+                found = [at for slot in own if (at := _first(row, slot, begin)) >= 0]
+                if found:
+                    return Block(first + (min(found) + begin) % self.blocks)
+                found = [at for slot in helped if (at := _last(row, slot, begin)) >= 0]
+                if found:
+                    return Block(first + (max(found) + begin) % self.blocks)
+        for number, row in enumerate(occupied):
+            if (at := row.rfind(0)) >= 0:
+                return Block((self.epoch + number) * self.blocks + at)
+        return None
+
+
+def _first(row: bytearray, slot: int, begin: int) -> int:
+    """How many blocks after ``begin``, going round, the slot's first free one lies; -1 if it has none."""
+    blocks, lane = len(row), row[slot::SLOTS]
+    at = lane.find(0, max(0, -((slot - begin) // SLOTS)))
+    at = lane.find(0) if at < 0 else at
+    return -1 if at < 0 else (slot + SLOTS * at - begin) % blocks
+
+
+def _last(row: bytearray, slot: int, begin: int) -> int:
+    """The same for its last free one."""
+    blocks, lane = len(row), row[slot::SLOTS]
+    at = lane.rfind(0, 0, max(0, -((slot - begin) // SLOTS)))
+    at = lane.rfind(0) if at < 0 else at
+    return -1 if at < 0 else (slot + SLOTS * at - begin) % blocks

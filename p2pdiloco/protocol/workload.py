@@ -1,0 +1,111 @@
+"""The blocks of data that this peer's learner is given, has trained, and has not seen merged.
+
+Rules of this file:
+1. The learner always has a block in hand and one in reserve: it never waits for the next.
+2. What it has trained travels with its contribution to shard 0, by the range of tokens: whatever happens to that
+   contribution (refused, taken over, undone by a fork), its blocks share its fate.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from hashlib import blake2b
+
+from p2pdiloco.protocol.blocks import SLOTS, Block, Duty
+from p2pdiloco.protocol.core import Core
+from p2pdiloco.protocol.effects import Train
+from p2pdiloco.protocol.identifiers import PeerId, RunId, ShardId
+from p2pdiloco.protocol.messages import MAX_CLAIMS
+from p2pdiloco.protocol.ownership import DATA_DUTY, Candidates, ranked_owners
+
+IN_HAND = 2
+REMEMBERED = 4096
+"""Blocks trained in this life of the learner, kept for forks and for its next contributions."""
+RECENT = 16
+"""Of those, the last ones stay claimed: others may not have the commit yet that merges them."""
+
+
+@lru_cache(maxsize=64)
+def duty(run: RunId, epoch: int, candidates: Candidates, me: PeerId) -> Duty:
+    """What is ``me``'s in ``epoch``."""
+    ranked = [ranked_owners(run, DATA_DUTY - slot, epoch, candidates) for slot in range(SLOTS)]
+    own = tuple(slot for slot, owners in enumerate(ranked) if owners[0] == me)
+    helped = tuple(slot for slot, owners in enumerate(ranked) if len(owners) > 1 and owners[1] == me)
+    h = blake2b(f"{run}/{epoch}/{me}".encode(), digest_size=4)
+    return Duty(own, helped, int.from_bytes(h.digest(), "big") / 2**32)
+
+
+class Workload:
+    """This peer's share of the data."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.is_taking = False
+        """The learner has the run's data, and trains."""
+        self.assigned: list[Block] = []
+        self.trained: list[tuple[int, Block]] = []
+        """With the learner's tokens at the block's end; oldest first."""
+
+    def begin(self, *, has_blocks: bool) -> None:
+        """A new learner; ``has_blocks``: it has the run's data."""
+        self.forget()
+        self.is_taking = has_blocks and self.core.config.blocks > 0
+        self.take()
+
+    def end(self) -> None:
+        """The learner trains no more; what it holds but has not finished is free."""
+        self.is_taking = False
+        self.assigned.clear()
+
+    def forget(self) -> None:
+        """The learner is gone."""
+        self.end()
+        self.trained.clear()
+
+    def finished(self, block: Block, tokens: int) -> None:
+        """The learner has trained ``block``; it had ``tokens`` tokens then."""
+        if block in self.assigned:
+            self.assigned.remove(block)
+            self.trained.append((tokens, block))
+            del self.trained[:-REMEMBERED]
+        self.take()
+
+    def take(self) -> None:
+        """Give the learner free blocks until it has enough."""
+        core = self.core
+        if not self.is_taking or not core.is_current or len(self.assigned) >= IN_HAND:
+            return
+        ledger = core.chains[0].ledger
+        assert ledger is not None
+        membership = core.membership
+        taken = {block for peer in membership.live for block in membership.claims_of(peer)}
+        taken.update(self.claims())
+        while len(self.assigned) < IN_HAND:
+            block = ledger.next_free(taken, self._duty)
+            if block is None:
+                return
+            taken.add(block)
+            self.assigned.append(block)
+            core.effects.append(Train(block))
+
+    def _duty(self, epoch: int) -> Duty:
+        """This peer's slots among those of all whose learners train."""
+        core = self.core
+        me, participating = core.config.peer, core.membership.participating
+        candidates = tuple((peer, 1.0) for peer in sorted({me, *participating}))
+        return duty(core.config.run, epoch, candidates, me)
+
+    def claims(self) -> tuple[Block, ...]:
+        """What others should leave alone: blocks in hand, and those trained that the chain does not have yet."""
+        ledger = self.core.chains[0].ledger
+        if ledger is None:
+            return ()
+        recent = max(0, len(self.trained) - RECENT)
+        held = [b for i, (_, b) in enumerate(self.trained) if i >= recent or not ledger.is_trained(b)]
+        return (*self.assigned, *held)[:MAX_CLAIMS]
+
+    def between(self, shard: ShardId, start: int, stop: int) -> tuple[Block, ...]:
+        """The blocks that a contribution to ``shard`` of the learner's tokens from ``start`` to ``stop`` carries."""
+        if shard != 0:
+            return ()
+        return tuple(sorted(block for tokens, block in self.trained if start < tokens <= stop))[:MAX_CLAIMS]
