@@ -39,6 +39,9 @@ simulate: $(READY) ## 10,000 seeds of the protocol's simulator, and every plante
 	@$(BIN)/p2pdiloco simulate --seeds 0-9999
 	@$(BIN)/p2pdiloco simulate --mutants
 
+chaos: $(READY) ## three minutes of kills, stops, cut and spoilt links to four peers, judged and drawn (out/chaos)
+	@$(BIN)/p2pdiloco chaos --plan quick --out out/chaos
+
 golden: $(READY) ## write the golden transcripts anew, to be read and committed
 	@$(BIN)/python -m pytest -q tests/golden --update
 

@@ -12,6 +12,7 @@ Rules of this file:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import msgspec
 
@@ -32,11 +33,12 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
-    """A time without faults, and how many versions all shards together went on in it."""
+    """A time without faults, how many versions all shards together went on in it, and their longest pause."""
 
     began: float
     ended: float
     versions: int
+    pause_s: float
 
 
 def judge(evidence: Evidence) -> list[Verdict]:
@@ -135,15 +137,16 @@ def _tokens(evidence: Evidence) -> Verdict:
 def _versions(evidence: Evidence) -> Verdict:
     windows = quiet_windows(evidence)
     problems = [
-        f"no version in the {w.ended - w.began:.1f} s from {w.began - evidence.began:.0f} s on, without any fault"
+        f"no version for {w.pause_s:.1f} s, without any fault, between {w.began - evidence.began:.0f} s "
+        f"and {w.ended - evidence.began:.0f} s"
         for w in windows
-        if not w.versions
+        if not w.versions or w.pause_s > evidence.schedule.plan.calm_s
     ]
     if not windows:
         problems.append("there was no quiet time")
     total = max((commit.version for peer in evidence.peers for commit in peer.commits), default=0)
-    slowest = min((w.versions / (w.ended - w.began) for w in windows), default=0.0)
-    kept = f"to {total}; in each of {len(windows)} quiet times, at least {slowest:.1f} commits a second"
+    pause_s = max((w.pause_s for w in windows), default=0.0)
+    kept = f"to {total}; in all {len(windows)} quiet times, with a pause of {pause_s:.1f} s at most"
     return _verdict("versions advanced", problems, kept)
 
 
@@ -159,8 +162,9 @@ def quiet_windows(evidence: Evidence) -> list[Window]:
     stop = Struck(number=0, kind="break", peers=(), began=evidence.settled, ended=evidence.settled)
     for fault in [*sorted(evidence.faults, key=lambda fault: fault.began), stop]:
         if fault.began - since >= calm_s:
-            count = sum(since <= time <= fault.began for time in first.values())
-            found.append(Window(began=since, ended=fault.began, versions=count))
+            inside = sorted(time for time in first.values() if since <= time <= fault.began)
+            pauses = (b - a for a, b in pairwise([since, *inside, fault.began]))
+            found.append(Window(began=since, ended=fault.began, versions=len(inside), pause_s=max(pauses)))
         since = max(since, fault.ended + calm_s)
     return found
 

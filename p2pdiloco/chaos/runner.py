@@ -127,6 +127,10 @@ class Runner:
             finally:
                 await self._kill_all()
 
+    def remaining(self) -> list[str]:
+        """Processes of the run that are there now."""
+        return self._swarm.leftovers()
+
     # -- the phases ----------------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
@@ -140,6 +144,7 @@ class Runner:
             self._launch(peer)
         await self._all_train("the swarm did not come up")
         self._began = time.monotonic()
+        self._looked_at = 0.0
         self._note("began")
 
     async def _storm(self) -> None:

@@ -28,6 +28,7 @@ COMMANDS = {
     "resume": "go on with a run whose peers have all died",
     "status": "show runs and their peers",
     "simulate": "prove the protocol in a simulated world",
+    "chaos": "hurt a real swarm on this machine and judge what it makes of that",
     "replay": "tell or check a peer's journal",
     "doctor": "check what this machine can do as a peer",
 }

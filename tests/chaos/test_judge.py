@@ -1,0 +1,132 @@
+"""The judge: a good run passes, and each promise that is broken is found, by its name and no other's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from evidences import BEGAN, OVER, PLAN, SETTLED, SETTLING, TOKENS, commits, evidence, peer, struck, with_peer
+
+from p2pdiloco.chaos.evidence import Evidence, EvidenceError, Life, read_evidence
+from p2pdiloco.chaos.judge import goodput, judge, quiet_windows
+from p2pdiloco.chaos.timeline import draw
+
+LEFT = peer("A").left
+LIFE = peer("A").lives[0]
+assert LEFT is not None
+
+
+def of_life(**changes: object) -> tuple[Life, ...]:
+    return (msgspec.structs.replace(LIFE, **changes),)
+
+
+def renamed(shard: int, version: int) -> Evidence:
+    """B took another state at one version."""
+    return with_peer(
+        "B",
+        commits=tuple(
+            msgspec.structs.replace(c, head="other") if (c.shard, c.version) == (shard, version) else c
+            for c in commits()
+        ),
+    )
+
+
+def without(began: float, ended: float, *names: str) -> Evidence:
+    """Some peers took nothing for a while."""
+    kept = tuple(c for c in commits() if not began <= c.time <= ended)
+    whole = evidence()
+    peers = tuple(msgspec.structs.replace(p, commits=kept) if p.name in names else p for p in whole.peers)
+    return msgspec.structs.replace(whole, peers=peers)
+
+
+def slow_plan() -> Evidence:
+    whole = evidence()
+    plan = msgspec.structs.replace(PLAN, min_goodput=0.95)
+    return msgspec.structs.replace(whole, schedule=msgspec.structs.replace(whole.schedule, plan=plan))
+
+
+BROKEN = {
+    "none of the faults was done": (evidence(faults=(), skipped=2), "faults done"),
+    "two states of one version": (renamed(1, 75), "one model"),
+    "another last chain": (with_peer("A", left=msgspec.structs.replace(LEFT, heads=("x", "head-1-85"))), "one model"),
+    "an older head on another chain": (
+        with_peer("A", left=msgspec.structs.replace(LEFT, versions=(84, 85), heads=("x", "head-1-85"))),
+        "one model",
+    ),
+    "another last digest": (
+        with_peer("A", left=msgspec.structs.replace(LEFT, digests=("x", "digest-1-85"))),
+        "one model",
+    ),
+    "unmerged": (with_peer("A", left=msgspec.structs.replace(LEFT, tokens_unmerged=5)), "tokens conserved"),
+    "marks too low in one shard": (
+        with_peer("C", marks=peer("C").marks | {"A/1": (TOKENS, TOKENS - 1)}),
+        "tokens conserved",
+    ),
+    "no version for a while": (without(BEGAN + 45, BEGAN + 85, "A", "B", "C"), "versions advanced"),
+    "blocked": (with_peer("A", lives=of_life(blocked_s=5.0)), "learners never blocked"),
+    "blocked beyond the time that it was stopped": (with_peer("B", lives=of_life(blocked_s=5.0)), "learners never"),
+    "ended by itself": (
+        with_peer("A", lives=(*of_life(ended=BEGAN + 5, status=-11, is_expected=False), LIFE)),
+        "nobody ended by itself",
+    ),
+    "failed at the end": (with_peer("A", lives=of_life(status=1)), "nobody ended by itself"),
+    "did not come back": (without(SETTLING, OVER, "B"), "everybody came back"),
+    "a journal that replays to something else": (with_peer("A", journal_problem="event 7"), "journals replay"),
+    "a process left": (evidence(leftovers=("77 python",)), "no leftovers"),
+    "little goodput": (slow_plan(), "goodput"),
+}
+
+
+def test_a_good_run_keeps_every_promise() -> None:
+    verdicts = judge(evidence())
+    assert [verdict.name for verdict in verdicts if not verdict.is_kept] == []
+    assert all(verdict.sentence for verdict in verdicts)
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_promise_is_found(what: str) -> None:
+    broken, name = BROKEN[what]
+    found = [verdict.name for verdict in judge(broken) if not verdict.is_kept]
+    assert any(one.startswith(name) for one in found), found
+    others = {one for one in found if not one.startswith(name)}
+    assert others <= ({"one model", "everybody came back"} if name == "versions advanced" else set())
+
+
+def test_without_evidence_nothing_is_kept() -> None:
+    nothing = msgspec.structs.replace(
+        evidence(), peers=tuple(msgspec.structs.replace(peer(n), commits=(), left=None, lives=()) for n in PLAN.names)
+    )
+    found = {verdict.name for verdict in judge(nothing) if not verdict.is_kept}
+    assert {"one model", "tokens conserved", "learners never blocked", "everybody came back"} <= found
+
+
+def test_a_stopped_learner_may_seem_blocked_for_as_long_as_it_was_stopped() -> None:
+    judged = judge(with_peer("B", lives=of_life(blocked_s=4.5)))
+    assert all(verdict.is_kept for verdict in judged)
+
+
+def test_quiet_windows_begin_a_while_after_the_last_fault_has_ended() -> None:
+    overlapping = (struck(1, "cut", ("A",), 10.0, 40.0), struck(2, "stop", ("B",), 12.0, 14.0))
+    windows = quiet_windows(evidence(faults=overlapping))
+    assert [(w.began - BEGAN, w.ended - BEGAN) for w in windows] == [(0.0, 10.0), (46.0, SETTLED - BEGAN)]
+
+
+def test_goodput_is_merged_time_over_all_time() -> None:
+    assert goodput(evidence()) == pytest.approx(0.9)
+    dead = of_life(ended=BEGAN + 40, trained_s=40)
+    assert goodput(with_peer("A", lives=dead)) == pytest.approx(0.9), "a dead learner's time stays available"
+    assert goodput(with_peer("C", marks={"A/1": (TOKENS, TOKENS)})) == pytest.approx(0.3)
+
+
+def test_a_run_that_broke_off_is_not_judged(tmp_path: Path) -> None:
+    (tmp_path / "schedule.json").write_bytes(msgspec.json.encode(evidence().schedule))
+    (tmp_path / "happened.jsonl").write_text('{"time": 1.0, "what": "began"}\n')
+    with pytest.raises(EvidenceError, match="broke off"):
+        read_evidence(tmp_path)
+
+
+def test_the_timeline_is_a_picture(tmp_path: Path) -> None:
+    whole = evidence()
+    draw(whole, judge(whole), tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,107 @@
+"""Plans and schedules: the same seed gives the same schedule, schedules are fair, and errors name the field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from p2pdiloco.chaos.plan import (
+    BLACKOUT_CALM_S,
+    LEARNER_LIVES,
+    LINK_KINDS,
+    RECOVERY_S,
+    PlanError,
+    draw_schedule,
+    find_plan,
+    read_plan,
+)
+
+RUN = '[run]\nname = "tiny"\ninner = { warmup = 0 }\n'
+GOOD = f'name = "good"\npeers = 3\nseconds = 60\n{RUN}'
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "plan.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("name", ["quick", "half-hour"])
+def test_shipped_plans_are_good(name: str) -> None:
+    plan = read_plan(find_plan(name))
+    assert plan.name == name
+    assert draw_schedule(plan, 1).faults
+
+
+def test_same_seed_same_schedule() -> None:
+    plan = read_plan(find_plan("half-hour"))
+    one, same, other = (msgspec.json.encode(draw_schedule(plan, seed)) for seed in (7, 7, 8))
+    assert one == same
+    assert one != other
+
+
+def test_faults_come_as_often_as_the_plan_says() -> None:
+    plan = read_plan(find_plan("half-hour"))
+    counts = [len(draw_schedule(plan, seed).faults) for seed in range(10)]
+    assert 0.7 * plan.seconds / plan.every_s < sum(counts) / 10 < 1.1 * plan.seconds / plan.every_s
+    kinds = {fault.kind for seed in range(10) for fault in draw_schedule(plan, seed).faults}
+    assert kinds == {*plan.weights, "blackout"}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_schedule_is_fair(seed: int) -> None:
+    plan = read_plan(find_plan("half-hour"))
+    faults = draw_schedule(plan, seed).faults
+    assert [fault.number for fault in faults] == list(range(1, len(faults) + 1))
+    assert sorted(fault.at for fault in faults) == [fault.at for fault in faults]
+    ordinary = [fault for fault in faults if fault.kind != "blackout" and fault.kind not in LINK_KINDS]
+    for fault in ordinary:
+        hit = {name for o in ordinary if o.at <= fault.at < o.end + RECOVERY_S for name in o.peers}
+        assert len(hit) < plan.peers, "somebody is always whole"
+    for dark in (fault for fault in faults if fault.kind == "blackout"):
+        assert {*dark.peers} == {*plan.names}
+        assert not [f for f in faults if f is not dark and dark.at <= f.at < dark.end + BLACKOUT_CALM_S]
+    for name in plan.names:
+        assert sum(fault.kind == "learner" and fault.peers == (name,) for fault in faults) <= LEARNER_LIVES
+
+
+def test_the_command_line_beats_the_file(tmp_path: Path) -> None:
+    plan = read_plan(written(tmp_path, GOOD), peers=5, seconds=7.0)
+    assert (plan.peers, plan.seconds) == (5, 7.0)
+
+
+def test_a_run_may_lie_in_a_file_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('name = "elsewhere"')
+    plan = read_plan(written(tmp_path, 'name = "good"\npeers = 3\nseconds = 60\nconfig = "run.toml"'))
+    assert plan.run is not None
+    assert plan.run.name == "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("peers = ", "plan.toml"),
+        (GOOD.replace("peers = 3", "peers = 1"), "peers"),
+        (GOOD.replace("peers = 3", 'peers = 3\nregions = ["a", "a"]'), "two have the same name"),
+        (GOOD.replace("peers = 3", 'peers = 3\nregions = ["a", "b", "c", "d"]'), "at least as many peers"),
+        (GOOD.replace("peers = 3", "pears = 3"), "pears"),
+        (GOOD.replace("seconds = 60", "seconds = 60\nblackouts = 2"), "blackouts: each needs"),
+        (GOOD + "[weights]\nkil = 1\n", "kil"),
+        (GOOD + "[weights]\nkill = 0\n", "at least one must be more than 0"),
+        (GOOD + "[weights]\nkill = 1\nregion = 1\n", "need two regions"),
+        (GOOD + "[weights]\nblackout = 1\n", "say blackouts = N"),
+        (GOOD.replace(RUN, ""), "name a run's file"),
+        (GOOD.replace("seconds = 60", 'seconds = 60\nconfig = "nowhere.toml"').replace(RUN, ""), "nowhere.toml"),
+        (GOOD.replace("warmup = 0", "warmup = 5000"), "run: "),
+    ],
+)
+def test_errors_name_the_field(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        read_plan(written(tmp_path, text))
+
+
+def test_an_unknown_plan_is_answered_with_those_that_there_are() -> None:
+    with pytest.raises(PlanError, match="half-hour, quick"):
+        find_plan("slow")
