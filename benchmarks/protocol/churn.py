@@ -38,6 +38,7 @@ def swarm(
     seed: int = 1,
     jitter_s: float = 0.02,
     fragments: int = 1,
+    takeover_s: float | None = None,
 ) -> World:
     """Peers that train fragments of one shard each over 40 ms links; steps differ by up to a half between peers."""
     random = Random(seed)
@@ -53,6 +54,8 @@ def swarm(
         total_steps=10**9,
         heartbeat_s=heartbeat_s,
     )
+    if takeover_s is not None:
+        config = msgspec.structs.replace(config, takeover_floor_s=takeover_s, takeover_ceiling_s=takeover_s)
 
     def make_config(name: PeerId, setting: PeerSetting) -> ProtocolConfig:
         return msgspec.structs.replace(config, peer=name)
@@ -169,6 +172,26 @@ def deadlines(heartbeat_s: float, jitter_s: float) -> Figures:
     }
 
 
+def takeover(seconds: float | None) -> Figures:
+    """One of 16 peers is alive and merges, but takes 100 s for it: what its versions wait for, and what haste costs.
+    ``seconds`` fixes the takeover time; None measures it, as the protocol does. An hour."""
+    world = swarm(16, heartbeat_s=1.0, takeover_s=seconds)
+    lame = PeerId("p015")
+    world.settings[lame] = msgspec.structs.replace(world.settings[lame], work_s=100.0)
+    world.run_until(120.0)
+    world.checks.versions = world.checks.forks = 0
+    before = dict(world.checks.newest)
+    world.network.is_measured, world.network.payload_bytes = True, 0
+    world.run_until(world.now + 3600.0)
+    made = sum(world.checks.newest.values()) - sum(before.values())
+    return {
+        "versions_an_hour": made,
+        "forks": world.checks.forks,
+        "payload_bytes_a_version": round(world.network.payload_bytes / max(1, made)),
+        "tokens_lost": world.checks.tokens_lost,
+    }
+
+
 def large() -> Figures:
     """256 peers until 1,000 versions are made: how long the simulation takes."""
     world = swarm(256, heartbeat_s=16.0, sync_every=4, step_s=0.5)
@@ -203,6 +226,10 @@ def measurements(hours: float) -> dict[str, Callable[[], Figures]]:
             found[f"heartbeat {heartbeat_s} s, jitter {jitter_s} s"] = (
                 lambda heartbeat_s=heartbeat_s, jitter_s=jitter_s: deadlines(heartbeat_s, jitter_s)  # type: ignore[misc]
             )
+    for seconds in (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, None):
+        found[f"takeover after {seconds or 'what was measured'}"] = (
+            lambda seconds=seconds: takeover(seconds)  # type: ignore[misc]
+        )
     found["256 peers, 1,000 versions"] = large
     return found
 

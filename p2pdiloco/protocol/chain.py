@@ -51,9 +51,14 @@ class Chain:
         """Whether ``header`` is a child of the head."""
         return self.head is not None and header.parent == self.head.id and header.version == self.head.version + 1
 
-    def is_merged(self, contributor: Contributor) -> bool:
-        """Whether the chain holds some of these tokens."""
-        return contributor.tokens_from < self.marks.get(contributor.learner, NO_MARK).tokens
+    def range_problem(self, contributor: Contributor) -> str | None:
+        """Why these tokens do not follow those that the chain has merged of the learner, or None if they do. Of a
+        learner without a mark (new, or not merged for long) any range does."""
+        mark = self.marks.get(contributor.learner)
+        if mark is None or contributor.tokens_from == mark.tokens:
+            return None
+        is_old = contributor.tokens_from < mark.tokens
+        return "its tokens are merged already" if is_old else "tokens before them are missing"
 
     def problem(self, header: CommitHeader) -> str | None:
         """Why ``header`` cannot be this chain's next commit, or None if it can."""
@@ -67,8 +72,9 @@ class Chain:
             previous = c.learner
             if c.tokens <= 0 or c.steps <= 0:
                 return f"learner {c.learner} has an empty range"
-            if self.is_merged(c):
-                return f"tokens of learner {c.learner} are merged already"
+            reason = self.range_problem(c)
+            if reason is not None:
+                return f"learner {c.learner}: {reason}"
             tokens += c.tokens
         if not tokens:
             return "it has no contributors"

@@ -121,11 +121,9 @@ class Merging:
         c = contribution.contributor
         if c.tokens < 0 or c.steps < 0 or (c.tokens > 0) != (c.steps > 0):
             return "its range is not a range"
-        if self.core.chains[contribution.shard].is_merged(c):
-            return "its tokens are merged already"
         if c.tokens and not contribution.payload:
             return "it has no payload"
-        return None
+        return self.core.chains[contribution.shard].range_problem(c)
 
     def _accept(self, sender: PeerId, contribution: Contribution) -> None:
         collection, c = self.collections[contribution.shard], contribution.contributor

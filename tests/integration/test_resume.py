@@ -8,8 +8,8 @@ import pytest
 from swarm import advance, children_of, contributes, ended, log_lines, swarm_in, until, wait_gone, write_config
 from waiting import wait_until
 
+from p2pdiloco.chaos.swarm import Member
 from p2pdiloco.node.checkpoint import best_of, load_all
-from peers.demo_swarm import Member
 
 
 def states(member: Member) -> list[Path]:
@@ -37,8 +37,9 @@ def test_a_run_whose_peers_all_died_goes_on(tmp_path: Path) -> None:
 
         folders = [member.folder for member in (ann, bob)]
         left = best_of(load_all(folders))
-        cid = swarm._peer("C", ["resume", *map(str, folders)])
-        address = swarm._wait_for(cid, "to join from another machine").split("join ")[-1].split()[0]
+        cid = swarm.launch("C", ["resume", *map(str, folders)])
+        wait_until(lambda: cid.said("to join from another machine"), what="an address to join")
+        address = str(cid.said("to join from another machine")).split(" join ")[-1].split()[0]
         until(cid, lambda: cid.view.commits, what="new versions")
         assert cid.view.commits[0]["version"] <= max(p.state.head.version for p in left.shards) + 1
         assert min(c["tokens"] for c in cid.view.commits) > min(p.state.head.tokens for p in left.shards)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from stage import SHARD, A, B, C, Stage, digest, only, sent, tokens
+from stage import BEAT, SHARD, A, B, C, Stage, digest, only, sent, tokens
 
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -60,6 +60,18 @@ def test_at_its_heartbeat_it_asks_for_heads_that_stay_different() -> None:
     moving = [stage.says(B, heads_mark=mark + i) for i in range(1, 20)]
     assert not [request for effects in moving for request in sent(effects, msg.HeadsRequest)]
     assert {to for to, _ in sent(stage.wait(2.0), msg.HeadsRequest)} == {B}
+
+
+def test_what_several_heartbeats_change_is_looked_at_together() -> None:
+    """W8: within a sixteenth of the interval, once; a connection that ends, immediately."""
+    stage = Stage(B, C)
+    effects = stage.tell(ev.Received(B, msgspec.structs.replace(BEAT, sequence=10**6, is_participating=False)))
+    effects += stage.tell(ev.Received(C, msgspec.structs.replace(BEAT, sequence=10**6, is_participating=False)))
+    assert stage.machine.core.membership.participating == {B, C}
+    stage.wait(stage.config.heartbeat_s / 16 + 0.001)
+    assert stage.machine.core.membership.participating == set()
+    stage.tell(ev.PeerDisconnected(B, "gone"))
+    assert stage.machine.core.membership.live == (C,)
 
 
 @pytest.mark.parametrize("delays_s", [[0.2] * 20, [0.1, 0.4] * 10])
