@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # What `make bench-wire` exchanges: "--all" compares with hivemind and torchft, and needs root.
 EXCHANGE ?= --all
 
-.PHONY: demo test lint simulate golden bench-wire clean help
+.PHONY: demo test lint simulate chaos golden bench-wire clean help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
+from statistics import harmonic_mean
 from typing import Any
 
 import msgspec
@@ -67,7 +67,7 @@ class LearnerLife(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     """Trained, by its last line."""
     step_time_s: float
-    """Median."""
+    """Harmonic mean of samples taken once a second: slow steps are sampled more often than they come."""
 
 
 class Left(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,7 +211,7 @@ def _learners(events: list[dict[str, Any]]) -> Iterator[LearnerLife]:
 
     def life() -> Iterator[LearnerLife]:
         if learner and times:
-            yield LearnerLife(learner=learner, tokens=tokens - before, step_time_s=median(times))
+            yield LearnerLife(learner=learner, tokens=tokens - before, step_time_s=harmonic_mean(times))
 
     for line in events:
         match line["event"]:

@@ -236,15 +236,15 @@ def _no_leftovers(evidence: Evidence) -> Verdict:
 
 def goodput(evidence: Evidence) -> float:
     """Share of the learners' time that ended in merged tokens. Available is, for each peer, the time from its first
-    step to the run's end, dead or alive; used is what a learner's merged tokens took, by its median step."""
+    step to its last, dead or alive; used is what a learner's merged tokens took, by its mean step."""
     run = evidence.schedule.plan.run
     assert run is not None
     step_tokens = run.inner.batch * run.model.context
     marks = next(peer.marks for peer in evidence.peers if peer.name == evidence.last)
     used = available = 0.0
     for peer in evidence.peers:
-        began = next((life.trained for life in peer.lives if life.trained is not None), None)
-        available += 0.0 if began is None else evidence.settled - began
+        trained = [(life.trained, life.trained + life.trained_s) for life in peer.lives if life.trained is not None]
+        available += max(evidence.settled, trained[-1][1]) - trained[0][0] if trained else 0.0
         for life in peer.learners:
             merged = marks.get(life.learner, ())
             used += life.step_time_s * sum(merged) / len(merged) / step_tokens if merged else 0.0

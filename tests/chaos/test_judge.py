@@ -114,6 +114,7 @@ def test_quiet_windows_begin_a_while_after_the_last_fault_has_ended() -> None:
 
 def test_goodput_is_merged_time_over_all_time() -> None:
     assert goodput(evidence()) == pytest.approx(0.9)
+    assert goodput(with_peer("A", lives=of_life(trained_s=100))) == pytest.approx(3 * 72 / (80 + 80 + 100))
     dead = of_life(ended=BEGAN + 40, trained_s=40)
     assert goodput(with_peer("A", lives=dead)) == pytest.approx(0.9), "a dead learner's time stays available"
     assert goodput(with_peer("C", marks={"A/1": (TOKENS, TOKENS)})) == pytest.approx(0.3)
