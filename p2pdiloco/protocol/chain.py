@@ -1,7 +1,8 @@
 """One shard's chain of commits as this peer sees it.
 
 Rules of this file:
-1. A commit extends the chain only if its parent is the head and its ranges start where the chain has merged to.
+1. A commit extends the chain only if its parent is the head and no token of its ranges has been merged. A gap is allowed:
+   a learner that was reset (``overwrite``, or a fork deeper than its ledger) has thrown the tokens in it away.
 2. Of two heads the one with more cumulative tokens wins; ties go to the larger id. Nothing else decides.
 3. The log holds the last ``length`` commits; marks of learners that were last merged long before the head are dropped,
    by version alone, so that every peer drops the same.
@@ -51,14 +52,9 @@ class Chain:
         """Whether ``header`` is a child of the head."""
         return self.head is not None and header.parent == self.head.id and header.version == self.head.version + 1
 
-    def range_problem(self, contributor: Contributor) -> str | None:
-        """Why these tokens do not follow those that the chain has merged of the learner, or None if they do. Of a
-        learner without a mark (new, or not merged for long) any range does."""
-        mark = self.marks.get(contributor.learner)
-        if mark is None or contributor.tokens_from == mark.tokens:
-            return None
-        is_old = contributor.tokens_from < mark.tokens
-        return "its tokens are merged already" if is_old else "tokens before them are missing"
+    def is_merged(self, contributor: Contributor) -> bool:
+        """Whether the chain holds some of these tokens."""
+        return contributor.tokens_from < self.marks.get(contributor.learner, NO_MARK).tokens
 
     def problem(self, header: CommitHeader) -> str | None:
         """Why ``header`` cannot be this chain's next commit, or None if it can."""
@@ -72,9 +68,8 @@ class Chain:
             previous = c.learner
             if c.tokens <= 0 or c.steps <= 0:
                 return f"learner {c.learner} has an empty range"
-            reason = self.range_problem(c)
-            if reason is not None:
-                return f"learner {c.learner}: {reason}"
+            if self.is_merged(c):
+                return f"tokens of learner {c.learner} are merged already"
             tokens += c.tokens
         if not tokens:
             return "it has no contributors"

@@ -2,7 +2,7 @@
 
 Rules of this file:
 1. A contribution is accepted only for the head of its shard, from its own learner's peer, once per learner and version,
-   and only where the chain has merged its learner to.
+   and only with tokens that the chain has not merged.
 2. A stale contribution is refused with the newest head attached; one that is ahead of us waits until we caught up.
 3. Whoever holds contributions may merge them when its rank's time has come: there is no election.
 """
@@ -121,9 +121,11 @@ class Merging:
         c = contribution.contributor
         if c.tokens < 0 or c.steps < 0 or (c.tokens > 0) != (c.steps > 0):
             return "its range is not a range"
+        if self.core.chains[contribution.shard].is_merged(c):
+            return "its tokens are merged already"
         if c.tokens and not contribution.payload:
             return "it has no payload"
-        return self.core.chains[contribution.shard].range_problem(c)
+        return None
 
     def _accept(self, sender: PeerId, contribution: Contribution) -> None:
         collection, c = self.collections[contribution.shard], contribution.contributor

@@ -48,8 +48,8 @@ def _no_parent_check() -> list[Patch]:
     return [(chain.Chain, "extends", extends)]
 
 
-def _never_merged(self: chain.Chain, contributor: Contributor) -> None:
-    return None
+def _never_merged(self: chain.Chain, contributor: Contributor) -> bool:
+    return False
 
 
 def _counted_twice_after_a_takeover() -> list[Patch]:
@@ -63,14 +63,14 @@ def _counted_twice_after_a_takeover() -> list[Patch]:
             self.pending[shard] = pending
             self._offer(shard)
 
-    return [(contributing.Contributing, "moved", keeps_pending), (chain.Chain, "range_problem", _never_merged)]
+    return [(contributing.Contributing, "moved", keeps_pending), (chain.Chain, "is_merged", _never_merged)]
 
 
 def _stale_accepted() -> list[Patch]:
     def is_on_head(contribution: Contribution, head: Head) -> bool:
         return contribution.base.version <= head.version
 
-    return [(merging, "is_on_head", is_on_head), (chain.Chain, "range_problem", _never_merged)]
+    return [(merging, "is_on_head", is_on_head), (chain.Chain, "is_merged", _never_merged)]
 
 
 def _no_tie_break() -> list[Patch]:
