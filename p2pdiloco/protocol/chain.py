@@ -1,8 +1,8 @@
 """One shard's chain of commits as this peer sees it.
 
 Rules of this file:
-1. A commit extends the chain only if its parent is the head and no token of its ranges has been merged. A gap is allowed:
-   a learner that was reset (``overwrite``, or a fork deeper than its ledger) has thrown the tokens in it away.
+1. A commit extends the chain only if its parent is the head and no token of its ranges has been merged. A gap is
+   allowed: a learner that was reset (``overwrite``, a fork deeper than its ledger) has thrown the tokens in it away.
 2. Of two heads the one with more cumulative tokens wins; ties go to the larger id. Nothing else decides.
 3. The log holds the last ``length`` commits; marks of learners that were last merged long before the head are dropped,
    by version alone, so that every peer drops the same.
