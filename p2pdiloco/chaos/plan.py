@@ -276,8 +276,8 @@ def _targets(plan: Plan, kind: Kind) -> list[tuple[str, ...]]:
 def _is_fair(plan: Plan, fault: Fault, drawn: list[Fault]) -> bool:
     """Whether rule 2 holds with it, and nobody is hit twice by the same sort at once."""
     for other in drawn:
-        if other.kind == "blackout" and other.at - RECOVERY_S < fault.end and fault.at < other.end + BLACKOUT_CALM_S:
-            return False
+        if other.kind == "blackout" and other.at - 1.0 < fault.at < other.end + BLACKOUT_CALM_S:
+            return False  # what began before it ends with it
     lives = sum(other.kind == "learner" and other.peers == fault.peers for other in drawn)
     if fault.kind == "learner" and lives >= LEARNER_LIVES:
         return False
