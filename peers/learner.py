@@ -1,11 +1,13 @@
 """The learner's program. A node starts it with a socket and the shared memory; nobody starts it by hand::
 
     python -m peers.learner --socket-fd N --memory-fd N --manifest PATH --incarnation TEXT
-                            [--inner-state PATH] [--device cpu] [--data PATH] [--threads N]
+                            [--inner-state PATH] [--reunion NAME --reattach-s S] [--device cpu] [--data PATH]
+                            [--threads N]
 
 Rules of this file:
 1. The node leads. Ctrl+C reaches the whole process group, so SIGINT is ignored here; SIGTERM ends the learner at once;
-   so does the node's death, even in the middle of a step that takes minutes (Linux).
+   so does the node's death, even in the middle of a step that takes minutes (Linux), unless it may wait for the node's
+   next life.
 2. What the user must repair (data, device, manifest) is told to the node as ``Failed`` and ends with status 2; a
    failure while training ends with status 1.
 """
@@ -30,6 +32,7 @@ from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.corpus import load_corpus
 from p2pdiloco.training.inner_state import Keeper
 from p2pdiloco.training.learner import Learner
+from p2pdiloco.training.reunion import Reunion
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire.link import Failed
 
@@ -42,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _end_with_parent()
+    if not options.reattach_s:
+        _end_with_parent()
     connection = socket.socket(fileno=options.socket_fd)
     try:
         learner = _build(options, connection)
@@ -67,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--manifest", type=Path, required=True, help="the run's manifest, MessagePack")
     parser.add_argument("--incarnation", required=True, help="names this life; seeds the order of the data")
     parser.add_argument("--inner-state", type=Path, help="the inner optimizer's state: read if it is there, and kept")
+    parser.add_argument("--reunion", metavar="NAME", help="where the node's next life finds this learner")
+    parser.add_argument("--reattach-s", type=float, default=0.0, help="how long to wait for it; 0: end with the node")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
     parser.add_argument("--data", help="folder that replaces the manifest's")
     parser.add_argument("--threads", type=int, default=0, help="torch's threads; 0: torch's own choice")
@@ -92,6 +98,7 @@ def _build(options: argparse.Namespace, connection: socket.socket) -> Learner:
         connection=connection,
         corpus=corpus,
         incarnation=options.incarnation,
+        reunion=Reunion(options.reunion, options.reattach_s) if options.reunion and options.reattach_s else None,
         keeper=None if options.inner_state is None else Keeper(options.inner_state, write_atomically),
     )
 

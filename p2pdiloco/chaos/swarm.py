@@ -286,7 +286,7 @@ def _keep_what_is_there(folder: Path) -> None:
         path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))
 
 
-_PEER = ["--listen", LOOPBACK, "--host_maddrs", LOOPBACK, "--threads", "1", "--leave-s", "10"]
+_PEER = ["--listen", LOOPBACK, "--host_maddrs", LOOPBACK, "--threads", "1", "--leave-s", "10", "--reattach-s", "0"]
 
 
 def _end_with_parent() -> None:

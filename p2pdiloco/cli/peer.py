@@ -48,6 +48,13 @@ def add_peer_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--checkpoint-s", type=float, default=60.0, help="seconds between checkpoints")
     sub.add_argument("--keep-checkpoints", type=int, default=2, metavar="N", help="newest ones that stay (default: 2)")
     sub.add_argument("--leave-s", type=float, default=20.0, help="seconds that an orderly leave may take")
+    sub.add_argument(
+        "--reattach-s",
+        type=float,
+        default=60.0,
+        help="seconds that training goes on when the node was killed, waiting for its restart with the same --state; "
+        "0: end with it (default: %(default)s)",
+    )
     sub.add_argument("--journal", action="store_true", help="record every event, for p2pdiloco replay")
 
 
@@ -67,6 +74,7 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
         checkpoint_s=arguments.checkpoint_s,
         keep_checkpoints=arguments.keep_checkpoints,
         leave_s=arguments.leave_s,
+        reattach_s=arguments.reattach_s,
         has_journal=arguments.journal,
     )
 

@@ -3,7 +3,8 @@
 Rules of this file:
 1. The learner program is its own process (``python -m peers.learner``): its crash does not take the node along.
 2. Messages are queued in order and written as the socket takes them; the node never waits for its learner.
-3. Whatever way the node leaves this block, the child is reaped.
+3. Whatever way the node leaves this block, the child is reaped. A node that is killed does not leave it: its next life
+   takes the learner over.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from types import TracebackType
 from typing import Self
 
 from p2pdiloco.runtime import logs
+from p2pdiloco.training.reunion import find_learner, peer_credentials
 from p2pdiloco.wire import link
 
 log = logs.get("learner")
@@ -28,6 +31,32 @@ COMMANDS = 4096
 """Commands that may wait beyond what the socket holds. Only the swarm's steps come without waiting for an answer."""
 EXIT_S = 5.0
 """How long a learner may take to exit when asked; then it is killed."""
+
+
+class Adopted:
+    """A process that is not our child: waited for and killed through a descriptor that names it for good (Linux)."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._fd = os.pidfd_open(pid)
+
+    async def wait(self) -> int:
+        """Until it has ended; its status is its parent's to know."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        with os.fdopen(os.dup(self._fd)) as watched:
+            loop.add_reader(watched.fileno(), ended.set)
+            try:
+                await ended.wait()
+            finally:
+                loop.remove_reader(watched.fileno())
+        return 1
+
+    def kill(self) -> None:
+        """SIGKILL. Raises ProcessLookupError if it has ended."""
+        signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+
+    def __del__(self) -> None:
+        os.close(self._fd)
 
 
 class LearnerProcess:
@@ -41,6 +70,7 @@ class LearnerProcess:
         heard: Callable[[link.FromLearner], None],
         ended: Callable[[str, int], None],
         log_path: Path,
+        reunion: str,
     ) -> None:
         self._arguments = arguments
         self._memory_fd = memory_fd
@@ -48,19 +78,33 @@ class LearnerProcess:
         self._ended = ended
         self._log_path = log_path
         self._socket: socket.socket | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._reunion = reunion
+        self._process: asyncio.subprocess.Process | Adopted | None = None
         self._outgoing: asyncio.Queue[bytes] = asyncio.Queue(COMMANDS)
         self._tasks: list[asyncio.Task[None]] = []
         self._reason = ""
 
     async def __aenter__(self) -> Self:
-        """Start the process.
+        """Take over the learner that the node's last life left behind, or start the process.
 
         Raises:
             OSError: it cannot be started.
         """
-        ours, theirs = socket.socketpair()
+        ours = find_learner(self._reunion, self._memory_fd)
+        if ours is None:
+            ours = await self._start()
+        else:
+            self._process = Adopted(peer_credentials(ours)[0])
         ours.setblocking(False)
+        self._socket = ours
+        self._tasks = [
+            asyncio.create_task(self._read(), name="learner: read"),
+            asyncio.create_task(self._write(), name="learner: write"),
+        ]
+        return self
+
+    async def _start(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
         try:
             with open(self._log_path, "ab") as output:  # noqa: ASYNC230 (a small local file, once a life)
                 self._process = await asyncio.create_subprocess_exec(
@@ -83,12 +127,7 @@ class LearnerProcess:
             raise
         finally:
             theirs.close()
-        self._socket = ours
-        self._tasks = [
-            asyncio.create_task(self._read(), name="learner: read"),
-            asyncio.create_task(self._write(), name="learner: write"),
-        ]
-        return self
+        return ours
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -110,6 +149,11 @@ class LearnerProcess:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             if self._socket is not None:
                 self._socket.close()
+
+    @property
+    def is_adopted(self) -> bool:
+        """Whether the node's last life started it."""
+        return isinstance(self._process, Adopted)
 
     @property
     def pid(self) -> int:

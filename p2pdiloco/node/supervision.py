@@ -4,7 +4,8 @@ Rules of this file:
 1. The learner is told, never asked: nothing here waits for it, and it waits for nothing here.
 2. Its answers become jobs on the worker thread, in order, because that order says which shifts it had added; its
    counters go to the machine at once.
-3. A crash costs the learner, not the peer: a new life starts from the live global state after a pause that doubles. Too
+3. A learner outlives its node for a while, and this one begins with the last one's if it is still there.
+4. A crash costs the learner, not the peer: a new life starts from the live global state after a pause that doubles. Too
    many crashes in short order end the peer, in order and with the reason.
 """
 
@@ -21,7 +22,7 @@ from p2pdiloco.node.metrics import Metrics
 from p2pdiloco.node.options import PeerOptions
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.identifiers import LearnerId, PeerId, learner_id
+from p2pdiloco.protocol.identifiers import LearnerId, PeerId, digest_of, learner_id
 from p2pdiloco.runtime import logs
 from p2pdiloco.wire import link
 
@@ -63,6 +64,8 @@ class Supervision:
         self._is_ready = False
         self._is_loaded = False
         self._has_blocks = False
+        self._reunion = f"p2pdiloco-{digest_of(str(options.folder.absolute()).encode())}"
+        """Where a learner of this folder's last life waits."""
         self._lost_lives = 0
         self.is_over = False
         """The peer is ending: no life is started any more."""
@@ -87,9 +90,13 @@ class Supervision:
                     heard=self._heard,
                     ended=gone,
                     log_path=self._options.folder / "learner.log",
+                    reunion=self._reunion,
                 )
             )
             self._metrics.learner_began()
+            if self._process.is_adopted:
+                log.info("found the learner of this peer's last life, which has gone on training")
+                self._metrics.write("learner-adopted", pid=self._process.pid)
             reason, status = await ended
             self._process, was_loaded = None, self._is_loaded
             if self.is_over:
@@ -111,6 +118,8 @@ class Supervision:
         options = self._options
         arguments = ["--manifest", str(options.folder / "manifest.msgpack"), "--incarnation", learner]
         arguments += ["--inner-state", str(options.folder / "checkpoint" / "learner.safetensors")]
+        if options.reattach_s:
+            arguments += ["--reunion", self._reunion, "--reattach-s", str(options.reattach_s)]
         arguments += ["--device", options.device, "--threads", str(options.threads)]
         return [*arguments, "--data", options.data] if options.data else arguments
 

@@ -8,7 +8,9 @@ Rules of this file:
 3. ``steps`` and ``tokens`` only grow: a ``Load`` replaces parameters, not history.
 4. A step that fails, or whose loss is not finite, ends the learner before it can spoil a snapshot: ``Failed``, and the
    supervisor starts a new life from the global parameters.
-5. When the socket ends, the node is dead, and so is the learner.
+5. When the socket ends, the node is dead. The learner goes on training for a while: the node's next life finds it
+   (``reunion``) and gets all progress since then, on top of the parameters that the swarm has by now. To the swarm that
+   is a new learner, whose counters begin at the loss. Whoever is not found ends.
 
 The inner optimizer is AdamW (DiLoCo, arXiv 2311.08105); matrices decay, norms do not. A new life goes on with the state
 on the peer's disk (``inner_state``); without one it warms up briefly.
@@ -34,6 +36,7 @@ from p2pdiloco.training.corpus import Batches, Blocks, Corpus, data_digest
 from p2pdiloco.training.evaluation import held_out_loss
 from p2pdiloco.training.inner_state import InnerStateError, Keeper, put, take
 from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.training.reunion import Reunion
 from p2pdiloco.training.schedule import learning_rate
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.training.transformer import build_model, loss
@@ -59,6 +62,7 @@ from p2pdiloco.wire.link import (
     Trouble,
 )
 
+_LOOK_S = 0.05
 _FAREWELL_S = 2.0
 """How long a failing learner tries to say why."""
 
@@ -78,6 +82,7 @@ class Learner:
         corpus: Corpus,
         incarnation: str,
         keeper: Keeper | None = None,
+        reunion: Reunion | None = None,
     ) -> None:
         """
         Raises:
@@ -111,6 +116,9 @@ class Learner:
         self._model = build_model(config.model, config.seed).to(self._device)
         self._flat = FlatParameters(self._model, manifest.tensors, layout)
         self._optimizer = _adamw(self._model, manifest)
+        self._reunion = reunion
+        self._anchor: Tensor | None = None
+        """Parameters at the loss of the node, until another has given those of the swarm."""
         self._keeper = keeper
         self._is_save_due = False
         """It was asked for while the last one was being written."""
@@ -130,14 +138,7 @@ class Learner:
         Raises:
             RuntimeError, ValueError: a step or a command failed; the node was told.
         """
-        self._channel.post(
-            Ready(
-                device=str(self._device),
-                parameters=self._layout.elements,
-                inner_steps=self._inner_steps,
-                has_blocks=self._data is not None,
-            )
-        )
+        self._greet()
         try:
             while self._serve():
                 if self._is_training and self._global_step >= self._config.inner.steps:
@@ -149,10 +150,22 @@ class Learner:
             self._channel.flush(_FAREWELL_S)
             raise
 
+    def _greet(self) -> None:
+        self._channel.post(
+            Ready(
+                device=str(self._device),
+                parameters=self._layout.elements,
+                inner_steps=self._inner_steps,
+                has_blocks=self._data is not None,
+            )
+        )
+
     # ------------------------------------------------------------------------------------------------- the boundary
 
     def _serve(self) -> bool:
         """Execute what the node asked for; wait for it only when not training. False when the learner is to end."""
+        if self._reunion is not None and self._reunion.is_open:
+            return self._look_out(self._reunion)
         if not self._is_training:
             self._channel.wait()
         if self._keeper is not None and self._keeper.trouble:
@@ -162,7 +175,7 @@ class Learner:
         if not self._is_training:
             self._channel.blocked_s = 0.0
         if self._channel.is_closed:
-            return False
+            return self._lost_node()
         for command in commands:
             if isinstance(command, Exit):
                 self._channel.flush(_FAREWELL_S)
@@ -172,6 +185,32 @@ class Learner:
                 return False
             self._execute(command)
         return True
+
+    def _lost_node(self) -> bool:
+        """Begin another life by itself; False if there is nothing to wait for."""
+        if self._reunion is None or not self._is_training or not self._reunion.open():
+            return False
+        if self._anchor is None:
+            self._anchor = torch.empty(self._layout.elements)
+            self._flat.copy_to(self._anchor, self._flat.everything)
+            self._steps = self._tokens = 0
+        self._assigned.clear()
+        self._block = None
+        return True
+
+    def _look_out(self, reunion: Reunion) -> bool:
+        """Is the node's next life there? False when it is too late for that."""
+        found = reunion.poll()
+        if found is not None:
+            vectors, self._vectors = self._vectors, SharedVectors.attach(found.memory_fd, self._layout.elements)
+            vectors.close()
+            self._channel = Channel(found.connection)
+            self._greet()
+            if not self._is_training:
+                self._channel.post(Paused(steps=self._steps, tokens=self._tokens))
+        elif not self._is_training:
+            time.sleep(_LOOK_S)
+        return not reunion.is_open or not reunion.is_over
 
     def _execute(self, command: FromNode) -> None:
         match command:
@@ -197,7 +236,11 @@ class Learner:
     def _copy(self, command: Load | Shift | Snapshot) -> None:
         match command:
             case Load(step=step):
-                self._flat.copy_from(self._vectors.shift, self._flat.everything)
+                if self._anchor is None:
+                    self._flat.copy_from(self._vectors.shift, self._flat.everything)
+                else:
+                    self._flat.add_from(self._anchor.neg_().add_(self._vectors.shift), self._flat.everything)
+                    self._anchor = None
                 self._global_step = step
                 self._is_training = True
                 self._channel.post(Shifted(shards=self._flat.everything))

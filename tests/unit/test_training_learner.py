@@ -27,6 +27,7 @@ from p2pdiloco.protocol.manifest import (
 from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.training.reunion import find_learner
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.training.transformer import build_model, named_tensors
 from p2pdiloco.wire import link
@@ -346,3 +347,60 @@ def test_the_inner_optimizer_outlives_a_life(start: Callable[..., Node], tmp_pat
     node = start("--inner-state", str(path))
     assert "starts fresh" in node.until(link.Trouble).reason
     assert node.until(link.Ready).inner_steps == 0
+
+
+REUNION = "p2pdiloco-unit-test"
+WAITS = ("--reunion", REUNION, "--reattach-s", "60")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets are Linux's")
+def test_a_learner_that_lost_its_node_trains_on_and_is_found(start: Callable[..., Node]) -> None:
+    """The next node gets a learner with counters that begin at the loss, and parameters that are those it gives plus
+    the progress since then."""
+    node = start(*WAITS)
+    node.until(link.Ready)
+    node.vectors.shift.copy_(torch.randn(node.layout.elements, generator=torch.Generator().manual_seed(1)) * 0.02)
+    node.send(link.Load(step=0))
+    node.until(link.Progress, lambda p: p.steps >= 3)
+    node.socket.close()
+
+    vectors = SharedVectors.create(node.layout.elements)
+    deadline = time.monotonic() + DEADLINE_S
+    while (found := find_learner(REUNION, vectors.fd)) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    node.socket, node.vectors, node.seen, node.unread = found, vectors, [], 0
+    node.decoder = link.Decoder[link.FromLearner](link.FromLearner)
+    assert node.until(link.Ready).parameters == node.layout.elements
+    begun = node.until(link.Progress)
+    vectors.shift.fill_(0.25)
+    node.send(link.Load(step=500))
+    for fragment in range(2):
+        node.send(link.Snapshot(fragment=FragmentId(fragment), step=501))
+    node.send(link.Pause())
+    taken = node.until(link.Snapshotted, lambda m: m.fragment == 1)
+    progress = vectors.snapshot - 0.25
+    assert begun.steps <= taken.steps
+    assert taken.tokens == taken.steps * 16
+    assert 0 < progress.abs().max() <= 1.5e-3 * taken.steps, "AdamW's steps are about the learning rate each"
+    assert node.until(link.Paused).steps == taken.steps
+    node.send(link.Exit())
+    assert node.end() == 0
+
+
+@pytest.mark.parametrize("extra", [(), ("--reunion", REUNION, "--reattach-s", "0.3")])
+def test_a_learner_that_nobody_finds_ends(start: Callable[..., Node], extra: tuple[str, ...]) -> None:
+    node = start(*extra)
+    node.until(link.Ready)
+    node.send(link.Load(step=0))
+    node.until(link.Progress)
+    node.socket.close()
+    assert node.process.wait(DEADLINE_S) == 0
+    assert find_learner(REUNION, node.vectors.fd) is None
+
+
+def test_a_learner_that_never_trained_ends_with_its_node(start: Callable[..., Node]) -> None:
+    node = start(*WAITS)
+    node.until(link.Ready)
+    node.socket.close()
+    assert node.process.wait(DEADLINE_S) == 0
