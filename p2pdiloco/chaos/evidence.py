@@ -58,6 +58,10 @@ class Life(msgspec.Struct, frozen=True, kw_only=True):
     """Time that its learners waited for somebody."""
     trained_s: float = 0.0
     """From its learners' first word to their last."""
+    leave_s: float | None = None
+    """What leaving took, if it was asked to in the middle of the run."""
+    lost_tokens: int = 0
+    """Unmerged when it left."""
 
 
 class LearnerLife(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +134,10 @@ def read_evidence(out: Path) -> Evidence:
     for what in ("began", "settling", "settled", "over"):
         if what not in first:
             raise EvidenceError(f"the run in {out} broke off: nothing is said of {what!r}")
+    leaves: dict[str, set[int]] = {}
+    for fault in schedule.faults:
+        if fault.kind == "leave":
+            leaves.setdefault(fault.peers[0], set()).add(fault.number)
     return Evidence(
         schedule=schedule,
         began=first["began"].time,
@@ -137,7 +145,7 @@ def read_evidence(out: Path) -> Evidence:
         settled=first["settled"].time,
         faults=tuple(_struck(schedule.faults, happened)),
         skipped=sum(line.what == "skipped" for line in happened),
-        peers=tuple(_peer(out, name, happened) for name in schedule.plan.names),
+        peers=tuple(_peer(out, name, happened, leaves) for name in schedule.plan.names),
         last=[line.peer for line in happened if line.what == "leaving"][-1],
         leftovers=tuple(json.loads(first["over"].text)),
     )
@@ -156,10 +164,12 @@ def _struck(faults: tuple[Fault, ...], happened: list[Happening]) -> Iterator[St
             yield Struck(number=fault.number, kind=fault.kind, peers=fault.peers, began=line.time, ended=ended)
 
 
-def _peer(out: Path, name: str, happened: list[Happening]) -> PeerEvidence:
+def _peer(out: Path, name: str, happened: list[Happening], leaves: dict[str, set[int]]) -> PeerEvidence:
+    """``leaves``: the numbers of the faults that asked each peer to leave."""
     folder = out / f"peer-{name}"
     events = sorted(_events(folder), key=lambda line: line["time"])
-    lives = list(_lives(name, happened, events))
+    asked = [line.time for line in happened if line.what == "struck" and line.fault in leaves.get(name, ())]
+    lives = list(_lives(name, happened, events, asked, _reports(folder)))
     events_read, problem = _replay_all(folder)
     report = _newest(folder, "*/report.json", lives[-1].began if lives else 0.0)
     return PeerEvidence(
@@ -185,13 +195,28 @@ def _events(folder: Path) -> Iterator[dict[str, Any]]:
                 yield event
 
 
-def _lives(name: str, happened: list[Happening], events: list[dict[str, Any]]) -> Iterator[Life]:
+def _reports(folder: Path) -> list[tuple[float, Left]]:
+    """Every life's report, with the time at which it was written."""
+    paths = folder.glob("*/report*.json")
+    return [(path.stat().st_mtime, msgspec.json.decode(path.read_bytes(), type=Left)) for path in paths]
+
+
+def _lives(
+    name: str,
+    happened: list[Happening],
+    events: list[dict[str, Any]],
+    asked: list[float],
+    reports: list[tuple[float, Left]],
+) -> Iterator[Life]:
+    """``asked``: when it was asked to leave."""
     mine = [line for line in happened if line.peer == name and line.what in ("launched", "ended")]
     for index, line in enumerate(mine):
         if line.what != "launched":
             continue
         end = next((other for other in mine[index + 1 :] if other.what == "ended"), None)
         until = happened[-1].time if end is None else end.time
+        leave = next((at for at in asked if line.time <= at <= until), None)
+        lost = sum(left.tokens_unmerged for at, left in reports if line.time <= at <= until + 1.0)
         said = [e for e in events if e["event"] == "progress" and line.time <= e["time"] <= until + 1.0]
         yield Life(
             began=line.time,
@@ -201,6 +226,8 @@ def _lives(name: str, happened: list[Happening], events: list[dict[str, Any]]) -
             is_expected=end is not None and end.is_expected,
             blocked_s=said[-1]["blocked_s"] if said else 0.0,
             trained_s=said[-1]["time"] - said[0]["time"] if said else 0.0,
+            leave_s=None if leave is None else until - leave,
+            lost_tokens=0 if leave is None else lost,
         )
 
 

@@ -6,7 +6,8 @@ Rules of this file:
    must have one name (the digest of its header, which holds the digest of the state), and the states with which the
    peers ended must be those that the last one had at these versions.
 3. Tokens: whoever left in order left nothing unmerged, and in the state of the one that left last each of their
-   learners' marks stands, in every shard, at all that it had trained.
+   learners' marks stands, in every shard, at all that it had trained. In the middle of a run a peer may leave tokens
+   unmerged only if it tried for as long as it was given.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from itertools import pairwise
 import msgspec
 
 from p2pdiloco.chaos.evidence import Evidence, Struck
+from p2pdiloco.chaos.runner import LEAVE_S
 
 BLOCKED_SHARE = 0.01
 """Of the time that a learner trained: the kernel may put a thread to sleep in a call that waits for nobody."""
@@ -118,6 +120,11 @@ def _tokens(evidence: Evidence) -> Verdict:
     marks = next(peer.marks for peer in evidence.peers if peer.name == evidence.last)
     problems, tokens = [], 0
     for peer in evidence.peers:
+        problems += [
+            f"{peer.name}, asked to leave, lost {life.lost_tokens:,} tokens after {life.leave_s:.0f} s of {LEAVE_S:.0f}"
+            for life in peer.lives
+            if life.lost_tokens and life.leave_s is not None and life.leave_s < LEAVE_S
+        ]
         left = peer.left
         if left is None or left.learner is None:
             problems.append(f"nothing is known of what {peer.name} had trained at its end")

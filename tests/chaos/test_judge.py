@@ -63,6 +63,10 @@ BROKEN = {
         with_peer("C", marks=peer("C").marks | {"A/1": (TOKENS, TOKENS - 1)}),
         "tokens conserved",
     ),
+    "a leaver gave up early": (
+        with_peer("A", lives=(*of_life(ended=BEGAN + 5, status=1, leave_s=3.0, lost_tokens=7), LIFE)),
+        "tokens conserved",
+    ),
     "no version for a while": (without(BEGAN + 45, BEGAN + 85, "A", "B", "C"), "versions advanced"),
     "blocked": (with_peer("A", lives=of_life(blocked_s=5.0)), "learners never blocked"),
     "blocked beyond the time that it was stopped": (with_peer("B", lives=of_life(blocked_s=5.0)), "learners never"),
@@ -104,6 +108,11 @@ def test_without_evidence_nothing_is_kept() -> None:
 def test_a_stopped_learner_may_seem_blocked_for_as_long_as_it_was_stopped() -> None:
     judged = judge(with_peer("B", lives=of_life(blocked_s=4.5)))
     assert all(verdict.is_kept for verdict in judged)
+
+
+def test_a_leaver_that_is_cut_off_may_give_up_when_its_time_is_over() -> None:
+    lives = (*of_life(ended=BEGAN + 25, status=1, leave_s=20.2, lost_tokens=7), LIFE)
+    assert all(verdict.is_kept for verdict in judge(with_peer("A", lives=lives)))
 
 
 def test_quiet_windows_begin_a_while_after_the_last_fault_has_ended() -> None:
