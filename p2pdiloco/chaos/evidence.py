@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
+from p2pdiloco.chaos.happenings import Happening
 from p2pdiloco.chaos.plan import Fault, Kind, Schedule
-from p2pdiloco.chaos.runner import Happening
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.runtime.journal import JournalError, effects_crc, read_journal
 from p2pdiloco.wire.bodies import StateProof

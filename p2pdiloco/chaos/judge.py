@@ -18,7 +18,7 @@ from itertools import pairwise
 import msgspec
 
 from p2pdiloco.chaos.evidence import Evidence, Struck
-from p2pdiloco.chaos.runner import LEAVE_S
+from p2pdiloco.chaos.plan import LEAVE_S
 
 BLOCKED_SHARE = 0.01
 """Of the time that a learner trained: the kernel may put a thread to sleep in a call that waits for nobody."""

@@ -60,7 +60,9 @@ LEARNER_LIVES = 3
 BLACKOUT_CALM_S = 30.0
 """Without faults after a blackout: everything starts again, one after the other."""
 
-Seconds = Annotated[float, Meta(ge=0.0, le=86_400.0)]
+LEAVE_S = 20.0
+"""What a peer that is asked to leave is given to have everything merged."""
+
 Weight = Annotated[float, Meta(ge=0.0, le=1e6)]
 RegionName = Annotated[str, Meta(min_length=1, max_length=16, pattern=r"^[a-z0-9-]+$")]
 

@@ -6,9 +6,12 @@ it there for ever. The end of the pipe says that the runner is gone; whatever be
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 
 import psutil
 
@@ -16,6 +19,16 @@ from p2pdiloco.chaos.swarm import marked
 
 ROUNDS = 20
 PAUSE_S = 0.25
+
+
+@contextlib.contextmanager
+def reaper(mark: str) -> Iterator[None]:
+    """Inside the block: what bears ``mark`` is killed, should this process be."""
+    command: Sequence[str] = [sys.executable, "-m", "p2pdiloco.chaos.reaper", mark]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
+        yield
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 def main(mark: str) -> int:

@@ -15,18 +15,18 @@ import json
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 import msgspec
 import psutil
 
 from p2pdiloco.chaos.faults import Hand, NotNow, Peer
-from p2pdiloco.chaos.plan import Fault, Schedule
+from p2pdiloco.chaos.happenings import Happening, Status, What
+from p2pdiloco.chaos.plan import LEAVE_S, Fault, Schedule
+from p2pdiloco.chaos.reaper import reaper
 from p2pdiloco.chaos.relay import Network
 from p2pdiloco.chaos.swarm import FOUNDED, JOINABLE, START_S, Member, Swarm, SwarmError
 from p2pdiloco.protocol.manifest import RunConfig
@@ -47,40 +47,6 @@ GONE_S = 10.0
 PORTS = range(20000, 32000)
 """Below the ports that the kernel gives to outgoing connections."""
 CHECKPOINT_S = 5.0
-LEAVE_S = 20.0
-
-What = Literal[
-    "began", "launched", "struck", "undone", "skipped", "back", "ended", "settling", "settled", "leaving", "over"
-]
-
-
-class Happening(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of ``happened.jsonl``."""
-
-    time: float
-    """Unix time."""
-    what: What
-    peer: str = ""
-    fault: int = 0
-    """Number in the schedule, for struck, undone and skipped."""
-    status: int | None = None
-    """Exit status, for ended."""
-    is_expected: bool = True
-    """For ended: it was killed or asked to leave."""
-    text: str = ""
-
-
-class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """For the person who watches."""
-
-    phase: str
-    seconds: float
-    """Since all peers trained."""
-    peers: tuple[tuple[str, str], ...]
-    """Name and state of each."""
-    version: int
-    last: str
-    """What was done last."""
 
 
 class Runner:
@@ -117,7 +83,7 @@ class Runner:
         Raises:
             SwarmError: the swarm did not come up.
         """
-        with _reaper(self._swarm.mark), open(self.out / "happened.jsonl", "w", buffering=1) as self._happened:  # noqa: ASYNC230
+        with reaper(self._swarm.mark), open(self.out / "happened.jsonl", "w", buffering=1) as self._happened:  # noqa: ASYNC230
             try:
                 async with self._network:
                     await self._start()
@@ -353,16 +319,6 @@ def _free_ports(count: int) -> list[int]:
         if len(found) == count:
             break
     return found
-
-
-@contextlib.contextmanager
-def _reaper(mark: str) -> Iterator[None]:
-    """Kills what bears the mark, should this process be killed."""
-    command: Sequence[str] = [sys.executable, "-m", "p2pdiloco.chaos.reaper", mark]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
-        yield
-        assert process.stdin is not None
-        process.stdin.close()
 
 
 def _write_config(path: Path, config: RunConfig | None) -> None:

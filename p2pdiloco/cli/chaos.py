@@ -13,9 +13,10 @@ import sys
 from pathlib import Path
 
 from p2pdiloco.chaos.evidence import Evidence, EvidenceError, read_evidence
+from p2pdiloco.chaos.happenings import Status
 from p2pdiloco.chaos.judge import Verdict, goodput, judge
 from p2pdiloco.chaos.plan import Plan, PlanError, draw_schedule, find_plan, read_plan
-from p2pdiloco.chaos.runner import Runner, Status
+from p2pdiloco.chaos.runner import Runner
 from p2pdiloco.chaos.swarm import SwarmError
 from p2pdiloco.cli.complaints import FAILED, REPAIR, Complaint, complaining
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from p2pdiloco.chaos.evidence import read_evidence
+from p2pdiloco.chaos.happenings import Status
 from p2pdiloco.chaos.judge import judge
 from p2pdiloco.chaos.plan import Fault, Kind, Plan, Schedule
-from p2pdiloco.chaos.runner import Runner, Status
+from p2pdiloco.chaos.runner import Runner
 from p2pdiloco.chaos.swarm import Member, Swarm, marked
 from p2pdiloco.chaos.timeline import draw
 from p2pdiloco.protocol.manifest import (
