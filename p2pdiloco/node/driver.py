@@ -331,6 +331,8 @@ class Driver:
     ) -> asyncio.Future[Callable[[], None]] | None:
         """A decoded message; payloads are checked on another thread before the machine hears of it. The future ends
         when that is done: until then the peer gets no credit for as many bytes."""
+        if self.is_closed:
+            return None
         match message:
             case msg.Contribution(payload=digest) if digest:
                 return self._inspect(peer, message, payload, lambda data: self._kept_contribution(data, digest))

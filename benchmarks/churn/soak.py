@@ -1,0 +1,182 @@
+"""Peers join and leave, over and over; those that stay must not grow.
+
+    python -m benchmarks.churn.soak --cycles 1000 --json out/soak.jsonl
+
+Three peers stay (one trains, two follow): real processes. In this process followers come one after the other: each has
+an identity, a libp2p daemon and a state folder of its own, fetches all states, and leaves in order; every fifth one
+vanishes without a word. Memory, descriptors and threads of those that stay are read every few cycles, and at the end
+what the directory still lists.
+
+Rules of this file:
+1. The first tenth of the cycles is warm-up. Growth is the median of the last tenth over that of the second.
+2. What is measured is the node's process alone, not its learner nor its daemon.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvloop
+
+from benchmarks import record
+from p2pdiloco.chaos.swarm import Member, Swarm
+from p2pdiloco.node.lookup import dial_any, fetch_manifest, list_runs, observer_transport
+from p2pdiloco.node.node import Node
+from p2pdiloco.node.options import PeerOptions
+from p2pdiloco.node.session import DirectoryOptions, open_directory
+from p2pdiloco.runtime.identity import Identity
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+SAMPLE_EVERY = 5
+VANISH_EVERY = 5
+JOIN_S = 60.0
+RECORDS_GO_S = 90.0
+"""By then a record of a peer that vanished has expired."""
+CONFIG = {
+    "name": "soak",
+    "model": {"width": 64, "depth": 2, "heads": 2, "context": 64},
+    "inner": {"steps": 1_000_000, "batch": 8, "warmup": 5},
+    "schedule": {"fragments": 4, "sync_every": 40, "overlap": 4, "max_shard": 16384},
+    "evaluation": {"every": 0},
+}
+
+
+def toml(table: Mapping[str, object], prefix: str = "") -> str:
+    """Dotted keys, which is all that a run's file needs."""
+    lines = []
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        lines.append(toml(value, f"{name}.") if isinstance(value, dict) else f"{name} = {json.dumps(value)}\n")
+    return "".join(lines)
+
+
+async def cycle(address: str, folder: Path, *, vanishes: bool) -> float:
+    """One follower comes, takes all states, and goes; seconds until it was current."""
+    identity = Identity.ephemeral()
+    options = PeerOptions(folder=folder, listen=LOOPBACK, is_follower=True, checkpoint_s=3600.0)
+    began = time.perf_counter()
+    async with open_directory(
+        identity, DirectoryOptions(listen=(LOOPBACK,), initial_peers=(address,)), None
+    ) as directory:
+        run = next(iter(await list_runs(directory)))
+        async with observer_transport(Identity.ephemeral()) as transport:
+            manifest = await fetch_manifest(transport, await dial_any(directory, transport, run), run)
+        async with Node(manifest, options, identity, directory, None) as node:
+            running = asyncio.create_task(node.run())
+            async with asyncio.timeout(JOIN_S):
+                while not node.machine.core.is_current:  # noqa: ASYNC110 - looked at from outside, as a user would
+                    await asyncio.sleep(0.02)
+            seconds = time.perf_counter() - began
+            if vanishes:
+                node.abandon("soak")
+            else:
+                node.request_leave("soak")
+            await running
+    return seconds
+
+
+def sample(member: Member) -> dict[str, float]:
+    """What one peer's node process holds."""
+    process = psutil.Process(member.process.pid)
+    return {
+        "rss_mb": process.memory_info().rss / 1e6,
+        "descriptors": process.num_fds(),
+        "threads": process.num_threads(),
+    }
+
+
+def growth(values: list[float]) -> float:
+    """Last tenth over second tenth."""
+    tenth = max(1, len(values) // 10)
+    return statistics.median(values[-tenth:]) / statistics.median(values[tenth : 2 * tenth] or values[:1])
+
+
+async def soak(cycles: int, folder: Path) -> dict[str, Any]:
+    """Run it."""
+    config = folder / "run.toml"
+    config.write_text(toml(CONFIG))
+    swarm = Swarm(folder)
+    joins: list[float] = []
+    samples: list[list[dict[str, float]]] = []
+    try:
+        address = swarm.start_bootstrap()
+        stay = [swarm.start_founder("A", config, address)]
+        stay += [swarm.join(name, address, "--follow") for name in "BC"]
+        deadline = time.monotonic() + JOIN_S
+        while not all(member.view.live == len(stay) for member in stay):
+            if time.monotonic() > deadline:
+                raise SystemExit("the three peers did not find each other: see " + str(folder))
+            await asyncio.sleep(0.2)
+            for member in stay:
+                member.refresh()
+        for number in range(cycles):
+            with tempfile.TemporaryDirectory(dir=folder) as own:
+                joins.append(await cycle(address, Path(own), vanishes=number % VANISH_EVERY == VANISH_EVERY - 1))
+            if number % SAMPLE_EVERY == 0:
+                samples.append([sample(member) for member in stay])
+                print(
+                    f"cycle {number:>5} of {cycles}  join {joins[-1]:.2f} s  "
+                    + "  ".join(f"{s['rss_mb']:.0f} MB {s['descriptors']:.0f} fds" for s in samples[-1]),
+                    flush=True,
+                )
+        await asyncio.sleep(RECORDS_GO_S)
+        for member in stay:
+            member.refresh()
+        known = [member.view.live for member in stay]
+        records = await listed(address)
+    finally:
+        swarm.stop()
+        left = swarm.leftovers()
+        swarm.kill_leftovers()
+    return {
+        "cycles": cycles,
+        "join_s_median": round(statistics.median(joins), 3),
+        "growth": {
+            name: round(max(growth([row[i][name] for row in samples]) for i in range(len(stay))), 4)
+            for name in ("rss_mb", "descriptors", "threads")
+        },
+        "first_mb": [round(s["rss_mb"], 1) for s in samples[0]],
+        "last_mb": [round(s["rss_mb"], 1) for s in samples[-1]],
+        "live_at_the_end": known,
+        "peers_in_the_directory": records,
+        "leftovers": left,
+    }
+
+
+async def listed(address: str) -> int:
+    """Peers of the run that the directory lists."""
+    async with open_directory(
+        Identity.ephemeral(), DirectoryOptions(listen=(LOOPBACK,), initial_peers=(address,)), None
+    ) as directory:
+        run = next(iter(await list_runs(directory)))
+        return len(await directory.peers(run))
+
+
+def main() -> None:
+    """Measure, print, write; exit status 1 if those that stay grew, or something is left."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cycles", type=int, default=1000, help="(default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="append a row of results here")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="p2pdiloco-soak-") as folder:
+        figures = uvloop.run(soak(arguments.cycles, Path(folder)))
+    print(json.dumps(figures, indent=1))
+    if arguments.json is not None:
+        record.append(arguments.json, [record.row("soak", {"cycles": arguments.cycles}, figures)])
+    is_clean = not figures["leftovers"] and figures["peers_in_the_directory"] == len(figures["live_at_the_end"])
+    if max(figures["growth"].values()) > 1.05 or not is_clean:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
