@@ -30,6 +30,7 @@ COMMANDS = {
     "simulate": "prove the protocol in a simulated world",
     "chaos": "hurt a real swarm on this machine and judge what it makes of that",
     "replay": "tell or check a peer's journal",
+    "bench": "run commands on a throttled network of namespaces, measured before use",
     "doctor": "check what this machine can do as a peer",
 }
 """Each is a module of this package with ``add_arguments(parser)`` and ``async run(arguments) -> exit status``. Only the

@@ -1,0 +1,151 @@
+"""Network namespaces of testbeds: made, opened, and removed with all that is in them.
+
+Rules of this file:
+1. Every name begins with ``PREFIX``, whatever made it, so that what a killed tool left is found without any record.
+2. Whatever runs in a namespace of ours belongs to the testbed: removing a namespace kills it first. Nothing of a
+   testbed runs anywhere else.
+3. Both making and removing may be repeated, and go on where a killed one stopped.
+4. pyroute2 is imported here alone, and late: what has no root or no pyroute2 is told so in a sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from p2pdiloco.testbed.inside import NAMESPACES, Made, make, opened_in, unmake
+
+PREFIX = "p2pbed-"
+DEATH_S = 5.0
+"""What killed processes have to be gone."""
+LOOPBACK = 1
+
+
+class TestbedError(Exception):
+    """The testbed cannot be made or used here; the message says what is missing and how to mend it."""
+
+    __test__ = False  # not a class of tests
+
+
+def need_root() -> None:
+    """Raises:
+    TestbedError: not root, or pyroute2 is not installed.
+    """
+    if os.geteuid() != 0:
+        raise TestbedError("network namespaces and tc need root: run with sudo, or shape in process with --in-process")
+    _pyroute2()
+
+
+def listed(prefix: str = PREFIX) -> list[str]:
+    """The namespaces whose names begin so."""
+    if not NAMESPACES.is_dir():
+        return []
+    return sorted(path.name for path in NAMESPACES.iterdir() if path.name.startswith(prefix))
+
+
+def create(names: Sequence[str]) -> None:
+    """Make them, with their loopback interfaces up.
+
+    Raises:
+        TestbedError: the kernel has none, or one is there already.
+    """
+    for name in names:
+        try:
+            make(name)
+        except OSError as error:
+            raise TestbedError(f"namespace {name}: {error.strerror or error}") from error
+        configure(name, lambda net: net.link("set", index=LOOPBACK, state="up"))
+
+
+def configure(name: str, work: Callable[[Any], Made]) -> Made:
+    """What ``work`` returns, given pyroute2's ``IPRoute`` of that namespace (not ``NetNS``, which forks).
+
+    Raises:
+        TestbedError: there is none of that name.
+    """
+
+    def within() -> Made:
+        with _pyroute2().IPRoute() as net:
+            return work(net)
+
+    if not (NAMESPACES / name).exists():
+        raise TestbedError(f"there is no namespace {name}")
+    return opened_in(name, within)
+
+
+def remove(names: Collection[str]) -> list[int]:
+    """Kill what runs in them, then delete them, and with them their interfaces. Returns whom it killed.
+
+    Raises:
+        TestbedError: some process does not die.
+    """
+    killed = kill_inside(names)
+    for name in names:
+        unmake(name)
+    return killed
+
+
+def kill_inside(names: Collection[str]) -> list[int]:
+    """SIGKILL to all that runs in them, until nothing does. Returns whom it killed.
+
+    Raises:
+        TestbedError: some process does not die.
+    """
+    killed: set[int] = set()
+    deadline = time.monotonic() + DEATH_S
+    while left := processes_in(names):
+        if time.monotonic() > deadline:
+            raise TestbedError(f"processes {', '.join(map(str, left))} in {', '.join(sorted(names))} do not die")
+        for pid in left:
+            killed.add(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return sorted(killed)
+
+
+def processes_in(names: Collection[str]) -> list[int]:
+    """Who runs in these namespaces; never this process."""
+    inodes = set()
+    for name in names:
+        with contextlib.suppress(OSError):
+            inodes.add((NAMESPACES / name).stat().st_ino)
+    here = Path("/proc/self/ns/net").stat()
+    inodes.discard(here.st_ino)
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) != os.getpid():
+            with contextlib.suppress(OSError):  # it has just ended, or is the kernel's
+                if os.stat(f"/proc/{entry}/ns/net").st_ino in inodes and not _is_dead(entry):
+                    found.append(int(entry))
+    return found
+
+
+def interface(net: Any, name: str) -> int:
+    """Its index.
+
+    Raises:
+        TestbedError: it is not there.
+    """
+    found: Sequence[int] = net.link_lookup(ifname=name)
+    if not found:
+        raise TestbedError(f"the interface {name} is not there")
+    return found[0]
+
+
+def _is_dead(pid: str) -> bool:
+    status = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    return status.rpartition(")")[2].split()[0] in "ZX"
+
+
+def _pyroute2() -> Any:
+    try:
+        import pyroute2
+    except ModuleNotFoundError as error:
+        raise TestbedError("the testbed needs pyroute2: pip install 'p2pdiloco[bench]'") from error
+    return pyroute2
