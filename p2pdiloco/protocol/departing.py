@@ -5,6 +5,8 @@ Rules of this file:
    of it is merged or the deadline has passed.
 2. When the run is complete a peer does the same, and then stays until every live peer is at that point with the same
    heads, so that nobody is left without the last commits.
+3. Who is alone because others were lost without a word may be the one behind a cut: what it merged there is lost if it
+   goes and the others' fork wins. It waits for them until its deadline.
 """
 
 from __future__ import annotations
@@ -52,7 +54,10 @@ class Departing:
     def overdue(self) -> None:
         """The deadline passed."""
         tokens = self.core.unmerged_tokens()
-        self._go("warning", f"the deadline passed with {tokens} tokens unmerged")
+        if tokens:
+            self._go("warning", f"the deadline passed with {tokens} tokens unmerged")
+        else:
+            self._go("info", "all progress is merged; who was lost without a word did not come back")
 
     def proceed(self) -> None:
         """Do what can be done now; called after every event."""
@@ -67,7 +72,7 @@ class Departing:
             return
         if core.unmerged_tokens():
             self._flush()
-        elif core.departure == "leaving" or self._others_are_done():
+        elif not self._is_deserted() and (core.departure == "leaving" or self._others_are_done()):
             self._go("info", "all progress is merged")
 
     def _flush(self) -> None:
@@ -87,6 +92,12 @@ class Departing:
                 if not is_waiting and not is_given:
                     self.contributing.open(FragmentId(fragment), max(core.step, turn.step + 1), is_mine=True)
                     break
+
+    def _is_deserted(self) -> bool:
+        """Whether nobody is left, and somebody was lost lately who did not say goodbye."""
+        membership = self.core.membership
+        lost_at = membership.silently_lost_at
+        return not membership.live and lost_at is not None and self.core.now - lost_at < self.core.config.finish_s
 
     def _others_are_done(self) -> bool:
         """Every live peer has finished with our heads."""

@@ -227,7 +227,7 @@ class Machine:
                 if self.evaluation is None or message.step > self.evaluation.step:
                     self.evaluation = message
             case msg.Leaving():
-                self._disconnected(peer, f"{peer} left: {message.reason}")
+                self._lost(peer, f"{peer} left: {message.reason}", said_goodbye=True)
             case _:
                 assert_never(message)
 
@@ -261,9 +261,12 @@ class Machine:
             self._greet((self.core.membership.peers[peer],))
 
     def _disconnected(self, peer: PeerId, why: str) -> None:
+        self._lost(peer, why, said_goodbye=False)
+
+    def _lost(self, peer: PeerId, why: str, *, said_goodbye: bool) -> None:
         self.core.membership.disconnect(peer)
         self.merging.forget(peer)
-        self._refresh(why)
+        self._refresh(why, said_goodbye=said_goodbye)
 
     def _heard(self, peer: PeerId, beat: msg.Heartbeat) -> None:
         core = self.core
@@ -277,11 +280,13 @@ class Machine:
         if is_news and _NEWS not in core.alarms:
             core.alarms.set(_NEWS, core.now + NEWS_SHARE * core.config.heartbeat_s)
 
-    def _refresh(self, why_lost: str) -> None:
+    def _refresh(self, why_lost: str, *, said_goodbye: bool = False) -> None:
         """Who is live may have changed."""
         core = self.core
         appeared, lost = core.membership.refresh(core.now)
         if lost:
+            if not said_goodbye:
+                core.membership.silently_lost_at = core.now
             core.note("info", "peers", f"lost {', '.join(lost)}: {why_lost}; {len(core.membership.live)} live")
             self.adopting.peers_lost(lost)
         if appeared:

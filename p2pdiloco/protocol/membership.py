@@ -74,6 +74,7 @@ class Membership:
         "peers",
         "sent_at",
         "sequence",
+        "silently_lost_at",
         "slowest_round_trip_s",
     )
 
@@ -88,6 +89,8 @@ class Membership:
         """Own weight as an owner, once all states are here."""
         self.is_leaving = False
         """A peer on its way out owns nothing new, unless it is the last."""
+        self.silently_lost_at: float | None = None
+        """When a live peer was last lost that had not said goodbye."""
         self.live: tuple[PeerId, ...] = ()
         """Sorted, without this peer."""
         self.participating: frozenset[PeerId] = frozenset()

@@ -195,7 +195,8 @@ class Merging:
         )
         takeover_s = self.takeover_s()
         if membership.is_any_departing(absent):
-            grace_s = max(grace_s, takeover_s)  # it has no later turn
+            grace_s = takeover_s  # it has no later turn
+        grace_s = min(grace_s, takeover_s)
         return QuorumView(
             now=core.now,
             opened_at=collection.opened_at,

@@ -25,7 +25,7 @@ from p2pdiloco.simulation.world import World
 HEALING_S = 12.0
 """By then everybody is connected and current, and old requests have been given up."""
 PROGRESS_S = 12.0
-"""Within this time every shard must have a new version once all is healed."""
+"""Within this time, and the time between two turns, every shard must have a new version once all is healed."""
 REST_S = 12.0
 ENDING_S = 100.0
 GLACIAL_S = 30.0
@@ -276,7 +276,8 @@ def _run_phases(world: World, scene: Scene) -> None:
         started_at = world.now
         for shard in checks.advanced_at:
             checks.advanced_at[shard] = max(checks.advanced_at[shard], started_at)
-        while world.now < started_at + PROGRESS_S and not checks.is_over:
+        deadline = started_at + PROGRESS_S + _longest_turn_s(world, scene)
+        while world.now < deadline and not checks.is_over:
             world.run_until(world.now + 1.0)
             if min(checks.advanced_at.values(), default=0.0) > started_at:
                 break
@@ -300,6 +301,11 @@ def _run_phases(world: World, scene: Scene) -> None:
 def _trains(process: Process) -> bool:
     learner = process.machine.core.learner
     return learner is not None and not learner.is_paused and process.setting.step_s < GLACIAL_S
+
+
+def _longest_turn_s(world: World, scene: Scene) -> float:
+    """The time between two turns of a fragment, if the fastest of those that are left sets the pace."""
+    return scene.config.sync_every * min(p.setting.step_s for p in world.living() if _trains(p))
 
 
 def _can_progress(world: World, scene: Scene) -> bool:

@@ -172,6 +172,38 @@ def test_who_leaves_goes_when_leave_s_has_passed() -> None:
     assert "20 tokens unmerged" in notes(effects, "leave")[0]
 
 
+def test_who_is_alone_since_others_were_lost_waits_for_them() -> None:
+    """C4e: until `leave_s` has passed; not if they said goodbye, nor for those lost long ago."""
+    stage = leaving()
+    stage.work(stage.tell(ev.LearnerPaused(2, 20)), ef.Snapshot, ef.Encode)
+    del stage.beats[B]
+    effects = stage.tell(ev.PeerDisconnected(B, "timed out"))
+    effects = stage.work(effects + stage.wait(2.0))
+    assert stage.machine.core.unmerged_tokens() == 0, "it merged its progress by itself"
+    assert not only(effects, ef.Leave)
+    effects = stage.meet(B)
+    assert only(effects, ef.Leave), "B is back, with the same heads"
+
+    stage = leaving()
+    stage.work(stage.tell(ev.LearnerPaused(2, 20)), ef.Snapshot, ef.Encode)
+    del stage.beats[B]
+    stage.work(stage.tell(ev.PeerDisconnected(B, "timed out")))
+    effects = stage.work(stage.wait(stage.config.leave_s))
+    assert "did not come back" in notes(effects, "leave")[-1]
+
+    stage = leaving()
+    stage.work(stage.tell(ev.LearnerPaused(2, 20)), ef.Snapshot, ef.Encode)
+    del stage.beats[B]
+    effects = stage.work(stage.hear(B, msg.Leaving("asked to")) + stage.wait(2.0))
+    assert only(effects, ef.Leave)
+
+    stage = Stage(B, has_learner=False)
+    del stage.beats[B]
+    stage.tell(ev.PeerDisconnected(B, "timed out"))
+    stage.wait(stage.config.finish_s)
+    assert only(stage.tell(ev.LeaveRequested("asked to")), ef.Leave)
+
+
 def finished() -> Stage:
     """Peer a's learner has completed the run; everything is merged."""
     stage = Stage(B, C, owners="bac", total_steps=4)

@@ -138,6 +138,17 @@ def test_grace_is_never_below_0() -> None:
     assert only(stage.offer(B), ef.Merge)
 
 
+def test_grace_is_never_above_the_takeover_time() -> None:
+    """W3: all learners that are left take 30 s for a step."""
+    stage = owner()
+    for other in (B, C):
+        stage.says(other, step_time_s=30.0)
+    stage.wait(1.0)
+    assert stage.machine.merging.takeover_s() == stage.config.takeover_ceiling_s
+    stage.offer(B)
+    assert merges_after(stage) == pytest.approx(stage.config.takeover_ceiling_s, abs=0.02)
+
+
 def offers_after(stage: Stage, offers: int) -> list[float]:
     """The times between a contribution's offers."""
     times: list[float] = []
