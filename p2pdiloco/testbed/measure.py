@@ -99,11 +99,11 @@ def arriving(sites: Sequence[str], flows: Sequence[Flow], slowest_bps: float, de
             source: stack.enter_context(opened_in(sites[source], _segmenting_sender))
             for source in {flow.source for flow in flows}
         }
-        for count in counts:
-            count.start()
-        _offer(senders, flows, end)
-        for count in counts:
-            count.join()
+        offering = threading.Thread(target=_offer, args=(senders, flows, end), name="offering")
+        for thread in (*counts, offering):
+            thread.start()
+        for thread in (*counts, offering):
+            thread.join()
     return sum(count.rate() for count in counts)
 
 

@@ -70,8 +70,18 @@ def set_netem(net: Any, device: str, route: Route) -> None:
         "loss": route.loss * 100,
     }
     if route.jitter_s:
+        _let_netem_have_a_rate()
         options |= {"jitter": round(route.jitter_s * 1e6), "rate": ORDERING_BPS // 8}
     net.tc("replace", "netem", interface(net, device), **options)
+
+
+def _let_netem_have_a_rate() -> None:
+    """pyroute2 0.9.7 puts netem's rate into the request a second time, as a rate estimator, which fails; for tbf it
+    takes it out again. Have it do the same for netem."""
+    from pyroute2.netlink.rtnl.tcmsg import sched_netem, sched_tbf
+
+    if not hasattr(sched_netem, "fix_request"):
+        sched_netem.fix_request = sched_tbf.fix_request
 
 
 def set_offloads(namespace: str, device: str, *, on: bool) -> None:

@@ -5,7 +5,9 @@ Rules of this file:
    what 5 % allow is widened by what chance explains (three standard deviations of such a sample; four for losses).
 2. A line is measured against all other sites at once, so that no other line limits it if that can be. Where all others
    together are slower, the line is judged up to their rate, and the check says so.
-3. Who reports anything about a testbed calls ``must_agree`` first, before every series.
+3. Jitter is judged by quartiles, and what is off is measured up to twice more: on a machine that others use, too,
+   single packets come late and single measurements are cut short, whatever the link is.
+4. Who reports anything about a testbed calls ``must_agree`` first, before every series.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ JITTER_S = 0.0005
 OFFERED = 1.15
 """Times what is expected to arrive."""
 ECHOES = 20
-ECHOES_WITH_JITTER = 60
+ECHOES_WITH_JITTER = 120
+QUARTILES_OF_JITTER = 2 * (2 - math.sqrt(2))
+"""How far apart the quartiles of a sum of two delays are that are uniform within plus or minus 1."""
+ATTEMPTS = 3
 INTERVAL_S = 0.03
 LOSS_S = 2.0
 LOSS_PACKETS_PER_S = 15_000
@@ -102,7 +107,11 @@ def verify(testbed: Testbed) -> Iterator[Check]:
         for kind in kinds:
             flows, expected = up_flows(topology, i) if kind == "up" else down_flows(topology, i)
             delay_s = longest_s + max(one.queue_s for one in topology.sites)
-            yield rate_check(topology, i, kind, expected, arriving(sites, flows, expected, delay_s))
+            attempts = (
+                rate_check(topology, i, kind, expected, arriving(sites, flows, expected, delay_s))
+                for _ in range(ATTEMPTS)
+            )
+            yield _best(attempts)
 
 
 def up_flows(topology: Topology, i: int) -> tuple[list[Flow], float]:
@@ -149,8 +158,7 @@ def path_checks(
     if not found:
         nothing = Check(kind="round trip", where=where, wanted=wanted_s, measured=math.inf, allowed=0.0)
         return [msgspec.structs.replace(nothing, note="no echo came back")]
-    spread = jitter_s * math.sqrt(2 / 3)  # of the sum of two uniform delays
-    chance = 3 * 1.25 * spread / math.sqrt(len(found))  # of a median
+    chance = 3 * jitter_s / math.sqrt(len(found))  # of the median of a sum of two uniform delays
     allowed = max(TOLERANCE * wanted_s, ROUND_TRIP_S) + chance
     checks = [
         Check(
@@ -162,8 +170,9 @@ def path_checks(
         )
     ]
     if jitter_s:
-        chance = 3 / math.sqrt(2 * len(found))
-        measured = statistics.stdev(found) / math.sqrt(2 / 3)
+        chance = 3 * 1.21 / math.sqrt(len(found))
+        low, _, high = statistics.quantiles(found, n=4)
+        measured = (high - low) / QUARTILES_OF_JITTER
         allowed = max((TOLERANCE + chance) * jitter_s, JITTER_S)
         checks.append(Check(kind="jitter", where=where, wanted=jitter_s, measured=measured, allowed=allowed))
     if not loss:
@@ -184,16 +193,32 @@ def loss_check(where: str, wanted: float, sent: int, arrived: int) -> Check:
     )
 
 
+def _best(attempts: Iterator[Check]) -> Check:
+    """The first that is right, else the nearest."""
+    found = []
+    for check in attempts:
+        found.append(check)
+        if check.is_right:
+            break
+    return min(found, key=lambda check: abs(check.error))
+
+
 def _paths(testbed: Testbed, topology: Topology) -> Iterator[Check]:
     sites = [testbed.site(i) for i in range(len(topology.sites))]
     most_jitter_s = max(route.jitter_s for route in topology.paths.values())
     count = ECHOES_WITH_JITTER if most_jitter_s else ECHOES
     longest_s = max(route.round_trip_s for route in topology.paths.values())
     interval_s = max(INTERVAL_S, 2.2 * most_jitter_s)
-    found = round_trips(sites, list(topology.paths), count, interval_s, longest_s + 0.5)
-    for (i, j), route in topology.paths.items():
-        where = f"{topology.sites[i].name}-{topology.sites[j].name}"
-        yield from path_checks(where, route.round_trip_s, route.jitter_s, route.loss, found[i, j], count)
+    checks: list[Check] = []
+    for _ in range(ATTEMPTS):
+        found = round_trips(sites, list(topology.paths), count, interval_s, longest_s + 0.5)
+        checks = []
+        for (i, j), route in topology.paths.items():
+            where = f"{topology.sites[i].name}-{topology.sites[j].name}"
+            checks += path_checks(where, route.round_trip_s, route.jitter_s, route.loss, found[i, j], count)
+        if all(check.is_right for check in checks):
+            break
+    yield from checks
 
 
 def _losses(testbed: Testbed, topology: Topology) -> Iterator[Check]:
