@@ -1,0 +1,169 @@
+"""One peer of ``join``: a donor that holds a run, or a newcomer that downloads it.
+
+Node, machine, driver, global state and transport are the real ones. There is no learner: what a learner does meanwhile
+is measured beside the donor, by a training loop in a process of its own (role ``load``).
+
+Rules of this file:
+1. A join lasts from the first fetch that the machine asks for to the moment at which every shard is installed.
+2. The newcomer tells when half of the bytes are there, and at the end the digest over all heads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.wire import line
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from benchmarks.wire.exchange_peer import _lines, run_of
+    from p2pdiloco.node.node import Node
+    from p2pdiloco.node.options import PeerOptions
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.directory import Directory
+from p2pdiloco.runtime.identity import Identity
+
+LIMIT_S = 300.0
+POLL_S = 0.02
+LOAD_WIDTH, LOAD_ROWS = 256, 64
+
+
+class JoinPeer(Node):
+    """A node on addresses that it is told."""
+
+    began: float | None = None
+    current: asyncio.Future[float]
+
+    def begin(self) -> None:
+        """Take what it was given: version 0, or nothing."""
+        self.current = asyncio.get_running_loop().create_future()
+        self._start()
+
+    def observed(self, event: ev.Event, effects: list[ef.Effect], now: float) -> None:
+        """Note the first fetch and the end."""
+        super().observed(event, effects, now)
+        if self.began is None and any(isinstance(effect, ef.Fetch) for effect in effects):
+            self.began = time.monotonic()
+        if any(isinstance(effect, ef.BecameCurrent) for effect in effects) and not self.current.done():
+            self.current.set_result(time.monotonic())
+
+    async def half(self, size: int) -> None:
+        """Until half of ``size`` bytes have come."""
+        await _until(lambda: self.transport.traffic().received_bulk >= size / 2 or self.current.done())
+
+
+async def serve(config: line.Message) -> None:
+    """Take part until the parent closes the pipe."""
+    manifest, initial = run_of(config)
+    identity = Identity.ephemeral()
+    nowhere = Directory(identity, listen=[], announce=[], initial_peers=[])  # never opened: addresses are told
+    with tempfile.TemporaryDirectory(prefix="p2pdiloco-join-") as folder:
+        options = PeerOptions(folder=Path(folder), listen=f"/ip4/{config['host']}/tcp/0", is_follower=True)
+        is_donor = config["role"] == "donor"
+        async with JoinPeer(manifest, options, identity, nowhere, initial if is_donor else None) as peer:
+            del initial
+            if is_donor:
+                peer.begin()
+            line.answer(address=peer.transport.listen_addresses()[0])
+            incoming = _lines()
+            while (command := await incoming.get()) is not None:
+                await _obey(peer, command)
+
+
+async def _obey(peer: JoinPeer, command: line.Message) -> None:
+    match command["do"]:
+        case "cpu":
+            line.answer(cpu_s=time.process_time(), sent=peer.transport.traffic().sent_bulk)
+        case "meet":
+            for address in command["addresses"]:
+                await peer.transport.dial(address, timeout_s=30.0)
+            others = len(command["addresses"])
+            await _until(lambda: len(peer.machine.core.membership.live) == others)
+            line.answer(ok=True)
+        case "join":
+            before, size = time.process_time(), 8 * peer.layout.elements
+            peer.begin()
+            for address in command["addresses"]:
+                await peer.transport.dial(address, timeout_s=30.0)
+            halfway = asyncio.create_task(peer.half(size))
+            halfway.add_done_callback(lambda _: line.answer(is_half=True))
+            ended = await asyncio.wait_for(peer.current, LIMIT_S)
+            await halfway
+            assert peer.began is not None
+            line.answer(
+                is_half=False,
+                wall_s=ended - peer.began,
+                cpu_s=time.process_time() - before,
+                heads=f"{peer.machine.core.heads_mark:x}",
+                received=peer.transport.traffic().received_bulk,
+                peak=line.memory("VmHWM"),
+                faults=dict(peer.metrics.faults),
+            )
+        case "heads":
+            line.answer(heads=f"{peer.machine.core.heads_mark:x}")
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the peers do not see each other")
+        await asyncio.sleep(POLL_S)
+
+
+def load(config: line.Message) -> None:
+    """Train something small on one thread; tell steps, wall and CPU seconds whenever asked."""
+    import torch
+
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(LOAD_WIDTH, LOAD_WIDTH) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    rows = torch.randn(LOAD_ROWS, LOAD_WIDTH)
+    steps, asked = 0, threading.Event()
+
+    def listen() -> None:
+        for _ in line.commands():
+            asked.set()
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
+    line.answer(ok=True)
+    while True:
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        optimizer.step()
+        steps += 1
+        if asked.is_set():
+            asked.clear()
+            line.answer(steps=steps, wall_s=time.monotonic(), cpu_s=time.process_time())
+
+
+def main() -> None:
+    config = line.begin()
+    logs.configure("info")
+    try:
+        match config["role"]:
+            case "load":
+                load(config)
+            case _:
+                uvloop.run(serve(config))
+    except Exception as error:  # noqa: BLE001
+        print(f"{config['role']}: {error!r}", file=sys.stderr)
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
