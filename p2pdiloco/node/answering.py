@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 from p2pdiloco.node.driver import Driver
-from p2pdiloco.protocol.identifiers import Digest, ShardId
-from p2pdiloco.protocol.manifest import Manifest
+from p2pdiloco.node.serving import Serving
+from p2pdiloco.protocol.identifiers import PeerId, ShardId
+from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.runtime.transport import Answer, RequestRefused
-from p2pdiloco.wire.bodies import GetManifest, GetState, GetStatus, PeerStatus, StateProof, decode_request, encode
+from p2pdiloco.wire.bodies import (
+    GetChunk,
+    GetManifest,
+    GetState,
+    GetStatus,
+    PeerStatus,
+    StateProof,
+    decode_request,
+    encode,
+)
 
-COPY_S = 60.0
 STATE_PRIORITY = 10.0
 """State transfers go after contributions and commits."""
 
+QUEUED_MOST_BYTES = 64 << 20
+"""Chunks that wait for one peer hold memory: a peer that asks and does not read gets no more."""
+
 
 class Answering:
-    """Answers of one node."""
+    """Answers of one node. ``queued``: bytes that wait to be sent to a peer."""
 
-    def __init__(self, manifest: Manifest, driver: Driver, status: Callable[[], PeerStatus]) -> None:
+    def __init__(
+        self, manifest: Manifest, driver: Driver, status: Callable[[], PeerStatus], queued: Callable[[PeerId], int]
+    ) -> None:
         self._manifest = manifest
         self._driver = driver
         self._status = status
+        self._queued = queued
+        self._serving = Serving(Layout.of(manifest), driver, self.proof)
 
-    async def answer(self, body: bytes) -> Answer:
-        """The answer to a request.
+    async def answer(self, peer: PeerId, body: bytes) -> Answer:
+        """The answer to a request of ``peer``.
 
         Raises:
             RequestRefused: malformed, or not to be had here now.
@@ -40,30 +55,12 @@ class Answering:
             case GetStatus():
                 return Answer(encode(self._status()))
             case GetState(shard=shard):
-                return await self._state_of(shard)
-
-    async def _state_of(self, shard: ShardId) -> Answer:
-        chains = self._driver.machine.core.chains
-        if shard >= len(chains) or chains[shard].head is None:
-            raise RequestRefused(f"shard {shard} is not here")
-        copied: asyncio.Future[tuple[StateProof, Digest, bytes]] = asyncio.get_running_loop().create_future()
-
-        def take(result: tuple[Digest, bytes]) -> None:
-            if not copied.done():  # the proof is taken in the same breath, so that it is the copy's
-                copied.set_result((self.proof(shard), *result))
-
-        def refuse(error: Exception) -> None:
-            if not copied.done():
-                copied.set_exception(RequestRefused(str(error)))
-
-        self._driver.job(lambda: self._driver.state.copy(shard), take, refuse)
-        try:
-            proof, head, data = await asyncio.wait_for(copied, COPY_S)
-        except TimeoutError:
-            raise RequestRefused("busy") from None
-        if proof.state.head.id != head:
-            raise RequestRefused(f"shard {shard} is just changing, ask again")
-        return Answer(encode(proof), data, STATE_PRIORITY)
+                return Answer(encode(await self._serving.offer(shard)))
+            case GetChunk():
+                if self._queued(peer) > QUEUED_MOST_BYTES:
+                    raise RequestRefused("busy: too much waits to be sent to you")
+                data = await self._serving.chunk(request.shard, request.head, request.chunk)
+                return Answer(b"", data, STATE_PRIORITY)
 
     def proof(self, shard: ShardId) -> StateProof:
         """The machine's state of a shard, with the commit that its owner signed."""

@@ -1,52 +1,277 @@
-"""Downloading a shard's state from a peer, and checking it before the machine hears of it."""
+"""Downloading shards' states from several peers at once, every chunk checked before the machine hears of it.
+
+The machine says which shard to fetch and from whom (``Fetch``). That donor's offer, proved by the owner's signature,
+lists the digests of the shard's chunks; the chunks themselves come from it and from other live peers (``chunk_plan``).
+
+Rules of this file:
+1. Nothing of what came is used before its digest is found in the list that the shard's owner signed. Each chunk is
+   checked once, right after it came, on a thread; it stays where it was received until it is installed.
+2. Who sends a chunk that is not what was listed is counted, and asked for no state any more in this peer's life.
+3. A donor that goes away or is silent costs what was asked from it. A shard fails when nobody is left who has it, and
+   the machine decides what then.
+4. A newcomer's donors are never idle for want of questions: shards that the machine will ask for next are begun before
+   it does, ``AHEAD_BYTES`` of them.
+5. Every question has a deadline; what is asked is bounded by ``chunk_plan``, what is held by the machine's fetches and
+   AHEAD_BYTES.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from p2pdiloco.node.arrivals import Arrivals
+from p2pdiloco.node.chunk_plan import Ask, ChunkPlan
 from p2pdiloco.node.driver import Driver
-from p2pdiloco.node.proofs import proven_digest
+from p2pdiloco.node.offers import checked_offer, chunk_sizes, is_listed
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.identifiers import PeerId, ShardId
+from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.runtime.transport import RequestError, Transport
-from p2pdiloco.wire.bodies import GetState, StateProof, decode_as, encode
+from p2pdiloco.runtime.tasks import Tasks
+from p2pdiloco.runtime.transport import RequestError, RequestRefused, Transport
+from p2pdiloco.wire.bodies import GetChunk, GetState, StateOffer, encode
 
 SLOWEST_BYTES_PER_S = 50_000
 """A transfer slower than this is given up."""
 PATIENCE_S = 20.0
+LOOK_S = 0.5
+"""How often it is looked whether something is overdue, and who else is there."""
+DONORS_MOST = 8
+AHEAD_BYTES = 32 << 20
+AHEAD_MOST = 32
+"""Shards, however small."""
+
+Fetched = tuple[StateOffer, Sequence[Tensor]]
+
+
+class _Download:
+    """One shard on its way. ``done`` ends when it is whole, or in RequestError."""
+
+    def __init__(self, offer: StateOffer, elements: int) -> None:
+        self.offer = offer
+        self.sizes = chunk_sizes(elements)
+        self.chunks: list[Tensor | None] = [None] * len(self.sizes)
+        self.missing = len(self.sizes)
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.last_error = "no donor is left"
+
+    @property
+    def head(self) -> Digest:
+        return self.offer.proof.state.head.id
 
 
 class Fetching:
-    """State transfers of one node."""
+    """State transfers to one node. ``arrivals`` hears of what came."""
 
-    def __init__(self, manifest: Manifest, layout: Layout, driver: Driver, transport: Transport) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        layout: Layout,
+        driver: Driver,
+        transport: Transport,
+        tasks: Tasks,
+        arrivals: Arrivals,
+        fault: Callable[[PeerId, str, str], None],
+    ) -> None:
         self._manifest = manifest
         self._layout = layout
         self._driver = driver
         self._transport = transport
+        self._tasks = tasks
+        self._arrivals = arrivals
+        self._fault = fault
+        self._plan = ChunkPlan()
+        self._downloads: dict[ShardId, _Download] = {}
+        self._ahead: dict[ShardId, asyncio.Future[Fetched]] = {}
+        """Begun before the machine asked."""
+        self._asking: dict[Ask, asyncio.Task[None]] = {}
+        self._looking: asyncio.Task[None] | None = None
+        self._liars: set[PeerId] = set()
+        self._seen: set[PeerId] = set()
+        """Who was live when it was looked last."""
 
     async def fetch(self, shard: ShardId, peer: PeerId) -> None:
-        """Get one shard from one peer; ends in ``Fetched`` or ``Failed``."""
-        size = 8 * self._layout.shards[shard].elements
+        """Get one shard's state, beginning at ``peer``; ends in ``Fetched`` or ``Failed``."""
+        self._run_ahead()
         try:
-            response = await self._transport.request(
-                peer, encode(GetState(shard)), timeout_s=PATIENCE_S + size / SLOWEST_BYTES_PER_S, max_payload=size
-            )
-            proof = decode_as(response.body, StateProof)
-            if proof.state.head.shard != shard or response.payload is None:
-                raise ValueError("the answer is about something else")
-            result = proven_digest(self._manifest, proof)
+            offer, chunks = await self._begun(shard) or await self._get(shard, peer)
         except (RequestError, ValueError) as error:
             self._driver.feed(ev.Failed("fetch", shard, peer, str(error)))
             return
-        head, data = proof.state.head, response.payload
+        state = offer.proof.state
+        self._arrivals.shard(offer, chunks)
+        self._run_ahead()
 
         def staged(_: None) -> None:
-            if proof.header is not None:
-                self._driver.proofs[head.id] = (proof.header, proof.signature)
-            self._driver.feed(ev.Fetched(peer, proof.state))
+            if offer.proof.header is not None:
+                self._driver.proofs[state.head.id] = (offer.proof.header, offer.proof.signature)
+            self._driver.feed(ev.Fetched(peer, state))
 
-        self._driver.job(
-            lambda: self._driver.state.stage(shard, head.id, data, result),
-            staged,
-            lambda error: self._driver.feed(ev.Failed("fetch", shard, peer, str(error))),
-        )
+        self._driver.job(lambda: self._driver.state.stage(shard, state.head.id, chunks, offer.digests), staged)
+
+    async def _begun(self, shard: ShardId) -> Fetched | None:
+        """What was begun before the machine asked; None if it was not, or failed."""
+        future = self._ahead.pop(shard, None)
+        if future is None:
+            return None
+        try:
+            return await future
+        except (RequestError, ValueError):
+            return None
+
+    async def _get(self, shard: ShardId, peer: PeerId) -> Fetched:
+        offer = await self._offer(shard, peer)
+        return offer, await self._download(shard, peer, offer)
+
+    def _run_ahead(self) -> None:
+        """Begin what the machine will ask for next."""
+        adopting, chains = self._driver.machine.adopting, self._driver.machine.core.chains
+        self._ahead = {shard: future for shard, future in self._ahead.items() if chains[shard].head is None}
+        room = AHEAD_BYTES - sum(8 * self._layout.shards[shard].elements for shard in self._ahead)
+        for shard in self._missing():
+            if room <= 0 or len(self._ahead) >= AHEAD_MOST:
+                return
+            donors = sorted(p for p, heads in adopting.offers.items() if shard in heads and p not in self._liars)
+            if donors:
+                room -= 8 * self._layout.shards[shard].elements
+                future = self._ahead[shard] = asyncio.get_running_loop().create_future()
+                work = self._get_ahead(shard, donors[shard % len(donors)], future)
+                self._tasks.spawn(work, name=f"fetch {shard} ahead")
+
+    def _missing(self) -> Iterator[ShardId]:
+        """Shards that nobody has begun to fetch."""
+        adopting = self._driver.machine.adopting
+        busy = adopting.asked.keys() | adopting.applying.keys() | adopting.staged.keys() | self._ahead.keys()
+        chains = self._driver.machine.core.chains
+        return (chain.shard for chain in chains if chain.head is None and chain.shard not in busy)
+
+    async def _get_ahead(self, shard: ShardId, peer: PeerId, future: asyncio.Future[Fetched]) -> None:
+        try:
+            future.set_result(await self._get(shard, peer))
+        except (RequestError, ValueError) as error:
+            future.set_exception(error)
+            future.exception()  # nobody may ever ask
+            if self._ahead.get(shard) is future:
+                del self._ahead[shard]
+        finally:
+            future.cancel()
+
+    async def _offer(self, shard: ShardId, peer: PeerId) -> StateOffer:
+        """What ``peer`` has of the shard.
+
+        Raises:
+            RequestError: no answer, or from somebody who is not asked any more.
+            ValueError: it does not prove what it offers.
+        """
+        if peer in self._liars:
+            raise RequestError("it has sent a wrong state before")
+        response = await self._transport.request(peer, encode(GetState(shard)), timeout_s=PATIENCE_S)
+        try:
+            return checked_offer(self._manifest, self._layout, shard, response.body)
+        except ValueError as error:
+            self._distrust(peer, str(error))
+            raise
+
+    async def _download(self, shard: ShardId, peer: PeerId, offer: StateOffer) -> Sequence[Tensor]:
+        if shard in self._downloads:  # the machine fetches a shard once at a time
+            raise RequestError("it is being fetched already")
+        download = self._downloads[shard] = _Download(offer, self._layout.shards[shard].elements)
+        self._plan.begin(shard, download.sizes, peer)
+        self._plan.add(peer)
+        if self._looking is None:
+            self._looking = self._tasks.spawn(self._look(), name="look after downloads")
+        self._ask_more()
+        try:
+            await download.done
+        finally:
+            del self._downloads[shard]
+            self._cancel(self._plan.end(shard))
+        return [chunk for chunk in download.chunks if chunk is not None]
+
+    async def _look(self) -> None:
+        """While something is being fetched."""
+        try:
+            while not self._plan.is_idle:
+                self._find_donors()
+                self._ask_more()
+                await asyncio.sleep(LOOK_S)
+        finally:
+            self._looking = None
+
+    def _find_donors(self) -> None:
+        """Who may have what we want, besides those who offered it: the same few for as long as they live."""
+        membership = self._driver.machine.core.membership
+        for peer in self._seen.difference(membership.live):
+            self._cancel(self._plan.drop(peer))
+        self._seen = set(membership.live)
+        able = []
+        for peer in membership.live:
+            beat = membership.peers[peer].beat
+            if beat is not None and beat.phase != "joining" and peer not in self._liars:
+                able.append(peer)
+        mine = self._driver.identity.peer_id
+        for peer in sorted(able, key=lambda peer: digest_of(f"{mine}/{peer}".encode()))[:DONORS_MOST]:
+            self._plan.add(peer)
+
+    def _ask_more(self) -> None:
+        is_ending = next(self._missing(), None) is None
+        for ask in self._plan.next(asyncio.get_running_loop().time(), is_ending=is_ending):
+            self._asking[ask] = self._tasks.spawn(self._ask(ask), name=f"fetch {ask.piece}")
+        for shard, download in self._downloads.items():
+            if not download.done.done() and not self._plan.can_end(shard):
+                download.done.set_exception(RequestError(download.last_error))
+
+    async def _ask(self, ask: Ask) -> None:
+        """Get one chunk from one donor."""
+        shard, chunk = ask.piece
+        download = self._downloads[shard]
+        size = download.sizes[chunk]
+        try:
+            response = await self._transport.request(
+                ask.donor,
+                encode(GetChunk(shard, download.head, chunk)),
+                timeout_s=PATIENCE_S + 8 * size / SLOWEST_BYTES_PER_S,
+                max_payload=size,
+            )
+            data = response.payload
+            if data is None or len(data) != size or not await asyncio.to_thread(is_listed, download.offer, chunk, data):
+                raise ValueError(f"chunk {chunk} of shard {shard} is not what its owner signed")
+            self._arrived(ask, download, data)
+        except RequestRefused as error:
+            download.last_error = str(error)
+            self._plan.failed(ask, is_unable=True)
+        except RequestError as error:
+            download.last_error = str(error)
+            self._plan.failed(ask, is_unable=True)
+            self._cancel(self._plan.drop(ask.donor))
+        except ValueError as error:
+            download.last_error = str(error)
+            self._distrust(ask.donor, str(error))
+        finally:
+            if self._asking.pop(ask, None) is not None:
+                self._ask_more()
+
+    def _arrived(self, ask: Ask, download: _Download, data: memoryview) -> None:
+        self._cancel([other for other in self._plan.arrived(ask, asyncio.get_running_loop().time()) if other != ask])
+        chunk = ask.piece.chunk
+        if download.chunks[chunk] is not None or download.done.done():
+            return
+        download.chunks[chunk] = torch.frombuffer(data, dtype=torch.float32)
+        download.missing -= 1
+        self._arrivals.chunk(len(data))
+        if not download.missing:
+            download.done.set_result(None)
+
+    def _distrust(self, peer: PeerId, reason: str) -> None:
+        """It lies, or its memory does."""
+        self._liars.add(peer)
+        self._cancel(self._plan.drop(peer))
+        self._fault(peer, "state", reason)
+
+    def _cancel(self, asks: Sequence[Ask]) -> None:
+        for ask in asks:
+            if (task := self._asking.pop(ask, None)) is not None:
+                task.cancel()

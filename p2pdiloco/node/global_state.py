@@ -102,8 +102,8 @@ class _Staged(NamedTuple):
     """A fetched state, checked."""
 
     head: Digest
-    theta: Tensor
-    momentum: Tensor
+    chunks: Sequence[Tensor]
+    """Of each the parameters, then the momentum."""
     digests: bytes
 
 
@@ -178,8 +178,9 @@ class GlobalState:
         self.heads[shard] = head
         self.digests[shard] = digests.digest_list(theta, momentum)
 
-    def copy(self, shard: ShardId) -> tuple[Digest, bytes]:
-        """The shard's head and its state as bytes (parameters, then momentum), for a state transfer or checkpoint.
+    def copy(self, shard: ShardId, out: Tensor, chunks: range | None = None) -> tuple[Digest, bytes]:
+        """Put the shard's state into ``out`` as it travels: chunk by chunk, parameters, then momentum, float32 [2 * n]
+        (only ``chunks``, by default all); returns its head and the list of its digests.
 
         Raises:
             StaleBaseError: the shard has no state yet.
@@ -187,24 +188,16 @@ class GlobalState:
         head = self.heads[shard]
         if head is None:
             raise StaleBaseError(f"shard {shard} is not here yet")
-        both = torch.cat((self._range(self.theta, shard), self._range(self.momentum, shard)))
-        return head, both.numpy().tobytes()
+        spans, at = self._chunks(shard), 0
+        for span in spans if chunks is None else spans[chunks.start : chunks.stop]:
+            for vector in (self.theta[span], self.momentum[span]):
+                out[at : at + vector.numel()].copy_(vector)
+                at += vector.numel()
+        return head, self.digests[shard]
 
-    def stage(self, shard: ShardId, head: Digest, data: memoryview, result: Digest) -> None:
-        """Keep a fetched state until it is installed.
-
-        Raises:
-            DigestMismatchError: it does not have the digest that its owner signed.
-        """
-        elements = self.layout.shards[shard].elements
-        if len(data) != 8 * elements:
-            raise DigestMismatchError(f"the state of shard {shard} has {len(data)} bytes, not {8 * elements}")
-        both = torch.frombuffer(bytearray(data), dtype=torch.float32)
-        theta, momentum = both[:elements], both[elements:]
-        found = digests.digest_list(theta, momentum)
-        if digest_of(found) != result:
-            raise DigestMismatchError(f"the state of shard {shard} does not have the digest that its owner signed")
-        self._staged[shard] = _Staged(head, theta, momentum, found)
+    def stage(self, shard: ShardId, head: Digest, chunks: Sequence[Tensor], listed: bytes) -> None:
+        """Keep a fetched state until it is installed: every chunk as it travels, checked against ``listed``."""
+        self._staged[shard] = _Staged(head, chunks, listed)
 
     def install(self, shard: ShardId, head: Digest, moves: Moves) -> Shifts:
         """Make a staged state the shard's; returns the shifts to tell the learner of.
@@ -290,13 +283,11 @@ class GlobalState:
 
     def _replace(self, shard: ShardId, state: _Staged, moves: Moves) -> Shifts:
         handover = self._handover(shard, moves)
-        start = self.layout.shards[shard].start
-        for span in self._chunks(shard):
-            here = slice(span.start - start, span.stop - start)
-            current, new = self.theta[span], state.theta[here]
+        for span, chunk in zip(self._chunks(shard), state.chunks, strict=True):
+            current, (new, momentum) = self.theta[span], chunk.chunk(2)
             change = torch.sub(new, current, out=self._scratch.gradient[: new.numel()])
             current.copy_(new)
-            self.momentum[span].copy_(state.momentum[here])
+            self.momentum[span].copy_(momentum)
             self._hand_over(handover, span, change)
         self.heads[shard] = state.head
         self.digests[shard] = state.digests

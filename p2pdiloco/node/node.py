@@ -22,9 +22,11 @@ import torch
 
 from p2pdiloco.node.adapting import Adapting
 from p2pdiloco.node.answering import Answering
+from p2pdiloco.node.arrivals import Arrivals
 from p2pdiloco.node.driver import Driver
 from p2pdiloco.node.fetching import Fetching
 from p2pdiloco.node.global_state import GlobalState, Shifts
+from p2pdiloco.node.incoming import INCOMING
 from p2pdiloco.node.metrics import Metrics, progress_fields
 from p2pdiloco.node.options import PeerOptions
 from p2pdiloco.node.roster import Roster
@@ -153,8 +155,11 @@ class Node:
                     down_bytes_per_s=self.options.down_bytes_per_s,
                 ),
             )
-            self._fetching = Fetching(self.manifest, self.layout, self.driver, self.transport)
-            self._answering = Answering(self.manifest, self.driver, self.status)
+            self._arrivals = Arrivals(self.layout, self.options.folder / INCOMING, self.metrics, self._tasks)
+            self._fetching = Fetching(
+                self.manifest, self.layout, self.driver, self.transport, self._tasks, self._arrivals, self.fault
+            )
+            self._answering = Answering(self.manifest, self.driver, self.status, self.transport.queued_bytes)
             self.supervision = Supervision(
                 self.identity.peer_id,
                 self.driver,
@@ -256,6 +261,9 @@ class Node:
                 shards.append(proof.state)
             self._initial = None
         self.metrics.write("started", peer=self.identity.peer_id, run=self.manifest.run, is_new=not shards)
+        brought = {state.head.shard for state in shards}
+        if missing := [piece.elements for piece in self.layout.shards if piece.shard not in brought]:
+            self._arrivals.begin(missing)
         self.driver.feed(ev.Started(tuple(shards)))
 
     # -- for the driver: the learner -----------------------------------------------------------------------------------
@@ -264,6 +272,13 @@ class Node:
         """Every shard has a state."""
         self.metrics.write("current", step=self.machine.core.step)
         self.supervision.load()
+        if self._arrivals.end():
+            self._tasks.spawn(self._replace_incoming(), name="first checkpoint")
+
+    async def _replace_incoming(self) -> None:
+        """What was downloaded is kept shard by shard until a checkpoint has it."""
+        if await self._saving.save(is_last=False):
+            await self._arrivals.clear()
 
     def shifts_ready(self, shifts: Shifts) -> None:
         """The learner has shifts to take."""
@@ -326,7 +341,7 @@ class Node:
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:
         """A request came."""
-        return await self._answering.answer(body)
+        return await self._answering.answer(peer, body)
 
     def post(self, peer: PeerId, body: bytes, payload: bytes | None, topic: str | None) -> None:
         """Send a message, if the peer is connected."""

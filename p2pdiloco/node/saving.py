@@ -62,16 +62,16 @@ class Saving:
             self._save_learner()
             await self.save(is_last=False)
 
-    async def save(self, *, is_last: bool) -> None:
-        """Write a checkpoint if anything is new."""
+    async def save(self, *, is_last: bool) -> bool:
+        """Write a checkpoint if anything is new. False: it should have been written, and was not."""
         core = self._driver.machine.core
         mark = core.heads_mark
         if self._driver.is_closed or not core.is_current or mark == self._saved_mark:
-            return
+            return mark == self._saved_mark
         taken = await self._take()
         if taken is None:
             log.warning("checkpoint skipped: no quiet moment")
-            return
+            return False
         try:
             await asyncio.to_thread(save, self._folder, self._manifest, *taken, keep=self._keep)
         except OSError as error:
@@ -79,9 +79,10 @@ class Saving:
                 "checkpoint not written, the last one stays", folder=self._folder, reason=os.strerror(error.errno or 0)
             )
             self._metrics.write("checkpoint-failed", reason=os.strerror(error.errno or 0))
-            return
+            return False
         self._saved_mark = mark
         self._metrics.write("checkpoint", is_last=is_last)
+        return True
 
     async def _take(self) -> Taken | None:
         """A copy of all shards with the heads that they are at."""

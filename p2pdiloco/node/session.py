@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from p2pdiloco.node import incoming
 from p2pdiloco.node.checkpoint import CheckpointError, best_of, load, load_all
 from p2pdiloco.node.founding import found
 from p2pdiloco.node.lookup import (
@@ -118,7 +119,7 @@ async def join(
             manifest = await fetch_manifest(transport, peers, run)
         say(f"joining run {manifest.config.name} ({run[:12]}), {Layout.of(manifest).elements:,} parameters")
         mine = msgspec.structs.replace(options, folder=options.folder / run[:12])
-        return await take_part(manifest, mine, identity, directory, await _own_checkpoint(mine.folder, run))
+        return await take_part(manifest, mine, identity, directory, await _own_state(mine.folder, manifest))
 
 
 async def resume(
@@ -152,16 +153,18 @@ async def resume(
         return await take_part(manifest, mine, identity, directory, initial)
 
 
-async def _own_checkpoint(folder: Path, run: RunId) -> InitialState | None:
-    """What this peer had of the run when it last took part; the swarm has the rest."""
+async def _own_state(folder: Path, manifest: Manifest) -> InitialState | None:
+    """What this peer had of the run when it last took part, or had downloaded when its join was cut off; the swarm has
+    the rest."""
     try:
         earlier = await asyncio.to_thread(load, folder / "checkpoint")
     except CheckpointError as error:
         log.warning("checkpoint not used, the state comes from the swarm", reason=str(error))
-        return None
-    if earlier is None or earlier.manifest.run != run:
-        return None
-    return InitialState(earlier.shards, earlier.theta, earlier.momentum)
+        earlier = None
+    if earlier is not None and earlier.manifest.run == manifest.run:
+        return InitialState(earlier.shards, earlier.theta, earlier.momentum)
+    kept = await asyncio.to_thread(incoming.load, folder / incoming.INCOMING, manifest)
+    return None if kept is None else InitialState(kept.shards, kept.theta, kept.momentum)
 
 
 def pick_runs(runs: dict[RunId, RunRecord], wanted: str | None) -> dict[RunId, RunRecord]:

@@ -17,7 +17,7 @@ from msgspec import Meta
 from p2pdiloco.protocol.events import ShardState
 from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.protocol.manifest import Name
-from p2pdiloco.protocol.messages import CommitHeader, Count, Evaluation, Heartbeat, Message, Shard
+from p2pdiloco.protocol.messages import CommitHeader, Count, Evaluation, Heartbeat, Hex, Message, Shard
 
 SIGNATURE_BYTES = 64
 COMMIT_CONTEXT = b"p2pdiloco commit\0"
@@ -29,16 +29,25 @@ class GetManifest(msgspec.Struct, frozen=True, array_like=True, tag="manifest?")
 
 
 class GetState(msgspec.Struct, frozen=True, array_like=True, tag="state?"):
-    """Answer: ``StateProof``, with the shard's global parameters and momentum (float32, little-endian) as payload."""
+    """Answer: ``StateOffer``. The state at that head can be had from this peer for a while, also when it moves on."""
 
     shard: Shard
+
+
+class GetChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk?"):
+    """Answer: nothing, with one chunk of the shard's state at ``head`` as payload: its global parameters, then its
+    momentum (float32, little-endian), as its digest is made of them."""
+
+    shard: Shard
+    head: Hex
+    chunk: Annotated[int, Meta(ge=0, lt=1 << 20)]
 
 
 class GetStatus(msgspec.Struct, frozen=True, array_like=True, tag="status?"):
     """Answer: ``PeerStatus``."""
 
 
-Request = GetManifest | GetState | GetStatus
+Request = GetManifest | GetState | GetChunk | GetStatus
 
 
 class StateProof(msgspec.Struct, frozen=True, array_like=True):
@@ -47,6 +56,14 @@ class StateProof(msgspec.Struct, frozen=True, array_like=True):
     state: ShardState
     header: CommitHeader | None
     signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)]
+
+
+class StateOffer(msgspec.Struct, frozen=True, array_like=True):
+    """What a peer has of a shard, and how each chunk of it is checked."""
+
+    proof: StateProof
+    digests: Annotated[bytes, Meta(max_length=1 << 19)]
+    """``tensors.digests``'s list, whose digest the proof proves."""
 
 
 class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):

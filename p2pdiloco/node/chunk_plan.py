@@ -1,0 +1,204 @@
+"""Which chunk is asked from which donor.
+
+Every chunk of the shards that are being fetched is wanted until it is here. Each donor is kept busy with as many bytes
+as it delivers in ``AHEAD_S``, so donors share the load by their rates as measured here, whatever limits them.
+
+Rules of this file:
+1. Pure: time is a number; nothing depends on hash order.
+2. A donor serves first the shards that were offered by it: it keeps those for us. Others are asked for what is left,
+   and are not asked again for a shard that they do not have.
+3. A chunk is asked from a second donor only when its first one is overdue: OVERDUE times what its rate promises, or,
+   when no shards follow, when an idle one would have it in a quarter of the time that is left. Never from a third.
+4. A donor that is dropped (gone, or a liar) costs only what was asked from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from p2pdiloco.protocol.identifiers import PeerId, ShardId
+
+AHEAD_S = 0.3
+"""Longer than a round trip on nearly any path, plus what a busy donor needs to wake up."""
+AHEAD_LEAST_CHUNKS, AHEAD_MOST_CHUNKS = 2, 12
+"""Fewer than a peer answers at once (``ConnectionLimits.answers``)."""
+FIRST_RATE = 1e6
+"""Bytes per second, of a donor that has delivered nothing yet."""
+SMOOTHING = 0.25
+OVERDUE = 4.0
+OVERDUE_LEAST_S = 2.0
+HURRY = 4.0
+
+
+class Piece(NamedTuple):
+    """One chunk of one shard."""
+
+    shard: ShardId
+    chunk: int
+
+
+class Ask(NamedTuple):
+    """What to ask of whom."""
+
+    piece: Piece
+    donor: PeerId
+
+
+class _Donor:
+    """What is known of one donor."""
+
+    __slots__ = ("asked", "last_at", "rate")
+
+    def __init__(self) -> None:
+        self.rate: float | None = None
+        self.last_at = float("-inf")
+        """When something last came from it."""
+        self.asked: dict[Piece, float] = {}
+        """When, in order."""
+
+
+class _Shard:
+    """One shard that is being fetched."""
+
+    __slots__ = ("offered_by", "sizes", "unable", "wanted")
+
+    def __init__(self, sizes: Sequence[int], offered_by: PeerId) -> None:
+        self.sizes = sizes
+        self.wanted = dict.fromkeys(range(len(sizes)))
+        """Chunks that are not here, in order."""
+        self.offered_by = offered_by
+        self.unable: set[PeerId] = set()
+
+
+class ChunkPlan:
+    """See the module's rules."""
+
+    def __init__(self) -> None:
+        self._donors: dict[PeerId, _Donor] = {}
+        self._shards: dict[ShardId, _Shard] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is wanted."""
+        return not self._shards
+
+    def rates(self) -> dict[PeerId, float]:
+        """Bytes per second of the donors that have delivered something."""
+        return {peer: donor.rate for peer, donor in self._donors.items() if donor.rate is not None}
+
+    def begin(self, shard: ShardId, sizes: Sequence[int], offered_by: PeerId) -> None:
+        """Want all chunks of ``shard``, which have so many bytes; ``offered_by`` keeps them for us."""
+        self._shards[shard] = _Shard(sizes, offered_by)
+
+    def end(self, shard: ShardId) -> list[Ask]:
+        """Want nothing more of ``shard``; what is to be cancelled."""
+        self._shards.pop(shard, None)
+        return self._withdraw(lambda piece: piece.shard == shard)
+
+    def add(self, peer: PeerId) -> None:
+        """It may have what is wanted. One that is known keeps its rate."""
+        self._donors.setdefault(peer, _Donor())
+
+    def drop(self, peer: PeerId) -> list[Ask]:
+        """It is gone: what it was asked for is wanted from others, and is to be cancelled."""
+        donor = self._donors.pop(peer, None)
+        return [] if donor is None else [Ask(piece, peer) for piece in donor.asked]
+
+    def can_end(self, shard: ShardId) -> bool:
+        """Whether somebody is left who may have ``shard``."""
+        return bool(self._donors.keys() - self._shards[shard].unable)
+
+    def arrived(self, ask: Ask, now: float) -> list[Ask]:
+        """The chunk is here and right; what is to be cancelled."""
+        donor, shard = self._donors.get(ask.donor), self._shards.get(ask.piece.shard)
+        size = shard.sizes[ask.piece.chunk] if shard is not None else 0
+        if shard is not None:
+            shard.wanted.pop(ask.piece.chunk, None)
+        if donor is not None and (asked_at := donor.asked.pop(ask.piece, None)) is not None:
+            rate = size / max(now - max(asked_at, donor.last_at), 1e-3)
+            donor.rate = rate if donor.rate is None else donor.rate + SMOOTHING * (rate - donor.rate)
+            donor.last_at = now
+        return self._withdraw(lambda piece: piece == ask.piece)
+
+    def failed(self, ask: Ask, *, is_unable: bool) -> None:
+        """It did not come. ``is_unable``: this donor does not have the shard."""
+        donor, shard = self._donors.get(ask.donor), self._shards.get(ask.piece.shard)
+        if donor is not None:
+            donor.asked.pop(ask.piece, None)
+        if shard is not None and is_unable:
+            shard.unable.add(ask.donor)
+
+    def next(self, now: float, *, is_ending: bool) -> list[Ask]:
+        """What to ask for now: one chunk at a time, of whom will be idle first. ``is_ending``: no shards follow."""
+        asks: list[Ask] = []
+        while (ask := self._next(now, is_ending=is_ending)) is not None:
+            self._donors[ask.donor].asked[ask.piece] = now
+            asks.append(ask)
+        return asks
+
+    def _next(self, now: float, *, is_ending: bool) -> Ask | None:
+        for peer in self._by_load():
+            if (ask := self._next_of(peer, now, is_ending=is_ending)) is not None:
+                return ask
+        return None
+
+    def _by_load(self) -> list[PeerId]:
+        """Those with room, who will be idle first in front."""
+        free = [peer for peer, donor in self._donors.items() if self._has_room(donor)]
+        return sorted(free, key=lambda peer: (self._left_s(self._donors[peer]), peer))
+
+    def _has_room(self, donor: _Donor) -> bool:
+        if len(donor.asked) < AHEAD_LEAST_CHUNKS:
+            return True
+        rate = donor.rate or FIRST_RATE
+        return len(donor.asked) < AHEAD_MOST_CHUNKS and self._asked_bytes(donor) < rate * AHEAD_S
+
+    def _next_of(self, peer: PeerId, now: float, *, is_ending: bool) -> Ask | None:
+        able = [(number, shard) for number, shard in self._shards.items() if peer not in shard.unable]
+        able.sort(key=lambda item: item[1].offered_by != peer)
+        asked = self._asked_times()
+        for number, shard in able:
+            for chunk in shard.wanted:
+                piece = Piece(number, chunk)
+                if piece not in asked:
+                    return Ask(piece, peer)
+        for number, shard in able:
+            for chunk in shard.wanted:
+                piece = Piece(number, chunk)
+                if len(asked[piece]) == 1 and self._is_late(piece, asked[piece][0], peer, now, is_ending=is_ending):
+                    return Ask(piece, peer)
+        return None
+
+    def _asked_times(self) -> dict[Piece, list[PeerId]]:
+        asked: dict[Piece, list[PeerId]] = {}
+        for peer, donor in self._donors.items():
+            for piece in donor.asked:
+                asked.setdefault(piece, []).append(peer)
+        return asked
+
+    def _is_late(self, piece: Piece, holder: PeerId, other: PeerId, now: float, *, is_ending: bool) -> bool:
+        """Nothing else is left to ask ``other`` for."""
+        donor, helper = self._donors[holder], self._donors[other]
+        if holder == other:
+            return False
+        waited_s = now - max(donor.asked[piece], donor.last_at)
+        promised_s = self._left_s(donor)
+        if waited_s > max(OVERDUE_LEAST_S, OVERDUE * promised_s):
+            return True
+        if not is_ending or helper.rate is None or helper.asked:
+            return False
+        return promised_s - waited_s > HURRY * self._shards[piece.shard].sizes[piece.chunk] / helper.rate
+
+    def _left_s(self, donor: _Donor) -> float:
+        """How long it takes for what it was asked for."""
+        return self._asked_bytes(donor) / (donor.rate or FIRST_RATE)
+
+    def _asked_bytes(self, donor: _Donor) -> int:
+        return sum(self._shards[p.shard].sizes[p.chunk] for p in donor.asked if p.shard in self._shards)
+
+    def _withdraw(self, matches: Callable[[Piece], bool]) -> list[Ask]:
+        found = [Ask(piece, peer) for peer, donor in self._donors.items() for piece in donor.asked if matches(piece)]
+        for ask in found:
+            del self._donors[ask.donor].asked[ask.piece]
+        return found

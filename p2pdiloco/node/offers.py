@@ -1,0 +1,45 @@
+"""What a donor offers of a shard, and how it is checked.
+
+One signature proves the list of its chunks' digests, one digest proves each chunk. A chunk travels as its parameters
+followed by its momentum, float32, little-endian.
+
+Everything here is pure; what it is given comes from other peers, or from a disk.
+"""
+
+from __future__ import annotations
+
+from p2pdiloco.node.proofs import proven_digest
+from p2pdiloco.protocol.identifiers import DIGEST_BYTES, ShardId, digest_of
+from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.tensors.digests import list_bytes
+from p2pdiloco.tensors.recipes import CHUNK
+from p2pdiloco.wire.bodies import StateOffer, decode_as
+
+CHUNK_BYTES = 8 * CHUNK
+"""Of every chunk but a shard's last."""
+
+
+def chunk_sizes(elements: int) -> list[int]:
+    """Bytes of the chunks of a shard of ``elements`` parameters."""
+    return [8 * min(CHUNK, elements - start) for start in range(0, elements, CHUNK)]
+
+
+def is_listed(offer: StateOffer, chunk: int, data: bytes | bytearray | memoryview) -> bool:
+    """Whether ``data`` is chunk ``chunk`` of what is offered. Hashes without the GIL."""
+    listed = offer.digests[DIGEST_BYTES * chunk : DIGEST_BYTES * (chunk + 1)]
+    return bytes.fromhex(digest_of(memoryview(data))) == listed  # type: ignore[arg-type]
+
+
+def checked_offer(manifest: Manifest, layout: Layout, shard: ShardId, body: bytes) -> StateOffer:
+    """An offer that proves itself.
+
+    Raises:
+        ValueError: malformed, of another shard, not signed by its owner, or with another list than was signed.
+    """
+    offer = decode_as(body, StateOffer)
+    if offer.proof.state.head.shard != shard:
+        raise ValueError(f"what is offered is not shard {shard}")
+    result = proven_digest(manifest, offer.proof)
+    if len(offer.digests) != list_bytes(layout.shards[shard].elements) or digest_of(offer.digests) != result:
+        raise ValueError(f"the digests of the chunks of shard {shard} are not those that its owner signed")
+    return offer

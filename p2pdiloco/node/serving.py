@@ -1,0 +1,164 @@
+"""A donor's side of state transfers: copies of shards at one head, in chunks, for as long as somebody downloads them.
+
+Rules of this file:
+1. Who is asked for a shard's state copies it once, between two jobs, in the order in which it travels; all chunks that
+   are asked for afterwards are views of that copy, also when the shard has moved on, and for every newcomer.
+2. Copies are bounded: in bytes, the longest unused goes first, and in time. Their memory is used again.
+3. A chunk of a shard that was not copied is copied alone, as long as its head is still the shard's.
+4. The proof of a copy is taken with it: a copy and its proof are of one head.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from p2pdiloco.node.driver import Driver
+from p2pdiloco.node.offers import CHUNK_BYTES, chunk_sizes
+from p2pdiloco.protocol.identifiers import Digest, ShardId
+from p2pdiloco.protocol.manifest import Layout
+from p2pdiloco.runtime.requests import RequestRefused
+from p2pdiloco.wire.blocks import Blocks
+from p2pdiloco.wire.bodies import StateOffer, StateProof
+
+T = TypeVar("T")
+
+COPY_S = 60.0
+KEEP_S = 60.0
+"""A copy that nobody asked for so long is dropped: longer than a slow newcomer waits for one chunk."""
+COPIES_LEAST_BYTES = 128 << 20
+COPIES_LEAST = 4
+"""Copies there is always room for: as many as one newcomer fetches at once."""
+
+
+class _Copy(NamedTuple):
+    """One shard at one head, as it travels."""
+
+    offer: StateOffer
+    data: memoryview
+
+
+class Serving:
+    """State transfers from one node. ``proof`` tells the machine's state of a shard with its proof."""
+
+    def __init__(self, layout: Layout, driver: Driver, proof: Callable[[ShardId], StateProof]) -> None:
+        self._layout = layout
+        self._driver = driver
+        self._proof = proof
+        largest = 8 * max(shard.elements for shard in layout.shards)
+        self._room = max(COPIES_LEAST_BYTES, COPIES_LEAST * largest)
+        self._blocks = Blocks(limit_bytes=self._room)
+        self._copies: OrderedDict[tuple[ShardId, Digest], _Copy] = OrderedDict()
+        """The longest unused first."""
+        self._used_at: dict[tuple[ShardId, Digest], float] = {}
+        self._one_at_a_time = asyncio.Lock()
+        """So that no more copies than there is room for are being made."""
+        self._making: dict[ShardId, asyncio.Future[_Copy]] = {}
+
+    async def offer(self, shard: ShardId) -> StateOffer:
+        """What is to be had of ``shard``; it is kept for a while.
+
+        Raises:
+            RequestRefused: it is not here, or just changing.
+        """
+        chains = self._driver.machine.core.chains
+        head = chains[shard].head if shard < len(chains) else None
+        if head is None:
+            raise RequestRefused(f"shard {shard} is not here")
+        found = self._find(shard, head.id) or await self._copied(shard)
+        return found.offer
+
+    async def chunk(self, shard: ShardId, head: Digest, chunk: int) -> memoryview:
+        """One chunk of ``shard`` at ``head``.
+
+        Raises:
+            RequestRefused: this state, or this chunk of it, is not here.
+        """
+        sizes = chunk_sizes(self._layout.shards[shard].elements) if shard < len(self._layout.shards) else []
+        if chunk >= len(sizes):
+            raise RequestRefused(f"there is no chunk {chunk} of shard {shard}")
+        if (found := self._find(shard, head)) is not None:
+            return found.data[CHUNK_BYTES * chunk : CHUNK_BYTES * (chunk + 1)]
+        data = self._blocks.take(sizes[chunk])
+        at = await self._copy(shard, data, range(chunk, chunk + 1), lambda head, _: head)
+        if at != head:
+            raise RequestRefused(f"shard {shard} is not at {head[:8]}")
+        return data
+
+    def _find(self, shard: ShardId, head: Digest) -> _Copy | None:
+        self._drop_unused()
+        found = self._copies.get((shard, head))
+        if found is not None:
+            self._copies.move_to_end((shard, head))
+            self._used_at[shard, head] = asyncio.get_running_loop().time()
+        return found
+
+    def _drop_unused(self) -> None:
+        now, held = asyncio.get_running_loop().time(), sum(len(copy.data) for copy in self._copies.values())
+        for key, copy in list(self._copies.items()):
+            if held <= self._room and now - self._used_at[key] <= KEEP_S:
+                return
+            held -= len(copy.data)
+            del self._copies[key], self._used_at[key]
+
+    async def _copied(self, shard: ShardId) -> _Copy:
+        """A new copy; several who ask at once share it."""
+        if (making := self._making.get(shard)) is None:
+            making = self._making[shard] = asyncio.get_running_loop().create_future()
+            making.add_done_callback(lambda future: future.cancelled() or future.exception())  # if nobody shares it
+            try:
+                async with self._one_at_a_time:
+                    making.set_result(await self._make(shard))
+            except RequestRefused as error:
+                making.set_exception(error)
+            finally:
+                making.cancel()
+                del self._making[shard]
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            if making.cancelled():  # who asked first does not want it any more
+                raise RequestRefused("ask again") from None
+            raise
+
+    async def _make(self, shard: ShardId) -> _Copy:
+        data = self._blocks.take(8 * self._layout.shards[shard].elements)
+
+        def prove(head: Digest, listed: bytes) -> StateOffer | None:
+            proof = self._proof(shard)
+            return StateOffer(proof, listed) if proof.state.head.id == head else None
+
+        offer = await self._copy(shard, data, None, prove)
+        if offer is None:
+            raise RequestRefused(f"shard {shard} is just changing, ask again")
+        key, copy = (shard, offer.proof.state.head.id), _Copy(offer, data)
+        self._copies[key] = copy
+        self._used_at[key] = asyncio.get_running_loop().time()
+        self._drop_unused()
+        return copy
+
+    async def _copy(
+        self, shard: ShardId, data: memoryview, chunks: range | None, then: Callable[[Digest, bytes], T]
+    ) -> T:
+        """Fill ``data`` on the worker thread; what ``then`` makes of the shard's head and digests, in the turn of the
+        loop in which the copy is there."""
+        copied: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def take(result: tuple[Digest, bytes]) -> None:
+            if not copied.done():
+                copied.set_result(then(*result))
+
+        def refuse(error: Exception) -> None:
+            if not copied.done():
+                copied.set_exception(RequestRefused(str(error)))
+
+        out = torch.frombuffer(data, dtype=torch.float32)
+        self._driver.job(lambda: self._driver.state.copy(shard, out, chunks), take, refuse)
+        try:
+            return await asyncio.wait_for(copied, COPY_S)
+        except TimeoutError:
+            raise RequestRefused("busy") from None

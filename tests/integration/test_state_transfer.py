@@ -1,0 +1,205 @@
+"""State transfers between real nodes over real sockets: several donors, one that lies, one that dies, a newcomer that
+is cut off and comes again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import uvloop
+from waiting import until
+
+from p2pdiloco.node import incoming
+from p2pdiloco.node.founding import version_zero
+from p2pdiloco.node.node import InitialState, Node
+from p2pdiloco.node.options import PeerOptions
+from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, ShardId
+from p2pdiloco.protocol.manifest import (
+    InnerConfig,
+    Layout,
+    Manifest,
+    RunConfig,
+    ScheduleConfig,
+    TensorSpec,
+    make_layout,
+)
+from p2pdiloco.runtime.directory import Directory
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.transport import RequestRefused
+from p2pdiloco.tensors.digests import state_digest
+from p2pdiloco.tensors.recipes import CHUNK
+from p2pdiloco.wire.bodies import GetChunk, GetState, encode
+
+FRAGMENTS = 2
+SHARDS = 12
+SHARD_ELEMENTS = CHUNK + 1000
+"""Two chunks, one of them small."""
+WAIT_S = 30.0
+UP_BYTES_PER_S = 4e6
+"""Slow enough to meet a transfer in its middle."""
+
+
+def run() -> tuple[Manifest, InitialState]:
+    elements = SHARDS // FRAGMENTS * SHARD_ELEMENTS
+    tensors = tuple(
+        TensorSpec(name=f"t{i}", shape=(elements,), merge="rda", fragment=FragmentId(i)) for i in range(FRAGMENTS)
+    )
+    schedule = ScheduleConfig(fragments=FRAGMENTS, max_shard=SHARD_ELEMENTS)
+    layout = make_layout(tensors, FRAGMENTS, schedule.max_shard, "rda")
+    theta = torch.randn(layout.elements, generator=torch.Generator().manual_seed(1))
+    momentum = torch.randn(layout.elements, generator=torch.Generator().manual_seed(2))
+    genesis = tuple(state_digest(theta[s.start : s.stop], momentum[s.start : s.stop]) for s in layout.shards)
+    config = RunConfig(name="transfer", inner=InnerConfig(steps=10**9), schedule=schedule)
+    manifest = Manifest(founder=PeerId("founder"), config=config, tensors=tensors, genesis=genesis)
+    assert len(layout.shards) == SHARDS
+    return manifest, version_zero(manifest, theta, momentum)
+
+
+MANIFEST, VERSION_ZERO = run()
+LAYOUT = Layout.of(MANIFEST)
+
+
+@asynccontextmanager
+async def peer(folder: Path, initial: InitialState | None) -> AsyncIterator[Node]:
+    """A follower that takes part from now on; addresses are told."""
+    identity = Identity.ephemeral()
+    nowhere = Directory(identity, listen=[], announce=[], initial_peers=[])  # never opened
+    options = PeerOptions(folder=folder, listen="/ip4/127.0.0.1/tcp/0", is_follower=True, up_bytes_per_s=UP_BYTES_PER_S)
+    async with Node(MANIFEST, options, identity, nowhere, initial) as node:
+        node._start()
+        yield node
+
+
+async def meet(newcomer: Node, donors: list[Node]) -> None:
+    for donor in donors:
+        await newcomer.transport.dial(donor.transport.listen_addresses()[0])
+
+
+async def is_current(node: Node) -> None:
+    await until(lambda: node.machine.core.is_current, WAIT_S)
+
+
+def events(folder: Path, name: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["event"] == name]
+
+
+def has_all(node: Node) -> bool:
+    state = node.state
+    return torch.equal(state.theta, VERSION_ZERO.theta) and torch.equal(state.momentum, VERSION_ZERO.momentum)
+
+
+def with_donors(folder: Path, count: int, scenario: Callable[[list[Node], AsyncExitStack], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            donors = [await stack.enter_async_context(peer(folder / f"donor{i}", VERSION_ZERO)) for i in range(count)]
+            await scenario(donors, stack)
+
+    uvloop.run(main())
+
+
+def test_a_newcomer_takes_from_all_donors_and_refuses_the_chunks_of_a_liar(tmp_path: Path) -> None:
+    async def scenario(donors: list[Node], stack: AsyncExitStack) -> None:
+        for shard in LAYOUT.shards:  # all of it: whatever it is asked for first, it lies about
+            donors[2].state.theta[shard.start] += 1.0
+            donors[2].state.momentum[shard.stop - 1] += 1.0
+        newcomer = await stack.enter_async_context(peer(tmp_path / "new", None))
+        await meet(newcomer, donors)
+        await is_current(newcomer)
+        assert has_all(newcomer)
+        assert newcomer.metrics.faults["state"] >= 1
+        sent = [donor.transport.traffic().sent_bulk for donor in donors]
+        assert min(sent[:2]) > 0
+
+    with_donors(tmp_path, 3, scenario)
+    liars = {row["peer"] for row in events(tmp_path / "new", "fault")}
+    assert len(liars) == 1
+    assert sum(row["bytes"] for row in events(tmp_path / "new", "fetched")) == 8 * LAYOUT.elements
+    assert events(tmp_path / "new", "downloaded")[0]["bytes"] == 8 * LAYOUT.elements
+
+
+def test_a_donor_that_dies_in_the_middle_costs_what_it_was_sending(tmp_path: Path) -> None:
+    async def scenario(donors: list[Node], stack: AsyncExitStack) -> None:
+        dying = peer(tmp_path / "dying", VERSION_ZERO)
+        donor = await dying.__aenter__()
+        newcomer = await stack.enter_async_context(peer(tmp_path / "new", None))
+        await meet(newcomer, [donor, *donors])
+        await until(lambda: donor.transport.traffic().sent_bulk > 2_000_000, WAIT_S)
+        assert not newcomer.machine.core.is_current
+        for connection in list(donor.transport._all):
+            connection.abort("killed")
+        await dying.__aexit__(None, None, None)
+        await is_current(newcomer)
+        assert has_all(newcomer)
+        assert not newcomer.metrics.faults
+
+    with_donors(tmp_path, 1, scenario)
+
+
+def test_a_newcomer_that_is_cut_off_goes_on_with_what_it_has(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+
+    async def scenario(donors: list[Node], stack: AsyncExitStack) -> None:
+        async with peer(folder, None) as newcomer:
+            await meet(newcomer, donors)
+            await until(lambda: len(list((folder / incoming.INCOMING).glob(incoming.PATTERN))) >= 3, WAIT_S)
+            assert not newcomer.machine.core.is_current
+        files = sorted((folder / incoming.INCOMING).glob(incoming.PATTERN))
+        spoilt = bytearray(files[0].read_bytes())
+        spoilt[-1] ^= 1
+        files[0].write_bytes(spoilt)
+        kept = incoming.load(folder / incoming.INCOMING, MANIFEST)
+        assert kept is not None
+        assert len(kept.shards) == len(files) - 1
+        before = len(events(folder, "fetched"))
+        again = await stack.enter_async_context(peer(folder, InitialState(kept.shards, kept.theta, kept.momentum)))
+        await meet(again, donors)
+        await is_current(again)
+        assert has_all(again)
+        assert len(events(folder, "fetched")) - before == SHARDS - len(kept.shards)
+        await until(lambda: not (folder / incoming.INCOMING).exists(), WAIT_S)
+        assert list((folder / "checkpoint").glob("state-*.json"))
+
+    with_donors(tmp_path, 2, scenario)
+
+
+@pytest.mark.parametrize("body", [b"", b"\x00" * 8, b"\x00\x00\x00\x04abcd", b"\xff" * 5000])
+def test_what_is_no_downloaded_shard_is_removed(tmp_path: Path, body: bytes) -> None:
+    path = tmp_path / "shard-00000003.state"
+    path.write_bytes(body)
+    (tmp_path / "shard-x.state").write_bytes(body)
+    (tmp_path / "shard-00000099.state").write_bytes(body)
+    assert incoming.load(tmp_path, MANIFEST) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_questions_that_are_none_are_refused(tmp_path: Path) -> None:
+    """Shards and chunks that do not exist, heads that are not here, and bytes that are no question."""
+    head = VERSION_ZERO.shards[0].state.head.id
+    questions = [
+        encode(GetState(ShardId(SHARDS))),
+        encode(GetChunk(ShardId(SHARDS), head, 0)),
+        encode(GetChunk(ShardId(0), head, 2)),
+        encode(GetChunk(ShardId(0), Digest("0" * 40), 0)),
+        encode(["chunk?", -1, head, 0]),
+        encode(["chunk?", 0, head, 2**63]),
+        encode(["chunk?", 0, "x" * 41, 0]),
+        b"",
+    ]
+
+    async def scenario(donors: list[Node], stack: AsyncExitStack) -> None:
+        for question in questions:
+            with pytest.raises(RequestRefused):
+                await donors[0].answer(PeerId("somebody"), question)
+        answers = await asyncio.gather(
+            *(donors[0].answer(PeerId("somebody"), encode(GetState(ShardId(0)))) for _ in range(5))
+        )
+        assert len({answer.body for answer in answers}) == 1
+
+    with_donors(tmp_path, 1, scenario)
