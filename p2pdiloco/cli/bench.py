@@ -110,8 +110,9 @@ def _link(arguments: argparse.Namespace) -> int:
 
 def _exec(arguments: argparse.Namespace) -> int:
     words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
-    if not words:
-        raise Complaint("bench exec TOPOLOGY SITE -- COMMAND: there is no command", REPAIR)
+    if not words or words[0].startswith("-"):
+        text = "there is no command" if not words else f"{words[0]}: options go before TOPOLOGY"
+        raise Complaint(f"bench exec [OPTIONS] TOPOLOGY SITE -- COMMAND: {text}", REPAIR)
     source = _source(arguments)
     site = parse_topology(source).index(arguments.site)
     made, is_ours = _standing_or_made(source, arguments.engine)
