@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # What `make bench-wire` exchanges: "--all" compares with hivemind and torchft, and needs root.
 EXCHANGE ?= --all
 
-.PHONY: demo test lint simulate chaos golden bench-wire clean help
+.PHONY: demo test lint simulate chaos golden bench-wire bench-uml clean help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -49,6 +49,9 @@ bench-wire: $(READY) ## codec, transport and exchange: tables, JSON and plots in
 	@$(BIN)/python -m benchmarks.wire.codec --json out/bench/codec.json --plot out/bench/codec.png
 	@$(BIN)/python -m benchmarks.wire.transport --json out/bench/transport.json --plot out/bench/transport.png
 	@$(BIN)/python -m benchmarks.wire.exchange $(EXCHANGE) --json out/bench/exchange.json --plot out/bench/exchange.png
+
+bench-uml: $(READY) ## the testbed's real netem path, in User-Mode Linux (apt install user-mode-linux; a minute)
+	@tests/wan/uml.sh $(CURDIR)/$(BIN)/python
 
 clean: ## remove what make and the demo made
 	rm -rf $(VENV) out build *.egg-info

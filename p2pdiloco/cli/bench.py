@@ -6,6 +6,7 @@ removes all that killed tools left. Nothing runs on a link that is off by more t
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import signal
@@ -20,11 +21,11 @@ from typing import Any
 import msgspec
 
 from p2pdiloco.cli.complaints import FAILED, NOBODY_THERE, REPAIR, Complaint, complaining
-from p2pdiloco.testbed import inside, kernel, testbed, trace, verify
+from p2pdiloco.testbed import inprocess, inside, kernel, testbed, trace, verify
 from p2pdiloco.testbed.namespaces import TestbedError, need_root
 from p2pdiloco.testbed.report import matrix
 from p2pdiloco.testbed.testbed import Testbed
-from p2pdiloco.testbed.topology import Change, TopologyError, address, find_topology, parse_topology
+from p2pdiloco.testbed.topology import Change, Topology, TopologyError, address, find_topology, parse_topology
 
 IS_QUIET = True
 LEAVE_S = 10.0
@@ -56,13 +57,18 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     makers[2].add_argument("site", metavar="SITE")
     makers[2].add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     action("play", "put the scheduled changes in force, each at its time", _play)
+    relay = action("relay", "without root: shape in this process what goes through its TCP relays", _down)
+    relay.add_argument("servers", nargs="*", metavar="SITE=HOST:PORT", help="what others reach; none: only measure")
     action("down", "remove the network", _down)
     action("clean", "remove all that testbeds left here: namespaces, interfaces, processes", _clean, file=False)
     action("probe", "say what this kernel has, and what would be used", _probe, file=False)
 
 
 async def run(arguments: argparse.Namespace) -> int:
-    """One action. It has a thread of its own, the main one, and nothing else to do: signals interrupt it anywhere."""
+    """One action. All but ``relay`` have the main thread for themselves, so that signals interrupt them anywhere."""
+    if arguments.action == "relay":
+        with complaining(repair=(TopologyError,), nobody=()):
+            return await _relay(arguments)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     with complaining(repair=(TopologyError,), nobody=()):
@@ -163,6 +169,33 @@ def _play(arguments: argparse.Namespace) -> int:
     made.rewind()
     trace.play(made, threading.Event(), _tell)
     return 0
+
+
+async def _relay(arguments: argparse.Namespace) -> int:
+    """Measure, then serve until interrupted."""
+    topology = parse_topology(_source(arguments))
+    servers = dict(_server(topology, text) for text in arguments.servers)
+    if any(route.loss for route in topology.paths.values()):
+        _say("losses are not shown: TCP ends at the relay (bench up shows them, as root)")
+    _say(f"measuring {len(topology.sites)} lines and {len(topology.paths)} paths in process ...")
+    checks = [check async for check in inprocess.verify_in_process(topology)]
+    print(matrix(topology, checks))
+    if wrong := [check for check in checks if not check.is_right]:
+        raise Complaint(str(verify.LinkOffError(wrong)), FAILED)
+    async with inprocess.InProcess(topology, servers) as network:
+        for (i, j), port in network.ports.items():
+            print(f"from {topology.sites[i].name} to {topology.sites[j].name}: {inprocess.HOST}:{port}", flush=True)
+        if servers:
+            await asyncio.Event().wait()
+    return 0
+
+
+def _server(topology: Topology, text: str) -> tuple[int, tuple[str, int]]:
+    site, _, where = text.partition("=")
+    host, _, port = where.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise TopologyError(f"{text!r} is not SITE=HOST:PORT")
+    return topology.index(site), (host, int(port))
 
 
 def _down(arguments: argparse.Namespace) -> int:

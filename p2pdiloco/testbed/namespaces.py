@@ -37,7 +37,7 @@ def need_root() -> None:
     TestbedError: not root, or pyroute2 is not installed.
     """
     if os.geteuid() != 0:
-        raise TestbedError("network namespaces and tc need root: run with sudo, or shape in process with --in-process")
+        raise TestbedError("namespaces and tc need root: run with sudo, or shape in process: p2pdiloco bench relay")
     _pyroute2()
 
 
