@@ -95,14 +95,14 @@ def arriving(sites: Sequence[str], flows: Sequence[Flow], slowest_bps: float, de
         for target in {flow.target for flow in flows}:
             receiver = stack.enter_context(opened_in(sites[target], _receiver))
             counts.append(_Count(receiver, begin, end))
-        senders = {
-            source: stack.enter_context(opened_in(sites[source], _segmenting_sender))
-            for source in {flow.source for flow in flows}
-        }
-        offering = threading.Thread(target=_offer, args=(senders, flows, end), name="offering")
-        for thread in (*counts, offering):
+        offering = []
+        for source in sorted({flow.source for flow in flows}):
+            sender = stack.enter_context(opened_in(sites[source], _segmenting_sender))
+            theirs = [flow for flow in flows if flow.source == source]
+            offering.append(threading.Thread(target=_offer, args=(sender, theirs, end), name="offering"))
+        for thread in (*counts, *offering):
             thread.start()
-        for thread in (*counts, offering):
+        for thread in (*counts, *offering):
             thread.join()
     return sum(count.rate() for count in counts)
 
@@ -170,14 +170,14 @@ class _Count(threading.Thread):
         return self._bytes * 8 * PACKET_BYTES / PAYLOAD_BYTES / (self._last - self._first)
 
 
-def _offer(senders: dict[int, socket.socket], flows: Sequence[Flow], end: float) -> None:
+def _offer(sender: socket.socket, flows: Sequence[Flow], end: float) -> None:
     data = memoryview(bytes(PAYLOAD_BYTES * MOST_SEGMENTS))
     segments = [max(1, min(MOST_SEGMENTS, int(flow.bps * CHUNK_S / 8 / PACKET_BYTES))) for flow in flows]
     rates = [flow.bps / (PACKET_BYTES * 8 * many) for flow, many in zip(flows, segments, strict=True)]
     for number in _schedule(rates, end):
         flow = flows[number]
         with contextlib.suppress(BlockingIOError, ConnectionRefusedError):
-            senders[flow.source].sendto(data[: PAYLOAD_BYTES * segments[number]], (address(flow.target), PORT))
+            sender.sendto(data[: PAYLOAD_BYTES * segments[number]], (address(flow.target), PORT))
 
 
 def _schedule(rates: Sequence[float], end: float) -> Iterator[int]:
