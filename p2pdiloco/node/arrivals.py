@@ -3,8 +3,9 @@
 Rules of this file:
 1. While a peer joins, a terminal shows one line that is written over; without one the log gets a line every
    ``LOG_S`` seconds. The event log gets both ends and the same lines.
-2. Shards that came while joining are kept on the disk until a checkpoint has them (``incoming``). At most
-   ``WAITING_MOST`` wait to be written; more are not kept.
+2. Shards that came while joining are kept on the disk until a checkpoint has them (``incoming``), if the download looks
+   like lasting ``KEEP_FROM_S`` or more: a shorter one is sooner repeated than written. At most ``WAITING_MOST`` wait to
+   be written; more are not kept.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ log = logs.get("node")
 LOG_S = 5.0
 DRAW_S = 0.2
 WAITING_MOST = 8
+KEEP_FROM_S = 20.0
 
 
 class Arrivals:
@@ -78,9 +80,14 @@ class Arrivals:
         """All chunks of one shard are here."""
         head, size = offer.proof.state.head, sum(4 * chunk.numel() for chunk in chunks)
         self._metrics.write("fetched", shard=head.shard, version=head.version, head=head.id, bytes=size)
-        if self._progress is not None and self._waiting < WAITING_MOST:
+        if self._progress is not None and self._waiting < WAITING_MOST and self._is_long(self._progress):
             self._waiting += 1
             self._tasks.spawn(self._keep(offer, chunks), name=f"keep shard {head.shard}")
+
+    def _is_long(self, progress: TransferProgress) -> bool:
+        now = asyncio.get_running_loop().time()
+        left_s = progress.left_s(now)
+        return left_s is None or now - progress.began_at + left_s >= KEEP_FROM_S
 
     def end(self) -> bool:
         """Every shard has a state; whether files were kept, which a checkpoint replaces."""

@@ -8,7 +8,7 @@ Rules of this file:
 2. A donor serves first the shards that were offered by it: it keeps those for us. Others are asked for what is left,
    and are not asked again for a shard that they do not have.
 3. A chunk is asked from a second donor only when its first one is overdue: OVERDUE times what its rate promises, or,
-   when no shards follow, when an idle one would have it in a quarter of the time that is left. Never from a third.
+   when no shards follow, when an idle one would have it in an eighth of the time that is left. Never from a third.
 4. A donor that is dropped (gone, or a liar) costs only what was asked from it.
 """
 
@@ -28,7 +28,7 @@ FIRST_RATE = 1e6
 SMOOTHING = 0.25
 OVERDUE = 4.0
 OVERDUE_LEAST_S = 2.0
-HURRY = 4.0
+HURRY = 8.0
 
 
 class Piece(NamedTuple):

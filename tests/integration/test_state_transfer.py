@@ -15,7 +15,7 @@ import torch
 import uvloop
 from waiting import until
 
-from p2pdiloco.node import incoming
+from p2pdiloco.node import arrivals, incoming
 from p2pdiloco.node.founding import version_zero
 from p2pdiloco.node.node import InitialState, Node
 from p2pdiloco.node.options import PeerOptions
@@ -142,7 +142,8 @@ def test_a_donor_that_dies_in_the_middle_costs_what_it_was_sending(tmp_path: Pat
     with_donors(tmp_path, 1, scenario)
 
 
-def test_a_newcomer_that_is_cut_off_goes_on_with_what_it_has(tmp_path: Path) -> None:
+def test_a_newcomer_that_is_cut_off_goes_on_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "KEEP_FROM_S", 0.0)
     folder = tmp_path / "new"
 
     async def scenario(donors: list[Node], stack: AsyncExitStack) -> None:
