@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from p2pdiloco.node.driver import Driver
 from p2pdiloco.node.serving import Serving
 from p2pdiloco.protocol.identifiers import PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.runtime.transport import Answer, RequestRefused
+from p2pdiloco.runtime.transport import Answer, RequestRefused, Transport
 from p2pdiloco.wire.bodies import (
     GetChunk,
     GetManifest,
@@ -23,20 +24,25 @@ from p2pdiloco.wire.bodies import (
 STATE_PRIORITY = 10.0
 """State transfers go after contributions and commits."""
 
+LITTLE_BYTES = 4 << 20
+YIELD_S = 0.02
+YIELD_MOST_S = 2.0
+"""A chunk goes out in that time at the latest, whatever waits."""
 QUEUED_MOST_BYTES = 64 << 20
 """Chunks that wait for one peer hold memory: a peer that asks and does not read gets no more."""
 
 
 class Answering:
-    """Answers of one node. ``queued``: bytes that wait to be sent to a peer."""
+    """Answers of one node over ``transport``."""
 
     def __init__(
-        self, manifest: Manifest, driver: Driver, status: Callable[[], PeerStatus], queued: Callable[[PeerId], int]
+        self, manifest: Manifest, driver: Driver, status: Callable[[], PeerStatus], transport: Transport
     ) -> None:
         self._manifest = manifest
         self._driver = driver
         self._status = status
-        self._queued = queued
+        self._transport = transport
+        self._turns = asyncio.Lock()
         self._serving = Serving(Layout.of(manifest), driver, self.proof)
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:
@@ -57,10 +63,26 @@ class Answering:
             case GetState(shard=shard):
                 return Answer(encode(await self._serving.offer(shard)))
             case GetChunk():
-                if self._queued(peer) > QUEUED_MOST_BYTES:
+                if self._transport.queued_bytes(peer) > QUEUED_MOST_BYTES:
                     raise RequestRefused("busy: too much waits to be sent to you")
+                await self._own_traffic_first()
                 data = await self._serving.chunk(request.shard, request.head, request.chunk)
                 return Answer(b"", data, STATE_PRIORITY)
+
+    async def _own_traffic_first(self) -> None:
+        """Let contributions and commits go before a chunk: wait, one question after the other, while more than little
+        waits to be sent to anybody; not for ever, since a peer that takes slowly does not fill our link."""
+        async with self._turns:
+            for _ in range(round(YIELD_MOST_S / YIELD_S)):
+                if self._waiting_bytes() <= self._little_bytes():
+                    return
+                await asyncio.sleep(YIELD_S)
+
+    def _waiting_bytes(self) -> int:
+        return sum(map(self._transport.queued_bytes, self._transport.peers()))
+
+    def _little_bytes(self) -> float:
+        return max(LITTLE_BYTES, YIELD_S * 4 * (self._transport.up_bytes_per_s or 0.0))
 
     def proof(self, shard: ShardId) -> StateProof:
         """The machine's state of a shard, with the commit that its owner signed."""

@@ -159,7 +159,7 @@ class Node:
             self._fetching = Fetching(
                 self.manifest, self.layout, self.driver, self.transport, self._tasks, self._arrivals, self.fault
             )
-            self._answering = Answering(self.manifest, self.driver, self.status, self.transport.queued_bytes)
+            self._answering = Answering(self.manifest, self.driver, self.status, self.transport)
             self.supervision = Supervision(
                 self.identity.peer_id,
                 self.driver,

@@ -15,7 +15,7 @@ import torch
 import uvloop
 from waiting import until
 
-from p2pdiloco.node import arrivals, incoming
+from p2pdiloco.node import answering, arrivals, incoming
 from p2pdiloco.node.founding import version_zero
 from p2pdiloco.node.node import InitialState, Node
 from p2pdiloco.node.options import PeerOptions
@@ -178,6 +178,31 @@ def test_what_is_no_downloaded_shard_is_removed(tmp_path: Path, body: bytes) -> 
     (tmp_path / "shard-00000099.state").write_bytes(body)
     assert incoming.load(tmp_path, MANIFEST) is None
     assert not list(tmp_path.iterdir())
+
+
+def test_chunks_wait_for_what_the_donor_itself_has_to_send(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answering, "YIELD_MOST_S", WAIT_S)
+    question = encode(GetChunk(ShardId(0), VERSION_ZERO.shards[0].state.head.id, 0))
+
+    async def scenario(donors: list[Node], stack: AsyncExitStack) -> None:
+        waiting, looks = [10 * answering.LITTLE_BYTES], 0
+
+        def queued_bytes(peer: PeerId) -> int:
+            nonlocal looks
+            looks += peer != "newcomer"
+            return waiting[0] if peer != "newcomer" else 0
+
+        monkeypatch.setattr(donors[0].transport, "queued_bytes", queued_bytes)
+        monkeypatch.setattr(donors[0].transport, "peers", lambda: [PeerId("other")])
+        asking = asyncio.create_task(donors[0].answer(PeerId("newcomer"), question))
+        await until(lambda: looks > 3, WAIT_S)
+        assert not asking.done()
+        waiting[0] = 0
+        answer = await asking
+        assert answer.priority > 0
+        assert answer.payload is not None
+
+    with_donors(tmp_path, 1, scenario)
 
 
 def test_questions_that_are_none_are_refused(tmp_path: Path) -> None:
