@@ -33,8 +33,10 @@ class TestbedError(Exception):
 
 
 def need_root() -> None:
-    """Raises:
-    TestbedError: not root, or pyroute2 is not installed.
+    """Complain early where namespaces cannot be made.
+
+    Raises:
+        TestbedError: not root, or pyroute2 is not installed.
     """
     if os.geteuid() != 0:
         raise TestbedError("namespaces and tc need root: run with sudo, or shape in process: p2pdiloco bench relay")
