@@ -1,0 +1,19 @@
+"""Decoupled DiLoCo without a syncer, peer to peer. For training scripts: ``p2pdiloco.DiLoCo``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from p2pdiloco.diloco import DiLoCo, DiLoCoError
+
+__all__ = ["DiLoCo", "DiLoCoError"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch and all that only when it is asked for: most commands need none of it."""
+    if name in __all__:
+        from p2pdiloco import diloco
+
+        return getattr(diloco, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -87,7 +87,7 @@ def _evaluate(checkpoint: Checkpoint, config: RunConfig) -> tuple[float, float, 
     model = build_model(config.model, config.seed)
     samples, device = 4 * config.evaluation.samples, torch.device("cpu")
     start = held_out_loss(model, corpus, config.model.context, samples, device)
-    flat = FlatParameters(model, checkpoint.manifest.tensors, Layout.of(checkpoint.manifest))
+    flat = FlatParameters(model.named_parameters(), checkpoint.manifest.tensors, Layout.of(checkpoint.manifest))
     flat.copy_from(checkpoint.theta, flat.everything)
     end = held_out_loss(model, corpus, config.model.context, samples, device)
     text = generate(model, PROMPT, SAMPLE_TOKENS, 0.7, seed=0)

@@ -55,6 +55,7 @@ def add_peer_arguments(sub: argparse.ArgumentParser) -> None:
         help="seconds that training goes on when the node was killed, waiting for its restart with the same --state; "
         "0: end with it (default: %(default)s)",
     )
+    sub.add_argument("--learner", default="", metavar="NAME", help=argparse.SUPPRESS)  # p2pdiloco.DiLoCo's node
     sub.add_argument("--journal", action="store_true", help="record every event, for p2pdiloco replay")
 
 
@@ -74,6 +75,7 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
         checkpoint_s=arguments.checkpoint_s,
         keep_checkpoints=arguments.keep_checkpoints,
         leave_s=arguments.leave_s,
+        learner=arguments.learner,
         reattach_s=arguments.reattach_s,
         has_journal=arguments.journal,
     )

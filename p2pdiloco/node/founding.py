@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 import torch
+from torch import nn
 
 from p2pdiloco.node.node import InitialState
 from p2pdiloco.protocol.chain import genesis_head
 from p2pdiloco.protocol.events import ShardState
 from p2pdiloco.protocol.identifiers import PeerId
-from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig, TensorSpec, config_problems, make_layout
+from p2pdiloco.protocol.manifest import (
+    BlockSpec,
+    Layout,
+    Manifest,
+    RunConfig,
+    TensorSpec,
+    config_problems,
+    make_layout,
+)
 from p2pdiloco.tensors.digests import state_digest
 from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.training.corpus import CorpusError, cut_into_blocks, load_corpus
@@ -57,15 +67,28 @@ def found(config: RunConfig, founder: PeerId, data: str | None) -> tuple[Manifes
     problems = config_problems(config, tensors=len(named))
     if problems:
         raise ConfigError("\n".join(problems))
+    blocks = cut_into_blocks(corpus, config.model.context, config.inner.batch, config.data.block)
+    manifest, theta, momentum = make_manifest(config, founder, named, model.named_parameters(), blocks)
+    return manifest, version_zero(manifest, theta, momentum)
+
+
+def make_manifest(
+    config: RunConfig,
+    founder: PeerId,
+    named: Sequence[tuple[str, torch.Size, bool]],
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    blocks: BlockSpec | None = None,
+) -> tuple[Manifest, torch.Tensor, torch.Tensor]:
+    """A new run's manifest, global parameters and momentum, from a model's trainable ``parameters``, of which ``named``
+    tells names, shapes and which are embeddings."""
     tensors: tuple[TensorSpec, ...] = tensor_specs(named, config.schedule.fragments)
     layout = make_layout(tensors, config.schedule.fragments, config.schedule.max_shard, config.outer.merge)
     theta, momentum = torch.zeros(layout.elements), torch.zeros(layout.elements)
-    flat = FlatParameters(model, tensors, layout)
+    flat = FlatParameters(parameters, tensors, layout)
     flat.copy_to(theta, flat.everything)
     genesis = tuple(state_digest(theta[s.start : s.stop], momentum[s.start : s.stop]) for s in layout.shards)
-    blocks = cut_into_blocks(corpus, config.model.context, config.inner.batch, config.data.block)
-    manifest = Manifest(founder=founder, config=config, tensors=tensors, genesis=genesis, blocks=blocks)
-    return manifest, version_zero(manifest, theta, momentum)
+    manifest = Manifest(founder=founder, config=config, tensors=tensors, genesis=genesis, blocks=blocks or BlockSpec())
+    return manifest, theta, momentum
 
 
 def version_zero(manifest: Manifest, theta: torch.Tensor, momentum: torch.Tensor) -> InitialState:

@@ -29,6 +29,7 @@ log = logs.get("learner")
 READ_BYTES = 1 << 16
 COMMANDS = 4096
 """Commands that may wait beyond what the socket holds. Only the swarm's steps come without waiting for an answer."""
+LOOK_S = 0.2
 EXIT_S = 5.0
 """How long a learner may take to exit when asked; then it is killed."""
 
@@ -71,7 +72,10 @@ class LearnerProcess:
         ended: Callable[[str, int], None],
         log_path: Path,
         reunion: str,
+        manifest: bytes | None = None,
     ) -> None:
+        """``reunion``: where a learner of this peer waits. With a ``manifest`` that is a training script, which is told
+        the run, and in whose place no other is started."""
         self._arguments = arguments
         self._memory_fd = memory_fd
         self._heard = heard
@@ -79,6 +83,7 @@ class LearnerProcess:
         self._log_path = log_path
         self._socket: socket.socket | None = None
         self._reunion = reunion
+        self._manifest = manifest
         self._process: asyncio.subprocess.Process | Adopted | None = None
         self._outgoing: asyncio.Queue[bytes] = asyncio.Queue(COMMANDS)
         self._tasks: list[asyncio.Task[None]] = []
@@ -91,11 +96,16 @@ class LearnerProcess:
             OSError: it cannot be started.
         """
         ours = find_learner(self._reunion, self._memory_fd)
+        while ours is None and self._manifest is not None:
+            await asyncio.sleep(LOOK_S)
+            ours = find_learner(self._reunion, self._memory_fd)
         if ours is None:
             ours = await self._start()
         else:
             self._process = Adopted(peer_credentials(ours)[0])
         ours.setblocking(False)
+        if self._manifest is not None:
+            self._outgoing.put_nowait(link.welcome(self._manifest))
         self._socket = ours
         self._tasks = [
             asyncio.create_task(self._read(), name="learner: read"),
@@ -136,6 +146,9 @@ class LearnerProcess:
         self.send(link.Exit())
         process = self._process
         assert process is not None
+        if self._manifest is not None:
+            await self._say_goodbye()
+            return
         try:
             async with asyncio.timeout(EXIT_S):
                 await process.wait()
@@ -149,6 +162,18 @@ class LearnerProcess:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             if self._socket is not None:
                 self._socket.close()
+
+    async def _say_goodbye(self) -> None:
+        """A training script goes on with its own life: it is told, and left alone."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(EXIT_S):
+                while not self._outgoing.empty():
+                    await asyncio.sleep(0.01)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._socket is not None:
+            self._socket.close()
 
     @property
     def is_adopted(self) -> bool:
@@ -193,7 +218,7 @@ class LearnerProcess:
                         self._heard(message)
         except (OSError, ValueError) as error:
             self._reason = self._reason or str(error)
-        status = await self._process.wait()
+        status = 0 if self._manifest is not None else await self._process.wait()
         self._ended(self._reason or f"it ended with status {status}, see {self._log_path}", status)
 
 

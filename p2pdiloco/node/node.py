@@ -166,6 +166,7 @@ class Node:
                 self.options,
                 self.metrics,
                 memory_fd=vectors.fd,
+                manifest=self.manifest.encode(),
                 gave_up=self._learner_gave_up,
                 sent_bytes=self._sent_bytes,
             )

@@ -38,6 +38,8 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     keep_checkpoints: Annotated[int, Meta(ge=1)] = 2
     """Checkpoints that stay; of a torn one the next is used."""
     leave_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 20.0
+    learner: str = ""
+    """Name under which a training script waits for its node; empty: the built-in learner is started."""
     reattach_s: Annotated[float, Meta(ge=0.0, le=86400.0)] = 60.0
     """How long a learner whose node died goes on training and waits for the node's next life; 0: it ends with it."""
     has_journal: bool = False

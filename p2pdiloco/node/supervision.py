@@ -48,6 +48,7 @@ class Supervision:
         metrics: Metrics,
         *,
         memory_fd: int,
+        manifest: bytes,
         gave_up: Callable[[int, str], None],
         sent_bytes: Callable[[], int],
     ) -> None:
@@ -64,7 +65,8 @@ class Supervision:
         self._is_ready = False
         self._is_loaded = False
         self._has_blocks = False
-        self._reunion = f"p2pdiloco-{digest_of(str(options.folder.absolute()).encode())}"
+        self._manifest = manifest if options.learner else None
+        self._reunion = options.learner or f"p2pdiloco-{digest_of(str(options.folder.absolute()).encode())}"
         """Where a learner of this folder's last life waits."""
         self._lost_lives = 0
         self.is_over = False
@@ -91,10 +93,11 @@ class Supervision:
                     ended=gone,
                     log_path=self._options.folder / "learner.log",
                     reunion=self._reunion,
+                    manifest=self._manifest,
                 )
             )
             self._metrics.learner_began()
-            if self._process.is_adopted:
+            if self._process.is_adopted and self._manifest is None:
                 log.info("found the learner of this peer's last life, which has gone on training")
                 self._metrics.write("learner-adopted", pid=self._process.pid)
             reason, status = await ended
@@ -106,6 +109,9 @@ class Supervision:
             self._metrics.write("learner-lost", reason=reason, status=status)
             if was_loaded:
                 self._driver.feed(ev.LearnerStopped(reason))
+            if self._manifest is not None:
+                self._gave_up(1, "the training script has ended without leaving the run")
+                return
             self._lost_lives = 1 if loop.time() - began >= STABLE_S else self._lost_lives + 1
             if status == MISUSED or self._lost_lives > RESTARTS:
                 self._gave_up(MISUSED if status == MISUSED else 1, f"the learner cannot go on: {reason}")

@@ -34,9 +34,10 @@ MergeRule = Literal["rda", "direct"]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A byte-level decoder-only transformer (RMSNorm, RoPE, SwiGLU)."""
+    """A byte-level decoder-only transformer (RMSNorm, RoPE, SwiGLU), or a training script's own model."""
 
-    kind: Literal["transformer"] = "transformer"
+    kind: Literal["transformer", "external"] = "transformer"
+    """``external``: the other fields mean nothing; learners are scripts (``p2pdiloco.DiLoCo``)."""
     width: Positive = 128
     """Residual stream; divisible by ``heads``."""
     depth: Positive = 4
@@ -233,7 +234,7 @@ def config_problems(config: RunConfig, *, tensors: int | None = None) -> list[st
     """What is impossible in ``config``, one sentence each, naming the field and the allowed values; empty if sound."""
     problems = []
     model, schedule, inner = config.model, config.schedule, config.inner
-    if model.width % model.heads or (model.width // model.heads) % 2:
+    if model.kind == "transformer" and (model.width % model.heads or (model.width // model.heads) % 2):
         problems.append(
             f"model.width = {model.width} must be a multiple of 2 * model.heads = {2 * model.heads} (rotary pairs)"
         )

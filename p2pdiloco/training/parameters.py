@@ -28,19 +28,23 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class FlatParameters:
-    """``model``'s parameters, addressed by shard and fragment."""
+    """A model's parameters, addressed by shard and fragment."""
 
-    def __init__(self, model: nn.Module, tensors: Sequence[TensorSpec], layout: Layout) -> None:
-        """
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], tensors: Sequence[TensorSpec], layout: Layout
+    ) -> None:
+        """``named``: the model's trainable parameters.
+
         Raises:
-            ValueError: the model's tensors are not those of the manifest.
+            ValueError: they are not the tensors of the manifest.
         """
+        given = list(named)
         expected = [(t.name, t.shape) for t in tensors]
-        found = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+        found = [(name, tuple(p.shape)) for name, p in given]
         if found != expected:
             odd = next(((f, e) for f, e in zip(found, expected, strict=False) if f != e), (len(found), len(expected)))
             raise ValueError(f"the model's tensors are not the manifest's: {odd[0]} where {odd[1]} is expected")
-        parameters = list(model.parameters())
+        parameters = [parameter for _, parameter in given]
         placed = [
             (start, parameters[index].detach().view(-1))
             for index, start in zip(layout.order, layout.starts, strict=True)

@@ -1,7 +1,7 @@
 """Where a learner whose node has died is found by the node's next life.
 
-A Unix socket in Linux's abstract namespace, named by the peer's folder: it leaves no file behind. Whoever connects must be
-the same user, and brings the new shared memory along; the connection is then the learner's link.
+A Unix socket in Linux's abstract namespace, named by the peer's folder: it leaves no file behind. Whoever connects must
+be the same user, and brings the new shared memory along; the connection is then the learner's link.
 
 Rules of this file:
 1. Nothing here waits: a learner looks at its step boundaries.

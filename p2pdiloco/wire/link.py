@@ -14,6 +14,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import socket
 import struct
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
@@ -167,6 +168,39 @@ FromNode = Load | Shift | Snapshot | Train | AdoptStep | Evaluate | Pause | Save
 FromLearner = Ready | Progress | BlockFinished | Shifted | Snapshotted | Evaluated | Paused | Trouble | Failed
 
 MessageT = TypeVar("MessageT")
+
+
+def welcome(manifest: bytes) -> bytes:
+    """What a node says first to a training script that it has found: the run's manifest, as one frame.
+
+    Raises:
+        ValueError: it would have more than 1 MiB.
+    """
+    if len(manifest) > MAX_FRAME_BYTES:
+        raise ValueError(f"the manifest has {len(manifest)} bytes, a frame at most {MAX_FRAME_BYTES}")
+    return _LENGTH.pack(len(manifest)) + manifest
+
+
+def receive_welcome(connection: socket.socket) -> bytes:
+    """The manifest, from a blocking socket.
+
+    Raises:
+        ValueError: the frame is too large, or the stream ends in it.
+    """
+    (size,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
+    if size > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame claims {size} bytes, at most {MAX_FRAME_BYTES} are allowed")
+    return _receive(connection, size)
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        piece = connection.recv(size - len(data))
+        if not piece:
+            raise ValueError("the node left before it had said which run it is")
+        data += piece
+    return bytes(data)
 
 
 def encode(message: FromNode | FromLearner) -> bytes:

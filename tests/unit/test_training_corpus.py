@@ -194,7 +194,7 @@ def test_parameters_and_the_flat_vector_are_the_same_numbers(max_shard: int) -> 
     model = build_model(TINY, 0)
     specs = tensor_specs(named_tensors(model), 3)
     layout = make_layout(specs, 3, max_shard, "rda")
-    flat = FlatParameters(model, specs, layout)
+    flat = FlatParameters(model.named_parameters(), specs, layout)
     vector = torch.full((layout.elements,), float("nan"))
     flat.copy_to(vector, flat.everything)
     named = dict(model.named_parameters())

@@ -173,7 +173,7 @@ def test_a_life(start: Callable[..., Node], data: Path) -> None:
     assert torch.equal(vectors.snapshot, expected)
 
     manifest = make_manifest(data)
-    FlatParameters(build_model(manifest.config.model, 0), manifest.tensors, node.layout).copy_to(
+    FlatParameters(build_model(manifest.config.model, 0).named_parameters(), manifest.tensors, node.layout).copy_to(
         vectors.theta, everything
     )
     node.send(link.Evaluate(version=7))

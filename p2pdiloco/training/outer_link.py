@@ -1,0 +1,255 @@
+"""A learner's side of its node, whatever the training loop: what is done at each step's boundary.
+
+Rules of this file:
+1. Training never waits for the node. Commands are read without waiting, at step boundaries only, and executed in order;
+   answers that the socket does not take stay queued (``channel.py``). Only ``wait`` sleeps, for a learner that does not
+   train (before the first ``Load``, paused, done).
+2. The global step grows by 1 with each inner step and by ``AdoptStep``; at the run's last step training ends.
+3. ``steps`` and ``tokens`` only grow: a ``Load`` replaces parameters, not history.
+4. When the socket ends, the node is dead. With a ``Reunion`` the learner goes on training for a while: the node's next
+   life finds it and gets all progress since then, on top of the parameters that the swarm has by now. To the swarm that
+   is a new learner, whose counters begin at the loss. Whoever is not found ends.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Protocol, assert_never
+
+import torch
+from torch import Tensor
+
+from p2pdiloco.protocol.blocks import Block
+from p2pdiloco.protocol.manifest import Layout
+from p2pdiloco.training.channel import Channel
+from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.training.reunion import Reunion
+from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.wire.link import (
+    AdoptStep,
+    BlockFinished,
+    Evaluate,
+    Evaluated,
+    Exit,
+    Failed,
+    FromNode,
+    Load,
+    Pause,
+    Paused,
+    Progress,
+    Ready,
+    Save,
+    Shift,
+    Shifted,
+    Snapshot,
+    Snapshotted,
+    Train,
+    Trouble,
+)
+
+_LOOK_S = 0.05
+_FAREWELL_S = 2.0
+"""How long a learner that ends tries to say what is left."""
+
+
+class Trainer(Protocol):
+    """What a training loop does for its node."""
+
+    def evaluate(self, theta: Tensor) -> float:
+        """Held-out loss of the global parameters, float32 [n], in nats a token."""
+
+    def train(self, block: Block) -> None:
+        """This block of data is next but those given before."""
+
+    def save(self) -> None:
+        """Keep the inner optimizer's state."""
+
+    def begin_again(self) -> None:
+        """The node is lost: what it had given (blocks of data) is given no more."""
+
+    def end(self) -> None:
+        """The process ends next."""
+
+
+class OuterLink:
+    """The connection, the shared vectors and the model's parameters as the run's flat vector."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        flat: FlatParameters,
+        layout: Layout,
+        vectors: SharedVectors,
+        connection: socket.socket,
+        *,
+        last_step: int,
+        reunion: Reunion | None = None,
+    ) -> None:
+        self._trainer = trainer
+        self._flat = flat
+        self._layout = layout
+        self._vectors = vectors
+        self._channel = Channel(connection)
+        self._last_step = last_step
+        self._reunion = reunion
+        self._ready: Ready | None = None
+        self._anchor: Tensor | None = None
+        """Parameters at the loss of the node, until another has given those of the swarm."""
+        self.is_training = False
+        self.global_step = 0
+        self.steps = 0
+        self.tokens = 0
+        self.exchange_s = 0.0
+        """Copies since the last ``Progress``."""
+
+    # ------------------------------------------------------------------------------------------------ to the node
+
+    def greet(self, *, device: str, inner_steps: int = 0, has_blocks: bool = False) -> None:
+        """The model is built."""
+        elements = self._layout.elements
+        self._ready = Ready(device=device, parameters=elements, inner_steps=inner_steps, has_blocks=has_blocks)
+        self._channel.post(self._ready)
+
+    def stepped(self, tokens: int, loss: float, step_time_s: float) -> None:
+        """An inner step is done."""
+        self.steps += 1
+        self.tokens += tokens
+        self.global_step += 1
+        progress = Progress(
+            steps=self.steps,
+            tokens=self.tokens,
+            loss=loss,
+            step_time_s=step_time_s,
+            blocked_s=self._channel.blocked_s,
+            exchange_s=self.exchange_s,
+        )
+        if self._channel.post(progress):
+            self._channel.blocked_s = self.exchange_s = 0.0
+
+    def block_finished(self, block: Block) -> None:
+        """A whole block of data is trained, at the count of tokens of now."""
+        self._channel.post(BlockFinished(block=block, tokens=self.tokens))
+
+    def trouble(self, reason: str) -> None:
+        """Something failed that training survives."""
+        self._channel.post(Trouble(reason=reason))
+
+    def fail(self, reason: str) -> None:
+        """The learner ends; try to say why."""
+        self._channel.post(Failed(reason=reason[:2000]))
+        self._channel.flush(_FAREWELL_S)
+
+    # ------------------------------------------------------------------------------------------------ the boundary
+
+    def wait(self) -> None:
+        """Sleep until the node says something. Not while training."""
+        if self._reunion is not None and self._reunion.is_open:
+            time.sleep(_LOOK_S)
+        else:
+            self._channel.wait()
+
+    def boundary(self) -> bool:
+        """Do what the node asked for, without waiting. False when the learner is to end."""
+        if self._reunion is not None and self._reunion.is_open:
+            return self._look_out(self._reunion)
+        commands = self._channel.exchange()
+        if not self.is_training:
+            self._channel.blocked_s = 0.0
+        if self._channel.is_closed:
+            return self._lost_node()
+        for command in commands:
+            if isinstance(command, Exit):
+                self._channel.flush(_FAREWELL_S)
+                self._trainer.end()
+                return False
+            self._execute(command)
+        if self.is_training and self.global_step >= self._last_step:
+            self._stop()
+        return True
+
+    def _execute(self, command: FromNode) -> None:
+        match command:
+            case Load() | Shift() | Snapshot():
+                began = time.perf_counter()
+                self._copy(command)
+                self.exchange_s += time.perf_counter() - began
+            case AdoptStep(step=step):
+                self.global_step = max(self.global_step, step)
+            case Evaluate(version=version):
+                self._channel.post(Evaluated(version=version, loss=self._trainer.evaluate(self._vectors.theta)))
+            case Pause():
+                self._stop()
+            case Train(block=block):
+                self._trainer.train(block)
+            case Save():
+                self._save()
+            case Exit():
+                pass
+            case _:
+                assert_never(command)
+
+    def _copy(self, command: Load | Shift | Snapshot) -> None:
+        flat = self._flat
+        match command:
+            case Load(step=step):
+                if self._anchor is None:
+                    flat.copy_from(self._vectors.shift, flat.everything)
+                else:
+                    flat.add_from(self._anchor.neg_().add_(self._vectors.shift), flat.everything)
+                    self._anchor = None
+                self.global_step = step
+                self.is_training = True
+                self._channel.post(Shifted(shards=flat.everything))
+            case Shift(shards=shards, replace=replace):
+                if replace:
+                    flat.copy_from(self._vectors.shift, shards)
+                else:
+                    flat.add_from(self._vectors.shift, shards)
+                self._channel.post(Shifted(shards=shards))
+            case Snapshot(fragment=fragment, step=step):
+                flat.copy_to(self._vectors.snapshot, flat.of_fragment(fragment))
+                self._channel.post(
+                    Snapshotted(fragment=fragment, step=step, steps=self.steps, tokens=self.tokens),
+                )
+            case _:
+                assert_never(command)
+
+    def _stop(self) -> None:
+        if self.is_training:
+            self._save()
+        self.is_training = False
+        self._channel.post(Paused(steps=self.steps, tokens=self.tokens))
+
+    def _save(self) -> None:
+        began = time.perf_counter()
+        self._trainer.save()
+        self.exchange_s += time.perf_counter() - began
+
+    # ------------------------------------------------------------------------------------------------ without a node
+
+    def _lost_node(self) -> bool:
+        """Begin another life by itself; False if there is nothing to wait for."""
+        if self._reunion is None or not self.is_training or not self._reunion.open():
+            return False
+        if self._anchor is None:
+            self._anchor = torch.empty(self._layout.elements)
+            self._flat.copy_to(self._anchor, self._flat.everything)
+            self.steps = self.tokens = 0
+        self._trainer.begin_again()
+        return True
+
+    def _look_out(self, reunion: Reunion) -> bool:
+        """Is the node's next life there? False when it is too late for that."""
+        if self.is_training and self.global_step >= self._last_step:
+            self.is_training = False
+        found = reunion.poll()
+        if found is not None:
+            vectors, self._vectors = self._vectors, SharedVectors.attach(found.memory_fd, self._layout.elements)
+            vectors.close()
+            self._channel = Channel(found.connection)
+            assert self._ready is not None
+            self._channel.post(self._ready)
+            if not self.is_training:
+                self._channel.post(Paused(steps=self.steps, tokens=self.tokens))
+        return not reunion.is_open or not reunion.is_over
