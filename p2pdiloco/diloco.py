@@ -13,7 +13,7 @@ The script is the learner; a node runs beside it as a process of its own (``p2pd
 loop never waits for the network. Without ``run`` nothing happens, and the script trains alone.
 
 Rules of this file:
-1. Only trainable parameters travel, in the model's own order; frozen ones, buffers and the inner optimizer's state stay.
+1. Only trainable parameters travel, in the model's own order; frozen ones, buffers, the inner optimizer's state stay.
 2. Whatever becomes of the node, the script's loop goes on: it then trains alone, and says so once.
 """
 
@@ -72,9 +72,9 @@ class DiLoCoError(Exception):
 class DiLoCo:
     """Decoupled DiLoCo around an inner training loop.
 
-    ``run`` names the run; None does nothing at all. ``initial_peers`` are directory addresses, as ``p2pdiloco bootstrap``
-    and ``p2pdiloco start`` print them; with none, or with ``found``, the run is founded here, from the model's
-    parameters. The schedule and the outer optimizer are the founder's choice; who joins takes the run's.
+    ``run`` names the run; None does nothing at all. ``initial_peers`` are directory addresses, as ``p2pdiloco
+    bootstrap`` and ``p2pdiloco start`` print them; with none, or with ``found``, the run is founded here, from the
+    model's parameters. The schedule and the outer optimizer are the founder's choice; who joins takes the run's.
 
     ``tokens_per_step`` is what an optimizer step counts for, unless ``count`` says otherwise.
     """
@@ -250,7 +250,7 @@ class DiLoCo:
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def count(self, tokens: int, loss: float | None = None) -> None:
-        """The step that is under way trains ``tokens`` tokens (several calls add up), at this ``loss``, for the status."""
+        """The step under way trains ``tokens`` tokens (several calls add up), at this ``loss``, for the status."""
         self._counted += tokens
         if loss is not None:
             self._loss = loss

@@ -167,8 +167,7 @@ class LearnerProcess:
         """A training script goes on with its own life: it is told, and left alone."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(EXIT_S):
-                while not self._outgoing.empty():
-                    await asyncio.sleep(0.01)
+                await self._outgoing.join()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -203,6 +202,7 @@ class LearnerProcess:
         with contextlib.suppress(OSError):
             while True:
                 await loop.sock_sendall(self._socket, await self._outgoing.get())
+                self._outgoing.task_done()
 
     async def _read(self) -> None:
         loop = asyncio.get_running_loop()

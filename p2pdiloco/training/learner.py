@@ -1,4 +1,4 @@
-"""The built-in learner: a transformer's inner steps; at each step's boundary ``outer_link`` does what the node asks for.
+"""The built-in learner: a transformer's inner steps; between them ``outer_link`` does what the node asks for.
 
 Rules of this file:
 1. A step that fails, or whose loss is not finite, ends the learner before it can spoil a snapshot: ``Failed``, and the

@@ -218,7 +218,9 @@ def test_another_model_is_refused() -> None:
     specs = tensor_specs(named_tensors(build_model(TINY, 0)), 2)
     layout = make_layout(specs, 2, 1024, "rda")
     with pytest.raises(ValueError, match="not the manifest's"):
-        FlatParameters(build_model(ModelConfig(width=32, depth=1, heads=2, context=8), 0), specs, layout)
+        FlatParameters(
+            build_model(ModelConfig(width=32, depth=1, heads=2, context=8), 0).named_parameters(), specs, layout
+        )
 
 
 # ------------------------------------------------------------------------------------------------ schedule and memory
