@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from p2pdiloco.protocol.events import PeerConnected, PeerDisconnected, Received
-from p2pdiloco.protocol.identifiers import Digest, PeerId
+from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
 from p2pdiloco.protocol.messages import Commit, Contribution, Message
 from p2pdiloco.simulation.shards import Payload
 
@@ -59,7 +59,7 @@ class NetworkSetting(msgspec.Struct, frozen=True, kw_only=True):
     """Of breaks, those that one end learns much later."""
 
 
-class Delivery(msgspec.Struct, frozen=True, gc=False):
+class Delivery(msgspec.Struct, gc=False):
     """A message under way."""
 
     link: Link
@@ -79,7 +79,18 @@ class Connection:
 class Link:
     """One direction of a connection."""
 
-    __slots__ = ("connection", "control_at", "held", "key", "opened_at", "payload_at", "quality", "source", "target")
+    __slots__ = (
+        "connection",
+        "control_at",
+        "held",
+        "key",
+        "opened_at",
+        "payload_at",
+        "quality",
+        "source",
+        "target",
+        "waiting",
+    )
 
     def __init__(self, connection: Connection, source: Process, target: Process, quality: LinkQuality) -> None:
         self.connection = connection
@@ -92,6 +103,8 @@ class Link:
         """When the last message without a payload arrives."""
         self.payload_at = 0.0
         """When the last payload has left."""
+        self.waiting: dict[ShardId, tuple[float, Delivery]] = {}
+        """By shard, the newest contribution, and when its first byte leaves."""
         self.held: list[tuple[Message, Payload | None, int]] = []
 
 
@@ -133,7 +146,10 @@ class Network:
         if payload_bytes:
             if link.payload_at - now > OUTBOX_S:
                 return  # the outbox is full
-            link.payload_at = max(link.payload_at, now) + payload_bytes / quality.bytes_per_s
+            begins_at = max(link.payload_at, now)
+            if isinstance(message, Contribution) and self._replaces(link, message, payload):
+                return
+            link.payload_at = begins_at + payload_bytes / quality.bytes_per_s
             at = max(link.payload_at + quality.delay_s + quality.jitter_s * random(), link.opened_at)
         else:
             at = now + quality.delay_s + quality.jitter_s * random()
@@ -141,9 +157,19 @@ class Network:
                 at = link.control_at
             link.control_at = at
         delivery = Delivery(link, message, payload)
+        if payload_bytes and isinstance(message, Contribution):
+            link.waiting[message.shard] = (begins_at, delivery)
         world.schedule(at, link.target, self._deliver, delivery)
         if self.setting.duplicated_share and random() < self.setting.duplicated_share:
             world.schedule(at + 2.0 * random(), link.target, self._deliver, delivery)
+
+    def _replaces(self, link: Link, message: Contribution, payload: Payload | None) -> bool:
+        """A contribution that waits to be sent is replaced by a newer one for the same shard, as outboxes do."""
+        waits_until, delivery = link.waiting.get(message.shard, (0.0, None))
+        if delivery is None or waits_until <= self.world.now:
+            return False
+        delivery.message, delivery.payload = message, payload
+        return True
 
     def _deliver(self, delivery: Delivery) -> None:
         link = delivery.link
