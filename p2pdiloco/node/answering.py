@@ -24,7 +24,8 @@ from p2pdiloco.wire.bodies import (
 STATE_PRIORITY = 10.0
 """State transfers go after contributions and commits."""
 
-LITTLE_BYTES = 4 << 20
+LITTLE_BYTES, LITTLE_S = 4 << 20, 0.15
+"""Two chunks, or what goes out in that time: what is answered ahead, so that the link is never idle."""
 YIELD_S = 0.02
 YIELD_MOST_S = 2.0
 """A chunk goes out in that time at the latest, whatever waits."""
@@ -82,7 +83,7 @@ class Answering:
         return sum(map(self._transport.queued_bytes, self._transport.peers()))
 
     def _little_bytes(self) -> float:
-        return max(LITTLE_BYTES, YIELD_S * 4 * (self._transport.up_bytes_per_s or 0.0))
+        return max(LITTLE_BYTES, LITTLE_S * (self._transport.up_bytes_per_s or 2 * LITTLE_BYTES / LITTLE_S))
 
     def proof(self, shard: ShardId) -> StateProof:
         """The machine's state of a shard, with the commit that its owner signed."""
