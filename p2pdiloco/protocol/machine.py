@@ -26,6 +26,7 @@ from p2pdiloco.protocol.core import Core, LearnerView, ProtocolConfig
 from p2pdiloco.protocol.departing import Departing
 from p2pdiloco.protocol.effects import Effect, Evaluate, Send
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, ShardId
+from p2pdiloco.protocol.invariants import check_chains, check_work
 from p2pdiloco.protocol.membership import PeerView
 from p2pdiloco.protocol.merging import Merging
 from p2pdiloco.protocol.status import Status as Status
@@ -389,26 +390,5 @@ class Machine:
         Raises:
             AssertionError: a bug of ours.
         """
-        core, config = self.core, self.core.config
-        assert not core.is_current or all(c.head is not None for c in core.chains)
-        mark = 0
-        for chain in core.chains:
-            if chain.head is None:
-                continue
-            mark ^= int(chain.head.id[:15], 16)
-            assert len(chain.log) == len(chain.log_ids) <= config.log_length
-            if chain.log:
-                assert chain.log_ids[-1] == chain.head.id
-                assert chain.log[-1].tokens == chain.head.tokens
-        assert mark == core.heads_mark
-        for shard, pending in self.contributing.pending.items():
-            assert pending.contribution.base.id == core.head(shard).id, "a pending contribution's base is the head"
-        for turn in self.contributing.turns:
-            for shard, (base, _) in turn.open.items():
-                assert base == core.head(shard).id, "a turn is over when the head moves"
-        for waiting in self.adopting.waiting.values():
-            assert len(waiting) <= config.log_length
-        for early in self.merging.early:
-            assert len(early) <= len(core.membership.peers) + 1
-        if core.learner is not None:
-            assert all(m.tokens <= core.learner.tokens for m in core.learner.marks)
+        check_chains(self.core)
+        check_work(self.core, self.merging, self.contributing, self.adopting)
