@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # What `make bench-wire` exchanges: "--all" compares with hivemind and torchft, and needs root.
 EXCHANGE ?= --all
 
-.PHONY: demo test lint simulate chaos golden bench-wire bench-uml clean help
+.PHONY: demo test test-measured lint simulate chaos golden bench-wire bench-uml clean help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -28,6 +28,9 @@ demo: $(READY) ## a swarm on this machine: found, join, kill, join late, merge, 
 
 test: $(READY) ## everything that CI runs but lint
 	@$(BIN)/python -m pytest -q
+
+test-measured: $(READY) ## tests that measure real links: root, and a machine that does nothing else
+	@P2PDILOCO_MEASURE=1 $(BIN)/python -m pytest -q tests/wan
 
 lint: $(READY) ## format, lint, types, layers
 	@$(BIN)/ruff format --check .

@@ -60,6 +60,10 @@ def _why_not() -> str:
 
 WHY_NOT = _why_not()
 needs_kernel = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "none")
+measures = pytest.mark.skipif(
+    os.environ.get("P2PDILOCO_MEASURE") != "1",
+    reason="measures links, which needs a quiet machine: make test-measured",
+)
 
 
 @pytest.fixture
@@ -89,6 +93,7 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
 
 
+@measures
 @needs_kernel
 @pytest.mark.usefixtures("alone")
 def test_a_command_runs_in_a_measured_site_and_nothing_stays(file):
@@ -104,6 +109,16 @@ def test_a_command_runs_in_a_measured_site_and_nothing_stays(file):
     assert "options go before" in bench("exec", file, "a", "--unverified", "--", "true").stderr
 
 
+@needs_kernel
+@pytest.mark.usefixtures("alone")
+def test_a_command_runs_in_a_site_and_nothing_stays(file):
+    talk = "import os; print(os.environ['P2PBED_ADDRESS'], sorted(os.listdir('/sys/class/net')))"
+    done = bench("exec", "--unverified", file, "b", "--", sys.executable, "-c", talk)
+    assert done.stdout.strip() == "10.99.2.1 ['eth0', 'lo']", done.stderr
+    assert ours() == []
+
+
+@measures
 @needs_kernel
 @pytest.mark.usefixtures("alone")
 def test_what_is_off_is_refused():
@@ -133,6 +148,7 @@ def test_up_and_down_may_be_repeated(file):
     assert made.router is None or is_dead(made.router)
 
 
+@measures
 @needs_kernel
 @pytest.mark.usefixtures("alone")
 def test_a_change_changes_the_link():
