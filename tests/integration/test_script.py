@@ -11,7 +11,7 @@ import pytest
 from swarm import swarm_in
 from waiting import wait_until
 
-SCRIPT = Path(__file__).parent / "script.py"
+SCRIPT = Path(__file__).parents[2] / "peers" / "own_script.py"
 
 
 def start(state: Path, *arguments: str) -> subprocess.Popen[str]:

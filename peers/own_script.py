@@ -1,4 +1,13 @@
-"""A training script as a user would write it: its own model, data and loop; the test gives it a run."""
+"""An example of a training script with a model, data and loop of its own, which trains together with others::
+
+    p2pdiloco bootstrap --listen /ip4/127.0.0.1/tcp/31337
+    python -m peers.own_script --state a --run sines --peer ADDRESS --found      # the first
+    python -m peers.own_script --state b --run sines --peer ADDRESS --seed 1     # any number of others
+    python -m peers.own_script --state c                                         # alone: nothing changes
+
+A small network learns a sum of sines; one of its layers is frozen, as the base of a LoRA would be. The integration
+tests run this file.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +35,9 @@ def main() -> int:
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     torch.set_num_threads(1)
-    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
-    model[2].requires_grad_(False)  # as with LoRA: it does not travel
-    frozen = model[2].weight.clone()
+    frozen = nn.Linear(32, 32).requires_grad_(False)  # as with LoRA: it does not travel
+    before = frozen.weight.clone()
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), frozen, nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=3e-3)
     loopback = ("--listen", "/ip4/127.0.0.1/tcp/0", "--host_maddrs", "/ip4/127.0.0.1/tcp/0")
     with p2pdiloco.DiLoCo(
@@ -59,7 +68,7 @@ def main() -> int:
             if outer.is_complete or (options.run is None and step >= 5):
                 break
     outer.load_global()
-    assert torch.equal(model[2].weight, frozen)
+    assert torch.equal(frozen.weight, before)
     total = float(sum(p.detach().double().sum() for p in model.parameters() if p.requires_grad))
     report = {"first": first, "last": last, "sum": total, "step": outer.global_step}
     (options.state / "result.json").write_text(json.dumps(report))
