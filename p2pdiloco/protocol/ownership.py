@@ -17,8 +17,6 @@ Candidates = tuple[tuple[PeerId, float], ...]
 
 EVALUATION_DUTY = -1
 """Stands in for a shard when the peer that evaluates a version is drawn."""
-DATA_DUTY = -2
-"""From here downwards for the slots of an epoch's data."""
 
 
 @lru_cache(maxsize=8192)

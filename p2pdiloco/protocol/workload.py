@@ -9,14 +9,14 @@ Rules of this file:
 from __future__ import annotations
 
 from functools import lru_cache
-from hashlib import blake2b
+from hashlib import shake_128
+from struct import unpack
 
 from p2pdiloco.protocol.blocks import SLOTS, Block, Duty
 from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.effects import Train
 from p2pdiloco.protocol.identifiers import PeerId, RunId, ShardId
 from p2pdiloco.protocol.messages import MAX_CLAIMS
-from p2pdiloco.protocol.ownership import DATA_DUTY, Candidates, ranked_owners
 
 IN_HAND = 2
 REMEMBERED = 4096
@@ -25,14 +25,26 @@ RECENT = 16
 """Of those, the last ones stay claimed: others may not have the commit yet that merges them."""
 
 
-@lru_cache(maxsize=64)
-def duty(run: RunId, epoch: int, candidates: Candidates, me: PeerId) -> Duty:
-    """What is ``me``'s in ``epoch``."""
-    ranked = [ranked_owners(run, DATA_DUTY - slot, epoch, candidates) for slot in range(SLOTS)]
-    own = tuple(slot for slot, owners in enumerate(ranked) if owners[0] == me)
-    helped = tuple(slot for slot, owners in enumerate(ranked) if len(owners) > 1 and owners[1] == me)
-    h = blake2b(f"{run}/{epoch}/{me}".encode(), digest_size=4)
-    return Duty(own, helped, int.from_bytes(h.digest(), "big") / 2**32)
+@lru_cache(maxsize=1024)
+def _draws(run: RunId, epoch: int, peer: PeerId) -> tuple[int, ...]:
+    """What a peer draws for each slot of an epoch, and one more for its place: 16 bits each. The highest draw is the
+    slot's first, the next its second: rendezvous hashing with equal weights, a hash for all slots at once."""
+    drawn = shake_128(f"{run}/{epoch}/{peer}".encode()).digest(2 * SLOTS + 2)
+    return unpack(f">{SLOTS + 1}H", drawn)
+
+
+@lru_cache(maxsize=256)
+def duties(run: RunId, epoch: int, peers: tuple[PeerId, ...]) -> dict[PeerId, Duty]:
+    """What is whose in ``epoch``; ``peers`` sorted."""
+    draws = {peer: _draws(run, epoch, peer) for peer in peers}
+    own: dict[PeerId, list[int]] = {peer: [] for peer in peers}
+    helped: dict[PeerId, list[int]] = {peer: [] for peer in peers}
+    for slot in range(SLOTS):
+        ranked = sorted(peers, key=lambda peer: draws[peer][slot], reverse=True)
+        own[ranked[0]].append(slot)
+        if len(ranked) > 1:
+            helped[ranked[1]].append(slot)
+    return {peer: Duty(own[peer], helped[peer], draws[peer][SLOTS] / 2**16) for peer in peers}
 
 
 class Workload:
@@ -91,9 +103,8 @@ class Workload:
     def _duty(self, epoch: int) -> Duty:
         """This peer's slots among those of all whose learners train."""
         core = self.core
-        me, participating = core.config.peer, core.membership.participating
-        candidates = tuple((peer, 1.0) for peer in sorted({me, *participating}))
-        return duty(core.config.run, epoch, candidates, me)
+        peers = tuple(sorted({core.config.peer, *core.membership.participating}))
+        return duties(core.config.run, epoch, peers)[core.config.peer]
 
     def claims(self) -> tuple[Block, ...]:
         """What others should leave alone: blocks in hand, and those trained that the chain does not have yet."""

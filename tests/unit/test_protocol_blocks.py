@@ -8,7 +8,7 @@ import pytest
 
 from p2pdiloco.protocol.blocks import SLOTS, Block, BlockLedger, Duty, Trained
 from p2pdiloco.protocol.identifiers import PeerId, RunId
-from p2pdiloco.protocol.workload import duty
+from p2pdiloco.protocol.workload import duties
 
 ALL = range(SLOTS)
 
@@ -74,12 +74,11 @@ def test_a_peer_alone_takes_each_block_once_going_round(blocks: int, place: floa
 def test_peers_share_an_epoch_and_meet_only_at_its_end() -> None:
     """Three peers of speeds 1, 1, 4 that see each other's claims: every block once, and the fast one takes most."""
     peers = [PeerId("a"), PeerId("b"), PeerId("c")]
-    candidates = tuple((peer, 1.0) for peer in peers)
     ledger, taken = BlockLedger(600), []
     shares = dict.fromkeys(peers, 0)
     for turn in range(600):
         peer = peers[(0, 1, 2, 2, 2, 2)[turn % 6]]
-        block = ledger.next_free(taken, lambda epoch, peer=peer: duty(RunId("r"), epoch, candidates, peer))  # type: ignore[misc]
+        block = ledger.next_free(taken, lambda epoch, peer=peer: duties(RunId("r"), epoch, tuple(peers))[peer])  # type: ignore[misc]
         assert block is not None
         taken.append(block)
         shares[peer] += block < 600
@@ -88,9 +87,8 @@ def test_peers_share_an_epoch_and_meet_only_at_its_end() -> None:
 
 
 def test_slots_are_shared_among_peers() -> None:
-    candidates = tuple((PeerId(f"p{i}"), 1.0) for i in range(8))
-    duties = [duty(RunId("r"), 3, candidates, peer) for peer, _ in candidates]
-    assert sorted(slot for d in duties for slot in d.own) == list(ALL)
-    assert sorted(slot for d in duties for slot in d.helped) == list(ALL)
-    assert all(not set(d.own) & set(d.helped) for d in duties)
-    assert len({d.place for d in duties}) == 8
+    found = duties(RunId("r"), 3, tuple(PeerId(f"p{i}") for i in range(8))).values()
+    assert sorted(slot for d in found for slot in d.own) == list(ALL)
+    assert sorted(slot for d in found for slot in d.helped) == list(ALL)
+    assert all(not set(d.own) & set(d.helped) for d in found)
+    assert len({d.place for d in found}) == 8
