@@ -61,7 +61,9 @@ log = logging.getLogger("p2pdiloco")
 
 JOIN_S = 600.0
 """How long joining may take before the script gives up."""
-LEAVE_S = 60.0
+WELCOME_S = 30.0
+LEAVE_S = 90.0
+"""How long leaving may take: the node's own deadlines are 20 s, and 60 s at the end of a run."""
 _LOOK_S = 0.05
 
 
@@ -194,8 +196,15 @@ class DiLoCo:
             found = reunion.poll()
             if found is None:
                 time.sleep(_LOOK_S)
-        found.connection.setblocking(True)
-        manifest = msgspec.msgpack.decode(receive_welcome(found.connection), type=Manifest)
+        found.connection.settimeout(WELCOME_S)
+        try:
+            manifest = msgspec.msgpack.decode(receive_welcome(found.connection), type=Manifest)
+        except (OSError, ValueError) as error:
+            raise DiLoCoError(f"the node did not say which run it is ({error}); see {self._state}/node.log") from error
+        if manifest.config.model.kind != "external":
+            raise DiLoCoError(
+                f"run {manifest.config.name} is no run of training scripts: p2pdiloco join takes part in it"
+            )
         layout = Layout.of(manifest)
         self._vectors = SharedVectors.attach(found.memory_fd, layout.elements)
         try:
@@ -229,8 +238,13 @@ class DiLoCo:
             if not self.is_complete:
                 with contextlib.suppress(ProcessLookupError):
                     self._node.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + LEAVE_S
             while self._link.boundary():
-                self._link.wait()
+                if time.monotonic() > deadline:
+                    log.warning("the node does not end; it is killed (see %s/node.log)", self._state)
+                    self._node.kill()
+                    break
+                time.sleep(_LOOK_S)
         self._end_node(None)
 
     def _end_node(self, number: signal.Signals | None) -> None:
@@ -287,8 +301,8 @@ class DiLoCo:
     # -- for the link --------------------------------------------------------------------------------------------------
 
     def evaluate(self, theta: Tensor) -> float:
-        """Runs of scripts evaluate in the script."""
-        raise ValueError("nobody asked for this")
+        """Runs of scripts (``evaluation.every`` is 0) are evaluated by the scripts."""
+        raise AssertionError("no node asks for this")
 
     def train(self, block: Block) -> None:
         """The script has data of its own."""

@@ -87,6 +87,10 @@ def _build(options: argparse.Namespace, connection: socket.socket) -> Learner:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {options.device}: torch sees no CUDA device here, use --device cpu")
     manifest = msgspec.msgpack.decode(options.manifest.read_bytes(), type=Manifest)
+    if manifest.config.model.kind == "external":
+        raise ValueError(
+            "the run's learners are training scripts: take part with p2pdiloco.DiLoCo, or join with --follow"
+        )
     layout = Layout.of(manifest)
     vectors = SharedVectors.attach(options.memory_fd, layout.elements)
     corpus = load_corpus(manifest.config.data, options.data, context=manifest.config.model.context)

@@ -59,6 +59,18 @@ def add_peer_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--journal", action="store_true", help="record every event, for p2pdiloco replay")
 
 
+def add_bootstrap_argument(sub: argparse.ArgumentParser) -> None:
+    """For those who may be the first of a network."""
+    sub.add_argument(
+        "--bootstrap",
+        "--initial_peers",
+        nargs="*",
+        default=[],
+        metavar="ADDR",
+        help="first addresses of the directory; none: be the first",
+    )
+
+
 def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
     """The peer's own settings, from the command line."""
     return PeerOptions(

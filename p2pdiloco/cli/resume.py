@@ -20,14 +20,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
         "folders", nargs="+", type=Path, metavar="DIR", help="state folders of the run's peers, or copies of them"
     )
     sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if the folders hold several runs")
-    sub.add_argument(
-        "--bootstrap",
-        "--initial_peers",
-        nargs="*",
-        default=[],
-        metavar="ADDR",
-        help="first addresses of the directory; none: be the first",
-    )
+    peer.add_bootstrap_argument(sub)
     peer.add_peer_arguments(sub)
 
 

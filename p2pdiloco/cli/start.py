@@ -18,14 +18,7 @@ from p2pdiloco.runtime.identity import IdentityError
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Its own arguments."""
     sub.add_argument("config", type=Path, metavar="CONFIG.toml")
-    sub.add_argument(
-        "--bootstrap",
-        "--initial_peers",
-        nargs="*",
-        default=[],
-        metavar="ADDR",
-        help="first addresses of the directory; none: be the first",
-    )
+    peer.add_bootstrap_argument(sub)
     peer.add_peer_arguments(sub)
 
 

@@ -47,6 +47,8 @@ def read_config(path: Path) -> RunConfig:
     except (msgspec.DecodeError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
     problems = config_problems(config)
+    if config.model.kind == "external":
+        problems.append('model.kind = "external" is for training scripts, which found their runs with p2pdiloco.DiLoCo')
     if problems:
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
     return config

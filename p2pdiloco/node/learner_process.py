@@ -30,6 +30,8 @@ READ_BYTES = 1 << 16
 COMMANDS = 4096
 """Commands that may wait beyond what the socket holds. Only the swarm's steps come without waiting for an answer."""
 LOOK_S = 0.2
+SCRIPT_S = 600.0
+"""How long a node looks for the training script that started it."""
 EXIT_S = 5.0
 """How long a learner may take to exit when asked; then it is killed."""
 
@@ -39,6 +41,7 @@ class Adopted:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
+        self._fd = -1
         self._fd = os.pidfd_open(pid)
 
     async def wait(self) -> int:
@@ -57,7 +60,8 @@ class Adopted:
         signal.pidfd_send_signal(self._fd, signal.SIGKILL)
 
     def __del__(self) -> None:
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
 
 
 class LearnerProcess:
@@ -93,16 +97,18 @@ class LearnerProcess:
         """Take over the learner that the node's last life left behind, or start the process.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: it cannot be started, or the training script is not there.
         """
-        ours = find_learner(self._reunion, self._memory_fd)
-        while ours is None and self._manifest is not None:
-            await asyncio.sleep(LOOK_S)
-            ours = find_learner(self._reunion, self._memory_fd)
+        ours = self._find()
+        if self._manifest is not None:
+            deadline = asyncio.get_running_loop().time() + SCRIPT_S
+            while ours is None:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise TimeoutError(f"no training script was found within {SCRIPT_S:.0f} s")
+                await asyncio.sleep(LOOK_S)
+                ours = self._find()
         if ours is None:
             ours = await self._start()
-        else:
-            self._process = Adopted(peer_credentials(ours)[0])
         ours.setblocking(False)
         if self._manifest is not None:
             self._outgoing.put_nowait(link.welcome(self._manifest))
@@ -112,6 +118,17 @@ class LearnerProcess:
             asyncio.create_task(self._write(), name="learner: write"),
         ]
         return self
+
+    def _find(self) -> socket.socket | None:
+        """The link to a learner that waits for this node, if there is one and it lives."""
+        ours = find_learner(self._reunion, self._memory_fd)
+        if ours is not None:
+            try:
+                self._process = Adopted(peer_credentials(ours)[0])
+            except ProcessLookupError:
+                ours.close()
+                return None
+        return ours
 
     async def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -187,12 +204,18 @@ class LearnerProcess:
 
     def send(self, message: link.FromNode) -> None:
         """Queue a command. A learner that takes none for so long that the queue is full is stuck: it is killed, and its
-        end is told like any other."""
+        end is told like any other. A training script is not ours to kill: the link to it ends."""
         try:
             self._outgoing.put_nowait(link.encode(message))
         except asyncio.QueueFull:
-            self._reason = f"it took no command while {COMMANDS} were waiting, and was killed"
             assert self._process is not None
+            if self._manifest is not None:
+                self._reason = f"the training script took no command while {COMMANDS} were waiting"
+                if self._socket is not None:
+                    with contextlib.suppress(OSError):
+                        self._socket.shutdown(socket.SHUT_RDWR)
+                return
+            self._reason = f"it took no command while {COMMANDS} were waiting, and was killed"
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 

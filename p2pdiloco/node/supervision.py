@@ -85,17 +85,20 @@ class Supervision:
                     ended.set_result((reason, status))
 
             began = loop.time()
-            self._process = await lives.enter_async_context(
-                LearnerProcess(
-                    self._arguments(self.learner),
-                    memory_fd=self._memory_fd,
-                    heard=self._heard,
-                    ended=gone,
-                    log_path=self._options.folder / "learner.log",
-                    reunion=self._reunion,
-                    manifest=self._manifest,
-                )
+            process = LearnerProcess(
+                self._arguments(self.learner),
+                memory_fd=self._memory_fd,
+                heard=self._heard,
+                ended=gone,
+                log_path=self._options.folder / "learner.log",
+                reunion=self._reunion,
+                manifest=self._manifest,
             )
+            try:
+                self._process = await lives.enter_async_context(process)
+            except TimeoutError as error:
+                self._gave_up(1, str(error))
+                return
             self._metrics.learner_began()
             if self._process.is_adopted and self._manifest is None:
                 log.info("found the learner of this peer's last life, which has gone on training")
@@ -110,7 +113,7 @@ class Supervision:
             if was_loaded:
                 self._driver.feed(ev.LearnerStopped(reason))
             if self._manifest is not None:
-                self._gave_up(1, "the training script has ended without leaving the run")
+                self._gave_up(1, f"the training script has left without a word: {reason}")
                 return
             self._lost_lives = 1 if loop.time() - began >= STABLE_S else self._lost_lives + 1
             if status == MISUSED or self._lost_lives > RESTARTS:

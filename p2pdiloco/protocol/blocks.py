@@ -34,6 +34,10 @@ SLOTS = 64
 Row = Annotated[bytes, Meta(max_length=MAX_BLOCKS // 8)]
 
 
+_DIGITS = bytes.maketrans(b"\x00\x01", b"01")
+_BITS = bytes.maketrans(b"01", b"\x00\x01")
+
+
 class Duty(NamedTuple):
     """What is a peer's in one epoch."""
 
@@ -79,11 +83,11 @@ class BlockLedger:
         return Trained(self.epoch, tuple(map(self._pack, self.rows)), self.trained, self.repeated)
 
     def _unpack(self, row: bytes) -> bytearray:
-        bits = int.from_bytes(row, "little")
-        return bytearray((bits >> index) & 1 for index in range(self.blocks))
+        digits = f"{int.from_bytes(row, 'little'):0{self.blocks}b}"[::-1][: self.blocks]
+        return bytearray(digits.encode().translate(_BITS))
 
     def _pack(self, row: bytearray) -> bytes:
-        return sum(1 << index for index, bit in enumerate(row) if bit).to_bytes(-(-self.blocks // 8), "little")
+        return int(row[::-1].translate(_DIGITS), 2).to_bytes(-(-self.blocks // 8), "little")
 
     def add(self, blocks: Iterable[Block]) -> None:
         """A commit merges these. What is not open yet is not counted: nobody can have been given it."""

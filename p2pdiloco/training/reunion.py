@@ -19,6 +19,7 @@ import time
 from typing import NamedTuple
 
 IS_POSSIBLE = sys.platform == "linux"
+CONNECT_S = 0.05
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -115,6 +116,7 @@ def find_learner(name: str, memory_fd: int) -> socket.socket | None:
     if not IS_POSSIBLE:
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(CONNECT_S)  # a learner in a long step leaves its queue of visitors full
     with contextlib.suppress(OSError):
         connection.connect(b"\0" + name.encode())
         if peer_credentials(connection)[1] == os.getuid():

@@ -1,0 +1,76 @@
+"""A node and the learner that takes no commands: its own is killed, a user's training script is not."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from p2pdiloco.node import learner_process
+from p2pdiloco.node.founding import ConfigError, read_config
+from p2pdiloco.node.learner_process import Adopted, LearnerProcess
+from p2pdiloco.wire import link
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pidfd is Linux's")
+@pytest.mark.parametrize("is_script", [True, False])
+def test_only_the_nodes_own_learner_is_killed_when_it_takes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_script: bool
+) -> None:
+    monkeypatch.setattr(learner_process, "COMMANDS", 3)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+    async def flood() -> None:
+        learner = LearnerProcess(
+            [],
+            memory_fd=-1,
+            heard=lambda _: None,
+            ended=lambda *_: None,
+            log_path=tmp_path / "log",
+            reunion="nobody",
+            manifest=b"run" if is_script else None,
+        )
+        learner._process = Adopted(child.pid)
+        for step in range(4):
+            learner.send(link.AdoptStep(step=step))
+
+    try:
+        asyncio.run(flood())
+        if is_script:
+            child.communicate(b"\n", timeout=20)
+            assert child.returncode == 0, "it went on"
+        else:
+            assert child.wait(20) == -9
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pidfd is Linux's")
+def test_a_script_that_never_comes_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner_process, "SCRIPT_S", 0.3)
+
+    async def wait() -> None:
+        async with LearnerProcess(
+            [],
+            memory_fd=0,
+            heard=lambda _: None,
+            ended=lambda *_: None,
+            log_path=tmp_path / "log",
+            reunion="p2pdiloco-nobody-is-here",
+            manifest=b"run",
+        ):
+            raise AssertionError("there is no script")
+
+    with pytest.raises(TimeoutError, match="no training script was found"):
+        asyncio.run(wait())
+
+
+def test_a_configuration_cannot_ask_for_a_scripts_model(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('name = "x"\nmodel.kind = "external"\n')
+    with pytest.raises(ConfigError, match=r"p2pdiloco\.DiLoCo"):
+        read_config(path)
