@@ -32,7 +32,7 @@ from p2pdiloco.testbed.kernel import Engine, choose_engine, probe
 from p2pdiloco.testbed.namespaces import PREFIX, configure, listed, need_root, remove
 from p2pdiloco.testbed.router import RouterPlan, Way
 from p2pdiloco.testbed.shaping import set_bucket, set_netem, set_offloads
-from p2pdiloco.testbed.topology import Route, Topology, address, changed, parse_topology
+from p2pdiloco.testbed.topology import Change, Route, Topology, address, changed, parse_topology
 from p2pdiloco.testbed.wiring import join_pop, start_router, wire_pop, wire_site
 
 FOLDER = Path("/run/p2pdiloco-testbed")
@@ -95,6 +95,16 @@ class Testbed:
             TestbedError: it is down.
         """
         change = self.topology.changes[self._state.played]
+        self.apply(change)
+        self._keep(msgspec.structs.replace(self._state, played=self._state.played + 1))
+
+    def apply(self, change: Change) -> None:
+        """Put a change in force that need not be in the schedule; other processes do not learn of it.
+
+        Raises:
+            TestbedError: it is down.
+            TopologyError: it names what is not there.
+        """
         new = changed(self.topology, change)
         for i, (before, after) in enumerate(zip(self.topology.sites, new.sites, strict=True)):
             if before != after:
@@ -102,7 +112,7 @@ class Testbed:
         if new.paths != self.topology.paths:
             self._shape_paths(new)
         self.topology = new
-        self._keep(msgspec.structs.replace(self._state, played=self._state.played + 1, is_verified=False))
+        self._keep(msgspec.structs.replace(self._state, is_verified=False))
 
     def rewind(self) -> None:
         """As it was before any change."""
