@@ -1,0 +1,59 @@
+"""Real text for the laboratory: the standard library's source, as ``training.corpus`` reads and splits it.
+
+Rules of this file:
+1. Every step has one list of windows for all learners, drawn from the seed; learner m has its m-th part. So runs with
+   1, 2, 4 or 8 learners, and data parallel, see the same samples in the same steps.
+2. The held-out windows are the whole held-out split, side by side: no choice, and the same for every run.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor, nn
+
+from p2pdiloco.protocol.manifest import DataConfig
+from p2pdiloco.training.corpus import Corpus, held_out_batches, load_corpus
+from p2pdiloco.training.transformer import loss
+
+
+@functools.cache
+def corpus() -> Corpus:
+    """The standard library of the Python that runs this."""
+    return load_corpus(DataConfig())
+
+
+class Stream:
+    """The batches of learners ``first`` to ``first + k - 1`` of ``learners``."""
+
+    def __init__(
+        self, text: Tensor, *, seed: int, batch: int, context: int, learners: int, first: int, k: int, is_parted: bool
+    ) -> None:
+        """``text`` is uint8 [bytes]; ``batch`` samples a step are for all learners together."""
+        self._text = text
+        self._batch = batch
+        self._learners = learners
+        self._mine = slice(first, first + k)
+        self._window = torch.arange(context + 1)
+        self._generator = torch.Generator().manual_seed(seed)
+        parts = torch.arange(learners + 1) * text.numel() // learners
+        self._low = parts[:-1] if is_parted else torch.zeros(learners, dtype=torch.int64)
+        self._high = (parts[1:] if is_parted else torch.full((learners,), text.numel())) - context
+
+    def next(self) -> Tensor:
+        """int64 [k, samples, context + 1]"""
+        drawn = torch.rand(
+            (self._learners, self._batch // self._learners), generator=self._generator, dtype=torch.float64
+        )
+        low, high = self._low[self._mine, None], self._high[self._mine, None]
+        starts = low + (drawn[self._mine] * (high - low)).long()
+        return self._text[starts.unsqueeze(-1) + self._window].long()
+
+
+@torch.no_grad()
+def held_out_losses(model: nn.Module, text: Corpus, context: int, *, samples: int = 0) -> Tensor:
+    """Mean loss of each batch of 64 held-out windows, float64: their mean is the model's loss, and two models' losses
+    can be compared batch by batch. ``samples`` 0: all windows that lie side by side."""
+    samples = samples or text.held_out.numel() // context
+    return torch.tensor([float(loss(model, batch)) for batch in held_out_batches(text, context, samples, batch=64)])

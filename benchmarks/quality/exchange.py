@@ -1,0 +1,133 @@
+"""The outer half of the laboratory: what is sent, how it is merged, what it does to the global parameters.
+
+Rules of this file:
+1. The shipped path is ``tensors/`` itself: quantizers, merge rules, the outer step, in the order in which
+   ``node.global_state`` calls them; a test compares the two. Payloads are compressed to be measured.
+2. What ``tensors/`` does not have (fp32 and top-k payloads, Delayed Nesterov, restarts) is here, short, for comparison.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.quality.settings import Setting
+from p2pdiloco.protocol.identifiers import ShardId
+from p2pdiloco.protocol.manifest import Codec, Layout
+from p2pdiloco.tensors import merging, outer, quantize
+from p2pdiloco.tensors.recipes import FORMATS
+from p2pdiloco.wire import compression
+
+
+class Parcel(NamedTuple):
+    """What one message carries."""
+
+    gradient: merging.Gradient
+    values: Tensor
+    """What it decodes to, float32 [elements]."""
+    bytes: float
+
+
+def pack(codec: str, x: Tensor) -> Parcel:
+    """Encode ``x``, float32 [elements], and decode it again; see ``Setting.up`` for the codecs' names.
+
+    Raises:
+        ValueError: there is no such codec.
+    """
+    name, _, number = codec.partition("@")
+    if name == "fp32":
+        values = x.clone()
+        return Parcel(merging.Vector(values), values, 4.0 * x.numel())
+    if name == "topk":
+        return _top(float(number), x)
+    how = quantize.recipe(_codec(name), float(number) if number else None)
+    bodies = [bytes(body) for body in quantize.encode_chunks(how, x)]
+    values = quantize.decode_chunks(bodies, torch.empty_like(x))
+    return Parcel(merging.Encoded(bodies, x.numel()), values, float(len(compression.join(bodies))))
+
+
+def _codec(name: str) -> Codec:
+    for known in FORMATS:
+        if known == name:
+            return known
+    raise ValueError(f"there is no codec {name!r}: fp32, topk@SHARE, or one of {', '.join(FORMATS)}")
+
+
+def _top(share: float, x: Tensor) -> Parcel:
+    """The largest elements in bf16; their places take the entropy of choosing them, computed, not coded."""
+    count = max(1, round(share * x.numel()))
+    where = x.abs().topk(count).indices
+    values = torch.zeros_like(x)
+    values[where] = x[where].bfloat16().float()
+    p = count / x.numel()
+    place_bits = -math.log2(p) - (1 - p) / p * math.log2(1 - p) if p < 1.0 else 0.0
+    return Parcel(merging.Vector(values), values, count * (2.0 + place_bits / 8.0))
+
+
+class Exchange:
+    """The global parameters and what commits do to them. All peers have the same, so one is enough."""
+
+    def __init__(self, setting: Setting, layout: Layout, theta: Tensor) -> None:
+        self.layout = layout
+        self.theta = theta
+        self.momentum = torch.zeros_like(theta)
+        self.up_bytes = 0.0
+        self.up_parameters = 0
+        self.down_bytes = 0.0
+        self.down_parameters = 0
+        self._setting = setting
+        self._turns = [0] * len(layout.shards)
+        self._delayed = torch.zeros_like(theta) if setting.outer == "delayed" else torch.empty(0)
+
+    def span(self, shard: ShardId) -> slice:
+        """The shard's place in flat vectors."""
+        piece = self.layout.shards[shard]
+        return slice(piece.start, piece.stop)
+
+    def contribute(self, shard: ShardId, snapshot: Tensor) -> Parcel:
+        """A learner's outer gradient: global parameters minus its own, ``snapshot`` float32 [all elements]."""
+        span = self.span(shard)
+        parcel = pack(self._setting.up, self.theta[span] - snapshot[span])
+        self.up_bytes += parcel.bytes
+        self.up_parameters += parcel.values.numel()
+        return parcel
+
+    def commit(self, shard: ShardId, gradients: Sequence[merging.Gradient], weights: Sequence[float]) -> Tensor:
+        """Merge, and make the outer step; returns new - old global parameters, float32 [elements]."""
+        span, rule = self.span(shard), self.layout.shards[shard].merge
+        merged = torch.empty_like(self.theta[span])
+        merging.merge(rule, gradients, weights, merged)
+        parcel = pack(self._setting.down, merged)
+        self.down_bytes += parcel.bytes
+        self.down_parameters += merged.numel()
+        self._turns[shard] += 1
+        restart = self._setting.restart_every
+        if restart and self._turns[shard] % restart == 0:
+            self.momentum[span].zero_()
+        change = parcel.values.clone()
+        if self._setting.outer == "delayed":
+            return self._delayed_step(span, change, self._turns[shard])
+        outer.outer_step(
+            self.theta[span],
+            self.momentum[span],
+            change,
+            learning_rate=self._setting.outer_rate,
+            momentum_factor=self._setting.outer_momentum,
+        )
+        return change
+
+    def _delayed_step(self, span: slice, gradient: Tensor, turn: int) -> Tensor:
+        """Delayed Nesterov with N = 2 and c = 0: momentum takes the mean of two turns' gradients, every second turn."""
+        rate, mu = self._setting.outer_rate, self._setting.outer_momentum
+        self._delayed[span] += gradient
+        step = gradient.clone()
+        if turn % 2 == 0:
+            self.momentum[span].mul_(mu).add_(self._delayed[span], alpha=0.5)
+            self._delayed[span] = 0.0
+            step += 2.0 * mu * self.momentum[span]
+        self.theta[span] -= rate * step
+        return step.mul_(-rate)

@@ -1,0 +1,359 @@
+"""One run: learners train, turns fall due, contributions are merged, learners take the commits. All in one process.
+
+Time is counted in steps of the fastest learner. With learners that are alike everything happens at whole steps; with
+speeds, absences and cuts every learner has its own clock, and events come from a heap.
+
+Rules of this file:
+1. The schedule is the protocol's: fragment p is due where the global step is its offset modulo H, whoever reaches that
+   step announces the turn, everybody answers at its next step's end. ``protocol.quorum`` decides when the owner merges.
+   The global step is that of the learner that is furthest ahead.
+2. A commit reaches a learner at its first step's end ``overlap`` steps after the turn, or later if it was made later:
+   the whole time that the schedule allows for an exchange is used.
+3. A contribution covers what its learner trained since its mark; carry is the node's shift: new global - old global,
+   plus what was sent if it was merged.
+4. At the end everybody's unmerged progress is merged, in one more turn of every fragment (``protocol.departing``).
+5. Nothing depends on the machine's clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.quality.data import Stream, corpus, held_out_losses
+from benchmarks.quality.exchange import Exchange
+from benchmarks.quality.learners import Given, Group, Member, Shift, Turn
+from benchmarks.quality.settings import Setting
+from benchmarks.quality.stacked import Stack
+from p2pdiloco.protocol.identifiers import ShardId
+from p2pdiloco.protocol.manifest import Layout, make_layout
+from p2pdiloco.protocol.quorum import QuorumView, decide, grace_window_s
+from p2pdiloco.tensors.fragments import tensor_specs
+from p2pdiloco.tensors.merging import token_weight
+from p2pdiloco.training.corpus import Corpus
+from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.training.transformer import build_model, named_tensors
+
+SPELL = 48.0
+"""Mean length of a spell of presence, in steps."""
+JITTER = 0.1
+"""Learners of different speeds: a step takes this share more or less, at random."""
+_ENDLESS = 1e18
+
+
+class Result(NamedTuple):
+    """What a run gives."""
+
+    losses: Tensor
+    """Held-out loss of the global model by batches of windows."""
+    theta: Tensor
+    figures: dict[str, float]
+
+
+class Laboratory:
+    """See the module."""
+
+    def __init__(self, setting: Setting, text: Corpus | None = None, *, is_compiled: bool = False) -> None:
+        """``text``: instead of the standard library. ``is_compiled``: by torch.compile, for long runs."""
+        torch.set_num_threads(1)
+        self.setting = setting
+        self.text = corpus() if text is None else text
+        self._model = build_model(setting.model_config, setting.seed)
+        self._specs = tensor_specs(named_tensors(self._model), setting.fragments)
+        self.layout: Layout = make_layout(self._specs, setting.fragments, setting.max_shard, setting.merge)
+        self._judge = FlatParameters(self._model.named_parameters(), self._specs, self.layout)
+        theta = torch.empty(self.layout.elements)
+        self._judge.copy_to(theta, self._judge.everything)
+        self.exchange = Exchange(setting, self.layout, theta)
+        self._scratch = torch.empty_like(theta)
+        self._random = random.Random(setting.seed)
+        self.members: list[Member] = []
+        self._groups = self._make_groups(is_compiled)
+        self._open: dict[int, Turn] = {}
+        self._events: list[tuple[float, int, int]] = []
+        """(time, 0: a group's step ends, 1: an owner looks at a turn; which)"""
+        self._step = 0
+        self._trained = 0
+        self._lost = 0
+        self._contributions = [0] * setting.learners
+
+    def _make_groups(self, is_compiled: bool) -> list[Group]:
+        s = self.setting
+        learners = 1 if s.method == "parallel" else s.learners
+        size = learners if s.is_in_step else 1
+        groups = []
+        for first in range(0, learners, size):
+            stack = Stack(s, self._model, size, s.batch // learners, is_compiled=is_compiled)
+            stream = Stream(
+                self.text.train,
+                seed=s.seed,
+                batch=s.batch,
+                context=s.context,
+                learners=learners,
+                first=first,
+                k=size,
+                is_parted=s.data == "parts",
+            )
+            flats = [
+                stack.flat(i, tensor_specs(named_tensors(self._model), s.fragments), self.layout) for i in range(size)
+            ]
+            self.members += [Member(flat, len(self.layout.shards)) for flat in flats]
+            step_time = max(s.speeds) / s.speeds[first] if s.speeds else 1.0
+            members = list(range(first, first + size))
+            groups.append(Group(members, stack, stream, step_time, self._spells(first)))
+        if s.join_at:
+            self.members[-1].is_present = False
+        return groups
+
+    def _spells(self, member: int) -> Iterator[float]:
+        """The times at which a learner goes, comes, goes ..."""
+        absent, at = self.setting.absent, 0.0
+        draw = random.Random(f"{self.setting.seed}/{member}")
+        while absent:
+            for mean in (SPELL, SPELL * absent / (1.0 - absent)):
+                at += mean * draw.uniform(0.5, 1.5)
+                yield at
+        while True:
+            yield _ENDLESS
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def run(self) -> Result:
+        """Train to the end of the budget, and evaluate the global model."""
+        for index in range(len(self._groups)):
+            self._again(index, 0.0)
+        now = 0.0
+        while not self._is_over:
+            now, kind, which = heapq.heappop(self._events)
+            if kind:
+                if which in self._open:
+                    self._consider(self._open[which], now)
+            else:
+                self._boundary(self._groups[which], now)
+                self._again(which, now)
+        if self.setting.method == "parallel":
+            self.members[0].flat.copy_to(self.exchange.theta, self._judge.everything)
+        else:
+            self._flush(now)
+        self._judge.copy_from(self.exchange.theta, self._judge.everything)
+        losses = held_out_losses(self._model, self.text, self.setting.context)
+        return Result(losses, self.exchange.theta, self._figures(losses))
+
+    @property
+    def _is_over(self) -> bool:
+        return self._progress >= self.setting.steps
+
+    @property
+    def _progress(self) -> int:
+        """The share of the budget that is trained, as steps of all learners; what was lost does not count."""
+        return (self._trained - self._lost) // self.setting.step_tokens
+
+    def _again(self, index: int, now: float) -> None:
+        jitter = self._random.uniform(1.0 - JITTER, 1.0 + JITTER) if self.setting.speeds else 1.0
+        heapq.heappush(self._events, (now + self._groups[index].step_time * jitter, 0, index))
+
+    def _boundary(self, group: Group, now: float) -> None:
+        """A step's end: train it, announce, answer, take what has come."""
+        self._come_and_go(group, now)
+        if not self.members[group.members[0]].is_present:
+            return
+        self._train(group, now)
+        for member in group.members:
+            for turn in list(self._open.values()):
+                self._answer(turn, member, now)
+        for turn in list(self._open.values()):
+            self._consider(turn, now)
+        for member in group.members:
+            self._take(self.members[member], now)
+
+    def _train(self, group: Group, now: float) -> None:
+        s = self.setting
+        first = self.members[group.members[0]]
+        group.stack.step(group.stream.next(), self._progress)
+        tokens = s.step_tokens // len(self.members)
+        for index in group.members:
+            self.members[index].steps += 1
+            self.members[index].tokens += tokens
+        self._trained += tokens * len(group.members)
+        group.step += 1
+        if first.seen is None and group.step > self._step:
+            self._step = group.step
+            if s.method == "diloco":
+                self._announce(now)
+        group.step = max(group.step, self._step)
+
+    def _announce(self, now: float) -> None:
+        """Open the turn that is due at the global step, if one is."""
+        s = self.setting
+        for fragment in range(s.fragments):
+            is_due = (self._step - fragment * s.sync_every // s.fragments) % s.sync_every == 0
+            if is_due and fragment not in self._open:
+                self._open[fragment] = Turn(fragment, now)
+
+    # -- coming and going ----------------------------------------------------------------------------------------------
+
+    def _come_and_go(self, group: Group, now: float) -> None:
+        """Spells of absence; the late joiner; the learner that is cut off and comes back."""
+        s = self.setting
+        index = group.members[-1]
+        member, share = self.members[index], self._progress / s.steps
+        while now >= group.changes_at:
+            group.changes_at = next(group.spells)
+            if member.is_present:
+                self._lose(member)
+            else:
+                self._load(member)
+        if index != len(self.members) - 1:
+            return
+        if s.join_at and not member.is_present and share >= s.join_at:
+            self._load(member)
+        if s.cut and member.seen is None and s.cut[0] <= share < s.cut[1]:
+            self._take(member, _ENDLESS)
+            member.seen = self.exchange.theta.clone()
+        if member.seen is not None and share >= s.cut[1]:
+            member.flat.add_from(self.exchange.theta - member.seen, member.flat.everything)
+            member.seen = None
+
+    def _lose(self, member: Member) -> None:
+        """It dies: what it had not given is lost."""
+        member.is_present = False
+        pieces = zip(self.layout.shards, member.marks, strict=True)
+        unmerged = sum(shard.elements * (member.tokens - mark[1]) for shard, mark in pieces)
+        self._lost += unmerged // self.layout.elements
+
+    def _load(self, member: Member) -> None:
+        """It comes, with the global parameters and nothing to give."""
+        member.is_present = True
+        member.shifts.clear()
+        member.flat.copy_from(self.exchange.theta, member.flat.everything)
+        member.marks = [(member.steps, member.tokens)] * len(member.marks)
+
+    # -- turns ---------------------------------------------------------------------------------------------------------
+
+    def _answer(self, turn: Turn, index: int, now: float) -> None:
+        """A learner's contribution to an open turn."""
+        member = self.members[index]
+        if index in turn.answered or not member.takes_part:
+            return
+        turn.answered.add(index)
+        shards = self.layout.fragments[turn.fragment]
+        if all(member.marks[shard][1] == member.tokens for shard in shards):
+            return
+        member.flat.copy_to(self._scratch, shards)
+        for shift in member.shifts:  # what it has not taken yet; as ``node.global_state`` does
+            if shift.shard in shards:
+                self._scratch[self.exchange.span(shift.shard)] += shift.change
+        parcels = {shard: self.exchange.contribute(shard, self._scratch) for shard in shards}
+        meant = {}
+        if not self.setting.feedback:
+            spans = ((shard, self.exchange.span(shard)) for shard in shards)
+            meant = {shard: self.exchange.theta[span] - self._scratch[span] for shard, span in spans}
+        turn.given[index] = Given(parcels, meant, member.steps, member.tokens)
+
+    def _consider(self, turn: Turn, now: float) -> None:
+        """The owner's decision; see ``protocol.merging``."""
+        s = self.setting
+        participants = {index for index, member in enumerate(self.members) if member.takes_part}
+        quorum = max(1, min(s.quorum, len(participants)))
+        if turn.quorum_at is None and len(turn.given) >= quorum:
+            turn.quorum_at = now
+        quorum_s = 0.0 if turn.quorum_at is None else turn.quorum_at - turn.opened_at
+        view = QuorumView(
+            now=now,
+            opened_at=turn.opened_at,
+            quorum_at=turn.quorum_at,
+            given=len(turn.given),
+            missing=len(participants - turn.answered),
+            min_quorum=quorum,
+            rank=0,
+            takeover_s=_ENDLESS,
+            grace_s=grace_window_s(
+                grace_share=s.grace, overlap_steps=s.overlap, step_time_s=1.0, quorum_s=quorum_s, sync_s=0.0
+            ),
+        )
+        decision = decide(view)
+        if decision.is_close:
+            self._close(turn, now)
+        elif decision.look_again_at is not None:
+            heapq.heappush(self._events, (decision.look_again_at, 1, turn.fragment))
+        elif view.missing == 0:  # nobody has anything to give
+            del self._open[turn.fragment]
+
+    def _close(self, turn: Turn, now: float) -> None:
+        """Merge, and send the commits on their way."""
+        self._open.pop(turn.fragment, None)
+        given = sorted(turn.given.items())
+        ready_at = max(now, turn.opened_at + self.setting.overlap)
+        for shard in self.layout.fragments[turn.fragment]:
+            weights = []
+            for index, one in given:
+                steps, tokens = self.members[index].marks[shard]
+                weights.append(token_weight(max(0, one.tokens - tokens), max(0, one.steps - steps)))
+            change = self.exchange.commit(shard, [one.parcels[shard].gradient for _, one in given], weights)
+            for index, member in enumerate(self.members):
+                self._send(member, turn.given.get(index), shard, change, ready_at)
+        for index, _ in given:
+            self._contributions[index] += 1
+
+    def _send(self, member: Member, given: Given | None, shard: ShardId, change: Tensor, ready_at: float) -> None:
+        """One commit to one learner: what it adds, and its new mark."""
+        if not member.takes_part:
+            return
+        if given is not None and given.tokens > member.marks[shard][1]:
+            settled = given.parcels[shard].values if self.setting.feedback else given.meant[shard]
+            change = change + settled
+            member.marks[shard] = (given.steps, given.tokens)
+        member.shifts.append(Shift(ready_at, shard, change))
+
+    def _take(self, member: Member, now: float) -> None:
+        """The learner takes the commits that have reached it."""
+        ready = [shift for shift in member.shifts if shift.ready_at <= now]
+        member.shifts = [shift for shift in member.shifts if shift.ready_at > now]
+        for shift in ready:
+            span, shards = self.exchange.span(shift.shard), (shift.shard,)
+            match self.setting.adopt:
+                case "carry":
+                    self._scratch[span] = shift.change
+                    member.flat.add_from(self._scratch, shards)
+                case "overwrite":
+                    member.flat.copy_from(self.exchange.theta, shards)
+                    member.marks[shift.shard] = (member.steps, member.tokens)
+                case "blend":
+                    member.flat.copy_to(self._scratch, shards)
+                    self._scratch[span] = 0.5 * (self._scratch[span] + self.exchange.theta[span])
+                    member.flat.copy_from(self._scratch, shards)
+
+    def _flush(self, now: float) -> None:
+        """The run is complete: what is unmerged is merged."""
+        for turn in list(self._open.values()):
+            self._close(turn, now)
+        for member in self.members:
+            self._take(member, _ENDLESS)
+            if member.seen is not None:
+                raise ValueError("a learner is cut off at the end: its progress would be lost")
+        for fragment in range(self.setting.fragments):
+            turn = Turn(fragment, now)
+            for index in range(len(self.members)):
+                self._answer(turn, index, now)
+            if turn.given:
+                self._close(turn, now)
+
+    # -- what came out -------------------------------------------------------------------------------------------------
+
+    def _figures(self, losses: Tensor) -> dict[str, float]:
+        out, members = self.exchange, self.members
+        total = sum(member.tokens for member in members)
+        return {
+            "loss": float(losses.double().mean()),
+            "trained_tokens": float(total),
+            "lost_tokens": float(self._lost),
+            "global_steps": float(self._step),
+            "up_bytes_per_parameter": out.up_bytes / out.up_parameters if out.up_parameters else 0.0,
+            "down_bytes_per_parameter": out.down_bytes / out.down_parameters if out.down_parameters else 0.0,
+            "smallest_share_of_turns": min(self._contributions) / max(1, max(self._contributions)),
+        }

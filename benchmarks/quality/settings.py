@@ -1,0 +1,116 @@
+"""What one cell of the laboratory is: every number that its result depends on.
+
+Rules of this file:
+1. A cell is named by its settings and nothing else: the same settings give the same bits on one machine, and a row that
+   is there already is not computed again.
+2. Fields that are left out have the values below: those of the sweeps' small model and of the shipped schedule.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from p2pdiloco.protocol.manifest import InnerConfig, MergeRule, ModelConfig
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of the laboratory."""
+
+    seed: int = 1
+    """Initial weights and the order of the data."""
+    method: Literal["diloco", "parallel"] = "diloco"
+    """``parallel``: one model trained with the whole global batch, what data parallel computes."""
+
+    width: int = 64
+    depth: int = 2
+    heads: int = 4
+    context: int = 64
+
+    learners: int = 4
+    batch: int = 32
+    """Samples a step of all learners together: each takes batch / learners."""
+    steps: int = 768
+    """The token budget in whole steps: the run ends when steps * batch * context tokens are trained."""
+    learning_rate: float = 4e-3
+    """The inner optimizer's peak."""
+    final_share: float = 0.1
+    warmup: int = 40
+    inner: Literal["adamw", "muon"] = "adamw"
+
+    fragments: int = 12
+    sync_every: int = 24
+    overlap: int = 2
+    max_shard: int = 1 << 20
+
+    outer_rate: float = 0.7
+    outer_momentum: float = 0.3
+    outer: Literal["nesterov", "delayed"] = "nesterov"
+    """``delayed``: momentum moves every second turn only (Delayed Nesterov, arXiv 2401.09135)."""
+    restart_every: int = 0
+    """Turns after which a shard's outer momentum becomes 0; 0: never."""
+    merge: MergeRule = "rda"
+    adopt: Literal["carry", "overwrite", "blend"] = "carry"
+    """``blend``: the mean of the learner's parameters and the new global ones (Streaming DiLoCo, arXiv 2501.18512)."""
+
+    up: str = "int4"
+    """A codec of ``tensors/``, as "int4" or "int4@1.0" (its step); "fp32"; or "topk@0.05", a share of all elements."""
+    down: str = "int4"
+    feedback: bool = True
+    """What leaves the learner's delta is what was sent (the shipped rule); without it, what was meant."""
+
+    quorum: int = 1
+    grace: float = 0.7
+    speeds: tuple[float, ...] = ()
+    """Relative to each other; empty: all alike and in step."""
+    absent: float = 0.0
+    """Share of the time that each learner is away, in spells of about 48 steps."""
+    join_at: float = 0.0
+    """Share of the budget at which the last learner joins, with a fresh optimizer; 0: from the start."""
+    cut: tuple[float, float] = ()  # type: ignore[assignment]  # empty: none
+    """Shares of the budget between which the last learner trains on alone, cut off."""
+    data: Literal["same", "parts"] = "same"
+    """``parts``: each learner draws from a part of the corpus of its own (other packages of the library)."""
+
+    def __post_init__(self) -> None:
+        if self.batch % self.learners:
+            raise ValueError(f"batch = {self.batch} cannot be shared by {self.learners} learners")
+        if self.speeds and len(self.speeds) != self.learners:
+            raise ValueError(f"{len(self.speeds)} speeds for {self.learners} learners")
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model."""
+        return ModelConfig(width=self.width, depth=self.depth, heads=self.heads, context=self.context)
+
+    @property
+    def inner_config(self) -> InnerConfig:
+        """The inner optimizer of one learner."""
+        return InnerConfig(
+            steps=self.steps,
+            batch=self.batch // self.learners,
+            learning_rate=self.learning_rate,
+            final_share=self.final_share,
+            warmup=self.warmup,
+        )
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one step of all learners."""
+        return self.batch * self.context
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether all learners do the same at the same time, so that they are computed as one batch."""
+        return not (self.speeds or self.absent or self.join_at or self.cut)
+
+
+def to_row(setting: Setting) -> dict[str, Any]:
+    """All fields, for a row of results."""
+    return msgspec.structs.asdict(setting)
+
+
+def from_row(settings: dict[str, Any]) -> Setting:
+    """The setting of a row; fields that it does not know yet have their defaults."""
+    return msgspec.convert(settings, Setting)

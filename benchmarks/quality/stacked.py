@@ -1,0 +1,131 @@
+"""Several learners' transformers as one batched computation: small matrices of one learner leave a core half idle.
+
+Rules of this file:
+1. The same arithmetic as ``training.transformer`` and ``training.learner``, with one more dimension in front; a test
+   compares losses and parameters with the plain ones.
+2. Learner k's loss depends on its own parameters alone, so the gradient of the losses' sum is each learner's own.
+   Clipping is each learner's own, too. AdamW works element by element, so it needs no change.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor, nn
+
+from benchmarks.quality.muon import Muon
+from benchmarks.quality.settings import Setting
+from p2pdiloco.protocol.manifest import Layout, ModelConfig, TensorSpec
+from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.training.schedule import learning_rate
+from p2pdiloco.training.transformer import Transformer
+
+Losses = Callable[[Mapping[str, Tensor], Tensor], Tensor]
+
+
+def losses(config: ModelConfig, cosine: Tensor, sine: Tensor, p: Mapping[str, Tensor], batch: Tensor) -> Tensor:
+    """Mean cross-entropy of each learner, float32 [k]; ``p`` are parameters [k, ...], ``batch`` int64
+    [k, samples, context + 1]."""
+    k, samples, time = batch.shape[0], batch.shape[1], batch.shape[2] - 1
+    width, heads = config.width, config.heads
+    rows = torch.arange(k).view(k, 1, 1) * config.vocabulary + batch[:, :, :-1]
+    x = F.embedding(rows, p["embedding.weight"].reshape(-1, width)).reshape(k, samples * time, width)
+    for index in range(config.depth):
+        block = f"blocks.{index}."
+        qkv = _linear(_normed(x, p[block + "attention_norm.weight"]), p[block + "attention.qkv.weight"])
+        q, key, v = qkv.view(k * samples, time, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
+        q, key = _rotate(q, cosine, sine), _rotate(key, cosine, sine)
+        mixed = F.scaled_dot_product_attention(q, key, v, is_causal=True).transpose(1, 2)
+        x = x + _linear(mixed.reshape(k, samples * time, width), p[block + "attention.out.weight"])
+        fed = _linear(_normed(x, p[block + "feed_norm.weight"]), p[block + "feed.gate_up.weight"])
+        gate, up = fed.chunk(2, dim=-1)
+        x = x + _linear(F.silu(gate) * up, p[block + "feed.down.weight"])
+    logits = _linear(_normed(x, p["norm.weight"]), p["head.weight"])
+    each = F.cross_entropy(logits.flatten(0, 1), batch[:, :, 1:].flatten(), reduction="none")
+    return each.view(k, -1).mean(1)
+
+
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), eps=1e-6) * weight[:, None]
+
+
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.bmm(x, weight.transpose(1, 2))
+
+
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cosine - b * sine, b * cosine + a * sine), dim=-1)
+
+
+@functools.cache
+def compiled(config: ModelConfig, k: int, samples: int, is_compiled: bool) -> Losses:
+    """``losses`` for one shape; compiled it takes half to two thirds of the time, after half a minute once."""
+    tables = Transformer(config)
+    of = functools.partial(losses, config, tables.get_buffer("cosine"), tables.get_buffer("sine"))
+    return torch.compile(of, dynamic=False) if is_compiled else of
+
+
+class Stack:
+    """``k`` learners that step together, all from the same parameters."""
+
+    def __init__(self, setting: Setting, model: nn.Module, k: int, samples: int, *, is_compiled: bool) -> None:
+        self.k = k
+        self.steps = 0
+        """Of the inner optimizer."""
+        self._setting = setting
+        self._losses = compiled(setting.model_config, k, samples, is_compiled)
+        self._parameters = {
+            name: p.detach().expand(k, *p.shape).clone().requires_grad_() for name, p in model.named_parameters()
+        }
+        self._optimizers = _optimizers(setting, self._parameters)
+
+    def flat(self, index: int, tensors: Sequence[TensorSpec], layout: Layout) -> FlatParameters:
+        """Learner ``index``'s parameters as the run's flat vector."""
+        named = [(name, nn.Parameter(p.detach()[index])) for name, p in self._parameters.items()]
+        return FlatParameters(named, tensors, layout)
+
+    def step(self, batch: Tensor, progress: int) -> Tensor:
+        """One inner step at global step ``progress``; returns the losses, float32 [k]."""
+        inner = self._setting.inner_config
+        value = self._losses(self._parameters, batch)
+        value.sum().backward()  # type: ignore[no-untyped-call]
+        self._clip(inner.clip)
+        rate = learning_rate(inner, progress, self.steps)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * group["share"]
+            optimizer.step()
+            optimizer.zero_grad()
+        self.steps += 1
+        return value.detach()
+
+    @torch.no_grad()
+    def _clip(self, largest: float) -> None:
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        norms = torch.stack([g.flatten(1).norm(dim=1) for g in gradients]).norm(dim=0)
+        factors = (largest / (norms + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factors.view(-1, *[1] * (gradient.dim() - 1)))
+
+
+def _optimizers(setting: Setting, parameters: Mapping[str, Tensor]) -> list[torch.optim.Optimizer]:
+    """AdamW as in ``training.learner``; with ``muon`` the blocks' matrices have that instead."""
+    inner = setting.inner_config
+    by_muon = {
+        name: p for name, p in parameters.items() if setting.inner == "muon" and "blocks" in name and p.dim() > 2
+    }
+    rest = [p for name, p in parameters.items() if name not in by_muon]
+    groups = [
+        {"params": [p for p in rest if p.dim() > 2], "weight_decay": inner.weight_decay, "share": 1.0},
+        {"params": [p for p in rest if p.dim() <= 2], "weight_decay": 0.0, "share": 1.0},
+    ]
+    found: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(groups, lr=inner.learning_rate, betas=(inner.beta1, inner.beta2), fused=True)
+    ]
+    if by_muon:
+        found.append(Muon(list(by_muon.values()), weight_decay=inner.weight_decay))
+    return found
