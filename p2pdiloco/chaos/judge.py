@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from statistics import fmean
 
 import msgspec
 
@@ -241,24 +242,55 @@ def _no_leftovers(evidence: Evidence) -> Verdict:
     return _verdict("no leftovers", [f"still there: {left}"] if left else [], "no process outlived the run")
 
 
-def goodput(evidence: Evidence) -> float:
-    """Share of the learners' time that ended in merged tokens. Available is, for each peer, the time from its first
-    step to its last, dead or alive; used is what a learner's merged tokens took, by its mean step."""
+class Goodput(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the learners' time and tokens."""
+
+    of_living: float
+    """Share of the time in which their peers' processes were there and not stopped, from each peer's first step to its
+    last, that ended in merged tokens. Starting, catching up and waiting for a node are in that time."""
+    of_all: float
+    """The same of all time, dead or alive."""
+    tokens_merged: float
+    """Share of all tokens trained, by living and dead learners, that the last state has merged."""
+
+
+def goodput(evidence: Evidence) -> Goodput:
+    """Time used is what a learner's merged tokens took, by its mean step."""
     run = evidence.schedule.plan.run
     assert run is not None
     step_tokens = run.inner.batch * run.model.context
     marks = next(peer.marks for peer in evidence.peers if peer.name == evidence.last)
-    used = available = 0.0
+    used = available = living = trained = merged = 0.0
     for peer in evidence.peers:
-        trained = [(life.trained, life.trained + life.trained_s) for life in peer.lives if life.trained is not None]
-        available += max(evidence.settled, trained[-1][1]) - trained[0][0] if trained else 0.0
+        steps = [(life.trained, life.trained + life.trained_s) for life in peer.lives if life.trained is not None]
+        if steps:
+            first, last = steps[0][0], max(evidence.settled, steps[-1][1])
+            available += last - first
+            living += sum(max(0.0, min(life.ended, last) - max(life.began, first)) for life in peer.lives)
+            living -= sum(_stopped(evidence, peer.name))
         for life in peer.learners:
-            merged = marks.get(life.learner, ())
-            used += life.step_time_s * sum(merged) / len(merged) / step_tokens if merged else 0.0
-    return min(1.0, used / available) if available else 0.0
+            tokens = fmean(marks.get(life.learner, (0,)))
+            trained += max(life.tokens, tokens)
+            merged += tokens
+            used += life.step_time_s * tokens / step_tokens
+    return Goodput(
+        of_living=min(1.0, used / living) if living > 0.0 else 0.0,
+        of_all=min(1.0, used / available) if available else 0.0,
+        tokens_merged=merged / trained if trained else 0.0,
+    )
+
+
+def _stopped(evidence: Evidence, name: str) -> Iterator[float]:
+    """How long a peer's learner was stopped, each time."""
+    for fault in evidence.faults:
+        if fault.kind == "stop-learner" and name in fault.peers:
+            yield fault.ended - fault.began
 
 
 def _goodput(evidence: Evidence) -> Verdict:
-    share, least = goodput(evidence), evidence.schedule.plan.min_goodput
-    text = f"{share:.1%} of all learners' time, dead or alive, ended in merged tokens"
-    return _verdict("goodput", [f"{text}, less than {least:.1%}"] if share < least else [], text)
+    found, plan = goodput(evidence), evidence.schedule.plan
+    time = f"{found.of_living:.1%} of the learners' time alive ({found.of_all:.1%} of all) ended in merged tokens"
+    tokens = f"{found.tokens_merged:.1%} of all tokens trained were merged"
+    problems = [f"{time}, less than {plan.min_goodput:.1%}"] if found.of_living < plan.min_goodput else []
+    problems += [f"{tokens}, less than {plan.min_merged:.1%}"] if found.tokens_merged < plan.min_merged else []
+    return _verdict("goodput", problems, f"{time}, {tokens}")

@@ -99,7 +99,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     calm_s: Annotated[float, Meta(ge=2.0, le=600.0)] = 6.0
     """After a fault's end nothing is asked for so long; a quiet time of at least this after that must see a version."""
     min_goodput: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
-    """Least share of the learners' time that must end in merged tokens."""
+    """Least share of the learners' time alive that must end in merged tokens."""
+    min_merged: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    """Least share of all tokens trained, those of learners that were killed included, that must be merged."""
     weights: dict[Kind, Weight] = msgspec.field(default_factory=lambda: dict.fromkeys(_drawn_kinds(), 1.0))
     """How often each kind is drawn, in proportion; what is left out never is."""
     slow: Slow = Slow()

@@ -203,7 +203,7 @@ def _title(evidence: Evidence, verdicts: Sequence[Verdict], figure: Any, top: An
     top.text(
         0,
         1.035,
-        f"plan {plan.name}, seed {seed}; {last} versions, goodput {goodput(evidence):.0%}, "
+        f"plan {plan.name}, seed {seed}; {last} versions, goodput {goodput(evidence).of_living:.0%}, "
         f"one model at the end" * (not broken),
         transform=top.transAxes,
         fontsize=10.5,

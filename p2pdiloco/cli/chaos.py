@@ -12,6 +12,8 @@ import signal
 import sys
 from pathlib import Path
 
+import msgspec
+
 from p2pdiloco.chaos.evidence import Evidence, EvidenceError, read_evidence
 from p2pdiloco.chaos.happenings import Status
 from p2pdiloco.chaos.judge import Verdict, goodput, judge
@@ -29,7 +31,9 @@ SIGNS = {"training": "#", "starting": "+", "stopped": "=", "down": "."}
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Its own arguments."""
-    sub.add_argument("--plan", default="quick", metavar="PLAN", help="TOML file, or quick, half-hour (default: quick)")
+    sub.add_argument(
+        "--plan", default="quick", metavar="PLAN", help="TOML file, or quick, half-hour, peer-hour (default: quick)"
+    )
     sub.add_argument("--peers", type=int, metavar="N", help="instead of the plan's")
     sub.add_argument("--seconds", type=float, metavar="T", help="in which faults come, instead of the plan's")
     sub.add_argument("--seed", type=int, default=1, metavar="S", help="of the schedule (default: %(default)s)")
@@ -117,7 +121,7 @@ def _summary(evidence: Evidence, verdicts: list[Verdict]) -> dict[str, object]:
         "skipped": evidence.skipped,
         "lives": sum(len(peer.lives) for peer in evidence.peers),
         "versions": max((commit.version for peer in evidence.peers for commit in peer.commits), default=0),
-        "goodput": round(goodput(evidence), 4),
+        "goodput": {name: round(share, 4) for name, share in msgspec.structs.asdict(goodput(evidence)).items()},
         "verdicts": {verdict.name: {"kept": verdict.is_kept, "says": verdict.sentence} for verdict in verdicts},
     }
 

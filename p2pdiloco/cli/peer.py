@@ -45,7 +45,13 @@ def add_peer_arguments(sub: argparse.ArgumentParser) -> None:
         help="send at most this, e.g. 2.5gbit, 100mbit, none (default: auto, 90 %% of what the link is seen to carry)",
     )
     sub.add_argument("--down", type=bytes_per_second, metavar="RATE", help="let others send at most this")
-    sub.add_argument("--checkpoint-s", type=float, default=60.0, help="seconds between checkpoints")
+    sub.add_argument(
+        "--checkpoint-s",
+        type=float,
+        default=60.0,
+        metavar="T",
+        help="at most between checkpoints; cheap ones are written after every turn (default: %(default)s)",
+    )
     sub.add_argument("--keep-checkpoints", type=int, default=2, metavar="N", help="newest ones that stay (default: 2)")
     sub.add_argument("--leave-s", type=float, default=20.0, help="seconds that an orderly leave may take")
     sub.add_argument(

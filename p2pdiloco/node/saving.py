@@ -2,12 +2,16 @@
 
 Training does not notice: the learner's parameters are not touched, and the copy of the global state is made on the
 worker thread. A full disk is reported and tried again; the checkpoints that are there stay.
+
+Where writing is cheap a checkpoint follows every turn, so that a run whose peers all die loses about what was not
+merged yet; ``every_s`` is the longest that is waited for one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +30,9 @@ log = logs.get("node")
 TRIES = 20
 """Copies that may fall between a shard's new state and the machine's word of it before one checkpoint is skipped."""
 COPY_S = 60.0
+LOOK_S = 0.2
+COST_SHARE = 0.02
+"""Of the time, that writing checkpoints may take, unless ``every_s`` demands more."""
 
 Copied = tuple[list[Digest | None], Tensor, Tensor]
 Taken = tuple[tuple[StateProof, ...], Tensor, Tensor]
@@ -56,11 +63,20 @@ class Saving:
         """Of the heads in the last checkpoint."""
 
     async def keep_saving(self, every_s: float) -> None:
-        """Write a checkpoint now and then, until cancelled."""
+        """Write a checkpoint when there is something new, as often as ``COST_SHARE`` allows and at least every
+        ``every_s`` seconds, until cancelled. The learner saves its own state by the clock alone, since it waits for
+        its copy."""
+        learner_saved_at = time.monotonic()
+        rest_s = 0.0
         while True:
-            await asyncio.sleep(every_s)
-            self._save_learner()
-            await self.save(is_last=False)
+            await asyncio.sleep(max(LOOK_S, min(rest_s, every_s)))
+            began = time.monotonic()
+            if began - learner_saved_at >= every_s:
+                self._save_learner()
+                learner_saved_at = began
+            if self._driver.machine.core.is_current:
+                is_written = await self.save(is_last=False)
+                rest_s = (time.monotonic() - began) / COST_SHARE if is_written else every_s
 
     async def save(self, *, is_last: bool) -> bool:
         """Write a checkpoint if anything is new. False: it should have been written, and was not."""

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from evidences import BEGAN, OVER, PLAN, SETTLED, SETTLING, TOKENS, commits, evidence, peer, struck, with_peer
 
-from p2pdiloco.chaos.evidence import Evidence, EvidenceError, Life, read_evidence
+from p2pdiloco.chaos.evidence import Evidence, EvidenceError, LearnerLife, Life, read_evidence
 from p2pdiloco.chaos.judge import goodput, judge, quiet_windows
 from p2pdiloco.chaos.timeline import draw
 
@@ -40,9 +40,9 @@ def without(began: float, ended: float, *names: str) -> Evidence:
     return msgspec.structs.replace(whole, peers=peers)
 
 
-def slow_plan() -> Evidence:
+def demanding(**least: float) -> Evidence:
     whole = evidence()
-    plan = msgspec.structs.replace(PLAN, min_goodput=0.95)
+    plan = msgspec.structs.replace(PLAN, **least)
     return msgspec.structs.replace(whole, schedule=msgspec.structs.replace(whole.schedule, plan=plan))
 
 
@@ -78,7 +78,7 @@ BROKEN = {
     "did not come back": (without(SETTLING, OVER, "B"), "everybody came back"),
     "a journal that replays to something else": (with_peer("A", journal_problem="event 7"), "journals replay"),
     "a process left": (evidence(leftovers=("77 python",)), "no leftovers"),
-    "little goodput": (slow_plan(), "goodput"),
+    "little goodput": (demanding(min_goodput=0.95), "goodput"),
 }
 
 
@@ -121,12 +121,34 @@ def test_quiet_windows_begin_a_while_after_the_last_fault_has_ended() -> None:
     assert [(w.began - BEGAN, w.ended - BEGAN) for w in windows] == [(0.0, 10.0), (46.0, SETTLED - BEGAN)]
 
 
-def test_goodput_is_merged_time_over_all_time() -> None:
-    assert goodput(evidence()) == pytest.approx(0.9)
-    assert goodput(with_peer("A", lives=of_life(trained_s=100))) == pytest.approx(3 * 72 / (80 + 80 + 100))
-    dead = of_life(ended=BEGAN + 40, trained_s=40)
-    assert goodput(with_peer("A", lives=dead)) == pytest.approx(0.9), "a dead learner's time stays available"
-    assert goodput(with_peer("C", marks={"A/1": (TOKENS, TOKENS)})) == pytest.approx(0.3)
+def test_goodput_is_merged_time_over_time() -> None:
+    found = goodput(evidence())
+    assert found.of_all == pytest.approx(3 * 72 / 240)
+    assert found.of_living == pytest.approx(3 * 72 / (240 - 4)), "who is stopped is not available"
+    assert found.tokens_merged == 1.0
+    longer = goodput(with_peer("A", lives=of_life(trained_s=100)))
+    assert longer.of_all == pytest.approx(3 * 72 / (80 + 80 + 100))
+
+
+def test_a_dead_learners_time_is_available_in_all_but_not_of_the_living() -> None:
+    found = goodput(with_peer("A", lives=of_life(ended=BEGAN + 78, trained_s=78)))
+    assert found.of_all == pytest.approx(3 * 72 / 240)
+    assert found.of_living == pytest.approx(3 * 72 / (238 - 4))
+
+
+def test_tokens_of_the_dead_count_as_trained() -> None:
+    dead = LearnerLife(learner="A/0", tokens=TOKENS, step_time_s=0.9)
+    some = with_peer("A", learners=(dead, *peer("A").learners))
+    assert goodput(some).tokens_merged == pytest.approx(3 / 4)
+    plan = msgspec.structs.replace(PLAN, min_merged=0.98)
+    judged = judge(msgspec.structs.replace(some, schedule=msgspec.structs.replace(some.schedule, plan=plan)))
+    assert [verdict.name for verdict in judged if not verdict.is_kept] == ["goodput"]
+
+
+def test_tokens_that_nobody_merged_are_no_goodput() -> None:
+    found = goodput(with_peer("C", marks={"A/1": (TOKENS, TOKENS)}))
+    assert found.of_all == pytest.approx(0.3)
+    assert found.tokens_merged == pytest.approx(1 / 3)
 
 
 def test_a_run_that_broke_off_is_not_judged(tmp_path: Path) -> None:

@@ -1,0 +1,156 @@
+"""Everybody is killed at once and the run is resumed from what lies on the disks: what work is lost?
+
+    python -m benchmarks.churn.blackout --json out/blackout.jsonl
+
+Real processes: a founder and others train with journals. All nodes and learners get SIGKILL in the same moment, one
+peer resumes from all folders, and trains again.
+
+Rules of this file:
+1. What a learner had trained at its death is the last step in its node's journal, plus the steps that its step time
+   allows between that entry and the kill (journals are written through once a second), so it is rather too much.
+2. What is left of it is its mark in the resumed run's checkpoint, the mean of all shards: a learner's fragments are
+   merged at different times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks import record
+from benchmarks.churn.soak import toml
+from p2pdiloco.chaos.swarm import Member, Swarm
+from p2pdiloco.node.checkpoint import best_of, load_all
+from p2pdiloco.protocol.events import LearnerStarted, Stepped
+from p2pdiloco.runtime.journal import read_journal
+
+WAIT_S = 120.0
+SYNC_EVERY = 24
+BATCH = 32
+CONFIG = {
+    "name": "blackout",
+    "model": {"width": 64, "depth": 2, "heads": 2, "context": 64},
+    "inner": {"steps": 1_000_000, "batch": BATCH, "warmup": 5},
+    "schedule": {"fragments": 4, "sync_every": SYNC_EVERY, "overlap": 2, "max_shard": 16384},
+    "evaluation": {"every": 0},
+}
+STEP_TOKENS = BATCH * 64
+
+
+def trained(member: Member, killed_at: float) -> tuple[str, float]:
+    """A killed peer's learner, and the steps that it had made, by its journal. ``killed_at``: monotonic time.
+
+    Raises:
+        SystemExit: it had no learner.
+    """
+    learner, last, last_at = None, None, 0.0
+    folder = member.run_folder()
+    assert folder is not None
+    for entry in read_journal(folder / "journal.bin")[1]:
+        match entry.event:
+            case LearnerStarted():
+                learner = entry.event.learner
+            case Stepped():
+                last, last_at = entry.event, entry.now
+            case _:
+                pass
+    if learner is None or last is None:
+        raise SystemExit(f"{member.name} had not trained: see {folder}")
+    return str(learner), last.steps + max(0.0, killed_at - last_at) / last.step_time_s
+
+
+def until(condition: Any, what: str) -> None:
+    """Look every tenth of a second.
+
+    Raises:
+        SystemExit: it does not come true.
+    """
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"not within {WAIT_S:.0f} s: {what}")
+        time.sleep(0.1)
+
+
+def trains(members: list[Member], tokens: int) -> bool:
+    """Whether all have trained so many in this life."""
+    for member in members:
+        member.refresh()
+    return all(m.view.trained_at >= m.began_unix and m.view.tokens >= tokens for m in members)
+
+
+def once(peers: int, seconds: float, checkpoint_s: float, folder: Path) -> list[dict[str, float]]:
+    """One blackout; what each learner lost, in steps."""
+    swarm = Swarm(folder, ["--journal", "--checkpoint-s", f"{checkpoint_s:g}"])
+    config = folder / "run.toml"
+    config.write_text(toml(CONFIG))
+    try:
+        address = swarm.start_bootstrap()
+        names = [chr(ord("A") + index) for index in range(peers)]
+        members = [swarm.start_founder(names[0], config, address)]
+        members += [swarm.join(name, address) for name in names[1:]]
+        until(lambda: trains(members, STEP_TOKENS), "all train")
+        time.sleep(seconds)
+        nodes = [psutil.Process(member.process.pid) for member in members]
+        family = [process for node in nodes for process in (node, *node.children(recursive=True))]
+        killed_at = time.monotonic()
+        for process in family:
+            process.kill()
+        for member in members:
+            member.kill()
+        ends = [trained(member, killed_at) for member in members]
+        folders = [folder / f"peer-{name}" for name in names]
+        left = _marks(folders)
+        again = swarm.launch(names[0], ["resume", *map(str, folders), "--bootstrap", address])
+        until(lambda: trains([again], STEP_TOKENS), "the resumed run trains")
+    finally:
+        swarm.stop()
+        swarm.kill_leftovers()
+    return [{"trained": steps, "lost": steps - left.get(learner, 0.0)} for learner, steps in ends]
+
+
+def _marks(folders: list[Path]) -> dict[str, float]:
+    """Each learner's merged steps, the mean over the shards of the best state that is left."""
+    shards = best_of(load_all(folders)).shards
+    found: dict[str, float] = {}
+    for proof in shards:
+        for learner, mark in proof.state.marks:
+            found[str(learner)] = found.get(str(learner), 0.0) + mark.steps / len(shards)
+    return found
+
+
+def main() -> int:
+    """Measure, print, write; exit status 1 if a learner lost more than H steps."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--peers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of training before it (default: %(default)s)")
+    parser.add_argument("--checkpoint-s", type=float, default=60.0, help="the peers' (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="append a row of results here")
+    options = parser.parse_args()
+    lost = []
+    for number in range(options.rounds):
+        with tempfile.TemporaryDirectory(prefix="p2pdiloco-blackout-") as folder:
+            found = once(options.peers, options.seconds + number, options.checkpoint_s, Path(folder))
+        print(
+            f"round {number}: " + ", ".join(f"{f['lost']:.1f} of {f['trained']:.0f} steps" for f in found), flush=True
+        )
+        lost += [f["lost"] for f in found]
+    figures = {"lost_steps_median": statistics.median(lost), "lost_steps_most": max(lost), "sync_every": SYNC_EVERY}
+    print(json.dumps(figures))
+    if options.json is not None:
+        settings = {name: getattr(options, name) for name in ("peers", "rounds", "seconds", "checkpoint_s")}
+        record.append(options.json, [record.row("churn/blackout", settings, figures)])
+    return int(max(lost) > SYNC_EVERY)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
