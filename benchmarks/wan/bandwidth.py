@@ -1,0 +1,252 @@
+"""The slowest line on which each system computes 95 % of the time, by bisecting the rate of all lines.
+
+    python -m benchmarks.wan.bandwidth --json out/wan/bandwidth.jsonl --plot out/wan/bandwidth.png
+
+Rules of this file:
+1. Four sites with equal lines and paths; the training goes on while the rates change. The rate that was found is
+   measured on the links themselves afterwards, and refused if it is off.
+2. Data parallel: step time over the mean of the steps made at a rate. DiLoCo: the time that one exchange stops all is
+   measured every few steps, and set against ``--sync-every`` steps of computing.
+3. p2pdiloco's learners do not wait, so a slow line costs turns instead. A rate is enough if learners compute 95 % of
+   the time *and* 95 % of the turns' commits were made while they trained: what is paid for is what comes.
+4. Bytes are those of the interface, with all control traffic, at the rate that was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+from benchmarks.wan import figures, formula, plots, sites, task
+from benchmarks.wan.commits import commits_between
+from p2pdiloco.testbed import verify
+from p2pdiloco.testbed.namespaces import TestbedError
+from p2pdiloco.testbed.testbed import Testbed
+from p2pdiloco.testbed.topology import SLOWEST_BPS, Change
+
+WANTED = 0.95
+PEERS = 4
+CLOSE = 1.08
+"""Bisecting ends when the two rates are this near to each other."""
+SPREAD = 3.0
+"""It begins this much below and above the formula's."""
+DILOCO_EVERY = 3
+"""Steps between the exchanges that are timed."""
+INT4_BYTES = 0.43
+"""A parameter on the wire, both ways alike (measured by benchmarks.wire.codec)."""
+
+
+class Case:
+    """One system with its settings, and how it is judged at a rate."""
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self.name = name
+        self.system, _, schedule = name.partition(" ")
+        self._options = options
+        self.settings: dict[str, object]
+        step_s = options.step_s
+        plain = formula.Run(task.PARAMETERS, PEERS, step_s)
+        if self.system == "ddp":
+            self.run, self.settings = plain, {"bucket_mb": 1}
+        elif self.system == "diloco":
+            self.run = plain._replace(sync_every=options.sync_every)
+            self.settings = {"sync_every": DILOCO_EVERY, "outer_lr": 0.7, "outer_momentum": 0.9}
+        else:
+            every, fragments, overlap = (int(part) for part in schedule.split("/"))
+            self.run = plain._replace(
+                sync_every=every, fragments=fragments, overlap=overlap, bytes_per_parameter=INT4_BYTES
+            )
+            self.settings = {"sync_every": every, "fragments": fragments, "overlap": overlap, "codec": "int4"}
+            self.settings |= {"outer_lr": 0.7, "outer_momentum": 0.5}
+
+    def predicted_bps(self) -> float:
+        """The formula's rate."""
+        trip = self._options.round_trip_ms / 1e3
+        return formula.least_rate(self.run, WANTED, system=self.system, round_trip_s=trip)
+
+    def window_s(self) -> float:
+        """How long a rate is looked at."""
+        least: float = self._options.window_s
+        rounds = 1.5 * self.run.sync_every * self.run.step_s if self.system == "p2pdiloco" else 0.0
+        return max(least, rounds)
+
+    def settle_s(self) -> float:
+        """What is left of the rate before is let go."""
+        return max(3.0, 0.5 * self.window_s())
+
+    def shares(self, words: Sequence[Sequence[sites.Words]], commits: int, shards: int) -> tuple[float, float]:
+        """Compute utilisation, and the share of turns that were committed, of a window's words of all workers."""
+        made = [w for w in words if len(w) > 1]
+        if not made:
+            return 0.0, 0.0
+        if self.system == "diloco":
+            stops = [one["blocked"] for w in made for one in w if one["number"] % DILOCO_EVERY == 0]
+            if not stops:
+                return 0.0, 0.0
+            computing = self.run.sync_every * self.run.step_s
+            return computing / (computing + statistics.mean(stops)), 1.0
+        steps = sum(len(w) - 1 for w in made)
+        share = steps * self.run.step_s / sum(w[-1]["at"] - w[0]["at"] for w in made)
+        if self.system == "ddp":
+            return share, 1.0
+        turns = (steps / len(made)) / self.run.sync_every * shards
+        return share, commits / turns
+
+
+class Bisection:
+    """Of one case on a testbed that is up."""
+
+    def __init__(self, made: Testbed, case: Case, options: argparse.Namespace, folder: Path) -> None:
+        self._made = made
+        self._case = case
+        self._options = options
+        self._folder = folder
+        self.probes: list[dict[str, float]] = []
+
+    def find(self) -> dict[str, Any]:
+        """The figures at the slowest rate that is enough.
+
+        Raises:
+            BenchmarkError, TestbedError
+        """
+        case, options = self._case, self._options
+        config = {"system": case.system, "step_s": options.step_s, "snapshot_every": 0, **case.settings}
+        configs = [{**config, "folder": str(self._folder / case.name.replace("/", "-"))}] * PEERS
+        predicted = case.predicted_bps()
+        with sites.Series(self._made, configs, self._folder / "logs") as series:
+            set_rates(self._made, predicted * SPREAD)
+            series.go(10**6, 1e6)
+            low, high, best = max(SLOWEST_BPS, predicted / SPREAD), predicted * SPREAD, None
+            while best is None or high / low > CLOSE:
+                rate = high if best is None else (low * high) ** 0.5
+                probe = self._probe(series, rate)
+                self.probes.append(probe)
+                print(f"{case.name}: {probe}", file=sys.stderr, flush=True)
+                if min(probe["utilisation"], probe["turns"]) >= WANTED:
+                    high, best = rate, probe
+                elif best is None:
+                    if high > predicted * SPREAD**2:
+                        raise sites.BenchmarkError(
+                            f"{case.name} does not reach {WANTED:.0%} at {high / 1e6:.0f} Mbit/s"
+                        )
+                    low, high = high, high * SPREAD
+                else:
+                    low = rate
+        set_rates(self._made, high)
+        verify.must_agree(self._made)
+        return {**best, "predicted_bps": predicted, "probes": self.probes}
+
+    def _probe(self, series: sites.Series, rate: float) -> dict[str, float]:
+        case = self._case
+        set_rates(self._made, rate)
+        time.sleep(max(0.0, -series.elapsed()) + case.settle_s())
+        begin, begin_unix = series.elapsed(), time.time()
+        time.sleep(case.window_s())
+        end, end_unix = series.elapsed(), time.time()
+        words = [[w for w in worker.of("step") if begin <= w["at"] <= end] for worker in series.workers]
+        commits, shards = 0, 1
+        if case.system == "p2pdiloco":
+            folder = self._folder / case.name.replace("/", "-") / "1"
+            commits, shards = commits_between(folder, begin_unix, end_unix)
+        share, turns = case.shares(words, commits, shards)
+        whole = [w for w in words if len(w) > 1]
+        sent = sum(w[-1]["sent"] - w[0]["sent"] for w in whole)
+        steps = sum(w[-1]["number"] - w[0]["number"] for w in whole)
+        return {
+            "rate_bps": rate,
+            "utilisation": share,
+            "turns": min(1.0, turns),
+            "steps": steps / PEERS,
+            "sent_kb_a_step": sent / max(1, steps) / 1e3,
+        }
+
+
+def set_rates(made: Testbed, bps: float) -> None:
+    """Of all lines, both ways."""
+    for site in made.topology.sites:
+        made.apply(Change(at_s=0.0, site=site.name, up=sites.rate_text(bps), down=sites.rate_text(bps)))
+
+
+def topology(options: argparse.Namespace, name: str = "wan-bandwidth") -> str:
+    """Equal lines, equal paths."""
+    pairs = {(a, b): options.round_trip_ms for a in range(PEERS) for b in range(a + 1, PEERS)}
+    return sites.topology_toml(name, [("100mbit", "100mbit")] * PEERS, pairs)
+
+
+COLUMNS = (
+    ("least rate, Mbit/s", "rate_mbps", ".2f"),
+    ("formula, Mbit/s", "predicted_mbps", ".2f"),
+    ("times less than DDP", "less_than_ddp", ".0f"),
+    ("utilisation", "utilisation", ".1%"),
+    ("turns kept", "turns", ".1%"),
+    ("kB sent a step and site", "sent_kb_a_step", ".1f"),
+    ("bytes, times less", "less_bytes", ".0f"),
+)
+
+
+def main() -> int:
+    """The command line."""
+    options = _options()
+    sites.on_sigterm()
+    results: dict[str, dict[str, Any]] = {}
+    try:
+        with tempfile.TemporaryDirectory(prefix="p2pdiloco-wan-") as folder, sites.network(topology(options)) as made:
+            for name in options.cases:
+                case = Case(name, options)
+                results[name] = Bisection(made, case, options, Path(options.keep or folder)).find()
+    except (sites.BenchmarkError, TestbedError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    finally:
+        if results:
+            _report(options, results)
+    return 0
+
+
+def _report(options: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
+    ddp = results.get("ddp")
+    for one in results.values():
+        one["rate_mbps"], one["predicted_mbps"] = one["rate_bps"] / 1e6, one["predicted_bps"] / 1e6
+        if ddp is not None:
+            one["less_than_ddp"] = ddp["rate_bps"] / one["rate_bps"]
+            one["less_bytes"] = ddp["sent_kb_a_step"] / one["sent_kb_a_step"]
+    settings = {k: v for k, v in vars(options).items() if k not in ("json", "plot", "keep")}
+    if options.json:
+        record.append(
+            options.json, [record.row("wan/bandwidth", {**settings, "case": n}, one) for n, one in results.items()]
+        )
+    print(f"\nSlowest line for {WANTED:.0%}; {options.step_s:g} s a step, round trip {options.round_trip_ms:g} ms\n")
+    print(figures.markdown("system", COLUMNS, results))
+    if options.plot:
+        plots.bandwidth(options.plot, results)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.wan.bandwidth", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="*",
+        default=["ddp", "diloco", "p2pdiloco 24/24/4", "p2pdiloco 48/24/8"],
+        help="ddp, diloco, 'p2pdiloco H/P/tau' (default: %(default)s)",
+    )
+    parser.add_argument("--step-s", type=float, default=0.5, help="an accelerator's step (default: %(default)s)")
+    parser.add_argument("--sync-every", type=int, default=100, help="DiLoCo's H (default: %(default)s)")
+    parser.add_argument("--round-trip-ms", type=float, default=20.0, help="of each pair (default: %(default)s)")
+    parser.add_argument("--window-s", type=float, default=8.0, help="least time at a rate (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="append one object a system")
+    parser.add_argument("--plot", type=Path, help="write a PNG here")
+    parser.add_argument("--keep", help="leave logs and state in this folder")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

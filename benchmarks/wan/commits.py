@@ -1,0 +1,34 @@
+"""What a peer's event log says of the swarm's commits."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from p2pdiloco.protocol.manifest import Layout, Manifest
+
+
+def events(state: Path) -> list[dict[str, Any]]:
+    """All whole lines of the peer's event log."""
+    found = []
+    for path in sorted(state.glob("*/metrics.jsonl")):
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError):  # the last one is being written
+                found.append(json.loads(text))
+    return found
+
+
+def shard_count(state: Path) -> int:
+    """Of the run in the peer's folder."""
+    path = next(state.glob("*/manifest.msgpack"))
+    return len(Layout.of(msgspec.msgpack.decode(path.read_bytes(), type=Manifest)).shards)
+
+
+def commits_between(state: Path, begin_unix: float, end_unix: float) -> tuple[int, int]:
+    """Commits of all shards that the peer took in that time; and how many shards there are."""
+    commits = [e for e in events(state) if e["event"] == "commit"]
+    return sum(begin_unix <= e["time"] < end_unix for e in commits), shard_count(state)

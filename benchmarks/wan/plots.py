@@ -1,0 +1,133 @@
+"""Pictures of the comparisons, for a talk. Needs matplotlib.
+
+Rules of this file:
+1. Figures in, one PNG out; nothing is measured here.
+2. p2pdiloco is always drawn in the same colour, the others in greys and quiet colours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+OURS = "#d1495b"
+OTHERS = ("#30638e", "#edae49", "#00798c", "#8d96a3", "#5c4d7d", "#66a182")
+
+
+def colour(name: str, index: int) -> str:
+    """Of a system."""
+    return OURS if name.startswith("p2pdiloco") else OTHERS[index % len(OTHERS)]
+
+
+def pyplot() -> Any:
+    """matplotlib without a display."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plt.rcParams.update({"font.size": 12, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True})
+    plt.rcParams.update({"grid.alpha": 0.25, "legend.frameon": False})
+    return plt
+
+
+def save(figure: Any, path: Path) -> None:
+    """As PNG."""
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def speed(
+    path: Path, results: Mapping[str, Mapping[str, Any]], curve: Sequence[tuple[int, float]], wanted: float
+) -> None:
+    """Loss over time, and times to the fixed loss."""
+    plt = pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(14, 5.2), width_ratios=(3, 2))
+    for i, (name, one) in enumerate(results.items()):
+        points = [(at, loss) for at, _, loss in one["curve"]]
+        style = "-"
+        if name.startswith("data parallel") and curve:
+            points, style = [(n * one["seconds_a_step"], loss) for n, loss in curve], "--"
+        if points:
+            left.plot(*zip(*points, strict=True), style, color=colour(name, i), label=name, lw=2.2)
+    left.axhline(wanted, color="black", lw=1, ls=":")
+    left.set(xscale="log", xlabel="seconds (log; dashed: extrapolated)", ylabel="held-out loss, nats")
+    left.legend(fontsize=9)
+    names = list(results)
+    times = [results[name]["to_loss_s"] or 0.0 for name in names]
+    bars = right.barh(names, times, color=[colour(name, i) for i, name in enumerate(names)])
+    told = [
+        f"{t:.0f} s ({r['times_p2pdiloco']:.1f}x)" if r.get("times_p2pdiloco") else f"{t:.0f} s"
+        for t, r in zip(times, results.values(), strict=True)
+    ]
+    right.bar_label(bars, told, padding=4, fontsize=10)
+    right.set(xscale="log", xlabel=f"seconds to a loss of {wanted:.3f}")
+    right.margins(x=0.35)
+    right.invert_yaxis()
+    save(figure, path)
+
+
+def bandwidth(path: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
+    """Utilisation by rate, and the least rates."""
+    plt = pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(14, 5.2), width_ratios=(3, 2))
+    for i, (name, one) in enumerate(results.items()):
+        points = sorted((p["rate_bps"] / 1e6, min(p["utilisation"], p["turns"])) for p in one["probes"])
+        left.plot(*zip(*points, strict=True), "o-", color=colour(name, i), label=name, lw=2)
+    left.axhline(0.95, color="black", lw=1, ls=":")
+    left.set(xscale="log", xlabel="each line, Mbit/s", ylabel="compute utilisation (p2pdiloco: or turns kept)")
+    left.legend(fontsize=10)
+    names = list(results)
+    rates = [results[name]["rate_mbps"] for name in names]
+    bars = right.barh(names, rates, color=[colour(name, i) for i, name in enumerate(names)])
+    right.bar_label(bars, [f"{rate:.3g} Mbit/s" for rate in rates], padding=4, fontsize=10)
+    right.set(xscale="log", xlabel="slowest line for 95 %")
+    right.margins(x=0.4)
+    right.invert_yaxis()
+    save(figure, path)
+
+
+def fragments(path: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
+    """Time per fragment beside the line's limit and the processors'."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(11, 1.2 + 0.8 * len(results)))
+    names = list(results)
+    series = {
+        "measured": ("fragment_s", OURS),
+        "bytes on the line": ("limit_s", OTHERS[0]),
+        "CPU seconds of all peers / cores of this machine": ("processors_s", OTHERS[3]),
+    }
+    for i, (label, (key, shade)) in enumerate(series.items()):
+        places = [n + 0.26 * (i - 1) for n in range(len(names))]
+        bars = axes.barh(places, [results[name][key] for name in names], 0.25, label=label, color=shade)
+        axes.bar_label(bars, fmt="%.3f", fontsize=9, padding=3)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds a fragment")
+    axes.margins(x=0.12)
+    axes.legend(fontsize=10)
+    save(figure, path)
+
+
+def utilisation(path: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
+    """Predicted and measured, cell by cell."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(12, 1.5 + 0.75 * len(results)))
+    names = list(results)
+    series = {
+        "compute utilisation": ("utilisation", OURS),
+        "turns committed": ("turns", OTHERS[0]),
+        "turns, by the formula": ("predicted_turns", OTHERS[3]),
+    }
+    for i, (label, (key, shade)) in enumerate(series.items()):
+        places = [n + 0.26 * (i - 1) for n in range(len(names))]
+        bars = axes.barh(places, [100 * results[name][key] for name in names], 0.25, label=label, color=shade)
+        axes.bar_label(bars, fmt="%.0f", fontsize=9, padding=3)
+    axes.axvline(95, color="black", lw=1, ls=":")
+    axes.set_yticks(range(len(names)), names, fontsize=10)
+    axes.invert_yaxis()
+    axes.set(xlabel="%", xlim=(0, 112))
+    axes.legend(fontsize=10, loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=3)
+    save(figure, path)

@@ -1,0 +1,200 @@
+"""The same training by five systems over the same throttled links: tokens a second, time to a fixed held-out loss.
+
+    python -m benchmarks.wan.speed --json out/wan/speed.jsonl --plot out/wan/speed.png
+
+Rules of this file:
+1. Four sites, one worker each; model, batches, inner optimizer and step time are the same for all (``task``), and the
+   links, as badly off as the 12B run's (``ratio``).
+2. A system that cannot make all steps before ``--cap-s`` (data parallel: ``--ddp-s``) is measured for as long as that.
+   If it has not reached the loss by then, data parallel's time is extrapolated, and marked: the steps that it needs
+   without a network (``task.reference``, same seed and batches) times its measured seconds a step. The others' is a
+   lower bound.
+3. The loss: that of the system's global model or of worker 0's own, whichever is lower at that moment, between two
+   snapshots on a straight line.
+4. Tokens a second are counted after the first exchange (DDP: after its first step), utilisation over the whole time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+from benchmarks.wan import figures, plots, ratio, sites, task
+from p2pdiloco.testbed.namespaces import TestbedError
+from p2pdiloco.testbed.topology import Topology
+
+SETTINGS: dict[str, dict[str, object]] = {
+    "ddp": {"bucket_mb": 4},
+    "diloco": {"sync_every": 100, "outer_lr": 0.7, "outer_momentum": 0.9},
+    "torchft": {
+        "sync_every": 100,
+        "fragments": 2,
+        "overlap": 45,
+        "alpha": 0.5,
+        "outer_lr": 0.7,
+        "outer_momentum": 0.9,
+    },
+    "hivemind": {"sync_every": 24, "codec": "uint8", "matchmaking_s": 3.0},
+    "p2pdiloco": {
+        "sync_every": 24,
+        "fragments": 24,
+        "overlap": 2,
+        "codec": "int4",
+        "outer_lr": 0.7,
+        "outer_momentum": 0.5,
+    },
+}
+LABELS = {
+    "ddp": "data parallel (torch DDP, gloo, float32)",
+    "diloco": "DiLoCo, synchronous, float32",
+    "torchft": "torchft Streaming DiLoCo, float32",
+    "hivemind": "hivemind.Optimizer, local updates, 8 bit",
+    "p2pdiloco": "p2pdiloco, int4",
+}
+
+
+def topology(step_s: float, name: str = "wan-speed") -> tuple[str, Topology]:
+    """The four regions, slowed down."""
+    regions, scale = ratio.regions(), ratio.scale(task.PARAMETERS, step_s)
+    lines = [(sites.rate_text(s.up_bps * scale), sites.rate_text(s.down_bps * scale)) for s in regions.sites]
+    trips = {pair: route.round_trip_s * 1e3 for pair, route in regions.paths.items()}
+    return sites.topology_toml(name, lines, trips), regions
+
+
+def config_of(system: str, options: argparse.Namespace, folder: str) -> dict[str, object]:
+    """A worker's configuration, the same for all of a system's."""
+    return {
+        "system": system,
+        "step_s": options.step_s,
+        "snapshot_every": options.snapshot_every,
+        "folder": f"{folder}/state-{system}",
+        **SETTINGS[system],
+    }
+
+
+def measure(system: str, made: Any, options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """One system's figures.
+
+    Raises:
+        BenchmarkError, TestbedError
+    """
+    configs = [config_of(system, options, folder)] * ratio.PEERS
+    cap = options.ddp_s if system == "ddp" else options.cap_s
+    with sites.Series(made, configs, Path(folder) / "logs") as series:
+        series.train(options.steps, cap)
+        return figures.of_series(series.workers, options.step_s, is_lockstep=system == "ddp")
+
+
+def reference_curve(options: argparse.Namespace) -> list[tuple[int, float]]:
+    """Held-out loss by step of data parallel without a network."""
+    found: list[tuple[int, float]] = []
+    task.reference(options.steps, ratio.PEERS, options.snapshot_every, lambda n, loss: found.append((n, loss)))
+    return found
+
+
+def judged(
+    found: Mapping[str, dict[str, Any]], curve: Sequence[tuple[int, float]], options: argparse.Namespace
+) -> tuple[float, dict[str, dict[str, Any]]]:
+    """The fixed loss, and each system's time to it. Without ``--loss`` it is the lowest that all systems reached (and
+    data parallel in the reference), a hundredth up."""
+    wanted = options.loss
+    if wanted is None:
+        lows = [min(loss for _, _, loss in f["curve"]) for name, f in found.items() if name != "ddp" and f["curve"]]
+        lows += [min(loss for _, loss in curve)] if curve else []
+        wanted = max(lows) * 1.01
+    out = {}
+    for name, one in found.items():
+        reached = figures.time_to(wanted, [(at, loss) for at, _, loss in one["curve"]])
+        kind = "measured"
+        if reached is None and name == "ddp" and curve:
+            steps = figures.time_to(wanted, [(float(n), loss) for n, loss in curve])
+            reached = None if steps is None else steps * one["seconds_a_step"]
+            kind = "extrapolated"
+        elif reached is None:
+            reached, kind = one["wall_s"], "at least"
+        out[name] = {**one, "to_loss_s": reached, "to_loss_kind": kind}
+    ours = out.get("p2pdiloco", {}).get("to_loss_s")
+    for one in out.values():
+        one["times_p2pdiloco"] = one["to_loss_s"] / ours if ours and one["to_loss_s"] else None
+    return wanted, out
+
+
+COLUMNS = (
+    ("tokens/s", "tokens_per_s", ".0f"),
+    ("utilisation", "utilisation", ".1%"),
+    ("s to loss", "to_loss_s", ".0f"),
+    ("", "to_loss_kind", "s"),
+    ("x p2pdiloco", "times_p2pdiloco", ".2f"),
+    ("lowest loss", "lowest", ".3f"),
+    ("blocked s", "blocked_s", ".3f"),
+    ("MB sent a site", "sent_mb", ".1f"),
+    ("kB a step", "sent_kb_a_step", ".1f"),
+    ("late steps", "late_share", ".1%"),
+    ("steps", "steps", ".0f"),
+)
+
+
+def main() -> int:
+    """The command line."""
+    options = _options()
+    sites.on_sigterm()
+    toml, regions = topology(options.step_s)
+    found: dict[str, dict[str, Any]] = {}
+    least, most = ratio.ratios(regions)
+    print(f"communication to computation of data parallel: {least:.0f} to {most:.0f}", file=sys.stderr)
+    try:
+        with tempfile.TemporaryDirectory(prefix="p2pdiloco-wan-") as folder, sites.network(toml) as made:
+            for system in options.systems:
+                found[system] = measure(system, made, options, options.keep or folder)
+                print(f"{system}: {figures.brief(found[system])}", file=sys.stderr, flush=True)
+    except (sites.BenchmarkError, TestbedError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    curve = reference_curve(options) if "ddp" in options.systems else []
+    wanted, results = judged(found, curve, options)
+    settings = {
+        **{k: v for k, v in vars(options).items() if k not in ("json", "plot", "keep")},
+        "loss": wanted,
+        "ratios": [least, most],
+        "rates_bps": [s.up_bps * ratio.scale(task.PARAMETERS, options.step_s) for s in regions.sites],
+    }
+    rows = [
+        record.row("wan/speed", {**settings, "system": name, **SETTINGS[name]}, one) for name, one in results.items()
+    ]
+    if curve:
+        rows.append(record.row("wan/speed reference", settings, {"curve": curve}))
+    if options.json:
+        record.append(options.json, rows)
+    print(f"\nTime to a held-out loss of {wanted:.3f} nats, {options.steps} steps of {options.step_s:g} s:\n")
+    print(figures.markdown("system", COLUMNS, {LABELS[name]: one for name, one in results.items()}))
+    if options.plot:
+        plots.speed(options.plot, {LABELS[name]: one for name, one in results.items()}, curve, wanted)
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.wan.speed", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--systems", nargs="*", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--step-s", type=float, default=0.4, help="an accelerator's step (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=400, help="of each worker (default: %(default)s)")
+    parser.add_argument("--cap-s", type=float, default=600.0, help="most seconds of one system (default: %(default)s)")
+    parser.add_argument(
+        "--ddp-s", type=float, default=300.0, help="seconds that DDP is measured (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--loss", type=float, help="the fixed held-out loss (default: the lowest that all reach + 1 %%)"
+    )
+    parser.add_argument("--snapshot-every", type=int, default=10, help="steps (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="append one object a system")
+    parser.add_argument("--plot", type=Path, help="write a PNG here")
+    parser.add_argument("--keep", help="leave logs and state in this folder")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

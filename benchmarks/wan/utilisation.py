@@ -1,0 +1,260 @@
+"""How much of their time p2pdiloco's learners compute, by rate, round trip, loss, H and codec: formula and measurement.
+
+    python -m benchmarks.wan.utilisation --json out/wan/utilisation.jsonl --plot out/wan/utilisation.png
+    python -m benchmarks.wan.utilisation --shipped        # on every shipped topology
+
+Rules of this file:
+1. The table is the formula's (``formula``), for all cells; ``MEASURED`` are measured, too, each on links that were
+   measured first. All cells have four sites, equal lines and paths, and the model of ``task``.
+2. Learners never wait for the link, so what a bad one costs are turns: predicted is the share of turns that a line can
+   carry, and whether a fragment is there within its overlap; measured are compute utilisation and the share of turns
+   that were committed.
+3. Shipped topologies are as they are, their schedules included, with one worker a site.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import record
+from benchmarks.wan import figures, formula, plots, sites, task
+from benchmarks.wan.commits import commits_between
+from p2pdiloco.testbed import trace
+from p2pdiloco.testbed.namespaces import TestbedError
+from p2pdiloco.testbed.testbed import Testbed
+from p2pdiloco.testbed.topology import SHIPPED, Topology, find_topology, parse_topology
+
+PEERS = 4
+FRAGMENTS = 24
+BYTES = {"int2": 0.21, "int4": 0.43, "int8": 0.96, "bf16": 1.35}
+"""A parameter on the wire (docs of ``CodecConfig.coarsest``)."""
+CONTROL_BPS = 40e3
+"""What a peer of four sends besides, when nothing is trained: heartbeats, turns, directory."""
+
+
+class Cell(NamedTuple):
+    """One combination."""
+
+    mbps: float
+    round_trip_ms: float
+    loss: float
+    sync_every: int
+    codec: str
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return (
+            f"{self.mbps:g} Mbit/s, {self.round_trip_ms:g} ms, loss {self.loss:.1%}, H {self.sync_every}, {self.codec}"
+        )
+
+    def run(self, step_s: float) -> formula.Run:
+        """As the formula sees it."""
+        return formula.Run(
+            parameters=task.PARAMETERS,
+            peers=PEERS,
+            step_s=step_s,
+            sync_every=self.sync_every,
+            fragments=FRAGMENTS,
+            overlap=overlap(self.sync_every),
+            bytes_per_parameter=BYTES[self.codec],
+            control_bps=CONTROL_BPS,
+        )
+
+    def link(self) -> formula.Link:
+        """The same."""
+        return formula.Link(self.mbps * 1e6, self.round_trip_ms / 1e3, self.loss)
+
+
+RATES = (1.0, 2.0, 5.0, 10.0, 50.0)
+TRIPS = (10.0, 60.0, 200.0)
+LOSSES = (0.0, 0.01)
+EVERY = (24, 48, 96)
+CODECS = ("int4", "bf16")
+MEASURED = (
+    Cell(50.0, 60.0, 0.0, 24, "int4"),
+    Cell(5.0, 60.0, 0.0, 24, "int4"),
+    Cell(2.0, 60.0, 0.0, 24, "int4"),
+    Cell(1.0, 60.0, 0.0, 24, "int4"),
+    Cell(1.0, 60.0, 0.0, 48, "int4"),
+    Cell(5.0, 200.0, 0.0, 24, "int4"),
+    Cell(10.0, 60.0, 0.01, 24, "int4"),
+    Cell(10.0, 60.0, 0.0, 24, "bf16"),
+)
+
+
+def overlap(sync_every: int) -> int:
+    """tau: two steps for every 24 of H."""
+    return 2 * sync_every // 24
+
+
+def cells() -> Iterator[Cell]:
+    """All of the table."""
+    for values in product(RATES, TRIPS, LOSSES, EVERY, CODECS):
+        yield Cell(*values)
+
+
+def predicted(cell: Cell, step_s: float) -> dict[str, Any]:
+    """By the formula."""
+    run, link = cell.run(step_s), cell.link()
+    return {
+        "predicted_turns": formula.sustained_share(run, link),
+        "fragment_s": formula.fragment_s(run, link),
+        "on_time": "yes" if formula.is_on_time(run, link) else "no",
+    }
+
+
+def measure(made: Testbed, config: dict[str, Any], seconds: float, folder: Path) -> dict[str, Any]:
+    """Compute utilisation and turns of a swarm on this testbed, after a first H steps."""
+    every, step_s = int(config["sync_every"]), float(config["step_s"])
+    count = len(made.topology.sites)
+    with sites.Series(made, [{**config, "folder": str(folder)}] * count, folder / "logs") as series:
+        series.go(10**6, 1e6)
+        stop = threading.Event()
+        player = threading.Thread(target=trace.play, args=(made, stop, lambda *_: None), daemon=True)
+        time.sleep(max(0.0, -series.elapsed()))
+        player.start()
+        time.sleep(min(every, 24) * step_s)
+        begin, begin_unix = series.elapsed(), time.time()
+        time.sleep(seconds)
+        end, end_unix = series.elapsed(), time.time()
+        stop.set()
+        player.join()
+        words = [[w for w in worker.of("step") if begin <= w["at"] <= end] for worker in series.workers]
+    if min(len(w) for w in words) < 2:
+        raise sites.BenchmarkError(f"some worker made no steps within {seconds:g} s; {folder}/logs says why")
+    commits, shards = commits_between(folder / "1", begin_unix, end_unix)
+    span = sum(w[-1]["at"] - w[0]["at"] for w in words)
+    steps = sum(len(w) - 1 for w in words)
+    late = sum(w[-1]["late"] - w[0]["late"] for w in words)
+    return {
+        "utilisation": steps * step_s / span,
+        "turns": min(1.0, commits / (steps / count / every * shards)),
+        "blocked_s": max(sum(one["blocked"] for one in w) for w in words),
+        "blocked_share": sum(one["blocked"] for w in words for one in w) / span,
+        "late_share": late / steps,
+        "sent_kb_a_step": sum(w[-1]["sent"] - w[0]["sent"] for w in words) / steps / 1e3,
+    }
+
+
+def config_of(step_s: float, sync_every: int, codec: str) -> dict[str, Any]:
+    """Of all workers."""
+    return {
+        "system": "p2pdiloco",
+        "step_s": step_s,
+        "snapshot_every": 0,
+        "sync_every": sync_every,
+        "fragments": FRAGMENTS,
+        "overlap": overlap(sync_every),
+        "codec": codec,
+        "outer_lr": 0.7,
+        "outer_momentum": 0.5,
+    }
+
+
+def measure_cells(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+    """The sample."""
+    results = {}
+    for number, cell in enumerate(MEASURED[: options.cells]):
+        pairs = {(a, b): cell.round_trip_ms for a in range(PEERS) for b in range(a + 1, PEERS)}
+        rate = sites.rate_text(cell.mbps * 1e6)
+        toml = sites.topology_toml("wan-cell", [(rate, rate)] * PEERS, pairs, loss=cell.loss)
+        with sites.network(toml) as made:
+            config = config_of(options.step_s, cell.sync_every, cell.codec)
+            seconds = max(options.seconds, cell.sync_every * options.step_s)
+            found = measure(made, config, seconds, folder / f"cell-{number}")
+        results[cell.name] = {**predicted(cell, options.step_s), **found, "cell": cell._asdict()}
+        print(f"{cell.name}: {results[cell.name]}", file=sys.stderr, flush=True)
+    return results
+
+
+def measure_shipped(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+    """Every shipped topology that was not left out."""
+    results = {}
+    for name in options.topologies:
+        path = find_topology(name)
+        step_s = options.step_s * max(1.0, len(parse_topology(path.read_text()).sites) / PEERS)
+        with sites.network(path.read_text()) as made:
+            found = measure(made, config_of(step_s, 24, "int4"), options.seconds, folder / name)
+        results[name] = {**possible(parse_topology(path.read_text()), step_s), **found, "step_s": step_s}
+        print(f"{name}: {results[name]}", file=sys.stderr, flush=True)
+    return results
+
+
+def possible(topology: Topology, step_s: float) -> dict[str, Any]:
+    """What the formula says of the slowest line and the longest path."""
+    rate = min(min(site.up_bps, site.down_bps) for site in topology.sites)
+    trip = max(route.round_trip_s for route in topology.paths.values())
+    loss = max(route.loss for route in topology.paths.values())
+    run = Cell(rate / 1e6, trip * 1e3, loss, 24, "int4").run(step_s)._replace(peers=len(topology.sites))
+    link = formula.Link(rate, trip, loss)
+    return {
+        "predicted_turns": formula.sustained_share(run, link),
+        "fragment_s": formula.fragment_s(run, link),
+        "on_time": "yes" if formula.is_on_time(run, link) else "no",
+    }
+
+
+COLUMNS = (
+    ("turns, predicted", "predicted_turns", ".0%"),
+    ("turns, measured", "turns", ".0%"),
+    ("on time, predicted", "on_time", "s"),
+    ("compute utilisation", "utilisation", ".1%"),
+    ("blocked", "blocked_share", ".2%"),
+    ("late steps", "late_share", ".1%"),
+    ("kB a step", "sent_kb_a_step", ".1f"),
+)
+
+
+def main() -> int:
+    """The command line."""
+    options = _options()
+    sites.on_sigterm()
+    table = {cell.name: {**predicted(cell, options.step_s), "cell": cell._asdict()} for cell in cells()}
+    if options.formula:
+        print(figures.markdown("cell", COLUMNS[:1] + COLUMNS[2:3], table))
+        return 0
+    try:
+        with tempfile.TemporaryDirectory(prefix="p2pdiloco-wan-") as temporary:
+            folder = Path(options.keep or temporary)
+            results = measure_shipped(options, folder) if options.shipped else measure_cells(options, folder)
+    except (sites.BenchmarkError, TestbedError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    settings = {k: v for k, v in vars(options).items() if k not in ("json", "plot", "keep")}
+    if options.json:
+        kind = "wan/utilisation shipped" if options.shipped else "wan/utilisation"
+        record.append(options.json, [record.row(kind, {**settings, "name": n}, one) for n, one in results.items()])
+    print(f"\np2pdiloco, {task.PARAMETERS / 1e6:.1f}M parameters, {options.step_s:g} s a step\n")
+    print(figures.markdown("topology" if options.shipped else "cell", COLUMNS, results))
+    if options.plot:
+        plots.utilisation(options.plot, results)
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.wan.utilisation", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--shipped", action="store_true", help="on the shipped topologies instead of the cells")
+    parser.add_argument("--formula", action="store_true", help="print the formula's whole table, measure nothing")
+    parser.add_argument("--topologies", nargs="*", default=sorted(p.stem for p in SHIPPED.glob("*.toml")))
+    parser.add_argument("--cells", type=int, default=len(MEASURED), help="measure the first so many")
+    parser.add_argument("--step-s", type=float, default=0.5, help="an accelerator's step (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=24.0, help="measured in a cell (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="append one object a cell")
+    parser.add_argument("--plot", type=Path, help="write a PNG here")
+    parser.add_argument("--keep", help="leave logs and state in this folder")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""One worker of any system, in its site: ``python -m benchmarks.wan.worker '{...}'``. One JSON object a line both ways
+(``benchmarks.wire.line``).
+
+Rules of this file:
+1. Told ``connect``, it joins the others; told ``go``, it trains from a common moment on, for ``steps`` steps or
+   ``cap_s`` seconds, and tells each step. The end of its input ends it.
+2. Snapshots are evaluated after the last step, when the link and the clock do not matter any more.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+import warnings
+from typing import Any
+
+warnings.filterwarnings("ignore")
+
+from benchmarks.wan.task import TOKENS, Judge, Snapshot, Task, copies  # noqa: E402
+from benchmarks.wire import line  # noqa: E402
+
+SYSTEMS = {
+    "ddp": ("benchmarks.wan.systems.collective", "DataParallel"),
+    "diloco": ("benchmarks.wan.systems.collective", "SynchronousDiLoCo"),
+    "torchft": ("benchmarks.wan.systems.torchft_streaming", "StreamingDiLoCo"),
+    "hivemind": ("benchmarks.wan.systems.hivemind_local", "LocalUpdates"),
+    "p2pdiloco": ("benchmarks.wan.systems.p2p", "Peer"),
+}
+
+
+def main() -> None:
+    """See the module."""
+    config = line.begin()
+    module, name = SYSTEMS[config["system"]]
+    task = Task(config["index"], config["step_s"])
+    system: Any = getattr(importlib.import_module(module), name)(config, task)
+    line.answer(event="made", address=system.address)
+    for command in line.commands():
+        match command["do"]:
+            case "connect":
+                system.connect(command)
+                line.answer(event="connected")
+            case "go":
+                _train(config, task, system, command)
+    os._exit(0)
+
+
+def _train(config: line.Message, task: Task, system: Any, command: line.Message) -> None:
+    start, interface = command["at"], config["interface"]
+    every = config["snapshot_every"] if config["index"] == 0 else 0
+    taken: list[tuple[Snapshot, Snapshot]] = []
+    time.sleep(max(0.0, start - time.monotonic()))
+    before = line.counters(interface)
+    number, blocked_s = 0, 0.0
+    while number < command["steps"] and time.monotonic() < start + command["cap_s"]:
+        began, compute_end, loss = task.step(system.model, number, system.step)
+        number += 1
+        ended = time.monotonic()
+        is_inside = config["system"] == "ddp"  # it waits in the backward pass
+        blocked = max(0.0, ended - began - task.pace.step_s) if is_inside else ended - compute_end
+        blocked_s += blocked
+        counters = line.counters(interface)
+        line.answer(
+            event="step",
+            number=number,
+            at=ended - start,
+            took=ended - began,
+            blocked=blocked,
+            loss=loss,
+            late=task.pace.late_steps,
+            sent=counters["sent"] - before["sent"],
+            received=counters["received"] - before["received"],
+        )
+        if every and number % every == 0:
+            at = time.monotonic() - start
+            taken.append(((at, number, system.global_parameters()), (at, number, copies(task.model))))
+    line.answer(
+        event="trained",
+        steps=number,
+        tokens=number * TOKENS,
+        wall_s=time.monotonic() - start,
+        blocked_s=blocked_s,
+        late_steps=task.pace.late_steps,
+        late_s=task.pace.late_s,
+        waited_s=task.pace.waited_s,
+    )
+    if taken:
+        judge = Judge(task.corpus)
+        for whole, own in taken:
+            losses = judge.loss(whole[2]), judge.loss(own[2])
+            line.answer(event="evaluated", at=whole[0], number=whole[1], whole=losses[0], own=losses[1])
+    system.close()
+    line.answer(event="done")
+
+
+if __name__ == "__main__":
+    main()
