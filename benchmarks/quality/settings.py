@@ -68,8 +68,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the time that each learner is away, in spells of about 48 steps."""
     join_at: float = 0.0
     """Share of the budget at which the last learner joins, with a fresh optimizer; 0: from the start."""
-    cut: tuple[float, float] = ()  # type: ignore[assignment]  # empty: none
-    """Shares of the budget between which the last learner trains on alone, cut off."""
+    cut: tuple[float, ...] = ()
+    """Two shares of the budget, between which the last learner trains on alone, cut off; empty: never."""
     data: Literal["same", "parts"] = "same"
     """``parts``: each learner draws from a part of the corpus of its own (other packages of the library)."""
 
