@@ -10,7 +10,6 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 from contextlib import AsyncExitStack
@@ -391,9 +390,8 @@ class Node:
     def _end_journal(self, error: OSError) -> None:
         """A journal with a gap would replay to something else, so it ends where the disk was full."""
         log.warning("journal ends here", reason=os.strerror(error.errno or 0))
-        with contextlib.suppress(OSError):
-            assert self._journal is not None
-            self._journal.__exit__(None, None, None)
+        assert self._journal is not None
+        self._journal.close()
         self._journal = None
 
     def status(self) -> PeerStatus:

@@ -6,6 +6,7 @@ Writing never blocks the loop for long: entries are buffered and flushed once a 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,8 +58,13 @@ class Journal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the file. What a full disk does not take is lost; a reader leaves out a torn last entry."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):
+                self._file.close()
             self._file = None
 
     def record(self, now: float, event: Event, effects: list[Effect]) -> None:

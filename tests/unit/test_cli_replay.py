@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -13,30 +14,30 @@ from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.effects import Effect
 from p2pdiloco.protocol.identifiers import Digest, PeerId, RunId, ShardId
 from p2pdiloco.protocol.machine import Machine
-from p2pdiloco.runtime.journal import Journal
+from p2pdiloco.runtime.journal import Journal, read_journal
 
 pytestmark = pytest.mark.usefixtures("own_logging")
 
 ME = PeerId("12D3KooWFBqHtZsnYhFyqTpV8N2Ynw3YwMxt2TDXZqKpY2Y4RgvC")
 RUN = RunId("a" * 40)
+CONFIG = ProtocolConfig(
+    run=RUN,
+    peer=ME,
+    fragments=((ShardId(0),),),
+    sync_every=4,
+    overlap=1,
+    min_quorum=1,
+    grace_share=0.5,
+    total_steps=9,
+)
 
 
 def write(path: Path, *, wrong_at: int | None = None) -> None:
     """A founder that starts, and leaves again; the effects of one event may be recorded wrongly."""
-    config = ProtocolConfig(
-        run=RUN,
-        peer=ME,
-        fragments=((ShardId(0),),),
-        sync_every=4,
-        overlap=1,
-        min_quorum=1,
-        grace_share=0.5,
-        total_steps=9,
-    )
     state = ev.ShardState(genesis_head(RUN, ShardId(0), Digest("b" * 40)), 0, ())
     events: list[ev.Event] = [ev.Started((state,)), ev.Woke(), ev.LeaveRequested("enough")]
-    machine = Machine(config)
-    with Journal(path, config) as journal:
+    machine = Machine(CONFIG)
+    with Journal(path, CONFIG) as journal:
         for number, event in enumerate(events):
             effects: list[Effect] = machine.handle(event, 100.0 + number)
             journal.record(100.0 + number, event, effects[:-1] if number == wrong_at else effects)
@@ -75,3 +76,16 @@ def test_an_entry_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str
     path.write_bytes(path.read_bytes() + b"\0\0\0\2\x92\x01")
     assert main(["replay", str(path)]) == 2
     assert "entry 4 cannot be read" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_at_the_end_costs_entries_not_the_peer(tmp_path: Path) -> None:
+    path = tmp_path / "journal.bin"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with Journal(path, CONFIG) as journal:
+            journal.record(1.0, ev.Woke(), [])
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, limits[1]))
+            journal.record(2.0, ev.Woke(), [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(list(read_journal(path)[1])) < 2
