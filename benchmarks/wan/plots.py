@@ -131,3 +131,50 @@ def utilisation(path: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
     axes.set(xlabel="%", xlim=(0, 112))
     axes.legend(fontsize=10, loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=3)
     save(figure, path)
+
+
+def hardware(path: Path, results: Mapping[str, Mapping[str, Any]], wanted: float) -> None:
+    """Loss over time for each scenario, and the times to the loss."""
+    plt = pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(14, 5), width_ratios=(3, 2))
+    shades = (OURS, *OTHERS)
+    for shade, (name, one) in zip(shades, results.items(), strict=False):
+        left.plot(
+            [at for at, _, _ in one["curve"]], [loss for _, _, loss in one["curve"]], color=shade, label=name, lw=2
+        )
+    left.axhline(wanted, color="black", lw=1, ls=":")
+    left.set(xlabel="seconds", ylabel="held-out loss, nats")
+    left.legend()
+    names = list(results)
+    bars = right.barh(names, [results[n]["to_loss_s"] or 0.0 for n in names], color=shades[: len(names)])
+    right.bar_label(bars, fmt="%.0f s", padding=4)
+    right.set_xlabel(f"seconds to a loss of {wanted:.3f}")
+    right.margins(x=0.2)
+    right.invert_yaxis()
+    save(figure, path)
+
+
+def day(path: Path, found: Mapping[str, Any], seconds: float) -> None:
+    """One row a site (steps a second), then commits and loss; what happens is written above."""
+    plt = pyplot()
+    names = [name for name, steps in found["steps"].items() if steps]
+    figure, rows = plt.subplots(len(names) + 2, 1, figsize=(14, 2 + 1.25 * (len(names) + 2)), sharex=True)
+    width = max(1.0, seconds / 100)
+    edges = [width * i for i in range(int(seconds / width) + 2)]
+    for i, (axes, name) in enumerate(zip(rows, names, strict=False)):
+        weights = [1 / width] * len(found["steps"][name])
+        axes.hist([one[0] for one in found["steps"][name]], edges, weights=weights, color=OTHERS[i % len(OTHERS)])
+        axes.set_ylabel(f"{name}\nsteps/s", fontsize=10)
+    rows[-2].hist(found["commits"], edges, weights=[1 / width] * len(found["commits"]), color=OURS)
+    rows[-2].set_ylabel("commits/s", fontsize=10)
+    if found["loss"]:
+        rows[-1].plot(*zip(*found["loss"], strict=True), color=OURS, lw=2)
+    rows[-1].set(xlabel="seconds", xlim=(0, seconds))
+    rows[-1].set_ylabel("held-out\nloss", fontsize=10)
+    for at, text in found["happenings"]:
+        for axes in rows:
+            axes.axvline(at, color="black", lw=0.8, ls=":")
+        rows[0].annotate(
+            text, (at, 1.05), xycoords=("data", "axes fraction"), rotation=28, fontsize=9, ha="left", va="bottom"
+        )
+    save(figure, path)
