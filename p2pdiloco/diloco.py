@@ -9,32 +9,33 @@
             if outer.is_complete:
                 break
 
-The script is the learner; a node runs beside it as a process of its own (``p2pdiloco join`` or ``start``), so that the
-loop never waits for the network. Without ``run`` nothing happens, and the script trains alone.
+The script is the learner; a node runs beside it as a process of its own (``companion.py``), so the loop never waits for
+the network. Without ``run`` nothing happens, and the script trains alone. Under ``torchrun`` all ranks are one peer
+(``training/island.py``), each of them with the same lines.
 
 Rules of this file:
 1. Only trainable parameters travel, in the model's own order; frozen ones, buffers, the inner optimizer's state stay.
-2. Whatever becomes of the node, the script's loop goes on: it then trains alone, and says so once.
+2. A step is what the optimizer makes: one that a GradScaler skipped is none, and neither are its tokens.
+3. Whatever becomes of the node, the script's loop goes on: it then trains alone, and says so once.
+4. What the ranks of an island decide, they decide from what all of them know.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
+from p2pdiloco.companion import NODE_LOG, RETURN_S, Companion, FolderInUseError
 from p2pdiloco.node.checkpoint import save
 from p2pdiloco.node.founding import make_manifest, version_zero
 from p2pdiloco.protocol.blocks import Block
@@ -51,11 +52,18 @@ from p2pdiloco.protocol.manifest import (
     ScheduleConfig,
     config_problems,
 )
+from p2pdiloco.training.channel import Channel
+from p2pdiloco.training.island import Island, IslandChannel, IslandParameters, LeaderError, whole
 from p2pdiloco.training.outer_link import OuterLink
 from p2pdiloco.training.parameters import FlatParameters
-from p2pdiloco.training.reunion import Reunion
-from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.training.reunion import Found, Reunion
+from p2pdiloco.training.shared_memory import NoVectors, SharedVectors, Vectors
+from p2pdiloco.training.tally import Tally
+from p2pdiloco.training.trainable import embedding_names, trainable
 from p2pdiloco.wire.link import receive_welcome
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 log = logging.getLogger("p2pdiloco")
 
@@ -72,13 +80,10 @@ class DiLoCoError(Exception):
 
 
 class DiLoCo:
-    """Decoupled DiLoCo around an inner training loop.
+    """Decoupled DiLoCo around an inner training loop; see the module.
 
-    ``run`` names the run; None does nothing at all. ``initial_peers`` are directory addresses, as ``p2pdiloco
-    bootstrap`` and ``p2pdiloco start`` print them; with none, or with ``found``, the run is founded here, from the
-    model's parameters. The schedule and the outer optimizer are the founder's choice; who joins takes the run's.
-
-    ``tokens_per_step`` is what an optimizer step counts for, unless ``count`` says otherwise.
+    Use it as a context manager. ``model`` and ``optimizer`` must be as they are trained: after ``.to(device)``, DDP,
+    ``fully_shard`` and ``torch.compile``. With several optimizers, give the one that steps last.
     """
 
     def __init__(
@@ -90,6 +95,7 @@ class DiLoCo:
         initial_peers: Sequence[str] = (),
         found: bool | None = None,
         tokens_per_step: int = 1,
+        grad_scaler: torch.amp.GradScaler | None = None,
         total_steps: int = 10**9,
         sync_every: int = 24,
         n_fragments: int = 1,
@@ -100,20 +106,40 @@ class DiLoCo:
         codec: str = "int4",
         state: str | os.PathLike[str] | None = None,
         node_options: Sequence[str] = (),
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         """
+        Args:
+            run: the run's name; None: train alone, unchanged.
+            initial_peers: directory addresses, as ``p2pdiloco bootstrap`` and ``p2pdiloco start`` print them.
+            found: found the run here, from this model's parameters. None: if there are no ``initial_peers``.
+            tokens_per_step: what an optimizer step of this process counts for, unless ``count`` says otherwise.
+            grad_scaler: with one, tokens counted for a step that it skips are dropped.
+            total_steps: global step at which the run is complete.
+            sync_every: H, steps from one exchange of a fragment to its next.
+            n_fragments: P, pieces of the model that are exchanged in turn; divides ``sync_every``.
+            fragment_sync_delay: tau, inner steps that an exchange may take before it is late.
+            min_quorum: K, contributions without which nothing is merged, as long as so many peers train.
+            outer_lr, outer_momentum: of the outer optimizer, SGD with Nesterov momentum.
+            codec: of the outer gradients, both ways: "int4", "int8", "bf16", "int2", "e3m0", "auto".
+            state: the peer's folder: identity, checkpoints, logs. Default: ``~/.local/state/p2pdiloco/RUN``.
+            node_options: further arguments of ``p2pdiloco join``, such as ``("--up", "20mbit")``.
+            process_group: the ranks that are this peer, if torch.distributed has more than one. None: all.
+
+        ``total_steps`` to ``codec`` are the founder's choice; who joins takes the run's.
+
         Raises:
-            DiLoCoError: the settings are impossible together.
+            DiLoCoError: the settings are impossible together, or the model has nothing to train.
         """
         self._optimizer = optimizer
-        self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._model = model
+        self._named = trainable(model)
         self._run = run
         self._peers = tuple(initial_peers)
         self._is_founder = not self._peers if found is None else found
-        self._tokens_per_step = tokens_per_step
         self._state = Path(state) if state is not None else Path.home() / ".local" / "state" / "p2pdiloco" / (run or "")
         self._node_options = tuple(node_options)
+        self._process_group = process_group
         self._config = RunConfig(
             name=run or "unnamed",
             model=ModelConfig(kind="external"),
@@ -125,15 +151,19 @@ class DiLoCo:
             codec=msgspec.convert({"up": codec, "down": codec}, CodecConfig),
             evaluation=EvaluationConfig(every=0),
         )
-        problems = config_problems(self._config, tensors=len(self._named))
-        if run is not None and problems:
-            raise DiLoCoError("; ".join(problems))
-        self._counted = 0
-        self._loss = 0.0
+        if run is not None:
+            if not self._named:
+                raise DiLoCoError("the model has no parameter that requires a gradient: nothing would travel")
+            problems = config_problems(self._config, tensors=len(self._named))
+            if problems:
+                raise DiLoCoError("; ".join(problems))
+        self._tally = Tally(optimizer, grad_scaler, tokens_per_step)
+        self._island: Island | None = None
+        self._companion: Companion | None = None
+        self._found: Found | None = None
         self._link: OuterLink | None = None
-        self._vectors: SharedVectors | None = None
-        self._flat: FlatParameters | None = None
-        self._node: subprocess.Popen[bytes] | None = None
+        self._vectors: Vectors = NoVectors()
+        self._flat: FlatParameters | IslandParameters | None = None
         self._hook: Any = None
         self._stepped_at = 0.0
 
@@ -143,131 +173,176 @@ class DiLoCo:
         """Found or join the run; the model's parameters are then the run's.
 
         Raises:
-            DiLoCoError: that failed.
+            DiLoCoError: that failed; on all ranks of an island alike.
         """
         if self._run is None:
             return self
-        name = f"p2pdiloco-script-{os.getpid()}-{id(self):x}"
-        reunion = Reunion(name, JOIN_S)
-        if not reunion.open():
-            raise DiLoCoError("training scripts need Linux (abstract Unix sockets)")
+        self._island = Island.of(self._process_group, JOIN_S + LEAVE_S)
         try:
-            self._start_node(name)
-            self._attach(reunion)
+            initial = self._initial_parameters() if self._is_founder else []
+            manifest = self._lead_to_manifest(initial)
+            self._take_part(manifest)
         except BaseException:
             self._end_node(signal.SIGKILL)
             raise
-        finally:
-            reunion.close()
         self._stepped_at = time.perf_counter()
         self._hook = self._optimizer.register_step_post_hook(self._on_step)
+        self._tally.begin()
         return self
 
-    def _start_node(self, name: str) -> None:
-        self._state.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "p2pdiloco"]
-        if self._is_founder:
-            command += ["resume", str(self._write_version_zero()), "--bootstrap", *self._peers]
-        else:
-            command += ["join", *self._peers, "--run", self._config.name]
-        command += ["--state", str(self._state), "--learner", name, *self._node_options]
-        with open(self._state / "node.log", "ab") as output:
-            self._node = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-            )
+    def _initial_parameters(self) -> list[tuple[str, Tensor]]:
+        """What version 0 would be made of: the parameters, of an island as a copy at its leader."""
+        if self._island is None:
+            return [(name, p) for name, p in self._named]
+        copies = []
+        for name, parameter in self._named:
+            full = whole(parameter)
+            if self._island.is_leader:
+                copies.append((name, full.to("cpu", torch.float32, copy=True).contiguous()))
+        return copies
 
-    def _write_version_zero(self) -> Path:
-        """A checkpoint of version 0, unless the folder has one of this run already: then the run goes on from that."""
-        folder = self._state / "founded" / "checkpoint"
-        if not list(folder.glob("state-*.json")):
-            named = [(name, p.shape, False) for name, p in self._named]
-            manifest, theta, momentum = make_manifest(self._config, PeerId("script"), named, self._named)
-            initial = version_zero(manifest, theta, momentum)
-            save(folder, manifest, initial.shards, theta, momentum, keep=1)
-        return self._state
+    def _lead_to_manifest(self, initial: Sequence[tuple[str, Tensor]]) -> Manifest:
+        def meet() -> bytes:
+            return self._meet_node(initial)
 
-    def _attach(self, reunion: Reunion) -> None:
-        """Wait for the node, take the run's manifest, and then for the global parameters."""
-        found = None
-        while found is None:
-            self._check_node()
-            if reunion.is_over:
-                raise DiLoCoError(f"the node did not come up within {JOIN_S:.0f} s; its log is {self._state}/node.log")
-            found = reunion.poll()
-            if found is None:
-                time.sleep(_LOOK_S)
-        found.connection.settimeout(WELCOME_S)
         try:
-            manifest = msgspec.msgpack.decode(receive_welcome(found.connection), type=Manifest)
-        except (OSError, ValueError) as error:
-            raise DiLoCoError(f"the node did not say which run it is ({error}); see {self._state}/node.log") from error
+            data = meet() if self._island is None else self._island.lead(meet)
+        except (LeaderError, FolderInUseError) as error:
+            raise DiLoCoError(str(error)) from error
+        try:
+            manifest = msgspec.msgpack.decode(data, type=Manifest)
+        except ValueError as error:
+            raise DiLoCoError(f"the node did not say which run it is ({error}); see {self._log}") from error
         if manifest.config.model.kind != "external":
             raise DiLoCoError(
                 f"run {manifest.config.name} is no run of training scripts: p2pdiloco join takes part in it"
             )
-        layout = Layout.of(manifest)
-        self._vectors = SharedVectors.attach(found.memory_fd, layout.elements)
+        return manifest
+
+    def _meet_node(self, initial: Sequence[tuple[str, Tensor]]) -> bytes:
+        """Start the node, or find that of the script's last life; the run's manifest, encoded. At the leader."""
+        self._companion = companion = Companion(self._state)
+        reunion = Reunion(companion.name, JOIN_S)
+        if not reunion.open():
+            raise DiLoCoError("training scripts need Linux (abstract Unix sockets)")
         try:
-            self._flat = FlatParameters(self._named, manifest.tensors, layout)
+            if not companion.find():
+                companion.start(self._node_arguments(initial))
+            while (found := reunion.poll()) is None:
+                self._check_node()
+                if reunion.is_over:
+                    raise DiLoCoError(f"the node did not come up within {JOIN_S:.0f} s; its log is {self._log}")
+                time.sleep(_LOOK_S)
+        finally:
+            reunion.close()
+        self._found = found
+        found.connection.settimeout(WELCOME_S)
+        try:
+            return receive_welcome(found.connection)
+        except (OSError, ValueError) as error:
+            raise DiLoCoError(f"the node did not say which run it is ({error}); see {self._log}") from error
+
+    def _node_arguments(self, initial: Sequence[tuple[str, Tensor]]) -> list[str]:
+        if self._is_founder:
+            command = ["resume", str(self._write_version_zero(initial)), "--bootstrap", *self._peers]
+        else:
+            command = ["join", *self._peers, "--run", self._config.name]
+        return [*command, "--reattach-s", str(RETURN_S), *self._node_options]
+
+    def _write_version_zero(self, initial: Sequence[tuple[str, Tensor]]) -> Path:
+        """A checkpoint of version 0, unless the folder has one of this run already: then the run goes on from that."""
+        folder = self._state / "founded" / "checkpoint"
+        if not list(folder.glob("state-*.json")):
+            embeddings = embedding_names(self._model)
+            named = [(name, p.shape, name in embeddings) for name, p in initial]
+            manifest, theta, momentum = make_manifest(self._config, PeerId("script"), named, initial)
+            version = version_zero(manifest, theta, momentum)
+            save(folder, manifest, version.shards, theta, momentum, keep=1)
+        return self._state
+
+    def _take_part(self, manifest: Manifest) -> None:
+        """Build the link, and wait for the global parameters."""
+        layout = Layout.of(manifest)
+        island, found = self._island, self._found
+        if found is not None:
+            self._vectors = SharedVectors.attach(found.memory_fd, layout.elements)
+        try:
+            if island is None:
+                self._flat = FlatParameters(self._named, manifest.tensors, layout)
+            else:
+                self._flat = IslandParameters(self._named, manifest.tensors, layout, island)
         except ValueError as error:
             raise DiLoCoError(f"this model is not run {manifest.config.name}'s: {error}") from error
+        own = None if found is None else Channel(found.connection)
+        channel = own if island is None else IslandChannel(island, own)
+        assert channel is not None
         steps = manifest.config.inner.steps
-        self._link = OuterLink(self, self._flat, layout, self._vectors, found.connection, last_step=steps)
+        self._link = OuterLink(self, self._flat, layout, self._vectors, channel, last_step=steps)
         self._link.greet(device=str(self._named[0][1].device))
         while not self._link.is_training:
             if not self._link.boundary():
                 self._check_node()
-                raise DiLoCoError(f"the node left before the run was joined; its log is {self._state}/node.log")
+                raise DiLoCoError(f"the node left before the run was joined; its log is {self._log}")
             time.sleep(_LOOK_S)
 
+    @property
+    def _log(self) -> Path:
+        return self._state / NODE_LOG
+
     def _check_node(self) -> None:
-        assert self._node is not None
-        status = self._node.poll()
-        if status is not None:
-            lines = (self._state / "node.log").read_text(errors="replace").splitlines()
-            raise DiLoCoError(f"the node ended with status {status}: {lines[-1] if lines else 'it said nothing'}")
+        if self._companion is not None and (ending := self._companion.ending):
+            raise DiLoCoError(ending)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Contribute what is unmerged, and leave: of a run that is complete when the others are, too."""
+        """Contribute what is unmerged, and leave: of a run that is complete when the others are, too. All ranks of an
+        island leave together; a rank that fails leaves alone, and the peer stays for the island's next life."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        if self._link is not None and self._node is not None:
-            if not self.is_complete:
-                with contextlib.suppress(ProcessLookupError):
-                    self._node.send_signal(signal.SIGTERM)
+            self._tally.end()
+        if self._island is not None and error is not None:
+            self._link = None
+            if self._companion is not None:
+                if not isinstance(error, Exception):  # Ctrl+C: a person's wish
+                    self._companion.signal(signal.SIGTERM)
+                self._companion.leave_alone()
+            return
+        link, companion = self._link, self._companion
+        if link is not None:
+            if companion is not None and not self.is_complete:
+                companion.signal(signal.SIGTERM)
             deadline = time.monotonic() + LEAVE_S
-            while self._link.boundary():
-                if time.monotonic() > deadline:
-                    log.warning("the node does not end; it is killed (see %s/node.log)", self._state)
-                    self._node.kill()
-                    break
+            while link.boundary():
+                if companion is not None and time.monotonic() > deadline:
+                    log.warning("the node does not end; it is killed (see %s)", self._log)
+                    companion.signal(signal.SIGKILL)
+                    deadline += LEAVE_S
                 time.sleep(_LOOK_S)
         self._end_node(None)
 
     def _end_node(self, number: signal.Signals | None) -> None:
-        if self._node is None:
+        companion, self._companion = self._companion, None
+        if companion is None:
             return
         if number is not None:
-            self._node.send_signal(number)
-        try:
-            status = self._node.wait(LEAVE_S)
-        except subprocess.TimeoutExpired:
-            self._node.kill()
-            status = self._node.wait()
+            companion.signal(number)
+        status = companion.wait(LEAVE_S)
         if status and number is None:
-            log.warning("the node ended with status %s: see %s/node.log", status, self._state)
-        self._node = None
+            log.warning("the node ended with status %s: see %s", status, self._log)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
-    def count(self, tokens: int, loss: float | None = None) -> None:
-        """The step under way trains ``tokens`` tokens (several calls add up), at this ``loss``, for the status."""
-        self._counted += tokens
-        if loss is not None:
-            self._loss = loss
+    def count(self, tokens: int, loss: float | Tensor | None = None) -> None:
+        """The step under way trains ``tokens`` tokens in this process (several calls add up, as micro-batches do), at
+        this ``loss``, for the status. A loss that is a tensor is looked at once a second at most, so that a GPU need
+        not be waited for."""
+        self._tally.count(tokens, loss)
+
+    def report(self, loss: float | Tensor) -> None:
+        """The latest loss, for the status, if it is not told to ``count``."""
+        self._tally.report(loss)
 
     @property
     def is_complete(self) -> bool:
@@ -281,8 +356,8 @@ class DiLoCo:
 
     def load_global(self) -> None:
         """Set the model's parameters to the global ones of now, or of the end: without this learner's own progress
-        since its last contribution."""
-        if self._flat is not None and self._vectors is not None:
+        since its last contribution. All ranks of an island call it."""
+        if self._flat is not None:
             self._flat.copy_from(self._vectors.theta, self._flat.everything)
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -290,13 +365,22 @@ class DiLoCo:
         if link is None:
             return
         now = time.perf_counter()
-        tokens, self._counted = self._counted or self._tokens_per_step, 0
-        if link.is_training:
-            link.stepped(tokens, self._loss, now - self._stepped_at)
+        tokens, loss, is_step = self._tally.take()
+        if self._island is not None:
+            ranks, tokens, losses, known = self._island_totals(is_step, tokens, loss)
+            is_step, loss = ranks > 0, losses / known if known else None
+        if link.is_training and is_step:
+            link.stepped(tokens, loss, now - self._stepped_at)
         if not link.boundary():
             self._link = None
-            log.warning("the node is gone: training goes on alone (see %s/node.log)", self._state)
+            log.warning("the node is gone: training goes on alone (see %s)", self._log)
         self._stepped_at = time.perf_counter()
+
+    def _island_totals(self, is_step: bool, tokens: int, loss: float | None) -> tuple[int, int, float, int]:
+        """Over the ranks: how many made the step, their tokens, their losses' sum, and how many told a loss."""
+        assert self._island is not None
+        sums = self._island.sum(is_step, tokens, 0.0 if loss is None else loss, loss is not None)
+        return int(sums[0]), int(sums[1]), sums[2], int(sums[3])
 
     # -- for the link --------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 import torch
-from torch import nn
 
 from p2pdiloco.node.node import InitialState
 from p2pdiloco.protocol.chain import genesis_head
@@ -78,7 +77,7 @@ def make_manifest(
     config: RunConfig,
     founder: PeerId,
     named: Sequence[tuple[str, torch.Size, bool]],
-    parameters: Iterable[tuple[str, nn.Parameter]],
+    parameters: Iterable[tuple[str, torch.Tensor]],
     blocks: BlockSpec | None = None,
 ) -> tuple[Manifest, torch.Tensor, torch.Tensor]:
     """A new run's manifest, global parameters and momentum, from a model's trainable ``parameters``, of which ``named``

@@ -77,9 +77,10 @@ class LearnerProcess:
         log_path: Path,
         reunion: str,
         manifest: bytes | None = None,
+        patience_s: float = SCRIPT_S,
     ) -> None:
         """``reunion``: where a learner of this peer waits. With a ``manifest`` that is a training script, which is told
-        the run, and in whose place no other is started."""
+        the run, in whose place no other is started, and for which the node waits ``patience_s``."""
         self._arguments = arguments
         self._memory_fd = memory_fd
         self._heard = heard
@@ -88,6 +89,7 @@ class LearnerProcess:
         self._socket: socket.socket | None = None
         self._reunion = reunion
         self._manifest = manifest
+        self._patience_s = patience_s
         self._process: asyncio.subprocess.Process | Adopted | None = None
         self._outgoing: asyncio.Queue[bytes] = asyncio.Queue(COMMANDS)
         self._tasks: list[asyncio.Task[None]] = []
@@ -101,10 +103,10 @@ class LearnerProcess:
         """
         ours = self._find()
         if self._manifest is not None:
-            deadline = asyncio.get_running_loop().time() + SCRIPT_S
+            deadline = asyncio.get_running_loop().time() + self._patience_s
             while ours is None:
                 if asyncio.get_running_loop().time() > deadline:
-                    raise TimeoutError(f"no training script was found within {SCRIPT_S:.0f} s")
+                    raise TimeoutError(f"no training script was found within {self._patience_s:.0f} s")
                 await asyncio.sleep(LOOK_S)
                 ours = self._find()
         if ours is None:
@@ -182,9 +184,9 @@ class LearnerProcess:
 
     async def _say_goodbye(self) -> None:
         """A training script goes on with its own life: it is told, and left alone."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(EXIT_S):
-                await self._outgoing.join()
+        told = asyncio.create_task(self._outgoing.join(), name="learner: goodbye")
+        await asyncio.wait([told, *self._tasks], timeout=EXIT_S, return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -91,8 +91,9 @@ class Metrics:
         self.exchange_s += progress.exchange_s
         self.compute_s += progress.step_time_s
         rate = made / max(progress.step_time_s, 1e-9)
-        is_first = self.loss is None
-        self.loss = progress.loss if self.loss is None else self.loss + SMOOTHING * (progress.loss - self.loss)
+        is_first = self.steps == 1
+        if progress.loss is not None:
+            self.loss = progress.loss if self.loss is None else self.loss + SMOOTHING * (progress.loss - self.loss)
         self.tokens_per_second = (
             rate if is_first else self.tokens_per_second + SMOOTHING * (rate - self.tokens_per_second)
         )
@@ -105,7 +106,7 @@ class Metrics:
                 steps=progress.steps,
                 tokens=self.tokens,
                 sent_bytes=sent_bytes,
-                loss=round(progress.loss, 4),
+                loss=None if progress.loss is None else round(progress.loss, 4),
                 step_time_s=round(progress.step_time_s, 4),
                 blocked_s=self.blocked_s,
             )

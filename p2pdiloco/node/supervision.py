@@ -7,6 +7,8 @@ Rules of this file:
 3. A learner outlives its node for a while, and this one begins with the last one's if it is still there.
 4. A crash costs the learner, not the peer: a new life starts from the live global state after a pause that doubles. Too
    many crashes in short order end the peer, in order and with the reason.
+5. A training script is not ours to start. One that died is waited for, for ``reattach_s``: whoever started it may do so
+   again (``torchrun --max-restarts``). The peer stays in the swarm meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from contextlib import AsyncExitStack
 
 from p2pdiloco.node.driver import Driver
 from p2pdiloco.node.global_state import Shifts
-from p2pdiloco.node.learner_process import LearnerProcess, new_incarnation
+from p2pdiloco.node.learner_process import SCRIPT_S, LearnerProcess, new_incarnation
 from p2pdiloco.node.metrics import Metrics
 from p2pdiloco.node.options import PeerOptions
 from p2pdiloco.protocol import effects as ef
@@ -93,11 +95,13 @@ class Supervision:
                 log_path=self._options.folder / "learner.log",
                 reunion=self._reunion,
                 manifest=self._manifest,
+                patience_s=self._options.reattach_s if self._lost_lives else SCRIPT_S,
             )
             try:
                 self._process = await lives.enter_async_context(process)
             except TimeoutError as error:
-                self._gave_up(1, str(error))
+                if not self.is_over:
+                    self._gave_up(1, str(error))
                 return
             self._metrics.learner_began()
             if self._process.is_adopted and self._manifest is None:
@@ -113,8 +117,12 @@ class Supervision:
             if was_loaded:
                 self._driver.feed(ev.LearnerStopped(reason))
             if self._manifest is not None:
-                self._gave_up(1, f"the training script has left without a word: {reason}")
-                return
+                self._lost_lives += 1
+                if not self._options.reattach_s:
+                    self._gave_up(1, f"the training script has left without a word: {reason}")
+                    return
+                log.warning("the training script is gone, waiting for its next life", s=self._options.reattach_s)
+                continue
             self._lost_lives = 1 if loop.time() - began >= STABLE_S else self._lost_lives + 1
             if status == MISUSED or self._lost_lives > RESTARTS:
                 self._gave_up(MISUSED if status == MISUSED else 1, f"the learner cannot go on: {reason}")

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from p2pdiloco.protocol.blocks import Block
-from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.protocol.manifest import InnerConfig, Layout, Manifest
+from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.corpus import Batches, Blocks, Corpus, data_digest
 from p2pdiloco.training.evaluation import held_out_loss
 from p2pdiloco.training.inner_state import InnerStateError, Keeper, put, take
@@ -80,8 +81,10 @@ class Learner:
         self._left = 0
         self._model = build_model(config.model, config.seed).to(self._device)
         flat = FlatParameters(self._model.named_parameters(), manifest.tensors, layout)
-        self._link = OuterLink(self, flat, layout, vectors, connection, last_step=config.inner.steps, reunion=reunion)
-        self._optimizer = _adamw(self._model, manifest)
+        self._link = OuterLink(
+            self, flat, layout, vectors, Channel(connection), last_step=config.inner.steps, reunion=reunion
+        )
+        self._optimizer = adamw(self._model, config.inner)
         self._keeper = keeper
         self._is_save_due = False
         """It was asked for while the last one was being written."""
@@ -195,8 +198,8 @@ class Learner:
             self._block = None
 
 
-def _adamw(model: nn.Module, manifest: Manifest) -> torch.optim.AdamW:
-    inner = manifest.config.inner
+def adamw(model: nn.Module, inner: InnerConfig) -> torch.optim.AdamW:
+    """The built-in inner optimizer: matrices decay, norms do not."""
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": inner.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},

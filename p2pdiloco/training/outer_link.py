@@ -6,15 +6,17 @@ Rules of this file:
    train (before the first ``Load``, paused, done).
 2. The global step grows by 1 with each inner step and by ``AdoptStep``; at the run's last step training ends.
 3. ``steps`` and ``tokens`` only grow: a ``Load`` replaces parameters, not history.
-4. When the socket ends, the node is dead. With a ``Reunion`` the learner goes on training for a while: the node's next
+4. Answers leave in the order of the commands. One whose copy is under way on a GPU holds back those behind it, but
+   neither training nor ``Progress``.
+5. When the socket ends, the node is dead. With a ``Reunion`` the learner goes on training for a while: the node's next
    life finds it and gets all progress since then, on top of the parameters that the swarm has by now. To the swarm that
    is a new learner, whose counters begin at the loss. Whoever is not found ends.
 """
 
 from __future__ import annotations
 
-import socket
 import time
+from collections import deque
 from typing import Protocol, assert_never
 
 import torch
@@ -23,9 +25,11 @@ from torch import Tensor
 from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.training.channel import Channel
+from p2pdiloco.training.island import IslandChannel, IslandParameters
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.reunion import Reunion
-from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.training.shared_memory import SharedVectors, Vectors
+from p2pdiloco.training.side_stream import Finished
 from p2pdiloco.wire.link import (
     AdoptStep,
     BlockFinished,
@@ -33,6 +37,7 @@ from p2pdiloco.wire.link import (
     Evaluated,
     Exit,
     Failed,
+    FromLearner,
     FromNode,
     Load,
     Pause,
@@ -49,6 +54,8 @@ from p2pdiloco.wire.link import (
 )
 
 _LOOK_S = 0.05
+_COPY_S = 0.001
+"""Between two looks at copies under way, for a learner that does nothing else."""
 _FAREWELL_S = 2.0
 """How long a learner that ends tries to say what is left."""
 
@@ -78,10 +85,10 @@ class OuterLink:
     def __init__(
         self,
         trainer: Trainer,
-        flat: FlatParameters,
+        flat: FlatParameters | IslandParameters,
         layout: Layout,
-        vectors: SharedVectors,
-        connection: socket.socket,
+        vectors: Vectors,
+        channel: Channel | IslandChannel,
         *,
         last_step: int,
         reunion: Reunion | None = None,
@@ -90,7 +97,9 @@ class OuterLink:
         self._flat = flat
         self._layout = layout
         self._vectors = vectors
-        self._channel = Channel(connection)
+        flat.pin((vectors.shift, vectors.snapshot))
+        self._channel = channel
+        self._answers: deque[tuple[Finished | None, FromLearner]] = deque()
         self._last_step = last_step
         self._reunion = reunion
         self._ready: Ready | None = None
@@ -111,8 +120,8 @@ class OuterLink:
         self._ready = Ready(device=device, parameters=elements, inner_steps=inner_steps, has_blocks=has_blocks)
         self._channel.post(self._ready)
 
-    def stepped(self, tokens: int, loss: float, step_time_s: float) -> None:
-        """An inner step is done."""
+    def stepped(self, tokens: int, loss: float | None, step_time_s: float) -> None:
+        """An inner step is done; None: its loss is not known."""
         self.steps += 1
         self.tokens += tokens
         self.global_step += 1
@@ -129,7 +138,7 @@ class OuterLink:
 
     def block_finished(self, block: Block) -> None:
         """A whole block of data is trained, at the count of tokens of now."""
-        self._channel.post(BlockFinished(block=block, tokens=self.tokens))
+        self._answer(BlockFinished(block=block, tokens=self.tokens))
 
     def trouble(self, reason: str) -> None:
         """Something failed that training survives."""
@@ -146,6 +155,8 @@ class OuterLink:
         """Sleep until the node says something. Not while training."""
         if self._reunion is not None and self._reunion.is_open:
             time.sleep(_LOOK_S)
+        elif self._answers:
+            time.sleep(_COPY_S)
         else:
             self._channel.wait()
 
@@ -153,6 +164,7 @@ class OuterLink:
         """Do what the node asked for, without waiting. False when the learner is to end."""
         if self._reunion is not None and self._reunion.is_open:
             return self._look_out(self._reunion)
+        self._release()
         commands = self._channel.exchange()
         if not self.is_training:
             self._channel.blocked_s = 0.0
@@ -160,6 +172,7 @@ class OuterLink:
             return self._lost_node()
         for command in commands:
             if isinstance(command, Exit):
+                self._settle()
                 self._channel.flush(_FAREWELL_S)
                 self._trainer.end()
                 return False
@@ -177,7 +190,7 @@ class OuterLink:
             case AdoptStep(step=step):
                 self.global_step = max(self.global_step, step)
             case Evaluate(version=version):
-                self._channel.post(Evaluated(version=version, loss=self._trainer.evaluate(self._vectors.theta)))
+                self._answer(Evaluated(version=version, loss=self._trainer.evaluate(self._vectors.theta)))
             case Pause():
                 self._stop()
             case Train(block=block):
@@ -194,32 +207,43 @@ class OuterLink:
         match command:
             case Load(step=step):
                 if self._anchor is None:
-                    flat.copy_from(self._vectors.shift, flat.everything)
+                    finished = flat.copy_from(self._vectors.shift, flat.everything)
                 else:
-                    flat.add_from(self._anchor.neg_().add_(self._vectors.shift), flat.everything)
+                    finished = flat.add_from(self._anchor.neg_().add_(self._vectors.shift), flat.everything)
                     self._anchor = None
                 self.global_step = step
                 self.is_training = True
-                self._channel.post(Shifted(shards=flat.everything))
+                self._answer(Shifted(shards=flat.everything), finished)
             case Shift(shards=shards, replace=replace):
-                if replace:
-                    flat.copy_from(self._vectors.shift, shards)
-                else:
-                    flat.add_from(self._vectors.shift, shards)
-                self._channel.post(Shifted(shards=shards))
+                take = flat.copy_from if replace else flat.add_from
+                self._answer(Shifted(shards=shards), take(self._vectors.shift, shards))
             case Snapshot(fragment=fragment, step=step):
-                flat.copy_to(self._vectors.snapshot, flat.of_fragment(fragment))
-                self._channel.post(
-                    Snapshotted(fragment=fragment, step=step, steps=self.steps, tokens=self.tokens),
-                )
+                answer = Snapshotted(fragment=fragment, step=step, steps=self.steps, tokens=self.tokens)
+                self._answer(answer, flat.copy_to(self._vectors.snapshot, flat.of_fragment(fragment)))
             case _:
                 assert_never(command)
+
+    def _answer(self, message: FromLearner, finished: Finished | None = None) -> None:
+        """Say ``message`` when its copy, and those of all messages before it, have ended."""
+        self._answers.append((finished, message))
+        self._release()
+
+    def _release(self) -> None:
+        while self._answers and ((finished := self._answers[0][0]) is None or finished()):
+            self._channel.post(self._answers.popleft()[1])
+
+    def _settle(self) -> None:
+        """Wait for copies under way; they take milliseconds."""
+        until = time.monotonic() + _FAREWELL_S
+        while self._answers and time.monotonic() < until:
+            self._release()
+            time.sleep(_COPY_S)
 
     def _stop(self) -> None:
         if self.is_training:
             self._save()
         self.is_training = False
-        self._channel.post(Paused(steps=self.steps, tokens=self.tokens))
+        self._answer(Paused(steps=self.steps, tokens=self.tokens))
 
     def _save(self) -> None:
         began = time.perf_counter()
@@ -234,8 +258,11 @@ class OuterLink:
             return False
         if self._anchor is None:
             self._anchor = torch.empty(self._layout.elements)
-            self._flat.copy_to(self._anchor, self._flat.everything)
+            finished = self._flat.copy_to(self._anchor, self._flat.everything)
+            while finished is not None and not finished():
+                time.sleep(_COPY_S)
             self.steps = self.tokens = 0
+        self._answers.clear()
         self._trainer.begin_again()
         return True
 
@@ -245,8 +272,10 @@ class OuterLink:
             self.is_training = False
         found = reunion.poll()
         if found is not None:
-            vectors, self._vectors = self._vectors, SharedVectors.attach(found.memory_fd, self._layout.elements)
-            vectors.close()
+            self._flat.unpin((self._vectors.shift, self._vectors.snapshot))
+            self._vectors.close()
+            self._vectors = SharedVectors.attach(found.memory_fd, self._layout.elements)
+            self._flat.pin((self._vectors.shift, self._vectors.snapshot))
             self._channel = Channel(found.connection)
             assert self._ready is not None
             self._channel.post(self._ready)

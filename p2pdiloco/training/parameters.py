@@ -5,6 +5,7 @@ Rules of this file:
    place in the flat vector) is made once; a shard is then shifted or copied with a few calls.
 2. The views hold while the parameters' storage does: optimizers must update in place, and the model must not move to
    another device afterwards.
+3. On CUDA a copy may still be under way when a call returns; what it returns then says when it has ended.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from p2pdiloco.protocol.identifiers import FragmentId, ShardId
 from p2pdiloco.protocol.manifest import Layout, TensorSpec
+from p2pdiloco.training.side_stream import Finished, SideStream
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -30,20 +32,17 @@ class Piece(msgspec.Struct, frozen=True):
 class FlatParameters:
     """A model's parameters, addressed by shard and fragment."""
 
-    def __init__(
-        self, named: Iterable[tuple[str, nn.Parameter]], tensors: Sequence[TensorSpec], layout: Layout
-    ) -> None:
-        """``named``: the model's trainable parameters.
+    def __init__(self, named: Iterable[tuple[str, Tensor]], tensors: Sequence[TensorSpec], layout: Layout) -> None:
+        """``named``: the model's trainable parameters, contiguous.
 
         Raises:
-            ValueError: they are not the tensors of the manifest.
+            ValueError: they are not the tensors of the manifest, or not contiguous.
         """
         given = list(named)
-        expected = [(t.name, t.shape) for t in tensors]
-        found = [(name, tuple(p.shape)) for name, p in given]
-        if found != expected:
-            odd = next(((f, e) for f, e in zip(found, expected, strict=False) if f != e), (len(found), len(expected)))
-            raise ValueError(f"the model's tensors are not the manifest's: {odd[0]} where {odd[1]} is expected")
+        check_tensors(given, tensors)
+        for name, parameter in given:
+            if not parameter.is_contiguous():
+                raise ValueError(f"{name} is not contiguous in memory: set p.data = p.data.contiguous() before")
         parameters = [parameter for _, parameter in given]
         placed = [
             (start, parameters[index].detach().view(-1))
@@ -51,33 +50,78 @@ class FlatParameters:
         ]
         self._shards = tuple(_pieces(placed, shard.start, shard.stop) for shard in layout.shards)
         self._fragments = layout.fragments
+        self._side: SideStream | None = None
+        devices = {parameter.device for parameter in parameters}
+        if len(devices) == 1 and (device := devices.pop()).type == "cuda":
+            self._side = SideStream(device)
         self.everything: tuple[ShardId, ...] = tuple(shard.shard for shard in layout.shards)
         """All shards, for ``copy_from`` and ``copy_to``."""
 
     @torch.no_grad()
-    def copy_from(self, vector: Tensor, shards: Iterable[ShardId]) -> None:
-        """Parameters = ``vector`` for these shards."""
-        for piece in self._of(shards):
-            piece.view.copy_(vector[piece.start : piece.stop])
+    def copy_from(self, vector: Tensor, shards: Iterable[ShardId]) -> Finished | None:
+        """Parameters = ``vector`` for these shards. ``vector`` is free again when what is returned says so."""
+        pieces = self._of(shards)
+        if self._side is None:
+            for piece in pieces:
+                piece.view.copy_(vector[piece.start : piece.stop])
+            return None
+        moved, finished = self._side.to_device([vector[piece.start : piece.stop] for piece in pieces])
+        for piece, tensor in zip(pieces, moved, strict=True):
+            piece.view.copy_(tensor)
+        return finished
 
     @torch.no_grad()
-    def add_from(self, vector: Tensor, shards: Iterable[ShardId]) -> None:
-        """Parameters += ``vector`` for these shards."""
-        for piece in self._of(shards):
-            piece.view.add_(vector[piece.start : piece.stop].to(piece.view.device))
+    def add_from(self, vector: Tensor, shards: Iterable[ShardId]) -> Finished | None:
+        """Parameters += ``vector`` for these shards. ``vector`` is free again when what is returned says so."""
+        pieces = self._of(shards)
+        if self._side is None:
+            for piece in pieces:
+                piece.view.add_(vector[piece.start : piece.stop].to(piece.view.device))
+            return None
+        moved, finished = self._side.to_device([vector[piece.start : piece.stop] for piece in pieces])
+        for piece, tensor in zip(pieces, moved, strict=True):
+            piece.view.add_(tensor)
+        return finished
 
     @torch.no_grad()
-    def copy_to(self, vector: Tensor, shards: Iterable[ShardId]) -> None:
-        """``vector`` = parameters for these shards."""
-        for piece in self._of(shards):
-            vector[piece.start : piece.stop].copy_(piece.view)
+    def copy_to(self, vector: Tensor, shards: Iterable[ShardId]) -> Finished | None:
+        """``vector`` = parameters for these shards, as they are now, when what is returned says so."""
+        pieces = self._of(shards)
+        if self._side is None:
+            for piece in pieces:
+                vector[piece.start : piece.stop].copy_(piece.view)
+            return None
+        return self._side.to_host([(piece.view, vector[piece.start : piece.stop]) for piece in pieces])
+
+    def pin(self, vectors: Sequence[Tensor]) -> None:
+        """These are what is copied from and to: they are page-locked if that makes sense. Undone by ``unpin``."""
+        if self._side is not None:
+            for vector in vectors:
+                self._side.pin(vector)
+
+    def unpin(self, vectors: Sequence[Tensor]) -> None:
+        """To be called before their memory goes."""
+        if self._side is not None:
+            for vector in vectors:
+                self._side.unpin(vector)
 
     def of_fragment(self, fragment: FragmentId) -> tuple[ShardId, ...]:
         """The shards of ``fragment``."""
         return self._fragments[fragment]
 
-    def _of(self, shards: Iterable[ShardId]) -> Iterable[Piece]:
-        return (piece for shard in shards for piece in self._shards[shard])
+    def _of(self, shards: Iterable[ShardId]) -> list[Piece]:
+        return [piece for shard in shards for piece in self._shards[shard]]
+
+
+def check_tensors(given: Sequence[tuple[str, Tensor]], tensors: Sequence[TensorSpec]) -> None:
+    """Raises:
+    ValueError: names or shapes are not the manifest's.
+    """
+    expected = [(t.name, t.shape) for t in tensors]
+    found = [(name, tuple(p.shape)) for name, p in given]
+    if found != expected:
+        odd = next(((f, e) for f, e in zip(found, expected, strict=False) if f != e), (len(found), len(expected)))
+        raise ValueError(f"the model's tensors are not the manifest's: {odd[0]} where {odd[1]} is expected")
 
 
 def _pieces(placed: Sequence[tuple[int, Tensor]], start: int, stop: int) -> tuple[Piece, ...]:

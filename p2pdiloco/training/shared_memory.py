@@ -14,9 +14,12 @@ import mmap
 import os
 import tempfile
 from types import TracebackType
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+Vectors: TypeAlias = "SharedVectors | NoVectors"
 
 _VECTORS = 3
 _PAGE = 4096
@@ -85,6 +88,16 @@ class SharedVectors:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class NoVectors:
+    """What ranks of an island have that do not talk to the node: vectors of nothing."""
+
+    def __init__(self) -> None:
+        self.theta = self.shift = self.snapshot = torch.empty(0)
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 def _nameless_file() -> int:

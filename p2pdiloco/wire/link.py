@@ -106,8 +106,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     steps: int
     tokens: int
-    loss: float
-    """Mean cross-entropy of the step's batch, in nats a token."""
+    loss: float | None
+    """Mean cross-entropy of the step's batch, in nats a token; None if a script does not tell it."""
     step_time_s: float
     """The step alone: forward, backward, optimizer."""
     blocked_s: float

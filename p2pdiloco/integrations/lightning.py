@@ -1,0 +1,90 @@
+"""Lightning's Trainer in a run::
+
+    from p2pdiloco.integrations.lightning import DiLoCoCallback
+
+    callback = DiLoCoCallback(run="story", initial_peers=[address], tokens=lambda batch: batch.numel())
+    Trainer(callbacks=[callback]).fit(module, loader)
+
+Needs the extra ``p2pdiloco[lightning]``. With several devices all ranks are one peer.
+
+Rules of this file:
+1. One optimizer: with several (manual optimization), the last one's steps are the run's.
+2. At the end the module holds the swarm's parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from p2pdiloco.diloco import DiLoCo
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError as missing:
+    raise ImportError(
+        "p2pdiloco.integrations.lightning needs the extra lightning: pip install 'p2pdiloco[lightning]'"
+    ) from missing
+
+
+class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed for mypy here
+    """Founds or joins a run when training begins, ends training when the run is complete, and leaves.
+
+    Takes what ``p2pdiloco.DiLoCo`` takes but the model and the optimizer. ``tokens``: how many a batch has; without it
+    each optimizer step counts ``tokens_per_step``. ``load_global``: whether the module holds the swarm's parameters at
+    the end (else this peer's own).
+    """
+
+    def __init__(
+        self,
+        *,
+        run: str | None,
+        tokens: Callable[[Any], int] | None = None,
+        load_global: bool = True,
+        **options: Any,
+    ) -> None:
+        self._run = run
+        self._tokens = tokens
+        self._load_global = load_global
+        self._options = options
+        self.outer: DiLoCo | None = None
+        """The run that this takes part in, while it trains."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Join. Raises DiLoCoError if that fails."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        options = {"grad_scaler": scaler, **self._options}
+        self.outer = DiLoCo(pl_module, trainer.optimizers[-1], run=self._run, **options).__enter__()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Count the batch; accumulated ones add up."""
+        if self.outer is not None and self._tokens is not None:
+            self.outer.count(self._tokens(batch))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The status shows the loss; stop when the run is complete."""
+        if self.outer is None:
+            return
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor):
+            self.outer.report(loss)
+        if self.outer.is_complete:
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave in order."""
+        outer, self.outer = self.outer, None
+        if outer is not None:
+            outer.__exit__(None, None, None)
+            if self._load_global:
+                outer.load_global()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave as a failing script leaves."""
+        outer, self.outer = self.outer, None
+        if outer is not None:
+            outer.__exit__(type(exception), exception, exception.__traceback__)

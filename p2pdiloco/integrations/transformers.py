@@ -1,0 +1,91 @@
+"""The Hugging Face Trainer in a run::
+
+    from p2pdiloco.integrations.transformers import DiLoCoCallback
+
+    Trainer(model, args, train_dataset=data, callbacks=[DiLoCoCallback(run="story", initial_peers=[address])]).train()
+
+Needs the extra ``p2pdiloco[hf]``. Under torchrun all ranks are one peer.
+
+Rules of this file:
+1. Tokens are those that the model sees while it trains: the size of its inputs, padding included, in this process.
+2. At the end the model holds the swarm's parameters, so that ``save_model`` saves those.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from p2pdiloco.diloco import DiLoCo
+
+try:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ImportError as missing:
+    raise ImportError(
+        "p2pdiloco.integrations.transformers needs the extra hf: pip install 'p2pdiloco[hf]'"
+    ) from missing
+
+_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features")
+
+
+class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed for mypy here
+    """Founds or joins a run when training begins, ends training when the run is complete, and leaves.
+
+    Takes what ``p2pdiloco.DiLoCo`` takes but the model and the optimizer. ``load_global``: whether the model holds the
+    swarm's parameters at the end (else this peer's own).
+    """
+
+    def __init__(self, *, run: str | None, load_global: bool = True, **options: Any) -> None:
+        self._run = run
+        self._options = options
+        self._load_global = load_global
+        self._handle: Any = None
+        self.outer: DiLoCo | None = None
+        """The run that this takes part in, while it trains."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Join. Raises DiLoCoError if that fails."""
+        model, wrapped = kwargs["model"], kwargs["optimizer"]
+        optimizer = getattr(wrapped, "optimizer", wrapped)  # inside accelerate's
+        options = {"grad_scaler": getattr(wrapped, "scaler", None), **self._options}
+        self.outer = DiLoCo(model, optimizer, run=self._run, **options).__enter__()
+        if self._run is not None:
+            self._handle = model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.outer is None or not module.training or not torch.is_grad_enabled():
+            return
+        inputs = next((kwargs[name] for name in _INPUTS if kwargs.get(name) is not None), args[0] if args else None)
+        if isinstance(inputs, Tensor):
+            self.outer.count(inputs.numel() if not inputs.is_floating_point() else inputs.shape[:2].numel())
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """The status shows the loss that the Trainer logs."""
+        loss = (kwargs.get("logs") or {}).get("loss")
+        if self.outer is not None and loss is not None:
+            self.outer.report(float(loss))
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Stop when the run is complete."""
+        if self.outer is not None and self.outer.is_complete:
+            control.should_training_stop = True
+        return control
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave in order."""
+        outer, self.outer = self.outer, None
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        if outer is not None:
+            outer.__exit__(None, None, None)
+            if self._load_global:
+                outer.load_global()

@@ -1,0 +1,226 @@
+"""An island: the ranks of one peer (``torchrun --nproc-per-node N``), which take the node's commands as one.
+
+Rules of this file:
+1. Rank 0 of the group, the *leader*, talks to the node. Everybody else learns from it, so that all ranks execute the
+   same commands at the same step, whatever becomes of the node: even its end is something that the leader tells.
+2. Control goes through a gloo group of its own, which no GPU waits for; parameters of CUDA models through the group's
+   own backend.
+3. Of a sharded model (FSDP2: ``fully_shard``) one tensor at a time is gathered, never the whole. The flat vectors exist
+   at the leader alone.
+4. A rank that dies breaks the others' next collective; nothing here catches that. torchrun then starts all anew, and
+   the peer's node, which has not noticed more than its learner's death, waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from p2pdiloco.protocol.identifiers import FragmentId, ShardId
+from p2pdiloco.protocol.manifest import Layout, TensorSpec
+from p2pdiloco.training.channel import Channel
+from p2pdiloco.training.parameters import check_tensors
+from p2pdiloco.wire import link
+
+T = TypeVar("T")
+
+
+class LeaderError(Exception):
+    """What the leader tried failed; the message is the same on all ranks."""
+
+
+class Island:
+    """The ranks of ``group``. Every method but the properties is to be called by all of them."""
+
+    def __init__(self, group: dist.ProcessGroup | None, patience_s: float) -> None:
+        """``patience_s``: how long ranks wait for the leader."""
+        ranks = dist.get_process_group_ranks(group)
+        self._leader = ranks[0]
+        self._own = group
+        self._control = dist.new_group(
+            ranks, timeout=timedelta(seconds=patience_s), backend="gloo", use_local_synchronization=True
+        )
+        self.is_leader = dist.get_rank() == self._leader
+
+    @staticmethod
+    def of(group: dist.ProcessGroup | None, patience_s: float) -> Island | None:
+        """The island that this process is a rank of; None if it is alone."""
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) <= 1:
+            return None
+        return Island(group, patience_s)
+
+    def sum(self, *values: float) -> list[float]:
+        """Sums over the ranks, in float64."""
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self._control)
+        return cast(list[float], total.tolist())
+
+    def lead(self, attempt: Callable[[], T]) -> T:
+        """What ``attempt`` gives at the leader, the only one to call it. It is pickled between ranks.
+
+        Raises:
+            LeaderError: it failed there.
+        """
+        outcome: list[object] = [None, ""]
+        if self.is_leader:
+            try:
+                outcome = [attempt(), ""]
+            except Exception as error:  # noqa: BLE001 - the others must not wait for a leader that failed
+                outcome = [None, str(error) or type(error).__name__]
+        dist.broadcast_object_list(outcome, src=self._leader, group=self._control)
+        if outcome[1]:
+            raise LeaderError(outcome[1])
+        return cast(T, outcome[0])
+
+    def share(self, tensor: Tensor) -> None:
+        """``tensor`` := the leader's, in place."""
+        group = self._own if tensor.is_cuda else self._control
+        dist.broadcast(tensor, src=self._leader, group=group)
+
+
+class IslandChannel:
+    """What ``Channel`` is to one process: the same commands for all ranks at the same step; the leader answers."""
+
+    def __init__(self, island: Island, channel: Channel | None) -> None:
+        """``channel``: the leader's; the other ranks have none."""
+        self._island = island
+        self._channel = channel
+        self._decoder = link.Decoder[link.FromNode](link.FromNode)
+        self.is_closed = False
+        self.blocked_s = 0.0
+
+    def post(self, message: link.FromLearner) -> bool:
+        """As ``Channel.post``."""
+        return self._channel is None or self._channel.post(message)
+
+    def exchange(self) -> list[link.FromNode]:
+        """As ``Channel.exchange``: what the leader has got. A node that breaks the rules counts as gone."""
+        frames = b""
+        if self._channel is not None:
+            try:
+                frames = b"".join(map(link.encode, self._channel.exchange()))
+                self.blocked_s = self._channel.blocked_s
+                self.is_closed = self._channel.is_closed
+            except ValueError:
+                self.is_closed = True
+        head = torch.tensor([len(frames), self.is_closed])
+        self._island.share(head)
+        size, is_closed = head.tolist()
+        self.is_closed = bool(is_closed)
+        if not size:
+            return []
+        body = torch.frombuffer(bytearray(frames or bytes(size)), dtype=torch.uint8)
+        self._island.share(body)
+        return self._decoder.feed(body.numpy().tobytes())
+
+    def wait(self) -> None:
+        """Not to be called: ranks look again a moment later instead."""
+        raise AssertionError("an island does not sleep in its socket")
+
+    def flush(self, timeout_s: float) -> None:
+        """As ``Channel.flush``."""
+        if self._channel is not None:
+            self._channel.flush(timeout_s)
+
+
+class _Part:
+    """Elements ``first`` to ``last`` of one parameter are ``start`` to ``stop`` of the flat vector."""
+
+    def __init__(self, first: int, last: int, start: int, stop: int) -> None:
+        self.first, self.last, self.start, self.stop = first, last, start, stop
+
+
+class IslandParameters:
+    """What ``FlatParameters`` is to one process. ``vector`` is the leader's; other ranks may give anything."""
+
+    def __init__(
+        self, named: Iterable[tuple[str, Tensor]], tensors: Sequence[TensorSpec], layout: Layout, island: Island
+    ) -> None:
+        """Raises:
+        ValueError: the parameters are not the tensors of the manifest.
+        """
+        given = list(named)
+        check_tensors(given, tensors)
+        self._parameters = [parameter for _, parameter in given]
+        self._island = island
+        self._fragments = layout.fragments
+        self.everything: tuple[ShardId, ...] = tuple(shard.shard for shard in layout.shards)
+        self._shards: list[list[tuple[int, _Part]]] = []
+        for shard in layout.shards:
+            parts = []
+            for index, at in zip(layout.order, layout.starts, strict=True):
+                start = max(shard.start, at)
+                stop = min(shard.stop, at + tensors[index].elements)
+                if start < stop:
+                    parts.append((index, _Part(start - at, stop - at, start, stop)))
+            self._shards.append(parts)
+
+    def of_fragment(self, fragment: FragmentId) -> tuple[ShardId, ...]:
+        """The shards of ``fragment``."""
+        return self._fragments[fragment]
+
+    def pin(self, vectors: Sequence[Tensor]) -> None:
+        """Copies of an island are not page-locked."""
+
+    def unpin(self, vectors: Sequence[Tensor]) -> None:
+        """Nothing to undo."""
+
+    def copy_from(self, vector: Tensor, shards: Iterable[ShardId]) -> None:
+        """Parameters = ``vector`` for these shards, on all ranks."""
+        self._take(vector, shards, replace=True)
+
+    def add_from(self, vector: Tensor, shards: Iterable[ShardId]) -> None:
+        """Parameters += ``vector`` for these shards, on all ranks."""
+        self._take(vector, shards, replace=False)
+
+    @torch.no_grad()
+    def copy_to(self, vector: Tensor, shards: Iterable[ShardId]) -> None:
+        """``vector`` = parameters for these shards, at the leader."""
+        for index, parts in self._by_parameter(shards):
+            full = whole(self._parameters[index]).flatten()
+            if self._island.is_leader:
+                for part in parts:
+                    vector[part.start : part.stop].copy_(full[part.first : part.last])
+
+    @torch.no_grad()
+    def _take(self, vector: Tensor, shards: Iterable[ShardId], *, replace: bool) -> None:
+        for index, parts in self._by_parameter(shards):
+            parameter = self._parameters[index]
+            full = whole(parameter)
+            flat = full.flatten()  # a view of a plain parameter that is contiguous
+            for part in parts:
+                piece = torch.empty(part.last - part.first, device=flat.device)
+                if self._island.is_leader:
+                    piece.copy_(vector[part.start : part.stop])
+                self._island.share(piece)
+                own = flat[part.first : part.last]
+                if replace:
+                    own.copy_(piece)
+                else:
+                    own.add_(piece)
+            if isinstance(parameter, DTensor):
+                changed = distribute_tensor(
+                    flat.view(full.shape), parameter.device_mesh, parameter.placements, src_data_rank=None
+                )
+                parameter.to_local().copy_(changed.to_local())
+            elif flat.data_ptr() != parameter.data_ptr():
+                parameter.copy_(flat.view(full.shape))
+
+    def _by_parameter(self, shards: Iterable[ShardId]) -> list[tuple[int, list[_Part]]]:
+        """What of each parameter is meant, so that each is gathered once; in the flat vector's order."""
+        found: dict[int, list[_Part]] = {}
+        for shard in shards:
+            for index, part in self._shards[shard]:
+                found.setdefault(index, []).append(part)
+        return list(found.items())
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """The parameter's full value: itself, or gathered from all ranks (which all call this)."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()

@@ -1,0 +1,85 @@
+"""What a script's optimizer steps count for.
+
+Rules of this file:
+1. Tokens add up until the optimizer steps: micro-batches of a gradient accumulation are one step.
+2. A step that a ``torch.amp.GradScaler`` skips (gradients that are not finite) trains nothing: no step, and what was
+   counted for it is dropped. Fused optimizers skip inside their kernel (``found_inf``), the others are not even called,
+   which only whoever has the scaler can see.
+3. A loss that is a tensor is read once a second at most: reading one makes the thread wait for its GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LOOK_S = 1.0
+
+
+class Tally:
+    """Counts for the steps of ``optimizer``; each is ``tokens_per_step`` if nothing else is counted."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, tokens_per_step: int
+    ) -> None:
+        self._optimizer = optimizer
+        self._scaler = scaler
+        self._tokens_per_step = tokens_per_step
+        self._counted: int | None = None
+        self._given: float | Tensor | None = None
+        self._loss: float | None = None
+        self._looked_at = -math.inf
+        self._took = False
+
+    def begin(self) -> None:
+        """Watch the scaler, if there is one, from now on."""
+        if self._scaler is None:
+            return
+        scaler, step = self._scaler, self._scaler.step
+
+        def watched(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            self._took = False
+            result = step(optimizer, *args, **kwargs)
+            is_ours = getattr(optimizer, "optimizer", optimizer) is self._optimizer
+            if is_ours and not self._took:
+                self._counted = None
+            return result
+
+        scaler.step = watched  # type: ignore[method-assign]
+
+    def end(self) -> None:
+        """Leave the scaler as it was."""
+        if self._scaler is not None:
+            del self._scaler.step
+
+    def count(self, tokens: int, loss: float | Tensor | None) -> None:
+        """``tokens`` more for the step under way, at this ``loss`` (a scalar)."""
+        self._counted = (self._counted or 0) + tokens
+        if loss is not None:
+            self.report(loss)
+
+    def report(self, loss: float | Tensor) -> None:
+        """The latest loss, a scalar."""
+        self._given = loss.detach() if isinstance(loss, Tensor) else loss
+
+    def take(self) -> tuple[int, float | None, bool]:
+        """The optimizer has stepped: tokens, the latest loss that is known, and whether it was a step at all."""
+        self._took = True
+        tokens, self._counted = self._tokens_per_step if self._counted is None else self._counted, None
+        found_inf = getattr(self._optimizer, "found_inf", None)
+        if found_inf is not None and bool(found_inf):
+            return 0, self._look(), False
+        return tokens, self._look(), True
+
+    def _look(self) -> float | None:
+        given, now = self._given, time.monotonic()
+        if given is not None and (not isinstance(given, Tensor) or now - self._looked_at >= LOOK_S):
+            self._looked_at, self._given = now, None
+            value = float(given)
+            if math.isfinite(value):
+                self._loss = value
+        return self._loss

@@ -1,0 +1,130 @@
+"""An example of the Hugging Face Trainer in a run (needs the extra hf)::
+
+    p2pdiloco bootstrap --listen /ip4/127.0.0.1/tcp/31337
+    python -m peers.hf_trainer --state a --run tiny --peer ADDRESS --found      # the first
+    python -m peers.hf_trainer --state b --run tiny --peer ADDRESS --seed 1     # any number of others
+    python -m peers.hf_trainer --state b --run tuned --peer ADDRESS --lora      # adapters of peft, on a frozen base
+
+A Llama of two small layers learns to continue random walks. With ``--lora`` its random base stands for a pretrained
+one, and only the adapters travel. The integration tests run this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+from p2pdiloco.integrations.transformers import DiLoCoCallback
+
+VOCABULARY = 32
+LENGTH = 16
+BATCH = 8
+
+
+class Walks(Dataset[dict[str, Tensor]]):
+    """Texts of LENGTH tokens, each one more or one less than that before."""
+
+    def __init__(self, seed: int, number: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        steps = torch.randint(0, 2, (number, LENGTH), generator=generator) * 2 - 1
+        start = torch.randint(0, VOCABULARY, (number, 1), generator=generator)
+        self._walks = (start + steps.cumsum(1)) % VOCABULARY
+
+    def __len__(self) -> int:
+        return len(self._walks)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self._walks[index], "labels": self._walks[index]}
+
+
+class Slowly(TrainerCallback):  # type: ignore[misc]
+    """A larger model would take as long."""
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Wait a moment."""
+        time.sleep(0.03)
+
+
+def main() -> int:
+    """Train, and write what came of it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--state", type=Path, required=True)
+    parser.add_argument("--peer", action="append", default=[])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--run")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--found", action="store_true")
+    parser.add_argument("--lora", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    set_seed(0 if options.lora else options.seed)  # a base that is the same everywhere
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    model: Any = LlamaForCausalLM(config)
+    if options.lora:
+        model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"]))
+    frozen = float(sum(p.double().sum() for p in model.parameters() if not p.requires_grad))
+    loopback = ("--listen", "/ip4/127.0.0.1/tcp/0", "--host_maddrs", "/ip4/127.0.0.1/tcp/0")
+    callback = DiLoCoCallback(
+        run=options.run,
+        initial_peers=options.peer,
+        found=options.found,
+        total_steps=options.steps,
+        sync_every=10,
+        n_fragments=2,
+        outer_momentum=0.3,
+        state=options.state / "peer",
+        node_options=loopback,
+    )
+    trainer = Trainer(
+        model,
+        TrainingArguments(
+            output_dir=str(options.state / "trainer"),
+            per_device_train_batch_size=BATCH,
+            gradient_accumulation_steps=2,
+            max_steps=10 if options.run is None else 100 * options.steps,
+            learning_rate=3e-3,
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=10,
+            logging_steps=20,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=not torch.cuda.is_available(),
+        ),
+        train_dataset=Walks(options.seed, 4096),
+        callbacks=[callback, Slowly()],
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    travelled = [p for p in model.parameters() if p.requires_grad]
+    report = {
+        "first": float(losses[0]) if losses else None,
+        "last": float(losses[-1]) if losses else None,
+        "sum": float(sum(p.detach().double().sum() for p in travelled)),
+        "travelled": sum(p.numel() for p in travelled),
+        "frozen_moved": frozen != float(sum(p.double().sum() for p in model.parameters() if not p.requires_grad)),
+        "steps": trainer.state.global_step,
+    }
+    (options.state / "result.json").write_text(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""What steps of real optimizers count for: accumulation, skipped steps, schedulers, losses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from p2pdiloco.training.tally import Tally
+
+
+class Loop:
+    """A model, an optimizer, and a hook as the wrapper's."""
+
+    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, scaler: Any = None, **options: Any):
+        self.model = nn.Linear(2, 1)
+        self.optimizer = optimizer(self.model.parameters(), lr=0.1, **options)
+        self.tally = Tally(self.optimizer, scaler, 7)
+        self.taken: list[tuple[int, float | None, bool]] = []
+        self.optimizer.register_step_post_hook(lambda *_: self.taken.append(self.tally.take()))
+        self.tally.begin()
+
+    def gradients(self, value: float = 1.0) -> Tensor:
+        """A backward pass whose gradients are finite if ``value`` is."""
+        loss: Tensor = (self.model(torch.ones(1, 2)) * value).sum()
+        return loss
+
+
+def test_a_step_counts_for_what_was_counted_else_for_the_default() -> None:
+    loop = Loop()
+    for micro in range(3):  # gradient accumulation
+        loop.gradients().backward()
+        loop.tally.count(5 + micro, None)
+    loop.optimizer.step()
+    loop.optimizer.step()
+    loop.tally.count(0, None)
+    loop.optimizer.step()
+    assert loop.taken == [(18, None, True), (7, None, True), (0, None, True)]
+
+
+def test_a_learning_rate_scheduler_changes_nothing() -> None:
+    loop = Loop()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda step: 1 / (step + 1))
+    for _ in range(3):
+        loop.gradients().backward()
+        loop.optimizer.step()
+        scheduler.step()
+    assert loop.taken == [(7, None, True)] * 3
+    assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 4)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_a_scaler_skips_is_no_step_and_trains_no_tokens(fused: bool) -> None:
+    """Unfused optimizers are not called then; fused ones are, and skip by themselves."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    loop = Loop(torch.optim.AdamW, scaler, fused=fused)
+    before = [p.detach().clone() for p in loop.model.parameters()]
+    for value, tokens in ((math.inf, 1000), (1.0, 5)):
+        loop.optimizer.zero_grad()
+        loop.tally.count(tokens, 0.5)
+        scaler.scale(loop.gradients(value)).backward()
+        scaler.step(loop.optimizer)
+        scaler.update()
+        if value == math.inf:
+            assert all(torch.equal(p, b) for p, b in zip(loop.model.parameters(), before, strict=True))
+    steps = [(tokens, is_step) for tokens, _, is_step in loop.taken]
+    assert steps == ([(0, False), (5, True)] if fused else [(5, True)])
+    loop.tally.end()
+    assert "step" not in vars(scaler), "the scaler is as it was"
+
+
+def test_the_scaler_of_another_optimizer_drops_nothing() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    loop, other = Loop(scaler=scaler), Loop()
+    loop.tally.count(5, None)
+    scaler.scale(other.gradients(math.inf)).backward()
+    scaler.step(other.optimizer)
+    loop.optimizer.step()
+    assert loop.taken == [(5, None, True)]
+
+
+def test_the_loss_is_the_latest_that_is_known() -> None:
+    loop = Loop()
+    loop.optimizer.step()
+    loop.tally.count(1, 3.0)
+    loop.optimizer.step()
+    loop.optimizer.step()
+    loop.tally.report(math.nan)
+    loop.optimizer.step()
+    assert [loss for _, loss, _ in loop.taken] == [None, 3.0, 3.0, 3.0]
+
+
+def test_a_loss_on_a_device_is_read_once_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("p2pdiloco.training.tally.time.monotonic", lambda: now)
+    loop = Loop()
+    for at, value in ((100.0, 4.0), (100.9, 3.0), (101.1, 2.0)):
+        now = at
+        loop.tally.count(1, torch.tensor(value, requires_grad=True))
+        loop.optimizer.step()
+    assert [loss for _, loss, _ in loop.taken] == [4.0, 4.0, 2.0]

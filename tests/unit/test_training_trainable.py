@@ -1,0 +1,63 @@
+"""Which parameters travel, under which names, whatever the model is wrapped in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import p2pdiloco
+from p2pdiloco.training.trainable import embedding_names, trainable
+
+
+def make_model() -> nn.Sequential:
+    """An embedding tied to the head, a norm with buffers, and a frozen layer."""
+    model = nn.Sequential(nn.Embedding(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False))
+    head, embedding = model[3], model[0]
+    assert isinstance(head, nn.Linear)
+    assert isinstance(embedding, nn.Embedding)
+    head.weight = embedding.weight
+    model[2].requires_grad_(False)
+    return model
+
+
+BARE = ["0.weight", "1.weight", "1.bias"]
+
+
+def test_tied_weights_travel_once_and_frozen_ones_and_buffers_not() -> None:
+    assert [name for name, _ in trainable(make_model())] == BARE
+    assert embedding_names(make_model()) == {"0.weight"}
+
+
+def test_names_are_the_bare_models() -> None:
+    model = make_model()
+    whole = torch.compile(model, backend="eager")
+    assert isinstance(whole, nn.Module)
+    assert [name for name, _ in trainable(whole)] == BARE
+    inside = make_model()
+    part = torch.compile(inside[1], backend="eager")
+    assert isinstance(part, nn.Module)
+    inside[1] = part
+    assert "1._orig_mod.weight" in dict(inside.named_parameters())
+    assert [name for name, _ in trainable(inside)] == BARE
+    assert embedding_names(whole) == {"0.weight"}
+    assert [name for name, _ in trainable(nn.DataParallel(make_model()))] == BARE
+
+
+def test_a_compiled_model_takes_what_is_copied_into_its_parameters() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    compiled = torch.compile(model, backend="aot_eager")
+    x = torch.ones(1, 3)
+    compiled(x)
+    ((_, parameter),) = trainable(compiled)  # type: ignore[arg-type]
+    with torch.no_grad():
+        parameter.detach().view(-1).copy_(torch.tensor([1.0, 2.0, 3.0]))
+    assert compiled(x).item() == 6.0
+
+
+def test_a_model_with_nothing_to_train_is_refused() -> None:
+    model = nn.Linear(2, 2).requires_grad_(False)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    with pytest.raises(p2pdiloco.DiLoCoError, match="requires a gradient"):
+        p2pdiloco.DiLoCo(model, optimizer, run="x")
+    p2pdiloco.DiLoCo(model, optimizer)  # alone, nothing is asked of it
