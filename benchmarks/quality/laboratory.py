@@ -64,9 +64,9 @@ class Laboratory:
         self.setting = setting
         self.text = corpus() if text is None else text
         self._model = build_model(setting.model_config, setting.seed)
-        self._specs = tensor_specs(named_tensors(self._model), setting.fragments)
-        self.layout: Layout = make_layout(self._specs, setting.fragments, setting.max_shard, setting.merge)
-        self._judge = FlatParameters(self._model.named_parameters(), self._specs, self.layout)
+        self.specs = tensor_specs(named_tensors(self._model), setting.fragments)
+        self.layout: Layout = make_layout(self.specs, setting.fragments, setting.max_shard, setting.merge)
+        self._judge = FlatParameters(self._model.named_parameters(), self.specs, self.layout)
         theta = torch.empty(self.layout.elements)
         self._judge.copy_to(theta, self._judge.everything)
         self.exchange = Exchange(setting, self.layout, theta)
@@ -169,7 +169,7 @@ class Laboratory:
         for turn in list(self._open.values()):
             self._consider(turn, now)
         for member in group.members:
-            self._take(self.members[member], now)
+            self.take(self.members[member], now)
 
     def _train(self, group: Group, now: float) -> None:
         s = self.setting
@@ -213,7 +213,7 @@ class Laboratory:
         if s.join_at and not member.is_present and share >= s.join_at:
             self._load(member)
         if s.cut and member.seen is None and s.cut[0] <= share < s.cut[1]:
-            self._take(member, _ENDLESS)
+            self.take(member, _ENDLESS)
             member.seen = self.exchange.theta.clone()
         if member.seen is not None and share >= s.cut[1]:
             member.flat.add_from(self.exchange.theta - member.seen, member.flat.everything)
@@ -310,7 +310,7 @@ class Laboratory:
             member.marks[shard] = (given.steps, given.tokens)
         member.shifts.append(Shift(ready_at, shard, change))
 
-    def _take(self, member: Member, now: float) -> None:
+    def take(self, member: Member, now: float) -> None:
         """The learner takes the commits that have reached it."""
         ready = [shift for shift in member.shifts if shift.ready_at <= now]
         member.shifts = [shift for shift in member.shifts if shift.ready_at > now]
@@ -333,7 +333,7 @@ class Laboratory:
         for turn in list(self._open.values()):
             self._close(turn, now)
         for member in self.members:
-            self._take(member, _ENDLESS)
+            self.take(member, _ENDLESS)
             if member.seen is not None:
                 raise ValueError("a learner is cut off at the end: its progress would be lost")
         for fragment in range(self.setting.fragments):

@@ -23,20 +23,20 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     method: Literal["diloco", "parallel"] = "diloco"
     """``parallel``: one model trained with the whole global batch, what data parallel computes."""
 
-    width: int = 64
+    width: int = 48
     depth: int = 2
-    heads: int = 4
+    heads: int = 3
     context: int = 64
 
     learners: int = 4
     batch: int = 32
     """Samples a step of all learners together: each takes batch / learners."""
-    steps: int = 768
+    steps: int = 480
     """The token budget in whole steps: the run ends when steps * batch * context tokens are trained."""
     learning_rate: float = 4e-3
     """The inner optimizer's peak."""
     final_share: float = 0.1
-    warmup: int = 40
+    warmup: int = 24
     inner: Literal["adamw", "muon"] = "adamw"
 
     fragments: int = 12

@@ -13,18 +13,44 @@ SEEDS = (1, 2, 3)
 BASE = Setting()
 
 
-def _with(base: Setting = BASE, **changes: object) -> Setting:
-    return msgspec.structs.replace(base, **changes)
+def _with(**changes: object) -> Setting:
+    return msgspec.structs.replace(BASE, **changes)
+
+
+def _parallel(**changes: object) -> Setting:
+    return _with(method="parallel", learners=1, **changes)
 
 
 def inner() -> list[Setting]:
     """The inner learning rate: of data parallel, and of four learners."""
     rates = (2e-3, 4e-3, 8e-3, 1.6e-2)
-    parallel = [_with(method="parallel", learners=1, learning_rate=rate) for rate in rates]
-    return parallel + [_with(learning_rate=rate) for rate in rates[:3]]
+    return [_parallel(learning_rate=rate) for rate in rates] + [_with(learning_rate=rate) for rate in rates[:3]]
 
 
-SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {"inner": inner}
+def outer() -> list[Setting]:
+    """Outer learning rate and momentum, four learners at H = 24."""
+    pairs = ((0.7, 0.3), (1.0, 0.0), (1.0, 0.3), (0.7, 0.6), (0.4, 0.6), (0.7, 0.0), (0.4, 0.9), (0.7, 0.9))
+    return [_with(outer_rate=rate, outer_momentum=momentum) for rate, momentum in pairs]
+
+
+def outer_by_learners() -> list[Setting]:
+    """The same for two and eight learners."""
+    return [_with(learners=m, outer_rate=r, outer_momentum=mu) for m in (8, 2) for r, mu in FEW]
+
+
+def outer_by_h() -> list[Setting]:
+    """The same for shorter and longer turns."""
+    return [_with(sync_every=h, outer_rate=r, outer_momentum=mu) for h in (48, 12) for r, mu in FEW]
+
+
+FEW = ((0.7, 0.3), (1.0, 0.0), (1.0, 0.3), (0.7, 0.6))
+
+SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
+    "inner": inner,
+    "outer": outer,
+    "outer-m": outer_by_learners,
+    "outer-h": outer_by_h,
+}
 
 
 def cells(names: Iterable[str]) -> list[Setting]:

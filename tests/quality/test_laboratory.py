@@ -1,0 +1,284 @@
+"""The laboratory's arithmetic: against the plain model, against the node, against theory; and that it is repeatable."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.quality import runner
+from benchmarks.quality.data import Stream
+from benchmarks.quality.exchange import Exchange, pack
+from benchmarks.quality.laboratory import Laboratory, Result
+from benchmarks.quality.settings import Setting, from_row, to_row
+from benchmarks.quality.stacked import Stack
+from p2pdiloco.node.global_state import GlobalState, Moves
+from p2pdiloco.protocol.identifiers import FragmentId, LearnerId, PeerId, ShardId, digest_of
+from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
+from p2pdiloco.protocol.messages import CommitHeader, Contributor
+from p2pdiloco.tensors.merging import token_weight
+from p2pdiloco.training.corpus import Corpus
+from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.training.schedule import learning_rate
+from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.training.transformer import build_model, loss
+
+SMALL = Setting(
+    width=16,
+    depth=1,
+    heads=2,
+    context=16,
+    batch=8,
+    learners=4,
+    steps=24,
+    warmup=4,
+    fragments=3,
+    sync_every=6,
+    overlap=2,
+)
+WORDS = b"def merge(self, peers): return sum(peer.weight for peer in peers)\n# one model, many learners\n"
+
+
+def text() -> Corpus:
+    raw = torch.frombuffer(bytearray(WORDS * 60), dtype=torch.uint8)
+    return Corpus(train=raw, held_out=raw[: 64 * 17].clone())
+
+
+def run(**changes: Any) -> Result:
+    return Laboratory(msgspec.structs.replace(SMALL, **changes), text()).run()
+
+
+def test_the_same_setting_gives_the_same_bits_and_another_seed_does_not() -> None:
+    first, again, other = run(), run(), run(seed=2)
+    assert torch.equal(first.theta, again.theta)
+    assert torch.equal(first.losses, again.losses)
+    assert not torch.equal(first.theta, other.theta)
+
+
+def test_stacked_learners_train_like_plain_ones() -> None:
+    """Losses and parameters of three learners, each with data of its own, against the model and loop of a peer."""
+    setting = msgspec.structs.replace(SMALL, learners=2, depth=2)
+    inner = setting.inner_config
+    stack = Stack(setting, build_model(setting.model_config, 1), 3, 4, is_compiled=False)
+    plain = [build_model(setting.model_config, 1) for _ in range(3)]
+    optimizers = [
+        torch.optim.AdamW(
+            [
+                {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": inner.weight_decay},
+                {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+            ],
+            betas=(inner.beta1, inner.beta2),
+            fused=True,
+        )
+        for model in plain
+    ]
+    stream = stream_of(learners=3, batch=12)
+    for step in range(6):
+        batch = stream.next()
+        measured = stack.step(batch, step)
+        for index, (model, optimizer) in enumerate(zip(plain, optimizers, strict=True)):
+            value = loss(model, batch[index])
+            assert float(value.detach()) == pytest.approx(float(measured[index]), rel=1e-5)
+            value.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), inner.clip)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(inner, step, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    laboratory = Laboratory(setting, text())
+    for index, model in enumerate(plain):
+        ours, theirs = (torch.empty(laboratory.layout.elements) for _ in range(2))
+        flat = stack.flat(index, laboratory.specs, laboratory.layout)
+        flat.copy_to(ours, flat.everything)
+        FlatParameters(model.named_parameters(), laboratory.specs, laboratory.layout).copy_to(theirs, flat.everything)
+        assert torch.allclose(ours, theirs, atol=2e-5)
+
+
+def stream_of(learners: int, batch: int, *, first: int = 0, k: int = 0, is_parted: bool = False) -> Stream:
+    return Stream(
+        text().train,
+        seed=1,
+        batch=batch,
+        context=16,
+        learners=learners,
+        first=first,
+        k=k or learners,
+        is_parted=is_parted,
+    )
+
+
+def test_however_many_learners_share_a_step_it_has_the_same_samples() -> None:
+    whole = stream_of(learners=1, batch=8).next()
+    assert torch.equal(stream_of(learners=4, batch=8).next().flatten(0, 1), whole.flatten(0, 1))
+    assert torch.equal(stream_of(learners=4, batch=8, first=2, k=1).next()[0], whole.view(4, 2, -1)[2])
+
+
+def test_learners_with_parts_read_nothing_of_the_others() -> None:
+    numbers = torch.arange(250, dtype=torch.uint8)
+    for part in range(2):
+        stream = Stream(numbers, seed=1, batch=64, context=16, learners=2, first=part, k=1, is_parted=True)
+        batch = stream.next()
+        assert int(batch.min()) >= 125 * part
+        assert int(batch.max()) < 125 * (part + 1)
+
+
+@pytest.mark.parametrize("adopt", ["carry", "overwrite"])
+def test_one_learner_with_outer_rate_1_and_no_momentum_is_plain_training(adopt: str) -> None:
+    """Theta - (Theta - theta) = theta, whatever H; with overwrite only if nothing is under way (overlap 0)."""
+    settings = {
+        "learners": 1,
+        "up": "fp32",
+        "down": "fp32",
+        "outer_rate": 1.0,
+        "outer_momentum": 0.0,
+        "merge": "direct",
+    }
+    parallel = run(method="parallel", learners=1)
+    for sync_every in (3, 6, 12):
+        overlap = 2 if adopt == "carry" else 0
+        outer = run(**settings, sync_every=sync_every, overlap=overlap, adopt=adopt)
+        assert torch.allclose(outer.theta, parallel.theta, atol=1e-5)
+    assert not torch.allclose(run(**{**settings, "outer_rate": 0.5}, adopt=adopt).theta, parallel.theta, atol=1e-3)
+
+
+def test_overwrite_loses_the_overlap_and_carry_does_not() -> None:
+    exact = {"learners": 1, "up": "fp32", "down": "fp32", "outer_rate": 1.0, "outer_momentum": 0.0}
+    carried, overwritten = run(**exact), run(**exact, adopt="overwrite")
+    assert not torch.allclose(carried.theta, overwritten.theta, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"speeds": (1.0, 1.0, 2.0, 4.0), "steps": 48},
+        {"absent": 0.5, "steps": 200},
+        {"join_at": 0.5},
+        {"cut": (0.3, 0.6)},
+        {"sync_every": 3, "overlap": 2, "quorum": 4, "speeds": (1.0, 1.0, 1.0, 4.0)},
+    ],
+)
+def test_every_token_of_a_living_learner_is_merged_at_the_end(changes: dict[str, Any]) -> None:
+    laboratory = Laboratory(msgspec.structs.replace(SMALL, **changes), text())
+    laboratory.run()
+    for member in laboratory.members:
+        assert member.tokens > 0
+        if member.is_present:
+            assert all(mark == (member.steps, member.tokens) for mark in member.marks)
+
+
+def test_with_fp32_and_carry_all_learners_end_at_the_global_parameters() -> None:
+    """What was sent leaves the delta: with exact payloads nothing but the global parameters is left after the end."""
+    for changes in ({}, {"speeds": (1.0, 1.0, 2.0, 4.0)}, {"cut": (0.3, 0.6)}, {"join_at": 0.5}):
+        laboratory = Laboratory(msgspec.structs.replace(SMALL, up="fp32", down="fp32", **changes), text())
+        result = laboratory.run()
+        for member in laboratory.members:
+            laboratory.take(member, 1e18)
+            theta = torch.empty_like(result.theta)
+            member.flat.copy_to(theta, member.flat.everything)
+            assert torch.allclose(theta, result.theta, atol=1e-5)
+
+
+def test_the_grace_window_lets_slow_learners_in() -> None:
+    settings = {"speeds": (1.0, 1.0, 2.0, 4.0), "steps": 60}
+    with_grace = run(**settings, grace=0.7, overlap=4).figures["smallest_share_of_turns"]
+    without = run(**settings, grace=0.0, overlap=4).figures["smallest_share_of_turns"]
+    everyone = run(**settings, quorum=4, overlap=4).figures["smallest_share_of_turns"]
+    assert without < with_grace < everyone
+
+
+@dataclasses.dataclass
+class Node:
+    """One peer's global state, with a learner whose movements are ours."""
+
+    learner: LearnerId
+    state: GlobalState
+    vectors: SharedVectors
+
+    def encode(self, snapshot: Tensor) -> bytes:
+        self.state.snapshot_asked(FragmentId(0))
+        self.vectors.snapshot.copy_(snapshot)
+        self.state.snapshot_taken(FragmentId(0))
+        head = self.state.heads[0]
+        assert head is not None
+        return self.state.encode(ShardId(0), head)[0]
+
+
+@pytest.mark.parametrize(("up", "down", "merge"), [("int4", "int4", "rda"), ("int2", "bf16", "direct")])
+def test_the_exchange_is_the_nodes(up: Any, down: Any, merge: Any) -> None:
+    """Three peers' real nodes and the laboratory's exchange make three turns with the same learners: the same bits."""
+    elements, shard = 3000, ShardId(0)
+    setting = Setting(learners=2, up=up, down=down, outer_rate=0.7, outer_momentum=0.4, merge=merge)
+    tensors = (TensorSpec(name="all", shape=(elements,), merge="rda", fragment=FragmentId(0)),)
+    layout = make_layout(tensors, 1, 1 << 20, merge)
+    random = torch.Generator().manual_seed(5)
+    start = torch.randn(elements, generator=random)
+    exchange = Exchange(setting, layout, start.clone())
+    nodes = []
+    for name in ("a", "b", "c"):
+        vectors = SharedVectors.create(elements)
+        outer = OuterConfig(learning_rate=0.7, momentum=0.4, merge=merge)
+        node = Node(LearnerId(f"{name}/1"), GlobalState(layout, outer, CodecConfig(up=up, down=down), vectors), vectors)
+        node.state.put(shard, digest_of(b"version 0"), start, torch.zeros(elements))
+        node.state.load(node.learner)
+        node.state.shifted((shard,))
+        nodes.append(node)
+    learners = [start.clone() for _ in nodes]
+    counts = [(1, 64), (2, 128), (4, 1024)]  # steps and tokens of each
+    for version in range(1, 4):
+        for learner in learners:
+            learner.add_(1e-3 * torch.randn(elements, generator=random))
+        parcels = [exchange.contribute(shard, learner) for learner in learners]
+        payloads = [node.encode(learner) for node, learner in zip(nodes, learners, strict=True)]
+        weights = [token_weight(tokens, steps) for steps, tokens in counts]
+        change = exchange.commit(shard, [parcel.gradient for parcel in parcels], weights)
+        contributors = [Contributor(n.learner, 0, t, 0, s) for n, (s, t) in zip(nodes, counts, strict=True)]
+        head = nodes[0].state.heads[0]
+        assert head is not None
+        merged = nodes[0].state.merge(shard, head, list(zip(contributors, payloads, strict=True)))
+        result = digest_of(merged.digests)
+        header = CommitHeader(shard, version, head, 0, PeerId("a"), (), 0, merged.payload_digest, result)
+        for node, learner, payload, parcel in zip(nodes, learners, payloads, parcels, strict=True):
+            moves = Moves(node.learner, (payload,), (), False)
+            node.state.apply(header, digest_of(result.encode()), merged.payload, merged.digests, moves)
+            assert torch.equal(node.state.theta, exchange.theta)
+            assert torch.equal(node.state.momentum, exchange.momentum)
+            assert torch.equal(node.vectors.shift, change + parcel.values)
+            learner.add_(node.vectors.shift)
+            node.state.shifted((shard,))
+    assert not torch.equal(exchange.theta, start)
+
+
+def test_top_k_keeps_the_largest_and_says_what_it_takes() -> None:
+    x = torch.tensor([0.1, -3.0, 0.2, 2.0, -0.3, 0.0, 0.1, 0.1])
+    parcel = pack("topk@0.25", x)
+    assert parcel.values.nonzero().flatten().tolist() == [1, 3]
+    assert parcel.bytes == pytest.approx(2 * 2 + 8 * 0.811278 / 8, rel=1e-5)  # two values, and the entropy of places
+    with pytest.raises(ValueError, match="no codec"):
+        pack("int3", x)
+
+
+def test_a_cell_that_is_there_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("benchmarks.quality.laboratory.corpus", text)
+    path = tmp_path / "rows.jsonl"
+    settings = [SMALL, msgspec.structs.replace(SMALL, method="parallel", learners=1), SMALL]
+    runner.work(settings, path, is_compiled=False)
+    runner.work(settings, path, is_compiled=False)
+    assert len(path.read_text().splitlines()) == 2
+    assert set(runner.rows(path)) == set(settings)
+
+
+def test_a_row_leads_back_to_its_setting() -> None:
+    setting = Setting(learners=4, speeds=(1.0, 1.0, 2.0, 4.0), cut=(0.1, 0.2), up="int4@1.0")
+    assert from_row(msgspec.json.decode(msgspec.json.encode(to_row(setting)))) == setting
+
+
+def test_a_batch_that_cannot_be_shared_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be shared"):
+        Setting(learners=3, batch=32)
