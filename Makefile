@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # What `make bench-wire` exchanges: "--all" compares with hivemind and torchft, and needs root.
 EXCHANGE ?= --all
 
-.PHONY: demo test test-measured lint simulate chaos golden bench-wire bench-uml clean help
+.PHONY: demo test test-measured lint simulate chaos golden bench-wire bench-wan bench-quick bench-uml clean help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -52,6 +52,22 @@ bench-wire: $(READY) ## codec, transport and exchange: tables, JSON and plots in
 	@$(BIN)/python -m benchmarks.wire.codec --json out/bench/codec.json --plot out/bench/codec.png
 	@$(BIN)/python -m benchmarks.wire.transport --json out/bench/transport.json --plot out/bench/transport.png
 	@$(BIN)/python -m benchmarks.wire.exchange $(EXCHANGE) --json out/bench/exchange.json --plot out/bench/exchange.png
+
+WAN := $(BIN)/python -m benchmarks.wan
+WAN_OUT := out/wan
+bench-wan: $(READY) ## the comparisons over throttled links, whole (root; an hour): docs/benchmarks.md
+	@for one in speed bandwidth fragments utilisation hardware day; do \
+	  $(WAN).$$one --json $(WAN_OUT)/$$one.jsonl --plot $(WAN_OUT)/$$one.png || exit 1; done
+	@$(WAN).utilisation --shipped --json $(WAN_OUT)/shipped.jsonl --plot $(WAN_OUT)/shipped.png
+
+QUICK := out/wan-quick
+bench-quick: $(READY) ## the same in five minutes or so: that all of it works, not what it shows (root)
+	@$(WAN).speed --steps 32 --cap-s 16 --ddp-s 16 --snapshot-every 8 --json $(QUICK)/speed.jsonl --plot $(QUICK)/speed.png
+	@$(WAN).bandwidth --cases 'p2pdiloco 24/24/4' --step-s 0.25 --probes 2 --json $(QUICK)/bandwidth.jsonl --plot $(QUICK)/bandwidth.png
+	@$(WAN).fragments --parameters 10e6 --gbps 1 --in-flight 1 --rounds 1 --json $(QUICK)/fragments.jsonl --plot $(QUICK)/fragments.png
+	@$(WAN).utilisation --cells 1 --seconds 10 --json $(QUICK)/utilisation.jsonl --plot $(QUICK)/utilisation.png
+	@$(WAN).hardware --scenarios churn --seconds 30 --kill-s 12 --json $(QUICK)/hardware.jsonl --plot $(QUICK)/hardware.png
+	@$(WAN).day --seconds 40 --json $(QUICK)/day.jsonl --plot $(QUICK)/day.png
 
 bench-uml: $(READY) ## the testbed's real netem path, in User-Mode Linux (apt install user-mode-linux; a minute)
 	@tests/wan/uml.sh $(CURDIR)/$(BIN)/python

@@ -124,7 +124,7 @@ class Bisection:
             set_rates(self._made, predicted * SPREAD)
             series.go(10**6, 1e6)
             low, high, best = max(SLOWEST_BPS, predicted / SPREAD), predicted * SPREAD, None
-            while best is None or high / low > CLOSE:
+            while best is None or (high / low > CLOSE and len(self.probes) < options.probes):
                 rate = high if best is None else (low * high) ** 0.5
                 probe = self._probe(series, rate)
                 self.probes.append(probe)
@@ -242,6 +242,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--sync-every", type=int, default=100, help="DiLoCo's H (default: %(default)s)")
     parser.add_argument("--round-trip-ms", type=float, default=20.0, help="of each pair (default: %(default)s)")
     parser.add_argument("--window-s", type=float, default=8.0, help="least time at a rate (default: %(default)s)")
+    parser.add_argument("--probes", type=int, default=12, help="rates tried at most (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="append one object a system")
     parser.add_argument("--plot", type=Path, help="write a PNG here")
     parser.add_argument("--keep", help="leave logs and state in this folder")

@@ -51,7 +51,7 @@ GUEST, GUEST_AT = 4, 0.70
 
 def changes(seconds: float) -> list[Change]:
     """The schedule."""
-    return [Change(at_s=share * seconds, **what) for share, _, what in CHANGES]  # type: ignore[arg-type]
+    return [Change(at_s=share * seconds, **what) for share, _, what in CHANGES]
 
 
 def happenings(seconds: float) -> list[tuple[float, str]]:
