@@ -139,7 +139,7 @@ class GlobalState:
 
     def __init__(self, layout: Layout, outer_config: OuterConfig, codec: CodecConfig, vectors: SharedVectors) -> None:
         self.layout = layout
-        self.outer_config = outer_config
+        self._factors = {"learning_rate": outer_config.learning_rate, "momentum_factor": outer_config.momentum}
         self._up = choosing.fixed(codec.up, codec.up_step)
         self._down = choosing.fixed(codec.down, codec.down_step)
         self.theta = vectors.theta
@@ -228,9 +228,7 @@ class GlobalState:
             bodies = self._checked(header, head, payload, listed)
         handover = self._handover(shard, moves)
         for body, span in zip(bodies, self._chunks(shard), strict=True):
-            change = quantize.decode_chunk(body, self._scratch.gradient[: span.stop - span.start])
-            self._outer_step(self.theta[span], self.momentum[span], change)
-            self._hand_over(handover, span, change)
+            self._step(body, span, handover)
         self.heads[shard] = head
         self.digests[shard] = listed
         self._own.pop(shard, None)
@@ -254,20 +252,22 @@ class GlobalState:
     def _next_chunk(self, body: bytes, span: slice) -> tuple[Tensor, Tensor]:
         """What a chunk's parameters and momentum become with a merged outer gradient, in scratch."""
         elements = span.stop - span.start
-        gradient = quantize.decode_chunk(body, self._scratch.gradient[:elements])
-        theta = self._scratch.theta[:elements].copy_(self.theta[span])
-        momentum = self._scratch.momentum[:elements].copy_(self.momentum[span])
-        self._outer_step(theta, momentum, gradient)
-        return theta, momentum
+        new = self._scratch.theta[:elements], self._scratch.momentum[:elements]
+        outer.step_aside(body, self.theta[span], self.momentum[span], new, **self._factors)
+        return new
 
-    def _outer_step(self, theta: Tensor, momentum: Tensor, gradient: Tensor) -> None:
-        outer.outer_step(
-            theta,
-            momentum,
-            gradient,
-            learning_rate=self.outer_config.learning_rate,
-            momentum_factor=self.outer_config.momentum,
-        )
+    def _step(self, body: bytes, span: slice, to: _Handover) -> None:
+        """One chunk's outer step and what follows from it for the learner."""
+        theta, momentum = self.theta[span], self.momentum[span]
+        if not to.is_reset and to.snapshot is None and not to.restored and len(to.settled) <= 1:
+            own = next(to.settled[0]) if to.settled else None
+            buffer = None if to.buffer is None else to.buffer[span]
+            if outer.step_and_hand_over(body, own, theta, momentum, buffer, is_added=to.is_added, **self._factors):
+                return
+            to = to._replace(settled=[iter((own,))] if own is not None else ())
+        change = quantize.decode_chunk(body, self._scratch.gradient[: theta.numel()])
+        outer.outer_step(theta, momentum, change, **self._factors)
+        self._hand_over(to, span, change)
 
     def _bodies(self, shard: ShardId, payload: bytes) -> Iterator[bytes]:
         own = self._own.get(shard)
@@ -447,6 +447,7 @@ class GlobalState:
 
     def encode(self, shard: ShardId, base: Digest, how: quantize.Recipe | None = None) -> tuple[bytes, Digest]:
         """The learner's outer gradient for one shard: compressed payload and its digest. ``how`` None: as the run says.
+        Each snapshot is encoded once.
 
         Raises:
             StaleBaseError: the shard's head is not ``base``, or there is no snapshot.
@@ -459,6 +460,7 @@ class GlobalState:
             for span in self._chunks(shard)
         )
         bodies = [bytes(quantize.encode_chunk(how or self._up, gradient)) for gradient in gradients]
+        self._has_snapshot[shard] = False  # the next contribution has a snapshot of its own: no need to keep this up
         payload = compression.join(bodies)
         self._own[shard] = _Own(payload, bodies)
         return payload, digest_of(payload)

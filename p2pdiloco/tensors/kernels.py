@@ -1,16 +1,18 @@
 """int4 and the outer step in one pass over memory, where numba is installed (``pip install p2pdiloco[fast]``).
 
 Rules of this file:
-1. Same bits as the torch path, which stays the reference: only elementwise IEEE operations and sums of integers are
-   here, without ``fastmath`` (so that no multiply and add become one); norms of floats are torch's in both. Tests
-   compare the two.
+1. What all peers must compute alike has the bits of the torch path, which stays the reference: elementwise IEEE
+   operations and sums of integers, without ``fastmath`` (so that no multiply and add become one). Tests compare
+   both. Sums of floats, of which only one peer needs the result (a block's scale, a merge's norms), may be reordered.
 2. Work goes by half blocks: a packed byte holds an element of each half of the chunk, and a chunk's middle may be that
-   of a block. Blocks with heavy tails take torch's path.
-3. Compiled when this module is imported, and kept on disk by numba; without the GIL when they run.
+   of a block. What is between two steps of it stays in the first cache.
+3. Packed symbols are read where zstd put them: nothing is copied, and nothing of them is written.
+4. Compiled when this module is imported, and kept on disk by numba; without the GIL when they run.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -29,57 +31,130 @@ AVAILABLE: Final = numba is not None
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _compiled(*signatures: str) -> Callable[[F], F]:
+def _compiled(signature: str, *, fastmath: set[str] | bool = False) -> Callable[[F], F]:
+    """``bytes_`` and ``symbols_`` in ``signature`` are vectors that may be read-only."""
     if numba is None:
         return lambda function: function
-    return cast(
-        Callable[[F], F], numba.njit(list(signatures), nogil=True, cache=True, error_model="numpy", fastmath=False)
-    )
+    for name, dtype in (("bytes_", "uint8"), ("symbols_", "int8")):
+        signature = signature.replace(name, f"Array({dtype}, 1, 'C', readonly=True)")
+    made = numba.njit([signature], nogil=True, cache=True, error_model="numpy", fastmath=fastmath)
+    return cast(Callable[[F], F], made)
 
 
 # Slices come in as arguments, not as indices: only then does the compiler know that it may work on whole vectors. Every
-# integer operation is cast back, because numba widens it to 64 bits, which is eight times slower.
+# integer operation is cast back, because numba widens it to 64 bits, which is eight times slower. What is updated in
+# place has loops of its own: vectors that may be the same are not worked on as whole vectors.
 
 
-@_compiled("int64(float32[::1], float32[::1], float32, float32, float32, float32, uint8[::1])")
+# ---------------------------------------------------------------------------------------------------------- encoding
+
+
+@_compiled("float32(float32[::1])", fastmath={"reassoc", "nsz"})
+def _squares(x: NDArray[np.float32]) -> np.float32:
+    total = np.float32(0.0)
+    for i in range(x.size):
+        total += x[i] * x[i]
+    return total
+
+
+@_compiled("float64(float32[::1])", fastmath={"reassoc", "nsz"})
+def squares(x: NDArray[np.float32]) -> float:
+    """The sum of the squares, in float64."""
+    total = 0.0
+    for i in range(x.size):
+        total += np.float64(x[i]) * np.float64(x[i])
+    return total
+
+
+@_compiled("int32(int32[::1])")
+def _largest(bits: NDArray[np.int32]) -> np.int32:
+    """Of absolute values, by their bits; those of infinity and NaN are the largest."""
+    found = np.int32(0)
+    for i in range(bits.size):
+        magnitude = np.int32(bits[i] & np.int32(0x7FFFFFFF))
+        found = magnitude if magnitude > found else found
+    return found
+
+
+@_compiled("int32(int32)")
+def _to_bfloat16(bits: np.int32) -> np.int32:
+    """The bits of a positive float32, rounded to the nearest bfloat16 (ties to even), still as a float32."""
+    odd = np.int32(np.int32(bits >> np.int32(16)) & np.int32(1))
+    return np.int32(np.int32(bits + np.int32(np.int32(0x7FFF) + odd)) & np.int32(-65536))
+
+
+@_compiled(
+    "boolean(float32[::1], int32[::1], int64, float32, float32, float32, float32, float32, float32[::1], int32[::1])"
+)
+def scale_int4(
+    x: NDArray[np.float32],
+    bits: NDArray[np.int32],
+    block: int,
+    step: float,
+    tail: float,
+    largest: float,
+    smallest_norm: float,
+    largest_norm: float,
+    scales: NDArray[np.float32],
+    scale_bits: NDArray[np.int32],
+) -> bool:
+    """``scales`` of ``x``, rounded to bfloat16: ``step`` root mean squares, or the largest value / ``largest`` where
+    that is beyond ``tail`` root mean squares. ``bits`` and ``scale_bits`` share memory with these. False: a block's
+    norm is not within the two bounds (and it is not all zeros); then ``scales`` are not to be used."""
+    for b in range(scales.size):
+        piece = x[b * block : (b + 1) * block]
+        norm = np.sqrt(_squares(piece))
+        if not (smallest_norm <= norm <= largest_norm):
+            if _largest(bits[b * block : (b + 1) * block]):
+                return False
+            scales[b] = np.float32(0.0)
+            continue
+        scales[b] = norm * np.float32(step / math.sqrt(piece.size))
+        scale_bits[b] = _to_bfloat16(scale_bits[b])
+        rounded = scales[b]
+        scale_bits[b] = _largest(bits[b * block : (b + 1) * block])
+        if scales[b] * step > tail * rounded:
+            scales[b] /= largest
+            scale_bits[b] = _to_bfloat16(scale_bits[b])
+        else:
+            scales[b] = rounded
+    return True
+
+
+@_compiled("void(int32[::1], uint16[::1])")
+def narrow_scales(scale_bits: NDArray[np.int32], narrow: NDArray[np.uint16]) -> None:
+    """float32 scales that are bfloat16 already, as such."""
+    for i in range(narrow.size):
+        narrow[i] = np.uint16(scale_bits[i] >> np.int32(16))
+
+
+@_compiled("void(float32[::1], float32[::1], float32, float32, float32, uint8[::1])")
 def _pack(
     x: NDArray[np.float32],
     y: NDArray[np.float32],
     x_inverse: np.float32,
     y_inverse: np.float32,
     largest: float,
-    suspicious: float,
     packed: NDArray[np.uint8],
-) -> int:
-    low_wild = high_wild = np.int32(0)
+) -> None:
     for i in range(packed.size):
-        v = np.rint(x[i] * x_inverse)
-        w = np.rint(y[i] * y_inverse)
-        low_wild = np.int32(low_wild | np.int32(abs(v) >= suspicious))
-        high_wild = np.int32(high_wild | np.int32(abs(w) >= suspicious))
+        v = x[i] * x_inverse
+        w = y[i] * y_inverse
         v = largest if v > largest else v
         v = -largest if v < -largest else v
         w = largest if w > largest else w
         w = -largest if w < -largest else w
-        packed[i] = np.uint8(np.int32(v) & np.int32(15)) | np.uint8(np.int32(w) << np.int32(4))
-    return int(low_wild | (high_wild << 1))
+        low = np.int32(np.int32(np.rint(v)) & np.int32(15))
+        packed[i] = np.uint8(np.int32(low | np.int32(np.int32(np.rint(w)) << np.int32(4))))
 
 
-@_compiled("int64(float32[::1], float32[::1], int64, float32, float32, uint8[::1], uint8[::1])")
+@_compiled("void(float32[::1], float32[::1], int64, float32, uint8[::1])")
 def pack_int4(
-    x: NDArray[np.float32],
-    inverse: NDArray[np.float32],
-    block: int,
-    largest: float,
-    suspicious: float,
-    packed: NDArray[np.uint8],
-    is_wild: NDArray[np.uint8],
-) -> int:
-    """``packed`` = the symbols round(x * inverse), at most ``largest``, padded with zeros. ``is_wild`` [blocks] tells
-    which blocks have one that was as large as ``suspicious`` before; 0 if none."""
-    blocks, half = inverse.size, block // 2
-    wild = 0
-    is_wild[:] = 0
+    x: NDArray[np.float32], scales: NDArray[np.float32], block: int, largest: float, packed: NDArray[np.uint8]
+) -> None:
+    """``packed`` = the symbols round(x / scale), at most ``largest``, padded with zeros."""
+    blocks, half = scales.size, block // 2
+    one = np.float32(1.0)
     for h in range(blocks):
         i, j = h * half, (blocks + h) * half
         low, high = x[i : i + half], x[j : j + half]
@@ -88,82 +163,70 @@ def pack_int4(
             low, high = np.zeros(half, np.float32), np.zeros(half, np.float32)
             low[: short_low.size] = short_low
             high[: short_high.size] = short_high
-        b, c = h // 2, (blocks + h) // 2
-        two = _pack(low, high, inverse[b], inverse[c], largest, suspicious, packed[i : i + half])
-        is_wild[b] |= two & 1
-        is_wild[c] |= two >> 1
-        wild |= two
-    return wild
+        b, c = scales[h // 2], scales[(blocks + h) // 2]
+        b, c = one / b if b else one, one / c if c else one
+        _pack(low, high, b, c, largest, packed[i : i + half])
 
 
-@_compiled("void(int8[::1], float32, float32, float32[::1], float32[::1])")
-def _unpack(
-    packed: NDArray[np.int8],
-    low_scale: np.float32,
-    high_scale: np.float32,
-    low: NDArray[np.float32],
-    high: NDArray[np.float32],
+# ---------------------------------------------------------------------------------------------------------- decoding
+
+
+@_compiled("boolean(bytes_, int32[::1], int32)")
+def widen_scales(raw: NDArray[np.uint8], scale_bits: NDArray[np.int32], largest: int) -> bool:
+    """bfloat16 scales (little-endian, anywhere in memory) to float32. False: one is negative, or its bits are more than
+    ``largest``."""
+    worst = np.int32(0)
+    for i in range(scale_bits.size):
+        bits = np.int32(np.int32(raw[2 * i]) | np.int32(np.int32(raw[2 * i + 1]) << np.int32(8)))
+        worst = bits if bits > worst else worst
+        scale_bits[i] = np.int32(bits << np.int32(16))
+    return bool(worst <= largest)
+
+
+@_compiled("void(symbols_, boolean, float32, float32[::1])")
+def _values(packed: NDArray[np.int8], is_high: bool, scale: np.float32, out: NDArray[np.float32]) -> None:
+    if is_high:
+        for i in range(out.size):
+            out[i] = np.float32(np.int32(np.int32(packed[i]) >> np.int32(4))) * scale
+    else:
+        for i in range(out.size):
+            out[i] = np.float32(np.int32(np.int32(np.int32(packed[i]) << np.int32(28)) >> np.int32(28))) * scale
+
+
+@_compiled("void(symbols_, boolean, float32, float32, float32[::1])")
+def _add_values(
+    packed: NDArray[np.int8], is_high: bool, scale: np.float32, factor: float, out: NDArray[np.float32]
 ) -> None:
-    for i in range(packed.size):
-        c = np.int32(packed[i])
-        high[i] = np.float32(np.int32(c >> np.int32(4))) * high_scale
-        low[i] = np.float32(np.int32(np.int8(c << np.int32(4))) >> np.int32(4)) * low_scale
+    if is_high:
+        for i in range(out.size):
+            out[i] += np.float32(np.int32(np.int32(packed[i]) >> np.int32(4))) * scale * factor
+    else:
+        for i in range(out.size):
+            symbol = np.int32(np.int32(np.int32(packed[i]) << np.int32(28)) >> np.int32(28))
+            out[i] += np.float32(symbol) * scale * factor
 
 
-@_compiled("void(int8[::1], float32[::1], int64, float32[::1])")
+@_compiled("void(symbols_, float32[::1], int64, float32[::1])")
 def unpack_int4(packed: NDArray[np.int8], scales: NDArray[np.float32], block: int, out: NDArray[np.float32]) -> None:
     """``out`` = symbol * scale."""
-    blocks, half = scales.size, block // 2
-    for h in range(blocks):
-        i, j = h * half, (blocks + h) * half
-        low, high = out[i : i + half], out[j : j + half]
-        b, c = scales[h // 2], scales[(blocks + h) // 2]
-        if high.size == half:
-            _unpack(packed[i : i + half], b, c, low, high)
-        else:
-            whole_low, whole_high = np.empty(half, np.float32), np.empty(half, np.float32)
-            _unpack(packed[i : i + half], b, c, whole_low, whole_high)
-            low[:] = whole_low[: low.size]
-            high[:] = whole_high[: high.size]
+    half, middle = block // 2, scales.size
+    for h in range(2 * middle):
+        at = h * half if h < middle else (h - middle) * half
+        _values(packed[at : at + half], h >= middle, scales[h // 2], out[h * half : (h + 1) * half])
 
 
-@_compiled("void(int8[::1], float32, float32, float32, float32[::1], float32[::1])")
-def _add(
-    packed: NDArray[np.int8],
-    low_scale: np.float32,
-    high_scale: np.float32,
-    factor: np.float32,
-    low: NDArray[np.float32],
-    high: NDArray[np.float32],
-) -> None:
-    for i in range(packed.size):
-        c = np.int32(packed[i])
-        high[i] += np.float32(np.int32(c >> np.int32(4))) * high_scale * factor
-        low[i] += np.float32(np.int32(np.int8(c << np.int32(4))) >> np.int32(4)) * low_scale * factor
-
-
-@_compiled("void(int8[::1], float32[::1], int64, float32, float32[::1])")
+@_compiled("void(symbols_, float32[::1], int64, float32, float32[::1])")
 def add_int4(
-    packed: NDArray[np.int8], scales: NDArray[np.float32], block: int, factor: np.float32, out: NDArray[np.float32]
+    packed: NDArray[np.int8], scales: NDArray[np.float32], block: int, factor: float, out: NDArray[np.float32]
 ) -> None:
     """``out`` += symbol * scale * factor, each operation rounded."""
-    blocks, half = scales.size, block // 2
-    for h in range(blocks):
-        i, j = h * half, (blocks + h) * half
-        low, high = out[i : i + half], out[j : j + half]
-        b, c = scales[h // 2], scales[(blocks + h) // 2]
-        if high.size == half:
-            _add(packed[i : i + half], b, c, factor, low, high)
-        else:
-            whole_low, whole_high = np.empty(half, np.float32), np.empty(half, np.float32)
-            whole_low[: low.size] = low
-            whole_high[: high.size] = high
-            _add(packed[i : i + half], b, c, factor, whole_low, whole_high)
-            low[:] = whole_low[: low.size]
-            high[:] = whole_high[: high.size]
+    half, middle = block // 2, scales.size
+    for h in range(2 * middle):
+        at = h * half if h < middle else (h - middle) * half
+        _add_values(packed[at : at + half], h >= middle, scales[h // 2], factor, out[h * half : (h + 1) * half])
 
 
-@_compiled("void(int8[::1], int64, int32[::1])")
+@_compiled("void(symbols_, int64, int32[::1])")
 def square_int4(packed: NDArray[np.int8], block: int, sums: NDArray[np.int32]) -> None:
     """``sums`` [blocks] = the sums of the blocks' squared symbols."""
     blocks, half = sums.size, block // 2
@@ -179,6 +242,9 @@ def square_int4(packed: NDArray[np.int8], block: int, sums: NDArray[np.int32]) -
             low_sum = np.int32(low_sum + np.int32(low * low))
         sums[h // 2] += low_sum
         sums[(blocks + h) // 2] += high_sum
+
+
+# -------------------------------------------------------------------------------------------------------- outer step
 
 
 @_compiled("void(float32[::1], float32[::1], float32[::1], float32, float32)")
@@ -197,3 +263,95 @@ def outer_step(
         new = t - (m * momentum_factor + gradient[i]) * learning_rate
         theta[i] = new
         gradient[i] = new - t
+
+
+@_compiled("void(float32[::1], float32[::1], float32[::1], float32[::1], float32[::1], float32, float32)")
+def _step_aside(
+    theta: NDArray[np.float32],
+    momentum: NDArray[np.float32],
+    gradient: NDArray[np.float32],
+    new_theta: NDArray[np.float32],
+    new_momentum: NDArray[np.float32],
+    learning_rate: float,
+    momentum_factor: float,
+) -> None:
+    for i in range(theta.size):
+        m = momentum[i] * momentum_factor + gradient[i]
+        new_momentum[i] = m
+        new_theta[i] = theta[i] - (m * momentum_factor + gradient[i]) * learning_rate
+
+
+@_compiled(
+    "void(symbols_, float32[::1], int64, float32[::1], float32[::1], float32[::1], float32[::1], float32, float32)"
+)
+def step_aside_int4(
+    packed: NDArray[np.int8],
+    scales: NDArray[np.float32],
+    block: int,
+    theta: NDArray[np.float32],
+    momentum: NDArray[np.float32],
+    new_theta: NDArray[np.float32],
+    new_momentum: NDArray[np.float32],
+    learning_rate: float,
+    momentum_factor: float,
+) -> None:
+    """What an outer step with the decoded gradient gives, beside the old values."""
+    half, middle = block // 2, scales.size
+    room = np.empty(half, np.float32)
+    for h in range(2 * middle):
+        at, begin = h * half if h < middle else (h - middle) * half, h * half
+        old = theta[begin : begin + half]
+        gradient = room[: old.size]
+        _values(packed[at : at + half], h >= middle, scales[h // 2], gradient)
+        _step_aside(
+            old,
+            momentum[begin : begin + half],
+            gradient,
+            new_theta[begin : begin + half],
+            new_momentum[begin : begin + half],
+            learning_rate,
+            momentum_factor,
+        )
+
+
+@_compiled("void(float32[::1], float32[::1])")
+def _add(out: NDArray[np.float32], x: NDArray[np.float32]) -> None:
+    for i in range(out.size):
+        out[i] += x[i]
+
+
+@_compiled(
+    "void(symbols_, float32[::1], symbols_, float32[::1], int64, float32[::1], float32[::1], float32[::1], boolean,"
+    " float32, float32)"
+)
+def step_int4(
+    packed: NDArray[np.int8],
+    scales: NDArray[np.float32],
+    own_packed: NDArray[np.int8],
+    own_scales: NDArray[np.float32],
+    block: int,
+    theta: NDArray[np.float32],
+    momentum: NDArray[np.float32],
+    buffer: NDArray[np.float32],
+    is_added: bool,
+    learning_rate: float,
+    momentum_factor: float,
+) -> None:
+    """The outer step with the decoded gradient, in place; what the parameters moved by, and an own decoded contribution
+    (if there is one), goes to ``buffer`` (if there is one), or is added to what that holds."""
+    half, middle = block // 2, scales.size
+    room = np.empty(half, np.float32)
+    for h in range(2 * middle):
+        at, begin, is_high = h * half if h < middle else (h - middle) * half, h * half, h >= middle
+        old = theta[begin : begin + half]
+        change = room[: old.size]
+        _values(packed[at : at + half], is_high, scales[h // 2], change)
+        outer_step(old, momentum[begin : begin + half], change, learning_rate, momentum_factor)
+        if own_scales.size:
+            _add_values(own_packed[at : at + half], is_high, own_scales[h // 2], 1.0, change)
+        if buffer.size:
+            to = buffer[begin : begin + half]
+            if is_added:
+                _add(to, change)
+            else:
+                to[:] = change

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from p2pdiloco.protocol.manifest import MergeRule
-from p2pdiloco.tensors import quantize
+from p2pdiloco.tensors import kernels, quantize
 from p2pdiloco.tensors.recipes import CHUNK
 
 
@@ -136,5 +136,7 @@ def _weighted_sum(gradients: Sequence[Gradient], factors: Sequence[float], out: 
 
 def norm(v: Tensor) -> float:
     """Euclidean norm, summed in float64."""
+    if kernels.AVAILABLE and v.is_contiguous():
+        return math.sqrt(kernels.squares(v.numpy()))
     pieces = (v[start : start + CHUNK] for start in range(0, v.numel(), CHUNK))
     return math.sqrt(math.fsum(float(torch.linalg.vector_norm(p, dtype=torch.float64)) ** 2 for p in pieces))

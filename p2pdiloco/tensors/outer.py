@@ -8,16 +8,25 @@ Rules of this file:
    no lerp, which may round once for two operations on one machine and twice on another. lr and mu are rounded to
    float32 first. So all peers compute the same bits, and digests can be compared.
 3. Temporary memory is one chunk, whatever the size of the shard.
-4. Where numba is installed ``kernels`` does the same in one pass over memory, with the same bits.
+4. Where numba is installed ``kernels`` does the same in one pass over memory, with the same bits; for int4 it decodes,
+   steps and hands over at once.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from p2pdiloco.tensors import kernels
+from p2pdiloco.tensors import kernels, quantize
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_NOTHING = quantize.Packed(np.empty(0, np.int8), np.empty(0, np.float32), 0)
+_NOWHERE = np.empty(0, np.float32)
 _CHUNK = 1 << 18
 
 
@@ -56,3 +65,66 @@ def outer_step_by_torch(
         new = torch.sub(t, step, out=step)
         torch.sub(new, t, out=delta)
         t.copy_(new)
+
+
+def step_aside(
+    body: Buffer,
+    theta: Tensor,
+    momentum: Tensor,
+    new: tuple[Tensor, Tensor],
+    *,
+    learning_rate: float,
+    momentum_factor: float,
+) -> None:
+    """What ``theta`` and ``momentum`` become with the merged outer gradient of one chunk's body (``quantize``), as
+    ``new``; all are float32 [n] of one chunk.
+
+    Raises:
+        ValueError: the body is malformed.
+    """
+    if (fast := quantize.opened_int4(body, theta.numel())) is not None:
+        vectors = (theta.numpy(), momentum.numpy(), new[0].numpy(), new[1].numpy())
+        kernels.step_aside_int4(*fast, *vectors, learning_rate, momentum_factor)
+        return
+    gradient = quantize.decode_chunk(body, torch.empty_like(theta))
+    new[0].copy_(theta)
+    new[1].copy_(momentum)
+    outer_step(new[0], new[1], gradient, learning_rate=learning_rate, momentum_factor=momentum_factor)
+
+
+def step_and_hand_over(
+    body: Buffer,
+    own: Buffer | None,
+    theta: Tensor,
+    momentum: Tensor,
+    buffer: Tensor | None,
+    *,
+    is_added: bool,
+    learning_rate: float,
+    momentum_factor: float,
+) -> bool:
+    """``outer_step`` with one chunk's body; what ``theta`` moved by, and the values of ``own`` (a body, too), goes to
+    ``buffer``, or ``is_added`` to what that holds. False: this pair of bodies must be taken step by step; nothing is
+    done.
+
+    Raises:
+        ValueError: a body is malformed; nothing is done.
+    """
+    fast = quantize.opened_int4(body, theta.numel())
+    mine = _NOTHING if own is None else quantize.opened_int4(own, theta.numel(), slot=1)
+    if fast is None or mine is None or (own is not None and mine.block != fast.block):
+        return False
+    kernels.step_int4(
+        fast.packed,
+        fast.scales,
+        mine.packed,
+        mine.scales,
+        fast.block,
+        theta.numpy(),
+        momentum.numpy(),
+        _NOWHERE if buffer is None else buffer.numpy(),
+        is_added,
+        learning_rate,
+        momentum_factor,
+    )
+    return True

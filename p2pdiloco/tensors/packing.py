@@ -34,17 +34,6 @@ def pack(symbols: Tensor, bits: int, packed: Tensor) -> None:
             packed.bitwise_or_(first.bitwise_and_(3))
 
 
-def repack_blocks(symbols: Tensor, where: Tensor, packed: Tensor) -> None:
-    """Put other ``symbols`` int8[k, block], at most 7, of 4 bits for blocks ``where`` int64[k] into ``packed``."""
-    half = symbols.shape[1] // 2
-    grid = packed.view(-1, half)
-    places = torch.stack((2 * where, 2 * where + 1), 1).view(-1)  # of half blocks: a chunk's middle may be a block's
-    pieces = symbols.view(-1, half)
-    low, high = places < len(grid), places >= len(grid)
-    grid[places[low]] = (grid[places[low]] & -16) | (pieces[low] & 15)
-    grid[places[high] - len(grid)] = (grid[places[high] - len(grid)] & 15) | (pieces[high] << 4)
-
-
 def unpack(packed: Tensor, bits: int, symbols: Tensor) -> None:
     """The reverse of ``pack``."""
     match bits:

@@ -19,7 +19,8 @@ Rules of this file:
 3. A body comes from a hostile peer. ``decode_chunk`` reads nothing before the header, the length and every scale are
    checked, and what it returns is finite.
 4. A thread's calls share its scratch, and its torch is set to one thread (see ``scratch``).
-5. Where numba is installed (``p2pdiloco[fast]``) int4 takes ``kernels``, with the same bits; see there.
+5. Where numba is installed (``p2pdiloco[fast]``) int4 takes ``kernels``: decoding has the same bits, a scale may differ
+   in the last bit of the sum that it comes from.
 
 4-bit outer gradients cost no measurable quality (arXiv 2501.18512, section 3.4; arXiv 2604.21428).
 """
@@ -29,7 +30,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +42,7 @@ from p2pdiloco.tensors.recipes import BLOCK, BLOCKS, CHUNK, FORMATS, Recipe, rec
 from p2pdiloco.tensors.scratch import HEADER, LARGEST_BODY, Cut, Part, body_bytes, scratch
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from typing_extensions import Buffer
 
 __all__ = [
@@ -105,14 +107,17 @@ def encode_chunk(recipe: Recipe, piece: Tensor) -> memoryview:
         return _encode_bf16(piece)
     cut = scratch.cut(form.bits, recipe.block, elements)
     HEADER.pack_into(cut.body, 0, VERSION, form.number, recipe.block, elements)
+    if scratch.is_fast and recipe.codec == "int4" and recipe.step and _encode_int4(recipe, piece, cut):
+        return cut.body
     rows = [_rows(piece, part, recipe.block) for part in cut.parts]
     for x, part in zip(rows, cut.parts, strict=True):
         if recipe.step:
             _scales_by_rms(recipe, x, part)
         else:
             _scales_by_largest(recipe, x, part, part.wanted)
-    if cut.is_fast and recipe.codec == "int4":
-        _pack_int4(recipe, piece, rows, cut)
+    if scratch.is_fast and recipe.codec == "int4" and not recipe.step:
+        cut.wide.copy_(cut.scales)
+        kernels.pack_int4(piece.numpy(), cut.flat_wide, recipe.block, form.largest, cut.flat_packed)
         return cut.body
     for x, part in zip(rows, cut.parts, strict=True):
         _quantize(recipe, x, part)
@@ -151,16 +156,17 @@ def _require_finite(is_finite: bool) -> None:
         raise ValueError(f"not finite: the vector has a NaN, an infinity, or a value beyond {_LARGEST:.0e}")
 
 
-def _pack_int4(recipe: Recipe, piece: Tensor, rows: list[Tensor], cut: Cut) -> None:
-    """Packed symbols by ``kernels``; ``rows`` are those of the cut's parts."""
-    largest, suspicious = FORMATS["int4"].largest, _suspicious(recipe)
-    x = piece.numpy()
-    if kernels.pack_int4(x, cut.flat_inverse, recipe.block, largest, suspicious, cut.flat_packed, cut.wild):
-        wild = torch.from_numpy(cut.wild)
-        for x_part, part in zip(rows, cut.parts, strict=True):
-            where = wild[part.first : part.first + len(x_part)].nonzero().squeeze(1)
-            where, symbols = _mended(recipe, x_part, part, where)
-            packing.repack_blocks(symbols, where + part.first, cut.packed)
+def _encode_int4(recipe: Recipe, piece: Tensor, cut: Cut) -> bool:
+    """A body by ``kernels``. False: a block is out of the ordinary, and nothing is done."""
+    x, largest = piece.numpy(), float(FORMATS["int4"].largest)
+    scales, bits = cut.flat_wide, cut.flat_wide.view(np.int32)
+    if not kernels.scale_int4(
+        x, x.view(np.int32), recipe.block, recipe.step, recipe.tail, largest, *_SAFE_NORMS, scales, bits
+    ):
+        return False
+    kernels.narrow_scales(bits, cut.flat_scales)
+    kernels.pack_int4(x, scales, recipe.block, largest, cut.flat_packed)
+    return True
 
 
 def _quantize(recipe: Recipe, rows: Tensor, part: Part) -> None:
@@ -212,32 +218,21 @@ def _inverse(scales: Tensor) -> Tensor:
     return wide.masked_fill_(wide == 0.0, 1.0).reciprocal_().unsqueeze(1)
 
 
-def _suspicious(recipe: Recipe) -> float:
-    """The smallest symbol, before clipping, that a block with a heavy tail can have as its largest."""
-    return min(127.0, 0.99 * recipe.tail // recipe.step) if recipe.tail < math.inf else math.inf
-
-
 def _mend_tails(recipe: Recipe, rows: Tensor, part: Part) -> None:
     """Scale those blocks by their largest value for which clipping would cost more. The symbols are not clipped yet
     (but at 127), so that a glance at them, four times faster than at the values, tells where to look."""
-    suspicious = _suspicious(recipe)
+    suspicious = min(127.0, 0.99 * recipe.tail // recipe.step)
     lowest, highest = torch.aminmax(part.symbols)
-    if int(highest) >= suspicious or int(lowest) <= -suspicious:
-        grid = part.symbols.view(rows.shape)
-        where = (grid.abs().amax(1) >= suspicious).nonzero().squeeze(1)
-        where, symbols = _mended(recipe, rows, part, where)
-        grid[where] = symbols
-
-
-def _mended(recipe: Recipe, rows: Tensor, part: Part, where: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of the blocks ``where`` have a heavy tail, and their new symbols; sets their scales."""
-    largest = FORMATS[recipe.codec].largest
+    if int(highest) < suspicious and int(lowest) > -suspicious:
+        return
+    largest, grid = FORMATS[recipe.codec].largest, part.symbols.view(rows.shape)
+    where = (grid.abs().amax(1) >= suspicious).nonzero().squeeze(1)
     absmax = rows[where].abs_().amax(1)
     is_heavy = absmax * recipe.step > recipe.tail * part.scales[where].float()
     where = where[is_heavy]
     part.scales[where] = (absmax[is_heavy] / largest).to(torch.bfloat16)
     scaled = rows[where].mul_(_inverse(part.scales[where]))
-    return where, scaled.round_().clamp_(-largest, largest).to(torch.int8)
+    grid[where] = scaled.round_().clamp_(-largest, largest).to(torch.int8)
 
 
 # ---------------------------------------------------------------------------------------------------------- decoding
@@ -268,11 +263,12 @@ def decode_chunk(body: Buffer, out: Tensor) -> Tensor:
         ValueError: the body is not that of ``out.numel()`` finite parameters.
     """
     _require_chunk(out)
+    if (fast := opened_int4(body, out.numel())) is not None:
+        kernels.unpack_int4(*fast, out.numpy())
+        return out
     cut, codec, block = _opened(body, out.numel())
     if cut is None:
         out.copy_(scratch.narrow[: out.numel()])
-    elif cut.is_fast and codec == "int4":
-        kernels.unpack_int4(cut.flat_symbols, cut.flat_wide, block, out.numpy())
     else:
         _unpack(cut, codec)
         _multiply(cut, block, out)
@@ -282,11 +278,9 @@ def decode_chunk(body: Buffer, out: Tensor) -> Tensor:
 def add_chunk(body: Buffer, factor: float, out: Tensor) -> None:
     """``out`` += ``factor`` * the dequantized body, each operation rounded; see ``decode_chunk``."""
     _require_chunk(out)
-    if kernels.AVAILABLE:
-        cut, codec, block = _opened(body, out.numel())
-        if cut is not None and cut.is_fast and codec == "int4":
-            kernels.add_int4(cut.flat_symbols, cut.flat_wide, block, np.float32(factor), out.numpy())
-            return
+    if (fast := opened_int4(body, out.numel())) is not None:
+        kernels.add_int4(*fast, factor, out.numpy())
+        return
     values = scratch.values[: out.numel()]
     decode_chunk(body, values)
     out.add_(values.mul_(factor))
@@ -299,17 +293,17 @@ def squared_norm(body: Buffer, elements: int) -> float:
     Raises:
         ValueError: as ``decode_chunk``.
     """
+    if (fast := opened_int4(body, elements)) is not None:
+        squares = scratch.squares[: len(fast.scales)]
+        kernels.square_int4(fast.packed, fast.block, squares)
+        return float((squares * np.square(fast.scales, dtype=np.float64)).sum())
     cut, codec, block = _opened(body, elements)
     if cut is None:
         return float(torch.linalg.vector_norm(scratch.narrow[:elements], dtype=torch.float64)) ** 2
-    if cut.is_fast and codec == "int4":
-        kernels.square_int4(cut.flat_symbols, block, cut.squares)
-    else:
-        _unpack(cut, codec)
-        work = scratch.work[: cut.symbols.numel()]
-        squares = work.copy_(cut.symbols).square_().view(-1, block).sum(1, dtype=torch.float64)
-        np.copyto(cut.squares, squares.numpy(), casting="unsafe")
-    return float((cut.squares * np.square(cut.flat_wide, dtype=np.float64)).sum())
+    _unpack(cut, codec)
+    work = scratch.work[: cut.symbols.numel()]
+    sums = work.copy_(cut.symbols).square_().view(-1, block).sum(1, dtype=torch.float64)
+    return float((sums.numpy() * np.square(cut.flat_wide, dtype=np.float64)).sum())
 
 
 def check_chunk(body: Buffer, elements: int) -> None:
@@ -318,12 +312,44 @@ def check_chunk(body: Buffer, elements: int) -> None:
     Raises:
         ValueError: it would not.
     """
-    _opened(body, elements)
+    if opened_int4(body, elements) is None:
+        _opened(body, elements)
 
 
 def _require_chunk(out: Tensor) -> None:
     if out.dim() != 1 or out.dtype != torch.float32 or not out.is_contiguous() or not 0 < out.numel() <= CHUNK:
         raise ValueError(f"a chunk is a contiguous float32 vector of 1 to {CHUNK} elements")
+
+
+class Packed(NamedTuple):
+    """An int4 body as ``kernels`` take it: checked, and not copied."""
+
+    packed: NDArray[np.int8]
+    scales: NDArray[np.float32]
+    """In this thread's scratch."""
+    block: int
+
+
+def opened_int4(body: Buffer, elements: int, slot: int = 0) -> Packed | None:
+    """The body of a chunk, if it is int4 and there are kernels for it. The scales of each ``slot`` (0 or 1) last until
+    its next use.
+
+    Raises:
+        ValueError: as ``decode_chunk``.
+    """
+    if not scratch.is_fast:
+        return None
+    raw = memoryview(body).cast("B")
+    codec, block = _checked_header(raw, elements)
+    if codec != "int4":
+        return None
+    blocks = -(-elements // block)
+    symbols = len(raw) - HEADER.size - 2 * blocks
+    scales = scratch.scales[slot][:blocks]
+    found = np.frombuffer(raw, np.uint8, 2 * blocks, HEADER.size + symbols)
+    if not kernels.widen_scales(found, scales.view(np.int32), _LARGEST_BITS):
+        raise ValueError("the body has a scale that is negative, too large or not a number")
+    return Packed(np.frombuffer(raw, np.int8, symbols, HEADER.size), scales, block)
 
 
 def _opened(body: Buffer, elements: int) -> tuple[Cut | None, Codec, int]:

@@ -71,14 +71,9 @@ class Cut:
         self.scale_bits = self.scales.view(torch.int16)
         self.wide = scratch.wanted[:blocks]
         self.symbols = scratch.symbols[: blocks * block]
-        self.is_fast = kernels.AVAILABLE
-        """Whether ``kernels`` are used, which take numpy's views."""
         self.flat_packed = self.packed.view(torch.uint8).numpy()
-        self.flat_symbols = self.packed.numpy()
+        self.flat_scales = self.scales.view(torch.int16).numpy().view(np.uint16)
         self.flat_wide = self.wide.numpy()
-        self.squares: NDArray[np.int32] = np.empty(blocks, np.int32)
-        self.wild = scratch.wild[:blocks]
-        self.flat_inverse = scratch.inverse[:blocks].numpy()
         self.parts = tuple(
             Part(
                 filled=filled,
@@ -107,7 +102,10 @@ class Scratch(threading.local):
         self.bytes: NDArray[np.uint8] = self.body.numpy()
         self.wanted = torch.empty(CHUNK // BLOCKS[0])
         self.inverse = torch.empty(CHUNK // BLOCKS[0])
-        self.wild: NDArray[np.uint8] = torch.empty(CHUNK // BLOCKS[0], dtype=torch.uint8).numpy()
+        self.squares: NDArray[np.int32] = np.empty(CHUNK // BLOCKS[0], np.int32)
+        self.scales: NDArray[np.float32] = np.empty((2, CHUNK // BLOCKS[0]), np.float32)
+        self.is_fast = kernels.AVAILABLE
+        """Whether ``kernels`` are used."""
         self.cut = functools.lru_cache(maxsize=16)(functools.partial(Cut, self))
 
 

@@ -109,6 +109,8 @@ def test_the_learner_keeps_what_was_not_merged(peers: tuple[Peer, Peer]) -> None
     mine.state.shifted((SHARD,))
     before = mine.state.theta.clone()
     payloads = [mine.contribute(bell(1)), mine.contribute(bell(2)), mine.contribute(bell(3))]
+    mine.state.snapshot_asked(FRAGMENT)
+    mine.state.snapshot_taken(FRAGMENT)
     learner = mine.vectors.snapshot.clone()
     expected: list[Tensor] = []
     for payload in payloads:

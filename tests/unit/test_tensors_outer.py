@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from p2pdiloco.tensors.outer import outer_step, outer_step_by_torch
+from p2pdiloco.protocol.manifest import Codec
+from p2pdiloco.tensors import kernels, quantize
+from p2pdiloco.tensors.outer import outer_step, outer_step_by_torch, step_and_hand_over, step_aside
 
 
 def test_two_steps_by_hand() -> None:
@@ -55,3 +57,28 @@ def test_wrong_types_are_refused() -> None:
         outer_step(torch.ones(2), torch.ones(2), torch.ones(3), learning_rate=1.0, momentum_factor=0.0)
     with pytest.raises(ValueError, match="momentum"):
         outer_step(torch.ones(2), torch.ones(2).double(), torch.ones(2), learning_rate=1.0, momentum_factor=0.0)
+
+
+@pytest.mark.parametrize("elements", [1, 300, 5 * 256 + 7, (1 << 18) - 100])
+@pytest.mark.parametrize("codec", ["int4", "bf16"])
+def test_a_body_is_taken_and_looked_at_with_the_same_bits(elements: int, codec: Codec) -> None:
+    """With and without an own contribution, handed over anew or added; against decoding, stepping, adding."""
+    vectors = [torch.randn(elements, generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    theta, momentum, gradient, contribution, buffer = vectors
+    body, own = (bytes(quantize.encode_chunk(quantize.recipe(codec), v)) for v in (gradient, contribution))
+    change = quantize.decode_chunk(body, torch.empty(elements))
+    new_theta, new_momentum = theta.clone(), momentum.clone()
+    outer_step(new_theta, new_momentum, change, learning_rate=0.7, momentum_factor=0.9)
+    aside = torch.empty(elements), torch.empty(elements)
+    step_aside(body, theta, momentum, aside, learning_rate=0.7, momentum_factor=0.9)
+    assert torch.equal(aside[0], new_theta)
+    assert torch.equal(aside[1], new_momentum)
+    for mine, is_added in ((None, False), (own, False), (own, True)):
+        moved = change + quantize.decode_chunk(own, torch.empty(elements)) if mine else change
+        expected = buffer + moved if is_added else moved
+        t, m, to = theta.clone(), momentum.clone(), buffer.clone()
+        is_done = step_and_hand_over(body, mine, t, m, to, is_added=is_added, learning_rate=0.7, momentum_factor=0.9)
+        assert is_done == (codec == "int4" and kernels.AVAILABLE)
+        assert torch.equal(t, new_theta if is_done else theta)
+        assert torch.equal(m, new_momentum if is_done else momentum)
+        assert torch.equal(to, expected if is_done else buffer)
