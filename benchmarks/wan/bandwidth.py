@@ -10,8 +10,8 @@ Rules of this file:
 3. p2pdiloco's learners do not wait, so a slow line costs turns instead. A rate is enough if learners compute 95 % of
    the time *and* 95 % of the turns' commits were made while they trained: what is paid for is what comes.
 4. Bytes are those of the interface, with all control traffic, at the rate that was found.
-5. Paths are short (``--round-trip-ms 2``): data parallel's last bucket passes 2 (M - 1) hops after the backward pass, and
-   with 20 ms it computes less than 95 % of a step of 0.6 s on any line. p2pdiloco has ``tau`` steps for that.
+5. Paths are short (``--round-trip-ms 2``): data parallel's last bucket passes 2 (M - 1) hops after the backward pass,
+   and with 20 ms it computes less than 95 % of a step of 0.6 s on any line. p2pdiloco has ``tau`` steps for that.
 """
 
 from __future__ import annotations
