@@ -9,7 +9,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from p2pdiloco.protocol.core import Core
+from p2pdiloco.protocol.core import Core, LearnerView
 from p2pdiloco.protocol.effects import AdoptStep, Encode, Snapshot
 from p2pdiloco.protocol.events import Encoded, Snapshotted
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, ShardId
@@ -75,11 +75,12 @@ class Contributing:
 
     # -- turns ---------------------------------------------------------------------------------------------------------
 
-    def stepped(self, steps: int) -> None:
-        """The learner made ``steps`` more inner steps: announce the turns that became due."""
+    def stepped(self, learner: LearnerView, steps: int) -> None:
+        """The learner made ``steps`` more inner steps: announce the turns that became due. It is as many steps further
+        than where it was, or where the others are: a step during which others went on does not count twice."""
         config = self.core.config
         first = self.core.step + 1
-        self.core.step += steps
+        self.core.step = learner.reached = max(self.core.step, learner.reached + steps)
         if not self.core.is_current:
             return
         for fragment in range(len(self.turns)):

@@ -64,10 +64,12 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
 class LearnerView:
     """This peer's learner: its counters over its whole life, and how far each shard's chain has merged them."""
 
-    __slots__ = ("id", "is_paused", "marks", "step_time_s", "steps", "tokens")
+    __slots__ = ("id", "is_paused", "marks", "reached", "step_time_s", "steps", "tokens")
 
-    def __init__(self, learner: LearnerId, shards: int) -> None:
+    def __init__(self, learner: LearnerId, shards: int, step: int) -> None:
         self.id = learner
+        self.reached = step
+        """The global step at its last step boundary."""
         self.marks = [NO_MARK] * shards
         """By shard. Kept here too because chains forget learners that were not merged for long."""
         self.steps = 0

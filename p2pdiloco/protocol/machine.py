@@ -157,7 +157,7 @@ class Machine:
 
     def _learner_started(self, event: ev.LearnerStarted) -> None:
         core = self.core
-        core.learner = LearnerView(event.learner, len(core.chains))
+        core.learner = LearnerView(event.learner, len(core.chains), core.step)
         self.contributing.learner_changed()
         self.workload.begin(has_blocks=event.has_blocks)
         if core.config.evaluation_every and core.head(ShardId(0)).version == 0 and not core.membership.participating:
@@ -190,7 +190,7 @@ class Machine:
         learner.steps, learner.tokens = event.steps, event.tokens
         before = learner.step_time_s
         learner.step_time_s = event.step_time_s if before == 0.0 else before + 0.1 * (event.step_time_s - before)
-        self.contributing.stepped(made)
+        self.contributing.stepped(learner, made)
 
     def _evaluated(self, event: ev.Evaluated) -> None:
         core = self.core

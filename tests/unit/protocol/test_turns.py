@@ -10,7 +10,7 @@ from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.identifiers import FragmentId, ShardId
 from p2pdiloco.simulation.driver import PeerSetting
 from p2pdiloco.simulation.learner import Copy
-from p2pdiloco.simulation.scenarios import P0, base_config, make_world
+from p2pdiloco.simulation.scenarios import P0, P1, P2, P3, base_config, make_world
 
 TWO_SHARDS = ((ShardId(0), ShardId(1)),)
 
@@ -36,6 +36,30 @@ def test_everybody_who_hears_of_a_turn_adopts_the_step() -> None:
     assert only(stage.announce(B, 12), ef.AdoptStep) == [ef.AdoptStep(12)]
     assert stage.machine.status().step == 12
     assert not only(stage.announce(B, 8), ef.AdoptStep), "never back"
+
+
+def test_a_step_during_which_others_went_on_does_not_count_twice() -> None:
+    """T1c."""
+    stage = Stage(B)
+    stage.train(3)
+    stage.announce(B, 4)
+    assert not sent(stage.train(1), msg.Turn), "it is at step 4, as the others are"
+    assert stage.machine.status().step == 4
+    stage.train(1)
+    assert stage.machine.status().step == 5
+
+
+def test_learners_of_equal_speed_advance_the_global_step_as_one() -> None:
+    """T1c: four peers with a turn every step; ten steps each, a little apart, are about ten global steps."""
+    config = base_config(fragments=tuple((ShardId(shard),) for shard in range(4)), heartbeat_s=2.0)
+    peers = {name: PeerSetting(step_s=1.0 + 0.001 * n, step_jitter=0.0) for n, name in enumerate((P0, P1, P2, P3))}
+    world = make_world(config, peers, None)
+    world.run_until(60.0)
+    for process in world.living():
+        learner = process.machine.core.learner
+        assert learner is not None
+        assert learner.steps > 40
+        assert process.machine.core.step <= learner.steps + 6, "six seconds to come and join"
 
 
 def test_a_shards_turn_is_open_until_its_head_moves() -> None:
