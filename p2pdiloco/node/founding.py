@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from torch import nn
 
 from p2pdiloco.node.node import InitialState
 from p2pdiloco.protocol.chain import genesis_head
@@ -24,8 +25,11 @@ from p2pdiloco.protocol.manifest import (
 from p2pdiloco.tensors.digests import state_digest
 from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.training.corpus import CorpusError, cut_into_blocks, load_corpus
+from p2pdiloco.training.huggingface import ArchitectureError, read_folder
+from p2pdiloco.training.models import build
 from p2pdiloco.training.parameters import FlatParameters
-from p2pdiloco.training.transformer import build_model, is_embedding
+from p2pdiloco.training.tokens import with_tokenizer
+from p2pdiloco.training.trainable import embedding_names, trainable
 from p2pdiloco.wire.bodies import StateProof
 
 
@@ -57,19 +61,26 @@ def found(config: RunConfig, founder: PeerId, data: str | None) -> tuple[Manifes
     """Make version 0 and the manifest that fixes it.
 
     Raises:
-        ConfigError: the corpus cannot be used, or there are more fragments than tensors.
+        ConfigError: corpus or model cannot be used, or there are more fragments than tensors.
     """
     try:
+        config = msgspec.structs.replace(config, data=with_tokenizer(config.data, data))
         corpus = load_corpus(config.data, data, context=config.model.context)
-    except CorpusError as error:
+        model: nn.Module | None = None
+        if config.model.folder:
+            found_config, model = read_folder(config.model)
+            config = msgspec.structs.replace(config, model=found_config)
+        if model is None:
+            model = build(config.model, config.seed)
+    except (CorpusError, ArchitectureError) as error:
         raise ConfigError(str(error)) from error
-    model = build_model(config.model, config.seed)
-    named = [(name, p.shape, is_embedding(name)) for name, p in model.named_parameters()]
+    embeddings, parameters = embedding_names(model), trainable(model)
+    named = [(name, p.shape, name in embeddings) for name, p in parameters]
     problems = config_problems(config, tensors=len(named))
     if problems:
         raise ConfigError("\n".join(problems))
     blocks = cut_into_blocks(corpus, config.model.context, config.inner.batch, config.data.block)
-    manifest, theta, momentum = make_manifest(config, founder, named, model.named_parameters(), blocks)
+    manifest, theta, momentum = make_manifest(config, founder, named, parameters, blocks)
     return manifest, version_zero(manifest, theta, momentum)
 
 

@@ -11,11 +11,12 @@ Rules of this file:
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from p2pdiloco.protocol.architecture import architecture_problems
 from p2pdiloco.protocol.blocks import MAX_BLOCKS
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId, ShardId, digest_of
 
@@ -34,10 +35,17 @@ MergeRule = Literal["rda", "direct"]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A byte-level decoder-only transformer (RMSNorm, RoPE, SwiGLU), or a training script's own model."""
+    """A byte-level decoder-only transformer (RMSNorm, RoPE, SwiGLU), a causal language model of Hugging Face's
+    transformers, or a training script's own model."""
 
-    kind: Literal["transformer", "external"] = "transformer"
-    """``external``: the other fields mean nothing; learners are scripts (``p2pdiloco.DiLoCo``)."""
+    kind: Literal["transformer", "huggingface", "external"] = "transformer"
+    """``huggingface``: ``config`` or ``folder``, and ``context``. ``external``: the other fields mean nothing; learners
+    are scripts (``p2pdiloco.DiLoCo``)."""
+    config: dict[str, Any] = {}
+    """For ``huggingface``: what its config.json would say, ``model_type`` first (``protocol/architecture.py``)."""
+    folder: Annotated[str, Meta(max_length=4096)] = ""
+    """For ``huggingface``, instead of ``config``: the founder's folder with config.json, and weights as safetensors to
+    begin from. Empty in a manifest."""
     width: Positive = 128
     """Residual stream; divisible by ``heads``."""
     depth: Positive = 4
@@ -53,11 +61,21 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Where a peer finds its corpus. Files are split by a hash of their relative path, so that peers with the same
     files agree on what is held out."""
 
-    kind: Literal["stdlib", "files"] = "stdlib"
-    """``stdlib``: the source of the machine's own Python standard library. ``files``: every file below ``path``."""
+    kind: Literal["stdlib", "files", "text", "jsonl", "parquet"] = "stdlib"
+    """``stdlib``: the source of the machine's own Python standard library. ``files``: every file below ``path``, as
+    bytes. ``text``, ``jsonl``, ``parquet``: documents, as tokens of ``tokenizer``."""
     path: Annotated[str, Meta(max_length=4096)] = ""
-    """Folder for ``files``; a joiner may point elsewhere with ``--data``."""
-    pattern: Annotated[str, Meta(max_length=256)] = "*.py"
+    """Folder (or a single file of documents); a joiner may point elsewhere with ``--data``."""
+    pattern: Annotated[str, Meta(max_length=256)] = ""
+    """Which files below ``path``; left out: ``*.py`` for bytes, else the kind's own, such as ``*.jsonl``."""
+    tokenizer: Annotated[str, Meta(max_length=4096)] = ""
+    """For documents: a folder with tokenizer.json. A joiner may have it among its data instead."""
+    tokenizer_digest: Annotated[str, Meta(max_length=40)] = ""
+    """Of tokenizer.json; the founder's is filled in, and a joiner's must be the same."""
+    column: Annotated[str, Meta(min_length=1, max_length=256)] = "text"
+    """Where ``jsonl`` and ``parquet`` have a document's text."""
+    separator: Annotated[str, Meta(max_length=256)] = ""
+    """Token that is put after each document, such as "</s>"; empty: none."""
     held_out_share: Annotated[float, Meta(gt=0.0, le=0.5)] = 0.05
     block: Annotated[int, Meta(ge=0, le=2**30)] = 128
     """Samples in a block of data, rounded up to whole batches; each block is trained once an epoch, by whoever takes
@@ -221,6 +239,8 @@ def decode_manifest(data: bytes, run: RunId) -> Manifest:
             "install the release that matches"
         )
     problems = config_problems(manifest.config, tensors=len(manifest.tensors))
+    if manifest.config.model.folder:
+        problems.append("the manifest names a folder of its founder's")
     if problems:
         raise ValueError("; ".join(problems))
     if any(not 0 <= t.fragment < manifest.config.schedule.fragments for t in manifest.tensors):
@@ -262,8 +282,14 @@ def config_problems(config: RunConfig, *, tensors: int | None = None) -> list[st
     ):
         if codec == "auto" and step is not None:
             problems.append(f'codec.{name}_step = {step} has no meaning with codec.{name} = "auto": leave it out')
-    if config.data.kind == "files" and not config.data.path:
-        problems.append('data.path is empty: with data.kind = "files" it must name a folder of text')
+    if config.data.kind != "stdlib" and not config.data.path:
+        problems.append(f'data.path is empty: with data.kind = "{config.data.kind}" it must name a folder of text')
+    if config.data.kind in ("text", "jsonl", "parquet") and not config.data.tokenizer:
+        problems.append(f'data.tokenizer is empty: data.kind = "{config.data.kind}" needs a folder with tokenizer.json')
+    if model.kind == "huggingface" and not model.folder:
+        problems += architecture_problems(model.config)
+    elif model.kind == "huggingface" and model.config:
+        problems.append("model.folder and model.config say the same: leave one out")
     return problems
 
 

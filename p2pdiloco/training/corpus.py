@@ -31,6 +31,8 @@ FEWEST_BLOCKS = 32
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _BUCKETS = 1 << 32
+PATTERNS = {"text": "*.txt", "jsonl": "*.jsonl", "parquet": "*.parquet"}
+"""Files of documents, by ``data.kind``."""
 
 
 class CorpusError(ValueError):
@@ -38,7 +40,7 @@ class CorpusError(ValueError):
 
 
 class Corpus(msgspec.Struct, frozen=True, kw_only=True):
-    """Two disjoint sets of files, each as one uint8 vector."""
+    """Two disjoint sets of files or documents, each as one vector: bytes (uint8) or tokens (int32)."""
 
     train: Tensor
     held_out: Tensor
@@ -48,12 +50,16 @@ def load_corpus(
     config: DataConfig, path_override: str | None = None, max_bytes: int = DEFAULT_MAX_BYTES, *, context: int = 1
 ) -> Corpus:
     """Read the files that ``config`` names, in the order of their paths, until ``max_bytes`` are read (32 MiB at most
-    for the standard library). ``path_override`` replaces the configured folder.
+    for the standard library). ``path_override`` replaces the configured folder. Documents: see ``tokens.py``.
 
     Raises:
         CorpusError: no such folder, no file, one that cannot be read, or a split shorter than ``context`` + 1 bytes.
     """
-    root, files = _find_files(config, path_override)
+    if config.kind in ("text", "jsonl", "parquet"):
+        from p2pdiloco.training.tokens import load_tokens  # which needs this module
+
+        return load_tokens(config, path_override, max_bytes, context)
+    root, files = find_files(config, path_override)
     limit = min(max_bytes, STDLIB_MAX_BYTES) if config.kind == "stdlib" and path_override is None else max_bytes
     splits: dict[bool, bytearray] = {False: bytearray(), True: bytearray()}
     for file in files:
@@ -80,16 +86,22 @@ def is_held_out(name: str, share: float) -> bool:
     return bucket < share * _BUCKETS
 
 
-def _find_files(config: DataConfig, path_override: str | None) -> tuple[Path, list[Path]]:
-    """The corpus's folder and its files, sorted by relative path."""
+def find_files(config: DataConfig, path_override: str | None) -> tuple[Path, list[Path]]:
+    """The corpus's folder and its files, sorted by relative path.
+
+    Raises:
+        CorpusError: there is no such folder, or nothing in it.
+    """
     is_stdlib = config.kind == "stdlib" and path_override is None
     path = sysconfig.get_paths()["stdlib"] if is_stdlib else path_override or config.path
     if not path:
         raise CorpusError("no folder of data is named: set data.path, or give --data")
     root = Path(path).expanduser()
+    if config.kind in PATTERNS and root.is_file():
+        return root.parent, [root]
     if not root.is_dir():
         raise CorpusError(f"{root} is no folder: set data.path, or give --data, with a folder of text files")
-    pattern = "*.py" if config.kind == "stdlib" else config.pattern
+    pattern = "*.py" if config.kind == "stdlib" else config.pattern or PATTERNS.get(config.kind, "*.py")
     try:
         found = [p for p in root.rglob(pattern) if p.is_file()]
     except (OSError, ValueError, NotImplementedError) as error:
@@ -122,7 +134,7 @@ def cut_into_blocks(corpus: Corpus, context: int, batch: int, block: int) -> Blo
 
 def data_digest(corpus: Corpus) -> Digest:
     """What tells one training split from another."""
-    return digest_of(memoryview(corpus.train.numpy()))  # type: ignore[arg-type]  # bytes-like, contiguous
+    return digest_of(memoryview(corpus.train.numpy()).cast("B"))  # type: ignore[arg-type]  # bytes-like, contiguous
 
 
 def _samples(corpus: Corpus, context: int) -> int:

@@ -1,4 +1,4 @@
-"""The built-in learner: a transformer's inner steps; between them ``outer_link`` does what the node asks for.
+"""The built-in learner: a language model's inner steps; between them ``outer_link`` does what the node asks for.
 
 Rules of this file:
 1. A step that fails, or whose loss is not finite, ends the learner before it can spoil a snapshot: ``Failed``, and the
@@ -27,12 +27,14 @@ from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.corpus import Batches, Blocks, Corpus, data_digest
 from p2pdiloco.training.evaluation import held_out_loss
 from p2pdiloco.training.inner_state import InnerStateError, Keeper, put, take
+from p2pdiloco.training.models import build, vocabulary
 from p2pdiloco.training.outer_link import OuterLink
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.reunion import Reunion
 from p2pdiloco.training.schedule import learning_rate
 from p2pdiloco.training.shared_memory import SharedVectors
-from p2pdiloco.training.transformer import build_model, loss
+from p2pdiloco.training.trainable import trainable
+from p2pdiloco.training.transformer import loss
 
 
 class Learner:
@@ -59,9 +61,10 @@ class Learner:
         """
         config = manifest.config
         largest = int(max(corpus.train.max(), corpus.held_out.max()))
-        if largest >= config.model.vocabulary:
+        if largest >= vocabulary(config.model):
             raise ValueError(
-                f"the data has byte {largest}, model.vocabulary is {config.model.vocabulary}: bytes need 256"
+                f"the data has symbol {largest}, the model's vocabulary is {vocabulary(config.model)}: bytes need 256, "
+                "tokens as many as the tokenizer has"
             )
         self._config = config
         self._manifest = manifest
@@ -79,8 +82,8 @@ class Learner:
         """In training; of it the batches that are left, and how many."""
         self._in_block: Iterator[Tensor] = iter(())
         self._left = 0
-        self._model = build_model(config.model, config.seed).to(self._device)
-        flat = FlatParameters(self._model.named_parameters(), manifest.tensors, layout)
+        self._model = build(config.model, config.seed, manifest.tensors).to(self._device)
+        flat = FlatParameters(trainable(self._model), manifest.tensors, layout)
         self._link = OuterLink(
             self, flat, layout, vectors, Channel(connection), last_step=config.inner.steps, reunion=reunion
         )
@@ -152,8 +155,8 @@ class Learner:
     def evaluate(self, theta: Tensor) -> float:
         """Held-out loss of the global parameters, with a second model that is made at the first call."""
         if self._judge is None:
-            model = copy.deepcopy(self._model).requires_grad_(False)
-            self._judge = model, FlatParameters(model.named_parameters(), self._manifest.tensors, self._layout)
+            model = copy.deepcopy(self._model)
+            self._judge = model, FlatParameters(trainable(model), self._manifest.tensors, self._layout)
         model, flat = self._judge
         flat.copy_from(theta, flat.everything)
         config = self._config

@@ -131,8 +131,10 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Size, bool]]:
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """Mean next-token cross-entropy in nats (a scalar) over ``batch``, int64 [samples, context + 1]."""
-    logits = model(batch[:, :-1])
+    """Mean next-token cross-entropy in nats (a scalar) over ``batch``, int64 [samples, context + 1]. The model gives
+    logits, or what holds them as ``logits`` (transformers)."""
+    given = model(batch[:, :-1])
+    logits: Tensor = given if isinstance(given, Tensor) else given.logits
     return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
 

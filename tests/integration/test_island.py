@@ -13,15 +13,13 @@ from typing import Any
 
 import psutil
 import pytest
+from scripts import END_S, START_S, events, held, report, until_founded, until_ready
 from swarm import swarm_in
 from waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "peers" / "island.py"
 RANKS = 2
-START_S = 200.0
-"""Everything that starts torch several times, on a busy machine."""
-END_S = 350.0
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -72,35 +70,28 @@ def results(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-def report(folder: Path) -> dict[str, Any]:
-    return dict(json.loads(next(folder.glob("*/report.json")).read_text()))
-
-
-def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = next(folder.glob("*/metrics.jsonl")).read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
-
-
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_islands_of_ddp_and_of_fsdp_train_one_model_and_a_rank_dies(tmp_path: Path) -> None:
     """Peer a: DDP. Peer b: FSDP2, and its rank 1 kills itself; torchrun starts it again, and the same node, thus the
     same peer, goes on."""
     a, b = tmp_path / "a", tmp_path / "b"
     with swarm_in(tmp_path / "swarm") as swarm:
         address = swarm.start_bootstrap()
-        islands = [start(a, "--run-name", "sines", "--peer", address, "--found", "--steps", "1200")]
+        islands = [start(a, "--run-name", "sines", "--peer", address, "--found", "--steps", "800")]
         try:
-            told = a / "node.log"
-            wait_until(
-                lambda: told.exists() and "to join from another machine" in told.read_text(), START_S, what="the run"
-            )
+            until_founded(a)
             joins = ("--run-name", "sines", "--peer", address, "--seed", "1", "--shard", "--die-at", "100")
-            islands.append(start(b, *joins, restarts=2))
+            with held(islands[0].pid, SCRIPT.name):
+                islands.append(start(b, *joins, restarts=2))
+                until_ready(b)
+            wait_until(lambda: events(b, "learner-lost"), START_S, "the death of a rank")
+            with held(islands[0].pid, SCRIPT.name):
+                until_ready(b, lives=2)
         finally:
             finish(islands, [a, b][: len(islands)], END_S)
     found = [results(a), results(b)]
     assert len({one["sum"] for peer in found for one in peer}) == 1, "the same global parameters at all four ranks"
-    assert all(one["step"] >= 1200 for peer in found for one in peer)
+    assert all(one["step"] >= 800 for peer in found for one in peer)
     assert all(one["last"] < 0.5 * one["first"] for one in found[0])
     assert [one["life"] for one in found[1]] == [1, 1], "torchrun has started it again"
     assert found[1][0]["steps"] == found[1][1]["steps"], "ranks end at the same step"
@@ -115,7 +106,7 @@ def test_islands_of_ddp_and_of_fsdp_train_one_model_and_a_rank_dies(tmp_path: Pa
     assert merged_of_b >= found[1][0]["steps"] * 16 * RANKS, "and both lives' are merged"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_an_island_whose_node_dies_trains_on(tmp_path: Path) -> None:
     a = tmp_path / "a"
     with swarm_in(tmp_path / "swarm") as swarm:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
+from scripts import END_S, START_S, events, held, report, until_founded, until_ready
 from swarm import swarm_in
 from waiting import wait_until
 
@@ -31,25 +34,26 @@ def test_without_a_run_the_script_trains_alone(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "a" / "result.json").read_text())["step"] == 0
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_two_scripts_train_one_model(tmp_path: Path) -> None:
     with swarm_in(tmp_path / "swarm") as swarm:
         address = swarm.start_bootstrap()
         founder = start(tmp_path / "a", "--run", "sines", "--peer", address, "--found", "--steps", "800")
-        told = tmp_path / "a" / "node.log"
-        wait_until(lambda: told.exists() and "to join from another machine" in told.read_text(), what="the run")
-        other = start(tmp_path / "b", "--run", "sines", "--peer", address, "--seed", "1")
-        outputs = [script.communicate(timeout=200)[0] for script in (founder, other)]
+        until_founded(tmp_path / "a")
+        with held(founder.pid, SCRIPT.name):
+            other = start(tmp_path / "b", "--run", "sines", "--peer", address, "--seed", "1")
+            until_ready(tmp_path / "b")
+        outputs = [script.communicate(timeout=END_S)[0] for script in (founder, other)]
         logs = [(tmp_path / name / "node.log").read_text()[-3000:] for name in "ab"]
         assert [script.returncode for script in (founder, other)] == [0, 0], (outputs, logs)
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in "ab"]
     assert results[0]["sum"] == results[1]["sum"], "the same global parameters"
     assert all(result["last"] < 0.5 * result["first"] for result in results)
     assert all(result["step"] >= 800 for result in results)
-    reports = [json.loads(next((tmp_path / name).glob("*/report.json")).read_text()) for name in "ab"]
+    reports = [report(tmp_path / name) for name in "ab"]
     assert reports[0]["digests"] == reports[1]["digests"]
-    assert all(report["tokens_trained"] > 0 and report["tokens_unmerged"] == 0 for report in reports)
-    assert sum(report["tokens_trained"] for report in reports) == reports[0]["tokens_merged"]
+    assert all(one["tokens_trained"] > 0 and one["tokens_unmerged"] == 0 for one in reports)
+    assert sum(one["tokens_trained"] for one in reports) == reports[0]["tokens_merged"]
 
 
 def test_what_cannot_be_joined_is_told(tmp_path: Path) -> None:
@@ -64,3 +68,35 @@ def test_what_cannot_be_joined_is_told(tmp_path: Path) -> None:
     assert script.returncode != 0
     assert "DiLoCoError: the node ended with status 3" in out
     assert "none of the initial peers answers" in out
+
+
+@pytest.mark.timeout(900)
+def test_a_script_that_was_killed_comes_back_as_the_same_peer(tmp_path: Path) -> None:
+    """Its node waits for it; another script on the same folder is refused meanwhile."""
+    arguments = ("--run", "sines", "--found", "--steps", "100000")
+    first = start(tmp_path / "a", *arguments)
+    try:
+        until_ready(tmp_path / "a")
+        node = int((tmp_path / "a" / "node.pid").read_text())
+        command = [sys.executable, str(SCRIPT), "--state", str(tmp_path / "a"), *arguments]
+        refused = subprocess.run(command, capture_output=True, text=True, timeout=170)
+        assert "is in use by another training script" in refused.stderr
+        wait_until(lambda: any(event["steps"] > 20 for event in events(tmp_path / "a", "progress")), START_S, "steps")
+        first.kill()
+        first.communicate()
+        second = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            until_ready(tmp_path / "a", lives=2)
+            assert int((tmp_path / "a" / "node.pid").read_text()) == node, "no other node was started"
+            lost = len(events(tmp_path / "a", "progress"))
+            wait_until(lambda: len(events(tmp_path / "a", "progress")) > lost + 1, START_S, "training")
+            steps = [event["step"] for event in events(tmp_path / "a", "progress")]
+            assert steps == sorted(steps), "the run goes on where it was"
+        finally:
+            second.send_signal(signal.SIGINT)
+            second.wait(END_S)
+        assert not psutil.pid_exists(node), "a script that is interrupted takes its node along"
+    finally:
+        if first.poll() is None:
+            first.kill()
+            first.communicate()

@@ -1,0 +1,206 @@
+"""What ``p2pdiloco.DiLoCo`` costs the training loop, on a model of 10 million parameters::
+
+    python -m benchmarks.training.overhead [--steps 60] [--fragments 24] [--threads 2] [--json out/overhead.json]
+                                           [--plot out/overhead.png]
+
+The wrapper is joined to a run of its own, with a real node beside it, that has no exchange due. Every other step's
+optimizer is hooked, the steps between are not, so that whatever else the machine does hits both alike: the cost when
+nothing is due is the median difference of neighbours. A snapshot and a shift of each fragment are then done through the
+same link, without the node, and compared with the median step.
+
+Rules of this file:
+1. CPU time of this thread is shown beside wall time: on a busy machine it is the one to believe.
+2. The two sums that a step costs in an island are measured by ``peers/island.py``'s own ranks, not here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import p2pdiloco
+from benchmarks.record import append, row
+from p2pdiloco.protocol.identifiers import FragmentId
+from p2pdiloco.protocol.manifest import ModelConfig, make_layout
+from p2pdiloco.tensors.fragments import tensor_specs
+from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.training.trainable import trainable
+from p2pdiloco.training.transformer import build_model, loss
+
+MODEL = ModelConfig(width=384, depth=6, heads=6, context=256)
+"""10.8 million parameters: that of peers/stdlib-10m.toml."""
+LOOPBACK = ("--listen", "/ip4/127.0.0.1/tcp/0", "--host_maddrs", "/ip4/127.0.0.1/tcp/0")
+REPEATS = 5
+
+
+class Took(NamedTuple):
+    """One call."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def clocked(call: Callable[[], object]) -> Took:
+    """Time of ``call``, and of this thread in it."""
+    wall, cpu = time.perf_counter(), time.thread_time()
+    call()
+    return Took(time.perf_counter() - wall, time.thread_time() - cpu)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, record."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training.overhead")
+    parser.add_argument("--steps", type=int, default=60, help="pairs of steps")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--fragments", type=int, default=24)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args(argv)
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    model = build_model(MODEL, 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    batch = torch.randint(0, 256, (options.batch, MODEL.context + 1))
+
+    def step() -> None:
+        value: Tensor = loss(model, batch)
+        value.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        p2pdiloco.DiLoCo(
+            model,
+            optimizer,
+            run="overhead",
+            found=True,
+            tokens_per_step=options.batch * MODEL.context,
+            sync_every=10**9,
+            state=folder,
+            node_options=LOOPBACK,
+        ) as outer,
+    ):
+        hooked: list[Took] = []
+        plain: list[Took] = []
+        calls: list[Took] = []
+        for _ in range(options.steps):
+            with_hook = clocked(step)
+            hooked.append(with_hook)
+            hook, outer._hook = outer._hook, None  # the next step is the script's alone
+            hook.remove()
+            plain.append(clocked(step))
+            calls.append(clocked(lambda: outer._on_step(optimizer, (), {})))
+            outer._hook = optimizer.register_step_post_hook(outer._on_step)
+    copies = time_copies(model, options.fragments)
+    figures = summarize(hooked, plain, calls, *copies)
+    show(figures)
+    parameters = sum(p.numel() for p in model.parameters())
+    settings = {"parameters": parameters, "batch": options.batch, "steps": options.steps}
+    settings |= {"fragments": options.fragments, "threads": options.threads}
+    if options.json:
+        append(options.json, [row("training.overhead", settings, figures)])
+    if options.plot:
+        draw(figures, options.plot)
+    return 0
+
+
+def time_copies(model: torch.nn.Module, fragments: int) -> tuple[list[Took], list[Took]]:
+    """A snapshot of each fragment, and a shift of each, several times."""
+    named = trainable(model)
+    tensors = tensor_specs([(name, p.shape, False) for name, p in named], fragments)
+    layout = make_layout(tensors, fragments, 262144, "rda")
+    snapshots: list[Took] = []
+    shifts: list[Took] = []
+    with SharedVectors.create(layout.elements) as vectors:
+        flat = FlatParameters(named, tensors, layout)
+        vectors.shift.fill_(0.0)
+        flat.copy_to(vectors.snapshot, flat.everything)  # the first touch of memory is the kernel's time
+        for _ in range(REPEATS):
+            for fragment in map(FragmentId, range(fragments)):
+                shards = flat.of_fragment(fragment)
+                snapshots.append(clocked(lambda shards=shards: flat.copy_to(vectors.snapshot, shards)))  # type: ignore[misc]
+                shifts.append(clocked(lambda shards=shards: flat.add_from(vectors.shift, shards)))  # type: ignore[misc]
+    return snapshots, shifts
+
+
+def summarize(
+    hooked: Sequence[Took],
+    plain: Sequence[Took],
+    calls: Sequence[Took],
+    snapshots: Sequence[Took],
+    shifts: Sequence[Took],
+) -> dict[str, float]:
+    """Medians, in seconds and as shares of the plain step."""
+    step_s = statistics.median(took.wall_s for took in plain)
+    step_cpu_s = statistics.median(took.cpu_s for took in plain)
+    pairs = [(h.wall_s - p.wall_s) / p.wall_s for h, p in zip(hooked, plain, strict=True)]
+    idle_s = statistics.median(took.wall_s for took in calls)
+    idle_cpu_s = statistics.median(took.cpu_s for took in calls)
+    both = [(s.wall_s + a.wall_s, s.cpu_s + a.cpu_s) for s, a in zip(snapshots, shifts, strict=True)]
+    exchange_s = statistics.median(wall for wall, _ in both)
+    return {
+        "step_s": step_s,
+        "step_cpu_s": step_cpu_s,
+        "idle_s": idle_s,
+        "idle_cpu_s": idle_cpu_s,
+        "idle_share": idle_s / step_s,
+        "idle_share_of_pairs": statistics.median(pairs),
+        "idle_share_of_pairs_spread": statistics.quantiles(pairs, n=4)[2] - statistics.quantiles(pairs, n=4)[0],
+        "exchange_s": exchange_s,
+        "exchange_cpu_s": statistics.median(cpu for _, cpu in both),
+        "exchange_share": exchange_s / step_s,
+        "exchange_largest_share": max(wall for wall, _ in both) / step_s,
+    }
+
+
+def show(figures: dict[str, float]) -> None:
+    """One table, and whether the limits hold."""
+    print(f"a step of the loop        {figures['step_s'] * 1e3:9.2f} ms wall")
+    print(
+        f"nothing due, the hook     {figures['idle_s'] * 1e3:9.3f} ms wall {figures['idle_cpu_s'] * 1e3:9.3f} ms CPU "
+        f"{figures['idle_share']:8.3%} of a step (limit 1 %)"
+    )
+    print(
+        f"  by pairs of steps       {figures['idle_share_of_pairs']:8.2%}, "
+        f"quartiles {figures['idle_share_of_pairs_spread']:.2%} apart"
+    )
+    print(
+        f"snapshot + shift, median  {figures['exchange_s'] * 1e3:9.3f} ms wall "
+        f"{figures['exchange_cpu_s'] * 1e3:9.3f} ms CPU {figures['exchange_share']:8.3%} of a step (limit 5 %)"
+    )
+    print(f"  the largest of them     {figures['exchange_largest_share']:8.2%}")
+
+
+def draw(figures: dict[str, float], path: Path) -> None:
+    """Two bars against their limits."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3))
+    names = ["nothing due", "snapshot + shift of a fragment"]
+    axes.barh(names, [100 * figures["idle_share"], 100 * figures["exchange_share"]])
+    for index, limit in enumerate((1.0, 5.0)):
+        axes.plot([limit, limit], [index - 0.4, index + 0.4], color="red")
+    axes.set_xlabel("percent of a training step (red: the limit)")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,27 @@
+"""The models that a run's TOML can name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from p2pdiloco.protocol.manifest import ModelConfig, TensorSpec
+from p2pdiloco.training.huggingface import build_huggingface
+from p2pdiloco.training.transformer import build_model
+
+
+def build(config: ModelConfig, seed: int, tensors: Sequence[TensorSpec] | None = None) -> nn.Module:
+    """A float32 model on the CPU, initialised from ``seed``; ``tensors``: what the manifest says it has.
+
+    Raises:
+        ValueError: it cannot be built here; the message says what to do.
+    """
+    if config.kind == "huggingface":
+        return build_huggingface(config, seed, tensors)
+    return build_model(config, seed)
+
+
+def vocabulary(config: ModelConfig) -> int:
+    """Symbols that the model knows."""
+    return int(config.config["vocab_size"]) if config.kind == "huggingface" else config.vocabulary

@@ -1,0 +1,214 @@
+"""Documents as tokens: text, JSON lines and Parquet, read piece by piece, tokenized once into files that are mapped.
+
+Rules of this file:
+1. Neither the documents nor their tokens have to fit into memory: what is read is encoded in batches and written to two
+   files of int32 (training and held out) under ``~/.cache/p2pdiloco/tokens``, which later lives of the learner map.
+2. A file of text is one document; in the other kinds each row is. Held out are whole documents, by a hash of the file's
+   relative path and the row's number, so that peers with the same files agree.
+3. The tokenizer is a tokenizer.json, which is data; no code comes with it. Its digest is in the manifest, since peers
+   with different ones would train on different symbols.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from p2pdiloco.protocol.identifiers import digest_of
+from p2pdiloco.protocol.manifest import DataConfig
+from p2pdiloco.training.corpus import PATTERNS, Corpus, CorpusError, find_files, is_held_out
+from p2pdiloco.training.huggingface import EXTRA
+
+MAX_TOKENIZER_BYTES = 1 << 26
+MAX_ROW_BYTES = 1 << 26
+TEXT_BYTES = 1 << 20
+"""What of a text file is encoded at once; it is cut at a line's end."""
+_BATCH = 256
+_FORMAT = 1
+_FILES = ("train.i32", "held_out.i32")
+
+
+class Document(NamedTuple):
+    """A document, or a piece of one."""
+
+    name: str
+    text: str
+    is_end: bool
+
+
+def with_tokenizer(config: DataConfig, path_override: str | None) -> DataConfig:
+    """``config`` with the digest of the tokenizer that is here.
+
+    Raises:
+        CorpusError: there is none.
+    """
+    if config.kind not in PATTERNS:
+        return config
+    return msgspec.structs.replace(config, tokenizer_digest=digest_of(_tokenizer_bytes(config, path_override)))
+
+
+def load_tokens(config: DataConfig, path_override: str | None, max_bytes: int, context: int) -> Corpus:
+    """Tokenize what ``config`` names, up to ``max_bytes`` of text, unless that was done before.
+
+    Raises:
+        CorpusError: as ``load_corpus``; also another tokenizer than the run's, or a broken row.
+    """
+    tokenizer = _tokenizer_bytes(config, path_override)
+    digest = digest_of(tokenizer)
+    if config.tokenizer_digest and digest != config.tokenizer_digest:
+        raise CorpusError(
+            f"the tokenizer.json here has the digest {digest}, the run's has {config.tokenizer_digest}: "
+            "copy the founder's into the folder of your data"
+        )
+    root, files = find_files(config, path_override)
+    stamps = [(file.relative_to(root).as_posix(), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    settings = (_FORMAT, digest, config.kind, config.column, config.separator, config.held_out_share, max_bytes)
+    folder = _cache() / digest_of(json.dumps([str(root.resolve()), settings, stamps]).encode())
+    if not folder.is_dir():
+        _write(folder, _documents(config, root, files), config, tokenizer, max_bytes)
+    splits = []
+    for name, label in zip(_FILES, ("training", "held-out"), strict=True):
+        tokens = (folder / name).stat().st_size // 4
+        if tokens <= context:
+            raise CorpusError(
+                f"the {label} split of {root} has {tokens} tokens, a sample needs {context + 1}: "
+                "add documents (each goes to one split as a whole) or change data.held_out_share"
+            )
+        splits.append(torch.from_file(str(folder / name), shared=False, size=tokens, dtype=torch.int32))
+    return Corpus(train=splits[0], held_out=splits[1])
+
+
+def _tokenizer_bytes(config: DataConfig, path_override: str | None) -> bytes:
+    places = [Path(place).expanduser() for place in (config.tokenizer, path_override or config.path) if place]
+    for place in places:
+        file = place if place.name == "tokenizer.json" else place / "tokenizer.json"
+        try:
+            with file.open("rb") as stream:
+                return stream.read(MAX_TOKENIZER_BYTES)
+        except OSError:
+            continue
+    told = " or ".join(map(str, places))
+    raise CorpusError(f"no tokenizer.json in {told}: put the founder's into the folder of your data")
+
+
+def _cache() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "p2pdiloco" / "tokens"
+
+
+def _write(folder: Path, documents: Iterator[Document], config: DataConfig, tokenizer: bytes, max_bytes: int) -> None:
+    """Both files, complete or not at all; of two processes that do this at once one wins."""
+    encoder = _load_tokenizer(tokenizer)
+    separator: list[int] = []
+    if config.separator:
+        token = encoder.token_to_id(config.separator)
+        if token is None:
+            raise CorpusError(f"data.separator = {config.separator!r} is no token of the tokenizer: choose one that is")
+        separator = [token]
+    temporary = folder.with_name(f"{folder.name}.{os.getpid()}")
+    try:
+        temporary.mkdir(parents=True)
+        with (temporary / _FILES[0]).open("wb") as train, (temporary / _FILES[1]).open("wb") as held_out:
+            left = max_bytes
+            while left > 0 and (batch := list(islice(documents, _BATCH))):
+                for document, found in zip(
+                    batch, encoder.encode_batch([d.text for d in batch], add_special_tokens=False), strict=True
+                ):
+                    target = held_out if is_held_out(document.name, config.held_out_share) else train
+                    ids = found.ids + separator if document.is_end else found.ids
+                    target.write(np.asarray(ids, dtype=np.int32).tobytes())
+                    left -= len(document.text)
+        with suppress(OSError):  # another process was faster
+            temporary.rename(folder)
+    except OSError as error:
+        raise CorpusError(f"tokens cannot be written to {folder.parent}: {error.strerror}; make room there") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _load_tokenizer(data: bytes) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise CorpusError(f"the run's data are tokens: {EXTRA}") from error
+    try:
+        return Tokenizer.from_str(data.decode())
+    except Exception as error:  # tokenizers raises nothing more special
+        raise CorpusError(f"tokenizer.json is no tokenizer: {error}") from error
+
+
+def _documents(config: DataConfig, root: Path, files: Iterable[Path]) -> Iterator[Document]:
+    for file in files:
+        name = file.relative_to(root).as_posix()
+        try:
+            if config.kind == "text":
+                yield from _text(file, name)
+            elif config.kind == "jsonl":
+                yield from _json_lines(file, name, config.column)
+            else:
+                yield from _parquet(file, name, config.column)
+        except OSError as error:
+            raise CorpusError(f"{file} cannot be read ({error}): mend it or move it away") from error
+
+
+def _text(file: Path, name: str) -> Iterator[Document]:
+    with file.open(encoding="utf-8", errors="replace") as stream:
+        piece = "".join(stream.readlines(TEXT_BYTES))
+        while piece:
+            following = "".join(stream.readlines(TEXT_BYTES))
+            yield Document(name, piece, not following)
+            piece = following
+
+
+def _json_lines(file: Path, name: str, column: str) -> Iterator[Document]:
+    with file.open("rb") as stream:
+        for index in range(1 << 62):
+            line = stream.readline(MAX_ROW_BYTES)
+            if not line:
+                return
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)[column]
+            except (ValueError, KeyError, TypeError) as error:
+                raise CorpusError(
+                    f"{file}, line {index + 1}, is no JSON object with {column!r}: mend it, or set data.column"
+                ) from error
+            yield _row(file, name, index, column, text)
+
+
+def _parquet(file: Path, name: str, column: str) -> Iterator[Document]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise CorpusError(f"the run's data are Parquet: {EXTRA}") from error
+    index = 0
+    try:
+        with parquet.ParquetFile(file) as table:
+            if column not in table.schema_arrow.names:
+                raise CorpusError(
+                    f"{file} has no column {column!r}: set data.column to one of {table.schema_arrow.names}"
+                )
+            for batch in table.iter_batches(batch_size=_BATCH, columns=[column]):
+                for value in batch.column(0):
+                    yield _row(file, name, index, column, value.as_py())
+                    index += 1
+    except pyarrow.ArrowInvalid as error:
+        raise CorpusError(f"{file} is no Parquet file: {error}") from error
+
+
+def _row(file: Path, name: str, index: int, column: str, text: object) -> Document:
+    if not isinstance(text, str):
+        raise CorpusError(f"{file}, row {index + 1}: {column!r} is no text: mend it, or set data.column")
+    return Document(f"{name}#{index}", text, True)

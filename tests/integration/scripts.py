@@ -1,0 +1,65 @@
+"""Training scripts in tests: what their peers wrote, and how one is held until another is there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+from waiting import wait_until
+
+START_S = 240.0
+"""Everything that starts torch several times, on a busy machine."""
+END_S = 400.0
+"""A whole run."""
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """What the peer of this state folder has logged, of one kind."""
+    path = next(folder.glob("*/metrics.jsonl"), None)
+    lines = [] if path is None else path.read_text().splitlines()
+    found = []
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue  # the last one is being written
+        if event["event"] == kind:
+            found.append(event)
+    return found
+
+
+def report(folder: Path) -> dict[str, Any]:
+    """What the peer has written at its end."""
+    return dict(json.loads(next(folder.glob("*/report.json")).read_text()))
+
+
+def until_founded(folder: Path) -> None:
+    """Wait for the run that the script of this state folder founds."""
+    told = folder / "node.log"
+    wait_until(lambda: told.exists() and "to join from another machine" in told.read_text(), START_S, "the run")
+
+
+def until_ready(folder: Path, lives: int = 1) -> None:
+    """Wait until the script of this state folder has met its node, in its ``lives``-th life."""
+    wait_until(lambda: len(events(folder, "learner-ready")) >= lives, START_S, f"life {lives} of {folder}")
+
+
+@contextmanager
+def held(root: int, mark: str) -> Iterator[None]:
+    """Stop the processes at and below ``root`` whose command line has ``mark``, so that a run does not end before
+    another script, on a busy machine, has begun."""
+    parent = psutil.Process(root)
+    processes = [p for p in (parent, *parent.children(recursive=True)) if any(mark in part for part in p.cmdline())]
+    processes = [p for p in processes if "torch.distributed.run" not in p.cmdline() and "p2pdiloco" not in p.cmdline()]
+    assert processes
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.resume()

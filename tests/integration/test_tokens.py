@@ -1,0 +1,119 @@
+"""Documents as tokens: every kind gives the same tokens; what is wrong is said; a tokenizer must be the run's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from documents import VOCABULARY, make_texts, write_documents, write_tokenizer
+
+from p2pdiloco.protocol.manifest import DataConfig
+from p2pdiloco.training import tokens
+from p2pdiloco.training.corpus import CorpusError, data_digest, load_corpus
+from p2pdiloco.training.tokens import with_tokenizer
+
+pytest.importorskip("tokenizers", reason="needs the extra hf: pip install '.[hf]'")
+pytest.importorskip("pyarrow", reason="needs the extra hf: pip install '.[hf]'")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "p2pdiloco" / "tokens"
+
+
+def config(folder: Path, kind: str, **changes: object) -> DataConfig:
+    settings = {"kind": kind, "path": str(folder / kind), "tokenizer": str(folder / "tok"), "held_out_share": 0.3}
+    return msgspec.convert(settings | changes, DataConfig)
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+def test_documents_become_tokens_once(tmp_path: Path, kind: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = make_texts(300)
+    write_tokenizer(tmp_path / "tok")
+    write_documents(tmp_path / kind, kind, texts)
+    settings = config(tmp_path, kind, separator="</s>")
+    corpus = load_corpus(settings, context=16)
+    total = sum(len(text.split()) + 1 for text in texts)
+    assert len(corpus.train) + len(corpus.held_out) == total, "every word and every separator, once"
+    assert 0.15 < len(corpus.held_out) / total < 0.45
+    assert int(corpus.train.max()) < VOCABULARY
+    assert corpus.train.dtype == torch.int32
+    assert int((corpus.train == 1).sum() + (corpus.held_out == 1).sum()) == len(texts)
+    assert len(list(cache.iterdir())) == 1, "nothing temporary stays"
+    digest = data_digest(corpus)
+
+    def fail(*_: object) -> None:
+        raise AssertionError("it was tokenized before")
+
+    monkeypatch.setattr(tokens, "_write", fail)
+    assert data_digest(load_corpus(settings, context=16)) == digest
+
+
+def test_a_long_text_is_one_document_though_it_is_read_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "TEXT_BYTES", 1000)
+    write_tokenizer(tmp_path / "tok")
+    for name in ("a", "b", "c", "d"):  # "b" is held out
+        (tmp_path / "text").mkdir(exist_ok=True)
+        (tmp_path / "text" / f"{name}.txt").write_text("\n".join(make_texts(100)))
+    corpus = load_corpus(config(tmp_path, "text", separator="</s>", held_out_share=0.5), context=16)
+    assert int((corpus.train == 1).sum() + (corpus.held_out == 1).sum()) == 4
+    words = sum(len(text.split()) for text in make_texts(100))
+    assert len(corpus.train) % (words + 1) == 0, "each file as a whole went to one split"
+
+
+def test_no_more_than_the_limit_is_read(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tok")
+    write_documents(tmp_path / "jsonl", "jsonl", make_texts(2000))
+    whole = load_corpus(config(tmp_path, "jsonl"))
+    part = load_corpus(config(tmp_path, "jsonl"), max_bytes=40_000)
+    assert len(part.train) < 0.6 * len(whole.train)
+
+
+def test_a_joiner_needs_the_runs_tokenizer(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tok")
+    write_documents(tmp_path / "jsonl", "jsonl", make_texts(50))
+    settings = with_tokenizer(config(tmp_path, "jsonl"), None)
+    assert len(settings.tokenizer_digest) == 40
+    elsewhere = write_documents(tmp_path / "elsewhere", "jsonl", make_texts(50))
+    absent = msgspec.structs.replace(settings, tokenizer=str(tmp_path / "nowhere"))
+    with pytest.raises(CorpusError, match=r"no tokenizer\.json in .*nowhere or .*elsewhere"):
+        load_corpus(absent, str(elsewhere))
+    write_tokenizer(elsewhere)
+    assert len(load_corpus(absent, str(elsewhere)).train) > 0
+    (elsewhere / "tokenizer.json").write_text((elsewhere / "tokenizer.json").read_text() + " ")
+    with pytest.raises(CorpusError, match="copy the founder's"):
+        load_corpus(absent, str(elsewhere))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "content", "told"),
+    [
+        ("jsonl", "0.jsonl", '{"text": "a"}\n{"body": "a"}\n', "line 2, is no JSON object with 'text'"),
+        ("jsonl", "0.jsonl", "not json\n", "line 1, is no JSON"),
+        ("jsonl", "0.jsonl", '{"text": 3}\n', "row 1: 'text' is no text"),
+        ("parquet", "0.parquet", "PAR1 not really", "is no Parquet file"),
+        ("text", "0.doc", "text", "no file that matches '\\*.txt'"),
+        ("text", "0.txt", "one word", "a sample needs"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path: Path, kind: str, name: str, content: str, told: str) -> None:
+    write_tokenizer(tmp_path / "tok")
+    (tmp_path / kind).mkdir()
+    (tmp_path / kind / name).write_text(content)
+    with pytest.raises(CorpusError, match=told):
+        load_corpus(config(tmp_path, kind), context=16)
+    assert not list((tmp_path / "cache" / "p2pdiloco" / "tokens").glob("*.*")), "no half of a corpus stays"
+
+
+def test_a_column_and_a_separator_that_are_not_there_are_named(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tok")
+    write_documents(tmp_path / "parquet", "parquet", make_texts(50))
+    with pytest.raises(CorpusError, match=r"no column 'body': set data.column to one of \['number', 'text'\]"):
+        load_corpus(config(tmp_path, "parquet", column="body"))
+    with pytest.raises(CorpusError, match="is no token of the tokenizer"):
+        load_corpus(config(tmp_path, "parquet", separator="<eos>"))
