@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from benchmarks.quality import runner, sweeps
+from benchmarks.quality import report, runner, sweeps, tie
+from p2pdiloco.chaos.swarm import SwarmError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,10 +23,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.add_argument("sweeps", nargs="+", choices=sorted(sweeps.SWEEPS))
     run.add_argument("--eager", action="store_true", help="without torch.compile (slower, but for the first minute)")
     commands.add_parser("list", help="the sweeps")
+    report_ = commands.add_parser("report", help="tables and plots")
+    report_.add_argument("--plots", type=Path, help="a folder for the plots, e.g. docs/plots")
+    tie_ = commands.add_parser("tie", help="compare with real processes")
+    tie_.add_argument("--out", type=Path, default=Path("out/quality/tie"))
+    tie_.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    tie_.add_argument("--json", type=Path, help="append rows of results here")
+    tie_.add_argument("--time-limit", type=float, default=600.0, metavar="SECONDS", help="of one real run")
     options = parser.parse_args(argv)
     match options.command:
         case "run":
             runner.work(sweeps.cells(options.sweeps), is_compiled=not options.eager)
+        case "report":
+            report.print_tables()
+            if options.plots:
+                report.draw(options.plots)
+        case "tie":
+            try:
+                return 0 if tie.tie(options.out, options.seeds, options.json, options.time_limit) else 1
+            except SwarmError as error:
+                print(f"the tie failed: {error}", file=sys.stderr)
+                return 1
         case _:
             there = runner.rows()
             for name in sweeps.SWEEPS:

@@ -26,17 +26,17 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     width: int = 48
     depth: int = 2
     heads: int = 3
-    context: int = 64
+    context: int = 32
 
     learners: int = 4
-    batch: int = 32
+    batch: int = 16
     """Samples a step of all learners together: each takes batch / learners."""
-    steps: int = 480
+    steps: int = 1920
     """The token budget in whole steps: the run ends when steps * batch * context tokens are trained."""
-    learning_rate: float = 4e-3
+    learning_rate: float = 2e-3
     """The inner optimizer's peak."""
     final_share: float = 0.1
-    warmup: int = 24
+    warmup: int = 96
     inner: Literal["adamw", "muon"] = "adamw"
 
     fragments: int = 12

@@ -22,15 +22,18 @@ def _parallel(**changes: object) -> Setting:
 
 
 def inner() -> list[Setting]:
-    """The inner learning rate: of data parallel, and of four learners."""
-    rates = (2e-3, 4e-3, 8e-3, 1.6e-2)
-    return [_parallel(learning_rate=rate) for rate in rates] + [_with(learning_rate=rate) for rate in rates[:3]]
+    """The inner learning rate of data parallel and of four learners; one learner alone with its quarter of a batch."""
+    rates = (2e-3, 4e-3, 1e-3, 8e-3)
+    alone = _parallel(batch=BASE.batch // 4)
+    return [_parallel(learning_rate=rate) for rate in rates] + [alone] + [_with(learning_rate=r) for r in rates[:3]]
 
 
 def outer() -> list[Setting]:
     """Outer learning rate and momentum, four learners at H = 24."""
-    pairs = ((0.7, 0.3), (1.0, 0.0), (1.0, 0.3), (0.7, 0.6), (0.4, 0.6), (0.7, 0.0), (0.4, 0.9), (0.7, 0.9))
-    return [_with(outer_rate=rate, outer_momentum=momentum) for rate, momentum in pairs]
+    pairs = ((0.7, 0.3), (1.0, 0.0), (0.7, 0.0), (1.0, 0.3), (0.7, 0.6), (0.4, 0.6), (0.4, 0.9), (0.7, 0.9))
+    by_rda = [_with(outer_rate=rate, outer_momentum=momentum) for rate, momentum in pairs]
+    by_mean = [_with(outer_rate=rate, outer_momentum=mu, merge="direct") for rate, mu in (*pairs[:2], (0.7, 0.6))]
+    return [by_rda[0], by_mean[0], *by_rda[1:3], *by_mean[1:], *by_rda[3:]]
 
 
 def outer_by_learners() -> list[Setting]:
