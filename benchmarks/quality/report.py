@@ -1,0 +1,171 @@
+"""Tables and plots of docs/quality.md, from the rows of results.
+
+Rules of this file:
+1. A gap is relative to data parallel with its best learning rate, same model, tokens and global batch, seed by seed.
+2. Where there are several seeds the table has the mean and, after +-, the standard deviation over seeds of what stands
+   before it. With one seed it has no +-.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.quality import sweeps
+from benchmarks.quality.runner import rows
+from benchmarks.quality.settings import Setting, to_row
+
+Figures = Mapping[str, Any]
+Rows = Mapping[Setting, Figures]
+MODEL = ("width", "depth", "heads", "context", "batch", "steps", "data")
+NAMES = {
+    "learners": "M",
+    "sync_every": "H",
+    "overlap": "tau",
+    "fragments": "P",
+    "outer_rate": "outer lr",
+    "outer_momentum": "mu",
+    "learning_rate": "inner lr",
+    "absent": "absent",
+}
+
+
+def seedless(setting: Setting) -> Setting:
+    """The cell, whatever its seed."""
+    return msgspec.structs.replace(setting, seed=0)
+
+
+def by_seed(found: Rows) -> dict[Setting, dict[int, Figures]]:
+    """Figures by cell and seed."""
+    cells: dict[Setting, dict[int, Figures]] = {}
+    for setting, figures in found.items():
+        cells.setdefault(seedless(setting), {})[setting.seed] = figures
+    return cells
+
+
+def baseline(cells: Mapping[Setting, Mapping[int, Figures]], setting: Setting) -> dict[int, float]:
+    """The loss by seed of data parallel with its best learning rate (in the mean over the seeds that all rates have),
+    for ``setting``'s model, tokens and batch. Parts of the data are of no account to data parallel."""
+    model = {name: getattr(setting, name) for name in MODEL if name != "data"}
+    found = {
+        cell: {seed: figures["loss"] for seed, figures in runs.items()}
+        for cell, runs in cells.items()
+        if cell.method == "parallel" and all(getattr(cell, name) == value for name, value in model.items())
+    }
+    if not found:
+        return {}
+    shared = set.intersection(*(set(losses) for losses in found.values()))
+    best = min(found, key=lambda cell: statistics.fmean(found[cell][s] for s in shared) if shared else 0.0)
+    return found[best]
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """Mean +- standard deviation."""
+    mean = format(statistics.fmean(values), form)
+    return f"{mean} +- {format(statistics.stdev(values), form.lstrip('+'))}" if len(values) > 1 else mean
+
+
+def gaps(cells: Mapping[Setting, Mapping[int, Figures]], setting: Setting, against: Mapping[int, float]) -> list[float]:
+    """Relative differences in per cent, seed by seed."""
+    runs = cells[seedless(setting)]
+    return [100.0 * (figures["loss"] / against[s] - 1.0) for s, figures in sorted(runs.items()) if s in against]
+
+
+def table(found: Rows, wanted: Iterable[Setting], label: Callable[[Setting], str]) -> list[str]:
+    """One row for each cell that was run."""
+    cells = by_seed(found)
+    lines = ["| setting | seeds | loss | gap to data parallel, % | bytes/parameter up, down |", "|---|---|---|---|---|"]
+    for setting in dict.fromkeys(map(seedless, wanted)):
+        runs = cells.get(setting)
+        if not runs:
+            continue
+        difference = gaps(cells, setting, baseline(cells, setting))
+        figures = next(iter(runs.values()))
+        traffic = f"{figures['up_bytes_per_parameter']:.3f}, {figures['down_bytes_per_parameter']:.3f}"
+        lines.append(
+            f"| {label(setting)} | {len(runs)} | {spread([f['loss'] for f in runs.values()], '.4f')} | "
+            f"{spread(difference, '+.2f') if difference else '-'} | {traffic if setting.method == 'diloco' else '-'} |"
+        )
+    return lines
+
+
+def label(setting: Setting) -> str:
+    """What differs from the defaults, in words."""
+    standard, mine = to_row(Setting()), to_row(setting)
+    shown = [name for name in mine if name != "seed" and mine[name] != standard[name]]
+    if setting.method == "parallel":
+        return f"data parallel, lr {setting.learning_rate:g}"
+    said = [f"{NAMES.get(name, name)} {_value(mine[name])}" for name in shown]
+    return ", ".join(said) or "defaults"
+
+
+def _value(value: object) -> str:
+    return (
+        ":".join(f"{x:g}" for x in value)
+        if isinstance(value, tuple)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+def print_tables() -> None:
+    """All sweeps, as Markdown."""
+    found = rows()
+    for name, make in sweeps.SWEEPS.items():
+        doc = " ".join((make.__doc__ or "").split())
+        print(f"\n**{name}**: {doc}\n")
+        print("\n".join(table(found, make(), label)))
+
+
+def draw(folder: Path) -> None:
+    """The plots."""
+    import matplotlib  # heavy, and optional
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    found = rows()
+    cells = by_seed(found)
+
+    def points(names: Sequence[str], keep: Callable[[Setting], bool]) -> list[tuple[Setting, float, float]]:
+        """Cells with their mean gap and its deviation."""
+        wanted = [s for s in dict.fromkeys(map(seedless, sweeps.cells(names))) if s in cells and keep(s)]
+        measured = [(s, gaps(cells, s, baseline(cells, s))) for s in wanted]
+        return [(s, statistics.fmean(g), statistics.stdev(g) if len(g) > 1 else 0.0) for s, g in measured if g]
+
+    _draw_outer(pyplot, points(["outer", "outer-m", "outer-h"], lambda s: s.method == "diloco"), folder)
+    _draw_codecs(pyplot, cells, points(["codec"], lambda s: s.up == s.down and s.feedback), folder)
+
+
+def _draw_outer(pyplot: Any, points: Sequence[tuple[Setting, float, float]], folder: Path) -> None:
+    figure, axes = pyplot.subplots(figsize=(7, 4.2))
+    for learners, sync_every in sorted({(s.learners, s.sync_every) for s, _, _ in points}):
+        line = [(s, g) for s, g, _ in points if (s.learners, s.sync_every) == (learners, sync_every)]
+        line.sort(key=lambda one: one[0].outer_rate / (1.0 - one[0].outer_momentum))
+        reach = [s.outer_rate / (1.0 - s.outer_momentum) for s, _ in line]
+        axes.plot(reach, [g for _, g in line], "o-", label=f"M = {learners}, H = {sync_every}")
+    axes.set(xscale="log", xlabel="outer learning rate / (1 - momentum)", ylabel="gap to data parallel, %")
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(folder / "quality-outer.png", dpi=110)
+
+
+def _draw_codecs(
+    pyplot: Any, cells: Mapping[Setting, Any], points: Sequence[tuple[Setting, float, float]], folder: Path
+) -> None:
+    figure, axes = pyplot.subplots(figsize=(7, 4.2))
+    for setting, gap, error in points:
+        size = next(iter(cells[setting].values()))["up_bytes_per_parameter"]
+        axes.errorbar([size], [gap], yerr=[error], fmt="o")
+        axes.annotate(setting.up, (size, gap), textcoords="offset points", xytext=(5, 4), fontsize=8)
+    axes.set(xscale="log", xlabel="bytes a parameter, one way", ylabel="gap to data parallel, %")
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(folder / "quality-codecs.png", dpi=110)

@@ -1,0 +1,152 @@
+"""The tie: the same run by real processes over real sockets, and in the laboratory.
+
+The real swarm is started with the commands that a user types. Its founder trains alone until the others are there; the
+laboratory's last learner joins at the same share of the run, and its budget is the tokens that the swarm merged. What
+is left is order and timing: other samples, commits that come sooner or later than ``overlap`` steps.
+
+Rules of this file:
+1. Both final models are evaluated by the same code on the same windows.
+2. The verdict compares the difference of the means with the standard error of that difference over seeds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from benchmarks import record
+from benchmarks.quality.data import corpus, held_out_losses
+from benchmarks.quality.laboratory import Laboratory
+from benchmarks.quality.settings import Setting, to_row
+from p2pdiloco.chaos.swarm import Swarm, SwarmError
+from p2pdiloco.node.checkpoint import load
+from p2pdiloco.protocol.manifest import Layout
+from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.training.transformer import build_model
+
+SETTING = Setting(learners=2, batch=32, steps=240)
+POLL_S = 0.2
+TOML = """name = "tie"
+seed = {seed}
+[model]
+width = {width}
+depth = {depth}
+heads = {heads}
+context = {context}
+[inner]
+steps = {steps}
+batch = {learner_batch}
+learning_rate = {learning_rate}
+final_share = {final_share}
+warmup = {warmup}
+[schedule]
+fragments = {fragments}
+sync_every = {sync_every}
+overlap = {overlap}
+max_shard = {max_shard}
+[outer]
+learning_rate = {outer_rate}
+momentum = {outer_momentum}
+merge = "{merge}"
+adopt = "{adopt}"
+[codec]
+up = "{up}"
+down = "{down}"
+[evaluation]
+every = 0
+"""
+
+
+class Real(NamedTuple):
+    """What a swarm of processes came to."""
+
+    loss: float
+    merged_tokens: int
+    alone: float
+    """Share of the merged tokens that the founder had trained when the last peer began."""
+
+
+def tie(out: Path, seeds: Sequence[int], rows: Path | None, time_limit_s: float) -> bool:
+    """Run both for every seed, print and append what came out; whether the means are within the noise.
+
+    Raises:
+        SwarmError: a peer failed, or the run took too long.
+    """
+    real: list[float] = []
+    lab: list[float] = []
+    for seed in seeds:
+        setting = msgspec.structs.replace(SETTING, seed=seed)
+        measured = run_swarm(setting, out / str(seed), time_limit_s)
+        same = msgspec.structs.replace(
+            setting,
+            steps=round(measured.merged_tokens / setting.step_tokens),
+            join_at=measured.alone if measured.alone > 0.01 else 0.0,
+        )
+        loss = Laboratory(same).run().figures["loss"]
+        print(
+            f"seed {seed}: swarm {measured.loss:.4f}, laboratory {loss:.4f} nats a byte; {measured.merged_tokens:,} "
+            f"tokens merged, {measured.alone:.0%} of them before the last peer began",
+            flush=True,
+        )
+        real.append(measured.loss)
+        lab.append(loss)
+        if rows is not None:
+            figures = {"swarm_loss": measured.loss, "laboratory_loss": loss, "merged_tokens": measured.merged_tokens}
+            record.append(rows, [record.row("quality-tie", to_row(same), figures)])
+    differences = [r - x for r, x in zip(real, lab, strict=True)]
+    mean = statistics.fmean(differences)
+    error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("nan")
+    is_tied = abs(mean) <= max(2.0 * error, 0.005 * statistics.fmean(lab))
+    print(
+        f"swarm - laboratory: {mean:+.4f} +- {error:.4f} nats ({mean / statistics.fmean(lab):+.2%}): "
+        f"{'within' if is_tied else 'NOT within'} two standard errors or 0.5 %"
+    )
+    return is_tied
+
+
+def run_swarm(setting: Setting, out: Path, time_limit_s: float) -> Real:
+    """Found, join, wait for the end, evaluate the founder's checkpoint.
+
+    Raises:
+        SwarmError: see ``tie``.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "run.toml"
+    path.write_text(TOML.format(**to_row(setting), learner_batch=setting.batch // setting.learners))
+    swarm = Swarm(out)
+    try:
+        address = swarm.start_bootstrap()
+        founder = swarm.start_founder("0", path, address)
+        others = [swarm.join(str(index), address) for index in range(1, setting.learners)]
+        began, before = time.monotonic(), -1
+        while any(member.is_running for member in swarm.members):
+            for member in swarm.members:
+                member.refresh()
+                if member.ended_badly:
+                    raise SwarmError(f"peer {member.name} ended with status {member.status}, see {member.log_path}")
+            if before < 0 and all(member.view.tokens for member in others):
+                before = founder.view.tokens - max(member.view.tokens for member in others)
+            if time.monotonic() - began > time_limit_s:
+                raise SwarmError(f"the run is not over after {time_limit_s:.0f} s, at step {founder.view.step}")
+            time.sleep(POLL_S)
+        founder.refresh()
+        folder = founder.run_folder()
+        checkpoint = None if folder is None else load(folder / "checkpoint")
+        if checkpoint is None:
+            raise SwarmError("the founder saved no checkpoint")
+    finally:
+        swarm.stop()
+        swarm.kill_leftovers()
+    torch.set_num_threads(1)
+    model = build_model(setting.model_config, setting.seed)
+    flat = FlatParameters(model.named_parameters(), checkpoint.manifest.tensors, Layout.of(checkpoint.manifest))
+    flat.copy_from(checkpoint.theta, flat.everything)
+    loss = float(held_out_losses(model, corpus(), setting.context).double().mean())
+    merged = founder.view.merged_tokens
+    return Real(loss, merged, max(0, before) / max(1, merged))
