@@ -23,7 +23,8 @@ Column = tuple[str, str, str]
 def of_series(workers: Sequence[Worker], step_s: float, *, is_lockstep: bool = False) -> dict[str, Any]:
     """All workers' figures together; the curve is (seconds, steps, held-out loss).
 
-    ``is_lockstep``: all steps are alike, and the first one's set-up is left out of the rate.
+    ``is_lockstep``: all steps are alike, and the first one's set-up is left out of the rate; whether a step was late
+    cannot be told from its waiting for others.
     """
     curve = [(w["at"], w["number"], min(w["whole"], w["own"])) for w in workers[0].of("evaluated")]
     words = [worker.of("step") for worker in workers]
@@ -42,7 +43,7 @@ def of_series(workers: Sequence[Worker], step_s: float, *, is_lockstep: bool = F
         "utilisation": compute_s / sum(w[-1]["at"] for w in mine),
         "steady_utilisation": step_s / pace,
         "blocked_s": max(sum(one["blocked"] for one in w) for w in mine),
-        "late_share": sum(w[-1]["late"] for w in mine) / steps,
+        "late_share": None if is_lockstep else sum(w[-1]["late"] for w in mine) / steps,
         "sent_mb": statistics.mean(w[-1]["sent"] for w in mine) / 1e6,
         "received_mb": statistics.mean(w[-1]["received"] for w in mine) / 1e6,
         "sent_kb_a_step": sum(w[-1]["sent"] for w in mine) / steps / 1e3,
@@ -68,11 +69,12 @@ def time_to(wanted: float, curve: Sequence[tuple[float, float]]) -> float | None
 
 def brief(one: Mapping[str, Any]) -> str:
     """For the impatient."""
+    late = "-" if one["late_share"] is None else f"{one['late_share']:.1%}"
     lowest = "-" if one["lowest"] is None else f"{one['lowest']:.3f}"
     return (
         f"{one['steps']:.0f} steps in {one['wall_s']:.1f} s, {one['tokens_per_s']:.0f} tokens/s, utilisation "
         f"{one['utilisation']:.1%}, blocked {one['blocked_s']:.2f} s, {one['sent_kb_a_step']:.1f} kB a step, "
-        f"late {one['late_share']:.1%}, lowest loss {lowest}"
+        f"late {late}, lowest loss {lowest}"
     )
 
 

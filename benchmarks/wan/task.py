@@ -30,7 +30,7 @@ TOKENS = BATCH * 64
 LEARNING_RATE = 2e-3
 WARMUP = 24
 CORPUS_BYTES = 8 << 20
-SAMPLES = 128
+SAMPLES = 64
 """Held-out windows of an evaluation."""
 Snapshot = tuple[float, int, list[Tensor]]
 """Seconds since the start, steps of this worker, parameters."""
