@@ -51,6 +51,7 @@ golden: $(READY) ## write the golden transcripts anew, to be read and committed
 bench-wire: $(READY) ## codec, transport and exchange: tables, JSON and plots in out/bench (root for shaped links; long)
 	@$(BIN)/python -m benchmarks.wire.codec --json out/bench/codec.json --plot out/bench/codec.png
 	@$(BIN)/python -m benchmarks.wire.transport --json out/bench/transport.json --plot out/bench/transport.png
+	@$(BIN)/python -m benchmarks.wire.path --repeat 3 --json out/bench/path.json
 	@$(BIN)/python -m benchmarks.wire.exchange $(EXCHANGE) --json out/bench/exchange.json --plot out/bench/exchange.png
 
 WAN := $(BIN)/python -m benchmarks.wan

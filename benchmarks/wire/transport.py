@@ -40,6 +40,7 @@ from p2pdiloco.wire.schedule import slice_bytes
 SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
 THROUGHPUT_BYTES = 1 << 30
 RATES_MBIT = (100, 1000, 2500)
+ROUND_TRIP_RATES_MBIT = (10, *RATES_MBIT)
 BUDGET_S = 5.0
 SETTLE_S = 0.5
 SAMPLE_S = 0.02
@@ -334,7 +335,7 @@ async def measure(parts: list[str], repeat: int) -> list[record.Row]:
     if "budget" in parts:
         rows += await budget_rows(repeat, RATES_MBIT)
     if "round-trip" in parts:
-        rows += await round_trip_rows(repeat, RATES_MBIT)
+        rows += await round_trip_rows(repeat, ROUND_TRIP_RATES_MBIT)
     return rows
 
 

@@ -4,7 +4,8 @@ Rules of this file:
 1. All events go through ``feed``, one at a time; effects run in the order in which the machine gave them.
 2. Tensor work goes to one worker thread, in order (``global_state``); checking what others sent goes to another, so
    that a flood of payloads does not delay our own merges.
-3. A payload is kept while the machine may still need it (``Machine.payloads``), and no longer.
+3. A payload is kept while the machine may still need it, and no longer (``retention``). A contribution stays in the
+   memory that it was received in.
 4. What a peer sent is fed to the machine only when it is whole, matches its digests, and (a commit) bears its owner's
    signature.
 """
@@ -18,6 +19,7 @@ from typing import Protocol, TypeVar, assert_never
 
 import torch
 
+from p2pdiloco.node import retention
 from p2pdiloco.node.adapting import Adapting
 from p2pdiloco.node.global_state import (
     ContributionError,
@@ -25,6 +27,7 @@ from p2pdiloco.node.global_state import (
     GlobalState,
     MergeResult,
     Moves,
+    Payload,
     Shifts,
     StaleBaseError,
 )
@@ -49,7 +52,7 @@ SWEEP_S = 2.0
 class Surroundings(Protocol):
     """What the driver asks of the node around it."""
 
-    def post(self, peer: PeerId, body: bytes, payload: bytes | None, topic: str | None) -> None:
+    def post(self, peer: PeerId, body: bytes, payload: Payload | None, topic: str | None) -> None:
         """Send a message, if the peer is connected. It takes the place of one with its ``topic`` that only waits."""
 
     def fetch(self, shard: ShardId, peer: PeerId) -> None:
@@ -88,7 +91,7 @@ class Driver:
         self.identity = identity
         self.around = around
         self.codecs = codecs
-        self.payloads: dict[Digest, bytes] = {}
+        self.payloads: dict[Digest, Payload] = {}
         self.proofs: dict[Digest, tuple[msg.CommitHeader, bytes]] = {}
         """Commits by id with their owners' signatures: of the logs, and of each shard's head."""
         self.digests: dict[Digest, bytes] = {}
@@ -140,7 +143,8 @@ class Driver:
             self._timer = self._loop.call_at(deadline, self.feed, ev.Woke())
 
     def _sweep(self) -> None:
-        needed = self.machine.payloads()
+        sizes = {digest: len(data) for digest, data in self.payloads.items()}
+        needed = retention.needed(self.machine, sizes, self.state.layout.elements)
         self.payloads = {digest: data for digest, data in self.payloads.items() if digest in needed}
         commits = {commit for chain in self.machine.core.chains for commit in chain.log_ids}
         commits.update(chain.head.id for chain in self.machine.core.chains if chain.head is not None)
@@ -183,7 +187,9 @@ class Driver:
                 assert_never(effect)
 
     def _send(self, effect: ef.Send) -> None:
-        message, payload, topic = effect.message, None, None
+        message: msg.Message = effect.message
+        payload: Payload | None = None
+        topic = None
         match message:
             case msg.Contribution():
                 if message.payload:
@@ -193,10 +199,11 @@ class Driver:
                     self.traffic.sent_up(message.shard, payload, len(effect.peers))
                     topic = f"contribution {message.shard}"  # A later one covers an earlier one's tokens (rule T5).
             case msg.Commit():
-                payload = self._signed(message.header)
+                shard, payload = message.header.shard, self._signed(message.header)
                 if payload is None:
-                    return
-                self.traffic.sent_down(message.header.shard, payload, len(effect.peers))
+                    message = msg.FetchAdvised(shard, self.machine.core.head(shard))
+                else:
+                    self.traffic.sent_down(shard, payload, len(effect.peers))
         body = encode(message)
         for peer in effect.peers:
             self.around.post(peer, body, payload, topic)
@@ -369,10 +376,9 @@ class Driver:
         return checking
 
     def _kept_contribution(self, data: memoryview, digest: Digest) -> Callable[[], None]:
-        payload = bytes(data)
-        if digest_of(payload) != digest:
+        if digest_of(data) != digest:
             raise ValueError("its digest does not match")
-        return lambda: self.payloads.update({digest: payload})
+        return lambda: self.payloads.update({digest: data})
 
     def _kept_commit(self, data: memoryview, header: msg.CommitHeader) -> Callable[[], None]:
         if header.shard >= len(self.state.layout.shards):

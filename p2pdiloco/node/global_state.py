@@ -30,6 +30,9 @@ from p2pdiloco.tensors import choosing, digests, merging, outer, quantize
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire import compression
 
+Payload = bytes | memoryview
+"""Of a contribution or a commit, compressed; not to be changed."""
+
 
 class StaleBaseError(Exception):
     """The shard's head is not the one that was asked for."""
@@ -77,8 +80,8 @@ class Moves(NamedTuple):
     """What an own learner's delta gains and loses with a new head (payloads of its own contributions)."""
 
     learner: LearnerId | None
-    settled: Sequence[bytes]
-    restored: Sequence[bytes]
+    settled: Sequence[Payload]
+    restored: Sequence[Payload]
     is_reset: bool
 
 
@@ -210,7 +213,7 @@ class GlobalState:
             raise StaleBaseError(f"the state of shard {shard} at {head[:8]} is not at hand any more")
         return self._replace(shard, staged, moves)
 
-    def apply(self, header: CommitHeader, head: Digest, payload: bytes, listed: bytes, moves: Moves) -> Shifts:
+    def apply(self, header: CommitHeader, head: Digest, payload: Payload, listed: bytes, moves: Moves) -> Shifts:
         """Take the commit ``header``, called ``head``, with its payload and the digests of the chunks of its result;
         returns the shifts to tell the learner of.
 
@@ -234,7 +237,7 @@ class GlobalState:
         self._own.pop(shard, None)
         return handover.shifts
 
-    def _checked(self, header: CommitHeader, head: Digest, payload: bytes, listed: bytes) -> Sequence[bytes]:
+    def _checked(self, header: CommitHeader, head: Digest, payload: Payload, listed: bytes) -> Sequence[bytes]:
         """The bodies of a commit's payload; all can be decoded, and the sample of its version gives what is listed."""
         shard, spans = header.shard, self._chunks(header.shard)
         try:
@@ -269,7 +272,7 @@ class GlobalState:
         outer.outer_step(theta, momentum, change, **self._factors)
         self._hand_over(to, span, change)
 
-    def _bodies(self, shard: ShardId, payload: bytes) -> Iterator[bytes]:
+    def _bodies(self, shard: ShardId, payload: Payload) -> Iterator[bytes]:
         own = self._own.get(shard)
         if own is not None and own.payload is payload:
             return iter(own.bodies)
@@ -350,7 +353,7 @@ class GlobalState:
         self,
         shard: ShardId,
         base: Digest,
-        given: Sequence[tuple[Contributor, bytes]],
+        given: Sequence[tuple[Contributor, Payload]],
         how: quantize.Recipe | None = None,
     ) -> MergeResult:
         """Merge contributions (sorted by learner), quantize the result (None: as the run says), and prepare the outer
@@ -380,18 +383,18 @@ class GlobalState:
         listed = b"".join(digests.chunk_digest(*self._next_chunk(body, span)) for body, span in pairs)
         return MergeResult(payload, payload_digest, listed)
 
-    def merge_error(self, shard: ShardId, payload: bytes) -> float:
+    def merge_error(self, shard: ShardId, payload: Payload) -> float:
         """Relative error of the first chunk of what was just merged."""
         span = self._chunks(shard)[0]
         return self._error(shard, payload, self._scratch.merged[: span.stop - span.start])
 
-    def encode_error(self, shard: ShardId, payload: bytes) -> float:
+    def encode_error(self, shard: ShardId, payload: Payload) -> float:
         """Relative error of the first chunk of what was just encoded."""
         span = self._chunks(shard)[0]
         gradient = self._scratch.gradient[: span.stop - span.start]
         return self._error(shard, payload, torch.sub(self.theta[span], self.snapshot[span], out=gradient))
 
-    def _error(self, shard: ShardId, payload: bytes, exact: Tensor) -> float:
+    def _error(self, shard: ShardId, payload: Payload, exact: Tensor) -> float:
         chunks = quantize.chunk_count(self.layout.shards[shard].elements)
         body, found = next(compression.split(payload, chunks, quantize.LARGEST_BODY)), torch.empty_like(exact)
         quantize.decode_chunk(body, found)

@@ -343,7 +343,7 @@ class Node:
         """A request came."""
         return await self._answering.answer(peer, body)
 
-    def post(self, peer: PeerId, body: bytes, payload: bytes | None, topic: str | None) -> None:
+    def post(self, peer: PeerId, body: bytes, payload: bytes | memoryview | None, topic: str | None) -> None:
         """Send a message, if the peer is connected."""
         if not self.transport.send(peer, body, payload, topic=topic):
             log.debug("message not sent: not connected, or too much waits", peer=peer)

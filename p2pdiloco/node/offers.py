@@ -27,7 +27,7 @@ def chunk_sizes(elements: int) -> list[int]:
 def is_listed(offer: StateOffer, chunk: int, data: bytes | bytearray | memoryview) -> bool:
     """Whether ``data`` is chunk ``chunk`` of what is offered. Hashes without the GIL."""
     listed = offer.digests[DIGEST_BYTES * chunk : DIGEST_BYTES * (chunk + 1)]
-    return bytes.fromhex(digest_of(memoryview(data))) == listed  # type: ignore[arg-type]
+    return bytes.fromhex(digest_of(memoryview(data))) == listed
 
 
 def checked_offer(manifest: Manifest, layout: Layout, shard: ShardId, body: bytes) -> StateOffer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
 FRAMING_BYTES = 256
 """Allowance for a message's control body and frame headers."""
@@ -18,12 +18,12 @@ class PayloadTraffic:
         self.down_bytes = 0
         self.down_parameters = 0
 
-    def sent_up(self, shard: int, payload: bytes, receivers: int) -> None:
+    def sent_up(self, shard: int, payload: Sized, receivers: int) -> None:
         """A contribution went to ``receivers`` owners."""
         self.up_bytes += receivers * (len(payload) + FRAMING_BYTES)
         self.up_parameters += receivers * self._elements[shard]
 
-    def sent_down(self, shard: int, payload: bytes, receivers: int) -> None:
+    def sent_down(self, shard: int, payload: Sized, receivers: int) -> None:
         """A commit went to ``receivers`` peers."""
         self.down_bytes += receivers * (len(payload) + FRAMING_BYTES)
         self.down_parameters += receivers * self._elements[shard]

@@ -31,7 +31,7 @@ Digest = NewType("Digest", str)
 DIGEST_BYTES = 20
 
 
-def digest_of(*parts: bytes) -> Digest:
+def digest_of(*parts: bytes | memoryview) -> Digest:
     """Digest of the concatenation of ``parts`` (bytes-like, contiguous)."""
     h = blake3()
     for part in parts:

@@ -45,13 +45,13 @@ Dial = Callable[[Address, int, bytes], Awaitable[object]]
 
 
 def lanes_for(wanted: int | Literal["auto"], path: Path | None, bytes_per_s: float | None) -> int:
-    """Connections for a pair over ``path`` at ``bytes_per_s``."""
+    """Connections for a pair over ``path`` at ``bytes_per_s``: by its length, not by what waits on it."""
     if wanted != "auto":
         return min(max(1, wanted), LANES_LIMIT)
-    if path is None:
+    if path is None or path.is_local:
         return 1
     window_bytes = WINDOW_BYTES.get(path.congestion, OTHER_WINDOW_BYTES)
-    held_bytes = SPARE * (bytes_per_s or SUPPOSED_BYTES_PER_S) * path.round_trip_s
+    held_bytes = SPARE * (bytes_per_s or SUPPOSED_BYTES_PER_S) * path.least_round_trip_s
     return min(max(1, ceil(held_bytes / window_bytes)), LANES_LIMIT)
 
 

@@ -34,6 +34,8 @@ ROUND_TRIP_OFFSET = 68
 """Of tcpi_rtt (microseconds) in Linux's struct tcp_info."""
 ACKED_OFFSET = 120
 """Of tcpi_bytes_acked (64 bits; Linux 4.1)."""
+LEAST_ROUND_TRIP_OFFSET = 148
+"""Of tcpi_min_rtt (microseconds, over some minutes; Linux 4.9)."""
 CONGESTION_NAME_BYTES = 16
 BACKLOG = 128
 TRIED_ADDRESSES = 4
@@ -121,6 +123,8 @@ class Path(Struct, frozen=True):
     """The congestion control that it uses."""
     round_trip_s: float
     """Smoothed."""
+    least_round_trip_s: float = 0.0
+    """Of late: that of the way alone, without queues and busy processors. As ``round_trip_s`` where it is not told."""
     acked_bytes: int | None = None
     """That the other side has acknowledged since the connection's start; None: the kernel does not count them."""
     is_local: bool = False
@@ -136,9 +140,18 @@ def path_of(connection: socket.socket) -> Path | None:
         is_local = connection.getpeername()[0] == connection.getsockname()[0]
     except (OSError, AttributeError, struct.error):
         return None
+    least_us = struct.unpack_from("=I", info, LEAST_ROUND_TRIP_OFFSET)[0] if len(info) >= 152 else 0
+    if not 0 < least_us < round_trip_us:
+        least_us = round_trip_us
     is_counted = len(info) >= ACKED_OFFSET + 8
     acked = struct.unpack_from("=Q", info, ACKED_OFFSET)[0] if is_counted else None
-    return Path(name.rstrip(b"\0").decode("ascii", "replace"), round_trip_us / 1e6, acked, is_local)
+    return Path(
+        congestion=name.rstrip(b"\0").decode("ascii", "replace"),
+        round_trip_s=round_trip_us / 1e6,
+        least_round_trip_s=least_us / 1e6,
+        acked_bytes=acked,
+        is_local=is_local,
+    )
 
 
 async def connect(address: Address, *, congestion: str) -> socket.socket:

@@ -103,7 +103,7 @@ class CommitParts(NamedTuple):
     signature: bytes
     digests: bytes
     """``tensors.digests``'s list, whose digest is the commit's ``result``."""
-    gradient: bytes
+    gradient: bytes | memoryview
     """The commit's ``payload``."""
 
 

@@ -200,13 +200,20 @@ def test_a_down_budget_holds_over_all_lanes(run: Any) -> None:
     run(main())
 
 
+def path(congestion: str, round_trip_s: float, busy_s: float = 0.0, *, is_local: bool = False) -> Path:
+    """``busy_s``: what queues and busy processors add to a round trip."""
+    return Path(congestion, round_trip_s + busy_s, round_trip_s, is_local=is_local)
+
+
 def test_how_many_lanes() -> None:
-    long, short = Path("cubic", 0.040), Path("cubic", 0.0002)
+    long, short = path("cubic", 0.040), path("cubic", 0.0002)
     assert lanes_for("auto", short, 312.5e6) == 1
     assert lanes_for("auto", long, 312.5e6) == 7
-    assert lanes_for("auto", Path("bbr", 0.1), 125e6) == 9
-    assert lanes_for("auto", Path("bbr", 0.1), None) == 9
-    assert lanes_for("auto", Path("bbr", 0.2), 625e6) == 16
+    assert lanes_for("auto", path("bbr", 0.1), 125e6) == 9
+    assert lanes_for("auto", path("bbr", 0.1), None) == 9
+    assert lanes_for("auto", path("bbr", 0.2), 625e6) == 16
+    assert lanes_for("auto", path("bbr", 0.0002, busy_s=0.1), 125e6) == 1
+    assert lanes_for("auto", path("bbr", 0.1, is_local=True), 125e6) == 1
     assert lanes_for("auto", None, 1e9) == 1
     assert lanes_for(3, short, None) == 3
     assert lanes_for(100, short, None) == 16
