@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--inner-state", type=Path, help="the inner optimizer's state: read if it is there, and kept")
     parser.add_argument("--reunion", metavar="NAME", help="where the node's next life finds this learner")
     parser.add_argument("--reattach-s", type=float, default=0.0, help="how long to wait for it; 0: end with the node")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps, ...")
     parser.add_argument("--data", help="folder that replaces the manifest's")
     parser.add_argument("--threads", type=int, default=0, help="torch's threads; 0: torch's own choice")
     return parser
@@ -86,6 +86,8 @@ def _build(options: argparse.Namespace, connection: socket.socket) -> Learner:
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {options.device}: torch sees no CUDA device here, use --device cpu")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(f"--device {options.device}: torch sees no Apple GPU here, use --device cpu")
     manifest = msgspec.msgpack.decode(options.manifest.read_bytes(), type=Manifest)
     if manifest.config.model.kind == "external":
         raise ValueError(

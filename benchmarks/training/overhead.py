@@ -10,7 +10,7 @@ same link, without the node, and compared with the median step.
 
 Rules of this file:
 1. CPU time of this thread is shown beside wall time: on a busy machine it is the one to believe.
-2. The two sums that a step costs in an island are measured by ``peers/island.py``'s own ranks, not here.
+2. One process: what an island's two collectives a step cost is not in here.
 """
 
 from __future__ import annotations
