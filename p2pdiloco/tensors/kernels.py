@@ -28,6 +28,10 @@ except ImportError:
 
 AVAILABLE: Final = numba is not None
 
+RUN: Final = 1024
+"""Elements that are worked on at a time, or a half block if that is longer: some vectors of them fill half the first
+cache, and what a loop costs to begin does not count."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -101,6 +105,7 @@ def scale_int4(
     """``scales`` of ``x``, rounded to bfloat16: ``step`` root mean squares, or the largest value / ``largest`` where
     that is beyond ``tail`` root mean squares. ``bits`` and ``scale_bits`` share memory with these. False: a block's
     norm is not within the two bounds (and it is not all zeros); then ``scales`` are not to be used."""
+    by_norm = np.float32(step / math.sqrt(block))
     for b in range(scales.size):
         piece = x[b * block : (b + 1) * block]
         norm = np.sqrt(_squares(piece))
@@ -109,7 +114,9 @@ def scale_int4(
                 return False
             scales[b] = np.float32(0.0)
             continue
-        scales[b] = norm * np.float32(step / math.sqrt(piece.size))
+        if piece.size < block:
+            by_norm = np.float32(step / math.sqrt(piece.size))
+        scales[b] = norm * by_norm
         scale_bits[b] = _to_bfloat16(scale_bits[b])
         rounded = scales[b]
         scale_bits[b] = _largest(bits[b * block : (b + 1) * block])
@@ -154,7 +161,9 @@ def pack_int4(
 ) -> None:
     """``packed`` = the symbols round(x / scale), at most ``largest``, padded with zeros."""
     blocks, half = scales.size, block // 2
-    one = np.float32(1.0)
+    inverse = np.empty(blocks, np.float32)
+    for b in range(blocks):
+        inverse[b] = np.float32(1.0) / scales[b] if scales[b] else np.float32(1.0)
     for h in range(blocks):
         i, j = h * half, (blocks + h) * half
         low, high = x[i : i + half], x[j : j + half]
@@ -163,9 +172,7 @@ def pack_int4(
             low, high = np.zeros(half, np.float32), np.zeros(half, np.float32)
             low[: short_low.size] = short_low
             high[: short_high.size] = short_high
-        b, c = scales[h // 2], scales[(blocks + h) // 2]
-        b, c = one / b if b else one, one / c if c else one
-        _pack(low, high, b, c, largest, packed[i : i + half])
+        _pack(low, high, inverse[h >> 1], inverse[(blocks + h) >> 1], largest, packed[i : i + half])
 
 
 # ---------------------------------------------------------------------------------------------------------- decoding
@@ -183,36 +190,55 @@ def widen_scales(raw: NDArray[np.uint8], scale_bits: NDArray[np.int32], largest:
     return bool(worst <= largest)
 
 
-@_compiled("void(symbols_, boolean, float32, float32[::1])")
-def _values(packed: NDArray[np.int8], is_high: bool, scale: np.float32, out: NDArray[np.float32]) -> None:
+@_compiled("void(symbols_, boolean, float32[::1])")
+def _symbols(packed: NDArray[np.int8], is_high: bool, out: NDArray[np.float32]) -> None:
     if is_high:
         for i in range(out.size):
-            out[i] = np.float32(np.int32(np.int32(packed[i]) >> np.int32(4))) * scale
+            out[i] = np.float32(np.int32(np.int32(packed[i]) >> np.int32(4)))
     else:
         for i in range(out.size):
-            out[i] = np.float32(np.int32(np.int32(np.int32(packed[i]) << np.int32(28)) >> np.int32(28))) * scale
+            out[i] = np.float32(np.int32(np.int32(np.int32(packed[i]) << np.int32(28)) >> np.int32(28)))
 
 
-@_compiled("void(symbols_, boolean, float32, float32, float32[::1])")
-def _add_values(
-    packed: NDArray[np.int8], is_high: bool, scale: np.float32, factor: float, out: NDArray[np.float32]
+@_compiled("void(float32[::1], float32)")
+def _multiply(x: NDArray[np.float32], factor: float) -> None:
+    for i in range(x.size):
+        x[i] *= factor
+
+
+@_compiled("void(symbols_, boolean, float32[::1], int64, int64, float32[::1])")
+def _values(
+    packed: NDArray[np.int8],
+    is_high: bool,
+    scales: NDArray[np.float32],
+    first: int,
+    half: int,
+    out: NDArray[np.float32],
 ) -> None:
-    if is_high:
-        for i in range(out.size):
-            out[i] += np.float32(np.int32(np.int32(packed[i]) >> np.int32(4))) * scale * factor
-    else:
-        for i in range(out.size):
-            symbol = np.int32(np.int32(np.int32(packed[i]) << np.int32(28)) >> np.int32(28))
-            out[i] += np.float32(symbol) * scale * factor
+    """``out`` = symbol * scale of one side of ``packed``, which begins with half block ``first``."""
+    _symbols(packed, is_high, out)
+    h = first
+    for at in range(0, out.size, half):
+        _multiply(out[at : at + half], scales[h >> 1])
+        h += 1
 
 
 @_compiled("void(symbols_, float32[::1], int64, float32[::1])")
 def unpack_int4(packed: NDArray[np.int8], scales: NDArray[np.float32], block: int, out: NDArray[np.float32]) -> None:
     """``out`` = symbol * scale."""
-    half, middle = block // 2, scales.size
-    for h in range(2 * middle):
-        at = h * half if h < middle else (h - middle) * half
-        _values(packed[at : at + half], h >= middle, scales[h // 2], out[h * half : (h + 1) * half])
+    half = block // 2
+    run = max(RUN, half)
+    for side in range(2):
+        for at in range(0, packed.size, run):
+            begin = side * packed.size + at
+            end = begin + packed[at : at + run].size
+            _values(packed[at : at + run], side == 1, scales, begin // half, half, out[begin:end])
+
+
+@_compiled("void(float32[::1], float32[::1], float32)")
+def _add_times(out: NDArray[np.float32], x: NDArray[np.float32], factor: float) -> None:
+    for i in range(out.size):
+        out[i] += x[i] * factor
 
 
 @_compiled("void(symbols_, float32[::1], int64, float32, float32[::1])")
@@ -220,10 +246,16 @@ def add_int4(
     packed: NDArray[np.int8], scales: NDArray[np.float32], block: int, factor: float, out: NDArray[np.float32]
 ) -> None:
     """``out`` += symbol * scale * factor, each operation rounded."""
-    half, middle = block // 2, scales.size
-    for h in range(2 * middle):
-        at = h * half if h < middle else (h - middle) * half
-        _add_values(packed[at : at + half], h >= middle, scales[h // 2], factor, out[h * half : (h + 1) * half])
+    half = block // 2
+    run = max(RUN, half)
+    room = np.empty(run, np.float32)
+    for side in range(2):
+        for at in range(0, packed.size, run):
+            begin = side * packed.size + at
+            to = out[begin : begin + packed[at : at + run].size]
+            values = room[: to.size]
+            _values(packed[at : at + run], side == 1, scales, begin // half, half, values)
+            _add_times(to, values, factor)
 
 
 @_compiled("void(symbols_, int64, int32[::1])")
@@ -296,28 +328,35 @@ def step_aside_int4(
     momentum_factor: float,
 ) -> None:
     """What an outer step with the decoded gradient gives, beside the old values."""
-    half, middle = block // 2, scales.size
-    room = np.empty(half, np.float32)
-    for h in range(2 * middle):
-        at, begin = h * half if h < middle else (h - middle) * half, h * half
-        old = theta[begin : begin + half]
-        gradient = room[: old.size]
-        _values(packed[at : at + half], h >= middle, scales[h // 2], gradient)
-        _step_aside(
-            old,
-            momentum[begin : begin + half],
-            gradient,
-            new_theta[begin : begin + half],
-            new_momentum[begin : begin + half],
-            learning_rate,
-            momentum_factor,
-        )
+    half = block // 2
+    run = max(RUN, half)
+    room = np.empty(run, np.float32)
+    for side in range(2):
+        for at in range(0, packed.size, run):
+            begin = side * packed.size + at
+            end = begin + packed[at : at + run].size
+            old = theta[begin:end]
+            gradient = room[: old.size]
+            _values(packed[at : at + run], side == 1, scales, begin // half, half, gradient)
+            _step_aside(
+                old,
+                momentum[begin:end],
+                gradient,
+                new_theta[begin:end],
+                new_momentum[begin:end],
+                learning_rate,
+                momentum_factor,
+            )
 
 
-@_compiled("void(float32[::1], float32[::1])")
-def _add(out: NDArray[np.float32], x: NDArray[np.float32]) -> None:
-    for i in range(out.size):
-        out[i] += x[i]
+@_compiled("void(float32[::1], float32[::1], boolean)")
+def _pass_on(x: NDArray[np.float32], to: NDArray[np.float32], is_added: bool) -> None:
+    if is_added:
+        for i in range(to.size):
+            to[i] += x[i]
+    else:
+        for i in range(to.size):
+            to[i] = x[i]
 
 
 @_compiled(
@@ -339,19 +378,20 @@ def step_int4(
 ) -> None:
     """The outer step with the decoded gradient, in place; what the parameters moved by, and an own decoded contribution
     (if there is one), goes to ``buffer`` (if there is one), or is added to what that holds."""
-    half, middle = block // 2, scales.size
-    room = np.empty(half, np.float32)
-    for h in range(2 * middle):
-        at, begin, is_high = h * half if h < middle else (h - middle) * half, h * half, h >= middle
-        old = theta[begin : begin + half]
-        change = room[: old.size]
-        _values(packed[at : at + half], is_high, scales[h // 2], change)
-        outer_step(old, momentum[begin : begin + half], change, learning_rate, momentum_factor)
-        if own_scales.size:
-            _add_values(own_packed[at : at + half], is_high, own_scales[h // 2], 1.0, change)
-        if buffer.size:
-            to = buffer[begin : begin + half]
-            if is_added:
-                _add(to, change)
-            else:
-                to[:] = change
+    half = block // 2
+    run = max(RUN, half)
+    room, own_room = np.empty(run, np.float32), np.empty(run, np.float32)
+    for side in range(2):
+        for at in range(0, packed.size, run):
+            begin = side * packed.size + at
+            end = begin + packed[at : at + run].size
+            old = theta[begin:end]
+            change = room[: old.size]
+            _values(packed[at : at + run], side == 1, scales, begin // half, half, change)
+            outer_step(old, momentum[begin:end], change, learning_rate, momentum_factor)
+            if own_scales.size:
+                own = own_room[: old.size]
+                _values(own_packed[at : at + run], side == 1, own_scales, begin // half, half, own)
+                _pass_on(own, change, True)
+            if buffer.size:
+                _pass_on(change, buffer[begin:end], is_added)
