@@ -33,7 +33,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Samples a step of all learners together: each takes batch / learners."""
     steps: int = 1920
     """The token budget in whole steps: the run ends when steps * batch * context tokens are trained."""
-    learning_rate: float = 2e-3
+    learning_rate: float = 4e-3
     """The inner optimizer's peak."""
     final_share: float = 0.1
     warmup: int = 96

@@ -63,7 +63,7 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 @functools.cache
 def of_shape(width: int, depth: int, heads: int, context: int, k: int, samples: int, is_compiled: bool) -> Losses:
-    """``losses`` for one shape (``k`` learners with ``samples`` each). Compiled it takes half to two thirds of the time,
+    """``losses`` for one shape (``k`` learners, ``samples`` each). Compiled it takes half to two thirds of the time,
     after half a minute once."""
     config = ModelConfig(width=width, depth=depth, heads=heads, context=context)
     tables = Transformer(config)

@@ -23,17 +23,15 @@ def _parallel(**changes: object) -> Setting:
 
 def inner() -> list[Setting]:
     """The inner learning rate of data parallel and of four learners; one learner alone with its quarter of a batch."""
-    rates = (2e-3, 4e-3, 1e-3, 8e-3)
+    rates = (2e-3, 4e-3, 8e-3, 1e-3)
     alone = _parallel(batch=BASE.batch // 4)
     return [_parallel(learning_rate=rate) for rate in rates] + [alone] + [_with(learning_rate=r) for r in rates[:3]]
 
 
 def outer() -> list[Setting]:
     """Outer learning rate and momentum, four learners at H = 24."""
-    pairs = ((0.7, 0.3), (1.0, 0.0), (0.7, 0.0), (1.0, 0.3), (0.7, 0.6), (0.4, 0.6), (0.4, 0.9), (0.7, 0.9))
-    by_rda = [_with(outer_rate=rate, outer_momentum=momentum) for rate, momentum in pairs]
-    by_mean = [_with(outer_rate=rate, outer_momentum=mu, merge="direct") for rate, mu in (*pairs[:2], (0.7, 0.6))]
-    return [by_rda[0], by_mean[0], *by_rda[1:3], *by_mean[1:], *by_rda[3:]]
+    pairs = ((0.7, 0.6), (0.7, 0.3), (0.4, 0.9), (1.0, 0.3), (0.7, 0.9), (1.0, 0.6), (0.4, 0.8), (1.0, 0.0))
+    return [_with(outer_rate=rate, outer_momentum=momentum) for rate, momentum in pairs]
 
 
 def outer_by_learners() -> list[Setting]:
@@ -46,7 +44,7 @@ def outer_by_h() -> list[Setting]:
     return [_with(sync_every=h, outer_rate=r, outer_momentum=mu) for h in (48, 12) for r, mu in FEW]
 
 
-FEW = ((0.7, 0.3), (1.0, 0.0), (1.0, 0.3), (0.7, 0.6))
+FEW = ((0.7, 0.3), (0.7, 0.6), (0.4, 0.9), (1.0, 0.3))
 
 SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "inner": inner,
