@@ -137,6 +137,8 @@ class Hand:
                 self._stop(fault, hit[0].learner())
                 return f"SIGSTOP to the learner of {who}"
             case "disk":
+                if not hit[0].is_current:
+                    raise NotNow(f"{who} is starting, and ends by itself where it cannot write")
                 _limit_files(hit[0], _log_bytes(hit[0]) + LOG_ROOM_BYTES)
                 return f"the disk of {who} is full"
             case "cut" | "split":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from statistics import fmean
 
 import msgspec
 
@@ -251,16 +250,18 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     of_all: float
     """The same of all time, dead or alive."""
     tokens_merged: float
-    """Share of all tokens trained, by living and dead learners, that the last state has merged."""
+    """Share of all tokens trained, by living and dead learners, that the last state has merged. Of a learner that was
+    killed the last second's are not counted."""
 
 
 def goodput(evidence: Evidence) -> Goodput:
-    """Time used is what a learner's merged tokens took, by its mean step."""
+    """Merged is what the last state's chains have merged: tokens of the dead are in it, those of
+    forks that lost and of versions that a blackout took are not. Time used is that share of the time that the learners'
+    steps took."""
     run = evidence.schedule.plan.run
     assert run is not None
     step_tokens = run.inner.batch * run.model.context
-    marks = next(peer.marks for peer in evidence.peers if peer.name == evidence.last)
-    used = available = living = trained = merged = 0.0
+    used = available = living = trained = 0.0
     for peer in evidence.peers:
         steps = [(life.trained, life.trained + life.trained_s) for life in peer.lives if life.trained is not None]
         if steps:
@@ -268,15 +269,14 @@ def goodput(evidence: Evidence) -> Goodput:
             available += last - first
             living += sum(max(0.0, min(life.ended, last) - max(life.began, first)) for life in peer.lives)
             living -= sum(_stopped(evidence, peer.name))
-        for life in peer.learners:
-            tokens = fmean(marks.get(life.learner, (0,)))
-            trained += max(life.tokens, tokens)
-            merged += tokens
-            used += life.step_time_s * tokens / step_tokens
+        trained += sum(life.tokens for life in peer.learners)
+        used += sum(life.step_time_s * life.tokens for life in peer.learners) / step_tokens
+    left = next(peer.left for peer in evidence.peers if peer.name == evidence.last)
+    merged = left.tokens_merged / trained if left is not None and trained else 0.0
     return Goodput(
-        of_living=min(1.0, used / living) if living > 0.0 else 0.0,
-        of_all=min(1.0, used / available) if available else 0.0,
-        tokens_merged=merged / trained if trained else 0.0,
+        of_living=min(1.0, merged * used / living) if living > 0.0 else 0.0,
+        of_all=min(1.0, merged * used / available) if available else 0.0,
+        tokens_merged=min(1.0, merged),
     )
 
 

@@ -10,6 +10,7 @@ FAILED = 1
 REPAIR = 2
 NOBODY_THERE = 3
 PORT_ERRORS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Complaint(Exception):  # noqa: N818
@@ -40,4 +41,6 @@ def _of_system(error: OSError) -> Complaint:
     text = f"{error.filename}: {what}" if error.filename else what
     if error.errno in PORT_ERRORS:
         return Complaint(f"{text}; choose another port (0: any free one), or stop what listens there", REPAIR)
+    if error.errno in DISK_ERRORS:
+        return Complaint(f"nothing can be written ({text}): make room, or name a folder on another disk", FAILED)
     return Complaint(text, FAILED)

@@ -146,7 +146,7 @@ def test_tokens_of_the_dead_count_as_trained() -> None:
 
 
 def test_tokens_that_nobody_merged_are_no_goodput() -> None:
-    found = goodput(with_peer("C", marks={"A/1": (TOKENS, TOKENS)}))
+    found = goodput(with_peer("C", left=msgspec.structs.replace(LEFT, tokens_merged=TOKENS)))
     assert found.of_all == pytest.approx(0.3)
     assert found.tokens_merged == pytest.approx(1 / 3)
 
