@@ -45,6 +45,11 @@ class Pace:
             layer.register_forward_hook(self._waiter(forward_end(i, count)))
             layer.register_full_backward_pre_hook(self._waiter(backward_end(i, count)))
 
+    def forget(self) -> None:
+        """Count from here on."""
+        self.steps = self.late_steps = 0
+        self.late_s = self.waited_s = 0.0
+
     def begin(self) -> float:
         """The next step begins now."""
         self._began = time.monotonic()

@@ -55,6 +55,7 @@ def _train(config: line.Message, task: Task, system: Any, command: line.Message)
     time.sleep(max(0.0, start - time.monotonic()))
     before = line.counters(interface)
     number, blocked_s = 0, 0.0
+    task.pace.forget()  # hivemind tries the optimizer out
     while number < command["steps"] and time.monotonic() < start + command["cap_s"]:
         began, compute_end, loss = task.step(system.model, number, system.step)
         number += 1

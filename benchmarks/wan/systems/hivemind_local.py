@@ -57,6 +57,7 @@ class LocalUpdates:
             state_averaging_compression=(
                 Uniform8BitQuantization() if config["codec"] == "uint8" else Float16Compression()
             ),
+            tracker_opts={"default_refresh_period": 1.0, "max_refresh_period": 2.0},
             verbose=True,
         )
         self.step = self._optimizer.step
