@@ -79,7 +79,7 @@ def test_two_hugging_face_trainers_train_one_model(tmp_path: Path) -> None:
         assert told["tokens_trained"] == result["steps"] * 2 * 8 * 16
     shown = losses_shown(tmp_path / "a")
     assert shown[0] is None or shown[0] > 0.0, "no loss is known before the Trainer logs one"
-    assert shown[-1] == pytest.approx(results[0]["last"], rel=0.2)
+    assert shown[-1] == pytest.approx(results[0]["last"], rel=0.3)
 
 
 @HF
