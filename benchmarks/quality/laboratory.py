@@ -63,8 +63,10 @@ class Laboratory:
         torch.set_num_threads(1)
         self.setting = setting
         self.text = corpus() if text is None else text
-        self._model = build_model(setting.model_config, setting.seed)
-        self.specs = tensor_specs(named_tensors(self._model), setting.fragments)
+        s = setting
+        self._model = build_model(s.model_config, s.seed)
+        named = ((name, shape, is_it and s.embedding == "direct") for name, shape, is_it in named_tensors(self._model))
+        self.specs = tensor_specs(named, s.fragments)
         self.layout: Layout = make_layout(self.specs, setting.fragments, setting.max_shard, setting.merge)
         self._judge = FlatParameters(self._model.named_parameters(), self.specs, self.layout)
         theta = torch.empty(self.layout.elements)

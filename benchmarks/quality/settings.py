@@ -33,7 +33,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Samples a step of all learners together: each takes batch / learners."""
     steps: int = 1920
     """The token budget in whole steps: the run ends when steps * batch * context tokens are trained."""
-    learning_rate: float = 4e-3
+    learning_rate: float = 2e-3
     """The inner optimizer's peak."""
     final_share: float = 0.1
     warmup: int = 96
@@ -51,6 +51,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     restart_every: int = 0
     """Turns after which a shard's outer momentum becomes 0; 0: never."""
     merge: MergeRule = "rda"
+    embedding: MergeRule = "direct"
+    """How the embedding is merged where everything else is by RDA."""
     adopt: Literal["carry", "overwrite", "blend"] = "carry"
     """``blend``: the mean of the learner's parameters and the new global ones (Streaming DiLoCo, arXiv 2501.18512)."""
 

@@ -30,8 +30,8 @@ def inner() -> list[Setting]:
 
 def outer() -> list[Setting]:
     """Outer learning rate and momentum, four learners at H = 24."""
-    pairs = ((0.7, 0.6), (0.7, 0.3), (0.4, 0.9), (1.0, 0.3), (0.7, 0.9), (1.0, 0.6), (0.4, 0.8), (1.0, 0.0))
-    return [_with(outer_rate=rate, outer_momentum=momentum) for rate, momentum in pairs]
+    pairs = ((0.7, 0.3), (0.7, 0.6), (1.0, 0.0), (1.0, 0.3), (0.4, 0.9), (0.5, 0.0))
+    return [_with(outer_rate=r, outer_momentum=mu, learning_rate=lr) for r, mu in pairs for lr in (2e-3, 4e-3)]
 
 
 def outer_by_learners() -> list[Setting]:
@@ -44,14 +44,80 @@ def outer_by_h() -> list[Setting]:
     return [_with(sync_every=h, outer_rate=r, outer_momentum=mu) for h in (48, 12) for r, mu in FEW]
 
 
+def merge() -> list[Setting]:
+    """The direct mean, which is shorter than its parts; RDA for the embedding, too."""
+    pairs = ((0.7, 0.9), (1.0, 0.3))
+    direct = [_with(merge="direct", outer_rate=r, outer_momentum=mu, learning_rate=4e-3) for r, mu in pairs]
+    return [_with(), _with(embedding="rda"), *direct, _with(merge="direct")]
+
+
+def seeds() -> list[Setting]:
+    """Data parallel, and the standard cell, with three seeds."""
+    return [s for seed in SEEDS for s in (_parallel(learning_rate=4e-3, seed=seed), _with(seed=seed))]
+
+
+def learners() -> list[Setting]:
+    """Two, four and eight learners that share the same batch."""
+    return [_with(learners=m) for m in (4, 8, 2)]
+
+
+def turns() -> list[Setting]:
+    """H: steps from one turn of a fragment to its next."""
+    return [_with(sync_every=h) for h in (24, 12, 48)]
+
+
+def codec() -> list[Setting]:
+    """The wire, both ways alike."""
+    return [_with(up=name, down=name) for name in ("int4", "fp32", "int2", "int4@1.0", "e3m0", "int8")]
+
+
+def adopt() -> list[Setting]:
+    """How a learner takes a commit, and how long one is under way."""
+    rules = [_with(adopt="overwrite"), _with(adopt="blend")]
+    return [_with(), rules[0], _with(overlap=10), rules[1], _with(overlap=5), _with(overlap=10, adopt="overwrite")]
+
+
+def people() -> list[Setting]:
+    """Learners of different speeds, with and without the grace window; absent ones; late ones; other data."""
+    uneven = (1.0, 1.0, 2.0, 4.0)
+    speeds = [_with(speeds=uneven), _with(speeds=uneven, grace=0.0), _with(speeds=uneven, quorum=4)]
+    rest = [_with(absent=0.5), _with(join_at=0.5), _with(cut=(0.4, 0.6)), _with(data="parts")]
+    return [_with(), *speeds[:2], *rest[:1], speeds[2], *rest[1:]]
+
+
+def others() -> list[Setting]:
+    """Momentum restarted every ten turns, Delayed Nesterov, Muon as inner optimizer, top-k."""
+    return [
+        _with(inner="muon"),
+        _with(restart_every=10),
+        _with(outer="delayed"),
+        _with(up="topk@0.05", down="topk@0.2"),
+    ]
+
+
 FEW = ((0.7, 0.3), (0.7, 0.6), (0.4, 0.9), (1.0, 0.3))
 
 SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "inner": inner,
     "outer": outer,
+    "seeds": seeds,
+    "learners": learners,
+    "turns": turns,
+    "merge": merge,
+    "codec": codec,
+    "adopt": adopt,
+    "people": people,
+    "others": others,
     "outer-m": outer_by_learners,
     "outer-h": outer_by_h,
+    "first": lambda: _by_turns(turns, codec, merge, learners, seeds, people, adopt, outer),
 }
+
+
+def _by_turns(*sweeps: Callable[[], Iterable[Setting]]) -> list[Setting]:
+    """The first cell of each, the second of each ..."""
+    ranks = itertools.zip_longest(*(sweep() for sweep in sweeps))
+    return [cell for rank in ranks for cell in rank if cell is not None]
 
 
 def cells(names: Iterable[str]) -> list[Setting]:
