@@ -1,8 +1,9 @@
 """The tie: the same run by real processes over real sockets, and in the laboratory.
 
-The real swarm is started with the commands that a user types. Its founder trains alone until the others are there; the
-laboratory's last learner joins at the same share of the run, and its budget is the tokens that the swarm merged. What
-is left is order and timing: other samples, commits that come sooner or later than ``overlap`` steps.
+The real swarm is started with the commands that a user types. Its founder would train alone until the others are there,
+so its learner's process is stopped meanwhile. The laboratory then gets what the swarm's clocks made of the settings: the
+tokens that were merged, the turns that they were merged in (so its H), and what the founder had trained alone. What is
+left is order and timing: other samples, commits that come sooner or later than ``overlap`` steps.
 
 Rules of this file:
 1. Both final models are evaluated by the same code on the same windows.
@@ -18,20 +19,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import psutil
 import torch
 
 from benchmarks import record
 from benchmarks.quality.data import corpus, held_out_losses
 from benchmarks.quality.laboratory import Laboratory
 from benchmarks.quality.settings import Setting, to_row
-from p2pdiloco.chaos.swarm import Swarm, SwarmError
+from p2pdiloco.chaos.swarm import Member, Swarm, SwarmError, marked
 from p2pdiloco.node.checkpoint import load
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.transformer import build_model
 
-SETTING = Setting(learners=2, batch=32, steps=240)
+SETTING = Setting(learners=2, batch=64, steps=240, warmup=24, fragments=6, overlap=4)
 POLL_S = 0.2
+START_S = 60.0
 TOML = """name = "tie"
 seed = {seed}
 [model]
@@ -68,8 +71,10 @@ class Real(NamedTuple):
 
     loss: float
     merged_tokens: int
+    turns: int
+    """Versions of the first shard, but for the one that merges what is left at the end."""
     alone: float
-    """Share of the merged tokens that the founder had trained when the last peer began."""
+    """Share of the merged tokens that the founder had trained before the last peer began."""
 
 
 def tie(out: Path, seeds: Sequence[int], rows: Path | None, time_limit_s: float) -> bool:
@@ -85,13 +90,15 @@ def tie(out: Path, seeds: Sequence[int], rows: Path | None, time_limit_s: float)
         measured = run_swarm(setting, out / str(seed), time_limit_s)
         same = msgspec.structs.replace(
             setting,
-            steps=round(measured.merged_tokens / setting.step_tokens),
+            steps=(steps := round(measured.merged_tokens / setting.step_tokens)),
+            sync_every=round(steps / measured.turns),
             join_at=measured.alone if measured.alone > 0.01 else 0.0,
         )
         loss = Laboratory(same).run().figures["loss"]
         print(
             f"seed {seed}: swarm {measured.loss:.4f}, laboratory {loss:.4f} nats a byte; {measured.merged_tokens:,} "
-            f"tokens merged, {measured.alone:.0%} of them before the last peer began",
+            f"tokens merged in {measured.turns} turns ({setting.steps // setting.sync_every} were due), "
+            f"{measured.alone:.0%} of them before the last peer began",
             flush=True,
         )
         real.append(measured.loss)
@@ -123,6 +130,8 @@ def run_swarm(setting: Setting, out: Path, time_limit_s: float) -> Real:
     try:
         address = swarm.start_bootstrap()
         founder = swarm.start_founder("0", path, address)
+        first = _learner_of(founder, swarm)
+        first.suspend()
         others = [swarm.join(str(index), address) for index in range(1, setting.learners)]
         began, before = time.monotonic(), -1
         while any(member.is_running for member in swarm.members):
@@ -131,7 +140,8 @@ def run_swarm(setting: Setting, out: Path, time_limit_s: float) -> Real:
                 if member.ended_badly:
                     raise SwarmError(f"peer {member.name} ended with status {member.status}, see {member.log_path}")
             if before < 0 and all(member.view.tokens for member in others):
-                before = founder.view.tokens - max(member.view.tokens for member in others)
+                before = founder.view.tokens
+                first.resume()
             if time.monotonic() - began > time_limit_s:
                 raise SwarmError(f"the run is not over after {time_limit_s:.0f} s, at step {founder.view.step}")
             time.sleep(POLL_S)
@@ -149,4 +159,19 @@ def run_swarm(setting: Setting, out: Path, time_limit_s: float) -> Real:
     flat.copy_from(checkpoint.theta, flat.everything)
     loss = float(held_out_losses(model, corpus(), setting.context).double().mean())
     merged = founder.view.merged_tokens
-    return Real(loss, merged, max(0, before) / max(1, merged))
+    return Real(loss, merged, founder.view.version - 1, max(0, before) / max(1, merged))
+
+
+def _learner_of(founder: Member, swarm: Swarm) -> psutil.Process:
+    """The founder's learner.
+
+    Raises:
+        SwarmError: there is none.
+    """
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        for process in marked(swarm.mark):
+            if "peers.learner" in process.cmdline() and founder.process.pid in (p.pid for p in process.parents()):
+                return process
+        time.sleep(POLL_S)
+    raise SwarmError("the founder has no learner")
