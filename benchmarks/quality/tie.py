@@ -1,7 +1,7 @@
 """The tie: the same run by real processes over real sockets, and in the laboratory.
 
 The real swarm is started with the commands that a user types. Its founder would train alone until the others are there,
-so its learner's process is stopped meanwhile. The laboratory then gets what the swarm's clocks made of the settings: the
+so its learner's process is stopped meanwhile. The laboratory gets what the swarm's clocks made of the settings: the
 tokens that were merged, the turns that they were merged in (so its H), and what the founder had trained alone. What is
 left is order and timing: other samples, commits that come sooner or later than ``overlap`` steps.
 
