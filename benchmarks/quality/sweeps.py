@@ -56,6 +56,22 @@ def seeds() -> list[Setting]:
     return [s for seed in SEEDS for s in (_parallel(learning_rate=4e-3, seed=seed), _with(seed=seed))]
 
 
+def headline() -> list[Setting]:
+    """492,384 parameters in 24 fragments (H = 24), 20 tokens a parameter: some two core hours on a quiet machine."""
+    shape = {"width": 96, "depth": 4, "heads": 6, "context": 64, "batch": 32, "steps": 4800, "warmup": 240}
+    tuning = [_parallel(**shape, learning_rate=rate) for rate in (2e-3, 4e-3)]
+    runs = [_with(**shape, fragments=24, learners=m, seed=seed) for seed in SEEDS for m in (4, 2, 8)]
+    return tuning + runs[:3] + [_parallel(**shape, learning_rate=2e-3, seed=seed) for seed in SEEDS[1:]] + runs[3:]
+
+
+def neighbours() -> list[Setting]:
+    """DiLoCo (synchronous, H = 96, 0.7 / 0.9) and Streaming DiLoCo (H = 96, 0.4 / 0.9, blend, tau = 5, E3M0 up)."""
+    plain = {"merge": "direct", "sync_every": 96, "outer_momentum": 0.9}
+    diloco = _with(**plain, fragments=1, overlap=0, outer_rate=0.7, up="fp32", down="fp32", adopt="overwrite")
+    streaming = _with(**plain, fragments=4, overlap=5, outer_rate=0.4, up="e3m0", down="fp32", adopt="blend")
+    return [_with(), _with(sync_every=96), diloco, streaming]
+
+
 def learners() -> list[Setting]:
     """Two, four and eight learners that share the same batch."""
     return [_with(learners=m) for m in (4, 8, 2)]
@@ -108,6 +124,8 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "adopt": adopt,
     "people": people,
     "others": others,
+    "neighbours": neighbours,
+    "headline": headline,
     "outer-m": outer_by_learners,
     "outer-h": outer_by_h,
     "first": lambda: _by_turns(turns, codec, merge, learners, seeds, people, adopt, outer),

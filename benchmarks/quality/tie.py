@@ -139,7 +139,7 @@ def run_swarm(setting: Setting, out: Path, time_limit_s: float) -> Real:
                 member.refresh()
                 if member.ended_badly:
                     raise SwarmError(f"peer {member.name} ended with status {member.status}, see {member.log_path}")
-            if before < 0 and all(member.view.tokens for member in others):
+            if before < 0 and all(member.view.current_at for member in others):
                 before = founder.view.tokens
                 first.resume()
             if time.monotonic() - began > time_limit_s:
