@@ -145,11 +145,11 @@ def draw(folder: Path) -> None:
 
 def _draw_outer(pyplot: Any, points: Sequence[tuple[Setting, float, float]], folder: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
-    for learners, sync_every in sorted({(s.learners, s.sync_every) for s, _, _ in points}):
-        line = [(s, g) for s, g, _ in points if (s.learners, s.sync_every) == (learners, sync_every)]
+    for key in sorted({(s.learners, s.sync_every, s.learning_rate) for s, _, _ in points}):
+        line = [(s, g) for s, g, _ in points if (s.learners, s.sync_every, s.learning_rate) == key]
         line.sort(key=lambda one: one[0].outer_rate / (1.0 - one[0].outer_momentum))
         reach = [s.outer_rate / (1.0 - s.outer_momentum) for s, _ in line]
-        axes.plot(reach, [g for _, g in line], "o-", label=f"M = {learners}, H = {sync_every}")
+        axes.plot(reach, [g for _, g in line], "o-", label=f"M = {key[0]}, H = {key[1]}, inner lr {key[2]:g}")
     axes.set(xscale="log", xlabel="outer learning rate / (1 - momentum)", ylabel="gap to data parallel, %")
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
