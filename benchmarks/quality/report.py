@@ -146,11 +146,13 @@ def draw(folder: Path) -> None:
 def _draw_outer(pyplot: Any, points: Sequence[tuple[Setting, float, float]], folder: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
     for key in sorted({(s.learners, s.sync_every, s.learning_rate) for s, _, _ in points}):
-        line = [(s, g) for s, g, _ in points if (s.learners, s.sync_every, s.learning_rate) == key]
-        line.sort(key=lambda one: one[0].outer_rate / (1.0 - one[0].outer_momentum))
-        reach = [s.outer_rate / (1.0 - s.outer_momentum) for s, _ in line]
-        axes.plot(reach, [g for _, g in line], "o-", label=f"M = {key[0]}, H = {key[1]}, inner lr {key[2]:g}")
-    axes.set(xscale="log", xlabel="outer learning rate / (1 - momentum)", ylabel="gap to data parallel, %")
+        here = [(s, g) for s, g, _ in points if (s.learners, s.sync_every, s.learning_rate) == key]
+        reach = [s.outer_rate / (1.0 - s.outer_momentum) for s, _ in here]
+        axes.plot(reach, [g for _, g in here], "o", label=f"M = {key[0]}, H = {key[1]}, inner lr {key[2]:g}")
+        for at, (s, gap) in zip(reach, here, strict=True):
+            name = f"{s.outer_rate:g} / {s.outer_momentum:g}"
+            axes.annotate(name, (at, gap), textcoords="offset points", xytext=(6, -3), fontsize=7)
+    axes.set(xlabel="outer learning rate / (1 - momentum)", ylabel="gap to data parallel, %")
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
     figure.tight_layout()
