@@ -157,12 +157,17 @@ def _frame(evidence: Evidence, top: Any, rows: Any) -> None:
         axis.tick_params(length=0, colors=INK)
         for side in ("top", "right", "left"):
             axis.spines[side].set_visible(False)
-    for unix, text in ((evidence.began, "faults begin"), (evidence.settling, "quiet"), (evidence.settled, "all leave")):
+    words = (
+        (evidence.began, "faults begin", -10),
+        (evidence.settling, "quiet", -10),
+        (evidence.settled, "all leave", -22),
+    )
+    for unix, text, below in words:
         at = _at(evidence, unix)
         top.axvline(at, color=FAINT, linewidth=1, linestyle=":")
         rows.axvline(at, color=FAINT, linewidth=1, linestyle=":")
         top.annotate(
-            text, (at, 1.0), xycoords=("data", "axes fraction"), xytext=(3, -10), textcoords="offset points", size=8.5
+            text, (at, 1.0), xycoords=("data", "axes fraction"), xytext=(3, below), textcoords="offset points", size=8.5
         )
 
 
