@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Protocol, assert_never
+from typing import TYPE_CHECKING, Protocol, assert_never
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from torch import Tensor
 from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.training.channel import Channel
-from p2pdiloco.training.island import IslandChannel, IslandParameters
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.reunion import Reunion
 from p2pdiloco.training.shared_memory import SharedVectors, Vectors
@@ -52,6 +51,9 @@ from p2pdiloco.wire.link import (
     Train,
     Trouble,
 )
+
+if TYPE_CHECKING:  # it imports torch.distributed.tensor, which costs a second
+    from p2pdiloco.training.island import IslandChannel, IslandParameters
 
 _LOOK_S = 0.05
 _COPY_S = 0.001

@@ -8,8 +8,9 @@ Rules of this file:
 
 from __future__ import annotations
 
+import sys
+
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -21,7 +22,8 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     Raises:
         ValueError: the model is wrapped in FSDP's first version, whose parameters are not its own.
     """
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
         raise ValueError(
             "FullyShardedDataParallel hides the model's parameters: use torch.distributed.fsdp.fully_shard"
         )
