@@ -8,8 +8,8 @@ vanishes without a word. Memory, descriptors and threads of those that stay are 
 what the directory still lists.
 
 Rules of this file:
-1. The first tenth of the cycles is warm-up. Growth is the median of the last tenth over that of the second. Threads are told
-   and not judged: they come from pools, which grow to a bound when first busy.
+1. The first tenth of the cycles is warm-up. Growth is the median of the last tenth over that of the second. Threads
+   are told and not judged: they come from pools, which grow to a bound when first busy.
 2. What is measured is the node's process alone, not its learner nor its daemon.
 """
 
