@@ -1,0 +1,149 @@
+"""What a peer loses that comes back without its inner optimizer's state.
+
+    python -m benchmarks.churn.fresh_optimizer --json out/fresh.jsonl --plot out/fresh.png
+
+One learner trains; then it goes on in four ways on the same batches: with its own state (what a peer that comes back
+with its folder does), with a state of some steps ago (its last save), with a fresh optimizer that warms up (what a peer
+without one does), and with a fresh one at full rate. Held-out losses after some more steps, as gaps to the first way.
+
+Rules of this file:
+1. Everything is the built-in learner's: model, AdamW, learning rate, clipping, corpus.
+2. Gaps are means over seeds, with their standard error; the ways share batches and held-out windows within a seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from benchmarks import record
+from p2pdiloco.protocol.manifest import DataConfig, RunConfig
+from p2pdiloco.training.corpus import Batches, Corpus, load_corpus
+from p2pdiloco.training.evaluation import held_out_loss
+from p2pdiloco.training.learner import adamw
+from p2pdiloco.training.schedule import learning_rate
+from p2pdiloco.training.transformer import build_model, loss
+
+ROOT = Path(__file__).parents[2]
+AT = (1, 5, 10, 20, 50, 100, 200)
+"""Steps after coming back."""
+WAYS = ("own state", "old state", "fresh, warmed up", "fresh, full rate")
+OLD = 50
+"""Steps since the save."""
+SAMPLES = 256
+
+Optimizer = torch.optim.Optimizer
+
+
+def train(
+    config: RunConfig, model: nn.Module, optimizer: Optimizer, batches: Batches, steps: range, own_steps: int
+) -> None:
+    """Inner steps, as the learner makes them. ``own_steps``: what the optimizer has made before."""
+    for index, step in enumerate(steps):
+        value = loss(model, next(batches))
+        value.backward()  # type: ignore[no-untyped-call]
+        if config.inner.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), config.inner.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config.inner, step, own_steps + index)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def one(config: RunConfig, corpus: Corpus, seed: int, before: int) -> dict[str, list[float]]:
+    """All ways with one seed: held-out losses at ``AT``."""
+    inner, context = config.inner, config.model.context
+    model = build_model(config.model, seed)
+    optimizer = adamw(model, inner)
+    batches = Batches(corpus, context, inner.batch, f"fresh/{seed}")
+    train(config, model, optimizer, batches, range(before - OLD), 0)
+    old = copy.deepcopy(optimizer.state_dict())
+    train(config, model, optimizer, batches, range(before - OLD, before), before - OLD)
+    found: dict[str, list[float]] = {}
+    for way in WAYS:
+        mine = copy.deepcopy(model)
+        again = adamw(mine, inner)
+        if not way.startswith("fresh"):
+            again.load_state_dict(copy.deepcopy(optimizer.state_dict() if way == "own state" else old))
+        own = 0 if way == "fresh, warmed up" else before
+        data = Batches(corpus, context, inner.batch, f"fresh/{seed}/after")
+        done, losses = 0, []
+        for at in AT:
+            train(config, mine, again, data, range(before + done, before + at), own + done)
+            done = at
+            losses.append(held_out_loss(mine, corpus, context, SAMPLES, "cpu"))
+        found[way] = losses
+        print(f"seed {seed}  {way:<17} " + " ".join(f"{value:.4f}" for value in losses), flush=True)
+    return found
+
+
+def gaps(found: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
+    """Relative to the way with its own state: mean and standard error over seeds, at each of ``AT``."""
+    figures: dict[str, Any] = {"steps": AT}
+    for way in WAYS[1:]:
+        shares = [[a / b - 1.0 for a, b in zip(f[way], f[WAYS[0]], strict=True)] for f in found]
+        columns = list(zip(*shares, strict=True))
+        figures[way] = [round(statistics.fmean(column), 5) for column in columns]
+        figures[f"{way}: error"] = [
+            round(statistics.stdev(column) / math.sqrt(len(column)), 5) if len(column) > 1 else None
+            for column in columns
+        ]
+    return figures
+
+
+def plot(path: Path, figures: dict[str, Any]) -> None:
+    """Gaps over steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown, axes = pyplot.subplots(figsize=(7, 4))
+    for way in WAYS[1:]:
+        errors = [100 * (error or 0.0) for error in figures[f"{way}: error"]]
+        axes.errorbar(AT, [100 * gap for gap in figures[way]], errors, label=way, marker="o", capsize=3)
+    axes.set_xscale("log")
+    axes.set_xticks(AT, [str(at) for at in AT])
+    axes.axhline(0.0, color="#9aa5b1", linewidth=0.8)
+    axes.set_xlabel("inner steps after coming back")
+    axes.set_ylabel("held-out loss against the own state, %")
+    axes.legend(frameon=False)
+    shown.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shown.savefig(path, dpi=150)
+    pyplot.close(shown)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--config", type=Path, default=ROOT / "peers" / "stdlib-tiny.toml")
+    parser.add_argument("--before", type=int, default=400, help="steps before it goes (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="append a row of results here")
+    parser.add_argument("--plot", type=Path, help="write a PNG here")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    config = msgspec.toml.decode(options.config.read_bytes(), type=RunConfig)
+    corpus = load_corpus(DataConfig(kind="stdlib"), context=config.model.context)
+    figures = gaps([one(config, corpus, seed, options.before) for seed in range(options.seeds)])
+    print(json.dumps(figures, indent=1))
+    if options.json is not None:
+        settings = {"config": options.config.name, "before": options.before, "seeds": options.seeds}
+        record.append(options.json, [record.row("churn/fresh_optimizer", settings, figures)])
+    if options.plot is not None:
+        plot(options.plot, figures)
+
+
+if __name__ == "__main__":
+    main()
