@@ -50,9 +50,7 @@ def test_only_the_nodes_own_learner_is_killed_when_it_takes_nothing(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pidfd is Linux's")
-def test_a_script_that_never_comes_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learner_process, "SCRIPT_S", 0.3)
-
+def test_a_script_that_never_comes_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     async def wait() -> None:
         async with LearnerProcess(
             [],
@@ -62,6 +60,7 @@ def test_a_script_that_never_comes_is_not_waited_for_for_ever(tmp_path: Path, mo
             log_path=tmp_path / "log",
             reunion="p2pdiloco-nobody-is-here",
             manifest=b"run",
+            patience_s=0.3,
         ):
             raise AssertionError("there is no script")
 
