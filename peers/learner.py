@@ -38,6 +38,8 @@ from p2pdiloco.wire.link import Failed
 
 _PR_SET_PDEATHSIG = 1
 _FAREWELL_S = 2.0
+_NICENESS = 5
+"""Of training, where it shares a CPU with nodes: they need little of it, but soon. Starting is not held back."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         farewell.post(Failed(reason=str(error)[:2000] or type(error).__name__))
         farewell.flush(_FAREWELL_S)
         return 2
+    os.nice(_NICENESS)  # threads that torch makes for its first step inherit it
     try:
         learner.run()
     except (ValueError, RuntimeError):

@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import harmonic_mean
 from typing import Any
 
 import msgspec
@@ -70,8 +69,8 @@ class LearnerLife(msgspec.Struct, frozen=True, kw_only=True):
     learner: str
     tokens: int
     """Trained, by its last line."""
-    step_time_s: float
-    """Harmonic mean of samples taken once a second: slow steps are sampled more often than they come."""
+    compute_s: float
+    """That its steps took, by its last line."""
 
 
 class Left(msgspec.Struct, frozen=True, kw_only=True):
@@ -232,25 +231,24 @@ def _lives(
 
 
 def _learners(events: list[dict[str, Any]]) -> Iterator[LearnerLife]:
-    """Token counts in the event log are a process's; a learner that is started again goes on from where they stand."""
-    learner, before, tokens = "", 0, 0
-    times: list[float] = []
+    """Counts in the event log are a process's; a learner that is started again goes on from where they stand."""
+    learner = ""
+    start = now = (0, 0.0)
 
     def life() -> Iterator[LearnerLife]:
-        if learner and times:
-            yield LearnerLife(learner=learner, tokens=tokens - before, step_time_s=harmonic_mean(times))
+        if learner and now != start:
+            yield LearnerLife(learner=learner, tokens=now[0] - start[0], compute_s=now[1] - start[1])
 
     for line in events:
         match line["event"]:
             case "started":
                 yield from life()
-                learner, before, tokens, times = "", 0, 0, []
+                learner, start, now = "", (0, 0.0), (0, 0.0)
             case "learner-ready":
                 yield from life()
-                learner, before, times = line.get("learner") or "", tokens, []
+                learner, start = line.get("learner") or "", now
             case "progress":
-                tokens = line["tokens"]
-                times.append(line["step_time_s"])
+                now = line["tokens"], line["compute_s"]
             case _:
                 pass
     yield from life()

@@ -258,9 +258,6 @@ def goodput(evidence: Evidence) -> Goodput:
     """Merged is what the last state's chains have merged: tokens of the dead are in it, those of
     forks that lost and of versions that a blackout took are not. Time used is that share of the time that the learners'
     steps took."""
-    run = evidence.schedule.plan.run
-    assert run is not None
-    step_tokens = run.inner.batch * run.model.context
     used = available = living = trained = 0.0
     for peer in evidence.peers:
         steps = [(life.trained, life.trained + life.trained_s) for life in peer.lives if life.trained is not None]
@@ -270,7 +267,7 @@ def goodput(evidence: Evidence) -> Goodput:
             living += sum(max(0.0, min(life.ended, last) - max(life.began, first)) for life in peer.lives)
             living -= sum(_stopped(evidence, peer.name))
         trained += sum(life.tokens for life in peer.learners)
-        used += sum(life.step_time_s * life.tokens for life in peer.learners) / step_tokens
+        used += sum(life.compute_s for life in peer.learners)
     left = next(peer.left for peer in evidence.peers if peer.name == evidence.last)
     merged = left.tokens_merged / trained if left is not None and trained else 0.0
     return Goodput(

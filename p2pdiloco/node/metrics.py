@@ -108,6 +108,7 @@ class Metrics:
                 sent_bytes=sent_bytes,
                 loss=None if progress.loss is None else round(progress.loss, 4),
                 step_time_s=round(progress.step_time_s, 4),
+                compute_s=round(self.compute_s, 3),
                 blocked_s=self.blocked_s,
             )
 

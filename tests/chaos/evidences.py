@@ -35,7 +35,7 @@ def peer(name: str) -> PeerEvidence:
             Life(began=BEGAN - 20, trained=BEGAN, ended=OVER, status=0, is_expected=True, blocked_s=0.1, trained_s=80),
         ),
         commits=commits(),
-        learners=(LearnerLife(learner=f"{name}/1", tokens=TOKENS, step_time_s=0.9),),
+        learners=(LearnerLife(learner=f"{name}/1", tokens=TOKENS, compute_s=72.0),),
         left=Left(
             versions=(85,) * SHARDS,
             heads=tuple(f"head-{shard}-85" for shard in range(SHARDS)),

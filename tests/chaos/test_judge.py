@@ -137,7 +137,7 @@ def test_a_dead_learners_time_is_available_in_all_but_not_of_the_living() -> Non
 
 
 def test_tokens_of_the_dead_count_as_trained() -> None:
-    dead = LearnerLife(learner="A/0", tokens=TOKENS, step_time_s=0.9)
+    dead = LearnerLife(learner="A/0", tokens=TOKENS, compute_s=72.0)
     some = with_peer("A", learners=(dead, *peer("A").learners))
     assert goodput(some).tokens_merged == pytest.approx(3 / 4)
     plan = msgspec.structs.replace(PLAN, min_merged=0.98)
