@@ -10,7 +10,6 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from p2pdiloco.protocol.identifiers import digest_of
+from p2pdiloco.runtime.files import LockedError, lock
 
 RETURN_S = 120.0
 """How long the node of a script that died waits for the next one."""
@@ -42,7 +42,13 @@ class Companion:
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._lock = _lock(folder / "script.lock")
+        try:
+            self._lock = lock(folder / "script.lock", is_inherited=False)
+        except LockedError as error:
+            raise FolderInUseError(
+                f"the state folder {folder} is in use by another training script (process {error}): "
+                "stop it, or give this script a folder of its own (state=...)"
+            ) from error
         self.name = f"p2pdiloco-script-{os.getuid()}-{digest_of(str(folder.resolve()).encode())}"
         """Where the node looks for the script (``training/reunion.py``)."""
         self._process: psutil.Process | None = None
@@ -113,20 +119,3 @@ class Companion:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
-
-
-def _lock(path: Path) -> int:
-    """A lock that ends with this process, and that its children do not hold."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
-        os.close(descriptor)
-        raise FolderInUseError(
-            f"the state folder {path.parent} is in use by another training script (process {owner}): "
-            "stop it, or give this script a folder of its own (state=...)"
-        ) from error
-    os.truncate(descriptor, 0)
-    os.pwrite(descriptor, str(os.getpid()).encode("ascii"), 0)
-    return descriptor

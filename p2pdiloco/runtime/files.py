@@ -1,4 +1,4 @@
-"""Writing files so that a crash leaves the old bytes or the new ones, never a mixture.
+"""Files that a crash leaves with the old bytes or the new ones, never a mixture; and locks that no crash leaves behind.
 
 Rules of this file:
 1. The temporary file lies in the target's own folder (rename is atomic within one file system only).
@@ -8,9 +8,36 @@ Rules of this file:
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 from pathlib import Path
+
+
+class LockedError(Exception):
+    """Another has the lock; its text is that process's id, or "unknown"."""
+
+
+def lock(path: Path, *, is_inherited: bool = True) -> int:
+    """The descriptor of a lock on the file ``path``, which is made. Closing it, and the process's end, unlock.
+
+    ``is_inherited``: processes that this one forks hold it, too, and a second try of this process fails (flock). Else
+    it is this process's alone, for which a second try succeeds (lockf).
+
+    Raises:
+        LockedError
+        OSError: the file cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        (fcntl.flock if is_inherited else fcntl.lockf)(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(descriptor)
+        raise LockedError(owner) from error
+    os.truncate(descriptor, 0)
+    os.pwrite(descriptor, str(os.getpid()).encode("ascii"), 0)
+    return descriptor
 
 
 def write_atomically(path: Path, data: bytes | bytearray | memoryview, *, mode: int = 0o644) -> None:

@@ -10,7 +10,6 @@ Rules of this file:
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from p2pdiloco.protocol.identifiers import PeerId
-from p2pdiloco.runtime.files import sync_folder, write_temporary
+from p2pdiloco.runtime.files import LockedError, lock, sync_folder, write_temporary
 
 SIGNATURE_BYTES = 64
 KEY_BYTES = 32
@@ -91,7 +90,16 @@ class Identity:
         if self.path is None:
             yield
             return
-        descriptor = _lock(self.path.with_name(self.path.name + ".lock"), self.path)
+        file = self.path.with_name(self.path.name + ".lock")
+        try:
+            descriptor = lock(file)
+        except LockedError as error:
+            raise IdentityError(
+                f"the identity {self.path} is in use by another peer on this machine (process {error}); "
+                "stop it, or give this peer an identity file of its own"
+            ) from error
+        except OSError as error:
+            raise IdentityError(f"the lock file {file} cannot be opened: {error.strerror}") from error
         try:
             yield
         finally:
@@ -158,22 +166,3 @@ def _create(path: Path, key: Ed25519PrivateKey) -> None:
     finally:
         temporary.unlink()
     sync_folder(path.parent)
-
-
-def _lock(lock_path: Path, path: Path) -> int:
-    try:
-        descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise IdentityError(f"the lock file {lock_path} cannot be opened: {error.strerror}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
-        os.close(descriptor)
-        raise IdentityError(
-            f"the identity {path} is in use by another peer on this machine (process {owner}); "
-            "stop it, or give this peer an identity file of its own"
-        ) from error
-    os.truncate(descriptor, 0)
-    os.pwrite(descriptor, str(os.getpid()).encode("ascii"), 0)
-    return descriptor
