@@ -15,6 +15,7 @@ Rules of this file:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import signal
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         farewell.post(Failed(reason=str(error)[:2000] or type(error).__name__))
         farewell.flush(_FAREWELL_S)
         return 2
-    os.nice(_NICENESS)  # threads that torch makes for its first step inherit it
+    _be_nice()
     try:
         learner.run()
     except (ValueError, RuntimeError):
@@ -110,6 +111,13 @@ def _build(options: argparse.Namespace, connection: socket.socket) -> Learner:
         reunion=Reunion(options.reunion, options.reattach_s) if options.reunion and options.reattach_s else None,
         keeper=None if options.inner_state is None else Keeper(options.inner_state, write_atomically),
     )
+
+
+def _be_nice() -> None:
+    """Yield to nodes. Threads that torch makes for its first step inherit it."""
+    os.nice(_NICENESS)
+    with contextlib.suppress(OSError):  # where Linux shares the CPU between sessions first; the learner has its own
+        Path("/proc/self/autogroup").write_text(str(_NICENESS), encoding="ascii")
 
 
 def _end_with_parent() -> None:
