@@ -30,7 +30,7 @@ from benchmarks import record
 from p2pdiloco.protocol.manifest import DataConfig, RunConfig
 from p2pdiloco.training.corpus import Batches, Corpus, load_corpus
 from p2pdiloco.training.evaluation import held_out_loss
-from p2pdiloco.training.learner import adamw
+from p2pdiloco.training.optimizers import inner_optimizers
 from p2pdiloco.training.schedule import learning_rate
 from p2pdiloco.training.transformer import build_model, loss
 
@@ -64,7 +64,7 @@ def one(config: RunConfig, corpus: Corpus, seed: int, before: int) -> dict[str, 
     """All ways with one seed: held-out losses at ``AT``."""
     inner, context = config.inner, config.model.context
     model = build_model(config.model, seed)
-    optimizer = adamw(model, inner)
+    [optimizer] = inner_optimizers(model, inner)
     batches = Batches(corpus, context, inner.batch, f"fresh/{seed}")
     train(config, model, optimizer, batches, range(before - OLD), 0)
     old = copy.deepcopy(optimizer.state_dict())
@@ -72,7 +72,7 @@ def one(config: RunConfig, corpus: Corpus, seed: int, before: int) -> dict[str, 
     found: dict[str, list[float]] = {}
     for way in WAYS:
         mine = copy.deepcopy(model)
-        again = adamw(mine, inner)
+        [again] = inner_optimizers(mine, inner)
         if not way.startswith("fresh"):
             again.load_state_dict(copy.deepcopy(optimizer.state_dict() if way == "own state" else old))
         own = 0 if way == "fresh, warmed up" else before

@@ -90,6 +90,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     def inner_config(self) -> InnerConfig:
         """The inner optimizer of one learner."""
         return InnerConfig(
+            optimizer=self.inner,
             steps=self.steps,
             batch=self.batch // self.learners,
             learning_rate=self.learning_rate,

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
-from benchmarks.quality.muon import Muon
 from benchmarks.quality.settings import Setting
 from p2pdiloco.protocol.manifest import Layout, ModelConfig, TensorSpec
+from p2pdiloco.training.muon import Muon
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.schedule import learning_rate
 from p2pdiloco.training.transformer import Transformer
@@ -100,7 +100,7 @@ class Stack:
         rate = learning_rate(inner, progress, self.steps)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate * group["share"]
+                group["lr"] = rate
             optimizer.step()
             optimizer.zero_grad()
         self.steps += 1
@@ -123,8 +123,8 @@ def _optimizers(setting: Setting, parameters: Mapping[str, Tensor]) -> list[torc
     }
     rest = [p for name, p in parameters.items() if name not in by_muon]
     groups = [
-        {"params": [p for p in rest if p.dim() > 2], "weight_decay": inner.weight_decay, "share": 1.0},
-        {"params": [p for p in rest if p.dim() <= 2], "weight_decay": 0.0, "share": 1.0},
+        {"params": [p for p in rest if p.dim() > 2], "weight_decay": inner.weight_decay},
+        {"params": [p for p in rest if p.dim() <= 2], "weight_decay": 0.0},
     ]
     found: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(groups, lr=inner.learning_rate, betas=(inner.beta1, inner.beta2), fused=True)

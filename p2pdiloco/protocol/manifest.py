@@ -83,8 +83,11 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The inner optimizer: AdamW with warm-up and cosine decay over the *global* step, and gradient clipping."""
+    """The inner optimizer, with warm-up and cosine decay over the *global* step, and gradient clipping."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """``muon``: for the matrices between embedding and output head (training/muon.py), AdamW for the rest. Several
+    learners with small batches lose less by it (docs/quality.md)."""
     steps: Positive = 1000
     """Global step at which the run is complete."""
     batch: Positive = 16

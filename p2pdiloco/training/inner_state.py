@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import safetensors.torch
@@ -31,37 +31,39 @@ class InnerStateError(Exception):
     """The file cannot be used; the message says why."""
 
 
-def take(optimizer: torch.optim.Optimizer, batches: Batches, steps: int) -> dict[str, Tensor]:
-    """A copy of everything, on the CPU: per parameter the optimizer's tensors, the data's random state, and the
-    ``steps`` that the optimizer has made."""
+def take(optimizers: Sequence[torch.optim.Optimizer], batches: Batches, steps: int) -> dict[str, Tensor]:
+    """A copy of everything, on the CPU: per parameter its optimizer's tensors, the data's random state, and the
+    ``steps`` that the optimizers have made."""
     taken = {STEPS: torch.tensor([steps]), DATA: batches.state()}
-    for index, parameter in enumerate(_parameters(optimizer)):
+    for index, (optimizer, parameter) in enumerate(_parameters(optimizers)):
         for name, value in optimizer.state.get(parameter, {}).items():
             taken[f"{index}.{name}"] = value.detach().to("cpu", copy=True).contiguous()
     return taken
 
 
-def put(taken: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, batches: Batches) -> int:
-    """Give ``optimizer`` and ``batches`` what ``take`` took; returns the steps.
+def put(taken: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer], batches: Batches) -> int:
+    """Give ``optimizers`` and ``batches`` what ``take`` took; returns the steps.
 
     Raises:
-        InnerStateError: it is not of this model and optimizer; nothing is changed then.
+        InnerStateError: it is not of this model and these optimizers; nothing is changed then.
     """
     states: list[dict[str, Tensor]] = []
-    for index, parameter in enumerate(_parameters(optimizer)):
+    kinds: set[tuple[int, tuple[str, ...]]] = set()
+    for index, (optimizer, parameter) in enumerate(_parameters(optimizers)):
         own = {key.partition(".")[2]: value for key, value in taken.items() if key.startswith(f"{index}.")}
         fits = {value.shape for value in own.values()} <= {parameter.shape, torch.Size([])}
         if not fits or not all(bool(torch.isfinite(value).all()) for value in own.values()):
             raise InnerStateError(f"parameter {index} has another shape there, or values that are not finite")
         states.append(own)
-    if len({tuple(sorted(state)) for state in states}) > 1 or f"{len(states)}.exp_avg" in taken:
+        kinds.add((id(optimizer), tuple(sorted(own))))
+    if len(kinds) > len(optimizers) or any(key.startswith(f"{len(states)}.") for key in taken):
         raise InnerStateError("it is of another model")
     try:
         steps = int(taken[STEPS].item())
         batches.set_state(taken[DATA])
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise InnerStateError(f"it lacks steps or the data's position: {error}") from error
-    for parameter, state in zip(_parameters(optimizer), states, strict=True):
+    for (optimizer, parameter), state in zip(_parameters(optimizers), states, strict=True):
         if state:
             optimizer.state[parameter] = {
                 name: value.clone() if value.dim() == 0 and math.prod(parameter.shape) != 1 else value.to(parameter)
@@ -116,5 +118,8 @@ class Keeper:
             self.trouble = f"inner optimizer's state not saved, the last one stays: {error}"
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[torch.optim.Optimizer, Tensor]]:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                yield optimizer, parameter

@@ -5,7 +5,7 @@ Rules of this file:
    supervisor starts a new life from the global parameters.
 2. Training never waits for data: without a block in hand it draws random windows.
 
-The inner optimizer is AdamW (DiLoCo, arXiv 2311.08105); matrices decay, norms do not. A new life goes on with the state
+The inner optimizer is the manifest's (``optimizers``). A new life goes on with the state
 on the peer's disk (``inner_state``); without one it warms up briefly.
 """
 
@@ -17,17 +17,19 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from p2pdiloco.protocol.blocks import Block
-from p2pdiloco.protocol.manifest import InnerConfig, Layout, Manifest
+from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.corpus import Batches, Blocks, Corpus, data_digest
 from p2pdiloco.training.evaluation import held_out_loss
 from p2pdiloco.training.inner_state import InnerStateError, Keeper, put, take
 from p2pdiloco.training.models import build, vocabulary
+from p2pdiloco.training.optimizers import inner_optimizers
 from p2pdiloco.training.outer_link import OuterLink
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.reunion import Reunion
@@ -87,7 +89,7 @@ class Learner:
         self._link = OuterLink(
             self, flat, layout, vectors, Channel(connection), last_step=config.inner.steps, reunion=reunion
         )
-        self._optimizer = adamw(self._model, config.inner)
+        self._optimizers = inner_optimizers(self._model, config.inner)
         self._keeper = keeper
         self._is_save_due = False
         """It was asked for while the last one was being written."""
@@ -135,7 +137,7 @@ class Learner:
         try:
             taken = None if self._keeper is None else self._keeper.read()
             if taken is not None:
-                self._inner_steps = put(taken, self._optimizer, self._batches)
+                self._inner_steps = put(taken, self._optimizers, self._batches)
         except InnerStateError as error:
             self._link.trouble(f"the inner optimizer starts fresh, its state on the disk is not used: {error}")
 
@@ -144,7 +146,7 @@ class Learner:
         if self._keeper is not None:
             self._is_save_due = self._keeper.is_busy
             if not self._is_save_due:
-                self._keeper.keep(take(self._optimizer, self._batches, self._inner_steps))
+                self._keeper.keep(take(self._optimizers, self._batches, self._inner_steps))
 
     def end(self) -> None:
         """A save that was put off is done before the process ends."""
@@ -174,13 +176,14 @@ class Learner:
         if inner.clip:
             nn.utils.clip_grad_norm_(self._model.parameters(), inner.clip)
         rate = learning_rate(inner, self._link.global_step, self._inner_steps)
-        for group in self._optimizer.param_groups:
+        for group in chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers):
             group["lr"] = rate
         measured = float(value.detach())
         if not math.isfinite(measured):
             raise RuntimeError(f"the loss is {measured} at step {self._link.global_step}: lower inner.learning_rate")
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         self._inner_steps += 1
         self._link.stepped(batch.shape[0] * (batch.shape[1] - 1), measured, time.perf_counter() - began)
         self._trained_batch()
@@ -199,12 +202,3 @@ class Learner:
         if self._block is not None and self._left == 0:
             self._link.block_finished(self._block)
             self._block = None
-
-
-def adamw(model: nn.Module, inner: InnerConfig) -> torch.optim.AdamW:
-    """The built-in inner optimizer: matrices decay, norms do not."""
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": inner.weight_decay},
-        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=inner.learning_rate, betas=(inner.beta1, inner.beta2), fused=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -23,6 +23,7 @@ from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, ma
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.tensors.merging import token_weight
 from p2pdiloco.training.corpus import Corpus
+from p2pdiloco.training.optimizers import inner_optimizers
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.schedule import learning_rate
 from p2pdiloco.training.shared_memory import SharedVectors
@@ -60,36 +61,28 @@ def test_the_same_setting_gives_the_same_bits_and_another_seed_does_not() -> Non
     assert not torch.equal(first.theta, other.theta)
 
 
-def test_stacked_learners_train_like_plain_ones() -> None:
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_stacked_learners_train_like_plain_ones(kind: Literal["adamw", "muon"]) -> None:
     """Losses and parameters of three learners, each with data of its own, against the model and loop of a peer."""
-    setting = msgspec.structs.replace(SMALL, learners=2, depth=2)
+    setting = msgspec.structs.replace(SMALL, learners=2, depth=2, inner=kind)
     inner = setting.inner_config
     stack = Stack(setting, build_model(setting.model_config, 1), 3, 4, is_compiled=False)
     plain = [build_model(setting.model_config, 1) for _ in range(3)]
-    optimizers = [
-        torch.optim.AdamW(
-            [
-                {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": inner.weight_decay},
-                {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
-            ],
-            betas=(inner.beta1, inner.beta2),
-            fused=True,
-        )
-        for model in plain
-    ]
+    optimizers = [inner_optimizers(model, inner) for model in plain]
     stream = stream_of(learners=3, batch=12)
     for step in range(6):
         batch = stream.next()
         measured = stack.step(batch, step)
-        for index, (model, optimizer) in enumerate(zip(plain, optimizers, strict=True)):
+        for index, (model, own) in enumerate(zip(plain, optimizers, strict=True)):
             value = loss(model, batch[index])
             assert float(value.detach()) == pytest.approx(float(measured[index]), rel=1e-5)
             value.backward()
             nn.utils.clip_grad_norm_(model.parameters(), inner.clip)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(inner, step, step)
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in own:
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate(inner, step, step)
+                optimizer.step()
+                optimizer.zero_grad()
     laboratory = Laboratory(setting, text())
     for index, model in enumerate(plain):
         ours, theirs = (torch.empty(laboratory.layout.elements) for _ in range(2))

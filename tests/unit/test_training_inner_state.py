@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from p2pdiloco.protocol.manifest import InnerConfig
 from p2pdiloco.training.corpus import Batches, Corpus
 from p2pdiloco.training.inner_state import InnerStateError, Keeper, put, take
+from p2pdiloco.training.optimizers import inner_optimizers
+
+Optimizers = list[torch.optim.Optimizer]
 
 
 def corpus() -> Corpus:
@@ -17,30 +22,33 @@ def corpus() -> Corpus:
     return Corpus(train=data, held_out=data)
 
 
-def make(width: int = 3) -> tuple[nn.Module, torch.optim.Optimizer, Batches]:
+def make(width: int = 3, kind: Literal["adamw", "muon"] = "adamw") -> tuple[nn.Module, Optimizers, Batches]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, 4), nn.Linear(4, 1))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1), Batches(corpus(), 8, 2, "seed")
+    optimizers = inner_optimizers(model, InnerConfig(optimizer=kind, learning_rate=0.1))
+    return model, optimizers, Batches(corpus(), 8, 2, "seed")
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, width: int = 3) -> None:
+def step(model: nn.Module, optimizers: Optimizers, batches: Batches, width: int = 3) -> None:
     value = model(next(batches)[:, :width].float()).square().mean()
     value.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
-def trained() -> tuple[nn.Module, torch.optim.Optimizer, Batches]:
-    three = make()
+def trained(kind: Literal["adamw", "muon"] = "adamw") -> tuple[nn.Module, Optimizers, Batches]:
+    three = make(kind=kind)
     for _ in range(4):
         step(*three)
     return three
 
 
-def test_training_goes_on_with_the_same_bits() -> None:
-    model, optimizer, batches = trained()
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_training_goes_on_with_the_same_bits(kind: Literal["adamw", "muon"]) -> None:
+    model, optimizer, batches = trained(kind)
     taken = take(optimizer, batches, 4)
-    other, fresh, stream = make()
+    other, fresh, stream = make(kind=kind)
     other.load_state_dict(model.state_dict())
     assert put(taken, fresh, stream) == 4
     for _ in range(3):
@@ -61,7 +69,7 @@ def test_an_optimizer_that_has_not_stepped_comes_back_as_such() -> None:
     _, optimizer, batches = make()
     _, other, stream = make()
     assert put(take(optimizer, batches, 0), other, stream) == 0
-    assert not other.state
+    assert not any(one.state for one in other)
 
 
 def bad_shape(taken: dict[str, Tensor]) -> None:
@@ -100,7 +108,14 @@ def test_what_does_not_fit_changes_nothing(spoil: object) -> None:
     _, fresh, stream = make()
     with pytest.raises(InnerStateError):
         put(taken, fresh, stream)
-    assert not fresh.state
+    assert not any(one.state for one in fresh)
+
+
+def test_the_state_of_another_optimizer_is_refused() -> None:
+    _, optimizer, batches = trained("muon")
+    _, fresh, stream = make()
+    with pytest.raises(InnerStateError):
+        put(take(optimizer, batches, 4), fresh, stream)
 
 
 def test_a_full_disk_is_told(tmp_path: Path) -> None:
