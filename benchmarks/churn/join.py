@@ -11,8 +11,8 @@ Rules of this file:
    shares), a join from all donors, and a join in which a donor is killed (SIGKILL) when half of the bytes are there.
    The figures are medians of the rounds, and ratios of those.
 3. A newcomer whose heads differ from the donors' fails the benchmark.
-4. What serving costs a training donor is told by a training loop beside donor 0: its steps a second, and a CPU second
-   (on a machine with fewer cores than processes only the latter says anything).
+4. What serving costs a training donor is told by a training loop beside donor 0: its steps a second, and a CPU second.
+   It has a processor of its own, as a learner has; all peers share the others.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import queue
 import statistics
 import subprocess
@@ -47,11 +48,13 @@ class BenchmarkError(Exception):
 class Process:
     """One process of the benchmark, and what it says."""
 
-    def __init__(self, place: links.Place, *, is_verbose: bool, **config: object) -> None:
+    def __init__(self, place: links.Place, *, is_verbose: bool, cpus: str, **config: object) -> None:
+        """``cpus``: on which it may run, for taskset; "": on all."""
         self.role = config["role"]
+        bound = ["taskset", "-c", cpus] if cpus else []
         module = "benchmarks.churn.raw_copy" if str(self.role).startswith("raw") else "benchmarks.churn.join_peer"
         self._process = subprocess.Popen(
-            place.command([sys.executable, "-W", "ignore", "-m", module, json.dumps(config)]),
+            place.command([*bound, sys.executable, "-W", "ignore", "-m", module, json.dumps(config)]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None if is_verbose else subprocess.DEVNULL,
@@ -124,7 +127,9 @@ class Swarm:
     def _start(self, index: int, role: str, **more: object) -> Process:
         place = self._places[index]
         config = {**self._config, **more, "role": role, "host": place.host, "interface": place.interface}
-        process = Process(place, is_verbose=self._options.verbose, **config)
+        cores = os.cpu_count() or 1
+        cpus = "" if not self._options.load or cores < 2 else "0" if role == "load" else f"1-{cores - 1}"
+        process = Process(place, is_verbose=self._options.verbose, cpus=cpus, **config)
         self._stack.callback(process.kill)
         return process
 
