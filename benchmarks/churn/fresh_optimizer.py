@@ -7,7 +7,7 @@ with its folder does), with a state of some steps ago (its last save), with a fr
 without one does), and with a fresh one at full rate. Held-out losses after some more steps, as gaps to the first way.
 
 Rules of this file:
-1. Everything is the built-in learner's: model, AdamW, learning rate, clipping, corpus.
+1. Everything is the built-in learner's: model, optimizers, learning rate, clipping, corpus.
 2. Gaps are means over seeds, with their standard error; the ways share batches and held-out windows within a seed.
 """
 
@@ -42,39 +42,42 @@ OLD = 50
 """Steps since the save."""
 SAMPLES = 256
 
-Optimizer = torch.optim.Optimizer
+Optimizers = list[torch.optim.Optimizer]
 
 
 def train(
-    config: RunConfig, model: nn.Module, optimizer: Optimizer, batches: Batches, steps: range, own_steps: int
+    config: RunConfig, model: nn.Module, optimizers: Optimizers, batches: Batches, steps: range, own_steps: int
 ) -> None:
-    """Inner steps, as the learner makes them. ``own_steps``: what the optimizer has made before."""
+    """Inner steps, as the learner makes them. ``own_steps``: what the optimizers have made before."""
     for index, step in enumerate(steps):
         value = loss(model, next(batches))
         value.backward()  # type: ignore[no-untyped-call]
         if config.inner.clip:
             nn.utils.clip_grad_norm_(model.parameters(), config.inner.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.inner, step, own_steps + index)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(config.inner, step, own_steps + index)
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def one(config: RunConfig, corpus: Corpus, seed: int, before: int) -> dict[str, list[float]]:
     """All ways with one seed: held-out losses at ``AT``."""
     inner, context = config.inner, config.model.context
     model = build_model(config.model, seed)
-    [optimizer] = inner_optimizers(model, inner)
+    optimizers = inner_optimizers(model, inner)
     batches = Batches(corpus, context, inner.batch, f"fresh/{seed}")
-    train(config, model, optimizer, batches, range(before - OLD), 0)
-    old = copy.deepcopy(optimizer.state_dict())
-    train(config, model, optimizer, batches, range(before - OLD, before), before - OLD)
+    train(config, model, optimizers, batches, range(before - OLD), 0)
+    old = copy.deepcopy([optimizer.state_dict() for optimizer in optimizers])
+    train(config, model, optimizers, batches, range(before - OLD, before), before - OLD)
+    newest = [optimizer.state_dict() for optimizer in optimizers]
     found: dict[str, list[float]] = {}
     for way in WAYS:
         mine = copy.deepcopy(model)
-        [again] = inner_optimizers(mine, inner)
+        again = inner_optimizers(mine, inner)
         if not way.startswith("fresh"):
-            again.load_state_dict(copy.deepcopy(optimizer.state_dict() if way == "own state" else old))
+            for optimizer, state in zip(again, newest if way == "own state" else old, strict=True):
+                optimizer.load_state_dict(copy.deepcopy(state))
         own = 0 if way == "fresh, warmed up" else before
         data = Batches(corpus, context, inner.batch, f"fresh/{seed}/after")
         done, losses = 0, []
