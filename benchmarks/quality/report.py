@@ -1,7 +1,8 @@
 """Tables and plots of docs/quality.md, from the rows of results.
 
 Rules of this file:
-1. A gap is relative to data parallel with its best learning rate, same model, tokens and global batch, seed by seed.
+1. A gap is relative to data parallel with its best learning rate, same model, tokens and global batch, seed by seed:
+   with the same inner optimizer, and with AdamW.
 2. Where there are several seeds the table has the mean and, after +-, the standard deviation over seeds of what stands
    before it. With one seed it has no +-.
 """
@@ -47,14 +48,18 @@ def by_seed(found: Rows) -> dict[Setting, dict[int, Figures]]:
     return cells
 
 
-def baseline(cells: Mapping[Setting, Mapping[int, Figures]], setting: Setting) -> dict[int, float]:
+def baseline(
+    cells: Mapping[Setting, Mapping[int, Figures]], setting: Setting, inner: str = "adamw"
+) -> dict[int, float]:
     """The loss by seed of data parallel with its best learning rate (in the mean over the seeds that all rates have),
-    for ``setting``'s model, tokens and batch. Parts of the data are of no account to data parallel."""
+    for ``setting``'s model, tokens and batch, and this inner optimizer. Parts of the data do not concern it."""
     model = {name: getattr(setting, name) for name in MODEL if name != "data"}
     found = {
         cell: {seed: figures["loss"] for seed, figures in runs.items()}
         for cell, runs in cells.items()
-        if cell.method == "parallel" and all(getattr(cell, name) == value for name, value in model.items())
+        if cell.method == "parallel"
+        and cell.inner == inner
+        and all(getattr(cell, name) == value for name, value in model.items())
     }
     if not found:
         return {}
@@ -78,18 +83,21 @@ def gaps(cells: Mapping[Setting, Mapping[int, Figures]], setting: Setting, again
 def table(found: Rows, wanted: Iterable[Setting], label: Callable[[Setting], str]) -> list[str]:
     """One row for each cell that was run."""
     cells = by_seed(found)
-    lines = ["| setting | seeds | loss | gap to data parallel, % | bytes/parameter up, down |", "|---|---|---|---|---|"]
+    lines = [
+        "| setting | seeds | loss | gap to data parallel, % | to AdamW's, % | bytes/parameter up, down |",
+        "|---|---|---|---|---|---|",
+    ]
     for setting in dict.fromkeys(map(seedless, wanted)):
         runs = cells.get(setting)
         if not runs:
             continue
-        difference = gaps(cells, setting, baseline(cells, setting))
+        own, adamw = (gaps(cells, setting, baseline(cells, setting, inner)) for inner in (setting.inner, "adamw"))
         figures = next(iter(runs.values()))
         traffic = f"{figures['up_bytes_per_parameter']:.3f}, {figures['down_bytes_per_parameter']:.3f}"
-        lines.append(
-            f"| {label(setting)} | {len(runs)} | {spread([f['loss'] for f in runs.values()], '.4f')} | "
-            f"{spread(difference, '+.2f') if difference else '-'} | {traffic if setting.method == 'diloco' else '-'} |"
-        )
+        shown = [spread(gap, "+.2f") if gap else "-" for gap in (own, adamw)]
+        losses = spread([f["loss"] for f in runs.values()], ".4f")
+        columns = [label(setting), str(len(runs)), losses, *shown, traffic if setting.method == "diloco" else "-"]
+        lines.append(f"| {' | '.join(columns)} |")
     return lines
 
 
@@ -98,7 +106,7 @@ def label(setting: Setting) -> str:
     standard, mine = to_row(Setting()), to_row(setting)
     shown = [name for name in mine if name != "seed" and mine[name] != standard[name]]
     if setting.method == "parallel":
-        return f"data parallel, lr {setting.learning_rate:g}"
+        return f"data parallel, {setting.inner}, {setting.batch} windows, lr {setting.learning_rate:g}"
     said = [f"{NAMES.get(name, name)} {_value(mine[name])}" for name in shown]
     return ", ".join(said) or "defaults"
 

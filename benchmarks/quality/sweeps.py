@@ -56,6 +56,29 @@ def seeds() -> list[Setting]:
     return [s for seed in SEEDS for s in (_parallel(learning_rate=4e-3, seed=seed), _with(seed=seed))]
 
 
+def batches() -> list[Setting]:
+    """What is left of the gap where learners have larger batches, and with Muon."""
+    found = []
+    for batch, rates in ((64, (4e-3, 8e-3)), (256, (8e-3, 4e-3))):
+        for inner in ("adamw", "muon"):
+            shape = {"batch": batch, "inner": inner}
+            found += [_parallel(**shape, learning_rate=rate) for rate in (*rates, 16e-3 if batch == 256 else 2e-3)]
+            found += [_with(**shape, learning_rate=rate) for rate in rates]
+    large = {"batch": 256, "learning_rate": 8e-3}
+    return found + [_with(**large, inner=inner, learners=m) for inner in ("muon", "adamw") for m in (2, 8)]
+
+
+def causes() -> list[Setting]:
+    """What the gap does not come from: M = 4, 64 windows a step, inner rate 4e-3, one thing changed at a time."""
+    shape = {"batch": 64, "learning_rate": 4e-3}
+    exact = {"up": "fp32", "down": "fp32", "overlap": 0}
+    plain = {"merge": "direct", "outer_rate": 1.0, "outer_momentum": 0.0}
+    changes: list[dict[str, object]] = [{}, exact, {"sync_every": 12}, {"embedding": "rda"}, plain, {**plain, **exact}]
+    changes += [{"outer_momentum": 0.0}, {"outer_momentum": 0.6}, {**plain, "outer_momentum": 0.3}]
+    changes += [{"sync_every": 4, "fragments": 4, "overlap": 1}]
+    return [_with(**shape, **change) for change in changes]
+
+
 def headline() -> list[Setting]:
     """492,384 parameters in 24 fragments (H = 24), 20 tokens a parameter: some two core hours on a quiet machine."""
     shape = {"width": 96, "depth": 4, "heads": 6, "context": 64, "batch": 32, "steps": 4800, "warmup": 240}
@@ -125,6 +148,8 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "people": people,
     "others": others,
     "neighbours": neighbours,
+    "batches": batches,
+    "causes": causes,
     "headline": headline,
     "outer-m": outer_by_learners,
     "outer-h": outer_by_h,
