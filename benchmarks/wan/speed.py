@@ -46,7 +46,7 @@ SETTINGS: dict[str, dict[str, object]] = {
         "overlap": 2,
         "codec": "int4",
         "outer_lr": 0.7,
-        "outer_momentum": 0.5,
+        "outer_momentum": 0.3,
     },
 }
 LABELS = {
