@@ -79,6 +79,18 @@ def causes() -> list[Setting]:
     return [_with(**shape, **change) for change in changes]
 
 
+def flat() -> list[Setting]:
+    """Small batches and a rate that never falls, as in benchmarks.wan.speed: merges and outer rates."""
+    shape: dict[str, object] = {"width": 64, "heads": 2, "context": 64, "steps": 400, "warmup": 24, "final_share": 1.0}
+    rda = [
+        _with(**shape, outer_rate=r, outer_momentum=mu) for r, mu in ((0.7, 0.5), (0.7, 0.3), (1.0, 0.0), (1.0, 0.6))
+    ]
+    pairs = ((1.0, 0.0), (0.7, 0.9), (0.7, 0.5))
+    direct = [_with(**shape, merge="direct", outer_rate=r, outer_momentum=mu) for r, mu in pairs]
+    whole = _with(**shape, merge="direct", outer_rate=1.0, outer_momentum=0.0, fragments=1, overlap=0)
+    return [_parallel(**shape), *rda, *direct, whole]
+
+
 def headline() -> list[Setting]:
     """492,384 parameters in 24 fragments (H = 24), 20 tokens a parameter: some two core hours on a quiet machine."""
     shape = {"width": 96, "depth": 4, "heads": 6, "context": 64, "batch": 32, "steps": 4800, "warmup": 240}
@@ -150,6 +162,7 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "neighbours": neighbours,
     "batches": batches,
     "causes": causes,
+    "flat": flat,
     "headline": headline,
     "outer-m": outer_by_learners,
     "outer-h": outer_by_h,
