@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,6 @@ from p2pdiloco.protocol.manifest import Layout, TensorSpec
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.parameters import check_tensors
 from p2pdiloco.wire import link
-
-T = TypeVar("T")
 
 
 class LeaderError(Exception):
@@ -61,22 +59,33 @@ class Island:
         dist.all_reduce(total, group=self._control)
         return cast(list[float], total.tolist())
 
-    def lead(self, attempt: Callable[[], T]) -> T:
-        """What ``attempt`` gives at the leader, the only one to call it. It is pickled between ranks.
+    def lead(self, attempt: Callable[[], bytes]) -> bytes:
+        """What ``attempt`` gives at the leader, the only one to call it.
 
         Raises:
             LeaderError: it failed there.
         """
-        outcome: list[object] = [None, ""]
+        data, has_failed = b"", False
         if self.is_leader:
             try:
-                outcome = [attempt(), ""]
+                data = attempt()
             except Exception as error:  # noqa: BLE001 - the others must not wait for a leader that failed
-                outcome = [None, str(error) or type(error).__name__]
-        dist.broadcast_object_list(outcome, src=self._leader, group=self._control)
-        if outcome[1]:
-            raise LeaderError(outcome[1])
-        return cast(T, outcome[0])
+                data, has_failed = (str(error) or type(error).__name__).encode(), True
+        data, has_failed = self.tell(data, has_failed)
+        if has_failed:
+            raise LeaderError(data.decode())
+        return data
+
+    def tell(self, data: bytes, flag: bool) -> tuple[bytes, bool]:
+        """The leader's ``data`` and ``flag``, on all ranks."""
+        head = torch.tensor([len(data), flag])
+        self.share(head)
+        size, told = head.tolist()
+        if not size:
+            return b"", bool(told)
+        body = torch.frombuffer(bytearray(data if self.is_leader else bytes(size)), dtype=torch.uint8)
+        self.share(body)
+        return body.numpy().tobytes(), bool(told)
 
     def share(self, tensor: Tensor) -> None:
         """``tensor`` := the leader's, in place."""
@@ -109,15 +118,8 @@ class IslandChannel:
                 self.is_closed = self._channel.is_closed
             except ValueError:
                 self.is_closed = True
-        head = torch.tensor([len(frames), self.is_closed])
-        self._island.share(head)
-        size, is_closed = head.tolist()
-        self.is_closed = bool(is_closed)
-        if not size:
-            return []
-        body = torch.frombuffer(bytearray(frames or bytes(size)), dtype=torch.uint8)
-        self._island.share(body)
-        return self._decoder.feed(body.numpy().tobytes())
+        frames, self.is_closed = self._island.tell(frames, self.is_closed)
+        return self._decoder.feed(frames) if frames else []
 
     def wait(self) -> None:
         """Not to be called: ranks look again a moment later instead."""
