@@ -125,6 +125,7 @@ class Bisection:
         with sites.Series(self._made, configs, self._folder / "logs") as series:
             set_rates(self._made, predicted * SPREAD)
             series.go(10**6, 1e6)
+            self._probe(series, predicted * SPREAD)  # not counted: the first turns are made while everybody warms up
             low, high, best = max(SLOWEST_BPS, predicted / SPREAD), predicted * SPREAD, None
             while best is None or (high / low > CLOSE and len(self.probes) < options.probes):
                 rate = high if best is None else (low * high) ** 0.5
