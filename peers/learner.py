@@ -116,8 +116,11 @@ def _build(options: argparse.Namespace, connection: socket.socket) -> Learner:
 def _be_nice() -> None:
     """Yield to nodes. Threads that torch makes for its first step inherit it."""
     os.nice(_NICENESS)
-    with contextlib.suppress(OSError):  # where Linux shares the CPU between sessions first; the learner has its own
-        Path("/proc/self/autogroup").write_text(str(_NICENESS), encoding="ascii")
+    if (
+        os.getsid(0) == os.getpid()
+    ):  # a node gives it a session of its own, and Linux shares the CPU between those first
+        with contextlib.suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(_NICENESS), encoding="ascii")
 
 
 def _end_with_parent() -> None:

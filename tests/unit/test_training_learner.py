@@ -213,6 +213,14 @@ def test_training_ends_at_the_runs_last_step(start: Callable[..., Node]) -> None
     assert node.until(link.Paused).steps < 1000
 
 
+def test_training_yields_the_processor_to_nodes(start: Callable[..., Node]) -> None:
+    node = start()
+    node.send(link.Load(step=0))
+    node.until(link.Progress)
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, node.process.pid) == min(19, ours + 5)
+
+
 def test_the_nodes_death_ends_it(start: Callable[..., Node]) -> None:
     idle, busy = start(), start()
     busy.send(link.Load(step=0))
