@@ -23,7 +23,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	@touch $(READY)
 
-demo: $(READY) ## a swarm on this machine: found, join, kill, join late, merge, evaluate (about 2 minutes)
+demo: $(READY) ## a swarm on this machine: found, join, kill, join late, merge, evaluate (about 3 minutes)
 	@$(BIN)/python -m peers.demo --out out/demo
 
 test: $(READY) ## everything that CI runs but lint
