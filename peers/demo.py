@@ -1,4 +1,4 @@
-"""The demo: a whole swarm on this machine, with a kill, a late joiner and a dead bootstrap node, in about three minutes::
+"""The demo: a swarm on this machine, with a kill, a late joiner and a dead bootstrap node, in about three minutes::
 
     python -m peers.demo [--out out/demo] [--config peers/stdlib-tiny.toml] [--steps N]
 
