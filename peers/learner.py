@@ -116,9 +116,8 @@ def _build(options: argparse.Namespace, connection: socket.socket) -> Learner:
 def _be_nice() -> None:
     """Yield to nodes. Threads that torch makes for its first step inherit it."""
     os.nice(_NICENESS)
-    if (
-        os.getsid(0) == os.getpid()
-    ):  # a node gives it a session of its own, and Linux shares the CPU between those first
+    # Linux shares the CPU between sessions before it looks at niceness. A node starts its learner in one of its own.
+    if os.getsid(0) == os.getpid():
         with contextlib.suppress(OSError):
             Path("/proc/self/autogroup").write_text(str(_NICENESS), encoding="ascii")
 

@@ -5,8 +5,8 @@ Rules of this file:
    supervisor starts a new life from the global parameters.
 2. Training never waits for data: without a block in hand it draws random windows.
 
-The inner optimizer is the manifest's (``optimizers``). A new life goes on with the state
-on the peer's disk (``inner_state``); without one it warms up briefly.
+The inner optimizers are those that the manifest names (``optimizers``). A new life goes on with their state on the
+peer's disk (``inner_state``); without one it warms up briefly.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ from torch import nn
 from p2pdiloco.protocol.manifest import InnerConfig
 from p2pdiloco.training.muon import Muon
 
-_HEADS = ("head.weight", "lm_head.weight")
+_HEAD = "head.weight"
+"""How the name of an output head ends: ours, and the ``lm_head`` of Hugging Face."""
 
 
 def inner_optimizers(model: nn.Module, inner: InnerConfig) -> list[torch.optim.Optimizer]:
@@ -32,5 +33,5 @@ def inner_optimizers(model: nn.Module, inner: InnerConfig) -> list[torch.optim.O
 def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """All matrices but those whose rows are tokens: embeddings and the output head."""
     tokens = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    tokens |= {id(p) for name, p in model.named_parameters() if name.endswith(_HEADS)}
+    tokens |= {id(p) for name, p in model.named_parameters() if name.endswith(_HEAD)}
     return [p for p in model.parameters() if p.requires_grad and p.dim() == 2 and id(p) not in tokens]
