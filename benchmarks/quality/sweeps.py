@@ -15,12 +15,12 @@ MUON = Setting(batch=64, inner="muon", learning_rate=8e-3)
 """Where the gap to data parallel is small enough that smaller differences can be seen."""
 
 
-def _with(base: Setting = BASE, **changes: object) -> Setting:
-    return msgspec.structs.replace(base, **changes)
+def _with(**changes: object) -> Setting:
+    return msgspec.structs.replace(BASE, **changes)
 
 
 def _muon(**changes: object) -> Setting:
-    return _with(MUON, **changes)
+    return msgspec.structs.replace(MUON, **changes)
 
 
 def _parallel(**changes: object) -> Setting:

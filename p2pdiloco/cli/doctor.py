@@ -21,6 +21,7 @@ from p2pdiloco.node.session import DirectoryOptions, open_directory
 from p2pdiloco.protocol.manifest import PROTOCOL_VERSION
 from p2pdiloco.runtime.directory import DirectoryError
 from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.wire import libzstd
 
 IS_QUIET = True
 FREE_DISK_BYTES = 2 << 30
@@ -61,7 +62,10 @@ def _versions() -> Finding:
     packages = ", ".join(
         f"{name} {version(name)}" for name in ("p2pdiloco", "torch", "hivemind", "uvloop", "zstandard")
     )
-    return Finding("ok", "software", f"Python {platform.python_version()}, {packages}, protocol {PROTOCOL_VERSION}")
+    decoder = ", the system's libzstd decodes" if libzstd.AVAILABLE else ""
+    return Finding(
+        "ok", "software", f"Python {platform.python_version()}, {packages}{decoder}, protocol {PROTOCOL_VERSION}"
+    )
 
 
 def _machine() -> Finding:

@@ -29,6 +29,7 @@ from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.tensors import choosing, digests, merging, outer, quantize
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire import compression
+from p2pdiloco.wire.compression import Body
 
 Payload = bytes | memoryview
 """Of a contribution or a commit, compressed; not to be changed."""
@@ -90,7 +91,7 @@ class _Prepared(NamedTuple):
 
     base: Digest
     payload: Digest
-    bodies: Sequence[bytes]
+    bodies: Sequence[Body]
 
 
 class _Own(NamedTuple):
@@ -98,7 +99,7 @@ class _Own(NamedTuple):
     settled, and half a byte a parameter is cheaper to keep than to decompress twice."""
 
     payload: bytes
-    bodies: Sequence[bytes]
+    bodies: Sequence[Body]
 
 
 class _Staged(NamedTuple):
@@ -123,8 +124,8 @@ class _Handover(NamedTuple):
     """It takes new parameters, not changes."""
     snapshot: Tensor | None
     """The shard's part of the snapshot buffer, if it is to be kept up to date."""
-    settled: Sequence[Iterator[bytes]]
-    restored: Sequence[Iterator[bytes]]
+    settled: Sequence[Iterator[Body]]
+    restored: Sequence[Iterator[Body]]
     """Own contributions, by chunks."""
 
 
@@ -237,7 +238,7 @@ class GlobalState:
         self._own.pop(shard, None)
         return handover.shifts
 
-    def _checked(self, header: CommitHeader, head: Digest, payload: Payload, listed: bytes) -> Sequence[bytes]:
+    def _checked(self, header: CommitHeader, head: Digest, payload: Payload, listed: bytes) -> Sequence[Body]:
         """The bodies of a commit's payload; all can be decoded, and the sample of its version gives what is listed."""
         shard, spans = header.shard, self._chunks(header.shard)
         try:
@@ -252,14 +253,14 @@ class GlobalState:
                 raise DigestMismatchError(f"commit {head[:8]} of shard {shard} does not give chunk {index} as promised")
         return bodies
 
-    def _next_chunk(self, body: bytes, span: slice) -> tuple[Tensor, Tensor]:
+    def _next_chunk(self, body: Body, span: slice) -> tuple[Tensor, Tensor]:
         """What a chunk's parameters and momentum become with a merged outer gradient, in scratch."""
         elements = span.stop - span.start
         new = self._scratch.theta[:elements], self._scratch.momentum[:elements]
         outer.step_aside(body, self.theta[span], self.momentum[span], new, **self._factors)
         return new
 
-    def _step(self, body: bytes, span: slice, to: _Handover) -> None:
+    def _step(self, body: Body, span: slice, to: _Handover) -> None:
         """One chunk's outer step and what follows from it for the learner."""
         theta, momentum = self.theta[span], self.momentum[span]
         if not to.is_reset and to.snapshot is None and not to.restored and len(to.settled) <= 1:
@@ -272,7 +273,7 @@ class GlobalState:
         outer.outer_step(theta, momentum, change, **self._factors)
         self._hand_over(to, span, change)
 
-    def _bodies(self, shard: ShardId, payload: Payload) -> Iterator[bytes]:
+    def _bodies(self, shard: ShardId, payload: Payload) -> Iterator[Body]:
         own = self._own.get(shard)
         if own is not None and own.payload is payload:
             return iter(own.bodies)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from torch import Tensor
 from p2pdiloco.protocol.manifest import MergeRule
 from p2pdiloco.tensors import kernels, quantize
 from p2pdiloco.tensors.recipes import CHUNK
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
 class Gradient(Protocol):
@@ -60,7 +63,7 @@ class Encoded:
         ValueError: a body is malformed, not finite or missing.
     """
 
-    def __init__(self, bodies: Sequence[bytes], elements: int) -> None:
+    def __init__(self, bodies: Sequence[Buffer], elements: int) -> None:
         if len(bodies) != quantize.chunk_count(elements):
             raise ValueError(f"{len(bodies)} bodies came for {elements} elements")
         self.elements = elements

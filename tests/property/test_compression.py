@@ -2,13 +2,26 @@
 
 import contextlib
 import struct
+from collections.abc import Iterator
 
 import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from p2pdiloco.wire import compression, libzstd
 from p2pdiloco.wire.compression import compress, decompress, join, split
+
+
+@pytest.fixture(params=["zstandard", "libzstd"], autouse=True, scope="module")
+def decoder(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both that may decode."""
+    if request.param == "libzstd" and not libzstd.AVAILABLE:
+        pytest.skip("no libzstd here that is worth using")
+    before = compression._contexts.decoder
+    compression._contexts.decoder = libzstd.Decoder() if request.param == "libzstd" else None
+    yield
+    compression._contexts.decoder = before
 
 
 def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
