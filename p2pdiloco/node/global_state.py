@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -150,8 +151,9 @@ class GlobalState:
         self.shift = vectors.shift
         self.snapshot = vectors.snapshot
         self.momentum = torch.zeros_like(self.theta)
-        self.queued = torch.zeros_like(self.theta)
-        """Shifts that wait until the learner has added the last one; any content where none waits."""
+        self.queued = torch.from_numpy(np.zeros(layout.elements, np.float32))
+        """Shifts that wait until the learner has added the last one; any content where none waits. Few ever wait, and
+        numpy's zeros take no memory before they are written, which torch's do."""
         self.heads: list[Digest | None] = [None] * len(layout.shards)
         self.digests: list[bytes] = [b""] * len(layout.shards)
         """Of the chunks of each shard's state, as the owner of its head signed them."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -83,12 +84,18 @@ def protocol_config(manifest: Manifest, options: PeerOptions, peer: PeerId) -> P
     )
 
 
-class InitialState(msgspec.Struct, frozen=True):
+class InitialState:
     """What a peer brings: version 0 (the founder) or a checkpoint."""
 
-    shards: tuple[StateProof, ...]
-    theta: torch.Tensor
-    momentum: torch.Tensor
+    def __init__(self, shards: Sequence[StateProof], theta: torch.Tensor, momentum: torch.Tensor) -> None:
+        self.shards = tuple(shards)
+        self._vectors: tuple[torch.Tensor, torch.Tensor] | None = (theta, momentum)
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Parameters and momentum; once. Whoever waits for the node to end must not keep a second copy of the model."""
+        assert self._vectors is not None, "taken already"
+        vectors, self._vectors = self._vectors, None
+        return vectors
 
 
 class Node:
@@ -250,12 +257,11 @@ class Node:
     def _start(self) -> None:
         shards: list[ev.ShardState] = []
         if self._initial is not None:
+            theta, momentum = self._initial.take()
             for proof in self._initial.shards:
                 piece = self.layout.shards[proof.state.head.shard]
                 span = slice(piece.start, piece.stop)
-                self.state.put(
-                    piece.shard, proof.state.head.id, self._initial.theta[span], self._initial.momentum[span]
-                )
+                self.state.put(piece.shard, proof.state.head.id, theta[span], momentum[span])
                 if proof.header is not None:
                     self.driver.proofs[proof.state.head.id] = (proof.header, proof.signature)
                 shards.append(proof.state)

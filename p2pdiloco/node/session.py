@@ -81,17 +81,7 @@ async def start(
         ConfigError, DirectoryError, CheckpointError, OSError: with a sentence for the user.
     """
     logs.speak_as(identity.peer_id)
-    earlier = await asyncio.to_thread(load, options.folder / "checkpoint")
-    if earlier is not None:
-        if earlier.manifest.config != config:
-            raise CheckpointError(
-                f"{options.folder} holds a checkpoint of another configuration: "
-                "give --state another folder, or use join"
-            )
-        manifest, initial = earlier.manifest, InitialState(earlier.shards, earlier.theta, earlier.momentum)
-        say(f"going on with run {manifest.run[:12]} from the checkpoint in {options.folder}")
-    else:
-        manifest, initial = await asyncio.to_thread(found, config, identity.peer_id, options.data)
+    manifest, initial = await asyncio.to_thread(_founded, config, options, identity, say)
     async with open_directory(identity, directory_options, options.folder) as directory:
         for address in directory.visible_addresses():
             say(f"to join from another machine:  p2pdiloco join {address} --run {manifest.config.name}")
@@ -136,21 +126,44 @@ async def resume(
         CheckpointError, DirectoryError, OSError: with a sentence for the user.
     """
     logs.speak_as(identity.peer_id)
-    found = await asyncio.to_thread(load_all, folders)
-    chosen = [c for c in found if wanted in (None, c.manifest.config.name) or c.manifest.run.startswith(wanted or "")]
-    if not chosen:
-        raise CheckpointError(f"no checkpoint is of a run {wanted!r}")
-    best = await asyncio.to_thread(best_of, chosen)
-    manifest, heads = best.manifest, [proof.state.head for proof in best.shards]
-    versions = f"{min(h.version for h in heads)} to {max(h.version for h in heads)}"
-    say(f"going on with run {manifest.config.name} ({manifest.run[:12]}) from {len(chosen)} checkpoints:")
-    say(f"versions {versions} of its shards, {max(h.tokens for h in heads):,} tokens")
+    manifest, initial = await asyncio.to_thread(_resumed, folders, wanted, say)
     mine = msgspec.structs.replace(options, folder=options.folder / manifest.run[:12])
-    initial = InitialState(best.shards, best.theta, best.momentum)
     async with open_directory(identity, directory_options, options.folder) as directory:
         for address in directory.visible_addresses():
             say(f"to join from another machine:  p2pdiloco join {address} --run {manifest.config.name}")
         return await take_part(manifest, mine, identity, directory, initial)
+
+
+# What is read or made here is as large as the model, some of it several times: it lives in functions that return.
+
+
+def _founded(
+    config: RunConfig, options: PeerOptions, identity: Identity, say: Callable[[str], None]
+) -> tuple[Manifest, InitialState]:
+    """The run of the folder's checkpoint, or a new one."""
+    earlier = load(options.folder / "checkpoint")
+    if earlier is None:
+        return found(config, identity.peer_id, options.data)
+    if earlier.manifest.config != config:
+        raise CheckpointError(
+            f"{options.folder} holds a checkpoint of another configuration: give --state another folder, or use join"
+        )
+    say(f"going on with run {earlier.manifest.run[:12]} from the checkpoint in {options.folder}")
+    return earlier.manifest, InitialState(earlier.shards, earlier.theta, earlier.momentum)
+
+
+def _resumed(folders: Sequence[Path], wanted: str | None, say: Callable[[str], None]) -> tuple[Manifest, InitialState]:
+    """The best of the checkpoints of the run that is wanted."""
+    every = load_all(folders)
+    chosen = [c for c in every if wanted in (None, c.manifest.config.name) or c.manifest.run.startswith(wanted or "")]
+    if not chosen:
+        raise CheckpointError(f"no checkpoint is of a run {wanted!r}")
+    best = best_of(chosen)
+    manifest, heads = best.manifest, [proof.state.head for proof in best.shards]
+    versions = f"{min(h.version for h in heads)} to {max(h.version for h in heads)}"
+    say(f"going on with run {manifest.config.name} ({manifest.run[:12]}) from {len(chosen)} checkpoints:")
+    say(f"versions {versions} of its shards, {max(h.tokens for h in heads):,} tokens")
+    return manifest, InitialState(best.shards, best.theta, best.momentum)
 
 
 async def _own_state(folder: Path, manifest: Manifest) -> InitialState | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from p2pdiloco.node import answering, arrivals, incoming
 from p2pdiloco.node.founding import version_zero
 from p2pdiloco.node.node import InitialState, Node
 from p2pdiloco.node.options import PeerOptions
+from p2pdiloco.protocol.chain import genesis_head
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.manifest import (
     InnerConfig,
@@ -45,7 +47,7 @@ UP_BYTES_PER_S = 4e6
 """Slow enough to meet a transfer in its middle."""
 
 
-def run() -> tuple[Manifest, InitialState]:
+def run() -> tuple[Manifest, torch.Tensor, torch.Tensor]:
     elements = SHARDS // FRAGMENTS * SHARD_ELEMENTS
     tensors = tuple(
         TensorSpec(name=f"t{i}", shape=(elements,), merge="rda", fragment=FragmentId(i)) for i in range(FRAGMENTS)
@@ -58,11 +60,17 @@ def run() -> tuple[Manifest, InitialState]:
     config = RunConfig(name="transfer", inner=InnerConfig(steps=10**9), schedule=schedule)
     manifest = Manifest(founder=PeerId("founder"), config=config, tensors=tensors, genesis=genesis)
     assert len(layout.shards) == SHARDS
-    return manifest, version_zero(manifest, theta, momentum)
+    return manifest, theta, momentum
 
 
-MANIFEST, VERSION_ZERO = run()
+MANIFEST, THETA, MOMENTUM = run()
 LAYOUT = Layout.of(MANIFEST)
+HEAD = genesis_head(MANIFEST.run, ShardId(0), MANIFEST.genesis[0])
+
+
+def founded() -> InitialState:
+    """What a founder brings."""
+    return version_zero(MANIFEST, THETA, MOMENTUM)
 
 
 @asynccontextmanager
@@ -92,16 +100,29 @@ def events(folder: Path, name: str) -> list[dict[str, Any]]:
 
 def has_all(node: Node) -> bool:
     state = node.state
-    return torch.equal(state.theta, VERSION_ZERO.theta) and torch.equal(state.momentum, VERSION_ZERO.momentum)
+    return torch.equal(state.theta, THETA) and torch.equal(state.momentum, MOMENTUM)
 
 
 def with_donors(folder: Path, count: int, scenario: Callable[[list[Node], AsyncExitStack], Awaitable[None]]) -> None:
     async def main() -> None:
         async with AsyncExitStack() as stack:
-            donors = [await stack.enter_async_context(peer(folder / f"donor{i}", VERSION_ZERO)) for i in range(count)]
+            donors = [await stack.enter_async_context(peer(folder / f"donor{i}", founded())) for i in range(count)]
             await scenario(donors, stack)
 
     uvloop.run(main())
+
+
+def test_what_a_peer_brings_is_not_kept_beside_the_state(tmp_path: Path) -> None:
+    theta = THETA.clone()
+    kept, initial = weakref.ref(theta), version_zero(MANIFEST, theta, MOMENTUM)
+    del theta
+
+    async def scenario(donors: list[Node], stack: AsyncExitStack) -> None:
+        node = await stack.enter_async_context(peer(tmp_path / "founder", initial))  # whose caller waits, with initial
+        assert has_all(node)
+        assert kept() is None
+
+    with_donors(tmp_path, 0, scenario)
 
 
 def test_a_newcomer_takes_from_all_donors_and_refuses_the_chunks_of_a_liar(tmp_path: Path) -> None:
@@ -126,7 +147,7 @@ def test_a_newcomer_takes_from_all_donors_and_refuses_the_chunks_of_a_liar(tmp_p
 
 def test_a_donor_that_dies_in_the_middle_costs_what_it_was_sending(tmp_path: Path) -> None:
     async def scenario(donors: list[Node], stack: AsyncExitStack) -> None:
-        dying = peer(tmp_path / "dying", VERSION_ZERO)
+        dying = peer(tmp_path / "dying", founded())
         donor = await dying.__aenter__()
         newcomer = await stack.enter_async_context(peer(tmp_path / "new", None))
         await meet(newcomer, [donor, *donors])
@@ -182,7 +203,7 @@ def test_what_is_no_downloaded_shard_is_removed(tmp_path: Path, body: bytes) -> 
 
 def test_chunks_wait_for_what_the_donor_itself_has_to_send(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answering, "YIELD_MOST_S", WAIT_S)
-    question = encode(GetChunk(ShardId(0), VERSION_ZERO.shards[0].state.head.id, 0))
+    question = encode(GetChunk(ShardId(0), HEAD.id, 0))
 
     async def scenario(donors: list[Node], stack: AsyncExitStack) -> None:
         waiting, looks = [10 * answering.LITTLE_BYTES], 0
@@ -207,7 +228,7 @@ def test_chunks_wait_for_what_the_donor_itself_has_to_send(tmp_path: Path, monke
 
 def test_questions_that_are_none_are_refused(tmp_path: Path) -> None:
     """Shards and chunks that do not exist, heads that are not here, and bytes that are no question."""
-    head = VERSION_ZERO.shards[0].state.head.id
+    head = HEAD.id
     questions = [
         encode(GetState(ShardId(SHARDS))),
         encode(GetChunk(ShardId(SHARDS), head, 0)),
