@@ -307,7 +307,7 @@ def _memory(rounds: Sequence[Round], fragment: float) -> dict[str, float | None]
         "idle_rss_per_float32": statistics.median(r.idle_rss for r in rounds) / fragment,
         "peak_rss_per_float32": max(r.peak_rss for r in rounds) / fragment,
         "exchange_rss_per_float32": max(r.peak_rss - r.idle_rss for r in rounds) / fragment,
-        "rss_growth_per_float32": (rounds[-1].idle_rss - rounds[0].idle_rss) / fragment,
+        "rss_growth_per_float32": (rounds[-1].idle_rss - rounds[len(rounds) // 5].idle_rss) / fragment,
     }
 
 
