@@ -85,6 +85,14 @@ def causes() -> list[Setting]:
     return [_with(**shape, **change) for change in changes]
 
 
+def muon() -> list[Setting]:
+    """Muon's own outer settings: the mean and RDA, and an inner rate that falls further."""
+    pairs = (("direct", 1.0, 0.0), ("rda", 0.7, 0.0), ("direct", 0.7, 0.6), ("direct", 1.0, 0.3), ("rda", 0.7, 0.5))
+    outer_ = [_muon(merge=rule, outer_rate=r, outer_momentum=mu) for rule, r, mu in pairs]
+    falling = [_muon(final_share=0.0), _muon(final_share=0.0, method="parallel", learners=1)]
+    return [outer_[0], *falling, *outer_[1:], _muon(learning_rate=16e-3)]
+
+
 def flat() -> list[Setting]:
     """Small batches and a rate that never falls, as in benchmarks.wan.speed: merges and outer rates."""
     shape: dict[str, object] = {"width": 64, "heads": 2, "context": 64, "steps": 400, "warmup": 24, "final_share": 1.0}
@@ -165,6 +173,7 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "neighbours": neighbours,
     "batches": batches,
     "causes": causes,
+    "muon": muon,
     "flat": flat,
     "headline": headline,
     "outer-m": outer_by_learners,
