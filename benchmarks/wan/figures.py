@@ -11,8 +11,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.wan.task import TOKENS
-
 if TYPE_CHECKING:
     from benchmarks.wan.sites import Worker
 
@@ -20,8 +18,8 @@ Column = tuple[str, str, str]
 """Title, name of the figure, format."""
 
 
-def of_series(workers: Sequence[Worker], step_s: float, *, is_lockstep: bool = False) -> dict[str, Any]:
-    """All workers' figures together; the curve is (seconds, steps, held-out loss).
+def of_series(workers: Sequence[Worker], step_s: float, tokens: int, *, is_lockstep: bool = False) -> dict[str, Any]:
+    """All workers' figures together; the curve is (seconds, steps, held-out loss). ``tokens``: a worker's in one step.
 
     ``is_lockstep``: all steps are alike, and the first one's set-up is left out of the rate; whether a step was late
     cannot be told from its waiting for others.
@@ -39,7 +37,7 @@ def of_series(workers: Sequence[Worker], step_s: float, *, is_lockstep: bool = F
         "steps": steps / len(mine),
         "wall_s": wall_s,
         "seconds_a_step": pace,
-        "tokens_per_s": len(mine) * TOKENS / pace,
+        "tokens_per_s": len(mine) * tokens / pace,
         "utilisation": compute_s / sum(w[-1]["at"] for w in mine),
         "steady_utilisation": step_s / pace,
         "blocked_s": max(sum(one["blocked"] for one in w) for w in mine),

@@ -104,7 +104,7 @@ def measure(name: str, made: Testbed, options: argparse.Namespace, folder: Path)
         "lowest": min(loss for _, _, loss in curve),
         "blocked_s": max(sum(w["blocked"] for w in worker.of("step")) for worker in workers),
         "events": events,
-        "tokens_per_s": len(words) * task.TOKENS / max(w["at"] for w in words),
+        "tokens_per_s": len(words) * task.step_tokens() / max(w["at"] for w in words),
         "late_share": sum(worker.of("step")[-1]["late"] for worker in workers if worker.of("step")) / len(words),
     }
 
@@ -116,7 +116,7 @@ def judged(results: dict[str, dict[str, Any]], wanted: float | None) -> float:
         one["to_loss_s"] = figures.time_to(loss, [(at, value) for at, _, value in one["curve"]])
         reached = one.pop("steps_at")
         if one["to_loss_s"] is not None:
-            one["tokens_to_loss"] = sum(at <= one["to_loss_s"] for at in reached) * task.TOKENS
+            one["tokens_to_loss"] = sum(at <= one["to_loss_s"] for at in reached) * task.step_tokens()
     base = results.get("equal", {}).get("to_loss_s")
     for one in results.values():
         one["times_equal"] = one["to_loss_s"] / base if base and one["to_loss_s"] else None

@@ -71,6 +71,7 @@ def config_of(system: str, options: argparse.Namespace, folder: str) -> dict[str
     return {
         "system": system,
         "step_s": options.step_s,
+        "batch": options.batch,
         "snapshot_every": options.snapshot_every,
         "folder": f"{folder}/state-{system}",
         **SETTINGS[system],
@@ -87,13 +88,16 @@ def measure(system: str, made: Any, options: argparse.Namespace, folder: str) ->
     cap = options.ddp_s if system == "ddp" else options.cap_s
     with sites.Series(made, configs, Path(folder) / "logs") as series:
         series.train(options.steps, cap)
-        return figures.of_series(series.workers, options.step_s, is_lockstep=system == "ddp")
+        return figures.of_series(
+            series.workers, options.step_s, task.step_tokens(options.batch), is_lockstep=system == "ddp"
+        )
 
 
 def reference_curve(options: argparse.Namespace) -> list[tuple[int, float]]:
     """Held-out loss by step of data parallel without a network."""
     found: list[tuple[int, float]] = []
-    task.reference(options.steps, ratio.PEERS, options.snapshot_every, lambda n, loss: found.append((n, loss)))
+    every, told = options.snapshot_every, found.append
+    task.reference(options.steps, ratio.PEERS, options.batch, every, lambda n, loss: told((n, loss)))
     return found
 
 
@@ -181,6 +185,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.wan.speed", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--systems", nargs="*", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--step-s", type=float, default=0.4, help="an accelerator's step (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=task.BATCH, help="windows of its batch (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=400, help="of each worker (default: %(default)s)")
     parser.add_argument("--cap-s", type=float, default=600.0, help="most seconds of one system (default: %(default)s)")
     parser.add_argument(

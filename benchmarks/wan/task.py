@@ -25,8 +25,7 @@ from p2pdiloco.training.transformer import build_model, loss
 MODEL = ModelConfig(width=256, depth=4, heads=4, context=64)
 PARAMETERS = 3_344_640
 BATCH = 4
-TOKENS = BATCH * 64
-"""A worker's in one step."""
+"""Windows of a worker's step, unless it is told another number."""
 LEARNING_RATE = 2e-3
 WARMUP = 24
 CORPUS_BYTES = 8 << 20
@@ -52,11 +51,13 @@ class System(Protocol):
 class Task:
     """One worker's training, before any system has touched it."""
 
-    def __init__(self, index: int, step_s: float) -> None:
+    def __init__(self, index: int, step_s: float, batch: int = BATCH) -> None:
         torch.set_num_threads(1)
+        self.batch = batch
+        self.tokens = step_tokens(batch)
         self.corpus = load_corpus(DataConfig(), max_bytes=CORPUS_BYTES, context=MODEL.context)
         self.model = build_model(MODEL, seed=0)
-        self.batches = batches(self.corpus, index)
+        self.batches = batches(self.corpus, index, batch)
         self.optimizer = inner_optimizer(self.model)
         self.pace = Pace([self.model.embedding, *self.model.blocks, self.model.head], step_s)  # type: ignore[list-item, misc]
         self.compute_end = 0.0
@@ -78,9 +79,14 @@ class Task:
         return began, self.compute_end, float(value.detach())
 
 
-def batches(corpus: Corpus, index: int) -> Batches:
+def step_tokens(batch: int = BATCH) -> int:
+    """A worker's in one step."""
+    return batch * MODEL.context
+
+
+def batches(corpus: Corpus, index: int, batch: int) -> Batches:
     """Worker ``index``'s."""
-    return Batches(corpus, MODEL.context, BATCH, f"wan/{index}")
+    return Batches(corpus, MODEL.context, batch, f"wan/{index}")
 
 
 def inner_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -119,14 +125,14 @@ class Judge:
         return held_out_loss(self._model, self._corpus, MODEL.context, SAMPLES, "cpu")
 
 
-def reference(steps: int, workers: int, every: int, told: Callable[[int, float], None]) -> None:
+def reference(steps: int, workers: int, batch: int, every: int, told: Callable[[int, float], None]) -> None:
     """Data parallel without a network: the loss of each ``every``-th step. Each batch is that of all workers together,
     which is what averaging their gradients amounts to."""
     torch.set_num_threads(2)
     corpus = load_corpus(DataConfig(), max_bytes=CORPUS_BYTES, context=MODEL.context)
     model, judge = build_model(MODEL, seed=0), Judge(corpus)
     optimizer = inner_optimizer(model)
-    streams = [batches(corpus, i) for i in range(workers)]
+    streams = [batches(corpus, i, batch) for i in range(workers)]
     for number in range(steps):
         set_rate(optimizer, number)
         loss(model, torch.cat([next(stream) for stream in streams])).backward()  # type: ignore[no-untyped-call]

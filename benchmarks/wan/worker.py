@@ -19,7 +19,7 @@ warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
 
-from benchmarks.wan.task import TOKENS, Judge, Snapshot, Task, copies  # noqa: E402
+from benchmarks.wan.task import BATCH, Judge, Snapshot, Task, copies  # noqa: E402
 from benchmarks.wire import line  # noqa: E402
 
 SYSTEMS = {
@@ -35,7 +35,7 @@ def main() -> None:
     """See the module."""
     config = line.begin()
     module, name = SYSTEMS[config["system"]]
-    task = Task(config["index"], config["step_s"])
+    task = Task(config["index"], config["step_s"], config.get("batch", BATCH))
     system: Any = getattr(importlib.import_module(module), name)(config, task)
     line.answer(event="made", address=system.address)
     for command in line.commands():
@@ -81,7 +81,7 @@ def _train(config: line.Message, task: Task, system: Any, command: line.Message)
     line.answer(
         event="trained",
         steps=number,
-        tokens=number * TOKENS,
+        tokens=number * task.tokens,
         wall_s=time.monotonic() - start,
         blocked_s=blocked_s,
         late_steps=task.pace.late_steps,

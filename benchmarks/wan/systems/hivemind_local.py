@@ -11,7 +11,7 @@ import numpy as np
 from hivemind.compression import Float16Compression, Uniform8BitQuantization
 from torch import Tensor, nn
 
-from benchmarks.wan.task import BATCH, Task, copies
+from benchmarks.wan.task import Task, copies
 
 
 class LocalUpdates:
@@ -46,8 +46,8 @@ class LocalUpdates:
         self._optimizer = hivemind.Optimizer(
             dht=dht,
             run_id="wan",
-            batch_size_per_step=BATCH,
-            target_batch_size=BATCH * config["workers"] * config["sync_every"],
+            batch_size_per_step=self._task.batch,
+            target_batch_size=self._task.batch * config["workers"] * config["sync_every"],
             optimizer=self._task.optimizer,
             use_local_updates=True,
             delay_state_averaging=True,

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import p2pdiloco
-from benchmarks.wan.task import TOKENS, Task, copies, put
+from benchmarks.wan.task import Task, copies, put
 
 RUN = "wan"
 JOINABLE = "p2pdiloco join "
@@ -53,7 +53,7 @@ class Peer:
             run=RUN,
             initial_peers=[address],
             found=is_founder,
-            tokens_per_step=TOKENS,
+            tokens_per_step=self._task.tokens,
             sync_every=config["sync_every"],
             n_fragments=config["fragments"],
             fragment_sync_delay=config["overlap"],
