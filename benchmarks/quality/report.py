@@ -33,6 +33,8 @@ NAMES = {
     "learning_rate": "inner lr",
     "absent": "absent",
 }
+SAID = {"seed", "method", "learners", "inner", "batch", "learning_rate"}
+"""What the name of a data parallel cell says anyway."""
 
 
 def seedless(setting: Setting) -> Setting:
@@ -104,10 +106,11 @@ def table(found: Rows, wanted: Iterable[Setting], label: Callable[[Setting], str
 def label(setting: Setting) -> str:
     """What differs from the defaults, in words."""
     standard, mine = to_row(Setting()), to_row(setting)
-    shown = [name for name in mine if name != "seed" and mine[name] != standard[name]]
-    if setting.method == "parallel":
-        return f"data parallel, {setting.inner}, {setting.batch} windows, lr {setting.learning_rate:g}"
-    said = [f"{NAMES.get(name, name)} {_value(mine[name])}" for name in shown]
+    parallel = f"data parallel, {setting.inner}, {setting.batch} windows, lr {setting.learning_rate:g}"
+    said = [parallel] if setting.method == "parallel" else []
+    silent = SAID if said else {"seed"}
+    shown = [name for name in mine if name not in silent and mine[name] != standard[name]]
+    said += [f"{NAMES.get(name, name)} {_value(mine[name])}" for name in shown]
     return ", ".join(said) or "defaults"
 
 
@@ -144,10 +147,11 @@ def draw(folder: Path) -> None:
     def points(names: Sequence[str], keep: Callable[[Setting], bool]) -> list[tuple[Setting, float, float]]:
         """Cells with their mean gap and its deviation."""
         wanted = [s for s in dict.fromkeys(map(seedless, sweeps.cells(names))) if s in cells and keep(s)]
-        measured = [(s, gaps(cells, s, baseline(cells, s))) for s in wanted]
+        measured = [(s, gaps(cells, s, baseline(cells, s, s.inner))) for s in wanted]
         return [(s, statistics.fmean(g), statistics.stdev(g) if len(g) > 1 else 0.0) for s, g in measured if g]
 
     _draw_outer(pyplot, points(["outer", "outer-m", "outer-h"], lambda s: s.method == "diloco"), folder)
+    _draw_batches(pyplot, points(["inner", "batches", "learners"], lambda s: s.method == "diloco"), folder)
     _draw_codecs(pyplot, cells, points(["codec"], lambda s: s.up == s.down and s.feedback), folder)
 
 
@@ -165,6 +169,36 @@ def _draw_outer(pyplot: Any, points: Sequence[tuple[Setting, float, float]], fol
     axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(folder / "quality-outer.png", dpi=110)
+
+
+def _draw_batches(pyplot: Any, points: Sequence[tuple[Setting, float, float]], folder: Path) -> None:
+    """The best inner rate of each number of learners, batch and optimizer."""
+    best: dict[tuple[str, int, int], tuple[float, float]] = {}
+    for s, gap, error in points:
+        key = (s.inner, s.learners, s.batch)
+        best[key] = min(best.get(key, (gap, error)), (gap, error))
+    figure, axes = pyplot.subplots(figsize=(7, 4.2))
+    for inner, marker in (("adamw", "o--"), ("muon", "s-")):
+        for learners, colour in ((2, "tab:green"), (4, "tab:blue"), (8, "tab:red")):
+            here = sorted((batch, *best[i, m, batch]) for i, m, batch in best if (i, m) == (inner, learners))
+            if here:
+                batches, gap, errors = zip(*here, strict=True)
+                axes.errorbar(
+                    batches, gap, yerr=errors, fmt=marker, color=colour, label=f"M = {learners}, {inner}", capsize=3
+                )
+    axes.axhline(0.0, color="black", linewidth=0.8)
+    axes.set(
+        xscale="log",
+        xticks=[16, 64, 256],
+        xticklabels=["16", "64", "256"],
+        xlabel="windows of 32 tokens a step, all learners together",
+        ylabel="gap to data parallel with the same optimizer, %",
+    )
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(folder / "quality-batch.png", dpi=110)
+    pyplot.close(figure)
 
 
 def _draw_codecs(

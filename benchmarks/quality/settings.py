@@ -38,6 +38,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     final_share: float = 0.1
     warmup: int = 96
     inner: Literal["adamw", "muon"] = "adamw"
+    memory: float = 1.0
+    """How many times longer than usual the inner optimizer averages: 1 - beta is divided by it, in AdamW's two and in
+    Muon's momentum. For the M-th part of a batch theory has M (arXiv 2205.10287)."""
 
     fragments: int = 12
     sync_every: int = 24
@@ -96,7 +99,13 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
             learning_rate=self.learning_rate,
             final_share=self.final_share,
             warmup=self.warmup,
+            beta1=self.averaging(0.9),
+            beta2=self.averaging(0.95),
         )
+
+    def averaging(self, beta: float) -> float:
+        """``beta`` with this ``memory``."""
+        return 1.0 - (1.0 - beta) / self.memory
 
     @property
     def step_tokens(self) -> int:

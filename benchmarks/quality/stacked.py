@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.quality.settings import Setting
 from p2pdiloco.protocol.manifest import Layout, ModelConfig, TensorSpec
-from p2pdiloco.training.muon import Muon
+from p2pdiloco.training.muon import MOMENTUM, Muon
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.schedule import learning_rate
 from p2pdiloco.training.transformer import Transformer
@@ -130,5 +130,6 @@ def _optimizers(setting: Setting, parameters: Mapping[str, Tensor]) -> list[torc
         torch.optim.AdamW(groups, lr=inner.learning_rate, betas=(inner.beta1, inner.beta2), fused=True)
     ]
     if by_muon:
-        found.append(Muon(list(by_muon.values()), weight_decay=inner.weight_decay))
+        momentum = setting.averaging(MOMENTUM)
+        found.append(Muon(list(by_muon.values()), weight_decay=inner.weight_decay, momentum=momentum))
     return found

@@ -93,6 +93,14 @@ def muon() -> list[Setting]:
     return [outer_[0], *falling, *outer_[1:], _muon(learning_rate=16e-3)]
 
 
+def memory() -> list[Setting]:
+    """Inner optimizers that average over more steps, because a learner's batch is smaller."""
+    adamw = {"batch": 64, "learning_rate": 4e-3}
+    long = [_muon(memory=4.0), _with(**adamw, memory=4.0), _muon(method="parallel", learners=1, memory=4.0)]
+    tuned = _parallel(batch=64, learning_rate=8e-3, memory=4.0)
+    return [*long, tuned, _muon(memory=2.0), _muon(method="parallel", learners=1, memory=2.0)]
+
+
 def flat() -> list[Setting]:
     """Small batches and a rate that never falls, as in benchmarks.wan.speed: merges and outer rates."""
     shape: dict[str, object] = {"width": 64, "heads": 2, "context": 64, "steps": 400, "warmup": 24, "final_share": 1.0}
@@ -174,6 +182,7 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "batches": batches,
     "causes": causes,
     "muon": muon,
+    "memory": memory,
     "flat": flat,
     "headline": headline,
     "outer-m": outer_by_learners,

@@ -158,8 +158,10 @@ def main() -> int:
                 print(f"{system}: {figures.brief(found[system])}", file=sys.stderr, flush=True)
     except (sites.BenchmarkError, TestbedError) as error:
         print(error, file=sys.stderr)
-        return 1
-    curve = reference_curve(options) if "ddp" in options.systems else []
+        if not found:
+            return 1
+        print(f"going on with what was measured: {', '.join(found)}", file=sys.stderr)
+    curve = reference_curve(options) if "ddp" in found else []
     wanted, results = judged(found, curve, options)
     settings = {
         **{k: v for k, v in vars(options).items() if k not in ("json", "plot", "keep")},
@@ -178,7 +180,7 @@ def main() -> int:
     print(figures.markdown("system", COLUMNS, {LABELS[name]: one for name, one in results.items()}))
     if options.plot:
         plots.speed(options.plot, {LABELS[name]: one for name, one in results.items()}, curve, wanted)
-    return 0
+    return 0 if len(found) == len(options.systems) else 1
 
 
 def _options() -> argparse.Namespace:

@@ -15,13 +15,14 @@ from torch import Tensor
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _ROUNDS = 5
+MOMENTUM = 0.95
 
 
 class Muon(torch.optim.Optimizer):
     """Parameters are matrices [..., rows, columns], each of the last two dimensions one matrix."""
 
     def __init__(
-        self, parameters: Iterable[Tensor], *, lr: float = 0.0, weight_decay: float = 0.1, momentum: float = 0.95
+        self, parameters: Iterable[Tensor], *, lr: float = 0.0, weight_decay: float = 0.1, momentum: float = MOMENTUM
     ) -> None:
         super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
