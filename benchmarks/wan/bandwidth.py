@@ -74,9 +74,9 @@ class Case:
         return formula.least_rate(self.run, WANTED, system=self.system, round_trip_s=trip)
 
     def window_s(self) -> float:
-        """How long a rate is looked at."""
+        """How long a rate is looked at; whole rounds, because fragments differ in size."""
         least: float = self._options.window_s
-        rounds = 1.5 * self.run.sync_every * self.run.step_s if self.system == "p2pdiloco" else 0.0
+        rounds = 2.0 * self.run.sync_every * self.run.step_s if self.system == "p2pdiloco" else 0.0
         return max(least, rounds)
 
     def settle_s(self) -> float:

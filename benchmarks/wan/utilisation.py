@@ -183,7 +183,8 @@ def measure_shipped(options: argparse.Namespace, folder: Path) -> dict[str, dict
         path = find_topology(name)
         step_s = options.step_s * max(1.0, len(parse_topology(path.read_text()).sites) / PEERS)
         with sites.network(path.read_text()) as made:
-            found = measure(made, config_of(step_s, 24, "int4"), options.seconds, folder / name)
+            seconds = max(options.seconds, 24 * step_s)  # fragments differ in size: all of them
+            found = measure(made, config_of(step_s, 24, "int4"), seconds, folder / name)
         results[name] = {**possible(parse_topology(path.read_text()), step_s), **found, "step_s": step_s}
         print(f"{name}: {results[name]}", file=sys.stderr, flush=True)
     return results
