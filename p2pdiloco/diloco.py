@@ -102,7 +102,7 @@ class DiLoCo:
         fragment_sync_delay: int = 2,
         min_quorum: int = 1,
         outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
+        outer_momentum: float = 0.3,
         codec: str = "int4",
         state: str | os.PathLike[str] | None = None,
         node_options: Sequence[str] = (),

@@ -87,7 +87,8 @@ def causes() -> list[Setting]:
 
 def muon() -> list[Setting]:
     """Muon's own outer settings: the mean and RDA, and an inner rate that falls further."""
-    pairs = (("direct", 1.0, 0.0), ("rda", 0.7, 0.0), ("direct", 0.7, 0.6), ("direct", 1.0, 0.3), ("rda", 0.7, 0.5))
+    rda = (("rda", 0.7, 0.9), ("rda", 0.7, 0.5), ("rda", 0.7, 0.0))
+    pairs = (("direct", 1.0, 0.0), *rda, ("direct", 0.7, 0.6), ("direct", 1.0, 0.3))
     outer_ = [_muon(merge=rule, outer_rate=r, outer_momentum=mu) for rule, r, mu in pairs]
     falling = [_muon(final_share=0.0), _muon(final_share=0.0, method="parallel", learners=1)]
     return [outer_[0], *falling, *outer_[1:], _muon(learning_rate=16e-3)]

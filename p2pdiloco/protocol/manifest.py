@@ -126,7 +126,8 @@ class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The outer optimizer: SGD with Nesterov momentum, and how learners take a commit."""
 
     learning_rate: Rate = 0.7
-    momentum: Share = 0.9
+    momentum: Share = 0.3
+    """Outer gradients merged by RDA keep their length, and want less than the 0.9 of DiLoCo's mean (docs/quality.md)."""
     merge: MergeRule = "rda"
     """Radial-directional averaging, or the direct mean. Embeddings always use the direct mean."""
     adopt: Literal["carry", "overwrite"] = "carry"
