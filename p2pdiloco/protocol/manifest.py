@@ -127,7 +127,7 @@ class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     learning_rate: Rate = 0.7
     momentum: Share = 0.3
-    """Outer gradients merged by RDA keep their length, and want less than the 0.9 of DiLoCo's mean (docs/quality.md)."""
+    """What RDA merges keeps its length, and wants less than the 0.9 of DiLoCo's mean (docs/quality.md)."""
     merge: MergeRule = "rda"
     """Radial-directional averaging, or the direct mean. Embeddings always use the direct mean."""
     adopt: Literal["carry", "overwrite"] = "carry"
