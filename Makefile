@@ -64,7 +64,7 @@ bench-wan: $(READY) ## the comparisons over throttled links, whole (root; an hou
 QUICK := out/wan-quick
 bench-quick: $(READY) ## the same in five minutes or so: that all of it works, not what it shows (root)
 	@$(WAN).speed --steps 32 --cap-s 16 --ddp-s 16 --snapshot-every 8 --json $(QUICK)/speed.jsonl --plot $(QUICK)/speed.png
-	@$(WAN).bandwidth --cases 'p2pdiloco 24/24/4' --step-s 0.25 --probes 2 --json $(QUICK)/bandwidth.jsonl --plot $(QUICK)/bandwidth.png
+	@$(WAN).bandwidth --cases 'p2pdiloco 24/24/4' --probes 1 --json $(QUICK)/bandwidth.jsonl --plot $(QUICK)/bandwidth.png
 	@$(WAN).fragments --parameters 10e6 --gbps 1 --in-flight 1 --rounds 1 --json $(QUICK)/fragments.jsonl --plot $(QUICK)/fragments.png
 	@$(WAN).utilisation --cells 1 --seconds 10 --json $(QUICK)/utilisation.jsonl --plot $(QUICK)/utilisation.png
 	@$(WAN).hardware --scenarios churn --seconds 30 --kill-s 12 --json $(QUICK)/hardware.jsonl --plot $(QUICK)/hardware.png

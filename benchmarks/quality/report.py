@@ -182,9 +182,9 @@ def _draw_batches(pyplot: Any, points: Sequence[tuple[Setting, float, float]], f
         for learners, colour in ((2, "tab:green"), (4, "tab:blue"), (8, "tab:red")):
             here = sorted((batch, *best[i, m, batch]) for i, m, batch in best if (i, m) == (inner, learners))
             if here:
-                batches, gap, errors = zip(*here, strict=True)
+                sizes, heights, errors = zip(*here, strict=True)
                 axes.errorbar(
-                    batches, gap, yerr=errors, fmt=marker, color=colour, label=f"M = {learners}, {inner}", capsize=3
+                    sizes, heights, yerr=errors, fmt=marker, color=colour, label=f"M = {learners}, {inner}", capsize=3
                 )
     axes.axhline(0.0, color="black", linewidth=0.8)
     axes.set(

@@ -146,7 +146,7 @@ class Adopting:
         self._move_own_mark(shard, target)
         self._forget_request(shard, head)
         self.contributing.adopt_step(chain.step)
-        self.merging.moved(shard)
+        self.merging.moved(shard, None if old is None else old.id)
         self.contributing.moved(shard)
         if isinstance(target, CommitHeader) and shard == 0:
             self._evaluate_if_mine(head.version)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from p2pdiloco.protocol.answers import Answers
 from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.effects import Merge
 from p2pdiloco.protocol.events import Merged
@@ -60,6 +61,7 @@ class Merging:
         self.collections = [Collection() for _ in core.chains]
         self.early: list[dict[PeerId, Contribution]] = [{} for _ in core.chains]
         """Contributions to versions that this peer has not reached, one per peer."""
+        self.answers = Answers(len(core.chains))
         self.turn_s = core.config.takeover_floor_s
         """Smoothed time from a turn to its commits."""
         self.sync_s = 0.0
@@ -115,6 +117,7 @@ class Merging:
         elif contribution.base.version > head.version or contribution.base.tokens > head.tokens:
             self.early[shard][sender] = contribution
         else:
+            self.answers.came_late(sender, shard, contribution.base.id, self.core.now)
             self._refuse(sender, contribution, "stale")
 
     def _problem(self, contribution: Contribution) -> str | None:
@@ -129,9 +132,12 @@ class Merging:
 
     def _accept(self, sender: PeerId, contribution: Contribution) -> None:
         collection, c = self.collections[contribution.shard], contribution.contributor
+        if not collection.is_closed:
+            self.open(contribution.shard, contribution.step)
+        if collection.opened_at is not None:
+            self.answers.came(sender, self.core.now - collection.opened_at)
         if collection.is_closed:
             return
-        self.open(contribution.shard, contribution.step)
         collection.answered.add(sender)
         if c.tokens:
             for learner in [x for x in collection.given if peer_of(x) == sender and x != c.learner]:
@@ -193,6 +199,10 @@ class Merging:
             quorum_s=quorum_s,
             sync_s=self.sync_s + membership.slowest_round_trip_s,
         )
+        if config.grace_share:
+            limit_s = config.sync_every * self._step_time_s() / 2
+            waited_for = {*absent, config.peer} if is_waiting_for_me else absent
+            grace_s = max(grace_s, self.answers.wait_s(waited_for, limit_s) - quorum_s)
         takeover_s = self.takeover_s()
         if membership.is_any_departing(absent):
             grace_s = takeover_s  # it has no later turn
@@ -261,10 +271,13 @@ class Merging:
         self.collections[shard].is_closed = shard in self.jobs
         self.consider(shard)
 
-    def moved(self, shard: ShardId) -> None:
-        """The shard has a new head: collect for the next version."""
+    def moved(self, shard: ShardId, base: Digest | None) -> None:
+        """The shard has a new head, after ``base``: collect for the next version."""
         core = self.core
         core.alarms.cancel(("close", shard))
+        opened_at = self.collections[shard].opened_at
+        if base is not None and opened_at is not None:
+            self.answers.moved(shard, base, opened_at)
         self.collections[shard] = Collection()
         early, self.early[shard] = self.early[shard], {}
         for sender in sorted(early):
@@ -272,6 +285,7 @@ class Merging:
 
     def forget(self, peer: PeerId) -> None:
         """The peer is gone: what it sent ahead of us will come again, or never."""
+        self.answers.forget(peer)
         for early in self.early:
             early.pop(peer, None)
 

@@ -107,7 +107,7 @@ def owner() -> Stage:
 
 
 def test_grace_is_gamma_times_tau_steps_less_the_quorum_time() -> None:
-    """W3: 4 steps of 0.5 s, of which 0.3 s are over when the quorum is in."""
+    """W3a: 4 steps of 0.5 s, of which 0.3 s are over when the quorum is in."""
     stage = owner()
     stage.announce(B, 4)
     stage.wait(0.3)
@@ -121,7 +121,7 @@ def test_grace_is_gamma_times_tau_steps_less_the_quorum_time() -> None:
 
 
 def test_grace_is_shortened_by_the_sync_time() -> None:
-    """W3: the last merge took 2 s, which count for a fifth (smoothed)."""
+    """W3a: the last merge took 2 s, which count for a fifth (smoothed)."""
     stage = owner()
     effects = stage.offer(B) + stage.offer(C)
     stage.wait(2.0)
@@ -131,7 +131,7 @@ def test_grace_is_shortened_by_the_sync_time() -> None:
 
 
 def test_grace_is_never_below_0() -> None:
-    """W3: the quorum came later than all the overlap lasts."""
+    """W3a: the quorum came later than all the overlap lasts."""
     stage = owner()
     stage.announce(B, 4)
     stage.wait(5.0)
@@ -139,7 +139,7 @@ def test_grace_is_never_below_0() -> None:
 
 
 def test_grace_is_never_above_the_takeover_time() -> None:
-    """W3: all learners that are left take 30 s for a step."""
+    """W3a: all learners that are left take 30 s for a step."""
     stage = owner()
     for other in (B, C):
         stage.says(other, step_time_s=30.0)

@@ -1,0 +1,83 @@
+"""How long participants usually take, and what the owner makes of it."""
+
+import pytest
+from stage import SHARD, B, C, D, Stage, only
+
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol.answers import Answers, Delay
+from p2pdiloco.protocol.identifiers import Digest
+
+BASE = Digest("base")
+
+
+def test_equal_samples_leave_no_variation() -> None:
+    """W3b: the estimate comes to what is measured."""
+    delay = Delay(1.0)
+    for _ in range(40):
+        delay.measured(1.0)
+    assert delay.usual_s == pytest.approx(1.0, abs=0.01)
+
+
+def test_who_usually_takes_longer_than_the_limit_is_not_waited_for() -> None:
+    """W3b: nor who never answered."""
+    answers = Answers(1)
+    for _ in range(40):
+        answers.came(B, 2.0)
+        answers.came(C, 9.0)
+    assert answers.wait_s([B, C, D], 5.0) == pytest.approx(2.0, abs=0.05)
+    assert answers.wait_s([B, C, D], 10.0) == pytest.approx(9.0, abs=0.2)
+    assert answers.wait_s([D], 10.0) == 0.0
+
+
+def test_late_answers_to_the_version_before_count_and_others_do_not() -> None:
+    """W3b."""
+    answers = Answers(1)
+    answers.came_late(B, SHARD, BASE, 3.0)
+    assert answers.wait_s([B], 10.0) == 0.0
+    answers.moved(SHARD, BASE, 1.0)
+    answers.came_late(B, SHARD, Digest("older"), 3.0)
+    assert answers.wait_s([B], 10.0) == 0.0
+    answers.came_late(B, SHARD, BASE, 3.0)
+    assert answers.wait_s([B], 10.0) == pytest.approx(4.0)  # 2 and twice its half
+    answers.forget(B)
+    assert answers.wait_s([B], 10.0) == 0.0
+
+
+def turns(after_s: float, count: int = 12, grace_share: float = 0.7) -> list[bool]:
+    """Turns that b answers at once and c ``after_s`` later: whether the owner waited for c. H / 2 steps are 1 s, the
+    paper's window is 0.7 s."""
+    stage = Stage(B, C, has_learner=False, grace_share=grace_share, overlap=2)
+    for peer in (B, C):
+        stage.says(peer, weight=0.0)  # a owns everything
+    found, merged = [], 0
+    for turn in range(count):
+        base, end = stage.head(), 40 * (turn + 1)
+        effects = stage.offer(B, 40 * turn, end) + stage.wait(after_s)
+        if only(effects, ef.Merge):
+            stage.work(effects)
+            stage.hear(C, stage.contribution(C, merged, end, base=base))
+            found.append(False)
+        else:
+            effects += stage.offer(C, merged, end)
+            assert only(effects, ef.Merge)
+            stage.work(effects)
+            found.append(True)
+            merged = end
+    return found
+
+
+def test_the_owner_waits_for_those_who_usually_answer_within_half_a_period() -> None:
+    """W3b: c is late for the paper's window at first, and then waited for."""
+    found = turns(after_s=0.8)
+    assert not found[0]
+    assert found[-4:] == [True] * 4
+
+
+def test_the_owner_does_not_wait_for_those_who_usually_take_longer() -> None:
+    """W3b."""
+    assert not any(turns(after_s=1.2))
+
+
+def test_without_a_grace_share_the_owner_waits_for_nobody() -> None:
+    """W3b."""
+    assert not any(turns(after_s=0.8, grace_share=0.0))
