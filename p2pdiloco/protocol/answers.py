@@ -13,42 +13,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
+from p2pdiloco.protocol.smoothing import smoothed
 
-
-class Delay:
-    """A smoothed time and its variation (RFC 6298's estimator)."""
-
-    __slots__ = ("mean_s", "variation_s")
-
-    def __init__(self, sample_s: float) -> None:
-        self.mean_s = sample_s
-        self.variation_s = sample_s / 2
-
-    def measured(self, sample_s: float) -> None:
-        """One more."""
-        self.variation_s += 0.25 * (abs(sample_s - self.mean_s) - self.variation_s)
-        self.mean_s += 0.125 * (sample_s - self.mean_s)
-
-    @property
-    def usual_s(self) -> float:
-        """Few samples are longer."""
-        return self.mean_s + 2 * self.variation_s
+VARIATIONS = 2
+"""Beyond the mean; few answers take longer than that."""
 
 
 class Answers:
     """Of all peers to this owner, from the opening of a turn here."""
 
     def __init__(self, shards: int) -> None:
-        self._delays: dict[PeerId, Delay] = {}
+        self._delays: dict[PeerId, tuple[float, float]] = {}
+        """Smoothed, with their variation."""
         self._merged: list[tuple[Digest, float] | None] = [None] * shards
         """The base of each shard's last version, and when its turn had opened: for answers that come too late."""
 
     def came(self, peer: PeerId, delay_s: float) -> None:
         """An answer, so long after the opening."""
-        if peer in self._delays:
-            self._delays[peer].measured(delay_s)
-        else:
-            self._delays[peer] = Delay(delay_s)
+        self._delays[peer] = smoothed(*self._delays.get(peer, (0.0, 0.0)), delay_s)
 
     def moved(self, shard: ShardId, base: Digest, opened_at: float) -> None:
         """The version after ``base`` is there."""
@@ -62,7 +44,8 @@ class Answers:
 
     def wait_s(self, absent: Iterable[PeerId], limit_s: float) -> float:
         """How long after the opening all of ``absent`` will usually have answered who do so within ``limit_s``."""
-        usual = (self._delays[peer].usual_s for peer in absent if peer in self._delays)
+        known = (self._delays[peer] for peer in absent if peer in self._delays)
+        usual = (mean_s + VARIATIONS * variation_s for mean_s, variation_s in known)
         return max((delay_s for delay_s in usual if delay_s <= limit_s), default=0.0)
 
     def forget(self, peer: PeerId) -> None:

@@ -15,6 +15,7 @@ from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.messages import Heartbeat
 from p2pdiloco.protocol.ownership import Candidates
+from p2pdiloco.protocol.smoothing import smoothed
 
 SENT_KEPT = 64
 MAX_PEERS = 4096
@@ -50,12 +51,8 @@ class PeerView:
         """Heartbeats in a row whose summary of heads differs from ours."""
 
     def measured(self, sample_s: float, interval_s: float) -> None:
-        """A round trip took this long (RFC 6298's estimator)."""
-        if self.round_trip_s == 0.0:
-            self.round_trip_s, self.variation_s = sample_s, sample_s / 2
-        else:
-            self.variation_s += 0.25 * (abs(sample_s - self.round_trip_s) - self.variation_s)
-            self.round_trip_s += 0.125 * (sample_s - self.round_trip_s)
+        """A round trip took this long."""
+        self.round_trip_s, self.variation_s = smoothed(self.round_trip_s, self.variation_s, sample_s)
         self.deadline_s = 3 * interval_s + 2 * self.round_trip_s + 4 * self.variation_s
 
 

@@ -4,18 +4,19 @@ import pytest
 from stage import SHARD, B, C, D, Stage, only
 
 from p2pdiloco.protocol import effects as ef
-from p2pdiloco.protocol.answers import Answers, Delay
+from p2pdiloco.protocol.answers import Answers
 from p2pdiloco.protocol.identifiers import Digest
+from p2pdiloco.protocol.smoothing import smoothed
 
 BASE = Digest("base")
 
 
 def test_equal_samples_leave_no_variation() -> None:
     """W3b: the estimate comes to what is measured."""
-    delay = Delay(1.0)
+    estimate = (0.0, 0.0)
     for _ in range(40):
-        delay.measured(1.0)
-    assert delay.usual_s == pytest.approx(1.0, abs=0.01)
+        estimate = smoothed(*estimate, 1.0)
+    assert estimate == pytest.approx((1.0, 0.0), abs=0.01)
 
 
 def test_who_usually_takes_longer_than_the_limit_is_not_waited_for() -> None:
