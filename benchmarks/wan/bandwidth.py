@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks import record
 from benchmarks.wan import figures, formula, plots, sites, task
-from benchmarks.wan.commits import commits_between
+from benchmarks.wan.commits import Commits, commits_between
 from p2pdiloco.testbed import verify
 from p2pdiloco.testbed.namespaces import TestbedError
 from p2pdiloco.testbed.testbed import Testbed
@@ -154,11 +154,11 @@ class Bisection:
         time.sleep(case.window_s())
         end, end_unix = series.elapsed(), time.time()
         words = [[w for w in worker.of("step") if begin <= w["at"] <= end] for worker in series.workers]
-        commits, shards = 0, 1
+        commits = Commits(0, 1, 0.0)
         if case.system == "p2pdiloco":
             folder = self._folder / case.name.replace("/", "-") / "1"
-            commits, shards = commits_between(folder, begin_unix, end_unix)
-        share, turns = case.shares(words, commits, shards)
+            commits = commits_between(folder, begin_unix, end_unix)
+        share, turns = case.shares(words, commits.versions, commits.shards)
         whole = [w for w in words if len(w) > 1]
         sent = sum(w[-1]["sent"] - w[0]["sent"] for w in whole)
         steps = sum(w[-1]["number"] - w[0]["number"] for w in whole)
@@ -166,6 +166,7 @@ class Bisection:
             "rate_bps": rate,
             "utilisation": share,
             "turns": min(1.0, turns),
+            "learners": commits.learners,
             "steps": steps / PEERS,
             "sent_kb_a_step": sent / max(1, steps) / 1e3,
         }

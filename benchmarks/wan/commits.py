@@ -5,11 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from p2pdiloco.protocol.manifest import Layout, Manifest
+
+
+class Commits(NamedTuple):
+    """What one peer took within some time."""
+
+    versions: int
+    """Of all shards."""
+    shards: int
+    learners: float
+    """Whose progress a commit holds, in the mean; 0 without commits."""
 
 
 def events(state: Path) -> list[dict[str, Any]]:
@@ -28,7 +38,8 @@ def shard_count(state: Path) -> int:
     return len(Layout.of(msgspec.msgpack.decode(path.read_bytes(), type=Manifest)).shards)
 
 
-def commits_between(state: Path, begin_unix: float, end_unix: float) -> tuple[int, int]:
-    """Commits of all shards that the peer took in that time; and how many shards there are."""
-    commits = [e for e in events(state) if e["event"] == "commit"]
-    return sum(begin_unix <= e["time"] < end_unix for e in commits), shard_count(state)
+def commits_between(state: Path, begin_unix: float, end_unix: float) -> Commits:
+    """Those of the peer in ``state``."""
+    found = [e for e in events(state) if e["event"] == "commit" and begin_unix <= e["time"] < end_unix]
+    learners = sum(len(e["contributors"]) for e in found) / max(1, len(found))
+    return Commits(len(found), shard_count(state), learners)

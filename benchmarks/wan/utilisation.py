@@ -131,13 +131,14 @@ def measure(made: Testbed, config: dict[str, Any], seconds: float, folder: Path)
         words = [[w for w in worker.of("step") if begin <= w["at"] <= end] for worker in series.workers]
     if min(len(w) for w in words) < 2:
         raise sites.BenchmarkError(f"some worker made no steps within {seconds:g} s; {folder}/logs says why")
-    commits, shards = commits_between(folder / "1", begin_unix, end_unix)
+    commits = commits_between(folder / "1", begin_unix, end_unix)
     span = sum(w[-1]["at"] - w[0]["at"] for w in words)
     steps = sum(len(w) - 1 for w in words)
     late = sum(w[-1]["late"] - w[0]["late"] for w in words)
     return {
         "utilisation": steps * step_s / span,
-        "turns": min(1.0, commits / (steps / count / every * shards)),
+        "turns": min(1.0, commits.versions / (steps / count / every * commits.shards)),
+        "learners": commits.learners,
         "blocked_s": max(sum(one["blocked"] for one in w) for w in words),
         "blocked_share": sum(one["blocked"] for w in words for one in w) / span,
         "late_share": late / steps,
@@ -160,9 +161,8 @@ def config_of(step_s: float, sync_every: int, codec: str) -> dict[str, Any]:
     }
 
 
-def measure_cells(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+def measure_cells(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The sample."""
-    results = {}
     for number, cell in enumerate(MEASURED[: options.cells]):
         pairs = {(a, b): cell.round_trip_ms for a in range(PEERS) for b in range(a + 1, PEERS)}
         rate = sites.rate_text(cell.mbps * 1e6)
@@ -171,23 +171,18 @@ def measure_cells(options: argparse.Namespace, folder: Path) -> dict[str, dict[s
             config = config_of(options.step_s, cell.sync_every, cell.codec)
             seconds = max(options.seconds, cell.sync_every * options.step_s)
             found = measure(made, config, seconds, folder / f"cell-{number}")
-        results[cell.name] = {**predicted(cell, options.step_s), **found, "cell": cell._asdict()}
-        print(f"{cell.name}: {results[cell.name]}", file=sys.stderr, flush=True)
-    return results
+        yield cell.name, {**predicted(cell, options.step_s), **found, "cell": cell._asdict()}
 
 
-def measure_shipped(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+def measure_shipped(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every shipped topology that was not left out."""
-    results = {}
     for name in options.topologies:
         path = find_topology(name)
         step_s = options.step_s * max(1.0, len(parse_topology(path.read_text()).sites) / PEERS)
         with sites.network(path.read_text()) as made:
             seconds = max(options.seconds, 24 * step_s)  # fragments differ in size: all of them
             found = measure(made, config_of(step_s, 24, "int4"), seconds, folder / name)
-        results[name] = {**possible(parse_topology(path.read_text()), step_s), **found, "step_s": step_s}
-        print(f"{name}: {results[name]}", file=sys.stderr, flush=True)
-    return results
+        yield name, {**possible(parse_topology(path.read_text()), step_s), **found, "step_s": step_s}
 
 
 def possible(topology: Topology, step_s: float) -> dict[str, Any]:
@@ -207,6 +202,7 @@ def possible(topology: Topology, step_s: float) -> dict[str, Any]:
 COLUMNS = (
     ("turns, predicted", "predicted_turns", ".0%"),
     ("turns, measured", "turns", ".0%"),
+    ("learners a version", "learners", ".1f"),
     ("on time, predicted", "on_time", "s"),
     ("compute utilisation", "utilisation", ".1%"),
     ("blocked", "blocked_share", ".2%"),
@@ -221,24 +217,30 @@ def main() -> int:
     sites.on_sigterm()
     table = {cell.name: {**predicted(cell, options.step_s), "cell": cell._asdict()} for cell in cells()}
     if options.formula:
-        print(figures.markdown("cell", COLUMNS[:1] + COLUMNS[2:3], table))
+        print(figures.markdown("cell", COLUMNS[:1] + COLUMNS[3:4], table))
         return 0
+    settings = {k: v for k, v in vars(options).items() if k not in ("json", "plot", "keep")}
+    kind = "wan/utilisation shipped" if options.shipped else "wan/utilisation"
+    results: dict[str, dict[str, Any]] = {}
+    is_whole = True
     try:
         with tempfile.TemporaryDirectory(prefix="p2pdiloco-wan-") as temporary:
             folder = Path(options.keep or temporary)
-            results = measure_shipped(options, folder) if options.shipped else measure_cells(options, folder)
+            for name, one in (measure_shipped if options.shipped else measure_cells)(options, folder):
+                results[name] = one
+                print(f"{name}: {one}", file=sys.stderr, flush=True)
+                if options.json:
+                    record.append(options.json, [record.row(kind, {**settings, "name": name}, one)])
     except (sites.BenchmarkError, TestbedError) as error:
         print(error, file=sys.stderr)
-        return 1
-    settings = {k: v for k, v in vars(options).items() if k not in ("json", "plot", "keep")}
-    if options.json:
-        kind = "wan/utilisation shipped" if options.shipped else "wan/utilisation"
-        record.append(options.json, [record.row(kind, {**settings, "name": n}, one) for n, one in results.items()])
+        is_whole = False
+        if not results:
+            return 1
     print(f"\np2pdiloco, {task.PARAMETERS / 1e6:.1f}M parameters, {options.step_s:g} s a step\n")
     print(figures.markdown("topology" if options.shipped else "cell", COLUMNS, results))
     if options.plot:
         plots.utilisation(options.plot, results)
-    return 0
+    return 0 if is_whole else 1
 
 
 def _options() -> argparse.Namespace:
