@@ -171,6 +171,13 @@ def _draw_outer(pyplot: Any, points: Sequence[tuple[Setting, float, float]], fol
     figure.savefig(folder / "quality-outer.png", dpi=110)
 
 
+def _scale(axes: Any, ticks: Sequence[float]) -> None:
+    """A logarithmic x axis with these numbers on it, and no others."""
+    axes.set_xscale("log")
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+
+
 def _draw_batches(pyplot: Any, points: Sequence[tuple[Setting, float, float]], folder: Path) -> None:
     """The best inner rate of each number of learners, batch and optimizer."""
     best: dict[tuple[str, int, int], tuple[float, float]] = {}
@@ -188,12 +195,10 @@ def _draw_batches(pyplot: Any, points: Sequence[tuple[Setting, float, float]], f
                 )
     axes.axhline(0.0, color="black", linewidth=0.8)
     axes.set(
-        xscale="log",
-        xticks=[16, 64, 256],
-        xticklabels=["16", "64", "256"],
         xlabel="windows of 32 tokens a step, all learners together",
         ylabel="gap to data parallel with the same optimizer, %",
     )
+    _scale(axes, (16, 64, 256))
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
     figure.tight_layout()
@@ -205,11 +210,14 @@ def _draw_codecs(
     pyplot: Any, cells: Mapping[Setting, Any], points: Sequence[tuple[Setting, float, float]], folder: Path
 ) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
-    for setting, gap, error in points:
-        size = next(iter(cells[setting].values()))["up_bytes_per_parameter"]
+    sized = [(next(iter(cells[s].values()))["up_bytes_per_parameter"], s, gap, error) for s, gap, error in points]
+    for number, (size, setting, gap, error) in enumerate(sorted(sized, key=lambda one: one[0])):
         axes.errorbar([size], [gap], yerr=[error], fmt="o")
-        axes.annotate(setting.up, (size, gap), textcoords="offset points", xytext=(5, 4), fontsize=8)
-    axes.set(xscale="log", xlabel="bytes a parameter, one way", ylabel="gap to data parallel, %")
+        above = (6, 5) if number % 2 else (6, -11)  # neighbours may lie close together
+        axes.annotate(setting.up, (size, gap), textcoords="offset points", xytext=above, fontsize=8)
+    axes.set(xlabel="bytes a parameter, one way", ylabel="gap to data parallel with the same optimizer, %")
+    _scale(axes, (0.2, 0.3, 0.5, 1, 2, 4))
+    axes.margins(0.1)
     axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(folder / "quality-codecs.png", dpi=110)
