@@ -94,6 +94,15 @@ def muon() -> list[Setting]:
     return [outer_[0], *falling, *outer_[1:], _muon(learning_rate=16e-3)]
 
 
+def mean() -> list[Setting]:
+    """Muon, the plain mean, and the outer momentum that it wants, by learners and batch."""
+    pairs = ((0.7, 0.8), (1.0, 0.6), (0.7, 0.7), (0.5, 0.8), (0.7, 0.9))
+    found = [_muon(merge="direct", outer_rate=rate, outer_momentum=mu) for rate, mu in pairs]
+    best = {"merge": "direct", "outer_rate": 0.7, "outer_momentum": 0.6}
+    found += [_muon(**best, learners=m) for m in (8, 2)]
+    return found + [_muon(**best, batch=256, learners=m) for m in (4, 8, 2)]
+
+
 def memory() -> list[Setting]:
     """Inner optimizers that average over more steps, because a learner's batch is smaller."""
     adamw = {"batch": 64, "learning_rate": 4e-3}
@@ -183,6 +192,7 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "batches": batches,
     "causes": causes,
     "muon": muon,
+    "mean": mean,
     "memory": memory,
     "flat": flat,
     "headline": headline,

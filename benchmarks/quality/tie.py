@@ -1,9 +1,10 @@
 """The tie: the same run by real processes over real sockets, and in the laboratory.
 
 The real swarm is started with the commands that a user types. Its founder would train alone until the others are there,
-so its learner's process is stopped meanwhile. The laboratory gets what the swarm's clocks made of the settings: the
-tokens that were merged, the turns that they were merged in (so its H), and what the founder had trained alone. What is
-left is order and timing: other samples, commits that come sooner or later than ``overlap`` steps.
+so its learner's process is stopped until the others train. The laboratory gets what the swarm's clocks made of the
+settings: the tokens that were merged, the turns that they were merged in (so its H), who trained alone how long, and how
+fast each learner was: of two that share tokens unequally the faster one makes more steps, which is worth much in a
+short run. What is left is order and timing: other samples, commits that come sooner or later than ``overlap`` steps.
 
 Rules of this file:
 1. Both final models are evaluated by the same code on the same windows.
@@ -74,7 +75,16 @@ class Real(NamedTuple):
     turns: int
     """Versions of the first shard, but for the one that merges what is left at the end."""
     alone: float
-    """Share of the merged tokens that the founder had trained before the last peer began."""
+    """Share of the merged tokens that the others had trained before the founder's learner went on."""
+    tokens: tuple[int, ...]
+    """Trained by each learner; the founder's last, as the laboratory's late one."""
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """Of the learners while all of them trained."""
+        *others, last = self.tokens
+        together = [max(1.0, count - self.alone * self.merged_tokens / len(others)) for count in others]
+        return (*together, float(max(1, last)))
 
 
 def tie(out: Path, seeds: Sequence[int], rows: Path | None, time_limit_s: float) -> bool:
@@ -93,12 +103,14 @@ def tie(out: Path, seeds: Sequence[int], rows: Path | None, time_limit_s: float)
             steps=(steps := round(measured.merged_tokens / setting.step_tokens)),
             sync_every=round(steps / measured.turns),
             join_at=measured.alone if measured.alone > 0.01 else 0.0,
+            speeds=measured.speeds,
         )
         loss = Laboratory(same).run().figures["loss"]
         print(
             f"seed {seed}: swarm {measured.loss:.4f}, laboratory {loss:.4f} nats a byte; {measured.merged_tokens:,} "
             f"tokens merged in {measured.turns} turns ({setting.steps // setting.sync_every} were due), "
-            f"{measured.alone:.0%} of them before the last peer began",
+            f"{measured.alone:.0%} of them before the founder's learner went on; trained "
+            f"{' and '.join(f'{count:,}' for count in measured.tokens)}",
             flush=True,
         )
         real.append(measured.loss)
@@ -139,8 +151,8 @@ def run_swarm(setting: Setting, out: Path, time_limit_s: float) -> Real:
                 member.refresh()
                 if member.ended_badly:
                     raise SwarmError(f"peer {member.name} ended with status {member.status}, see {member.log_path}")
-            if before < 0 and all(member.view.current_at for member in others):
-                before = founder.view.tokens
+            if before < 0 and all(member.view.tokens for member in others):
+                before = sum(member.view.tokens for member in others)
                 first.resume()
             if time.monotonic() - began > time_limit_s:
                 raise SwarmError(f"the run is not over after {time_limit_s:.0f} s, at step {founder.view.step}")
@@ -159,7 +171,8 @@ def run_swarm(setting: Setting, out: Path, time_limit_s: float) -> Real:
     flat.copy_from(checkpoint.theta, flat.everything)
     loss = float(held_out_losses(model, corpus(), setting.context).double().mean())
     merged = founder.view.merged_tokens
-    return Real(loss, merged, founder.view.version - 1, max(0, before) / max(1, merged))
+    tokens = tuple(member.view.tokens for member in (*others, founder))
+    return Real(loss, merged, founder.view.version - 1, max(0, before) / max(1, merged), tokens)
 
 
 def _learner_of(founder: Member, swarm: Swarm) -> psutil.Process:

@@ -1,7 +1,7 @@
 """What ``p2pdiloco.DiLoCo`` costs the training loop, on a model of 10 million parameters::
 
-    python -m benchmarks.training.overhead [--steps 60] [--fragments 24] [--threads 2] [--json out/overhead.json]
-                                           [--plot out/overhead.png]
+    python -m benchmarks.training.overhead [--steps 40] [--batch 4] [--fragments 24] [--threads 2]
+                                           [--json out/overhead.json] [--plot out/overhead.png]
 
 The wrapper is joined to a run of its own, with a real node beside it, that has no exchange due. Every other step's
 optimizer is hooked, the steps between are not, so that whatever else the machine does hits both alike: the cost when
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -59,8 +60,8 @@ def clocked(call: Callable[[], object]) -> Took:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, record."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training.overhead")
-    parser.add_argument("--steps", type=int, default=60, help="pairs of steps")
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=40, help="pairs of steps")
+    parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--fragments", type=int, default=24)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path)
@@ -96,7 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hooked: list[Took] = []
         plain: list[Took] = []
         calls: list[Took] = []
-        for _ in range(options.steps):
+        for index in range(options.steps):
+            show_progress(index, options.steps)
             with_hook = clocked(step)
             hooked.append(with_hook)
             hook, outer._hook = outer._hook, None  # the next step is the script's alone
@@ -115,6 +117,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.plot:
         draw(figures, options.plot)
     return 0
+
+
+def show_progress(done: int, steps: int) -> None:
+    """One line, written over, on a terminal."""
+    if sys.stderr.isatty():
+        print(
+            f"\r{done + 1} of {steps} pairs of steps",
+            end="\n" if done + 1 == steps else "",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def time_copies(model: torch.nn.Module, fragments: int) -> tuple[list[Took], list[Took]]:
