@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -267,7 +267,7 @@ def measure(cases: Sequence[Case], rounds: int, passes: int, *, is_verbose: bool
                 yield case, found[case]
 
 
-def figures(case: Case, rounds: Sequence[Round]) -> dict[str, float | None]:
+def figures(case: Case, rounds: Sequence[Round]) -> dict[str, Any]:
     """Medians, and what follows from them."""
 
     def median(name: str) -> float:
@@ -297,13 +297,20 @@ def figures(case: Case, rounds: Sequence[Round]) -> dict[str, float | None]:
     }
 
 
-MEMORY = ("idle_rss_per_float32", "peak_rss_per_float32", "exchange_rss_per_float32", "rss_growth_per_float32")
+MEMORY = (
+    "idle_rss_by_tenth",
+    "idle_rss_per_float32",
+    "peak_rss_per_float32",
+    "exchange_rss_per_float32",
+    "rss_growth_per_float32",
+)
 
 
-def _memory(rounds: Sequence[Round], fragment: float) -> dict[str, float | None]:
-    """Of the largest peer, in units of the exchanged parameters in float32: before, at most, what an exchange adds, and
-    what all rounds added."""
+def _memory(rounds: Sequence[Round], fragment: float) -> dict[str, Any]:
+    """Of the largest peer: bytes at each tenth of the rounds; in units of the exchanged parameters in float32 before, at
+    most, what an exchange adds, and what all rounds added."""
     return {
+        "idle_rss_by_tenth": [int(rounds[(len(rounds) - 1) * tenth // 10].idle_rss) for tenth in range(11)],
         "idle_rss_per_float32": statistics.median(r.idle_rss for r in rounds) / fragment,
         "peak_rss_per_float32": max(r.peak_rss for r in rounds) / fragment,
         "exchange_rss_per_float32": max(r.peak_rss - r.idle_rss for r in rounds) / fragment,
@@ -328,7 +335,7 @@ COLUMNS = (
 )
 
 
-def table(results: Sequence[tuple[Case, dict[str, float | None]]]) -> str:
+def table(results: Sequence[tuple[Case, dict[str, Any]]]) -> str:
     """For people; the last column is how many times as long as p2pdiloco's first case on the same link it took."""
     lines = [f"{'link':8} {'system':16} " + " ".join(f"{title:>8}" for title, _, _ in COLUMNS) + "   x p2pdiloco"]
     ours: dict[str, float] = {}
