@@ -10,9 +10,11 @@ import msgspec
 from benchmarks.quality.settings import Setting
 
 SEEDS = (1, 2, 3)
+UNEVEN = (1.0, 1.0, 2.0, 4.0)
 BASE = Setting()
-MUON = Setting(batch=64, inner="muon", learning_rate=8e-3)
-"""Where the gap to data parallel is small enough that smaller differences can be seen."""
+RDA = {"merge": "rda", "outer_momentum": 0.3}
+MUON = Setting(batch=64, inner="muon", learning_rate=8e-3, merge="direct", outer_momentum=0.7)
+"""Where the gap to data parallel is small enough that smaller differences can be seen; outer settings by ``muon``."""
 
 
 def _with(**changes: object) -> Setting:
@@ -58,8 +60,23 @@ def merge() -> list[Setting]:
 
 
 def seeds() -> list[Setting]:
-    """Data parallel, and the standard cell, with three seeds."""
-    return [s for seed in SEEDS for s in (_muon(method="parallel", learners=1, seed=seed), _muon(seed=seed))]
+    """What is claimed, with three seeds: both data parallels, two to eight learners, codecs, unequal and absent ones."""
+    changes: list[dict[str, object]] = [
+        {"method": "parallel", "learners": 1, **RDA},
+        {},
+        {"up": "fp32", "down": "fp32"},
+        {"learners": 8},
+        {"learners": 2},
+        {"up": "int4@1.0", "down": "int4@1.0"},
+        {"up": "int2", "down": "int2"},
+        {"speeds": UNEVEN},
+        {"absent": 0.5},
+    ]
+    adamw = [_parallel(batch=64, learning_rate=8e-3, seed=seed) for seed in SEEDS]
+    return [_muon(**change, seed=seed) for change in changes[:2] for seed in SEEDS] + [
+        *adamw,
+        *(_muon(**change, seed=seed) for change in changes[2:] for seed in SEEDS),
+    ]
 
 
 def batches() -> list[Setting]:
@@ -86,29 +103,25 @@ def causes() -> list[Setting]:
 
 
 def muon() -> list[Setting]:
-    """Muon's own outer settings: the mean and RDA, and an inner rate that falls further."""
-    rda = (("rda", 0.7, 0.9), ("rda", 0.7, 0.5), ("rda", 0.7, 0.0))
-    pairs = (("direct", 1.0, 0.0), *rda, ("direct", 0.7, 0.6), ("direct", 1.0, 0.3))
-    outer_ = [_muon(merge=rule, outer_rate=r, outer_momentum=mu) for rule, r, mu in pairs]
-    falling = [_muon(final_share=0.0), _muon(final_share=0.0, method="parallel", learners=1)]
-    return [outer_[0], *falling, *outer_[1:], _muon(learning_rate=16e-3)]
-
-
-def mean() -> list[Setting]:
-    """Muon, the plain mean, and the outer momentum that it wants, by learners and batch."""
-    pairs = ((0.7, 0.8), (1.0, 0.6), (0.7, 0.7), (0.5, 0.8), (0.7, 0.9))
-    found = [_muon(merge="direct", outer_rate=rate, outer_momentum=mu) for rate, mu in pairs]
-    best = {"merge": "direct", "outer_rate": 0.7, "outer_momentum": 0.6}
-    found += [_muon(**best, learners=m) for m in (8, 2)]
-    return found + [_muon(**best, batch=256, learners=m) for m in (4, 8, 2)]
+    """Muon's own outer settings: the mean and RDA; an inner rate that falls further; batches and learners."""
+    rda = (("rda", 0.7, 0.3), ("rda", 0.7, 0.9), ("rda", 0.7, 0.5), ("rda", 0.7, 0.0))
+    mean = [("direct", *pair) for pair in ((1.0, 0.0), (1.0, 0.3), (1.0, 0.6), (0.7, 0.6), (0.7, 0.7), (0.7, 0.8))]
+    pairs = (*rda, *mean, ("direct", 0.5, 0.8), ("direct", 0.7, 0.9))
+    found = [_muon(merge=rule, outer_rate=r, outer_momentum=mu) for rule, r, mu in pairs]
+    found += [_muon(**RDA, final_share=0.0), _muon(final_share=0.0, method="parallel", learners=1, **RDA)]
+    found += [_muon(**RDA, learning_rate=16e-3)]
+    found += [_muon(outer_momentum=0.6, batch=batch, learners=m) for batch in (64, 256) for m in (4, 8, 2)]
+    adamw = {"batch": 64, "learning_rate": 4e-3, "merge": "direct"}
+    return [*found, _muon(learners=8, outer_momentum=0.8), _with(**adamw, outer_momentum=0.7)]
 
 
 def memory() -> list[Setting]:
     """Inner optimizers that average over more steps, because a learner's batch is smaller."""
     adamw = {"batch": 64, "learning_rate": 4e-3}
-    long = [_muon(memory=4.0), _with(**adamw, memory=4.0), _muon(method="parallel", learners=1, memory=4.0)]
+    one = {**RDA, "method": "parallel", "learners": 1}
+    long = [_muon(**RDA, memory=4.0), _with(**adamw, memory=4.0), _muon(**one, memory=4.0)]
     tuned = _parallel(batch=64, learning_rate=8e-3, memory=4.0)
-    return [*long, tuned, _muon(memory=2.0), _muon(method="parallel", learners=1, memory=2.0)]
+    return [*long, tuned, _muon(**RDA, memory=2.0), _muon(**one, memory=2.0)]
 
 
 def flat() -> list[Setting]:
@@ -163,8 +176,7 @@ def adopt() -> list[Setting]:
 
 def people() -> list[Setting]:
     """Learners of different speeds, with and without the grace window; absent ones; late ones; other data."""
-    uneven = (1.0, 1.0, 2.0, 4.0)
-    speeds = [_muon(speeds=uneven), _muon(speeds=uneven, grace=0.0), _muon(speeds=uneven, quorum=4)]
+    speeds = [_muon(speeds=UNEVEN), _muon(speeds=UNEVEN, grace=0.0), _muon(speeds=UNEVEN, quorum=4)]
     rest = [_muon(absent=0.5), _muon(join_at=0.5), _muon(cut=(0.4, 0.6)), _muon(data="parts")]
     return [_muon(), *speeds[:2], *rest[:1], speeds[2], *rest[1:]]
 
@@ -192,7 +204,6 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "batches": batches,
     "causes": causes,
     "muon": muon,
-    "mean": mean,
     "memory": memory,
     "flat": flat,
     "headline": headline,

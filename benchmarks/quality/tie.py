@@ -2,8 +2,8 @@
 
 The real swarm is started with the commands that a user types. Its founder would train alone until the others are there,
 so its learner's process is stopped until the others train. The laboratory gets what the swarm's clocks made of the
-settings: the tokens that were merged, the turns that they were merged in (so its H), who trained alone how long, and how
-fast each learner was: of two that share tokens unequally the faster one makes more steps, which is worth much in a
+settings: the tokens that were merged, the turns that they were merged in (so its H), who trained alone how long, and
+how fast each learner was: of two that share tokens unequally the faster one makes more steps, which is worth much in a
 short run. What is left is order and timing: other samples, commits that come sooner or later than ``overlap`` steps.
 
 Rules of this file:

@@ -224,21 +224,27 @@ def plot(path: Path, results: Mapping[str, Mapping[str, Mapping[str, float]]]) -
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import NullFormatter, ScalarFormatter
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 6))
     for data_name, rows in results.items():
         sizes = [f["bytes_per_parameter"] for f in rows.values()]
         left.scatter(sizes, [f["relative_error"] for f in rows.values()], label=data_name, s=18)
-    for name, f in results["gradient"].items():
-        left.annotate(name, (f["bytes_per_parameter"], f["relative_error"]), fontsize=7)
+    for index, (name, f) in enumerate(results["gradient"].items()):
+        at, down = (f["bytes_per_parameter"], f["relative_error"]), -9 if index % 4 == 3 else 1
+        offset, side = ((-6, down), "right") if index % 2 else ((6, 0), "left")
+        left.annotate(name, at, offset, textcoords="offset points", ha=side, fontsize=8)
     left.set(xscale="log", yscale="log", xlabel="bytes a parameter after zstd", ylabel="relative error")
+    left.set_xticks([0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.4])
+    left.xaxis.set_major_formatter(ScalarFormatter())
+    left.xaxis.set_minor_formatter(NullFormatter())
     left.legend()
     for shift, key in enumerate(("memcpy", "encode", "decode", "zstd", "unzstd")):
         places = [i + 0.16 * (shift - 2) for i in range(len(results["gradient"]))]
         right.barh(places, [min(20.0, f[key]) for f in results["gradient"].values()], 0.16, label=key)
     right.set_yticks(range(len(results["gradient"])), list(results["gradient"]))
     right.set_xlabel("GB/s of float32 a core (cut at 20), outer gradient")
-    right.legend()
+    right.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=5, frameon=False)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

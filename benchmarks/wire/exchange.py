@@ -307,8 +307,8 @@ MEMORY = (
 
 
 def _memory(rounds: Sequence[Round], fragment: float) -> dict[str, Any]:
-    """Of the largest peer: bytes at each tenth of the rounds; in units of the exchanged parameters in float32 before, at
-    most, what an exchange adds, and what all rounds added."""
+    """Of the largest peer: bytes at each tenth of the rounds; in units of the exchanged parameters in float32 before,
+    at most, what an exchange adds, and what all rounds added."""
     return {
         "idle_rss_by_tenth": [int(rounds[(len(rounds) - 1) * tenth // 10].idle_rss) for tenth in range(11)],
         "idle_rss_per_float32": statistics.median(r.idle_rss for r in rounds) / fragment,
