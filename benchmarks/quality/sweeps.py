@@ -60,7 +60,7 @@ def merge() -> list[Setting]:
 
 
 def seeds() -> list[Setting]:
-    """What is claimed, with three seeds: both data parallels, two to eight learners, codecs, unequal and absent ones."""
+    """What is claimed, with three seeds: data parallel twice, two to eight learners, codecs, unequal and absent ones."""
     changes: list[dict[str, object]] = [
         {"method": "parallel", "learners": 1, **RDA},
         {},
