@@ -56,11 +56,12 @@ def merge() -> list[Setting]:
     """The direct mean, which is shorter than its parts; RDA for the embedding, too."""
     pairs = ((0.7, 0.9), (1.0, 0.3))
     direct = [_with(merge="direct", outer_rate=r, outer_momentum=mu, learning_rate=4e-3) for r, mu in pairs]
-    return [_with(), _with(embedding="rda"), *direct, _with(merge="direct")]
+    few = [_with(merge="direct", outer_momentum=mu) for mu in (0.3, 0.7, 0.6)]
+    return [_with(), _with(embedding="rda"), *direct, *few]
 
 
 def seeds() -> list[Setting]:
-    """What is claimed, with three seeds: data parallel twice, two to eight learners, codecs, unequal and absent ones."""
+    """What is claimed, with three seeds: data parallel, two to eight learners, codecs, unequal and absent ones."""
     changes: list[dict[str, object]] = [
         {"method": "parallel", "learners": 1, **RDA},
         {},
