@@ -116,6 +116,19 @@ def muon() -> list[Setting]:
     return [*found, _muon(learners=8, outer_momentum=0.8), _with(**adamw, outer_momentum=0.7)]
 
 
+def gain() -> list[Setting]:
+    """RDA with longer momentum and a rate so much smaller: as far in a turn, averaged over more turns. One learner, too,
+    for which there is nothing to average: what suits many must not harm who is left alone."""
+    pairs = ((0.3, 0.7), (0.2, 0.8), (0.4, 0.7))
+    found = [_muon(merge="rda", outer_rate=rate, outer_momentum=mu) for rate, mu in pairs]
+    slow = {"merge": "rda", "outer_rate": 0.3, "outer_momentum": 0.7}
+    found += [_muon(**slow, learners=m) for m in (8, 2)]
+    alone = {"learners": 1, "batch": 16}
+    found += [_muon(**alone, **outer) for outer in (slow, RDA, {})]
+    adamw = {"batch": 64, "learning_rate": 4e-3}
+    return [*found, _with(**adamw, **slow), _with(**slow)]
+
+
 def memory() -> list[Setting]:
     """Inner optimizers that average over more steps, because a learner's batch is smaller."""
     adamw = {"batch": 64, "learning_rate": 4e-3}
@@ -205,6 +218,7 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "batches": batches,
     "causes": causes,
     "muon": muon,
+    "gain": gain,
     "memory": memory,
     "flat": flat,
     "headline": headline,
