@@ -117,8 +117,8 @@ def muon() -> list[Setting]:
 
 
 def gain() -> list[Setting]:
-    """RDA with longer momentum and a rate so much smaller: as far in a turn, averaged over more turns. One learner, too,
-    for which there is nothing to average: what suits many must not harm who is left alone."""
+    """RDA with longer momentum and a rate so much smaller: as far in a turn, averaged over more turns. One learner,
+    too, for which there is nothing to average: what suits many must not harm who is left alone."""
     pairs = ((0.3, 0.7), (0.2, 0.8), (0.4, 0.7))
     found = [_muon(merge="rda", outer_rate=rate, outer_momentum=mu) for rate, mu in pairs]
     slow = {"merge": "rda", "outer_rate": 0.3, "outer_momentum": 0.7}
