@@ -119,14 +119,16 @@ def muon() -> list[Setting]:
 def gain() -> list[Setting]:
     """RDA with longer momentum and a rate so much smaller: as far in a turn, averaged over more turns. One learner,
     too, for which there is nothing to average: what suits many must not harm who is left alone."""
-    pairs = ((0.3, 0.7), (0.2, 0.8), (0.4, 0.7))
+    pairs = ((0.3, 0.7), (0.2, 0.8), (0.4, 0.7), (0.5, 0.7), (0.3, 0.8), (0.5, 0.6))
     found = [_muon(merge="rda", outer_rate=rate, outer_momentum=mu) for rate, mu in pairs]
-    slow = {"merge": "rda", "outer_rate": 0.3, "outer_momentum": 0.7}
-    found += [_muon(**slow, learners=m) for m in (8, 2)]
-    alone = {"learners": 1, "batch": 16}
-    found += [_muon(**alone, **outer) for outer in (slow, RDA, {})]
+    slow, faster = ({"merge": "rda", "outer_rate": rate, "outer_momentum": 0.7} for rate in (0.3, 0.4))
+    found += [_muon(**faster, learners=m) for m in (8, 2)]
     adamw = {"batch": 64, "learning_rate": 4e-3}
-    return [*found, _with(**adamw, **slow), _with(**slow)]
+    found += [_with(**adamw, **faster)]
+    alone = {"learners": 1, "batch": 16}
+    found += [_muon(**alone, **outer) for outer in (faster, RDA, {})]
+    found += [_muon(**slow, learners=m) for m in (8, 2)]
+    return [*found, _with(**adamw, **slow), _with(**faster), _muon(**faster, batch=256)]
 
 
 def memory() -> list[Setting]:
