@@ -69,7 +69,6 @@ def main() -> int:
         total_steps=options.steps,
         sync_every=10,
         n_fragments=2,
-        outer_momentum=0.3,
         state=options.state,
         node_options=loopback,
     ) as outer:

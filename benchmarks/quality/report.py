@@ -22,7 +22,7 @@ from benchmarks.quality.settings import Setting, to_row
 
 Figures = Mapping[str, Any]
 Rows = Mapping[Setting, Figures]
-MODEL = ("width", "depth", "heads", "context", "batch", "steps", "data")
+MODEL = ("width", "depth", "heads", "context", "batch", "steps", "final_share", "data")
 NAMES = {
     "learners": "M",
     "sync_every": "H",

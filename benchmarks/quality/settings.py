@@ -47,8 +47,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     overlap: int = 2
     max_shard: int = 1 << 20
 
-    outer_rate: float = 0.7
-    outer_momentum: float = 0.3
+    outer_rate: float = 0.4
+    outer_momentum: float = 0.7
     outer: Literal["nesterov", "delayed"] = "nesterov"
     """``delayed``: momentum moves every second turn only (Delayed Nesterov, arXiv 2401.09135)."""
     restart_every: int = 0

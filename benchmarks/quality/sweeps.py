@@ -11,10 +11,11 @@ from benchmarks.quality.settings import Setting
 
 SEEDS = (1, 2, 3)
 UNEVEN = (1.0, 1.0, 2.0, 4.0)
-BASE = Setting()
-RDA = {"merge": "rda", "outer_momentum": 0.3}
-MUON = Setting(batch=64, inner="muon", learning_rate=8e-3, merge="direct", outer_momentum=0.7)
-"""Where the gap to data parallel is small enough that smaller differences can be seen; outer settings by ``muon``."""
+RDA = {"merge": "rda", "outer_rate": 0.7, "outer_momentum": 0.3}
+BASE = Setting(outer_rate=0.7, outer_momentum=0.3)
+"""What was shipped when most of the sweeps with AdamW were run."""
+MUON = Setting(batch=64, inner="muon", learning_rate=8e-3)
+"""Where the gap to data parallel is small enough that smaller differences can be seen."""
 
 
 def _with(**changes: object) -> Setting:
@@ -111,24 +112,25 @@ def muon() -> list[Setting]:
     found = [_muon(merge=rule, outer_rate=r, outer_momentum=mu) for rule, r, mu in pairs]
     found += [_muon(**RDA, final_share=0.0), _muon(final_share=0.0, method="parallel", learners=1, **RDA)]
     found += [_muon(**RDA, learning_rate=16e-3)]
-    found += [_muon(outer_momentum=0.6, batch=batch, learners=m) for batch in (64, 256) for m in (4, 8, 2)]
-    adamw = {"batch": 64, "learning_rate": 4e-3, "merge": "direct"}
-    return [*found, _muon(learners=8, outer_momentum=0.8), _with(**adamw, outer_momentum=0.7)]
+    best = {"merge": "direct", "outer_rate": 0.7}
+    found += [_muon(**best, outer_momentum=0.6, batch=batch, learners=m) for batch in (64, 256) for m in (4, 8, 2)]
+    adamw = {"batch": 64, "learning_rate": 4e-3, **best}
+    return [*found, _muon(**best, learners=8, outer_momentum=0.8), _with(**adamw, outer_momentum=0.7)]
 
 
 def gain() -> list[Setting]:
     """RDA with longer momentum and a rate so much smaller: as far in a turn, averaged over more turns. One learner,
     too, for which there is nothing to average: what suits many must not harm who is left alone."""
     pairs = ((0.3, 0.7), (0.2, 0.8), (0.4, 0.7), (0.5, 0.7), (0.3, 0.8), (0.5, 0.6))
-    found = [_muon(merge="rda", outer_rate=rate, outer_momentum=mu) for rate, mu in pairs]
-    slow, faster = ({"merge": "rda", "outer_rate": rate, "outer_momentum": 0.7} for rate in (0.3, 0.4))
-    found += [_muon(**faster, learners=m) for m in (8, 2)]
-    adamw = {"batch": 64, "learning_rate": 4e-3}
-    found += [_with(**adamw, **faster)]
+    found = [_muon(outer_rate=rate, outer_momentum=mu) for rate, mu in pairs]
+    found += [_muon(learners=m) for m in (8, 2)]
     alone = {"learners": 1, "batch": 16}
-    found += [_muon(**alone, **outer) for outer in (faster, RDA, {})]
-    found += [_muon(**slow, learners=m) for m in (8, 2)]
-    return [*found, _with(**adamw, **slow), _with(**faster), _muon(**faster, batch=256)]
+    mean = {"merge": "direct", "outer_rate": 0.7, "outer_momentum": 0.7}
+    found += [_muon(**alone, **outer) for outer in ({}, RDA, mean)]
+    found += [_muon(learners=8, outer_rate=0.3), _muon(learners=8, outer_rate=0.5)]
+    new = {"outer_rate": 0.4, "outer_momentum": 0.7}
+    found += [_with(batch=64, learning_rate=4e-3, **new), _with(**new)]
+    return [*found, *(_muon(batch=256, learners=m) for m in (4, 8, 2))]
 
 
 def memory() -> list[Setting]:
@@ -144,7 +146,8 @@ def flat() -> list[Setting]:
     """Small batches and a rate that never falls, as in benchmarks.wan.speed: merges and outer rates."""
     shape: dict[str, object] = {"width": 64, "heads": 2, "context": 64, "steps": 400, "warmup": 24, "final_share": 1.0}
     rda = [
-        _with(**shape, outer_rate=r, outer_momentum=mu) for r, mu in ((0.7, 0.5), (0.7, 0.3), (1.0, 0.0), (1.0, 0.6))
+        _with(**shape, outer_rate=r, outer_momentum=mu)
+        for r, mu in ((0.7, 0.5), (0.7, 0.3), (1.0, 0.0), (1.0, 0.6), (0.4, 0.7), (0.3, 0.7))
     ]
     pairs = ((1.0, 0.0), (0.7, 0.9), (0.7, 0.5))
     direct = [_with(**shape, merge="direct", outer_rate=r, outer_momentum=mu) for r, mu in pairs]

@@ -125,9 +125,10 @@ class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The outer optimizer: SGD with Nesterov momentum, and how learners take a commit."""
 
-    learning_rate: Rate = 0.7
-    momentum: Share = 0.3
-    """What RDA merges keeps its length, and wants less than the 0.9 of DiLoCo's mean (docs/quality.md)."""
+    learning_rate: Rate = 0.4
+    momentum: Share = 0.7
+    """What RDA merges keeps its length, so rate / (1 - momentum), how far a turn goes in the end, is 1.3, not the 7 of
+    DiLoCo's shrinking mean; momentum averages several turns (docs/quality.md)."""
     merge: MergeRule = "rda"
     """Radial-directional averaging, or the direct mean. Embeddings always use the direct mean."""
     adopt: Literal["carry", "overwrite"] = "carry"
