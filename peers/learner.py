@@ -2,7 +2,7 @@
 
     python -m peers.learner --socket-fd N --memory-fd N --manifest PATH --incarnation TEXT
                             [--inner-state PATH] [--reunion NAME --reattach-s S] [--device cpu] [--data PATH]
-                            [--threads N]
+                            [--model PATH] [--threads N]
 
 Rules of this file:
 1. The node leads. Ctrl+C reaches the whole process group, so SIGINT is ignored here; SIGTERM ends the learner at once;
@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--reattach-s", type=float, default=0.0, help="how long to wait for it; 0: end with the node")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps, ...")
     parser.add_argument("--data", help="folder that replaces the manifest's")
+    parser.add_argument("--model", help="folder with the weights that the run's adapters are for")
     parser.add_argument("--threads", type=int, default=0, help="torch's threads; 0: torch's own choice")
     return parser
 
@@ -108,6 +109,7 @@ def _build(options: argparse.Namespace, connection: socket.socket) -> Learner:
         connection=connection,
         corpus=corpus,
         incarnation=options.incarnation,
+        base=options.model,
         reunion=Reunion(options.reunion, options.reattach_s) if options.reunion and options.reattach_s else None,
         keeper=None if options.inner_state is None else Keeper(options.inner_state, write_atomically),
     )

@@ -1,7 +1,7 @@
 """The tie: the same run by real processes over real sockets, and in the laboratory.
 
 The real swarm is started with the commands that a user types. Its founder would train alone until the others are there,
-so its learner's process is stopped until the others train. The laboratory gets what the swarm's clocks made of the
+so its learner's process is stopped until they are current. The laboratory gets what the swarm's clocks made of the
 settings: the tokens that were merged, the turns that they were merged in (so its H), who trained alone how long, and
 how fast each learner was: of two that share tokens unequally the faster one makes more steps, which is worth much in a
 short run. What is left is order and timing: other samples, commits that come sooner or later than ``overlap`` steps.
@@ -13,9 +13,11 @@ Rules of this file:
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +35,7 @@ from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.transformer import build_model
 
-SETTING = Setting(learners=2, batch=64, steps=240, warmup=24, fragments=6, overlap=4)
+SETTING = Setting(learners=2, batch=64, steps=960, warmup=96, fragments=6, overlap=4)
 POLL_S = 0.2
 START_S = 60.0
 TOML = """name = "tie"
@@ -75,16 +77,16 @@ class Real(NamedTuple):
     turns: int
     """Versions of the first shard, but for the one that merges what is left at the end."""
     alone: float
-    """Share of the merged tokens that the others had trained before the founder's learner went on."""
+    """Share of the merged tokens that the others had trained before the last learner began."""
     tokens: tuple[int, ...]
-    """Trained by each learner; the founder's last, as the laboratory's late one."""
+    """Merged, by learner; the last to begin is last."""
 
     @property
     def speeds(self) -> tuple[float, ...]:
         """Of the learners while all of them trained."""
         *others, last = self.tokens
         together = [max(1.0, count - self.alone * self.merged_tokens / len(others)) for count in others]
-        return (*together, float(max(1, last)))
+        return (*together, float(last))
 
 
 def tie(out: Path, seeds: Sequence[int], rows: Path | None, time_limit_s: float) -> bool:
@@ -109,7 +111,7 @@ def tie(out: Path, seeds: Sequence[int], rows: Path | None, time_limit_s: float)
         print(
             f"seed {seed}: swarm {measured.loss:.4f}, laboratory {loss:.4f} nats a byte; {measured.merged_tokens:,} "
             f"tokens merged in {measured.turns} turns ({setting.steps // setting.sync_every} were due), "
-            f"{measured.alone:.0%} of them before the founder's learner went on; trained "
+            f"{measured.alone:.0%} of them before the last learner began; by learner "
             f"{' and '.join(f'{count:,}' for count in measured.tokens)}",
             flush=True,
         )
@@ -120,7 +122,7 @@ def tie(out: Path, seeds: Sequence[int], rows: Path | None, time_limit_s: float)
             record.append(rows, [record.row("quality-tie", to_row(same), figures)])
     differences = [r - x for r, x in zip(real, lab, strict=True)]
     mean = statistics.fmean(differences)
-    error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("nan")
+    error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
     is_tied = abs(mean) <= max(2.0 * error, 0.005 * statistics.fmean(lab))
     print(
         f"swarm - laboratory: {mean:+.4f} +- {error:.4f} nats ({mean / statistics.fmean(lab):+.2%}): "
@@ -135,7 +137,8 @@ def run_swarm(setting: Setting, out: Path, time_limit_s: float) -> Real:
     Raises:
         SwarmError: see ``tie``.
     """
-    out.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(out, ignore_errors=True)  # what an earlier tie left there is another run
+    out.mkdir(parents=True)
     path = out / "run.toml"
     path.write_text(TOML.format(**to_row(setting), learner_batch=setting.batch // setting.learners))
     swarm = Swarm(out)
@@ -145,14 +148,14 @@ def run_swarm(setting: Setting, out: Path, time_limit_s: float) -> Real:
         first = _learner_of(founder, swarm)
         first.suspend()
         others = [swarm.join(str(index), address) for index in range(1, setting.learners)]
-        began, before = time.monotonic(), -1
+        began, is_whole = time.monotonic(), False
         while any(member.is_running for member in swarm.members):
             for member in swarm.members:
                 member.refresh()
                 if member.ended_badly:
                     raise SwarmError(f"peer {member.name} ended with status {member.status}, see {member.log_path}")
-            if before < 0 and all(member.view.tokens for member in others):
-                before = sum(member.view.tokens for member in others)
+            if not is_whole and all(member.view.current_at for member in others):
+                is_whole = True
                 first.resume()
             if time.monotonic() - began > time_limit_s:
                 raise SwarmError(f"the run is not over after {time_limit_s:.0f} s, at step {founder.view.step}")
@@ -170,9 +173,27 @@ def run_swarm(setting: Setting, out: Path, time_limit_s: float) -> Real:
     flat = FlatParameters(model.named_parameters(), checkpoint.manifest.tensors, Layout.of(checkpoint.manifest))
     flat.copy_from(checkpoint.theta, flat.everything)
     loss = float(held_out_losses(model, corpus(), setting.context).double().mean())
-    merged = founder.view.merged_tokens
-    tokens = tuple(member.view.tokens for member in (*others, founder))
-    return Real(loss, merged, founder.view.version - 1, max(0, before) / max(1, merged), tokens)
+    view = founder.view
+    return Real(loss, view.merged_tokens, view.version - 1, *shared_out([c["contributors"] for c in view.commits]))
+
+
+def shared_out(commits: Sequence[Mapping[str, int]]) -> tuple[float, tuple[int, ...]]:
+    """See ``Real``: from the tokens of each learner in each commit of one shard.
+
+    Raises:
+        SwarmError: one learner trained alone.
+    """
+    total: Counter[str] = Counter()
+    first_at: dict[str, int] = {}
+    for commit in commits:
+        total.update(commit)
+        others = total.total()
+        for learner, tokens in commit.items():  # what others merged before it began, had all been equally fast since
+            first_at.setdefault(learner, max(0, others - len(commit) * tokens))
+    if len(total) < 2:
+        raise SwarmError("only one learner's tokens were merged: there is nothing to compare")
+    last = max(first_at, key=lambda learner: (first_at[learner], -total[learner]))
+    return first_at[last] / total.total(), (*(n for learner, n in total.items() if learner != last), total[last])
 
 
 def _learner_of(founder: Member, swarm: Swarm) -> psutil.Process:

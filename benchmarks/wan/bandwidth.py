@@ -66,7 +66,6 @@ class Case:
                 sync_every=every, fragments=fragments, overlap=overlap, bytes_per_parameter=INT4_BYTES
             )
             self.settings = {"sync_every": every, "fragments": fragments, "overlap": overlap, "codec": "int4"}
-            self.settings |= {"outer_lr": 0.7, "outer_momentum": 0.3}
 
     def predicted_bps(self) -> float:
         """The formula's rate."""

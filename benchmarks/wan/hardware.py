@@ -46,8 +46,6 @@ def config_of(options: argparse.Namespace, folder: Path, slowness: float = 1.0) 
         "fragments": 24,
         "overlap": 2,
         "codec": "int4",
-        "outer_lr": 0.7,
-        "outer_momentum": 0.3,
     }
 
 

@@ -45,8 +45,6 @@ SETTINGS: dict[str, dict[str, object]] = {
         "fragments": 24,
         "overlap": 2,
         "codec": "int4",
-        "outer_lr": 0.7,
-        "outer_momentum": 0.3,
     },
 }
 LABELS = {

@@ -156,8 +156,6 @@ def config_of(step_s: float, sync_every: int, codec: str) -> dict[str, Any]:
         "fragments": FRAGMENTS,
         "overlap": overlap(sync_every),
         "codec": codec,
-        "outer_lr": 0.7,
-        "outer_momentum": 0.3,
     }
 
 

@@ -19,6 +19,9 @@ def add_peer_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--threads", type=int, default=0, help="torch threads for training; 0: torch's choice")
     sub.add_argument("--data", metavar="DIR", help="folder to train on instead of the manifest's data.path")
     sub.add_argument(
+        "--model", metavar="DIR", help="folder with the safetensors that the run's adapters (LoRA) are trained on"
+    )
+    sub.add_argument(
         "--listen", default="/ip4/0.0.0.0/tcp/0", metavar="MULTIADDR", help="data port (default: %(default)s)"
     )
     sub.add_argument(
@@ -85,6 +88,7 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
         announce=tuple(arguments.announce),
         device=arguments.device,
         data=arguments.data,
+        model=arguments.model,
         threads=arguments.threads,
         is_follower=getattr(arguments, "follow", False),
         is_unreachable=arguments.unreachable,

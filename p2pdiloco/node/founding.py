@@ -68,7 +68,7 @@ def found(config: RunConfig, founder: PeerId, data: str | None) -> tuple[Manifes
         corpus = load_corpus(config.data, data, context=config.model.context)
         model: nn.Module | None = None
         if config.model.folder:
-            found_config, model = read_folder(config.model)
+            found_config, model = read_folder(config.model, config.seed)
             config = msgspec.structs.replace(config, model=found_config)
         if model is None:
             model = build(config.model, config.seed)
@@ -82,6 +82,13 @@ def found(config: RunConfig, founder: PeerId, data: str | None) -> tuple[Manifes
     blocks = cut_into_blocks(corpus, config.model.context, config.inner.batch, config.data.block)
     manifest, theta, momentum = make_manifest(config, founder, named, parameters, blocks)
     return manifest, version_zero(manifest, theta, momentum)
+
+
+def is_founded_from(config: RunConfig, written: RunConfig) -> bool:
+    """Whether a run's ``config`` is what somebody has ``written``, but for what founding filled in."""
+    data = msgspec.structs.replace(config.data, tokenizer_digest=written.data.tokenizer_digest)
+    model = written.model if written.model.folder else config.model
+    return msgspec.structs.replace(config, data=data, model=model) == written
 
 
 def make_manifest(

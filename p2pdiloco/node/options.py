@@ -21,6 +21,8 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     data: str | None = None
     """Folder that replaces the manifest's ``data.path`` on this machine."""
+    model: str | None = None
+    """Folder with the weights that the run's adapters are for (``model.lora``)."""
     threads: Annotated[int, Meta(ge=0)] = 0
     """torch threads of the learner; 0 leaves it to torch."""
     is_follower: bool = False

@@ -12,7 +12,7 @@ import msgspec
 
 from p2pdiloco.node import incoming
 from p2pdiloco.node.checkpoint import CheckpointError, best_of, load, load_all
-from p2pdiloco.node.founding import found
+from p2pdiloco.node.founding import found, is_founded_from
 from p2pdiloco.node.lookup import (
     RUN_RECORD_LIFE_S,
     LookupFailedError,
@@ -81,6 +81,8 @@ async def start(
         ConfigError, DirectoryError, CheckpointError, OSError: with a sentence for the user.
     """
     logs.speak_as(identity.peer_id)
+    if config.model.lora is not None:
+        options = msgspec.structs.replace(options, model=options.model or config.model.folder)
     manifest, initial = await asyncio.to_thread(_founded, config, options, identity, say)
     async with open_directory(identity, directory_options, options.folder) as directory:
         for address in directory.visible_addresses():
@@ -144,7 +146,7 @@ def _founded(
     earlier = load(options.folder / "checkpoint")
     if earlier is None:
         return found(config, identity.peer_id, options.data)
-    if earlier.manifest.config != config:
+    if not is_founded_from(earlier.manifest.config, config):
         raise CheckpointError(
             f"{options.folder} holds a checkpoint of another configuration: give --state another folder, or use join"
         )

@@ -138,6 +138,8 @@ class Supervision:
         if options.reattach_s:
             arguments += ["--reunion", self._reunion, "--reattach-s", str(options.reattach_s)]
         arguments += ["--device", options.device, "--threads", str(options.threads)]
+        if options.model:
+            arguments += ["--model", options.model]
         return [*arguments, "--data", options.data] if options.data else arguments
 
     # -- what it says --------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId, Sh
 PROTOCOL_VERSION = 1
 """Raised whenever peers of two releases could no longer merge together."""
 
+Target = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.]+$")]
 Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")]
 Positive = Annotated[int, Meta(ge=1, le=2**40)]
 Rate = Annotated[float, Meta(gt=0.0, le=1e3)]
@@ -32,6 +33,19 @@ CodecChoice = Literal["auto", "int4", "int8", "bf16", "int2", "e3m0"]
 Coarsest = Literal["bf16", "int8", "int4", "int4-coarse", "int2"]
 Step = Annotated[float, Meta(ge=0.0, le=16.0)]
 MergeRule = Literal["rda", "direct"]
+
+
+class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Low-rank adapters of a Hugging Face model (LoRA, arXiv 2106.09685). Only they are trained, and travel; every peer
+    has the weights that they are for in a folder of its own."""
+
+    rank: Annotated[int, Meta(ge=1, le=4096)] = 8
+    alpha: Annotated[float, Meta(gt=0.0, le=1e6)] = 16.0
+    """What an adapter computes is scaled by alpha / rank."""
+    targets: Annotated[tuple[Target, ...], Meta(min_length=1, max_length=64)] = ("q_proj", "v_proj")
+    """Names of the linear layers that get one, in every block."""
+    base_digest: Annotated[str, Meta(pattern=r"^([0-9a-f]{40})?$")] = ""
+    """Of the base's weights; the founder's is filled in, and a joiner's must be the same."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,6 +60,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     folder: Annotated[str, Meta(max_length=4096)] = ""
     """For ``huggingface``, instead of ``config``: the founder's folder with config.json, and weights as safetensors to
     begin from. Empty in a manifest."""
+    lora: LoraConfig | None = None
+    """For ``huggingface`` with a ``folder``: train adapters on its weights instead of all of them."""
     width: Positive = 128
     """Residual stream; divisible by ``heads``."""
     depth: Positive = 4
@@ -295,6 +311,10 @@ def config_problems(config: RunConfig, *, tensors: int | None = None) -> list[st
         problems += architecture_problems(model.config)
     elif model.kind == "huggingface" and model.config:
         problems.append("model.folder and model.config say the same: leave one out")
+    if model.lora is not None and model.kind != "huggingface":
+        problems.append(f'model.lora needs model.kind = "huggingface", it is "{model.kind}"')
+    elif model.lora is not None and not model.folder and not model.lora.base_digest:
+        problems.append("model.lora needs model.folder, with the weights that its adapters are for")
     return problems
 
 

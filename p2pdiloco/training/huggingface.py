@@ -4,7 +4,8 @@ Rules of this file:
 1. transformers is imported when it is needed, and offline; whoever lacks it is told what to install.
 2. A configuration may have only keys that its model type has. ``protocol/architecture.py`` has bounded it before.
 3. Before anything is allocated the model is built without memory, and its tensors are compared with the manifest's.
-4. Weights come from safetensors in a founder's own folder, or from the seed.
+4. Weights come from safetensors in a peer's own folder, or from the seed. What adapters (LoRA) are trained on never
+   travels: it has the digest that the manifest says.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import torch
 from torch import nn
 
 from p2pdiloco.protocol.architecture import architecture_problems
-from p2pdiloco.protocol.manifest import ModelConfig, TensorSpec
+from p2pdiloco.protocol.identifiers import Digest, digest_of
+from p2pdiloco.protocol.manifest import LoraConfig, ModelConfig, TensorSpec
 from p2pdiloco.training.parameters import check_tensors
 from p2pdiloco.training.trainable import trainable
 
@@ -38,18 +40,25 @@ class ArchitectureError(ValueError):
     """The model cannot be built; the message is for the person who started the peer."""
 
 
-def build_huggingface(config: ModelConfig, seed: int, tensors: Sequence[TensorSpec] | None = None) -> nn.Module:
+def build_huggingface(
+    config: ModelConfig, seed: int, tensors: Sequence[TensorSpec] | None = None, base: str | None = None
+) -> nn.Module:
     """A float32 model on the CPU, initialised from ``seed`` as its own code does it. With ``tensors``, those of the
-    manifest, nothing is allocated if they are not the model's.
+    manifest, nothing is allocated if they are not the model's. ``base``: the folder with the weights that the
+    manifest's adapters are for.
 
     Raises:
-        ArchitectureError: transformers is not here or does not know this model; unknown keys; other tensors.
+        ArchitectureError: transformers is not here or does not know this model; unknown keys; other tensors; no base,
+            or another one.
     """
     transformers = _transformers(str(config.config.get("model_type")))
     own = _config(transformers, config.config)
     try:
         with torch.device("meta"):
             shell = transformers.AutoModelForCausalLM.from_config(own, trust_remote_code=False, dtype=torch.float32)
+            shell = shell if config.lora is None else _with_adapters(shell, config.lora, seed)
+    except ArchitectureError:
+        raise
     except Exception as error:  # the model's own code says in many ways that it cannot be built
         raise ArchitectureError(f"transformers cannot build this model: {error}") from error
     buffers = sum(buffer.numel() for buffer in shell.buffers())
@@ -62,6 +71,8 @@ def build_huggingface(config: ModelConfig, seed: int, tensors: Sequence[TensorSp
             raise ArchitectureError(
                 f"{error}: this version of transformers ({transformers.__version__}) builds another model"
             ) from error
+    if config.lora is not None:
+        return _adapted(transformers, own, config.lora, seed, base)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: nn.Module = transformers.AutoModelForCausalLM.from_config(
@@ -70,8 +81,9 @@ def build_huggingface(config: ModelConfig, seed: int, tensors: Sequence[TensorSp
     return model
 
 
-def read_folder(config: ModelConfig) -> tuple[ModelConfig, nn.Module | None]:
-    """A founder's ``model.folder``: its configuration as data, and its model if weights are there.
+def read_folder(config: ModelConfig, seed: int) -> tuple[ModelConfig, nn.Module | None]:
+    """A founder's ``model.folder``: its configuration as data, and its model if weights are there, with the adapters
+    that are to be trained.
 
     Raises:
         ArchitectureError: the folder cannot be used.
@@ -92,14 +104,34 @@ def read_folder(config: ModelConfig) -> tuple[ModelConfig, nn.Module | None]:
     )
     if problems := architecture_problems(found.config):
         raise ArchitectureError("; ".join(problems))
+    model = _weights(transformers, _config(transformers, found.config), folder)
+    if config.lora is None:
+        return found, model
+    if model is None:
+        raise ArchitectureError(f"{folder} has no weights (*.safetensors) for model.lora to train adapters on")
+    lora = msgspec.structs.replace(config.lora, base_digest=weights_digest(model))
+    return msgspec.structs.replace(found, lora=lora), _with_adapters(model, lora, seed)
+
+
+def weights_digest(model: nn.Module) -> Digest:
+    """Of all parameters' names and float32 values, in the model's order."""
+    parts: list[bytes | memoryview] = []
+    for name, p in model.named_parameters():
+        values = p.detach().contiguous().reshape(-1).numpy().astype("<f4", copy=False)
+        parts += [name.encode(), values.data.cast("B")]
+    return digest_of(*parts)
+
+
+def _weights(transformers: Any, own: Any, folder: Path) -> nn.Module | None:
+    """The float32 model of a folder; None if no weights are there."""
     if not list(folder.glob("*.safetensors")):
         if list(folder.glob("*.bin")) or list(folder.glob("*.pt")):
             raise ArchitectureError(f"{folder} has weights as pickles, which are never loaded: convert to safetensors")
-        return found, None
+        return None
     try:
         model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
-            config=_config(transformers, found.config),
+            config=own,
             trust_remote_code=False,
             use_safetensors=True,
             local_files_only=True,
@@ -107,7 +139,43 @@ def read_folder(config: ModelConfig) -> tuple[ModelConfig, nn.Module | None]:
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ArchitectureError(f"{folder}: the weights cannot be loaded: {error}") from error
-    return found, model
+    return model
+
+
+def _adapted(transformers: Any, own: Any, lora: LoraConfig, seed: int, base: str | None) -> nn.Module:
+    """Adapters on the weights of the folder ``base``, which must be the manifest's."""
+    if base is None:
+        raise ArchitectureError(
+            "the run trains adapters (LoRA) on a model whose weights do not travel: give --model FOLDER, with the "
+            "founder's safetensors"
+        )
+    folder = Path(base).expanduser()
+    model = _weights(transformers, own, folder)
+    if model is None:
+        raise ArchitectureError(f"--model {folder} has no weights (*.safetensors): copy the founder's there")
+    found = weights_digest(model)
+    if found != lora.base_digest:
+        raise ArchitectureError(
+            f"the weights in --model {folder} have the digest {found}, the run's adapters are for {lora.base_digest}: "
+            "copy the founder's there"
+        )
+    return _with_adapters(model, lora, seed)
+
+
+def _with_adapters(model: nn.Module, lora: LoraConfig, seed: int) -> nn.Module:
+    """``model``, frozen, with adapters initialised from ``seed``."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ArchitectureError(f"model.lora needs peft: {EXTRA}") from error
+    how = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            adapted: nn.Module = peft.get_peft_model(model, how)
+        except ValueError as error:
+            raise ArchitectureError(f"model.lora.targets: {error}") from error
+    return adapted
 
 
 def _transformers(model_type: str) -> Any:

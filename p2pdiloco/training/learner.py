@@ -53,6 +53,7 @@ class Learner:
         connection: socket.socket,
         corpus: Corpus,
         incarnation: str,
+        base: str | None = None,
         keeper: Keeper | None = None,
         reunion: Reunion | None = None,
     ) -> None:
@@ -84,7 +85,7 @@ class Learner:
         """In training; of it the batches that are left, and how many."""
         self._in_block: Iterator[Tensor] = iter(())
         self._left = 0
-        self._model = build(config.model, config.seed, manifest.tensors).to(self._device)
+        self._model = build(config.model, config.seed, manifest.tensors, base).to(self._device)
         flat = FlatParameters(trainable(self._model), manifest.tensors, layout)
         self._link = OuterLink(
             self, flat, layout, vectors, Channel(connection), last_step=config.inner.steps, reunion=reunion

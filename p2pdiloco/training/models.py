@@ -11,14 +11,17 @@ from p2pdiloco.training.huggingface import build_huggingface
 from p2pdiloco.training.transformer import build_model
 
 
-def build(config: ModelConfig, seed: int, tensors: Sequence[TensorSpec] | None = None) -> nn.Module:
-    """A float32 model on the CPU, initialised from ``seed``; ``tensors``: what the manifest says it has.
+def build(
+    config: ModelConfig, seed: int, tensors: Sequence[TensorSpec] | None = None, base: str | None = None
+) -> nn.Module:
+    """A float32 model on the CPU, initialised from ``seed``; ``tensors``: what the manifest says it has; ``base``: the
+    folder with the weights that adapters are for.
 
     Raises:
         ValueError: it cannot be built here; the message says what to do.
     """
     if config.kind == "huggingface":
-        return build_huggingface(config, seed, tensors)
+        return build_huggingface(config, seed, tensors, base)
     return build_model(config, seed)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,16 @@ pytest.importorskip("pyarrow", reason="needs the extra hf: pip install '.[hf]'")
 
 START_S = 200.0
 """Everything that starts torch and transformers, on a busy machine."""
+
+ARCHITECTURE: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "tie_word_embeddings": True,
+}
 
 
 def write_run(folder: Path, **changes: object) -> Path:
@@ -40,16 +51,7 @@ def write_run(folder: Path, **changes: object) -> Path:
         for line in path.read_text().splitlines()
         if not line.startswith(("model.width", "model.depth", "model.heads"))
     ]
-    architecture = {
-        "model_type": "llama",
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "tie_word_embeddings": True,
-    }
-    lines += [f"model.config.{key} = {json.dumps(value)}" for key, value in architecture.items()]
+    lines += [f"model.config.{key} = {json.dumps(value)}" for key, value in ARCHITECTURE.items()]
     path.write_text("\n".join(lines))
     return path
 
@@ -75,6 +77,45 @@ def test_two_peers_train_a_llama_on_documents_of_their_own(tmp_path: Path, monke
         assert all(report["tokens_unmerged"] == 0 for report in reports)
         held_out = [loss for _, loss, _ in ann.view.held_out + bob.view.held_out]
         assert min(held_out) < 2.75, "less than ln 15 = 2.71 + what it begins above that"
+
+
+@pytest.mark.timeout(600)
+def test_two_peers_fine_tune_adapters_on_weights_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the adapters travel. The joiner has the weights in another folder; who has other weights is told."""
+    pytest.importorskip("peft", reason="needs the extra hf: pip install '.[hf]'")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = write_run(tmp_path)
+    lines = [line for line in config.read_text().splitlines() if not line.startswith("model.config.")]
+    lines += [f"model.folder = {json.dumps(str(tmp_path / 'base'))}", "model.lora.rank = 4"]
+    config.write_text("\n".join([*lines, "inner.learning_rate = 1e-2"]))
+    save_base(tmp_path / "base", 1)
+    shutil.copytree(tmp_path / "base", tmp_path / "copy")
+    save_base(tmp_path / "other", 2)
+    with swarm_in(tmp_path / "swarm") as swarm:
+        address = swarm.start_bootstrap()
+        ann = swarm.start_founder("A", config, address)
+        with learners_held(ann):
+            eve = swarm.join("E", address, "--model", str(tmp_path / "other"))
+            assert ended(eve, START_S) == 2
+            assert any("the run's adapters are for" in line for line in log_lines(eve)), log_lines(eve)
+            bob = swarm.join("B", address, "--model", str(tmp_path / "copy"))
+            until(bob, lambda: any("learner-ready" in line for line in metrics_of(bob)), START_S, "B's learner")
+        until(ann, lambda: contributes(ann, bob, 0), START_S, "contributions of B")
+        assert [ended(member, START_S) for member in (ann, bob)] == [0, 0], log_lines(bob)
+        reports = [report_of(ann), report_of(bob)]
+        assert reports[0]["digests"] == reports[1]["digests"]
+        held_out = [loss for _, loss, _ in ann.view.held_out + bob.view.held_out]
+        assert min(held_out) < held_out[0] - 0.02
+
+
+def save_base(folder: Path, seed: int) -> None:
+    """Random weights in the place of a pretrained model's."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    given = {key: value for key, value in ARCHITECTURE.items() if key != "model_type"}
+    LlamaForCausalLM(LlamaConfig(**given)).save_pretrained(folder)
 
 
 def metrics_of(member: Any) -> list[str]:

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 import torch
 
-from p2pdiloco.node.founding import ConfigError, read_config
+from p2pdiloco.node.founding import ConfigError, is_founded_from, read_config
 from p2pdiloco.protocol.architecture import architecture_problems
-from p2pdiloco.protocol.manifest import ModelConfig
+from p2pdiloco.protocol.manifest import LoraConfig, ModelConfig
 from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.training.huggingface import ArchitectureError, build_huggingface, read_folder
 from p2pdiloco.training.models import build, vocabulary
@@ -90,6 +90,41 @@ def test_the_shipped_configurations_are_sound(name: str) -> None:
     assert config.schedule.fragments <= len(list(model.parameters()))
 
 
+def test_the_shipped_fine_tune_is_sound() -> None:
+    config = read_config(CONFIGS / "lora.toml")
+    assert config.model.lora is not None
+    assert config.model.lora.rank == 16
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ('model.kind = "transformer"\nmodel.lora.rank = 4', 'needs model.kind = "huggingface"'),
+        (
+            'model.kind = "huggingface"\nmodel.config = {model_type = "llama", vocab_size = 9}\nmodel.lora = {}',
+            "folder",
+        ),
+        ('model.kind = "huggingface"\nmodel.folder = "x"\nmodel.lora.targets = []', "targets"),
+        ('model.kind = "huggingface"\nmodel.folder = "x"\nmodel.lora.rank = 0', "rank"),
+    ],
+)
+def test_adapters_that_cannot_be_are_told_at_once(tmp_path: Path, lines: str, told: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f'name = "x"\n{lines}\n')
+    with pytest.raises(ConfigError, match=told):
+        read_config(path)
+
+
+def test_what_founding_fills_in_does_not_make_it_another_run() -> None:
+    written = read_config(CONFIGS / "lora.toml")
+    data = msgspec.structs.replace(written.data, tokenizer_digest="0" * 40)
+    founded = msgspec.structs.replace(written, data=data, model=llama())
+    assert is_founded_from(founded, written)
+    assert not is_founded_from(msgspec.structs.replace(founded, seed=2), written)
+    again = read_config(CONFIGS / "llama-15m.toml")
+    assert not is_founded_from(msgspec.structs.replace(again, model=llama()), again)
+
+
 class TestWithTransformers:
     """Real models."""
 
@@ -135,7 +170,7 @@ class TestWithTransformers:
         given = {key: value for key, value in LLAMA.items() if key != "model_type"}
         original = LlamaForCausalLM(LlamaConfig(**given))
         original.save_pretrained(tmp_path)
-        config, model = read_folder(ModelConfig(kind="huggingface", folder=str(tmp_path), context=8))
+        config, model = read_folder(ModelConfig(kind="huggingface", folder=str(tmp_path), context=8), 0)
         assert config.folder == ""
         assert config.config["hidden_size"] == 16
         assert model is not None
@@ -145,10 +180,53 @@ class TestWithTransformers:
         assert [n for n, _ in trainable(rebuilt)] == [n for n, _ in trainable(original)]
         (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
         with pytest.raises(ArchitectureError, match="pickles"):
-            read_folder(ModelConfig(kind="huggingface", folder=str(tmp_path)))
+            read_folder(ModelConfig(kind="huggingface", folder=str(tmp_path)), 0)
         (tmp_path / "pytorch_model.bin").unlink()
         told = json.loads((tmp_path / "config.json").read_text())
-        assert read_folder(ModelConfig(kind="huggingface", folder=str(tmp_path)))[1] is None
+        assert read_folder(ModelConfig(kind="huggingface", folder=str(tmp_path)), 0)[1] is None
         (tmp_path / "config.json").write_text(json.dumps(told | {"auto_map": {"AutoModel": "code.Model"}}))
         with pytest.raises(ArchitectureError, match="code of its own"):
-            read_folder(ModelConfig(kind="huggingface", folder=str(tmp_path)))
+            read_folder(ModelConfig(kind="huggingface", folder=str(tmp_path)), 0)
+
+    def test_of_a_fine_tune_only_the_adapters_are_trained(self, tmp_path: Path) -> None:
+        """On the weights that the manifest has the digest of, and on no others."""
+        pytest.importorskip("peft", reason="needs the extra hf: pip install '.[hf]'")
+        mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+        save_llama(mine, 1)
+        lora = LoraConfig(rank=2, targets=("q_proj", "down_proj"))
+        config, model = read_folder(ModelConfig(kind="huggingface", folder=str(mine), context=8, lora=lora), 0)
+        assert model is not None
+        named = trainable(model)
+        assert len(named) == 2 * 2 * 2, "two matrices for each of two layers in each of two blocks"
+        assert all("lora_" in name for name, _ in named)
+        tensors = tensor_specs([(n, p.shape, False) for n, p in named], 2)
+        travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=ModelConfig)
+        with pytest.raises(ArchitectureError, match="give --model FOLDER"):
+            build(travelled, 0, tensors)
+        save_llama(theirs, 2)
+        with pytest.raises(ArchitectureError, match="adapters are for"):
+            build(travelled, 0, tensors, str(theirs))
+        (theirs / "model.safetensors").unlink()
+        with pytest.raises(ArchitectureError, match="has no weights"):
+            build(travelled, 0, tensors, str(theirs))
+        rebuilt = build(travelled, 0, tensors, str(mine))
+        batch = torch.randint(0, 64, (2, 9))
+        assert torch.equal(loss(model, batch), loss(rebuilt, batch))
+        loss(rebuilt, batch).backward()  # type: ignore[no-untyped-call]
+        assert {name for name, p in rebuilt.named_parameters() if p.grad is not None} == {n for n, _ in named}
+
+    def test_targets_that_the_model_does_not_have_are_told(self, tmp_path: Path) -> None:
+        pytest.importorskip("peft", reason="needs the extra hf: pip install '.[hf]'")
+        save_llama(tmp_path, 1)
+        lora = LoraConfig(targets=("nonsense",))
+        with pytest.raises(ArchitectureError, match=r"model\.lora\.targets: .*nonsense"):
+            read_folder(ModelConfig(kind="huggingface", folder=str(tmp_path), context=8, lora=lora), 0)
+
+
+def save_llama(folder: Path, seed: int) -> None:
+    """Random weights, as the library saves them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    given = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    LlamaForCausalLM(LlamaConfig(**given)).save_pretrained(folder)

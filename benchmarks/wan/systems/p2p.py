@@ -58,8 +58,6 @@ class Peer:
             n_fragments=config["fragments"],
             fragment_sync_delay=config["overlap"],
             min_quorum=config.get("min_quorum", 1),
-            outer_lr=config["outer_lr"],
-            outer_momentum=config["outer_momentum"],
             codec=config["codec"],
             state=self._folder,
             node_options=("--listen", listen, "--host_maddrs", listen, *budget),
