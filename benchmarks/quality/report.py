@@ -19,6 +19,7 @@ import msgspec
 from benchmarks.quality import sweeps
 from benchmarks.quality.runner import rows
 from benchmarks.quality.settings import Setting, to_row
+from benchmarks.quality.sweeps import MUON
 
 Figures = Mapping[str, Any]
 Rows = Mapping[Setting, Figures]
@@ -150,21 +151,34 @@ def draw(folder: Path) -> None:
         measured = [(s, gaps(cells, s, baseline(cells, s, s.inner))) for s in wanted]
         return [(s, statistics.fmean(g), statistics.stdev(g) if len(g) > 1 else 0.0) for s, g in measured if g]
 
-    _draw_outer(pyplot, points(["outer", "outer-m", "outer-h"], lambda s: s.method == "diloco"), folder)
-    _draw_batches(pyplot, points(["inner", "batches", "learners"], lambda s: s.method == "diloco"), folder)
+    usual = MUON.final_share, MUON.learning_rate, MUON.batch
+    _draw_outer(pyplot, points(["muon", "gain"], lambda s: (s.final_share, s.learning_rate, s.batch) == usual), folder)
+    by_batch = ["inner", "batches", "learners", "muon", "gain"]
+    _draw_batches(pyplot, points(by_batch, lambda s: s.method == "diloco" and s.final_share == 0.1), folder)
     _draw_codecs(pyplot, cells, points(["codec"], lambda s: s.up == s.down and s.feedback), folder)
 
 
 def _draw_outer(pyplot: Any, points: Sequence[tuple[Setting, float, float]], folder: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
-    for key in sorted({(s.learners, s.sync_every, s.learning_rate) for s, _, _ in points}):
-        here = [(s, g) for s, g, _ in points if (s.learners, s.sync_every, s.learning_rate) == key]
+    shapes = {
+        ("rda", 2): "^",
+        ("rda", 4): "o",
+        ("rda", 8): "s",
+        ("direct", 2): "^",
+        ("direct", 4): "o",
+        ("direct", 8): "s",
+    }
+    for (merge, learners), shape in shapes.items():
+        here = [(s, gap) for s, gap, _ in points if (s.merge, s.learners) == (merge, learners) and s.method == "diloco"]
         reach = [s.outer_rate / (1.0 - s.outer_momentum) for s, _ in here]
-        axes.plot(reach, [g for _, g in here], "o", label=f"M = {key[0]}, H = {key[1]}, inner lr {key[2]:g}")
-        for at, (s, gap) in zip(reach, here, strict=True):
-            name = f"{s.outer_rate:g} / {s.outer_momentum:g}"
-            axes.annotate(name, (at, gap), textcoords="offset points", xytext=(6, -3), fontsize=7)
-    axes.set(xlabel="outer learning rate / (1 - momentum)", ylabel="gap to data parallel, %")
+        colour = "tab:blue" if merge == "rda" else "tab:orange"
+        axes.plot(reach, [gap for _, gap in here], shape, color=colour, label=f"{merge}, M = {learners}", markersize=5)
+        if learners == 4:
+            for at, (s, gap) in zip(reach, here, strict=True):
+                name = f"{s.outer_rate:g} / {s.outer_momentum:g}"
+                axes.annotate(name, (at, gap), textcoords="offset points", xytext=(6, -3), fontsize=7)
+    axes.set(xlabel="outer rate / (1 - momentum)", ylabel="gap to data parallel, %")
+    _scale(axes, (0.7, 1, 1.4, 2, 3, 5, 7))
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
     figure.tight_layout()

@@ -166,9 +166,9 @@ def headline() -> list[Setting]:
 def neighbours() -> list[Setting]:
     """DiLoCo (synchronous, H = 96, 0.7 / 0.9) and Streaming DiLoCo (H = 96, 0.4 / 0.9, blend, tau = 5, E3M0 up)."""
     plain = {"merge": "direct", "sync_every": 96, "outer_momentum": 0.9}
-    diloco = _with(**plain, fragments=1, overlap=0, outer_rate=0.7, up="fp32", down="fp32", adopt="overwrite")
-    streaming = _with(**plain, fragments=4, overlap=5, outer_rate=0.4, up="e3m0", down="fp32", adopt="blend")
-    return [_with(), _with(sync_every=96), diloco, streaming]
+    diloco = _muon(**plain, fragments=1, overlap=0, outer_rate=0.7, up="fp32", down="fp32", adopt="overwrite")
+    streaming = _muon(**plain, fragments=4, overlap=5, outer_rate=0.4, up="e3m0", down="fp32", adopt="blend")
+    return [_muon(), diloco, streaming, _muon(sync_every=96)]
 
 
 def learners() -> list[Setting]:
