@@ -54,12 +54,13 @@ def speed(
             left.plot(*zip(*points, strict=True), style, color=colour(name, i), label=name, lw=2.2)
     left.axhline(wanted, color="black", lw=1, ls=":")
     left.set(xscale="log", xlabel="seconds (log; dashed: extrapolated)", ylabel="held-out loss, nats")
-    left.legend(fontsize=9)
+    left.legend(fontsize=9, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=2)
     names = list(results)
     times = [results[name]["to_loss_s"] or 0.0 for name in names]
     bars = right.barh(names, times, color=[colour(name, i) for i, name in enumerate(names)])
     told = [
-        f"{t:.0f} s ({r['times_p2pdiloco']:.1f}x)" if r.get("times_p2pdiloco") else f"{t:.0f} s"
+        ("at least " if r["to_loss_kind"] == "at least" else "")
+        + (f"{t:.0f} s ({r['times_p2pdiloco']:.1f}x)" if r.get("times_p2pdiloco") else f"{t:.0f} s")
         for t, r in zip(times, results.values(), strict=True)
     ]
     right.bar_label(bars, told, padding=4, fontsize=10)

@@ -17,6 +17,7 @@ Rules of this file:
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -126,6 +127,7 @@ def judged(
     return wanted, out
 
 
+ROW, REFERENCE_ROW = "wan/speed", "wan/speed reference"
 COLUMNS = (
     ("tokens/s", "tokens_per_s", ".0f"),
     ("utilisation", "utilisation", ".1%"),
@@ -144,11 +146,37 @@ COLUMNS = (
 def main() -> int:
     """The command line."""
     options = _options()
-    sites.on_sigterm()
     toml, regions = topology(options.step_s)
-    found: dict[str, dict[str, Any]] = {}
     least, most = ratio.ratios(regions)
-    print(f"communication to computation of data parallel: {least:.0f} to {most:.0f}", file=sys.stderr)
+    found, curve = _read(options.judge) if options.judge else _measured(toml, options, (least, most))
+    if not found:
+        return 1
+    wanted, results = judged(found, curve, options)
+    settings = {
+        **{k: v for k, v in vars(options).items() if k not in ("json", "plot", "keep", "judge")},
+        "loss": wanted,
+        "ratios": [least, most],
+        "rates_bps": [s.up_bps * ratio.scale(task.PARAMETERS, options.step_s) for s in regions.sites],
+    }
+    rows = [record.row(ROW, {**settings, "system": name, **SETTINGS[name]}, one) for name, one in results.items()]
+    if curve:
+        rows.append(record.row(REFERENCE_ROW, settings, {"curve": curve}))
+    if options.json and not options.judge:
+        record.append(options.json, rows)
+    print(f"\nTime to a held-out loss of {wanted:.3f} nats:\n")
+    print(figures.markdown("system", COLUMNS, {LABELS[name]: one for name, one in results.items()}))
+    if options.plot:
+        plots.speed(options.plot, {LABELS[name]: one for name, one in results.items()}, curve, wanted)
+    return 0 if len(found) == len(options.systems) else 1
+
+
+def _measured(
+    toml: str, options: argparse.Namespace, ratios: tuple[float, float]
+) -> tuple[dict[str, dict[str, Any]], list[tuple[int, float]]]:
+    """Each system's figures, as far as it came; data parallel's reference."""
+    sites.on_sigterm()
+    found: dict[str, dict[str, Any]] = {}
+    print(f"communication to computation of data parallel: {ratios[0]:.0f} to {ratios[1]:.0f}", file=sys.stderr)
     try:
         with tempfile.TemporaryDirectory(prefix="p2pdiloco-wan-") as folder, sites.network(toml) as made:
             for system in options.systems:
@@ -156,29 +184,17 @@ def main() -> int:
                 print(f"{system}: {figures.brief(found[system])}", file=sys.stderr, flush=True)
     except (sites.BenchmarkError, TestbedError) as error:
         print(error, file=sys.stderr)
-        if not found:
-            return 1
-        print(f"going on with what was measured: {', '.join(found)}", file=sys.stderr)
-    curve = reference_curve(options) if "ddp" in found else []
-    wanted, results = judged(found, curve, options)
-    settings = {
-        **{k: v for k, v in vars(options).items() if k not in ("json", "plot", "keep")},
-        "loss": wanted,
-        "ratios": [least, most],
-        "rates_bps": [s.up_bps * ratio.scale(task.PARAMETERS, options.step_s) for s in regions.sites],
-    }
-    rows = [
-        record.row("wan/speed", {**settings, "system": name, **SETTINGS[name]}, one) for name, one in results.items()
-    ]
-    if curve:
-        rows.append(record.row("wan/speed reference", settings, {"curve": curve}))
-    if options.json:
-        record.append(options.json, rows)
-    print(f"\nTime to a held-out loss of {wanted:.3f} nats, {options.steps} steps of {options.step_s:g} s:\n")
-    print(figures.markdown("system", COLUMNS, {LABELS[name]: one for name, one in results.items()}))
-    if options.plot:
-        plots.speed(options.plot, {LABELS[name]: one for name, one in results.items()}, curve, wanted)
-    return 0 if len(found) == len(options.systems) else 1
+        if found:
+            print(f"going on with what was measured: {', '.join(found)}", file=sys.stderr)
+    return found, reference_curve(options) if "ddp" in found else []
+
+
+def _read(path: Path) -> tuple[dict[str, dict[str, Any]], list[tuple[int, float]]]:
+    """The same of an earlier run's ``--json``."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = {row["settings"]["system"]: row["figures"] for row in rows if row["benchmark"] == ROW}
+    curves = [row["figures"]["curve"] for row in rows if row["benchmark"] == REFERENCE_ROW]
+    return found, curves[-1] if curves else []
 
 
 def _options() -> argparse.Namespace:
@@ -194,6 +210,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--loss", type=float, help="the fixed held-out loss (default: the lowest that all reach + 1 %%)"
     )
+    parser.add_argument("--judge", type=Path, help="measure nothing: judge an earlier run's --json, by another --loss")
     parser.add_argument("--snapshot-every", type=int, default=10, help="steps (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="append one object a system")
     parser.add_argument("--plot", type=Path, help="write a PNG here")
