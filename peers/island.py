@@ -98,4 +98,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # gloo's threads can abort an interpreter that is taken down (pytorch/pytorch#179291): all is done
