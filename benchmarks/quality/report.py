@@ -34,6 +34,8 @@ NAMES = {
     "learning_rate": "inner lr",
     "absent": "absent",
 }
+NAMED = {(0.4, 0.7), (0.7, 0.3), (0.7, 0.0), (0.7, 0.8), (0.7, 0.9)}
+"""Outer rates and momenta that a plot has the room to name."""
 SAID = {"seed", "method", "learners", "inner", "batch", "learning_rate"}
 """What the name of a data parallel cell says anyway."""
 
@@ -175,8 +177,9 @@ def _draw_outer(pyplot: Any, points: Sequence[tuple[Setting, float, float]], fol
         axes.plot(reach, [gap for _, gap in here], shape, color=colour, label=f"{merge}, M = {learners}", markersize=5)
         if learners == 4:
             for at, (s, gap) in zip(reach, here, strict=True):
-                name = f"{s.outer_rate:g} / {s.outer_momentum:g}"
-                axes.annotate(name, (at, gap), textcoords="offset points", xytext=(6, -3), fontsize=7)
+                if (s.outer_rate, s.outer_momentum) in NAMED:
+                    name = f"{s.outer_rate:g} / {s.outer_momentum:g}"
+                    axes.annotate(name, (at, gap), textcoords="offset points", xytext=(6, -9), fontsize=8)
     axes.set(xlabel="outer rate / (1 - momentum)", ylabel="gap to data parallel, %")
     _scale(axes, (0.7, 1, 1.4, 2, 3, 5, 7))
     axes.legend(fontsize=8)
