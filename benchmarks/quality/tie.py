@@ -13,8 +13,8 @@ Rules of this file:
 
 from __future__ import annotations
 
-import shutil
 import statistics
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -137,8 +137,8 @@ def run_swarm(setting: Setting, out: Path, time_limit_s: float) -> Real:
     Raises:
         SwarmError: see ``tie``.
     """
-    shutil.rmtree(out, ignore_errors=True)  # what an earlier tie left there is another run
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)
+    out = Path(tempfile.mkdtemp(prefix="run-", dir=out))  # what an earlier tie left there is another run
     path = out / "run.toml"
     path.write_text(TOML.format(**to_row(setting), learner_batch=setting.batch // setting.learners))
     swarm = Swarm(out)

@@ -148,6 +148,9 @@ def main() -> int:
     options = _options()
     toml, regions = topology(options.step_s)
     least, most = ratio.ratios(regions)
+    if options.judge and not options.judge.is_file():
+        print(f"{options.judge} is no file: give what an earlier run wrote with --json", file=sys.stderr)
+        return 1
     found, curve = _read(options.judge) if options.judge else _measured(toml, options, (least, most))
     if not found:
         return 1
@@ -167,7 +170,7 @@ def main() -> int:
     print(figures.markdown("system", COLUMNS, {LABELS[name]: one for name, one in results.items()}))
     if options.plot:
         plots.speed(options.plot, {LABELS[name]: one for name, one in results.items()}, curve, wanted)
-    return 0 if len(found) == len(options.systems) else 1
+    return 0 if options.judge or len(found) == len(options.systems) else 1
 
 
 def _measured(
@@ -190,7 +193,7 @@ def _measured(
 
 
 def _read(path: Path) -> tuple[dict[str, dict[str, Any]], list[tuple[int, float]]]:
-    """The same of an earlier run's ``--json``."""
+    """The same of an earlier run's ``--json``; the newest row of each system."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     found = {row["settings"]["system"]: row["figures"] for row in rows if row["benchmark"] == ROW}
     curves = [row["figures"]["curve"] for row in rows if row["benchmark"] == REFERENCE_ROW]

@@ -3,7 +3,8 @@
 Rules of this file:
 1. transformers is imported when it is needed, and offline; whoever lacks it is told what to install.
 2. A configuration may have only keys that its model type has. ``protocol/architecture.py`` has bounded it before.
-3. Before anything is allocated the model is built without memory, and its tensors are compared with the manifest's.
+3. Before anything is allocated the model is built without memory, and its tensors are compared with the manifest's;
+   frozen ones, which no manifest lists, with what lies in the peer's own folder.
 4. Weights come from safetensors in a peer's own folder, or from the seed. What adapters (LoRA) are trained on never
    travels: it has the digest that the manifest says.
 """
@@ -11,6 +12,7 @@ Rules of this file:
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,6 +58,7 @@ def build_huggingface(
     try:
         with torch.device("meta"):
             shell = transformers.AutoModelForCausalLM.from_config(own, trust_remote_code=False, dtype=torch.float32)
+            base_elements = sum(p.numel() for p in shell.parameters())
             shell = shell if config.lora is None else _with_adapters(shell, config.lora, seed)
     except ArchitectureError:
         raise
@@ -72,7 +75,7 @@ def build_huggingface(
                 f"{error}: this version of transformers ({transformers.__version__}) builds another model"
             ) from error
     if config.lora is not None:
-        return _adapted(transformers, own, config.lora, seed, base)
+        return _adapted(transformers, own, config.lora, seed, base, base_elements)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: nn.Module = transformers.AutoModelForCausalLM.from_config(
@@ -142,17 +145,23 @@ def _weights(transformers: Any, own: Any, folder: Path) -> nn.Module | None:
     return model
 
 
-def _adapted(transformers: Any, own: Any, lora: LoraConfig, seed: int, base: str | None) -> nn.Module:
-    """Adapters on the weights of the folder ``base``, which must be the manifest's."""
+def _adapted(transformers: Any, own: Any, lora: LoraConfig, seed: int, base: str | None, elements: int) -> nn.Module:
+    """Adapters on the weights of the folder ``base``, which must be the manifest's; ``elements`` it says they have, of
+    which nothing is allocated if the files have less."""
     if base is None:
         raise ArchitectureError(
             "the run trains adapters (LoRA) on a model whose weights do not travel: give --model FOLDER, with the "
             "founder's safetensors"
         )
     folder = Path(base).expanduser()
+    here = _elements(folder)
+    if here < elements:
+        raise ArchitectureError(
+            f"--model {folder} has weights (*.safetensors) of {here} elements, the run's base has {elements}: copy the "
+            "founder's there"
+        )
     model = _weights(transformers, own, folder)
-    if model is None:
-        raise ArchitectureError(f"--model {folder} has no weights (*.safetensors): copy the founder's there")
+    assert model is not None, "it has elements"
     found = weights_digest(model)
     if found != lora.base_digest:
         raise ArchitectureError(
@@ -160,6 +169,20 @@ def _adapted(transformers: Any, own: Any, lora: LoraConfig, seed: int, base: str
             "copy the founder's there"
         )
     return _with_adapters(model, lora, seed)
+
+
+def _elements(folder: Path) -> int:
+    """Of all tensors in the folder's safetensors, by their headers."""
+    from safetensors import SafetensorError, safe_open
+
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        try:
+            with safe_open(path, framework="pt") as file:
+                total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ArchitectureError(f"{path} cannot be read: {error}") from error
+    return total
 
 
 def _with_adapters(model: nn.Module, lora: LoraConfig, seed: int) -> nn.Module:

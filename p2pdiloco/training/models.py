@@ -20,6 +20,8 @@ def build(
     Raises:
         ValueError: it cannot be built here; the message says what to do.
     """
+    if base is not None and config.lora is None:
+        raise ValueError("--model is for runs that train adapters (LoRA); this run's model travels: leave it out")
     if config.kind == "huggingface":
         return build_huggingface(config, seed, tensors, base)
     return build_model(config, seed)

@@ -105,7 +105,7 @@ def test_two_peers_fine_tune_adapters_on_weights_of_their_own(tmp_path: Path, mo
         reports = [report_of(ann), report_of(bob)]
         assert reports[0]["digests"] == reports[1]["digests"]
         held_out = [loss for _, loss, _ in ann.view.held_out + bob.view.held_out]
-        assert min(held_out) < held_out[0] - 0.02
+        assert min(held_out) < 2.70, "random weights, at 2.714, know the 15 symbols; only adapters can have learnt more"
 
 
 def save_base(folder: Path, seed: int) -> None:

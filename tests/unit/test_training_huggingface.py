@@ -207,8 +207,13 @@ class TestWithTransformers:
         with pytest.raises(ArchitectureError, match="adapters are for"):
             build(travelled, 0, tensors, str(theirs))
         (theirs / "model.safetensors").unlink()
-        with pytest.raises(ArchitectureError, match="has no weights"):
+        with pytest.raises(ArchitectureError, match=r"of 0 elements"):
             build(travelled, 0, tensors, str(theirs))
+        huge = msgspec.structs.replace(travelled, config=travelled.config | {"vocab_size": 2**20})  # same adapters
+        with pytest.raises(ArchitectureError, match="the run's base has"):
+            build(huge, 0, tensors, str(mine))
+        with pytest.raises(ValueError, match="leave it out"):
+            build(llama(), 0, None, str(mine))
         rebuilt = build(travelled, 0, tensors, str(mine))
         batch = torch.randint(0, 64, (2, 9))
         assert torch.equal(loss(model, batch), loss(rebuilt, batch))
