@@ -36,8 +36,8 @@ import torch
 from torch import Tensor, nn
 
 from p2pdiloco.companion import NODE_LOG, RETURN_S, Companion, FolderInUseError
-from p2pdiloco.node.checkpoint import save
 from p2pdiloco.node.founding import make_manifest, version_zero
+from p2pdiloco.peer.checkpoint import save
 from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import (

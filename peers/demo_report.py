@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from p2pdiloco.chaos.swarm import Member, SwarmError
-from p2pdiloco.node.checkpoint import Checkpoint, load
+from p2pdiloco.peer.checkpoint import Checkpoint, load
 from p2pdiloco.protocol.identifiers import LearnerId, peer_of
 from p2pdiloco.protocol.manifest import Layout, RunConfig
 from p2pdiloco.training.corpus import load_corpus

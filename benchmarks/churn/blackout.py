@@ -30,7 +30,7 @@ import psutil
 from benchmarks import record
 from benchmarks.churn.soak import toml
 from p2pdiloco.chaos.swarm import Member, Swarm
-from p2pdiloco.node.checkpoint import best_of, load_all
+from p2pdiloco.peer.checkpoint import best_of, load_all
 from p2pdiloco.protocol.events import LearnerStarted, Stepped
 from p2pdiloco.runtime.journal import read_journal
 

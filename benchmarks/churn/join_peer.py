@@ -28,7 +28,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from benchmarks.wire.exchange_peer import _lines, run_of
     from p2pdiloco.node.node import Node
-    from p2pdiloco.node.options import PeerOptions
+    from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.runtime import logs

@@ -33,8 +33,8 @@ from benchmarks import record
 from p2pdiloco.chaos.swarm import Member, Swarm
 from p2pdiloco.node.lookup import dial_any, fetch_manifest, list_runs, observer_transport
 from p2pdiloco.node.node import Node
-from p2pdiloco.node.options import PeerOptions
 from p2pdiloco.node.session import DirectoryOptions, open_directory
+from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.runtime.identity import Identity
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"

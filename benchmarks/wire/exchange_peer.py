@@ -32,7 +32,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from p2pdiloco.node.founding import version_zero
     from p2pdiloco.node.node import InitialState, Node
-    from p2pdiloco.node.options import PeerOptions
+    from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.identifiers import FragmentId, PeerId, learner_id

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
-from p2pdiloco.node.checkpoint import CheckpointError
 from p2pdiloco.node.session import resume
+from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.runtime.directory import DirectoryError
 from p2pdiloco.runtime.identity import IdentityError
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
-from p2pdiloco.node.checkpoint import CheckpointError
 from p2pdiloco.node.founding import ConfigError, read_config
 from p2pdiloco.node.session import start
+from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.runtime.directory import DirectoryError
 from p2pdiloco.runtime.identity import IdentityError
 

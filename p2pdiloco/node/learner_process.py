@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -30,8 +30,6 @@ READ_BYTES = 1 << 16
 COMMANDS = 4096
 """Commands that may wait beyond what the socket holds. Only the swarm's steps come without waiting for an answer."""
 LOOK_S = 0.2
-SCRIPT_S = 600.0
-"""How long a node looks for the training script that started it."""
 EXIT_S = 5.0
 """How long a learner may take to exit when asked; then it is killed."""
 
@@ -69,7 +67,7 @@ class LearnerProcess:
 
     def __init__(
         self,
-        arguments: list[str],
+        arguments: Sequence[str],
         *,
         memory_fd: int,
         heard: Callable[[link.FromLearner], None],
@@ -77,7 +75,7 @@ class LearnerProcess:
         log_path: Path,
         reunion: str,
         manifest: bytes | None = None,
-        patience_s: float = SCRIPT_S,
+        patience_s: float,
     ) -> None:
         """``reunion``: where a learner of this peer waits. With a ``manifest`` that is a training script, which is told
         the run, in whose place no other is started, and for which the node waits ``patience_s``."""
@@ -245,8 +243,3 @@ class LearnerProcess:
             self._reason = self._reason or str(error)
         status = 0 if self._manifest is not None else await self._process.wait()
         self._ended(self._reason or f"it ended with status {status}, see {self._log_path}", status)
-
-
-def new_incarnation() -> str:
-    """A name for one life of a learner."""
-    return os.urandom(6).hex()

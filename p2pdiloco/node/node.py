@@ -14,24 +14,26 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 import torch
 
-from p2pdiloco.node.adapting import Adapting
-from p2pdiloco.node.answering import Answering
-from p2pdiloco.node.arrivals import Arrivals
-from p2pdiloco.node.driver import Driver
-from p2pdiloco.node.fetching import Fetching
-from p2pdiloco.node.global_state import GlobalState, Shifts
-from p2pdiloco.node.incoming import INCOMING
-from p2pdiloco.node.metrics import Metrics, progress_fields
-from p2pdiloco.node.options import PeerOptions
+from p2pdiloco.node.learner_process import LearnerProcess
 from p2pdiloco.node.roster import Roster
-from p2pdiloco.node.saving import Saving
-from p2pdiloco.node.supervision import Supervision
+from p2pdiloco.peer.adapting import Adapting
+from p2pdiloco.peer.answering import Answering
+from p2pdiloco.peer.arrivals import Arrivals
+from p2pdiloco.peer.driver import Driver
+from p2pdiloco.peer.fetching import Fetching
+from p2pdiloco.peer.global_state import GlobalState, Shifts
+from p2pdiloco.peer.incoming import INCOMING
+from p2pdiloco.peer.metrics import Metrics, progress_fields
+from p2pdiloco.peer.options import PeerOptions
+from p2pdiloco.peer.saving import Saving
+from p2pdiloco.peer.supervision import Supervision
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
@@ -171,7 +173,7 @@ class Node:
                 self.driver,
                 self.options,
                 self.metrics,
-                memory_fd=vectors.fd,
+                start=partial(LearnerProcess, memory_fd=vectors.fd, log_path=self.options.folder / "learner.log"),
                 manifest=self.manifest.encode(),
                 gave_up=self._learner_gave_up,
                 sent_bytes=self._sent_bytes,

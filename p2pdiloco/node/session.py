@@ -10,8 +10,6 @@ from pathlib import Path
 
 import msgspec
 
-from p2pdiloco.node import incoming
-from p2pdiloco.node.checkpoint import CheckpointError, best_of, load, load_all
 from p2pdiloco.node.founding import found, is_founded_from
 from p2pdiloco.node.lookup import (
     RUN_RECORD_LIFE_S,
@@ -23,7 +21,9 @@ from p2pdiloco.node.lookup import (
     observer_transport,
 )
 from p2pdiloco.node.node import Ending, InitialState, Node
-from p2pdiloco.node.options import PeerOptions
+from p2pdiloco.peer import incoming
+from p2pdiloco.peer.checkpoint import CheckpointError, best_of, load, load_all
+from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.runtime import addresses, logs

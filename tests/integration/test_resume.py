@@ -9,7 +9,7 @@ from swarm import advance, children_of, contributes, ended, log_lines, swarm_in,
 from waiting import wait_until
 
 from p2pdiloco.chaos.swarm import Member
-from p2pdiloco.node.checkpoint import best_of, load_all
+from p2pdiloco.peer.checkpoint import best_of, load_all
 
 
 def states(member: Member) -> list[Path]:

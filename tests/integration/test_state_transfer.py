@@ -16,10 +16,10 @@ import torch
 import uvloop
 from waiting import until
 
-from p2pdiloco.node import answering, arrivals, incoming
 from p2pdiloco.node.founding import version_zero
 from p2pdiloco.node.node import InitialState, Node
-from p2pdiloco.node.options import PeerOptions
+from p2pdiloco.peer import answering, arrivals, incoming
+from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.protocol.chain import genesis_head
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.manifest import (

@@ -31,7 +31,7 @@ from swarm import (
 )
 
 from p2pdiloco.chaos.swarm import Member
-from p2pdiloco.node.checkpoint import load
+from p2pdiloco.peer.checkpoint import load
 from p2pdiloco.protocol.events import Stepped
 from p2pdiloco.protocol.identifiers import LearnerId
 from p2pdiloco.protocol.machine import Machine

@@ -17,7 +17,7 @@ from benchmarks.quality.exchange import Exchange, pack
 from benchmarks.quality.laboratory import Laboratory, Result
 from benchmarks.quality.settings import Setting, from_row, to_row
 from benchmarks.quality.stacked import Stack
-from p2pdiloco.node.global_state import GlobalState, Moves
+from p2pdiloco.peer.global_state import GlobalState, Moves
 from p2pdiloco.protocol.identifiers import FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor

@@ -32,6 +32,7 @@ def test_only_the_nodes_own_learner_is_killed_when_it_takes_nothing(
             log_path=tmp_path / "log",
             reunion="nobody",
             manifest=b"run" if is_script else None,
+            patience_s=1.0,
         )
         learner._process = Adopted(child.pid)
         for step in range(4):

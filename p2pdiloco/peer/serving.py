@@ -17,8 +17,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from p2pdiloco.node.driver import Driver
-from p2pdiloco.node.offers import CHUNK_BYTES, chunk_sizes
+from p2pdiloco.peer.driver import Driver
+from p2pdiloco.peer.offers import CHUNK_BYTES, chunk_sizes
 from p2pdiloco.protocol.identifiers import Digest, ShardId
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.runtime.requests import RequestRefused

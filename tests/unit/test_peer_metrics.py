@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from p2pdiloco.node.metrics import Metrics, progress_fields
+from p2pdiloco.peer.metrics import Metrics, progress_fields
 from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.wire.bodies import PeerStatus
 from p2pdiloco.wire.link import Progress

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from p2pdiloco.node.proofs import proven_digest
+from p2pdiloco.peer.proofs import proven_digest
 from p2pdiloco.protocol.chain import is_heavier
 from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest, decode_manifest

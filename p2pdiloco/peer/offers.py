@@ -8,7 +8,7 @@ Everything here is pure; what it is given comes from other peers, or from a disk
 
 from __future__ import annotations
 
-from p2pdiloco.node.proofs import proven_digest
+from p2pdiloco.peer.proofs import proven_digest
 from p2pdiloco.protocol.identifiers import DIGEST_BYTES, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.tensors.digests import list_bytes

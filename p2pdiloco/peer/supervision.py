@@ -14,14 +14,15 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-from p2pdiloco.node.driver import Driver
-from p2pdiloco.node.global_state import Shifts
-from p2pdiloco.node.learner_process import SCRIPT_S, LearnerProcess, new_incarnation
-from p2pdiloco.node.metrics import Metrics
-from p2pdiloco.node.options import PeerOptions
+from p2pdiloco.peer.driver import Driver
+from p2pdiloco.peer.global_state import Shifts
+from p2pdiloco.peer.host import LearnerLife, StartLearner
+from p2pdiloco.peer.metrics import Metrics
+from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.identifiers import LearnerId, PeerId, digest_of, learner_id
@@ -34,6 +35,8 @@ RESTARTS = 3
 """Lives that a learner may lose in a row before the peer leaves."""
 STABLE_S = 600.0
 """A life that lasted this long proves the learner sound: earlier crashes are forgotten."""
+SCRIPT_S = 600.0
+"""How long a node looks for the training script that started it."""
 MISUSED = 2
 """Exit status of a learner that the user must repair; another life would end the same way."""
 
@@ -49,7 +52,7 @@ class Supervision:
         options: PeerOptions,
         metrics: Metrics,
         *,
-        memory_fd: int,
+        start: StartLearner,
         manifest: bytes,
         gave_up: Callable[[int, str], None],
         sent_bytes: Callable[[], int],
@@ -58,12 +61,12 @@ class Supervision:
         self._driver = driver
         self._options = options
         self._metrics = metrics
-        self._memory_fd = memory_fd
+        self._start = start
         self._gave_up = gave_up
         self._sent_bytes = sent_bytes
         self.learner: LearnerId | None = None
         """The latest life."""
-        self._process: LearnerProcess | None = None
+        self._process: LearnerLife | None = None
         self._is_ready = False
         self._is_loaded = False
         self._has_blocks = False
@@ -79,7 +82,7 @@ class Supervision:
         loop = asyncio.get_running_loop()
         while True:
             self._is_ready = self._is_loaded = False
-            self.learner = learner_id(self._peer, new_incarnation())
+            self.learner = learner_id(self._peer, os.urandom(6).hex())
             ended: asyncio.Future[tuple[str, int]] = loop.create_future()
 
             def gone(reason: str, status: int, ended: asyncio.Future[tuple[str, int]] = ended) -> None:
@@ -87,12 +90,10 @@ class Supervision:
                     ended.set_result((reason, status))
 
             began = loop.time()
-            process = LearnerProcess(
+            process = self._start(
                 self._arguments(self.learner),
-                memory_fd=self._memory_fd,
                 heard=self._heard,
                 ended=gone,
-                log_path=self._options.folder / "learner.log",
                 reunion=self._reunion,
                 manifest=self._manifest,
                 patience_s=self._options.reattach_s if self._lost_lives else SCRIPT_S,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from p2pdiloco.node import checkpoint
-from p2pdiloco.node.checkpoint import CheckpointError, best_of, load, load_all, save
+from p2pdiloco.peer import checkpoint
+from p2pdiloco.peer.checkpoint import CheckpointError, best_of, load, load_all, save
 from p2pdiloco.protocol.chain import genesis_head
 from p2pdiloco.protocol.events import ShardState
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, ShardId

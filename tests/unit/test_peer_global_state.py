@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from p2pdiloco.node.global_state import (
+from p2pdiloco.peer.global_state import (
     ContributionError,
     DigestMismatchError,
     GlobalState,

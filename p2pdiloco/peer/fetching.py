@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from p2pdiloco.node.arrivals import Arrivals
-from p2pdiloco.node.chunk_plan import Ask, ChunkPlan
-from p2pdiloco.node.driver import Driver
-from p2pdiloco.node.offers import checked_offer, chunk_sizes, is_listed
+from p2pdiloco.peer.arrivals import Arrivals
+from p2pdiloco.peer.chunk_plan import Ask, ChunkPlan
+from p2pdiloco.peer.driver import Driver
+from p2pdiloco.peer.offers import checked_offer, chunk_sizes, is_listed
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout, Manifest

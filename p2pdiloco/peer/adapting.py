@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from p2pdiloco.node.metrics import Metrics
+from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.identifiers import ShardId
 from p2pdiloco.protocol.manifest import Layout, RunConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from p2pdiloco.node.driver import Driver
-from p2pdiloco.node.serving import Serving
+from p2pdiloco.peer.driver import Driver
+from p2pdiloco.peer.serving import Serving
 from p2pdiloco.protocol.identifiers import PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.runtime.transport import Answer, RequestRefused, Transport

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from p2pdiloco.node.offers import checked_offer, chunk_sizes, is_listed
+from p2pdiloco.peer.offers import checked_offer, chunk_sizes, is_listed
 from p2pdiloco.protocol.identifiers import ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.runtime import logs

@@ -20,9 +20,9 @@ from typing import TextIO
 
 from torch import Tensor
 
-from p2pdiloco.node import incoming
-from p2pdiloco.node.metrics import Metrics
-from p2pdiloco.node.transfer_progress import TransferProgress
+from p2pdiloco.peer import incoming
+from p2pdiloco.peer.metrics import Metrics
+from p2pdiloco.peer.transfer_progress import TransferProgress
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.tasks import Tasks

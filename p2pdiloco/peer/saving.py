@@ -17,9 +17,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from p2pdiloco.node.checkpoint import save
-from p2pdiloco.node.driver import Driver
-from p2pdiloco.node.metrics import Metrics
+from p2pdiloco.peer.checkpoint import save
+from p2pdiloco.peer.driver import Driver
+from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.protocol.identifiers import Digest, ShardId
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.runtime import logs

@@ -1,6 +1,6 @@
 """Which payloads of the logs are kept when they are too many."""
 
-from p2pdiloco.node.retention import newest
+from p2pdiloco.peer.retention import newest
 from p2pdiloco.protocol.chain import Chain
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader

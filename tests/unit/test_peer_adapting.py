@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from p2pdiloco.node.adapting import Adapting
-from p2pdiloco.node.metrics import Metrics
+from p2pdiloco.peer.adapting import Adapting
+from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.protocol.identifiers import FragmentId, ShardId
 from p2pdiloco.protocol.manifest import CodecConfig, RunConfig, ScheduleConfig, TensorSpec, make_layout
 

@@ -19,9 +19,9 @@ from typing import Protocol, TypeVar, assert_never
 
 import torch
 
-from p2pdiloco.node import retention
-from p2pdiloco.node.adapting import Adapting
-from p2pdiloco.node.global_state import (
+from p2pdiloco.peer import retention
+from p2pdiloco.peer.adapting import Adapting
+from p2pdiloco.peer.global_state import (
     ContributionError,
     DigestMismatchError,
     GlobalState,
@@ -31,7 +31,7 @@ from p2pdiloco.node.global_state import (
     Shifts,
     StaleBaseError,
 )
-from p2pdiloco.node.traffic import PayloadTraffic
+from p2pdiloco.peer.traffic import PayloadTraffic
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
