@@ -3,7 +3,8 @@
 Rules of this file:
 1. Every name begins with ``PREFIX``, whatever made it, so that what a killed tool left is found without any record.
 2. Whatever runs in a namespace of ours belongs to the testbed: removing a namespace kills it first. Nothing of a
-   testbed runs anywhere else.
+   testbed runs anywhere else. A process that dies leaves its namespace long before it is dead (its sockets close in
+   between), so it is waited for by a descriptor of its own.
 3. Both making and removing may be repeated, and go on where a killed one stopped.
 4. pyroute2 is imported here alone, and late: what has no root or no pyroute2 is told so in a sentence.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -23,6 +25,8 @@ from p2pdiloco.testbed.inside import NAMESPACES, Made, make, opened_in, unmake
 PREFIX = "p2pbed-"
 DEATH_S = 5.0
 """What killed processes have to be gone."""
+STRANGERS_S = 2.0
+"""What those have that were dying already, perhaps in a namespace that is none of ours."""
 LOOPBACK = 1
 
 
@@ -84,31 +88,80 @@ def remove(names: Collection[str]) -> list[int]:
     """Kill what runs in them, then delete them, and with them their interfaces. Returns whom it killed.
 
     Raises:
-        TestbedError: some process does not die.
+        TestbedError: some process does not die, or some name stays; what can be removed is.
     """
     killed = kill_inside(names)
+    failures = []
     for name in names:
-        unmake(name)
+        try:
+            unmake(name)
+        except OSError as error:
+            failures.append(f"{name} ({error.strerror})")
+    if failures:
+        raise TestbedError(f"these namespaces cannot be removed: {', '.join(failures)}")
     return killed
 
 
 def kill_inside(names: Collection[str]) -> list[int]:
-    """SIGKILL to all that runs in them, until nothing does. Returns whom it killed.
+    """SIGKILL to all that runs in them, until nothing does and all of it is dead. Returns whom it killed.
 
     Raises:
         TestbedError: some process does not die.
     """
-    killed: set[int] = set()
     deadline = time.monotonic() + DEATH_S
-    while left := processes_in(names):
-        if time.monotonic() > deadline:
-            raise TestbedError(f"processes {', '.join(map(str, left))} in {', '.join(sorted(names))} do not die")
-        for pid in left:
-            killed.add(pid)
+    with contextlib.ExitStack() as stack:
+        killed: dict[int, int] = {}
+        """Descriptors by process: its number may be another's once it is dead."""
+        while left := [pid for pid in processes_in(names) if pid not in killed]:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    killed[pid] = _opened(pid, stack)
+                    signal.pidfd_send_signal(killed[pid], signal.SIGKILL)
+        others = []
+        for pid in _dying():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-    return sorted(killed)
+                others.append(_opened(pid, stack))
+        _wait_for(others, min(deadline, time.monotonic() + STRANGERS_S))
+        if alive := _wait_for(list(killed.values()), deadline):
+            pids = sorted(pid for pid, descriptor in killed.items() if descriptor in alive)
+            raise TestbedError(f"processes {', '.join(map(str, pids))} in {', '.join(sorted(names))} do not die")
+        return sorted(killed)
+
+
+def _wait_for(descriptors: Collection[int], deadline: float) -> set[int]:
+    """Until all these processes are dead; those that are not at ``deadline``."""
+    alive = set(descriptors)
+    watch = select.poll()
+    for descriptor in alive:
+        watch.register(descriptor, select.POLLIN)
+    while alive and (left_s := deadline - time.monotonic()) > 0:
+        for descriptor, _ in watch.poll(left_s * 1000):
+            watch.unregister(descriptor)
+            alive.discard(descriptor)
+    return alive
+
+
+def _opened(pid: int, stack: contextlib.ExitStack) -> int:
+    """A descriptor of the process, closed with ``stack``. Raises ProcessLookupError if it is gone."""
+    descriptor = os.pidfd_open(pid)
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+def _dying() -> list[int]:
+    """Processes that have left their namespaces, whichever those were, and are not dead yet: some may have been killed
+    in ours just before."""
+    found = []
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        try:
+            os.stat(f"/proc/{pid}/ns/net")
+        except FileNotFoundError:
+            with contextlib.suppress(OSError):
+                if not _is_dead(str(pid)):
+                    found.append(pid)
+        except OSError:
+            continue
+    return found
 
 
 def processes_in(names: Collection[str]) -> list[int]:

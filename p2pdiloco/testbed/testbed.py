@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 from p2pdiloco.testbed.kernel import Engine, choose_engine, probe
-from p2pdiloco.testbed.namespaces import PREFIX, configure, listed, need_root, remove
+from p2pdiloco.testbed.namespaces import PREFIX, TestbedError, configure, listed, need_root, remove
 from p2pdiloco.testbed.router import RouterPlan, Way
 from p2pdiloco.testbed.shaping import set_bucket, set_netem, set_offloads
 from p2pdiloco.testbed.topology import Change, Route, Topology, address, changed, parse_topology
@@ -243,7 +243,7 @@ def clean() -> tuple[list[str], list[int]]:
     """Remove all testbeds, whole or in pieces: the namespaces' names, and the processes that were killed in them.
 
     Raises:
-        TestbedError: not root.
+        TestbedError: not root, or something could not be removed.
     """
     need_root()
     with _locked():
@@ -251,7 +251,7 @@ def clean() -> tuple[list[str], list[int]]:
         killed = remove(names)
         for path in FOLDER.iterdir():
             if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
+                _remove_folder(path)
         return names, killed
 
 
@@ -259,8 +259,18 @@ def _remove(name: str) -> bool:
     names = listed(_prefix(name))
     remove(names)
     had_folder = _folder(name).exists()
-    shutil.rmtree(_folder(name), ignore_errors=True)
+    if had_folder:
+        _remove_folder(_folder(name))
     return bool(names) or had_folder
+
+
+def _remove_folder(path: Path) -> None:
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        raise TestbedError(
+            f"{error.filename or path} cannot be removed ({error.strerror}): remove it by hand"
+        ) from error
 
 
 def _prefix(name: str) -> str:

@@ -18,9 +18,10 @@ import pytest
 
 from p2pdiloco.cli.main import main
 from p2pdiloco.testbed import testbed as testbeds
+from p2pdiloco.testbed.inside import command
 from p2pdiloco.testbed.kernel import choose_engine, probe
 from p2pdiloco.testbed.measure import Flow, arriving
-from p2pdiloco.testbed.namespaces import TestbedError, configure, create, listed, processes_in
+from p2pdiloco.testbed.namespaces import TestbedError, configure, create, listed, processes_in, remove
 from p2pdiloco.testbed.shaping import set_bucket
 from p2pdiloco.testbed.trace import play
 from p2pdiloco.testbed.verify import LinkOffError, must_agree
@@ -196,6 +197,28 @@ def test_after_sigkill_clean_leaves_nothing(file, moment):
     assert not (testbeds.FOLDER / NAME).exists()
     assert "p2pbed" not in Path("/proc/net/dev").read_text()
     assert "removed 0 namespaces, killed 0 processes" in bench("clean").stdout
+
+
+@needs_kernel
+@pytest.mark.usefixtures("alone")
+def test_what_takes_long_to_die_is_dead_when_its_namespace_is_removed():
+    """The kernel closes packet sockets one by one, after the process has left its namespace."""
+    name = f"p2pbed-{NAME}--a"
+    create([name])
+    inner = (
+        "import socket, time; held = [socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 3) for _ in range(100)];"
+        "print('running', flush=True); time.sleep(1000)"
+    )
+    slow = subprocess.Popen(command(name, [sys.executable, "-c", inner]), stdout=subprocess.PIPE)
+    try:
+        assert slow.stdout.readline() == b"running\n"
+        assert remove([name]) == [slow.pid]
+        assert is_dead(slow.pid)
+        assert listed() == []
+    finally:
+        slow.kill()
+        slow.wait()
+        slow.stdout.close()
 
 
 @needs_kernel
