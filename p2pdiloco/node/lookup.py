@@ -73,7 +73,7 @@ async def list_runs(directory: Directory, *, patience_s: float = FIND_S) -> dict
         found = {}
         for run, record in (await directory.runs()).items():
             try:
-                found[run] = msgspec.msgpack.decode(record, type=RunRecord)
+                found[run] = decode_as(record, RunRecord)
             except ValueError:
                 log.debug("malformed run record ignored", run=run)
         if found or asyncio.get_running_loop().time() >= deadline:
@@ -117,7 +117,7 @@ async def _dial_one(
 ) -> PeerId | PeerRefused | None:
     """The peer; or its refusal, which another try would not change; or None, and the reason in ``reasons``."""
     try:
-        for address in msgspec.msgpack.decode(record, type=PeerRecord).addresses:
+        for address in decode_as(record, PeerRecord).addresses:
             try:
                 return await transport.dial(address, timeout_s=ASK_S)
             except PeerRefused as error:

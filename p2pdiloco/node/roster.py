@@ -23,6 +23,7 @@ from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.files import write_atomically
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.transport import DialError, Transport
+from p2pdiloco.wire.bodies import decode_as
 
 log = logs.get("roster")
 
@@ -112,7 +113,7 @@ class Roster:
     async def _look(self, now: float) -> None:
         for peer, record in (await self._directory.peers(self._run)).items():
             try:
-                addresses = msgspec.msgpack.decode(record, type=PeerRecord).addresses
+                addresses = decode_as(record, PeerRecord).addresses
             except ValueError:
                 log.debug("malformed record ignored", peer=peer)
                 continue

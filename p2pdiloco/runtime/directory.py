@@ -504,7 +504,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         try:
             value = msgspec.msgpack.decode(record.value, type=bytes)
             subkey = msgspec.msgpack.decode(record.subkey, type=str)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             return False
         envelope = unseal(value, verify)
         return (

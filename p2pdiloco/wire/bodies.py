@@ -1,7 +1,7 @@
 """Control bodies between peers: the protocol's messages, and the requests outside it (manifest, state, status).
 
 Rules of this file:
-1. Everything decodes into typed, bounded structs or raises ValueError; floats must be finite.
+1. Everything decodes into typed, bounded structs or raises ValueError, nested too deep or not; floats must be finite.
 2. A commit travels with its owner's signature (64 bytes), the digests of the new state's chunks (20 bytes each) and the
    compressed outer gradient, one after the other.
 """
@@ -141,7 +141,7 @@ def decode_message(body: bytes) -> Message:
     Raises:
         ValueError: malformed, out of bounds, or not finite.
     """
-    message = _messages.decode(body)
+    message = _decoded(_messages, body)
     if isinstance(message, Heartbeat):
         floats = (message.echo_held_s, message.step_time_s, message.weight)
     elif isinstance(message, Evaluation):
@@ -155,9 +155,16 @@ def decode_message(body: bytes) -> Message:
 
 def decode_request(body: bytes) -> Request:
     """A request. Raises ValueError if malformed."""
-    return _requests.decode(body)
+    return _decoded(_requests, body)
 
 
 def decode_as(body: bytes, kind: type[T]) -> T:
     """An answer of a known kind. Raises ValueError if malformed."""
-    return msgspec.msgpack.decode(body, type=kind)
+    return _decoded(msgspec.msgpack.Decoder(kind), body)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
+    try:
+        return decoder.decode(body)
+    except RecursionError:
+        raise ValueError("nested too deep") from None

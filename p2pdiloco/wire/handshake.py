@@ -109,7 +109,7 @@ class Handshake:
             raise HandshakeError("a second HELLO came")
         try:
             remote = msgspec.msgpack.decode(body, type=Hello)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise HandshakeError(f"the HELLO cannot be read ({error})") from error
         self._check(remote)
         self._remote = remote

@@ -78,6 +78,6 @@ def unseal(value: bytes, verify: Verify) -> Envelope | None:
     signature, data = value[:SIGNATURE_BYTES], value[SIGNATURE_BYTES:]
     try:
         envelope = msgspec.msgpack.decode(data, type=Envelope)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return None
     return envelope if verify(PeerId(envelope.peer), CONTEXT + data, signature) else None

@@ -116,3 +116,9 @@ def test_the_order_is_fixed() -> None:
         dialler.proof_after(listener.hello_body)
     with pytest.raises(HandshakeError, match="cannot be read"):
         half(Role.DIALLER, Identity.ephemeral()).proof_after(b"garbage")
+
+
+def test_a_hello_that_is_nested_too_deep_is_refused() -> None:
+    ann = half(Role.LISTENER, Identity.ephemeral())
+    with pytest.raises(HandshakeError, match="cannot be read"):
+        ann.proof_after(b"\x81\xa1x" + b"\x91" * 3000 + b"\xc0")

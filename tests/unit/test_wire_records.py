@@ -40,3 +40,7 @@ def test_a_peer_cannot_publish_without_bounds() -> None:
         seal(envelope(body=bytes(20000)), ANN.sign)
     data = msgspec.msgpack.encode(envelope(body=bytes(13000)))
     assert unseal(ANN.sign(b"p2pdiloco record 1\x00" + data) + data, verify) is None
+
+
+def test_a_record_that_is_nested_too_deep_is_malformed() -> None:
+    assert unseal(bytes(64) + b"\x81\xa1x" + b"\x91" * 3000 + b"\xc0", verify) is None
