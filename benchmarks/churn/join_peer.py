@@ -49,11 +49,11 @@ class JoinPeer(Node):
     def begin(self) -> None:
         """Take what it was given: version 0, or nothing."""
         self.current = asyncio.get_running_loop().create_future()
-        self._start()
+        super().begin()
 
-    def observed(self, event: ev.Event, effects: list[ef.Effect], now: float) -> None:
+    def _observed(self, event: ev.Event, effects: list[ef.Effect], now: float) -> None:
         """Note the first fetch and the end."""
-        super().observed(event, effects, now)
+        super()._observed(event, effects, now)
         if self.began is None and any(isinstance(effect, ef.Fetch) for effect in effects):
             self.began = time.monotonic()
         if any(isinstance(effect, ef.BecameCurrent) for effect in effects) and not self.current.done():
@@ -90,10 +90,10 @@ async def _obey(peer: JoinPeer, command: line.Message) -> None:
             for address in command["addresses"]:
                 await peer.transport.dial(address, timeout_s=30.0)
             others = len(command["addresses"])
-            await _until(lambda: len(peer.machine.core.membership.live) == others)
+            await _until(lambda: len(peer.peer.machine.core.membership.live) == others)
             line.answer(ok=True)
         case "join":
-            before, size = time.process_time(), 8 * peer.layout.elements
+            before, size = time.process_time(), 8 * peer.peer.layout.elements
             peer.begin()
             for address in command["addresses"]:
                 await peer.transport.dial(address, timeout_s=30.0)
@@ -106,13 +106,13 @@ async def _obey(peer: JoinPeer, command: line.Message) -> None:
                 is_half=False,
                 wall_s=ended - peer.began,
                 cpu_s=time.process_time() - before,
-                heads=f"{peer.machine.core.heads_mark:x}",
+                heads=f"{peer.peer.machine.core.heads_mark:x}",
                 received=peer.transport.traffic().received_bulk,
                 peak=line.memory("VmHWM"),
                 faults=dict(peer.metrics.faults),
             )
         case "heads":
-            line.answer(heads=f"{peer.machine.core.heads_mark:x}")
+            line.answer(heads=f"{peer.peer.machine.core.heads_mark:x}")
 
 
 async def _until(condition: Callable[[], bool]) -> None:

@@ -75,13 +75,13 @@ async def cycle(address: str, folder: Path, *, vanishes: bool) -> float:
         async with Node(manifest, options, identity, directory, None) as node:
             running = asyncio.create_task(node.run())
             async with asyncio.timeout(JOIN_S):
-                while not node.machine.core.is_current:  # noqa: ASYNC110 - looked at from outside, as a user would
+                while not node.peer.machine.core.is_current:  # noqa: ASYNC110 - looked at from outside, as a user would
                     await asyncio.sleep(0.02)
             seconds = time.perf_counter() - began
             if vanishes:
-                node.abandon("soak")
+                node.peer.abandon("soak")
             else:
-                node.request_leave("soak")
+                node.peer.request_leave("soak")
             await running
     return seconds
 

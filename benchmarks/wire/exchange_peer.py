@@ -31,8 +31,9 @@ from benchmarks.wire import line
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from p2pdiloco.node.founding import version_zero
-    from p2pdiloco.node.node import InitialState, Node
+    from p2pdiloco.node.node import Node
     from p2pdiloco.peer.options import PeerOptions
+    from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.identifiers import FragmentId, PeerId, learner_id
@@ -115,7 +116,7 @@ class StandIn:
         """A command of the node's."""
         match message:
             case link.Load():
-                self._say(link.Shifted(shards=tuple(s.shard for s in self._peer.layout.shards)))
+                self._say(link.Shifted(shards=tuple(s.shard for s in self._peer.peer.layout.shards)))
             case link.Shift():
                 self._say(link.Shifted(shards=message.shards))
             case link.Snapshot():
@@ -147,19 +148,19 @@ class ExchangePeer(Node):
 
     def begin(self) -> None:
         """Take version 0, and a learner."""
-        self._start()
-        self.supervision.learner = learner_id(self.identity.peer_id, "standin")
+        super().begin()
+        self.peer.supervision.learner = learner_id(self.identity.peer_id, "standin")
         self.stand_in = StandIn(self)
-        self.supervision._process = self.stand_in  # type: ignore[assignment]
-        self.heard_learner(link.Ready(device="none", parameters=self.layout.elements))
+        self.peer.supervision._process = self.stand_in  # type: ignore[assignment]
+        self.heard_learner(link.Ready(device="none", parameters=self.peer.layout.elements))
 
     def heard_learner(self, message: link.FromLearner) -> None:
         """The stand-in says something."""
-        self.supervision._heard(message)
+        self.peer.supervision._heard(message)
 
-    def observed(self, event: ev.Event, effects: list[ef.Effect], now: float) -> None:
+    def _observed(self, event: ev.Event, effects: list[ef.Effect], now: float) -> None:
         """Note when the last shard of a round is applied."""
-        super().observed(event, effects, now)
+        super()._observed(event, effects, now)
         if isinstance(event, ev.Applied) and self.awaited_version and self.versions()[0] >= self.awaited_version:
             self.awaited_version = 0
             self.came.set_result(time.monotonic())
@@ -171,16 +172,18 @@ class ExchangePeer(Node):
 
     def versions(self) -> tuple[int, int]:
         """The lowest and the highest version of all shards."""
-        found = [chain.head.version for chain in self.machine.core.chains if chain.head is not None]
+        found = [chain.head.version for chain in self.peer.machine.core.chains if chain.head is not None]
         return min(found), max(found)
 
     def fill(self, index: int, number: int) -> None:
         """Put the gradient of peer ``index`` in round ``number`` into the snapshot."""
         block = block_of(index, number)
-        for shard in self.layout.shards:
+        for shard in self.peer.layout.shards:
             for start in range(shard.start, shard.stop, BLOCK):
                 span = slice(start, min(start + BLOCK, shard.stop))
-                torch.sub(self.state.theta[span], block[: span.stop - span.start], out=self.state.snapshot[span])
+                torch.sub(
+                    self.peer.state.theta[span], block[: span.stop - span.start], out=self.peer.state.snapshot[span]
+                )
 
 
 class Sampler:
@@ -266,17 +269,17 @@ class Rounds:
     async def _connect(self, addresses: list[str]) -> None:
         for address in addresses[: self._index]:
             await self._peer.transport.dial(address, timeout_s=30.0)
-        membership, others = self._peer.machine.core.membership, len(addresses) - 1
+        membership, others = self._peer.peer.machine.core.membership, len(addresses) - 1
         await _until(
             lambda: len(membership.live) == len(membership.participating) == others, "the peers see each other"
         )
         line.answer(ok=True)
 
     async def _prepare(self) -> None:
-        peer, state = self._peer, self._peer.state
+        peer, state = self._peer, self._peer.peer.state
         self._rounds += 1
         await asyncio.to_thread(peer.fill, self._index, self._rounds)
-        pieces = [peer.layout.shards[s] for s in self._checked()]
+        pieces = [peer.peer.layout.shards[s] for s in self._checked()]
         self._before = [
             (state.theta[p.start : p.stop].clone(), state.momentum[p.start : p.stop].clone()) for p in pieces
         ]
@@ -304,7 +307,7 @@ class Rounds:
         payload = peer.transport.traffic().sent_bulk - self._payload
         error = await asyncio.to_thread(self._error)
         assert self._sampler is not None
-        heads = f"{peer.machine.core.heads_mark:x}"
+        heads = f"{peer.peer.machine.core.heads_mark:x}"
         line.answer(
             **counters,
             peak=peak,
@@ -316,7 +319,7 @@ class Rounds:
         )
 
     def _checked(self) -> list[int]:
-        shards = len(self._peer.layout.shards)
+        shards = len(self._peer.peer.layout.shards)
         return sorted({round(i * (shards - 1) / (CHECKED - 1)) for i in range(CHECKED)})
 
     def _error(self) -> float:
@@ -324,8 +327,8 @@ class Rounds:
         peer, config = self._peer, self._peer.manifest.config
         worst = 0.0
         for shard, (theta, momentum) in zip(self._checked(), self._before, strict=True):
-            piece = peer.layout.shards[shard]
-            found = peer.state.theta[piece.start : piece.stop] - theta
+            piece = peer.peer.layout.shards[shard]
+            found = peer.peer.state.theta[piece.start : piece.stop] - theta
             blocks = [block_of(i, self._rounds) for i in range(self._config["peers"])]
             gradients = [merging.Vector(_repeated(block, piece.elements)) for block in blocks]
             merged, moved = torch.empty(piece.elements), theta.clone()

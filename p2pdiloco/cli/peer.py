@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from p2pdiloco.cli.rates import bytes_per_second, up_budget
-from p2pdiloco.node.node import Ending
 from p2pdiloco.node.session import DirectoryOptions
 from p2pdiloco.peer.options import PeerOptions
+from p2pdiloco.peer.peer import Ending
 from p2pdiloco.runtime.identity import Identity
 
 

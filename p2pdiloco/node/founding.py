@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import nn
 
-from p2pdiloco.node.node import InitialState
+from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.chain import genesis_head
 from p2pdiloco.protocol.events import ShardState
 from p2pdiloco.protocol.identifiers import PeerId

@@ -20,10 +20,11 @@ from p2pdiloco.node.lookup import (
     list_runs,
     observer_transport,
 )
-from p2pdiloco.node.node import Ending, InitialState, Node
+from p2pdiloco.node.node import Node
 from p2pdiloco.peer import incoming
 from p2pdiloco.peer.checkpoint import CheckpointError, best_of, load, load_all
 from p2pdiloco.peer.options import PeerOptions
+from p2pdiloco.peer.peer import Ending, InitialState
 from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.runtime import addresses, logs
@@ -224,9 +225,9 @@ def leave_on_signals(node: Node) -> Iterator[None]:
         heard += 1
         if heard == 1:
             log.info("leaving in order; once more to leave at once", signal=name)
-            node.request_leave(name)
+            node.peer.request_leave(name)
         else:
-            node.abandon(name)
+            node.peer.abandon(name)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number.name)

@@ -9,7 +9,7 @@ from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.serving import Serving
 from p2pdiloco.protocol.identifiers import PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.runtime.transport import Answer, RequestRefused, Transport
+from p2pdiloco.wire.answers import Answer, RequestRefused
 from p2pdiloco.wire.bodies import (
     GetChunk,
     GetManifest,
@@ -34,15 +34,12 @@ QUEUED_MOST_BYTES = 64 << 20
 
 
 class Answering:
-    """Answers of one node over ``transport``."""
+    """Answers of one node."""
 
-    def __init__(
-        self, manifest: Manifest, driver: Driver, status: Callable[[], PeerStatus], transport: Transport
-    ) -> None:
+    def __init__(self, manifest: Manifest, driver: Driver, status: Callable[[], PeerStatus]) -> None:
         self._manifest = manifest
         self._driver = driver
         self._status = status
-        self._transport = transport
         self._turns = asyncio.Lock()
         self._serving = Serving(Layout.of(manifest), driver, self.proof)
 
@@ -64,7 +61,7 @@ class Answering:
             case GetState(shard=shard):
                 return Answer(encode(await self._serving.offer(shard)))
             case GetChunk():
-                if self._transport.queued_bytes(peer) > QUEUED_MOST_BYTES:
+                if self._driver.host.links.queued_bytes(peer) > QUEUED_MOST_BYTES:
                     raise RequestRefused("busy: too much waits to be sent to you")
                 await self._own_traffic_first()
                 data = await self._serving.chunk(request.shard, request.head, request.chunk)
@@ -77,13 +74,13 @@ class Answering:
             for _ in range(round(YIELD_MOST_S / YIELD_S)):
                 if self._waiting_bytes() <= self._little_bytes():
                     return
-                await asyncio.sleep(YIELD_S)
+                await self._driver.host.sleep(YIELD_S)
 
     def _waiting_bytes(self) -> int:
-        return sum(map(self._transport.queued_bytes, self._transport.peers()))
+        return sum(map(self._driver.host.links.queued_bytes, self._driver.host.links.peers()))
 
     def _little_bytes(self) -> float:
-        return max(LITTLE_BYTES, LITTLE_S * (self._transport.up_bytes_per_s or 2 * LITTLE_BYTES / LITTLE_S))
+        return max(LITTLE_BYTES, LITTLE_S * (self._driver.host.links.up_bytes_per_s or 2 * LITTLE_BYTES / LITTLE_S))
 
     def proof(self, shard: ShardId) -> StateProof:
         """The machine's state of a shard, with the commit that its owner signed."""

@@ -21,11 +21,11 @@ from typing import TextIO
 from torch import Tensor
 
 from p2pdiloco.peer import incoming
+from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.transfer_progress import TransferProgress
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.wire.bodies import StateOffer
 
 log = logs.get("node")
@@ -40,12 +40,12 @@ class Arrivals:
     """See the module's rules. ``folder``: where shards are kept."""
 
     def __init__(
-        self, layout: Layout, folder: Path, metrics: Metrics, tasks: Tasks, *, stream: TextIO | None = None
+        self, layout: Layout, folder: Path, metrics: Metrics, host: Host, *, stream: TextIO | None = None
     ) -> None:
         self._layout = layout
         self._folder = folder
         self._metrics = metrics
-        self._tasks = tasks
+        self._host = host
         self._stream = stream or sys.stderr
         self._progress: TransferProgress | None = None
         """While the peer joins."""
@@ -55,7 +55,7 @@ class Arrivals:
 
     def begin(self, missing: Sequence[int]) -> None:
         """The peer joins, and has all shards but those with so many parameters each."""
-        now = asyncio.get_running_loop().time()
+        now = self._host.now()
         self._progress = TransferProgress(8 * sum(missing), now)
         self._told_at = now
         self._metrics.write("joining", shards=len(missing), of=len(self._layout.shards), **self._progress.fields(now))
@@ -65,7 +65,7 @@ class Arrivals:
         """One chunk of ``size`` bytes came, and is right."""
         if self._progress is None:
             return
-        now, is_terminal = asyncio.get_running_loop().time(), self._stream.isatty()
+        now, is_terminal = self._host.now(), self._stream.isatty()
         self._progress.add(size, now)
         if now - self._told_at < (DRAW_S if is_terminal else LOG_S):
             return
@@ -82,10 +82,10 @@ class Arrivals:
         self._metrics.write("fetched", shard=head.shard, version=head.version, head=head.id, bytes=size)
         if self._progress is not None and self._waiting < WAITING_MOST and self._is_long(self._progress):
             self._waiting += 1
-            self._tasks.spawn(self._keep(offer, chunks), name=f"keep shard {head.shard}")
+            self._host.spawn(self._keep(offer, chunks), name=f"keep shard {head.shard}")
 
     def _is_long(self, progress: TransferProgress) -> bool:
-        now = asyncio.get_running_loop().time()
+        now = self._host.now()
         left_s = progress.left_s(now)
         return left_s is None or now - progress.began_at + left_s >= KEEP_FROM_S
 
@@ -93,7 +93,7 @@ class Arrivals:
         """Every shard has a state; whether files were kept, which a checkpoint replaces."""
         if self._progress is None:
             return False
-        now = asyncio.get_running_loop().time()
+        now = self._host.now()
         seconds, size = now - self._progress.began_at, self._progress.done_bytes
         if self._stream.isatty():
             self._draw(now)
@@ -107,13 +107,13 @@ class Arrivals:
     async def clear(self) -> None:
         """A checkpoint has all that was kept."""
         async with self._writing:
-            await asyncio.to_thread(incoming.clear, self._folder)
+            await self._host.work("disk", lambda: incoming.clear(self._folder, self._host.disk))
 
     async def _keep(self, offer: StateOffer, chunks: Sequence[Tensor]) -> None:
         try:
             async with self._writing:
                 if self._progress is not None:
-                    await asyncio.to_thread(incoming.keep, self._folder, offer, chunks)
+                    await self._host.work("disk", lambda: incoming.keep(self._folder, offer, chunks, self._host.disk))
         except OSError as error:
             log.warning("downloaded shard not kept", folder=self._folder, reason=os.strerror(error.errno or 0))
         finally:

@@ -11,6 +11,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,12 +21,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from p2pdiloco.peer.disk import Disk, replace
 from p2pdiloco.peer.proofs import proven_digest
 from p2pdiloco.protocol.chain import is_heavier
 from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest, decode_manifest
 from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.files import write_atomically
+from p2pdiloco.runtime.files import LOCAL
 from p2pdiloco.tensors.digests import state_digest
 from p2pdiloco.wire.bodies import StateProof
 
@@ -60,39 +62,46 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def save(
-    folder: Path, manifest: Manifest, shards: tuple[StateProof, ...], theta: Tensor, momentum: Tensor, *, keep: int
+    folder: Path,
+    manifest: Manifest,
+    shards: tuple[StateProof, ...],
+    theta: Tensor,
+    momentum: Tensor,
+    *,
+    keep: int,
+    disk: Disk = LOCAL,
 ) -> None:
     """Write a checkpoint; of all in ``folder`` the newest ``keep`` stay. Blocks; call it on a thread.
 
     Raises:
         OSError: the disk is full or not writable; what is there stays.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    earlier = _numbers(folder)
+    earlier = _numbers(disk, folder)
     number = earlier[0] + 1 if earlier else 1
-    write_atomically(folder / MANIFEST, manifest.encode())
+    replace(disk, folder / MANIFEST, [manifest.encode()])
     index = Index(run=manifest.run, shards=shards)
     try:
-        write_atomically(_tensors(folder, number), safetensors.torch.save({"theta": theta, "momentum": momentum}))
-        write_atomically(_index(folder, number), msgspec.json.format(msgspec.json.encode(index)))
+        replace(disk, _tensors(folder, number), [safetensors.torch.save({"theta": theta, "momentum": momentum})])
+        replace(disk, _index(folder, number), [msgspec.json.format(msgspec.json.encode(index))])
     except OSError:
-        _tensors(folder, number).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            disk.remove(_tensors(folder, number))
         raise
-    for old in _numbers(folder)[keep:]:
-        _index(folder, old).unlink(missing_ok=True)
-        _tensors(folder, old).unlink(missing_ok=True)
+    for old in _numbers(disk, folder)[keep:]:
+        disk.remove(_index(folder, old))
+        disk.remove(_tensors(folder, old))
 
 
-def load(folder: Path) -> Checkpoint | None:
+def load(folder: Path, disk: Disk = LOCAL) -> Checkpoint | None:
     """The newest checkpoint in ``folder`` that is whole, or None if there is none at all.
 
     Raises:
         CheckpointError: there are some, but each is torn, altered, or of another format.
     """
     reasons = []
-    for number in _numbers(folder):
+    for number in _numbers(disk, folder):
         try:
-            return _read(folder, number)
+            return _read(disk, folder, number)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             reasons.append(f"{_index(folder, number).name}: {error}")
             log.warning("checkpoint cannot be used", folder=folder, number=number, reason=str(error))
@@ -151,18 +160,19 @@ def _tensors(folder: Path, number: int) -> Path:
     return folder / f"state-{number:08d}.safetensors"
 
 
-def _numbers(folder: Path) -> list[int]:
+def _numbers(disk: Disk, folder: Path) -> list[int]:
     """Of the checkpoints in ``folder``, newest first."""
-    stems = (path.stem.removeprefix("state-") for path in folder.glob("state-*.json"))
+    names = (name for name in disk.names(folder) if name.startswith("state-") and name.endswith(".json"))
+    stems = (name.removeprefix("state-").removesuffix(".json") for name in names)
     return sorted((int(stem) for stem in stems if stem.isdecimal()), reverse=True)
 
 
-def _read(folder: Path, number: int) -> Checkpoint:
-    index = msgspec.json.decode(_index(folder, number).read_bytes(), type=Index)
+def _read(disk: Disk, folder: Path, number: int) -> Checkpoint:
+    index = msgspec.json.decode(disk.read(_index(folder, number)), type=Index)
     if index.format != FORMAT:
         raise ValueError(f"it has format {index.format}, this version reads {FORMAT}")
-    manifest = decode_manifest((folder / MANIFEST).read_bytes(), index.run)
-    tensors = safetensors.torch.load(_tensors(folder, number).read_bytes())
+    manifest = decode_manifest(disk.read(folder / MANIFEST), index.run)
+    tensors = safetensors.torch.load(disk.read(_tensors(folder, number)))
     theta, momentum = tensors["theta"], tensors["momentum"]
     layout = Layout.of(manifest)
     for vector in (theta, momentum):

@@ -2,8 +2,8 @@
 
 Rules of this file:
 1. All events go through ``feed``, one at a time; effects run in the order in which the machine gave them.
-2. Tensor work goes to one worker thread, in order (``global_state``); checking what others sent goes to another, so
-   that a flood of payloads does not delay our own merges.
+2. Tensor work goes to the host's ``tensors`` queue, in order (``global_state``); checking what others sent goes to
+   another, so that a flood of payloads does not delay our own merges.
 3. A payload is kept while the machine may still need it, and no longer (``retention``). A contribution stays in the
    memory that it was received in.
 4. What a peer sent is fed to the machine only when it is whole, matches its digests, and (a commit) bears its owner's
@@ -14,10 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar, assert_never
-
-import torch
 
 from p2pdiloco.peer import retention
 from p2pdiloco.peer.adapting import Adapting
@@ -31,6 +28,7 @@ from p2pdiloco.peer.global_state import (
     Shifts,
     StaleBaseError,
 )
+from p2pdiloco.peer.host import Handle, Host
 from p2pdiloco.peer.traffic import PayloadTraffic
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -51,9 +49,6 @@ SWEEP_S = 2.0
 
 class Surroundings(Protocol):
     """What the driver asks of the node around it."""
-
-    def post(self, peer: PeerId, body: bytes, payload: Payload | None, topic: str | None) -> None:
-        """Send a message, if the peer is connected. It takes the place of one with its ``topic`` that only waits."""
 
     def fetch(self, shard: ShardId, peer: PeerId) -> None:
         """Download a shard's state and feed ``Fetched`` or ``Failed``."""
@@ -84,11 +79,18 @@ class Driver:
     """One peer's machine, its global state, and the payloads between them."""
 
     def __init__(
-        self, machine: Machine, state: GlobalState, identity: Identity, around: Surroundings, codecs: Adapting
+        self,
+        machine: Machine,
+        state: GlobalState,
+        identity: Identity,
+        host: Host,
+        around: Surroundings,
+        codecs: Adapting,
     ) -> None:
         self.machine = machine
         self.state = state
         self.identity = identity
+        self.host = host
         self.around = around
         self.codecs = codecs
         self.payloads: dict[Digest, Payload] = {}
@@ -97,11 +99,7 @@ class Driver:
         self.digests: dict[Digest, bytes] = {}
         """The digests of the chunks of their results, by ``result``."""
         self.traffic = PayloadTraffic([s.elements for s in state.layout.shards])
-        self._loop = asyncio.get_running_loop()
-        # One torch thread: several peers on a machine, or a learner beside us, must not fight over the cores.
-        self._worker = ThreadPoolExecutor(1, "tensors", torch.set_num_threads, (1,))
-        self._inspector = ThreadPoolExecutor(1, thread_name_prefix="inspect")
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Handle | None = None
         self._swept_at = 0.0
         self.is_closed = False
         self._has_left = False
@@ -111,8 +109,6 @@ class Driver:
         self.is_closed = True
         if self._timer is not None:
             self._timer.cancel()
-        self._worker.shutdown(wait=False, cancel_futures=True)
-        self._inspector.shutdown(wait=False, cancel_futures=True)
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -120,7 +116,7 @@ class Driver:
         """Handle one event and run its effects."""
         if self.is_closed:
             return
-        now = self._loop.time()
+        now = self.host.now()
         try:
             effects = self.machine.handle(event, now)
             self.around.observed(event, effects, now)
@@ -140,7 +136,7 @@ class Driver:
             self._timer = None
         deadline = self.machine.next_deadline()
         if deadline is not None and not self.is_closed:
-            self._timer = self._loop.call_at(deadline, self.feed, ev.Woke())
+            self._timer = self.host.call_at(deadline, lambda: self.feed(ev.Woke()))
 
     def _sweep(self) -> None:
         sizes = {digest: len(data) for digest, data in self.payloads.items()}
@@ -206,7 +202,8 @@ class Driver:
                     self.traffic.sent_down(shard, payload, len(effect.peers))
         body = encode(message)
         for peer in effect.peers:
-            self.around.post(peer, body, payload, topic)
+            if not self.host.links.send(peer, body, payload, topic=topic):
+                log.debug("message not sent: not connected, or too much waits", peer=peer)
 
     def _signed(self, header: msg.CommitHeader) -> bytes | None:
         """What travels with a commit, if it is all here."""
@@ -221,7 +218,7 @@ class Driver:
     def job(
         self, work: Callable[[], T], then: Callable[[T], None], fail: Callable[[Exception], None] | None = None
     ) -> None:
-        """Run ``work`` on the worker thread after all earlier jobs, then ``then`` on the loop.
+        """Run ``work`` on tensors after all earlier jobs, then ``then`` on the loop.
 
         ``fail`` gets the errors that work may end in; any other is a defect of ours and stops the node.
         """
@@ -241,7 +238,7 @@ class Driver:
             else:
                 self.around.crashed(error)
 
-        self._loop.run_in_executor(self._worker, work).add_done_callback(done)
+        self.host.work("tensors", work).add_done_callback(done)
 
     def _failed(self, work: str, shard: ShardId, owner: PeerId | None = None) -> Callable[[Exception], None]:
         """Tell the machine. ``owner`` signed what was worked on, and answers for its digest."""
@@ -336,7 +333,7 @@ class Driver:
     def received(
         self, peer: PeerId, message: msg.Message, payload: memoryview | None
     ) -> asyncio.Future[Callable[[], None]] | None:
-        """A decoded message; payloads are checked on another thread before the machine hears of it. The future ends
+        """A decoded message; payloads are checked beside the loop before the machine hears of it. The future ends
         when that is done: until then the peer gets no credit for as many bytes."""
         if self.is_closed:
             return None
@@ -356,7 +353,7 @@ class Driver:
         data: memoryview | None,
         check: Callable[[memoryview], Callable[[], None]],
     ) -> asyncio.Future[Callable[[], None]] | None:
-        """``check`` what came on another thread; it returns what keeps it, or raises ValueError."""
+        """``check`` what came beside the loop; it returns what keeps it, or raises ValueError."""
         if data is None:
             self.around.fault(peer, "payload", "the message came without its payload")
             return None
@@ -371,7 +368,7 @@ class Driver:
             future.result()()
             self.feed(ev.Received(peer, message))
 
-        checking = self._loop.run_in_executor(self._inspector, check, data)
+        checking = self.host.work("checks", lambda: check(data))
         checking.add_done_callback(checked)
         return checking
 

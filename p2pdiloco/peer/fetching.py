@@ -30,8 +30,7 @@ from p2pdiloco.peer.offers import checked_offer, chunk_sizes, is_listed
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.runtime.tasks import Tasks
-from p2pdiloco.runtime.transport import RequestError, RequestRefused, Transport
+from p2pdiloco.wire.answers import RequestError, RequestRefused
 from p2pdiloco.wire.bodies import GetChunk, GetState, StateOffer, encode
 
 SLOWEST_BYTES_PER_S = 50_000
@@ -71,16 +70,13 @@ class Fetching:
         manifest: Manifest,
         layout: Layout,
         driver: Driver,
-        transport: Transport,
-        tasks: Tasks,
         arrivals: Arrivals,
         fault: Callable[[PeerId, str, str], None],
     ) -> None:
         self._manifest = manifest
         self._layout = layout
         self._driver = driver
-        self._transport = transport
-        self._tasks = tasks
+        self._host = driver.host
         self._arrivals = arrivals
         self._fault = fault
         self._plan = ChunkPlan()
@@ -139,7 +135,7 @@ class Fetching:
                 room -= 8 * self._layout.shards[shard].elements
                 future = self._ahead[shard] = asyncio.get_running_loop().create_future()
                 work = self._get_ahead(shard, donors[shard % len(donors)], future)
-                self._tasks.spawn(work, name=f"fetch {shard} ahead")
+                self._host.spawn(work, name=f"fetch {shard} ahead")
 
     def _missing(self) -> Iterator[ShardId]:
         """Shards that nobody has begun to fetch."""
@@ -168,7 +164,7 @@ class Fetching:
         """
         if peer in self._liars:
             raise RequestError("it has sent a wrong state before")
-        response = await self._transport.request(peer, encode(GetState(shard)), timeout_s=PATIENCE_S)
+        response = await self._host.links.request(peer, encode(GetState(shard)), timeout_s=PATIENCE_S)
         try:
             return checked_offer(self._manifest, self._layout, shard, response.body)
         except ValueError as error:
@@ -182,7 +178,7 @@ class Fetching:
         self._plan.begin(shard, download.sizes, peer)
         self._plan.add(peer)
         if self._looking is None:
-            self._looking = self._tasks.spawn(self._look(), name="look after downloads")
+            self._looking = self._host.spawn(self._look(), name="look after downloads")
         self._ask_more()
         try:
             await download.done
@@ -197,7 +193,7 @@ class Fetching:
             while not self._plan.is_idle:
                 self._find_donors()
                 self._ask_more()
-                await asyncio.sleep(LOOK_S)
+                await self._host.sleep(LOOK_S)
         finally:
             self._looking = None
 
@@ -218,8 +214,8 @@ class Fetching:
 
     def _ask_more(self) -> None:
         is_ending = next(self._missing(), None) is None
-        for ask in self._plan.next(asyncio.get_running_loop().time(), is_ending=is_ending):
-            self._asking[ask] = self._tasks.spawn(self._ask(ask), name=f"fetch {ask.piece}")
+        for ask in self._plan.next(self._host.now(), is_ending=is_ending):
+            self._asking[ask] = self._host.spawn(self._ask(ask), name=f"fetch {ask.piece}")
         for shard, download in self._downloads.items():
             if not download.done.done() and not self._plan.can_end(shard):
                 download.done.set_exception(RequestError(download.last_error))
@@ -230,14 +226,14 @@ class Fetching:
         download = self._downloads[shard]
         size = download.sizes[chunk]
         try:
-            response = await self._transport.request(
+            response = await self._host.links.request(
                 ask.donor,
                 encode(GetChunk(shard, download.head, chunk)),
                 timeout_s=PATIENCE_S + 8 * size / SLOWEST_BYTES_PER_S,
                 max_payload=size,
             )
             data = response.payload
-            if data is None or len(data) != size or not await asyncio.to_thread(is_listed, download.offer, chunk, data):
+            if data is None or len(data) != size or not await self._is_listed(download.offer, chunk, data):
                 raise ValueError(f"chunk {chunk} of shard {shard} is not what its owner signed")
             self._arrived(ask, download, data)
         except RequestRefused as error:
@@ -254,8 +250,11 @@ class Fetching:
             if self._asking.pop(ask, None) is not None:
                 self._ask_more()
 
+    def _is_listed(self, offer: StateOffer, chunk: int, data: memoryview) -> asyncio.Future[bool]:
+        return self._host.work("checks", lambda: is_listed(offer, chunk, data))
+
     def _arrived(self, ask: Ask, download: _Download, data: memoryview) -> None:
-        self._cancel([other for other in self._plan.arrived(ask, asyncio.get_running_loop().time()) if other != ask])
+        self._cancel([other for other in self._plan.arrived(ask, self._host.now()) if other != ask])
         chunk = ask.piece.chunk
         if download.chunks[chunk] is not None or download.done.done():
             return

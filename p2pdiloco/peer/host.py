@@ -9,11 +9,50 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
+from p2pdiloco.peer.disk import Disk
+from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.wire import link
+from p2pdiloco.wire.answers import Response
+
+T = TypeVar("T")
+
+Queue = Literal["tensors", "checks", "disk"]
+"""Where long work runs, in the order in which it came: what touches the global state; checks of what others sent, so
+that a flood of payloads does not delay our own merges; files."""
+
+
+class Links(Protocol):
+    """Connections to other peers. ``runtime.transport.Transport`` is the real one."""
+
+    @property
+    def up_bytes_per_s(self) -> float | None:
+        """What may be sent, budgeted or measured; None: no limit is known."""
+
+    def peers(self) -> list[PeerId]:
+        """Who can be sent to."""
+
+    def queued_bytes(self, peer: PeerId) -> int:
+        """That wait to be sent to ``peer``."""
+
+    def send(
+        self, peer: PeerId, body: bytes, payload: bytes | memoryview | None = None, *, topic: str | None = None
+    ) -> bool:
+        """Send a message; it takes the place of one with its ``topic`` that only waits. False: not connected, or too
+        much waits."""
+
+    async def request(self, peer: PeerId, body: bytes, *, timeout_s: float, max_payload: int = 0) -> Response:
+        """Ask; raises RequestError."""
+
+
+class Handle(Protocol):
+    """Of a call that is due later."""
+
+    def cancel(self) -> None: ...
 
 
 class LearnerLife(Protocol):
@@ -47,3 +86,61 @@ class StartLearner(Protocol):
     ) -> AbstractAsyncContextManager[LearnerLife]:
         """``heard`` gets its messages, ``ended`` a sentence and an exit status when it is gone. With a ``manifest`` it
         is a training script, for which ``patience_s`` seconds are waited."""
+
+
+class Host(Protocol):
+    """One peer's world. ``node.local_host.LocalHost`` is the real one."""
+
+    @property
+    def disk(self) -> Disk:
+        """What survives this life, for the ``disk`` queue."""
+
+    @property
+    def start_learner(self) -> StartLearner:
+        """See there."""
+
+    @property
+    def links(self) -> Links:
+        """To other peers."""
+
+    def now(self) -> float:
+        """Seconds, never going back."""
+
+    def call_at(self, when: float, action: Callable[[], None]) -> Handle:
+        """``action`` at time ``when``, unless it is cancelled."""
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait."""
+
+    def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+        """Run ``work`` beside the rest, until the peer ends. Its failure is logged, and takes nothing else down."""
+
+    def work(self, queue: Queue, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Run ``work`` after all that came before on the same queue."""
+
+    def draw_name(self) -> str:
+        """12 characters that nobody else will draw."""
+
+
+async def within(host: Host, future: asyncio.Future[T], limit_s: float) -> T:
+    """What ``future`` brings.
+
+    Raises:
+        TimeoutError: nothing, in ``limit_s`` seconds; it is cancelled.
+    """
+    is_late = False
+
+    def expire() -> None:
+        nonlocal is_late
+        is_late = True
+        future.cancel()
+
+    timer = host.call_at(host.now() + limit_s, expire)
+    try:
+        return await future
+    except asyncio.CancelledError:
+        if is_late:
+            raise TimeoutError from None
+        raise
+    finally:
+        timer.cancel()

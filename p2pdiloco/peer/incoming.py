@@ -13,19 +13,20 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from p2pdiloco.peer.disk import Disk, replace, sweep
 from p2pdiloco.peer.offers import checked_offer, chunk_sizes, is_listed
 from p2pdiloco.protocol.identifiers import ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.files import LOCAL
 from p2pdiloco.wire.bodies import StateOffer, StateProof, encode
 
 log = logs.get("node")
@@ -33,8 +34,7 @@ log = logs.get("node")
 INCOMING = "incoming"
 """The folder in a run's folder."""
 LENGTH_BYTES = 4
-OFFER_MOST_BYTES = 1 << 20
-PATTERN = "shard-*.state"
+SUFFIX = ".state"
 
 
 class Kept(NamedTuple):
@@ -45,70 +45,58 @@ class Kept(NamedTuple):
     momentum: Tensor
 
 
-def keep(folder: Path, offer: StateOffer, chunks: Sequence[Tensor]) -> None:
+def keep(folder: Path, offer: StateOffer, chunks: Sequence[Tensor], disk: Disk = LOCAL) -> None:
     """Write one shard; chunks as they travel.
 
     Raises:
         OSError: the disk is full; nothing is left behind.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    path, head = folder / f"shard-{offer.proof.state.head.shard:08d}.state", encode(offer)
-    temporary = path.with_suffix(".part")
-    try:
-        with temporary.open("wb") as file:
-            file.write(len(head).to_bytes(LENGTH_BYTES, "big"))
-            file.write(head)
-            for chunk in chunks:
-                file.write(chunk.numpy().data)
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    path, head = folder / f"shard-{offer.proof.state.head.shard:08d}{SUFFIX}", encode(offer)
+    parts = (len(head).to_bytes(LENGTH_BYTES, "big"), head)
+    replace(disk, path, chain(parts, (chunk.numpy().data.cast("B") for chunk in chunks)), is_durable=False)
 
 
-def clear(folder: Path) -> None:
+def clear(folder: Path, disk: Disk = LOCAL) -> None:
     """A checkpoint has it all."""
-    shutil.rmtree(folder, ignore_errors=True)
+    disk.remove_folder(folder)
 
 
-def load(folder: Path, manifest: Manifest) -> Kept | None:
+def load(folder: Path, manifest: Manifest, disk: Disk = LOCAL) -> Kept | None:
     """What can be used of the files in ``folder``; None if nothing can."""
     layout, proofs = Layout.of(manifest), []
     theta, momentum = torch.zeros(layout.elements), torch.zeros(layout.elements)
-    for part in folder.glob("shard-*.part"):
-        part.unlink(missing_ok=True)
-    for path in sorted(folder.glob(PATTERN)):
+    sweep(disk, folder)
+    for name in disk.names(folder):
+        if not (name.startswith("shard-") and name.endswith(SUFFIX)):
+            continue
         try:
-            proofs.append(_read(path, manifest, layout, theta, momentum))
+            proofs.append(_read(name, disk.read(folder / name), manifest, layout, theta, momentum))
         except (OSError, ValueError) as error:
-            log.warning("downloaded shard cannot be used", path=path, reason=str(error))
+            log.warning("downloaded shard cannot be used", path=folder / name, reason=str(error))
             with contextlib.suppress(OSError):
-                path.unlink()
+                disk.remove(folder / name)
     return Kept(tuple(proofs), theta, momentum) if proofs else None
 
 
-def _read(path: Path, manifest: Manifest, layout: Layout, theta: Tensor, momentum: Tensor) -> StateProof:
+def _read(name: str, data: bytes, manifest: Manifest, layout: Layout, theta: Tensor, momentum: Tensor) -> StateProof:
     """One file's proof, its state put into ``theta`` and ``momentum``.
 
     Raises:
-        OSError: it cannot be read.
         ValueError: it is torn or altered, or not of this run.
     """
-    shard = ShardId(int(path.stem.removeprefix("shard-")))
+    shard = ShardId(int(name.removeprefix("shard-").removesuffix(SUFFIX)))
     if not 0 <= shard < len(layout.shards):
         raise ValueError(f"there is no shard {shard}")
-    piece = layout.shards[shard]
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(LENGTH_BYTES), "big")
-        if length > OFFER_MOST_BYTES:
-            raise ValueError("it is no downloaded shard")
-        offer = checked_offer(manifest, layout, shard, file.read(length))
-        at = piece.start
-        for chunk, size in enumerate(chunk_sizes(piece.elements)):
-            data = bytearray(size)
-            if file.readinto(data) != size or not is_listed(offer, chunk, data):
-                raise ValueError(f"chunk {chunk} is not what its owner signed")
-            new, moved = torch.frombuffer(data, dtype=torch.float32).chunk(2)
-            theta[at : at + new.numel()], momentum[at : at + new.numel()] = new, moved
-            at += new.numel()
+    piece, view = layout.shards[shard], memoryview(data)
+    at = LENGTH_BYTES + int.from_bytes(view[:LENGTH_BYTES], "big")
+    offer = checked_offer(manifest, layout, shard, bytes(view[LENGTH_BYTES:at]))
+    start = piece.start
+    for chunk, size in enumerate(chunk_sizes(piece.elements)):
+        body = bytearray(view[at : at + size])
+        at += size
+        if len(body) != size or not is_listed(offer, chunk, body):
+            raise ValueError(f"chunk {chunk} is not what its owner signed")
+        new, moved = torch.frombuffer(body, dtype=torch.float32).chunk(2)
+        theta[start : start + new.numel()], momentum[start : start + new.numel()] = new, moved
+        start += new.numel()
     return offer.proof

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from p2pdiloco.peer.checkpoint import save
 from p2pdiloco.peer.driver import Driver
+from p2pdiloco.peer.host import within
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.protocol.identifiers import Digest, ShardId
 from p2pdiloco.protocol.manifest import Manifest
@@ -55,6 +55,7 @@ class Saving:
         self._folder = folder
         self._manifest = manifest
         self._driver = driver
+        self._host = driver.host
         self._proof = proof
         self._metrics = metrics
         self._keep = keep
@@ -66,17 +67,17 @@ class Saving:
         """Write a checkpoint when there is something new, as often as ``COST_SHARE`` allows and at least every
         ``every_s`` seconds, until cancelled. The learner saves its own state by the clock alone, since it waits for
         its copy."""
-        learner_saved_at = time.monotonic()
+        learner_saved_at = self._host.now()
         rest_s = 0.0
         while True:
-            await asyncio.sleep(max(LOOK_S, min(rest_s, every_s)))
-            began = time.monotonic()
+            await self._host.sleep(max(LOOK_S, min(rest_s, every_s)))
+            began = self._host.now()
             if began - learner_saved_at >= every_s:
                 self._save_learner()
                 learner_saved_at = began
             if self._driver.machine.core.is_current:
                 is_written = await self.save(is_last=False)
-                rest_s = (time.monotonic() - began) / COST_SHARE if is_written else every_s
+                rest_s = (self._host.now() - began) / COST_SHARE if is_written else every_s
 
     async def save(self, *, is_last: bool) -> bool:
         """Write a checkpoint if anything is new. False: it should have been written, and was not."""
@@ -89,7 +90,9 @@ class Saving:
             log.warning("checkpoint skipped: no quiet moment")
             return False
         try:
-            await asyncio.to_thread(save, self._folder, self._manifest, *taken, keep=self._keep)
+            await self._host.work(
+                "disk", lambda: save(self._folder, self._manifest, *taken, keep=self._keep, disk=self._host.disk)
+            )
         except OSError as error:
             log.error(
                 "checkpoint not written, the last one stays", folder=self._folder, reason=os.strerror(error.errno or 0)
@@ -119,7 +122,7 @@ class Saving:
                     taken.set_result((proofs, theta, momentum) if is_whole else None)
 
             self._driver.job(copy, prove)
-            found = await asyncio.wait_for(taken, COPY_S)
+            found = await within(self._host, taken, COPY_S)
             if found is not None:
                 return found
         return None

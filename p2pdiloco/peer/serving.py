@@ -18,10 +18,11 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from p2pdiloco.peer.driver import Driver
+from p2pdiloco.peer.host import within
 from p2pdiloco.peer.offers import CHUNK_BYTES, chunk_sizes
 from p2pdiloco.protocol.identifiers import Digest, ShardId
 from p2pdiloco.protocol.manifest import Layout
-from p2pdiloco.runtime.requests import RequestRefused
+from p2pdiloco.wire.answers import RequestRefused
 from p2pdiloco.wire.blocks import Blocks
 from p2pdiloco.wire.bodies import StateOffer, StateProof
 
@@ -94,11 +95,11 @@ class Serving:
         found = self._copies.get((shard, head))
         if found is not None:
             self._copies.move_to_end((shard, head))
-            self._used_at[shard, head] = asyncio.get_running_loop().time()
+            self._used_at[shard, head] = self._driver.host.now()
         return found
 
     def _drop_unused(self) -> None:
-        now, held = asyncio.get_running_loop().time(), sum(len(copy.data) for copy in self._copies.values())
+        now, held = self._driver.host.now(), sum(len(copy.data) for copy in self._copies.values())
         for key, copy in list(self._copies.items()):
             if held <= self._room and now - self._used_at[key] <= KEEP_S:
                 return
@@ -137,7 +138,7 @@ class Serving:
             raise RequestRefused(f"shard {shard} is just changing, ask again")
         key, copy = (shard, offer.proof.state.head.id), _Copy(offer, data)
         self._copies[key] = copy
-        self._used_at[key] = asyncio.get_running_loop().time()
+        self._used_at[key] = self._driver.host.now()
         self._drop_unused()
         return copy
 
@@ -159,6 +160,6 @@ class Serving:
         out = torch.frombuffer(data, dtype=torch.float32)
         self._driver.job(lambda: self._driver.state.copy(shard, out, chunks), take, refuse)
         try:
-            return await asyncio.wait_for(copied, COPY_S)
+            return await within(self._driver.host, copied, COPY_S)
         except TimeoutError:
             raise RequestRefused("busy") from None

@@ -14,13 +14,12 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.global_state import Shifts
-from p2pdiloco.peer.host import LearnerLife, StartLearner
+from p2pdiloco.peer.host import LearnerLife
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.protocol import effects as ef
@@ -52,7 +51,6 @@ class Supervision:
         options: PeerOptions,
         metrics: Metrics,
         *,
-        start: StartLearner,
         manifest: bytes,
         gave_up: Callable[[int, str], None],
         sent_bytes: Callable[[], int],
@@ -61,7 +59,7 @@ class Supervision:
         self._driver = driver
         self._options = options
         self._metrics = metrics
-        self._start = start
+        self._host = driver.host
         self._gave_up = gave_up
         self._sent_bytes = sent_bytes
         self.learner: LearnerId | None = None
@@ -79,18 +77,17 @@ class Supervision:
 
     async def live(self, lives: AsyncExitStack) -> None:
         """Start the learner; after a crash again. Whoever closes ``lives`` ends the learner in order."""
-        loop = asyncio.get_running_loop()
         while True:
             self._is_ready = self._is_loaded = False
-            self.learner = learner_id(self._peer, os.urandom(6).hex())
-            ended: asyncio.Future[tuple[str, int]] = loop.create_future()
+            self.learner = learner_id(self._peer, self._host.draw_name())
+            ended: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
 
             def gone(reason: str, status: int, ended: asyncio.Future[tuple[str, int]] = ended) -> None:
                 if not ended.done():
                     ended.set_result((reason, status))
 
-            began = loop.time()
-            process = self._start(
+            began = self._host.now()
+            process = self._host.start_learner(
                 self._arguments(self.learner),
                 heard=self._heard,
                 ended=gone,
@@ -124,13 +121,13 @@ class Supervision:
                     return
                 log.warning("the training script is gone, waiting for its next life", s=self._options.reattach_s)
                 continue
-            self._lost_lives = 1 if loop.time() - began >= STABLE_S else self._lost_lives + 1
+            self._lost_lives = 1 if self._host.now() - began >= STABLE_S else self._lost_lives + 1
             if status == MISUSED or self._lost_lives > RESTARTS:
                 self._gave_up(MISUSED if status == MISUSED else 1, f"the learner cannot go on: {reason}")
                 return
             pause_s = 2.0 ** (self._lost_lives - 1)
             log.warning("learner lost, starting it again", reason=reason, pause_s=pause_s, life=self._lost_lives + 1)
-            await asyncio.sleep(pause_s)
+            await self._host.sleep(pause_s)
 
     def _arguments(self, learner: LearnerId) -> list[str]:
         options = self._options

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -82,3 +84,52 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class LocalDisk:
+    """``peer.disk.Disk`` as the machine has it."""
+
+    def names(self, folder: Path) -> list[str]:
+        """What lies in ``folder``, sorted; nothing if it is not there."""
+        try:
+            return sorted(os.listdir(folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def read(self, path: Path) -> bytes:
+        """The whole file."""
+        return path.read_bytes()
+
+    def write(self, path: Path, parts: Iterable[bytes | bytearray | memoryview]) -> None:
+        """A new file of ``parts``."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            for part in parts:
+                file.write(part)
+
+    def sync(self, path: Path) -> None:
+        """The file's bytes are durable when this returns."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def sync_folder(self, folder: Path) -> None:
+        """Renames in ``folder`` are durable when this returns."""
+        sync_folder(folder)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """``new`` is what ``old`` was, at once."""
+        os.replace(old, new)
+
+    def remove(self, path: Path) -> None:
+        """A file; nothing if it is not there."""
+        path.unlink(missing_ok=True)
+
+    def remove_folder(self, folder: Path) -> None:
+        """With all that is in it, as far as that can be done."""
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+LOCAL = LocalDisk()

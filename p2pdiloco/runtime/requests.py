@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from msgspec import Struct
 
 from p2pdiloco.runtime.tasks import Tasks
+from p2pdiloco.wire.answers import Answer, RequestError, RequestRefused, Response
 from p2pdiloco.wire.frames import (
     PAYLOAD_LIMIT,
     STREAM_WRAP,
@@ -27,34 +28,12 @@ from p2pdiloco.wire.frames import (
     split_size,
 )
 
+__all__ = ["Answer", "Answerer", "Asker", "RequestError", "RequestRefused", "Response"]
+
 Put = Callable[[bytes], bool]
 """Queues a control frame; False: no room."""
 PutResponse = Callable[[int, bytes, memoryview, float], bool]
 """Queues the answer with a payload to a request (number, body, payload, priority); False: no room."""
-
-
-class Answer(Struct, frozen=True):
-    """What a request is answered with. ``payload`` is shared until it is sent: do not change it."""
-
-    body: bytes
-    payload: bytes | bytearray | memoryview | None = None
-    priority: float = 0.0
-    """Lower goes first among the payloads for this peer."""
-
-
-class Response(Struct, frozen=True):
-    """What came back for a request."""
-
-    body: bytes
-    payload: memoryview | None
-
-
-class RequestError(Exception):
-    """A request got no answer: timed out, disconnected, refused, too large. The text says which."""
-
-
-class RequestRefused(RequestError):  # noqa: N818
-    """The peer says no, in its own words. Handlers raise it in ``answer``; askers get it from ``request``."""
 
 
 class _Question(Struct):

@@ -17,9 +17,10 @@ import uvloop
 from waiting import until
 
 from p2pdiloco.node.founding import version_zero
-from p2pdiloco.node.node import InitialState, Node
+from p2pdiloco.node.node import Node
 from p2pdiloco.peer import answering, arrivals, incoming
 from p2pdiloco.peer.options import PeerOptions
+from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.chain import genesis_head
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.manifest import (
@@ -80,7 +81,7 @@ async def peer(folder: Path, initial: InitialState | None) -> AsyncIterator[Node
     nowhere = Directory(identity, listen=[], announce=[], initial_peers=[])  # never opened
     options = PeerOptions(folder=folder, listen="/ip4/127.0.0.1/tcp/0", is_follower=True, up_bytes_per_s=UP_BYTES_PER_S)
     async with Node(MANIFEST, options, identity, nowhere, initial) as node:
-        node._start()
+        node.begin()
         yield node
 
 
@@ -90,7 +91,7 @@ async def meet(newcomer: Node, donors: list[Node]) -> None:
 
 
 async def is_current(node: Node) -> None:
-    await until(lambda: node.machine.core.is_current, WAIT_S)
+    await until(lambda: node.peer.machine.core.is_current, WAIT_S)
 
 
 def events(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -99,7 +100,7 @@ def events(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def has_all(node: Node) -> bool:
-    state = node.state
+    state = node.peer.state
     return torch.equal(state.theta, THETA) and torch.equal(state.momentum, MOMENTUM)
 
 
@@ -128,8 +129,8 @@ def test_what_a_peer_brings_is_not_kept_beside_the_state(tmp_path: Path) -> None
 def test_a_newcomer_takes_from_all_donors_and_refuses_the_chunks_of_a_liar(tmp_path: Path) -> None:
     async def scenario(donors: list[Node], stack: AsyncExitStack) -> None:
         for shard in LAYOUT.shards:  # all of it: whatever it is asked for first, it lies about
-            donors[2].state.theta[shard.start] += 1.0
-            donors[2].state.momentum[shard.stop - 1] += 1.0
+            donors[2].peer.state.theta[shard.start] += 1.0
+            donors[2].peer.state.momentum[shard.stop - 1] += 1.0
         newcomer = await stack.enter_async_context(peer(tmp_path / "new", None))
         await meet(newcomer, donors)
         await is_current(newcomer)
@@ -152,7 +153,7 @@ def test_a_donor_that_dies_in_the_middle_costs_what_it_was_sending(tmp_path: Pat
         newcomer = await stack.enter_async_context(peer(tmp_path / "new", None))
         await meet(newcomer, [donor, *donors])
         await until(lambda: donor.transport.traffic().sent_bulk > 2_000_000, WAIT_S)
-        assert not newcomer.machine.core.is_current
+        assert not newcomer.peer.machine.core.is_current
         for connection in list(donor.transport._all):
             connection.abort("killed")
         await dying.__aexit__(None, None, None)
@@ -170,9 +171,9 @@ def test_a_newcomer_that_is_cut_off_goes_on_with_what_it_has(tmp_path: Path, mon
     async def scenario(donors: list[Node], stack: AsyncExitStack) -> None:
         async with peer(folder, None) as newcomer:
             await meet(newcomer, donors)
-            await until(lambda: len(list((folder / incoming.INCOMING).glob(incoming.PATTERN))) >= 3, WAIT_S)
-            assert not newcomer.machine.core.is_current
-        files = sorted((folder / incoming.INCOMING).glob(incoming.PATTERN))
+            await until(lambda: len(list((folder / incoming.INCOMING).glob(f"*{incoming.SUFFIX}"))) >= 3, WAIT_S)
+            assert not newcomer.peer.machine.core.is_current
+        files = sorted((folder / incoming.INCOMING).glob(f"*{incoming.SUFFIX}"))
         spoilt = bytearray(files[0].read_bytes())
         spoilt[-1] ^= 1
         files[0].write_bytes(spoilt)
@@ -215,7 +216,7 @@ def test_chunks_wait_for_what_the_donor_itself_has_to_send(tmp_path: Path, monke
 
         monkeypatch.setattr(donors[0].transport, "queued_bytes", queued_bytes)
         monkeypatch.setattr(donors[0].transport, "peers", lambda: [PeerId("other")])
-        asking = asyncio.create_task(donors[0].answer(PeerId("newcomer"), question))
+        asking = asyncio.create_task(donors[0].peer.answer(PeerId("newcomer"), question))
         await until(lambda: looks > 3, WAIT_S)
         assert not asking.done()
         waiting[0] = 0
@@ -243,9 +244,9 @@ def test_questions_that_are_none_are_refused(tmp_path: Path) -> None:
     async def scenario(donors: list[Node], stack: AsyncExitStack) -> None:
         for question in questions:
             with pytest.raises(RequestRefused):
-                await donors[0].answer(PeerId("somebody"), question)
+                await donors[0].peer.answer(PeerId("somebody"), question)
         answers = await asyncio.gather(
-            *(donors[0].answer(PeerId("somebody"), encode(GetState(ShardId(0)))) for _ in range(5))
+            *(donors[0].peer.answer(PeerId("somebody"), encode(GetState(ShardId(0)))) for _ in range(5))
         )
         assert len({answer.body for answer in answers}) == 1
 

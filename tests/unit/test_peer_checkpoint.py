@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,13 @@ import torch
 
 from p2pdiloco.peer import checkpoint
 from p2pdiloco.peer.checkpoint import CheckpointError, best_of, load, load_all, save
+from p2pdiloco.peer.disk import Buffer
 from p2pdiloco.protocol.chain import genesis_head
 from p2pdiloco.protocol.events import ShardState
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest, ModelConfig, RunConfig, ScheduleConfig, TensorSpec
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
+from p2pdiloco.runtime.files import LOCAL
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.tensors.digests import state_digest
 from p2pdiloco.wire.bodies import COMMIT_CONTEXT, StateProof
@@ -117,14 +120,14 @@ def test_a_forged_state_is_not_taken(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, (1, 1))
     before = sorted(tmp_path.iterdir())
-    real, calls = checkpoint.write_atomically, itertools.count()
+    real, calls = LOCAL.write, itertools.count()
 
-    def full(path: Path, data: bytes) -> None:
+    def full(path: Path, parts: Iterable[Buffer]) -> None:
         if next(calls) == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(path, data)
+        real(path, parts)
 
-    monkeypatch.setattr(checkpoint, "write_atomically", full)
+    monkeypatch.setattr(LOCAL, "write", full)
     with pytest.raises(OSError, match="No space"):
         write(tmp_path, (2, 2))
     assert sorted(tmp_path.iterdir()) == before

@@ -1,0 +1,76 @@
+"""The world as it is, for one peer: an event loop, threads, the machine's disk, sockets, a learner's process.
+
+See ``peer/host.py`` for what each of these promises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar, get_args
+
+import torch
+
+from p2pdiloco.node.learner_process import LearnerProcess
+from p2pdiloco.peer.host import Queue, StartLearner
+from p2pdiloco.runtime.files import LOCAL
+from p2pdiloco.runtime.tasks import Tasks
+from p2pdiloco.runtime.transport import Transport
+
+T = TypeVar("T")
+
+
+class LocalHost:
+    """``async with LocalHost(...) as host``; then its ``links`` are to be set. ``memory_fd``: what node and learner
+    share."""
+
+    links: Transport
+
+    def __init__(self, memory_fd: int, learner_log: Path) -> None:
+        self._loop = asyncio.get_running_loop()
+        # One torch thread: several peers on a machine, or a learner beside us, must not fight over the cores.
+        self._threads = {queue: ThreadPoolExecutor(1, queue, torch.set_num_threads, (1,)) for queue in get_args(Queue)}
+        self._tasks = Tasks()
+        self.disk = LOCAL
+        self.start_learner: StartLearner = partial(LearnerProcess, memory_fd=memory_fd, log_path=learner_log)
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End what was spawned; work that runs ends without effect."""
+        await self._tasks.__aexit__(kind, error, trace)
+        for threads in self._threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def now(self) -> float:
+        """The event loop's clock, in seconds."""
+        return self._loop.time()
+
+    def call_at(self, when: float, action: Callable[[], None]) -> asyncio.TimerHandle:
+        """``action`` at time ``when``, unless it is cancelled."""
+        return self._loop.call_at(when, action)
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait."""
+        await asyncio.sleep(seconds)
+
+    def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+        """Run ``work`` beside the rest, until the peer ends."""
+        return self._tasks.spawn(work, name=name)
+
+    def work(self, queue: Queue, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Run ``work`` on the queue's thread."""
+        return self._loop.run_in_executor(self._threads[queue], work)
+
+    def draw_name(self) -> str:
+        """12 characters that nobody else will draw."""
+        return os.urandom(6).hex()

@@ -1,0 +1,294 @@
+"""A peer, whatever world it lives in: machine, driver, global state, transfers, checkpoints, and its learner.
+
+Rules of this file:
+1. It composes: what is decided stands in the modules below, what is done to the world goes through the host.
+2. A peer ends for one of four reasons: the run is complete, it was asked to leave, its learner cannot go on, or a
+   defect of ours. Each has an exit status and a sentence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+import torch
+
+from p2pdiloco.peer.adapting import Adapting
+from p2pdiloco.peer.answering import Answering
+from p2pdiloco.peer.arrivals import Arrivals
+from p2pdiloco.peer.driver import Driver
+from p2pdiloco.peer.fetching import Fetching
+from p2pdiloco.peer.global_state import GlobalState, Shifts
+from p2pdiloco.peer.host import Host
+from p2pdiloco.peer.incoming import INCOMING
+from p2pdiloco.peer.metrics import Metrics
+from p2pdiloco.peer.options import PeerOptions
+from p2pdiloco.peer.saving import Saving
+from p2pdiloco.peer.supervision import Supervision
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.core import ProtocolConfig
+from p2pdiloco.protocol.identifiers import PeerId, ShardId
+from p2pdiloco.protocol.machine import Machine
+from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.tensors.digests import list_bytes
+from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.wire.answers import Answer
+from p2pdiloco.wire.bodies import SIGNATURE_BYTES, PeerStatus, StateProof, decode_message
+from p2pdiloco.wire.compression import payload_limit
+
+log = logs.get("node")
+
+Observed = Callable[[ev.Event, list[ef.Effect], float], None]
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """Why the node stopped. Status 0: in order; 1: something failed; 2: the user must repair something."""
+
+    status: int
+    reason: str
+
+
+def protocol_config(manifest: Manifest, options: PeerOptions, peer: PeerId) -> ProtocolConfig:
+    """The machine's configuration for this peer of this run."""
+    config, layout = manifest.config, Layout.of(manifest)
+    return ProtocolConfig(
+        run=manifest.run,
+        peer=peer,
+        fragments=layout.fragments,
+        sync_every=config.schedule.sync_every,
+        overlap=config.schedule.overlap,
+        min_quorum=config.schedule.min_quorum,
+        grace_share=config.schedule.grace_share,
+        total_steps=config.inner.steps,
+        blocks=manifest.blocks.number,
+        is_overwrite=config.outer.adopt == "overwrite",
+        evaluation_every=config.evaluation.every,
+        weight=0.0 if options.is_unreachable else options.weight,
+        leave_s=options.leave_s,
+    )
+
+
+class InitialState:
+    """What a peer brings: version 0 (the founder) or a checkpoint."""
+
+    def __init__(self, shards: Sequence[StateProof], theta: torch.Tensor, momentum: torch.Tensor) -> None:
+        self.shards = tuple(shards)
+        self._vectors: tuple[torch.Tensor, torch.Tensor] | None = (theta, momentum)
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Parameters and momentum; once. Whoever waits for the node to end must not keep a second copy of the model."""
+        assert self._vectors is not None, "taken already"
+        vectors, self._vectors = self._vectors, None
+        return vectors
+
+
+class Peer:
+    """One peer. ``observed`` sees every event with its effects; ``status`` tells others of this peer; ``parted`` hears
+    whose connection was lost."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        options: PeerOptions,
+        identity: Identity,
+        host: Host,
+        vectors: SharedVectors,
+        metrics: Metrics,
+        *,
+        sent_bytes: Callable[[], int],
+        status: Callable[[], PeerStatus],
+        observed: Observed,
+        parted: Callable[[PeerId], None],
+    ) -> None:
+        self.manifest = manifest
+        self.options = options
+        self.host = host
+        self.layout = Layout.of(manifest)
+        self.config = protocol_config(manifest, options, identity.peer_id)
+        self.machine = Machine(self.config)
+        self.metrics = metrics
+        self.observed = observed
+        self._parted = parted
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._failure: Ending | None = None
+        self.state = GlobalState(self.layout, manifest.config.outer, manifest.config.codec, vectors)
+        codecs = Adapting(
+            manifest.config, self.layout, self.machine.core, metrics, rate=lambda: host.links.up_bytes_per_s
+        )
+        self.driver = Driver(self.machine, self.state, identity, host, self, codecs)
+        self._arrivals = Arrivals(self.layout, options.folder / INCOMING, metrics, host)
+        self._fetching = Fetching(manifest, self.layout, self.driver, self._arrivals, self.fault)
+        self._answering = Answering(manifest, self.driver, status)
+        self.supervision = Supervision(
+            identity.peer_id,
+            self.driver,
+            options,
+            metrics,
+            manifest=manifest.encode(),
+            gave_up=self._learner_gave_up,
+            sent_bytes=sent_bytes,
+        )
+        self._saving = Saving(
+            options.folder / "checkpoint",
+            manifest,
+            self.driver,
+            self._answering.proof,
+            metrics,
+            keep=options.keep_checkpoints,
+            save_learner=self.supervision.save,
+        )
+
+    # -- the main line -------------------------------------------------------------------------------------------------
+
+    def begin(self, initial: InitialState | None) -> None:
+        """The first event, with what the peer brings; None: it is a newcomer."""
+        shards: list[ev.ShardState] = []
+        if initial is not None:
+            theta, momentum = initial.take()
+            for proof in initial.shards:
+                piece = self.layout.shards[proof.state.head.shard]
+                span = slice(piece.start, piece.stop)
+                self.state.put(piece.shard, proof.state.head.id, theta[span], momentum[span])
+                if proof.header is not None:
+                    self.driver.proofs[proof.state.head.id] = (proof.header, proof.signature)
+                shards.append(proof.state)
+        self.metrics.write("started", peer=self.config.peer, run=self.manifest.run, is_new=not shards)
+        brought = {state.head.shard for state in shards}
+        if missing := [piece.elements for piece in self.layout.shards if piece.shard not in brought]:
+            self._arrivals.begin(missing)
+        self.driver.feed(ev.Started(tuple(shards)))
+
+    async def live(self) -> Ending:
+        """Take part, after ``begin``, until something ends it."""
+        self.host.spawn(self._saving.keep_saving(self.options.checkpoint_s), name="checkpoints")
+        async with AsyncExitStack() as lives:
+            if not self.options.is_follower:
+                self.host.spawn(self.supervision.live(lives), name="learner")
+            reason = await self._ended
+            self.supervision.is_over = True
+        ending = self._failure or self._ordinary_ending(reason)
+        await self._saving.save(is_last=True)
+        return ending
+
+    def _ordinary_ending(self, reason: str) -> Ending:
+        unmerged = self.machine.core.unmerged_tokens()
+        if unmerged:
+            return Ending(
+                1, f"{reason}; {unmerged:,} tokens were not merged in time and are lost (--leave-s allows longer)"
+            )
+        return Ending(0, reason)
+
+    @property
+    def is_over(self) -> bool:
+        """It is ending."""
+        return self._ended.done()
+
+    def request_leave(self, reason: str) -> None:
+        """Leave in order: contribute what is unmerged, save, go."""
+        self.driver.feed(ev.LeaveRequested(reason))
+
+    def abandon(self, reason: str) -> None:
+        """Leave at once: nothing more is contributed or saved."""
+        self._failure = Ending(1, f"left at once ({reason}); unmerged progress is lost")
+        self.driver.close()
+        self.leave(reason)
+
+    # -- for the driver ------------------------------------------------------------------------------------------------
+
+    def leave(self, reason: str) -> None:
+        """The machine has nothing left to do."""
+        if not self._ended.done():
+            self._ended.set_result(reason)
+
+    def crashed(self, error: BaseException) -> None:
+        """A defect of ours."""
+        log.failure("defect", error)
+        self._failure = Ending(1, f"internal error: {error!r}; please report it with {self.options.folder}")
+        self.driver.close()
+        self.leave("internal error")
+
+    def became_current(self) -> None:
+        """Every shard has a state."""
+        self.metrics.write("current", step=self.machine.core.step)
+        self.supervision.load()
+        if self._arrivals.end():
+            self.host.spawn(self._replace_incoming(), name="first checkpoint")
+
+    async def _replace_incoming(self) -> None:
+        """What was downloaded is kept shard by shard until a checkpoint has it."""
+        if await self._saving.save(is_last=False):
+            await self._arrivals.clear()
+
+    def shifts_ready(self, shifts: Shifts) -> None:
+        """The learner has shifts to take."""
+        self.supervision.shifts_ready(shifts)
+
+    def tell_learner(self, effect: ef.ForLearner) -> None:
+        """Pass a command on to the learner."""
+        self.supervision.tell(effect)
+
+    def fetch(self, shard: ShardId, peer: PeerId) -> None:
+        """Download a shard's state."""
+        self.host.spawn(self._fetching.fetch(shard, peer), name=f"fetch {shard}")
+
+    def fault(self, peer: PeerId, what: str, reason: str) -> None:
+        """A peer broke the rules. All are counted; the log tells the first, the second, the fourth ..., so that nobody
+        can flood it."""
+        times = self.metrics.fault(peer, what)
+        if times.bit_count() == 1:
+            log.warning(f"malformed {what} dropped", peer=peer, reason=reason, times=times)
+
+    def _learner_gave_up(self, status: int, reason: str) -> None:
+        self._failure = Ending(status, reason)
+        self.request_leave("the learner cannot go on")
+
+    # -- connections ---------------------------------------------------------------------------------------------------
+
+    def connected(self, peer: PeerId, address: str, is_observer: bool, inbound: bool) -> None:
+        """A connection stands; observers only ask."""
+        if not is_observer:
+            self.driver.feed(ev.PeerConnected(peer))
+
+    def disconnected(self, peer: PeerId, reason: str) -> None:
+        """A connection is lost."""
+        if peer in self.machine.core.membership.peers:  # an observer never was
+            self.driver.feed(ev.PeerDisconnected(peer, reason))
+        self._parted(peer)
+
+    def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> asyncio.Future[Any] | None:
+        """A message came."""
+        try:
+            message = decode_message(body)
+        except ValueError as error:
+            self.fault(peer, "message", str(error))
+            return None
+        return self.driver.received(peer, message, payload)
+
+    def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
+        """Whether a payload of this size may come with this message."""
+        try:
+            message = decode_message(body)
+        except ValueError:
+            return False
+        match message:
+            case msg.Contribution():
+                shard = message.shard
+            case msg.Commit():
+                shard = message.header.shard
+            case _:
+                return False
+        if shard >= len(self.layout.shards):
+            return False
+        elements = self.layout.shards[shard].elements
+        return size <= payload_limit(elements) + SIGNATURE_BYTES + list_bytes(elements)
+
+    async def answer(self, peer: PeerId, body: bytes) -> Answer:
+        """A request came."""
+        return await self._answering.answer(peer, body)
