@@ -24,7 +24,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 demo: $(READY) ## a swarm on this machine: found, join, kill, join late, merge, evaluate (about 3 minutes)
-	@$(BIN)/python -m peers.demo --out out/demo
+	@$(BIN)/p2pdiloco demo --out out/demo
 
 test: $(READY) ## everything that CI runs but lint
 	@$(BIN)/python -m pytest -q

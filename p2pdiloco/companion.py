@@ -70,7 +70,17 @@ class Companion:
         Raises:
             OSError: it cannot be started.
         """
-        command = [sys.executable, "-m", "p2pdiloco", *arguments, "--state", str(self._folder), "--learner", self.name]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "p2pdiloco",
+            *arguments,
+            "--state",
+            str(self._folder),
+            "--learner",
+            self.name,
+        ]
         with open(self._folder / NODE_LOG, "ab") as output:
             self._process = psutil.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True

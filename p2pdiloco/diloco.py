@@ -33,13 +33,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from p2pdiloco.companion import NODE_LOG, RETURN_S, Companion, FolderInUseError
-from p2pdiloco.node.founding import make_manifest, version_zero
-from p2pdiloco.peer.checkpoint import save
 from p2pdiloco.protocol.blocks import Block
-from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import (
     CodecConfig,
     EvaluationConfig,
@@ -52,8 +50,8 @@ from p2pdiloco.protocol.manifest import (
     ScheduleConfig,
     config_problems,
 )
+from p2pdiloco.training import foundation
 from p2pdiloco.training.channel import Channel
-from p2pdiloco.training.island import Island, IslandChannel, IslandParameters, LeaderError, whole
 from p2pdiloco.training.outer_link import OuterLink
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.reunion import Found, Reunion
@@ -62,8 +60,8 @@ from p2pdiloco.training.tally import Tally
 from p2pdiloco.training.trainable import embedding_names, trainable
 from p2pdiloco.wire.link import receive_welcome
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
+if TYPE_CHECKING:  # it imports torch.distributed.tensor: a second and 40 MB, which only several ranks need
+    from p2pdiloco.training.island import Island, IslandParameters
 
 log = logging.getLogger("p2pdiloco")
 
@@ -177,7 +175,7 @@ class DiLoCo:
         """
         if self._run is None:
             return self
-        self._island = Island.of(self._process_group, JOIN_S + LEAVE_S)
+        self._island = _island(self._process_group)
         try:
             initial = self._initial_parameters() if self._is_founder else []
             manifest = self._lead_to_manifest(initial)
@@ -194,20 +192,15 @@ class DiLoCo:
         """What version 0 would be made of: the parameters, of an island as a copy at its leader."""
         if self._island is None:
             return [(name, p) for name, p in self._named]
-        copies = []
-        for name, parameter in self._named:
-            full = whole(parameter)
-            if self._island.is_leader:
-                copies.append((name, full.to("cpu", torch.float32, copy=True).contiguous()))
-        return copies
+        return self._island.gather(self._named)
 
     def _lead_to_manifest(self, initial: Sequence[tuple[str, Tensor]]) -> Manifest:
         def meet() -> bytes:
             return self._meet_node(initial)
 
         try:
-            data = meet() if self._island is None else self._island.lead(meet)
-        except (LeaderError, FolderInUseError) as error:
+            data = meet() if self._island is None else self._island.lead(meet, DiLoCoError)
+        except FolderInUseError as error:
             raise DiLoCoError(str(error)) from error
         try:
             manifest = msgspec.msgpack.decode(data, type=Manifest)
@@ -244,21 +237,17 @@ class DiLoCo:
 
     def _node_arguments(self, initial: Sequence[tuple[str, Tensor]]) -> list[str]:
         if self._is_founder:
-            command = ["resume", str(self._write_version_zero(initial)), "--bootstrap", *self._peers]
+            command = ["start", str(self._write_foundation(initial)), "--bootstrap", *self._peers]
         else:
             command = ["join", *self._peers, "--run", self._config.name]
         return [*command, "--reattach-s", str(RETURN_S), *self._node_options]
 
-    def _write_version_zero(self, initial: Sequence[tuple[str, Tensor]]) -> Path:
-        """A checkpoint of version 0, unless the folder has one of this run already: then the run goes on from that."""
-        folder = self._state / "founded" / "checkpoint"
-        if not list(folder.glob("state-*.json")):
-            embeddings = embedding_names(self._model)
-            named = [(name, p.shape, name in embeddings) for name, p in initial]
-            manifest, theta, momentum = make_manifest(self._config, PeerId("script"), named, initial)
-            version = version_zero(manifest, theta, momentum)
-            save(folder, manifest, version.shards, theta, momentum, keep=1)
-        return self._state
+    def _write_foundation(self, initial: Sequence[tuple[str, Tensor]]) -> Path:
+        """What the run is founded with, unless the folder has it already: then the run goes on."""
+        path = self._state / foundation.NAME
+        if not path.exists():
+            foundation.write(path, self._config, initial, frozenset(embedding_names(self._model)))
+        return path
 
     def _take_part(self, manifest: Manifest) -> None:
         """Build the link, and wait for the global parameters."""
@@ -270,11 +259,11 @@ class DiLoCo:
             if island is None:
                 self._flat = FlatParameters(self._named, manifest.tensors, layout)
             else:
-                self._flat = IslandParameters(self._named, manifest.tensors, layout, island)
+                self._flat = island.parameters(self._named, manifest.tensors, layout)
         except ValueError as error:
             raise DiLoCoError(f"this model is not run {manifest.config.name}'s: {error}") from error
         own = None if found is None else Channel(found.connection)
-        channel = own if island is None else IslandChannel(island, own)
+        channel = own if island is None else island.channel(own)
         assert channel is not None
         steps = manifest.config.inner.steps
         self._link = OuterLink(self, self._flat, layout, self._vectors, channel, last_step=steps)
@@ -399,3 +388,12 @@ class DiLoCo:
 
     def end(self) -> None:
         """Nothing to finish."""
+
+
+def _island(group: dist.ProcessGroup | None) -> Island | None:
+    """The island that this process is a rank of; None if it is alone."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) <= 1:
+        return None
+    from p2pdiloco.training.island import Island
+
+    return Island(group, JOIN_S + LEAVE_S)

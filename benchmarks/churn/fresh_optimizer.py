@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from benchmarks import record
+from p2pdiloco.node.founding import SHIPPED
 from p2pdiloco.protocol.manifest import DataConfig, RunConfig
 from p2pdiloco.training.corpus import Batches, Corpus, load_corpus
 from p2pdiloco.training.evaluation import held_out_loss
@@ -34,7 +35,6 @@ from p2pdiloco.training.optimizers import inner_optimizers
 from p2pdiloco.training.schedule import learning_rate
 from p2pdiloco.training.transformer import build_model, loss
 
-ROOT = Path(__file__).parents[2]
 AT = (1, 5, 10, 20, 50, 100, 200)
 """Steps after coming back."""
 WAYS = ("own state", "old state", "fresh, warmed up", "fresh, full rate")
@@ -130,7 +130,7 @@ def plot(path: Path, figures: dict[str, Any]) -> None:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--config", type=Path, default=ROOT / "peers" / "stdlib-tiny.toml")
+    parser.add_argument("--config", type=Path, default=SHIPPED / "stdlib-tiny.toml")
     parser.add_argument("--before", type=int, default=400, help="steps before it goes (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="append a row of results here")

@@ -30,6 +30,7 @@ from benchmarks.quality.data import corpus, held_out_losses
 from benchmarks.quality.laboratory import Laboratory
 from benchmarks.quality.settings import Setting, to_row
 from p2pdiloco.chaos.swarm import Member, Swarm, SwarmError, marked
+from p2pdiloco.node.learner_process import PROGRAM
 from p2pdiloco.peer.checkpoint import load
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.training.parameters import FlatParameters
@@ -205,7 +206,7 @@ def _learner_of(founder: Member, swarm: Swarm) -> psutil.Process:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         for process in marked(swarm.mark):
-            if "peers.learner" in process.cmdline() and founder.process.pid in (p.pid for p in process.parents()):
+            if PROGRAM in process.cmdline() and founder.process.pid in (p.pid for p in process.parents()):
                 return process
         time.sleep(POLL_S)
     raise SwarmError("the founder has no learner")

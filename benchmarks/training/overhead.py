@@ -38,7 +38,7 @@ from p2pdiloco.training.trainable import trainable
 from p2pdiloco.training.transformer import build_model, loss
 
 MODEL = ModelConfig(width=384, depth=6, heads=6, context=256)
-"""10.8 million parameters: that of peers/stdlib-10m.toml."""
+"""10.8 million parameters: that of stdlib-10m.toml."""
 LOOPBACK = ("--listen", "/ip4/127.0.0.1/tcp/0", "--host_maddrs", "/ip4/127.0.0.1/tcp/0")
 REPEATS = 5
 

@@ -12,7 +12,6 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -20,9 +19,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from p2pdiloco.runtime.parent import die_with_parent
+
 Message = dict[str, Any]
 
-_PR_SET_PDEATHSIG = 1
 _answers: TextIO | None = None
 
 
@@ -31,8 +31,7 @@ def begin() -> Message:
     global _answers
     _answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     config: Message = json.loads(sys.argv[1])
     return config
 

@@ -20,6 +20,7 @@ import psutil
 from p2pdiloco.chaos.plan import Fault, Plan
 from p2pdiloco.chaos.relay import Network, slow_down
 from p2pdiloco.chaos.swarm import Member
+from p2pdiloco.node.learner_process import PROGRAM
 
 LOG_ROOM_BYTES = 32 << 10
 SPOILT_PIECES = 1
@@ -85,7 +86,7 @@ class Peer:
         """
         for child in self.node().children():
             try:
-                if "peers.learner" in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+                if PROGRAM in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
                     return child
             except psutil.Error:
                 continue

@@ -11,7 +11,6 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -25,6 +24,8 @@ from typing import Any
 
 import psutil
 
+from p2pdiloco.runtime.parent import die_with_parent
+
 MARK = "P2PDILOCO_SWARM"
 """Environment variable that every process of one swarm inherits."""
 START_S = 60.0
@@ -34,7 +35,6 @@ JOINABLE = "p2pdiloco join "
 """What a bootstrap node says before its address."""
 FOUNDED = "to join from another machine"
 """What a founder says once it can be joined."""
-_PR_SET_PDEATHSIG = 1
 
 
 class SwarmError(Exception):
@@ -101,13 +101,13 @@ class Member:
         self._log_began = self.log_path.stat().st_size if self.log_path.exists() else 0
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "p2pdiloco", *arguments, "--state", str(folder)],
+                [sys.executable, "-P", "-m", "p2pdiloco", *arguments, "--state", str(folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env={**os.environ, MARK: mark},
                 start_new_session=True,  # Ctrl+C reaches whoever started it, who then ends it
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+                preexec_fn=die_with_parent,
             )
 
     @property
@@ -287,8 +287,3 @@ def _keep_what_is_there(folder: Path) -> None:
 
 
 _PEER = ["--listen", LOOPBACK, "--host_maddrs", LOOPBACK, "--threads", "1", "--leave-s", "10", "--reattach-s", "0"]
-
-
-def _end_with_parent() -> None:
-    """Linux: SIGTERM for this process when its parent dies, even by SIGKILL."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

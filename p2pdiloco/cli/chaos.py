@@ -20,12 +20,11 @@ from p2pdiloco.chaos.judge import Verdict, goodput, judge
 from p2pdiloco.chaos.plan import Plan, PlanError, draw_schedule, find_plan, read_plan
 from p2pdiloco.chaos.runner import Runner
 from p2pdiloco.chaos.swarm import SwarmError
-from p2pdiloco.cli.complaints import FAILED, REPAIR, Complaint, complaining
+from p2pdiloco.cli.complaints import FAILED, INTERRUPTED, REPAIR, Complaint, complaining
 
 IS_QUIET = True
 LINE_S = 5.0
 """Between two progress lines where standard output is not a terminal."""
-INTERRUPTED = 130
 SIGNS = {"training": "#", "starting": "+", "stopped": "=", "down": "."}
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 FAILED = 1
 REPAIR = 2
 NOBODY_THERE = 3
+INTERRUPTED = 130
 PORT_ERRORS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

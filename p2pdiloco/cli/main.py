@@ -18,10 +18,11 @@ from typing import Any
 
 import uvloop
 
-from p2pdiloco.cli.complaints import FAILED, Complaint
+from p2pdiloco.cli.complaints import FAILED, INTERRUPTED, Complaint
 from p2pdiloco.runtime import logs
 
 COMMANDS = {
+    "demo": "see a swarm on this machine found, train, lose and gain peers (3 minutes)",
     "bootstrap": "run a directory node that others use as their first address",
     "start": "found a run and train it",
     "join": "join a running run",
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (KeyboardInterrupt, asyncio.CancelledError):
-        return 130
+        return INTERRUPTED
 
 
 async def _until_terminated(work: Coroutine[None, None, int]) -> int:

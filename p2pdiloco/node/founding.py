@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from p2pdiloco.protocol.manifest import (
 )
 from p2pdiloco.tensors.digests import state_digest
 from p2pdiloco.tensors.fragments import tensor_specs
+from p2pdiloco.training import foundation
 from p2pdiloco.training.corpus import CorpusError, cut_into_blocks, load_corpus
 from p2pdiloco.training.huggingface import ArchitectureError, read_folder
 from p2pdiloco.training.models import build
@@ -32,9 +34,28 @@ from p2pdiloco.training.tokens import with_tokenizer
 from p2pdiloco.training.trainable import embedding_names, trainable
 from p2pdiloco.wire.bodies import StateProof
 
+SHIPPED = Path(__file__).parents[1] / "runs"
+
 
 class ConfigError(Exception):
     """The configuration cannot be used; the message names the field and what is allowed."""
+
+
+def find_run(text: str) -> Path:
+    """The configuration file at the path ``text``, or the shipped one of that name.
+
+    Raises:
+        ConfigError: neither is there.
+    """
+    path = Path(text)
+    if path.exists():
+        return path
+    shipped = {file.stem: file for file in SHIPPED.glob("*.toml")}
+    if text in shipped:
+        return shipped[text]
+    near = difflib.get_close_matches(path.stem, shipped, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(f"{text}: no such file; {hint}shipped with p2pdiloco: {', '.join(sorted(shipped))}")
 
 
 def read_config(path: Path) -> RunConfig:
@@ -81,6 +102,21 @@ def found(config: RunConfig, founder: PeerId, data: str | None) -> tuple[Manifes
         raise ConfigError("\n".join(problems))
     blocks = cut_into_blocks(corpus, config.model.context, config.inner.batch, config.data.block)
     manifest, theta, momentum = make_manifest(config, founder, named, parameters, blocks)
+    return manifest, version_zero(manifest, theta, momentum)
+
+
+def found_from_script(path: Path, founder: PeerId) -> tuple[Manifest, InitialState]:
+    """Manifest and version 0 of the run that a training script founds (``training/foundation.py``); always the same.
+
+    Raises:
+        ConfigError: the file cannot be used.
+    """
+    try:
+        given = foundation.read(path)
+    except foundation.FoundationError as error:
+        raise ConfigError(str(error)) from error
+    named = [(name, tensor.shape, name in given.embeddings) for name, tensor in given.named]
+    manifest, theta, momentum = make_manifest(given.config, founder, named, given.named)
     return manifest, version_zero(manifest, theta, momentum)
 
 

@@ -1,7 +1,7 @@
 """The learner as a child process: started, spoken to over a Unix socket, and never left behind.
 
 Rules of this file:
-1. The learner program is its own process (``python -m peers.learner``): its crash does not take the node along.
+1. The learner program is its own process (``training/program.py``): its crash does not take the node along.
 2. Messages are queued in order and written as the socket takes them; the node never waits for its learner.
 3. Whatever way the node leaves this block, the child is reaped. A node that is killed does not leave it: its next life
    takes the learner over.
@@ -26,6 +26,9 @@ from p2pdiloco.wire import link
 
 log = logs.get("learner")
 
+PROGRAM = "p2pdiloco.training.program"
+COMMAND = (sys.executable, "-P", "-m", PROGRAM)
+"""What the working directory holds is not imported (-P)."""
 READ_BYTES = 1 << 16
 COMMANDS = 4096
 """Commands that may wait beyond what the socket holds. Only the swarm's steps come without waiting for an answer."""
@@ -135,9 +138,7 @@ class LearnerProcess:
         try:
             with open(self._log_path, "ab") as output:  # noqa: ASYNC230 (a small local file, once a life)
                 self._process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
-                    "peers.learner",
+                    *COMMAND,
                     "--socket-fd",
                     str(theirs.fileno()),
                     "--memory-fd",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from p2pdiloco.node.founding import found, is_founded_from
+from p2pdiloco.node.founding import found, found_from_script, is_founded_from
 from p2pdiloco.node.lookup import (
     RUN_RECORD_LIFE_S,
     LookupFailedError,
@@ -85,10 +85,25 @@ async def start(
     if config.model.lora is not None:
         options = msgspec.structs.replace(options, model=options.model or config.model.folder)
     manifest, initial = await asyncio.to_thread(_founded, config, options, identity, say)
-    async with open_directory(identity, directory_options, options.folder) as directory:
-        for address in directory.visible_addresses():
-            say(f"to join from another machine:  p2pdiloco join {address} --run {manifest.config.name}")
-        return await take_part(manifest, options, identity, directory, initial)
+    return await _lead(manifest, options, directory_options, identity, initial, options.folder, say)
+
+
+async def start_from_script(
+    foundation: Path,
+    options: PeerOptions,
+    directory_options: DirectoryOptions,
+    identity: Identity,
+    say: Callable[[str], None],
+) -> Ending:
+    """Found the run of a training script, or go on with it from this folder's checkpoint.
+
+    Raises:
+        ConfigError, DirectoryError, OSError: with a sentence for the user.
+    """
+    logs.speak_as(identity.peer_id)
+    manifest, initial = await asyncio.to_thread(_founded_by_script, foundation, options, identity, say)
+    mine = msgspec.structs.replace(options, folder=options.folder / manifest.run[:12])
+    return await _lead(manifest, mine, directory_options, identity, initial, options.folder, say)
 
 
 async def join(
@@ -131,10 +146,23 @@ async def resume(
     logs.speak_as(identity.peer_id)
     manifest, initial = await asyncio.to_thread(_resumed, folders, wanted, say)
     mine = msgspec.structs.replace(options, folder=options.folder / manifest.run[:12])
-    async with open_directory(identity, directory_options, options.folder) as directory:
+    return await _lead(manifest, mine, directory_options, identity, initial, options.folder, say)
+
+
+async def _lead(
+    manifest: Manifest,
+    options: PeerOptions,
+    directory_options: DirectoryOptions,
+    identity: Identity,
+    initial: InitialState,
+    cache: Path,
+    say: Callable[[str], None],
+) -> Ending:
+    """Take part as one whom others join: tell how."""
+    async with open_directory(identity, directory_options, cache) as directory:
         for address in directory.visible_addresses():
             say(f"to join from another machine:  p2pdiloco join {address} --run {manifest.config.name}")
-        return await take_part(manifest, mine, identity, directory, initial)
+        return await take_part(manifest, options, identity, directory, initial)
 
 
 # What is read or made here is as large as the model, some of it several times: it lives in functions that return.
@@ -153,6 +181,23 @@ def _founded(
         )
     say(f"going on with run {earlier.manifest.run[:12]} from the checkpoint in {options.folder}")
     return earlier.manifest, InitialState(earlier.shards, earlier.theta, earlier.momentum)
+
+
+def _founded_by_script(
+    foundation: Path, options: PeerOptions, identity: Identity, say: Callable[[str], None]
+) -> tuple[Manifest, InitialState]:
+    """The script's run from this peer's checkpoint of it, or from its beginning."""
+    manifest, initial = found_from_script(foundation, identity.peer_id)
+    folder = options.folder / manifest.run[:12]
+    try:
+        earlier = load(folder / "checkpoint")
+    except CheckpointError as error:
+        log.warning("checkpoint not used, the run goes on from its beginning or its peers", reason=str(error))
+        earlier = None
+    if earlier is None or earlier.manifest.run != manifest.run:
+        return manifest, initial
+    say(f"going on with run {manifest.run[:12]} from the checkpoint in {folder}")
+    return manifest, InitialState(earlier.shards, earlier.theta, earlier.momentum)
 
 
 def _resumed(folders: Sequence[Path], wanted: str | None, say: Callable[[str], None]) -> tuple[Manifest, InitialState]:

@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from p2pdiloco.runtime.files import write_atomically
 from p2pdiloco.training.corpus import Batches
 
 STEPS = "steps"
@@ -75,7 +76,7 @@ def put(taken: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer]
 class Keeper:
     """Reads and writes inner states at ``path``; ``write`` replaces a file atomically."""
 
-    def __init__(self, path: Path, write: Callable[[Path, bytes], None]) -> None:
+    def __init__(self, path: Path, write: Callable[[Path, bytes], None] = write_atomically) -> None:
         self._path = path
         self._write = write
         self._thread: threading.Thread | None = None

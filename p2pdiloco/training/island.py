@@ -29,10 +29,6 @@ from p2pdiloco.training.parameters import check_tensors
 from p2pdiloco.wire import link
 
 
-class LeaderError(Exception):
-    """What the leader tried failed; the message is the same on all ranks."""
-
-
 class Island:
     """The ranks of ``group``. Every method but the properties is to be called by all of them."""
 
@@ -46,12 +42,24 @@ class Island:
         )
         self.is_leader = dist.get_rank() == self._leader
 
-    @staticmethod
-    def of(group: dist.ProcessGroup | None, patience_s: float) -> Island | None:
-        """The island that this process is a rank of; None if it is alone."""
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) <= 1:
-            return None
-        return Island(group, patience_s)
+    def channel(self, own: Channel | None) -> IslandChannel:
+        """All ranks' link to the node; ``own`` is the leader's."""
+        return IslandChannel(self, own)
+
+    def parameters(
+        self, named: Iterable[tuple[str, Tensor]], tensors: Sequence[TensorSpec], layout: Layout
+    ) -> IslandParameters:
+        """All ranks' parameters as the flat vector. Raises ValueError: they are not the tensors of the manifest."""
+        return IslandParameters(named, tensors, layout, self)
+
+    def gather(self, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """The full parameters, float32, at the leader; nothing at the others."""
+        copies = []
+        for name, parameter in named:
+            full = _whole(parameter)
+            if self.is_leader:
+                copies.append((name, full.to("cpu", torch.float32, copy=True).contiguous()))
+        return copies
 
     def sum(self, *values: float) -> list[float]:
         """Sums over the ranks, in float64."""
@@ -59,11 +67,11 @@ class Island:
         dist.all_reduce(total, group=self._control)
         return cast(list[float], total.tolist())
 
-    def lead(self, attempt: Callable[[], bytes]) -> bytes:
+    def lead(self, attempt: Callable[[], bytes], failure: type[Exception]) -> bytes:
         """What ``attempt`` gives at the leader, the only one to call it.
 
         Raises:
-            LeaderError: it failed there.
+            failure: it failed there; the message is the same on all ranks.
         """
         data, has_failed = b"", False
         if self.is_leader:
@@ -73,7 +81,7 @@ class Island:
                 data, has_failed = (str(error) or type(error).__name__).encode(), True
         data, has_failed = self.tell(data, has_failed)
         if has_failed:
-            raise LeaderError(data.decode())
+            raise failure(data.decode())
         return data
 
     def tell(self, data: bytes, flag: bool) -> tuple[bytes, bool]:
@@ -185,7 +193,7 @@ class IslandParameters:
     def copy_to(self, vector: Tensor, shards: Iterable[ShardId]) -> None:
         """``vector`` = parameters for these shards, at the leader."""
         for index, parts in self._by_parameter(shards):
-            full = whole(self._parameters[index]).flatten()
+            full = _whole(self._parameters[index]).flatten()
             if self._island.is_leader:
                 for part in parts:
                     vector[part.start : part.stop].copy_(full[part.first : part.last])
@@ -194,7 +202,7 @@ class IslandParameters:
     def _take(self, vector: Tensor, shards: Iterable[ShardId], *, replace: bool) -> None:
         for index, parts in self._by_parameter(shards):
             parameter = self._parameters[index]
-            full = whole(parameter)
+            full = _whole(parameter)
             flat = full.flatten()  # a view of a plain parameter that is contiguous
             for part in parts:
                 piece = torch.empty(part.last - part.first, device=flat.device)
@@ -223,6 +231,6 @@ class IslandParameters:
         return list(found.items())
 
 
-def whole(parameter: Tensor) -> Tensor:
+def _whole(parameter: Tensor) -> Tensor:
     """The parameter's full value: itself, or gathered from all ranks (which all call this)."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()

@@ -13,6 +13,7 @@ import psutil
 from waiting import wait_until
 
 from p2pdiloco.chaos.swarm import Member, Swarm
+from p2pdiloco.node.learner_process import PROGRAM
 from p2pdiloco.protocol.identifiers import LearnerId, peer_of
 
 START_S = 60.0
@@ -143,7 +144,7 @@ def children_of(member: Member) -> list[psutil.Process]:
 
 def learner_of(member: Member) -> psutil.Process | None:
     """Its learner's process, if it is there now."""
-    found = [child for child in children_of(member) if is_alive(child) and "peers.learner" in child.cmdline()]
+    found = [child for child in children_of(member) if is_alive(child) and PROGRAM in child.cmdline()]
     return found[0] if found else None
 
 

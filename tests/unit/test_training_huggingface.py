@@ -20,7 +20,7 @@ from p2pdiloco.training.models import build, vocabulary
 from p2pdiloco.training.trainable import embedding_names, trainable
 from p2pdiloco.training.transformer import loss
 
-CONFIGS = Path(__file__).parents[2] / "peers" / "configs"
+CONFIGS = Path(__file__).parents[2] / "p2pdiloco" / "runs"
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 64,

@@ -13,6 +13,7 @@ from typing import TypeVar
 import pytest
 import torch
 
+from p2pdiloco.node.learner_process import COMMAND
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.manifest import (
     DataConfig,
@@ -67,7 +68,7 @@ class Node:
         fds = (theirs.fileno(), self.vectors.fd)
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "peers.learner", "--socket-fd", str(fds[0]), "--memory-fd", str(fds[1])),
+                *(*COMMAND, "--socket-fd", str(fds[0]), "--memory-fd", str(fds[1])),
                 *("--manifest", str(path), "--incarnation", "founder/1", "--threads", "1", *extra),
             ],
             cwd=ROOT,

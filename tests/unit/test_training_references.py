@@ -5,12 +5,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from p2pdiloco.node.founding import SHIPPED, ConfigError, find_run, read_config
 from p2pdiloco.protocol.manifest import RunConfig, config_problems
 from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.training.transformer import build_model, named_tensors
 
-FILES = sorted((Path(__file__).parents[2] / "peers").glob("*.toml"))
 PARAMETERS = {"stdlib-tiny": 869_504, "stdlib-10m": 10_818_432, "text-files": 4_951_296}
+FILES = sorted(path for path in SHIPPED.glob("*.toml") if path.stem in PARAMETERS)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
@@ -21,3 +22,17 @@ def test_reference_run(path: Path) -> None:
     assert config_problems(config, tensors=len(specs)) == []
     assert {s.fragment for s in specs} == set(range(config.schedule.fragments))
     assert sum(s.elements for s in specs) == PARAMETERS[config.name]
+
+
+def test_a_shipped_one_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_config(find_run("stdlib-tiny")).name == "stdlib-tiny"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text("")
+    assert find_run("mine.toml") == Path("mine.toml")
+
+
+def test_a_typo_is_told_what_was_meant() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean stdlib-tiny\?.*shipped with p2pdiloco: .*text-files"):
+        find_run("stdlib-tinny.toml")
+    with pytest.raises(ConfigError, match="no such file; shipped"):
+        find_run("something/else.toml")

@@ -1,6 +1,4 @@
-"""The demo: a swarm on this machine, with a kill, a late joiner and a dead bootstrap node, in about three minutes::
-
-    python -m peers.demo [--out out/demo] [--config peers/stdlib-tiny.toml] [--steps N]
+"""The demo's plot: a swarm on this machine, with a kill, a late joiner and a dead bootstrap node.
 
 Rules of this file:
 1. Every part is a real process that talks to the others over loopback sockets and a real DHT, started with the same
@@ -12,20 +10,14 @@ Rules of this file:
 
 from __future__ import annotations
 
-import argparse
-import os
-import re
 import shutil
-import signal
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 from p2pdiloco.chaos.swarm import Member, Swarm, SwarmError
-from p2pdiloco.node.founding import ConfigError, read_config
+from p2pdiloco.demo.report import Story
 from p2pdiloco.protocol.manifest import RunConfig
-from peers.demo_report import Story, judge, make_report, print_report
 
 KILL_AT = 0.35
 """Share of the run's steps after which one peer is killed."""
@@ -36,51 +28,12 @@ LINE_S = 5.0
 """Between two progress lines where standard output is not a terminal."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; 0 if everything that it shows came true."""
-    options = _parser().parse_args(argv)
-    out: Path = options.out
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    text = options.config.read_text()
-    if options.steps:
-        text = re.sub(r"(?m)^steps *= *\d+", f"steps = {options.steps}", text)
-    (out / "run.toml").write_text(text)
-    config = read_config(out / "run.toml")
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
-    swarm = Swarm(out)
-    try:
-        story = _play(swarm, config, options.time_limit)
-    except KeyboardInterrupt:
-        print("\nstopping the swarm ...", flush=True)
-        swarm.stop()
-        print(f"stopped; {len(swarm.leftovers())} processes left")
-        return 130
-    except SwarmError as error:
-        swarm.stop()
-        print(f"demo failed: {error}", file=sys.stderr)
-        return 1
-    finally:
-        swarm.kill_leftovers()
-    report = make_report(story, config, out)
-    print_report(report, out)
-    failures = judge(report)
-    for failure in failures:
-        print(f"not as promised: {failure}", file=sys.stderr)
-    return 1 if failures else 0
+def play(swarm: Swarm, config: RunConfig, limit_s: float, is_interrupted: Callable[[], bool]) -> Story | None:
+    """Found, join, kill, join late, kill the bootstrap node, and wait for the end; None if it was interrupted.
 
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m peers.demo", description="A swarm on this machine, start to end.")
-    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="where everything is written")
-    parser.add_argument("--config", type=Path, default=Path(__file__).parent / "stdlib-tiny.toml")
-    parser.add_argument("--steps", type=int, default=0, help="global steps instead of the configuration's")
-    parser.add_argument("--time-limit", type=float, default=420.0, metavar="SECONDS", help="give up after this long")
-    return parser
-
-
-def _play(swarm: Swarm, config: RunConfig, time_limit: float) -> Story:
-    """Found, join, kill, join late, kill the bootstrap node, and wait for the end."""
+    Raises:
+        SwarmError: a peer failed, or the end did not come within ``limit_s``.
+    """
     began = time.monotonic()
     print("starting a bootstrap node and three peers on this machine ...", flush=True)
     address = swarm.start_bootstrap()
@@ -90,8 +43,12 @@ def _play(swarm: Swarm, config: RunConfig, time_limit: float) -> Story:
     story = Story(began_unix=time.time())
     screen = _Screen(config.inner.steps)
     while any(member.is_running for member in swarm.members if not member.was_killed):
-        if time.monotonic() - began > time_limit:
-            raise SwarmError(f"the run is not over after {time_limit:.0f} s, at step {founder.view.step}")
+        if is_interrupted():
+            print("\nstopping the swarm ...", flush=True)
+            swarm.stop()
+            return None
+        if time.monotonic() - began > limit_s:
+            raise SwarmError(f"the run is not over after {limit_s:.0f} s, at step {founder.view.step}")
         for member in swarm.members:
             member.refresh()
             if member.ended_badly:
@@ -160,13 +117,3 @@ class _Screen:
         if self._drawn:
             print(f"\x1b[{self._drawn}F\x1b[J", end="")
             self._drawn = 0
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ConfigError as problem:
-        print(f"demo: {problem}", file=sys.stderr)
-        sys.exit(2)
-    except BrokenPipeError:
-        os._exit(1)

@@ -76,7 +76,7 @@ def make_report(story: Story, config: RunConfig, out: Path) -> dict[str, Any]:
         "sample": sample,
     }
     (out / "report.json").write_text(json.dumps(report, indent=2))
-    _plot(story, start, out / "loss.png")
+    report["plot"] = _plot(story, start, out / "loss.png")
     return report
 
 
@@ -146,11 +146,16 @@ def print_report(report: dict[str, Any], out: Path) -> None:
     print("  the model writes:")
     for line in report["sample"].splitlines()[:12]:
         print(f"    | {line[:110]}")
-    print(f"  saved in {out}: report.json, loss.png, and every peer's logs and checkpoint")
+    print(f"  plot: {report['plot']}")
+    print(f"  saved in {out}: report.json, and every peer's logs and checkpoint")
 
 
-def _plot(story: Story, start: float, path: Path) -> None:
-    import matplotlib as mpl
+def _plot(story: Story, start: float, path: Path) -> str:
+    """Draw; where it is, or why not."""
+    try:
+        import matplotlib as mpl
+    except ModuleNotFoundError as error:
+        return f"none ({error}: pip install 'p2pdiloco[plot]')"
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
@@ -177,3 +182,4 @@ def _plot(story: Story, start: float, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)
+    return str(path)

@@ -1,6 +1,6 @@
 """The learner's program. A node starts it with a socket and the shared memory; nobody starts it by hand::
 
-    python -m peers.learner --socket-fd N --memory-fd N --manifest PATH --incarnation TEXT
+    python -m p2pdiloco.training.program --socket-fd N --memory-fd N --manifest PATH --incarnation TEXT
                             [--inner-state PATH] [--reunion NAME --reattach-s S] [--device cpu] [--data PATH]
                             [--model PATH] [--threads N]
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -28,7 +27,7 @@ import msgspec
 import torch
 
 from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.runtime.files import write_atomically
+from p2pdiloco.runtime.parent import die_with_parent
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.corpus import load_corpus
 from p2pdiloco.training.inner_state import Keeper
@@ -37,7 +36,6 @@ from p2pdiloco.training.reunion import Reunion
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire.link import Failed
 
-_PR_SET_PDEATHSIG = 1
 _FAREWELL_S = 2.0
 _NICENESS = 5
 """Of training, where it shares a CPU with nodes: they need little of it, but soon. Starting is not held back."""
@@ -49,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if not options.reattach_s:
-        _end_with_parent()
+        die_with_parent()
     connection = socket.socket(fileno=options.socket_fd)
     try:
         learner = _build(options, connection)
@@ -68,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m peers.learner", description="A peer's learner; its node starts it."
+        prog="python -m p2pdiloco.training.program", description="A peer's learner; its node starts it."
     )
     parser.add_argument("--socket-fd", type=int, required=True, help="connected Unix stream socket to the node")
     parser.add_argument("--memory-fd", type=int, required=True, help="the shared vectors")
@@ -111,7 +109,7 @@ def _build(options: argparse.Namespace, connection: socket.socket) -> Learner:
         incarnation=options.incarnation,
         base=options.model,
         reunion=Reunion(options.reunion, options.reattach_s) if options.reunion and options.reattach_s else None,
-        keeper=None if options.inner_state is None else Keeper(options.inner_state, write_atomically),
+        keeper=None if options.inner_state is None else Keeper(options.inner_state),
     )
 
 
@@ -122,16 +120,6 @@ def _be_nice() -> None:
     if os.getsid(0) == os.getpid():
         with contextlib.suppress(OSError):
             Path("/proc/self/autogroup").write_text(str(_NICENESS), encoding="ascii")
-
-
-def _end_with_parent() -> None:
-    """Ask Linux for SIGTERM when the node dies. Elsewhere the socket's end says it, at the next step boundary."""
-    if sys.platform != "linux":
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        sys.exit(0)  # it died before we had asked
 
 
 if __name__ == "__main__":
