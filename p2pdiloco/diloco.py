@@ -48,8 +48,8 @@ from p2pdiloco.protocol.manifest import (
     OuterConfig,
     RunConfig,
     ScheduleConfig,
-    config_problems,
 )
+from p2pdiloco.protocol.soundness import config_problems
 from p2pdiloco.training import foundation
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.outer_link import OuterLink

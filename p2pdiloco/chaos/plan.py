@@ -16,7 +16,8 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from p2pdiloco.protocol.manifest import RunConfig, config_problems
+from p2pdiloco.protocol.manifest import RunConfig
+from p2pdiloco.protocol.soundness import config_problems
 
 Kind = Literal[
     "kill",

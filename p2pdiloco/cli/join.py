@@ -8,6 +8,7 @@ import sys
 
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.node.founding import ConfigError
 from p2pdiloco.node.lookup import LookupFailedError, RunRecord
 from p2pdiloco.node.session import join
 from p2pdiloco.protocol.identifiers import RunId
@@ -25,7 +26,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 async def run(arguments: argparse.Namespace) -> int:
     """Join and train."""
-    with complaining(repair=(IdentityError, ValueError), nobody=(DirectoryError, LookupFailedError)):
+    with complaining(repair=(ConfigError, IdentityError, ValueError), nobody=(DirectoryError, LookupFailedError)):
         identity = peer.open_identity(arguments)
         with identity.hold():
             options = peer.peer_options(arguments, arguments.state)

@@ -17,7 +17,10 @@ def add_peer_arguments(sub: argparse.ArgumentParser) -> None:
     """What they share."""
     sub.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps (default: %(default)s)")
     sub.add_argument("--threads", type=int, default=0, help="torch threads for training; 0: torch's choice")
-    sub.add_argument("--data", metavar="DIR", help="folder to train on instead of the manifest's data.path")
+    sub.add_argument(
+        "--data", metavar="DIR", help="folder (or file of documents) to train on; a run cannot name one for you"
+    )
+    sub.add_argument("--tokenizer", metavar="DIR", help="folder with tokenizer.json, if it is not among the data")
     sub.add_argument(
         "--model", metavar="DIR", help="folder with the safetensors that the run's adapters (LoRA) are trained on"
     )
@@ -88,6 +91,7 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
         announce=tuple(arguments.announce),
         device=arguments.device,
         data=arguments.data,
+        tokenizer=arguments.tokenizer,
         model=arguments.model,
         threads=arguments.threads,
         is_follower=getattr(arguments, "follow", False),

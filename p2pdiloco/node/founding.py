@@ -10,6 +10,7 @@ import msgspec
 import torch
 from torch import nn
 
+from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.chain import genesis_head
 from p2pdiloco.protocol.events import ShardState
@@ -20,9 +21,9 @@ from p2pdiloco.protocol.manifest import (
     Manifest,
     RunConfig,
     TensorSpec,
-    config_problems,
     make_layout,
 )
+from p2pdiloco.protocol.soundness import config_problems, without_places
 from p2pdiloco.tensors.digests import state_digest
 from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.training import foundation
@@ -78,15 +79,27 @@ def read_config(path: Path) -> RunConfig:
     return config
 
 
-def found(config: RunConfig, founder: PeerId, data: str | None) -> tuple[Manifest, InitialState]:
-    """Make version 0 and the manifest that fixes it.
+def with_own_places(options: PeerOptions, config: RunConfig) -> PeerOptions:
+    """A founder's options: of what its command line does not name, the folders that its TOML file does."""
+    path = config.data.path if config.data.kind != "stdlib" else ""
+    return msgspec.structs.replace(
+        options,
+        data=options.data or path or None,
+        tokenizer=options.tokenizer or config.data.tokenizer or None,
+        model=options.model or (config.model.folder if config.model.lora is not None else None),
+    )
+
+
+def found(config: RunConfig, founder: PeerId, options: PeerOptions) -> tuple[Manifest, InitialState]:
+    """Make version 0 and the manifest that fixes it, from what ``options`` name (``with_own_places``).
 
     Raises:
         ConfigError: corpus or model cannot be used, or there are more fragments than tensors.
     """
     try:
-        config = msgspec.structs.replace(config, data=with_tokenizer(config.data, data))
-        corpus = load_corpus(config.data, data, context=config.model.context)
+        data = with_tokenizer(config.data, options.data, options.tokenizer)
+        config = msgspec.structs.replace(config, data=data)
+        corpus = load_corpus(data, options.data, options.tokenizer, context=config.model.context)
         model: nn.Module | None = None
         if config.model.folder:
             found_config, model = read_folder(config.model, config.seed)
@@ -101,7 +114,7 @@ def found(config: RunConfig, founder: PeerId, data: str | None) -> tuple[Manifes
     if problems:
         raise ConfigError("\n".join(problems))
     blocks = cut_into_blocks(corpus, config.model.context, config.inner.batch, config.data.block)
-    manifest, theta, momentum = make_manifest(config, founder, named, parameters, blocks)
+    manifest, theta, momentum = make_manifest(without_places(config), founder, named, parameters, blocks)
     return manifest, version_zero(manifest, theta, momentum)
 
 
@@ -121,10 +134,10 @@ def found_from_script(path: Path, founder: PeerId) -> tuple[Manifest, InitialSta
 
 
 def is_founded_from(config: RunConfig, written: RunConfig) -> bool:
-    """Whether a run's ``config`` is what somebody has ``written``, but for what founding filled in."""
+    """Whether a run's ``config`` is what somebody has ``written``, but for what founding filled in and left out."""
     data = msgspec.structs.replace(config.data, tokenizer_digest=written.data.tokenizer_digest)
     model = written.model if written.model.folder else config.model
-    return msgspec.structs.replace(config, data=data, model=model) == written
+    return without_places(msgspec.structs.replace(config, data=data, model=model)) == without_places(written)
 
 
 def make_manifest(

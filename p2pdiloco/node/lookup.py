@@ -10,7 +10,8 @@ from msgspec import Meta
 
 from p2pdiloco.node.roster import PeerRecord
 from p2pdiloco.protocol.identifiers import PeerId, RunId
-from p2pdiloco.protocol.manifest import MAX_MANIFEST_BYTES, PROTOCOL_VERSION, Manifest, Name, decode_manifest
+from p2pdiloco.protocol.manifest import PROTOCOL_VERSION, Manifest, Name
+from p2pdiloco.protocol.soundness import MAX_MANIFEST_BYTES, decode_manifest
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.identity import Identity

@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+import psutil
 
-from p2pdiloco.node.founding import found, found_from_script, is_founded_from
+from p2pdiloco.node.founding import ConfigError, found, found_from_script, is_founded_from, with_own_places
 from p2pdiloco.node.lookup import (
     RUN_RECORD_LIFE_S,
     LookupFailedError,
@@ -30,10 +31,13 @@ from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.runtime import addresses, logs
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.training.sources import tell_sources
 
 log = logs.get("session")
 
 ANNOUNCE_RUN_S = 20.0
+NODE_BYTES = 20
+"""A parameter's, in a node: state and momentum, and what it shares with its learner."""
 
 
 class DirectoryOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,8 +86,7 @@ async def start(
         ConfigError, DirectoryError, CheckpointError, OSError: with a sentence for the user.
     """
     logs.speak_as(identity.peer_id)
-    if config.model.lora is not None:
-        options = msgspec.structs.replace(options, model=options.model or config.model.folder)
+    options = with_own_places(options, config)
     manifest, initial = await asyncio.to_thread(_founded, config, options, identity, say)
     return await _lead(manifest, options, directory_options, identity, initial, options.folder, say)
 
@@ -117,7 +120,7 @@ async def join(
     """Find a run, get its manifest from its peers, and take part.
 
     Raises:
-        LookupFailedError, DirectoryError, OSError: with a sentence for the user.
+        ConfigError, LookupFailedError, DirectoryError, OSError, ValueError: with a sentence for the user.
     """
     logs.speak_as(identity.peer_id)
     async with open_directory(identity, directory_options, options.folder) as directory:
@@ -126,6 +129,7 @@ async def join(
             peers = await dial_any(directory, transport, run)
             manifest = await fetch_manifest(transport, peers, run)
         say(f"joining run {manifest.config.name} ({run[:12]}), {Layout.of(manifest).elements:,} parameters")
+        await asyncio.to_thread(_has_what_it_takes, manifest, options, say)
         mine = msgspec.structs.replace(options, folder=options.folder / run[:12])
         return await take_part(manifest, mine, identity, directory, await _own_state(mine.folder, manifest))
 
@@ -141,10 +145,11 @@ async def resume(
     """Go on with a run from the best of the checkpoints under ``folders``.
 
     Raises:
-        CheckpointError, DirectoryError, OSError: with a sentence for the user.
+        ConfigError, CheckpointError, DirectoryError, OSError, ValueError: with a sentence for the user.
     """
     logs.speak_as(identity.peer_id)
     manifest, initial = await asyncio.to_thread(_resumed, folders, wanted, say)
+    await asyncio.to_thread(_has_what_it_takes, manifest, options, say)
     mine = msgspec.structs.replace(options, folder=options.folder / manifest.run[:12])
     return await _lead(manifest, mine, directory_options, identity, initial, options.folder, say)
 
@@ -174,7 +179,7 @@ def _founded(
     """The run of the folder's checkpoint, or a new one."""
     earlier = load(options.folder / "checkpoint")
     if earlier is None:
-        return found(config, identity.peer_id, options.data)
+        return found(config, identity.peer_id, options)
     if not is_founded_from(earlier.manifest.config, config):
         raise CheckpointError(
             f"{options.folder} holds a checkpoint of another configuration: give --state another folder, or use join"
@@ -226,6 +231,25 @@ async def _own_state(folder: Path, manifest: Manifest) -> InitialState | None:
         return InitialState(earlier.shards, earlier.theta, earlier.momentum)
     kept = await asyncio.to_thread(incoming.load, folder / incoming.INCOMING, manifest)
     return None if kept is None else InitialState(kept.shards, kept.theta, kept.momentum)
+
+
+def _has_what_it_takes(manifest: Manifest, options: PeerOptions, say: Callable[[str], None]) -> None:
+    """Whether this machine can hold the model and has what its learner trains on, which is told.
+
+    Raises:
+        ConfigError: it cannot hold the model.
+        ValueError: the data, the tokenizer or the adapters' model is not named, or not there.
+    """
+    needed = Layout.of(manifest).elements * NODE_BYTES
+    memory = psutil.virtual_memory().total + psutil.swap_memory().total
+    if needed > memory:
+        raise ConfigError(
+            f"a node of run {manifest.config.name} needs {needed / 1e9:,.1f} GB of memory for the model, this machine "
+            f"has {memory / 1e9:,.1f} GB: join from a larger one"
+        )
+    if not options.is_follower and not options.learner:
+        for line in tell_sources(manifest.config, options.data, options.tokenizer, options.model):
+            say(line)
 
 
 def pick_runs(runs: dict[RunId, RunRecord], wanted: str | None) -> dict[RunId, RunRecord]:

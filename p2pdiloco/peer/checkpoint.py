@@ -25,7 +25,8 @@ from p2pdiloco.peer.disk import Disk, replace
 from p2pdiloco.peer.proofs import proven_digest
 from p2pdiloco.protocol.chain import is_heavier
 from p2pdiloco.protocol.identifiers import RunId
-from p2pdiloco.protocol.manifest import Layout, Manifest, decode_manifest
+from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.protocol.soundness import decode_manifest
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.files import LOCAL
 from p2pdiloco.tensors.digests import state_digest

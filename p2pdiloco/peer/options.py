@@ -20,7 +20,9 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Addresses to publish instead of the machine's own (port forwarding)."""
     device: str = "cpu"
     data: str | None = None
-    """Folder that replaces the manifest's ``data.path`` on this machine."""
+    """Folder (or a file of documents) that this peer trains on. None: what ships with the program."""
+    tokenizer: str | None = None
+    """Folder with tokenizer.json, if it does not lie among the data."""
     model: str | None = None
     """Folder with the weights that the run's adapters are for (``model.lora``)."""
     threads: Annotated[int, Meta(ge=0)] = 0

@@ -136,9 +136,8 @@ class Supervision:
         if options.reattach_s:
             arguments += ["--reunion", self._reunion, "--reattach-s", str(options.reattach_s)]
         arguments += ["--device", options.device, "--threads", str(options.threads)]
-        if options.model:
-            arguments += ["--model", options.model]
-        return [*arguments, "--data", options.data] if options.data else arguments
+        places = (("--model", options.model), ("--data", options.data), ("--tokenizer", options.tokenizer))
+        return arguments + [word for option, place in places if place for word in (option, place)]
 
     # -- what it says --------------------------------------------------------------------------------------------------
 

@@ -22,9 +22,13 @@ MAX_TEXT = 256
 MAX_INTEGER = 2**31
 MAX_COUNT = 4096
 """Layers, heads, experts: whatever is built one by one."""
+MAX_BUILT = 1 << 16
+"""Layers times experts."""
 
 _KEY = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _COUNT = re.compile(r"(num|n)_")
+_MANY = re.compile(r"^(num|n)_.*(layer|expert|block)")
+_CHOSEN = re.compile(r"_per_tok|group")
 _NOT_COUNTED = frozenset({"n_embd", "n_inner", "n_positions", "n_ctx"})
 _REFUSED = frozenset(
     {
@@ -63,7 +67,20 @@ def architecture_problems(config: Mapping[str, object]) -> list[str]:
         else:
             limit = MAX_COUNT if _COUNT.match(key) and key not in _NOT_COUNTED else MAX_INTEGER
             problems += [f"model.config.{key} {problem}" for problem in _value_problems(value, limit, MAX_DEPTH)]
+    if not problems and (built := _built(config)) > MAX_BUILT:
+        problems.append(f"model.config has {built} layers times experts, at most {MAX_BUILT} are allowed")
     return problems
+
+
+def _built(config: Mapping[str, object]) -> int:
+    """Layers times experts, those of parts (``text_config``) included."""
+    built = 1
+    for key, value in config.items():
+        if isinstance(value, dict):
+            built *= _built(value)
+        elif isinstance(value, int) and _MANY.search(key) and not _CHOSEN.search(key):
+            built *= max(1, value)
+    return built
 
 
 def _value_problems(value: object, limit: int, depth: int) -> list[str]:

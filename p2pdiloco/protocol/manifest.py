@@ -2,7 +2,8 @@
 
 Rules of this file:
 1. Everything here is plain data: frozen structs that decode from TOML (a founder's configuration) and from MessagePack
-   (a manifest fetched from another peer) with every field checked. Unknown fields are errors.
+   (a manifest fetched from another peer) with every field bounded. Unknown fields are errors. What several fields say
+   together is checked in ``soundness.py``.
 2. A run is named by its manifest's digest, so whatever two peers must agree on to merge bit for bit belongs here, and
    whatever a peer may choose alone (addresses, device, budgets) does not.
 3. The manifest holds the digests of version 0 of every shard. A chain that does not start there is not this run's, so a
@@ -16,7 +17,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from p2pdiloco.protocol.architecture import architecture_problems
 from p2pdiloco.protocol.blocks import MAX_BLOCKS
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId, ShardId, digest_of
 
@@ -26,6 +26,10 @@ PROTOCOL_VERSION = 1
 Target = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.]+$")]
 Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")]
 Positive = Annotated[int, Meta(ge=1, le=2**40)]
+Side = Annotated[int, Meta(ge=1, le=2**16)]
+Samples = Annotated[int, Meta(ge=1, le=2**20)]
+Count = Annotated[int, Meta(ge=1, le=4096)]
+"""What is built one by one."""
 Rate = Annotated[float, Meta(gt=0.0, le=1e3)]
 Share = Annotated[float, Meta(ge=0.0, lt=1.0)]
 Codec = Literal["int4", "int8", "bf16", "int2", "e3m0"]
@@ -59,15 +63,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """For ``huggingface``: what its config.json would say, ``model_type`` first (``protocol/architecture.py``)."""
     folder: Annotated[str, Meta(max_length=4096)] = ""
     """For ``huggingface``, instead of ``config``: the founder's folder with config.json, and weights as safetensors to
-    begin from. Empty in a manifest."""
+    begin from. Means nothing in a manifest."""
     lora: LoraConfig | None = None
     """For ``huggingface`` with a ``folder``: train adapters on its weights instead of all of them."""
-    width: Positive = 128
+    width: Side = 128
     """Residual stream; divisible by ``heads``."""
-    depth: Positive = 4
+    depth: Count = 4
     """Number of blocks."""
-    heads: Positive = 4
-    context: Positive = 128
+    heads: Count = 4
+    context: Samples = 128
     """Tokens a sample has."""
     vocabulary: Annotated[int, Meta(ge=2, le=2**20)] = 256
     """Byte-level models use 256."""
@@ -78,14 +82,15 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     files agree on what is held out."""
 
     kind: Literal["stdlib", "files", "text", "jsonl", "parquet"] = "stdlib"
-    """``stdlib``: the source of the machine's own Python standard library. ``files``: every file below ``path``, as
+    """``stdlib``: the source of the machine's own Python standard library. ``files``: every file below a folder, as
     bytes. ``text``, ``jsonl``, ``parquet``: documents, as tokens of ``tokenizer``."""
     path: Annotated[str, Meta(max_length=4096)] = ""
-    """Folder (or a single file of documents); a joiner may point elsewhere with ``--data``."""
+    """The founder's folder (or a single file of documents); who joins says ``--data``. Means nothing in a manifest."""
     pattern: Annotated[str, Meta(max_length=256)] = ""
-    """Which files below ``path``; left out: ``*.py`` for bytes, else the kind's own, such as ``*.jsonl``."""
+    """Which files below that folder; left out: ``*.py`` for bytes, else the kind's own, such as ``*.jsonl``."""
     tokenizer: Annotated[str, Meta(max_length=4096)] = ""
-    """For documents: a folder with tokenizer.json. A joiner may have it among its data instead."""
+    """For documents: the founder's folder with tokenizer.json; who joins has it among its data, or says
+    ``--tokenizer``. Means nothing in a manifest."""
     tokenizer_digest: Annotated[str, Meta(max_length=40)] = ""
     """Of tokenizer.json; the founder's is filled in, and a joiner's must be the same."""
     column: Annotated[str, Meta(min_length=1, max_length=256)] = "text"
@@ -106,7 +111,7 @@ class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     learners with small batches lose less by it (docs/quality.md)."""
     steps: Positive = 1000
     """Global step at which the run is complete."""
-    batch: Positive = 16
+    batch: Samples = 16
     """Samples per inner step of one learner."""
     learning_rate: Rate = 1e-3
     """Peak."""
@@ -124,7 +129,7 @@ class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """When fragments are exchanged, and how long an owner waits (Decoupled DiLoCo, arXiv 2604.21428)."""
 
-    fragments: Positive = 24
+    fragments: Side = 24
     """P. At most the number of tensors."""
     sync_every: Positive = 24
     """H: each fragment has one turn every H steps. At least P, so that no two fragments are due at the same step."""
@@ -173,7 +178,7 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     every: Annotated[int, Meta(ge=0, le=2**40)] = 5
     """Versions of shard 0 between two evaluations; 0 switches them off."""
-    samples: Positive = 64
+    samples: Side = 64
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -225,7 +230,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     founder: Annotated[PeerId, Meta(min_length=1, max_length=128)]
     config: RunConfig
     tensors: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=2**16)]
-    genesis: Annotated[tuple[Digest, ...], Meta(min_length=1, max_length=2**16)]
+    genesis: Annotated[tuple[Annotated[Digest, Meta(max_length=40)], ...], Meta(min_length=1, max_length=2**16)]
     """Digest of every shard's version 0, in the order of the layout."""
     blocks: BlockSpec = BlockSpec()
 
@@ -237,85 +242,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def run(self) -> RunId:
         """The run's id: the digest of the canonical bytes."""
         return RunId(digest_of(self.encode()))
-
-
-MAX_MANIFEST_BYTES = 1 << 22
-
-
-def decode_manifest(data: bytes, run: RunId) -> Manifest:
-    """Decode and check a manifest that another peer sent.
-
-    Raises:
-        ValueError: it does not match ``run``'s digest, is malformed, or describes an impossible run.
-    """
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise ValueError(f"the manifest has {len(data)} bytes, more than the {MAX_MANIFEST_BYTES} allowed")
-    found = RunId(digest_of(data))
-    if found != run:
-        raise ValueError(f"the manifest's digest is {found}, the run is {run}: it was altered, or is another run's")
-    manifest = msgspec.msgpack.decode(data, type=Manifest)
-    if manifest.protocol != PROTOCOL_VERSION:
-        raise ValueError(
-            f"the run speaks protocol {manifest.protocol} and this release {PROTOCOL_VERSION}: "
-            "install the release that matches"
-        )
-    problems = config_problems(manifest.config, tensors=len(manifest.tensors))
-    if manifest.config.model.folder:
-        problems.append("the manifest names a folder of its founder's")
-    if problems:
-        raise ValueError("; ".join(problems))
-    if any(not 0 <= t.fragment < manifest.config.schedule.fragments for t in manifest.tensors):
-        raise ValueError("the manifest puts a tensor into a fragment that does not exist")
-    if len(manifest.genesis) != len(Layout.of(manifest).shards):
-        raise ValueError("the manifest's list of version-0 digests does not fit its shards")
-    return manifest
-
-
-def config_problems(config: RunConfig, *, tensors: int | None = None) -> list[str]:
-    """What is impossible in ``config``, one sentence each, naming the field and the allowed values; empty if sound."""
-    problems = []
-    model, schedule, inner = config.model, config.schedule, config.inner
-    if model.kind == "transformer" and (model.width % model.heads or (model.width // model.heads) % 2):
-        problems.append(
-            f"model.width = {model.width} must be a multiple of 2 * model.heads = {2 * model.heads} (rotary pairs)"
-        )
-    if schedule.sync_every < schedule.fragments:
-        problems.append(
-            f"schedule.sync_every = {schedule.sync_every} must be at least schedule.fragments = {schedule.fragments}: "
-            "every fragment needs a step of its own"
-        )
-    if schedule.sync_every % schedule.fragments:
-        problems.append(
-            f"schedule.sync_every = {schedule.sync_every} must be a multiple of schedule.fragments = "
-            f"{schedule.fragments}, so that turns are evenly spaced"
-        )
-    if schedule.overlap >= schedule.sync_every and schedule.sync_every > 1:
-        problems.append(
-            f"schedule.overlap = {schedule.overlap} must be less than schedule.sync_every = {schedule.sync_every}"
-        )
-    if tensors is not None and schedule.fragments > tensors:
-        problems.append(f"schedule.fragments = {schedule.fragments} must be at most the model's {tensors} tensors")
-    if inner.warmup > inner.steps:
-        problems.append(f"inner.warmup = {inner.warmup} must be at most inner.steps = {inner.steps}")
-    for name, codec, step in (
-        ("up", config.codec.up, config.codec.up_step),
-        ("down", config.codec.down, config.codec.down_step),
-    ):
-        if codec == "auto" and step is not None:
-            problems.append(f'codec.{name}_step = {step} has no meaning with codec.{name} = "auto": leave it out')
-    if config.data.kind != "stdlib" and not config.data.path:
-        problems.append(f'data.path is empty: with data.kind = "{config.data.kind}" it must name a folder of text')
-    if config.data.kind in ("text", "jsonl", "parquet") and not config.data.tokenizer:
-        problems.append(f'data.tokenizer is empty: data.kind = "{config.data.kind}" needs a folder with tokenizer.json')
-    if model.kind == "huggingface" and not model.folder:
-        problems += architecture_problems(model.config)
-    elif model.kind == "huggingface" and model.config:
-        problems.append("model.folder and model.config say the same: leave one out")
-    if model.lora is not None and model.kind != "huggingface":
-        problems.append(f'model.lora needs model.kind = "huggingface", it is "{model.kind}"')
-    elif model.lora is not None and not model.folder and not model.lora.base_digest:
-        problems.append("model.lora needs model.folder, with the weights that its adapters are for")
-    return problems
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
@@ -371,15 +297,18 @@ def make_layout(tensors: tuple[TensorSpec, ...], fragments: int, max_shard: int,
     shards: list[Shard] = []
     members: list[tuple[ShardId, ...]] = []
     at = 0
+    alike: dict[tuple[int, str], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        alike.setdefault((tensor.fragment, rule[i]), []).append(i)
+    kinds: tuple[MergeRule, ...] = ("direct", "rda")
     for fragment in range(fragments):
         first_shard = len(shards)
-        for kind in ("direct", "rda"):
+        for kind in kinds:
             begin = at
-            for i, tensor in enumerate(tensors):
-                if tensor.fragment == fragment and rule[i] == kind:
-                    order.append(i)
-                    starts.append(at)
-                    at += tensor.elements
+            for i in alike.get((fragment, kind), ()):
+                order.append(i)
+                starts.append(at)
+                at += tensors[i].elements
             pieces = -(-(at - begin) // max_shard)
             for piece in range(pieces):
                 shards.append(

@@ -47,20 +47,25 @@ class Corpus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_corpus(
-    config: DataConfig, path_override: str | None = None, max_bytes: int = DEFAULT_MAX_BYTES, *, context: int = 1
+    config: DataConfig,
+    data: str | None = None,
+    tokenizer: str | None = None,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+    *,
+    context: int = 1,
 ) -> Corpus:
-    """Read the files that ``config`` names, in the order of their paths, until ``max_bytes`` are read (32 MiB at most
-    for the standard library). ``path_override`` replaces the configured folder. Documents: see ``tokens.py``.
+    """Read the files of the folder ``data``, in the order of their paths, until ``max_bytes`` are read (32 MiB at most
+    for the standard library). Documents, and ``tokenizer``: see ``tokens.py``.
 
     Raises:
         CorpusError: no such folder, no file, one that cannot be read, or a split shorter than ``context`` + 1 bytes.
     """
-    if config.kind in ("text", "jsonl", "parquet"):
+    if config.kind in PATTERNS:
         from p2pdiloco.training.tokens import load_tokens  # which needs this module
 
-        return load_tokens(config, path_override, max_bytes, context)
-    root, files = find_files(config, path_override)
-    limit = min(max_bytes, STDLIB_MAX_BYTES) if config.kind == "stdlib" and path_override is None else max_bytes
+        return load_tokens(config, data, tokenizer, max_bytes, context)
+    root, files = find_files(config, data)
+    limit = min(max_bytes, STDLIB_MAX_BYTES) if config.kind == "stdlib" and data is None else max_bytes
     splits: dict[bool, bytearray] = {False: bytearray(), True: bytearray()}
     for file in files:
         room = limit - sum(len(s) for s in splits.values())
@@ -86,22 +91,30 @@ def is_held_out(name: str, share: float) -> bool:
     return bucket < share * _BUCKETS
 
 
-def find_files(config: DataConfig, path_override: str | None) -> tuple[Path, list[Path]]:
-    """The corpus's folder and its files, sorted by relative path.
+def pattern_of(config: DataConfig) -> str:
+    """Which files below the data's folder belong to the corpus."""
+    return "*.py" if config.kind == "stdlib" else config.pattern or PATTERNS.get(config.kind, "*.py")
+
+
+def find_files(config: DataConfig, data: str | None) -> tuple[Path, list[Path]]:
+    """The corpus's folder and its files, sorted by relative path. ``data`` was named by the user of this machine; None:
+    the standard library that is here, if the run trains on that.
 
     Raises:
         CorpusError: there is no such folder, or nothing in it.
     """
-    is_stdlib = config.kind == "stdlib" and path_override is None
-    path = sysconfig.get_paths()["stdlib"] if is_stdlib else path_override or config.path
+    pattern, is_stdlib = pattern_of(config), config.kind == "stdlib" and data is None
+    path = sysconfig.get_paths()["stdlib"] if is_stdlib else data
     if not path:
-        raise CorpusError("no folder of data is named: set data.path, or give --data")
+        raise CorpusError(
+            f"the run trains on files ({config.kind}, {pattern}) that each peer has for itself, and none are named "
+            "here: give --data FOLDER (who founds it may set data.path)"
+        )
     root = Path(path).expanduser()
     if config.kind in PATTERNS and root.is_file():
         return root.parent, [root]
     if not root.is_dir():
         raise CorpusError(f"{root} is no folder: set data.path, or give --data, with a folder of text files")
-    pattern = "*.py" if config.kind == "stdlib" else config.pattern or PATTERNS.get(config.kind, "*.py")
     try:
         found = [p for p in root.rglob(pattern) if p.is_file()]
     except (OSError, ValueError, NotImplementedError) as error:
@@ -148,6 +161,11 @@ class Blocks:
     def __init__(self, corpus: Corpus, context: int, batch: int, spec: BlockSpec, run: RunId) -> None:
         self._bytes = corpus.train
         self._samples = _samples(corpus, context)
+        if spec.number * spec.samples > self._samples:
+            raise CorpusError(
+                f"the manifest cuts an epoch into {spec.number} blocks of {spec.samples} samples, the data have "
+                f"{self._samples}: nothing can be trained by it"
+            )
         self._context = context
         self._window = torch.arange(context + 1)
         self._batch = batch

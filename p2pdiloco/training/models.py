@@ -24,7 +24,7 @@ def build(
         raise ValueError("--model is for runs that train adapters (LoRA); this run's model travels: leave it out")
     if config.kind == "huggingface":
         return build_huggingface(config, seed, tensors, base)
-    return build_model(config, seed)
+    return build_model(config, seed, tensors)
 
 
 def vocabulary(config: ModelConfig) -> int:

@@ -2,7 +2,7 @@
 
     python -m p2pdiloco.training.program --socket-fd N --memory-fd N --manifest PATH --incarnation TEXT
                             [--inner-state PATH] [--reunion NAME --reattach-s S] [--device cpu] [--data PATH]
-                            [--model PATH] [--threads N]
+                            [--tokenizer PATH] [--model PATH] [--threads N]
 
 Rules of this file:
 1. The node leads. Ctrl+C reaches the whole process group, so SIGINT is ignored here; SIGTERM ends the learner at once;
@@ -76,7 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--reunion", metavar="NAME", help="where the node's next life finds this learner")
     parser.add_argument("--reattach-s", type=float, default=0.0, help="how long to wait for it; 0: end with the node")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps, ...")
-    parser.add_argument("--data", help="folder that replaces the manifest's")
+    parser.add_argument("--data", help="folder, or a file of documents, to train on")
+    parser.add_argument("--tokenizer", help="folder with tokenizer.json, if it is not among the data")
     parser.add_argument("--model", help="folder with the weights that the run's adapters are for")
     parser.add_argument("--threads", type=int, default=0, help="torch's threads; 0: torch's own choice")
     return parser
@@ -98,7 +99,8 @@ def _build(options: argparse.Namespace, connection: socket.socket) -> Learner:
         )
     layout = Layout.of(manifest)
     vectors = SharedVectors.attach(options.memory_fd, layout.elements)
-    corpus = load_corpus(manifest.config.data, options.data, context=manifest.config.model.context)
+    config = manifest.config
+    corpus = load_corpus(config.data, options.data, options.tokenizer, context=config.model.context)
     return Learner(
         manifest=manifest,
         layout=layout,

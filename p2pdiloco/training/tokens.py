@@ -46,7 +46,7 @@ class Document(NamedTuple):
     is_end: bool
 
 
-def with_tokenizer(config: DataConfig, path_override: str | None) -> DataConfig:
+def with_tokenizer(config: DataConfig, data: str | None, tokenizer: str | None) -> DataConfig:
     """``config`` with the digest of the tokenizer that is here.
 
     Raises:
@@ -54,23 +54,37 @@ def with_tokenizer(config: DataConfig, path_override: str | None) -> DataConfig:
     """
     if config.kind not in PATTERNS:
         return config
-    return msgspec.structs.replace(config, tokenizer_digest=digest_of(_tokenizer_bytes(config, path_override)))
+    return msgspec.structs.replace(config, tokenizer_digest=digest_of(_tokenizer_bytes(data, tokenizer)))
 
 
-def load_tokens(config: DataConfig, path_override: str | None, max_bytes: int, context: int) -> Corpus:
-    """Tokenize what ``config`` names, up to ``max_bytes`` of text, unless that was done before.
+def read_tokenizer(config: DataConfig, data: str | None, tokenizer: str | None) -> bytes:
+    """The run's tokenizer.json, from the folder ``tokenizer`` or from that of the data.
 
     Raises:
-        CorpusError: as ``load_corpus``; also another tokenizer than the run's, or a broken row.
+        CorpusError: there is none, or another one.
     """
-    tokenizer = _tokenizer_bytes(config, path_override)
-    digest = digest_of(tokenizer)
+    found = _tokenizer_bytes(data, tokenizer)
+    digest = digest_of(found)
     if config.tokenizer_digest and digest != config.tokenizer_digest:
         raise CorpusError(
             f"the tokenizer.json here has the digest {digest}, the run's has {config.tokenizer_digest}: "
             "copy the founder's into the folder of your data"
         )
-    root, files = find_files(config, path_override)
+    return found
+
+
+def load_tokens(
+    config: DataConfig, data: str | None, tokenizer_place: str | None, max_bytes: int, context: int
+) -> Corpus:
+    """Tokenize the documents in ``data`` with the tokenizer.json in ``tokenizer_place`` or among them, up to
+    ``max_bytes`` of text, unless that was done before.
+
+    Raises:
+        CorpusError: as ``load_corpus``; also another tokenizer than the run's, or a broken row.
+    """
+    root, files = find_files(config, data)
+    tokenizer = read_tokenizer(config, data, tokenizer_place)
+    digest = digest_of(tokenizer)
     stamps = [(file.relative_to(root).as_posix(), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     settings = (_FORMAT, digest, config.kind, config.column, config.separator, config.held_out_share, max_bytes)
     folder = _cache() / digest_of(json.dumps([str(root.resolve()), settings, stamps]).encode())
@@ -88,8 +102,8 @@ def load_tokens(config: DataConfig, path_override: str | None, max_bytes: int, c
     return Corpus(train=splits[0], held_out=splits[1])
 
 
-def _tokenizer_bytes(config: DataConfig, path_override: str | None) -> bytes:
-    places = [Path(place).expanduser() for place in (config.tokenizer, path_override or config.path) if place]
+def _tokenizer_bytes(data: str | None, tokenizer: str | None) -> bytes:
+    places = [Path(place).expanduser() for place in (tokenizer, data) if place]
     for place in places:
         file = place if place.name == "tokenizer.json" else place / "tokenizer.json"
         try:
@@ -97,8 +111,11 @@ def _tokenizer_bytes(config: DataConfig, path_override: str | None) -> bytes:
                 return stream.read(MAX_TOKENIZER_BYTES)
         except OSError:
             continue
-    told = " or ".join(map(str, places))
-    raise CorpusError(f"no tokenizer.json in {told}: put the founder's into the folder of your data")
+    told = " or ".join(map(str, places)) or "any folder that is named here"
+    raise CorpusError(
+        f"no tokenizer.json in {told}: put the founder's into the folder of your data, or name its folder with "
+        "--tokenizer"
+    )
 
 
 def _cache() -> Path:

@@ -10,13 +10,14 @@ The default configuration (width 128, depth 4, 4 heads) has 869,504 parameters i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
-from p2pdiloco.protocol.manifest import ModelConfig
+from p2pdiloco.protocol.manifest import ModelConfig, TensorSpec
+from p2pdiloco.training.parameters import check_tensors
 
 _ROTARY_BASE = 10_000.0
 _INIT_STD = 0.02
@@ -100,11 +101,20 @@ class Transformer(nn.Module):
         return logits
 
 
-def build_model(config: ModelConfig, seed: int) -> nn.Module:
+def build_model(config: ModelConfig, seed: int, tensors: Sequence[TensorSpec] | None = None) -> nn.Module:
     """A float32 model on the CPU with weights drawn from ``seed``: normal with deviation 0.02, and that divided by
-    sqrt(2 depth) for the projections back into the residual stream (GPT-2)."""
+    sqrt(2 depth) for the projections back into the residual stream (GPT-2). With ``tensors``, those of the manifest,
+    nothing is allocated if they are not the model's.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if tensors is not None and config.depth > len(tensors):
+        raise ValueError(f"model.depth = {config.depth}, and the manifest has {len(tensors)} tensors in all")
     with torch.device("meta"):
         shell = Transformer(config)
+    if tensors is not None:
+        check_tensors(list(shell.named_parameters()), tensors)
     model = shell.to_empty(device="cpu")
     model.cosine, model.sine = _rotary_tables(config.context, config.width // config.heads)
     generator = torch.Generator().manual_seed(seed)

@@ -82,7 +82,7 @@ def write_config(folder: Path, **changes: object) -> Path:
 @contextmanager
 def swarm_in(folder: Path) -> Iterator[Swarm]:
     """A swarm that is ended in order when the test is over, whatever happened, and leaves no process."""
-    swarm = Swarm(folder)
+    swarm = Swarm(folder, ("--data", str(folder / "corpus")) if (folder / "corpus").exists() else ())
     try:
         yield swarm
     except BaseException:

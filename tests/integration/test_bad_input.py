@@ -19,8 +19,16 @@ from waiting import until
 from p2pdiloco.cli.main import main
 from p2pdiloco.node.lookup import Observer, RunRecord
 from p2pdiloco.node.roster import PeerRecord
-from p2pdiloco.protocol.identifiers import PeerId, RunId
-from p2pdiloco.protocol.manifest import PROTOCOL_VERSION
+from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId
+from p2pdiloco.protocol.manifest import (
+    PROTOCOL_VERSION,
+    DataConfig,
+    Manifest,
+    ModelConfig,
+    RunConfig,
+    ScheduleConfig,
+    TensorSpec,
+)
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import Answer, Transport
@@ -119,17 +127,26 @@ def test_ports_in_use(user: User) -> None:
 
 
 class Liar(Observer):
-    """Says that it trains a run, and gives something else as its manifest."""
+    """Says that it trains a run, and gives this as its manifest."""
+
+    def __init__(self, manifest: bytes) -> None:
+        self.manifest = manifest
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:
-        return Answer(b"", b"\x80 not the manifest")
+        return Answer(b"", self.manifest)
 
 
 @asynccontextmanager
-async def stand(directory: Directory, run: RunId, name: str, version: int = PROTOCOL_VERSION) -> AsyncIterator[None]:
+async def stand(
+    directory: Directory,
+    run: RunId,
+    name: str,
+    version: int = PROTOCOL_VERSION,
+    manifest: bytes = b"\x80 not the manifest",
+) -> AsyncIterator[None]:
     """A peer that announces ``run`` in the directory."""
     identity = Identity.ephemeral()
-    async with Transport(identity, listen=LOOPBACK, run=run, version=version, handler=Liar()) as transport:
+    async with Transport(identity, listen=LOOPBACK, run=run, version=version, handler=Liar(manifest)) as transport:
         await directory.publish_run(run, msgspec.msgpack.encode(RunRecord(name, 1000)), 60.0)
         record = msgspec.msgpack.encode(PeerRecord(tuple(transport.listen_addresses())))
         await directory.publish_peer(run, record, 60.0)
@@ -172,6 +189,52 @@ def test_a_run_that_is_not_there_or_not_ours(tmp_path: Path) -> None:
             assert expected[name] in lines[0]
         assert status == NOBODY_THERE
         assert "name one with --run" in complaint[0]
+
+    uvloop.run(scenario())
+
+
+def test_a_manifest_cannot_name_anything_on_a_joiners_machine(tmp_path: Path) -> None:
+    """A stranger's run trains on the joiner's private folder, or has a model of 2^80 parameters, or one that no machine
+    holds. The joiner is told what is asked of it, at once, and nothing of it is read."""
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "key.txt").write_text("secret " * 1000)
+    tensor = TensorSpec(name="t", shape=(64,), merge="rda", fragment=FragmentId(0))
+    sound = Manifest(
+        founder=PeerId(NOBODY),
+        config=RunConfig(name="spy", schedule=ScheduleConfig(fragments=1, sync_every=4)),
+        tensors=(*(msgspec.structs.replace(tensor, name=f"t{i}") for i in range(4)), tensor),
+        genesis=(Digest("0" * 40),),
+    )
+    data = DataConfig(kind="files", path=str(tmp_path / "private"), pattern="*")
+    spy = msgspec.structs.replace(sound, config=msgspec.structs.replace(sound.config, data=data))
+    endless = msgspec.structs.replace(sound, tensors=(msgspec.structs.replace(tensor, shape=(2**40, 2**40)),))
+    heavy = msgspec.structs.replace(
+        sound,
+        config=RunConfig(
+            name="heavy",
+            model=ModelConfig(depth=1),
+            schedule=ScheduleConfig(fragments=1, max_shard=2**32, sync_every=4),
+        ),
+        tensors=(msgspec.structs.replace(tensor, shape=(2**36,)),),
+        genesis=(Digest("0" * 40),) * 16,
+    )
+    expected = {
+        "spy": (REPAIR, "give --data FOLDER"),
+        "endless": (NOBODY_THERE, "parameters, at most"),
+        "heavy": (REPAIR, "GB of memory for the model"),
+    }
+
+    async def scenario() -> None:
+        async with Directory(Identity.ephemeral(), listen=[LOOPBACK], announce=[], initial_peers=[]) as directory:
+            for name, manifest in (("spy", spy), ("endless", endless), ("heavy", heavy)):
+                async with stand(directory, manifest.run, name, manifest=manifest.encode()):
+                    words = ("join", directory.bootstrap_lines()[0], "--run", name, *PEER)
+                    status, lines = await command(*words, state=tmp_path / name)
+                told = expected[name]
+                assert status == told[0], lines
+                assert len(lines) == 1
+                assert told[1] in lines[0]
+                assert not list((tmp_path / name).glob("*/checkpoint"))
 
     uvloop.run(scenario())
 

@@ -91,14 +91,15 @@ def test_two_peers_fine_tune_adapters_on_weights_of_their_own(tmp_path: Path, mo
     save_base(tmp_path / "base", 1)
     shutil.copytree(tmp_path / "base", tmp_path / "copy")
     save_base(tmp_path / "other", 2)
+    data = ("--data", str(tmp_path / "documents"), "--tokenizer", str(tmp_path / "tok"))
     with swarm_in(tmp_path / "swarm") as swarm:
         address = swarm.start_bootstrap()
         ann = swarm.start_founder("A", config, address)
         with learners_held(ann):
-            eve = swarm.join("E", address, "--model", str(tmp_path / "other"))
+            eve = swarm.join("E", address, "--model", str(tmp_path / "other"), *data)
             assert ended(eve, START_S) == 2
             assert any("the run's adapters are for" in line for line in log_lines(eve)), log_lines(eve)
-            bob = swarm.join("B", address, "--model", str(tmp_path / "copy"))
+            bob = swarm.join("B", address, "--model", str(tmp_path / "copy"), *data)
             until(bob, lambda: any("learner-ready" in line for line in metrics_of(bob)), START_S, "B's learner")
         until(ann, lambda: contributes(ann, bob, 0), START_S, "contributions of B")
         assert [ended(member, START_S) for member in (ann, bob)] == [0, 0], log_lines(bob)

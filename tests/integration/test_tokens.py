@@ -9,9 +9,10 @@ import pytest
 import torch
 from documents import VOCABULARY, make_texts, write_documents, write_tokenizer
 
-from p2pdiloco.protocol.manifest import DataConfig
+from p2pdiloco.protocol.manifest import DataConfig, RunConfig
 from p2pdiloco.training import tokens
-from p2pdiloco.training.corpus import CorpusError, data_digest, load_corpus
+from p2pdiloco.training.corpus import Corpus, CorpusError, data_digest, load_corpus
+from p2pdiloco.training.sources import tell_sources
 from p2pdiloco.training.tokens import with_tokenizer
 
 pytest.importorskip("tokenizers", reason="needs the extra hf: pip install '.[hf]'")
@@ -24,9 +25,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "p2pdiloco" / "tokens"
 
 
-def config(folder: Path, kind: str, **changes: object) -> DataConfig:
-    settings = {"kind": kind, "path": str(folder / kind), "tokenizer": str(folder / "tok"), "held_out_share": 0.3}
-    return msgspec.convert(settings | changes, DataConfig)
+def config(kind: str, **changes: object) -> DataConfig:
+    return msgspec.convert({"kind": kind, "held_out_share": 0.3, **changes}, DataConfig)
+
+
+def load(folder: Path, settings: DataConfig, max_bytes: int = 1 << 30, context: int = 1) -> Corpus:
+    return load_corpus(settings, str(folder / settings.kind), str(folder / "tok"), max_bytes, context=context)
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
@@ -34,8 +38,8 @@ def test_documents_become_tokens_once(tmp_path: Path, kind: str, cache: Path, mo
     texts = make_texts(300)
     write_tokenizer(tmp_path / "tok")
     write_documents(tmp_path / kind, kind, texts)
-    settings = config(tmp_path, kind, separator="</s>")
-    corpus = load_corpus(settings, context=16)
+    settings = config(kind, separator="</s>")
+    corpus = load(tmp_path, settings, context=16)
     total = sum(len(text.split()) + 1 for text in texts)
     assert len(corpus.train) + len(corpus.held_out) == total, "every word and every separator, once"
     assert 0.15 < len(corpus.held_out) / total < 0.45
@@ -49,7 +53,7 @@ def test_documents_become_tokens_once(tmp_path: Path, kind: str, cache: Path, mo
         raise AssertionError("it was tokenized before")
 
     monkeypatch.setattr(tokens, "_write", fail)
-    assert data_digest(load_corpus(settings, context=16)) == digest
+    assert data_digest(load(tmp_path, settings, context=16)) == digest
 
 
 def test_a_long_text_is_one_document_though_it_is_read_in_pieces(
@@ -60,7 +64,7 @@ def test_a_long_text_is_one_document_though_it_is_read_in_pieces(
     for name in ("a", "b", "c", "d"):  # "b" is held out
         (tmp_path / "text").mkdir(exist_ok=True)
         (tmp_path / "text" / f"{name}.txt").write_text("\n".join(make_texts(100)))
-    corpus = load_corpus(config(tmp_path, "text", separator="</s>", held_out_share=0.5), context=16)
+    corpus = load(tmp_path, config("text", separator="</s>", held_out_share=0.5), context=16)
     assert int((corpus.train == 1).sum() + (corpus.held_out == 1).sum()) == 4
     words = sum(len(text.split()) for text in make_texts(100))
     assert len(corpus.train) % (words + 1) == 0, "each file as a whole went to one split"
@@ -69,25 +73,27 @@ def test_a_long_text_is_one_document_though_it_is_read_in_pieces(
 def test_no_more_than_the_limit_is_read(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok")
     write_documents(tmp_path / "jsonl", "jsonl", make_texts(2000))
-    whole = load_corpus(config(tmp_path, "jsonl"))
-    part = load_corpus(config(tmp_path, "jsonl"), max_bytes=40_000)
+    whole = load(tmp_path, config("jsonl"))
+    part = load(tmp_path, config("jsonl"), max_bytes=40_000)
     assert len(part.train) < 0.6 * len(whole.train)
 
 
 def test_a_joiner_needs_the_runs_tokenizer(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok")
     write_documents(tmp_path / "jsonl", "jsonl", make_texts(50))
-    settings = with_tokenizer(config(tmp_path, "jsonl"), None)
+    settings = with_tokenizer(config("jsonl"), str(tmp_path / "jsonl"), str(tmp_path / "tok"))
     assert len(settings.tokenizer_digest) == 40
     elsewhere = write_documents(tmp_path / "elsewhere", "jsonl", make_texts(50))
-    absent = msgspec.structs.replace(settings, tokenizer=str(tmp_path / "nowhere"))
-    with pytest.raises(CorpusError, match=r"no tokenizer\.json in .*nowhere or .*elsewhere"):
-        load_corpus(absent, str(elsewhere))
+    with pytest.raises(CorpusError, match=r"no tokenizer\.json in .*nowhere or .*elsewhere.*--tokenizer"):
+        load_corpus(settings, str(elsewhere), str(tmp_path / "nowhere"))
+    assert len(load_corpus(settings, str(elsewhere), str(tmp_path / "tok")).train) > 0
     write_tokenizer(elsewhere)
-    assert len(load_corpus(absent, str(elsewhere)).train) > 0
+    assert len(load_corpus(settings, str(elsewhere)).train) > 0
     (elsewhere / "tokenizer.json").write_text((elsewhere / "tokenizer.json").read_text() + " ")
     with pytest.raises(CorpusError, match="copy the founder's"):
-        load_corpus(absent, str(elsewhere))
+        load_corpus(settings, str(elsewhere))
+    with pytest.raises(CorpusError, match="copy the founder's"):
+        tell_sources(RunConfig(name="x", data=settings), str(elsewhere), None, None)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +112,7 @@ def test_what_is_wrong_is_said(tmp_path: Path, kind: str, name: str, content: st
     (tmp_path / kind).mkdir()
     (tmp_path / kind / name).write_text(content)
     with pytest.raises(CorpusError, match=told):
-        load_corpus(config(tmp_path, kind), context=16)
+        load(tmp_path, config(kind), context=16)
     assert not list((tmp_path / "cache" / "p2pdiloco" / "tokens").glob("*.*")), "no half of a corpus stays"
 
 
@@ -114,6 +120,6 @@ def test_a_column_and_a_separator_that_are_not_there_are_named(tmp_path: Path) -
     write_tokenizer(tmp_path / "tok")
     write_documents(tmp_path / "parquet", "parquet", make_texts(50))
     with pytest.raises(CorpusError, match=r"no column 'body': set data.column to one of \['number', 'text'\]"):
-        load_corpus(config(tmp_path, "parquet", column="body"))
+        load(tmp_path, config("parquet", column="body"))
     with pytest.raises(CorpusError, match="is no token of the tokenizer"):
-        load_corpus(config(tmp_path, "parquet", separator="<eos>"))
+        load(tmp_path, config("parquet", separator="<eos>"))

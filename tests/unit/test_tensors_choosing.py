@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from p2pdiloco.protocol.manifest import CodecConfig, RunConfig, config_problems
+from p2pdiloco.protocol.manifest import CodecConfig, RunConfig
+from p2pdiloco.protocol.soundness import config_problems
 from p2pdiloco.tensors.choosing import LADDER, choose, fixed
 from p2pdiloco.tensors.quantize import decode_chunk, encode_chunk, recipe
 

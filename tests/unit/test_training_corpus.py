@@ -2,13 +2,22 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from p2pdiloco.protocol.blocks import MAX_BLOCKS, Block
 from p2pdiloco.protocol.identifiers import FragmentId, RunId
-from p2pdiloco.protocol.manifest import BlockSpec, DataConfig, InnerConfig, ModelConfig, make_layout
+from p2pdiloco.protocol.manifest import (
+    BlockSpec,
+    DataConfig,
+    InnerConfig,
+    LoraConfig,
+    ModelConfig,
+    RunConfig,
+    make_layout,
+)
 from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.training.corpus import (
     Batches,
@@ -16,6 +25,7 @@ from p2pdiloco.training.corpus import (
     Corpus,
     CorpusError,
     cut_into_blocks,
+    data_digest,
     held_out_batches,
     is_held_out,
     load_corpus,
@@ -24,6 +34,7 @@ from p2pdiloco.training.evaluation import held_out_loss
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.schedule import learning_rate
 from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.training.sources import tell_sources
 from p2pdiloco.training.transformer import build_model, generate, is_embedding, loss, named_tensors
 
 TINY = ModelConfig(width=16, depth=1, heads=2, context=8)
@@ -38,7 +49,7 @@ def write_files(root: Path, count: int) -> DataConfig:
     (root / "deep").mkdir(parents=True)
     for i in range(count):
         (root / "deep" / f"{i}.txt").write_text(f"file {i} of the corpus\n" * 5)
-    return DataConfig(kind="files", path=str(root), pattern="*.txt", held_out_share=0.3)
+    return DataConfig(kind="files", pattern="*.txt", held_out_share=0.3)
 
 
 # ------------------------------------------------------------------------------------------------------------- corpus
@@ -46,7 +57,7 @@ def write_files(root: Path, count: int) -> DataConfig:
 
 def test_files_go_to_one_split_as_a_whole(tmp_path: Path) -> None:
     config = write_files(tmp_path / "a", 20)
-    corpus = load_corpus(config, context=8)
+    corpus = load_corpus(config, str(tmp_path / "a"), context=8)
     text = bytes(corpus.held_out.tolist()).decode()
     held = {i for i in range(20) if is_held_out(f"deep/{i}.txt", 0.3)}
     assert 0 < len(held) < 20
@@ -59,13 +70,13 @@ def test_files_go_to_one_split_as_a_whole(tmp_path: Path) -> None:
 def test_another_folder_with_the_same_files_splits_alike(tmp_path: Path) -> None:
     config = write_files(tmp_path / "a", 20)
     write_files(tmp_path / "b", 20)
-    first, second = load_corpus(config), load_corpus(config, str(tmp_path / "b"))
+    first, second = load_corpus(config, str(tmp_path / "a")), load_corpus(config, str(tmp_path / "b"))
     assert torch.equal(first.held_out, second.held_out)
     assert torch.equal(first.train, second.train)
 
 
 def test_reading_stops_at_the_bound(tmp_path: Path) -> None:
-    corpus = load_corpus(write_files(tmp_path / "a", 20), max_bytes=1500)
+    corpus = load_corpus(write_files(tmp_path / "a", 20), str(tmp_path / "a"), max_bytes=1500)
     assert corpus.train.numel() + corpus.held_out.numel() == 1500
 
 
@@ -75,20 +86,72 @@ def test_the_standard_library_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "says"),
+    ("pattern", "folder", "says"),
     [
-        (DataConfig(kind="files", path="/nonexistent"), "no folder"),
-        (DataConfig(kind="files"), "no folder of data is named"),
-        (DataConfig(kind="files", path="HERE", pattern="*.none"), "no file"),
-        (DataConfig(kind="files", path="HERE", pattern="/etc/*"), "cannot be searched"),
-        (DataConfig(kind="files", path="HERE", pattern="0.txt"), "split"),
+        ("", "/nonexistent", "no folder"),
+        ("", None, "give --data FOLDER"),
+        ("*.none", "a", "no file"),
+        ("/etc/*", "a", "cannot be searched"),
+        ("0.txt", "a", "split"),
     ],
 )
-def test_errors_say_what_to_do(tmp_path: Path, config: DataConfig, says: str) -> None:
+def test_errors_say_what_to_do(tmp_path: Path, pattern: str, folder: str | None, says: str) -> None:
     write_files(tmp_path / "a", 3)
-    override = str(tmp_path / "a") if config.path == "HERE" else None
     with pytest.raises(CorpusError, match=says):
-        load_corpus(config, override)
+        load_corpus(DataConfig(kind="files", pattern=pattern), folder and str(tmp_path / folder))
+
+
+@pytest.mark.parametrize("kind", ["files", "text", "jsonl", "parquet", "stdlib"])
+def test_what_a_manifest_says_of_folders_is_never_read(tmp_path: Path, kind: Any) -> None:
+    """A stranger's manifest names the joiner's private files; the joiner has named nothing, or something else."""
+    write_files(tmp_path / "private", 20)
+    (tmp_path / "private" / "tokenizer.json").write_text("{}")
+    private = str(tmp_path / "private")
+    config = DataConfig(kind=kind, path=private, tokenizer=private, pattern="*", held_out_share=0.3)
+    if kind == "stdlib":
+        assert torch.equal(load_corpus(config).train, load_corpus(DataConfig(held_out_share=0.3)).train)
+        return
+    with pytest.raises(CorpusError, match="give --data FOLDER"):
+        load_corpus(config)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "a.txt").write_text("mine")
+    with pytest.raises(CorpusError) as caught:
+        load_corpus(config, str(tmp_path / "own"))
+    assert "private" not in str(caught.value)
+
+
+def test_what_will_be_read_is_told_before(tmp_path: Path) -> None:
+    write_files(tmp_path / "a", 3)
+    config = RunConfig(name="x", data=DataConfig(kind="files", path="/etc", pattern="*.txt"))
+    assert tell_sources(config, str(tmp_path / "a"), None, None) == [
+        f"trains on 3 files below {tmp_path / 'a'} that match '*.txt' (--data)"
+    ]
+    with pytest.raises(CorpusError, match="give --data FOLDER"):
+        tell_sources(config, None, None, None)
+    assert "the Python library of this machine" in tell_sources(RunConfig(name="x"), None, None, None)[0]
+    script = RunConfig(name="x", model=ModelConfig(kind="external"))
+    assert tell_sources(script, None, None, None) == []
+    adapters = RunConfig(name="x", model=ModelConfig(kind="huggingface", lora=LoraConfig()))
+    with pytest.raises(ValueError, match="give --model FOLDER"):
+        tell_sources(adapters, None, None, None)
+    assert "weights in /w" in tell_sources(adapters, None, None, "/w")[1]
+
+
+def test_a_model_that_is_not_the_manifests_is_not_allocated() -> None:
+    specs = tensor_specs(named_tensors(build_model(TINY, 0)), 2)
+    assert sum(p.numel() for p in build_model(TINY, 0, specs).parameters()) == sum(t.elements for t in specs)
+    huge = ModelConfig(width=2**16, depth=1, heads=1024, context=8, vocabulary=2**20)  # half a terabyte
+    with pytest.raises(ValueError, match="tensors are not the manifest's"):
+        build_model(huge, 0, specs)
+    with pytest.raises(ValueError, match=r"model\.depth = 4096"):
+        build_model(ModelConfig(depth=4096), 0, specs)
+
+
+def test_blocks_that_do_not_fit_the_data_are_refused() -> None:
+    corpus = Corpus(train=torch.zeros(1000, dtype=torch.uint8), held_out=torch.zeros(100, dtype=torch.uint8))
+    spec = BlockSpec(number=40, samples=8, data=data_digest(corpus))
+    with pytest.raises(CorpusError, match="40 blocks of 8 samples"):
+        Blocks(corpus, 8, 4, spec, RunId("r"))
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -97,7 +160,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     target.unlink()
     target.symlink_to("/proc/self/mem")  # opens, but reading its first page fails, for root too
     with pytest.raises(CorpusError, match="cannot be read"):
-        load_corpus(config)
+        load_corpus(config, str(tmp_path / "a"))
 
 
 def small_corpus() -> Corpus:

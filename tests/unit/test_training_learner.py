@@ -40,11 +40,11 @@ FOREVER = 1_000_000
 Message = TypeVar("Message", bound=link.FromLearner)
 
 
-def make_manifest(data: Path, *, steps: int = FOREVER) -> Manifest:
+def make_manifest(*, steps: int = FOREVER) -> Manifest:
     config = RunConfig(
         name="test",
         model=ModelConfig(width=16, depth=1, heads=2, context=8),
-        data=DataConfig(kind="files", path=str(data), pattern="*.txt", held_out_share=0.3),
+        data=DataConfig(kind="files", pattern="*.txt", held_out_share=0.3),
         inner=InnerConfig(steps=steps, batch=2, warmup=0, learning_rate=1e-3),
         schedule=ScheduleConfig(fragments=2, sync_every=4, overlap=1, max_shard=1024),
         evaluation=EvaluationConfig(samples=4),
@@ -130,7 +130,7 @@ def start(tmp_path: Path, data: Path) -> Iterator[Callable[..., Node]]:
     nodes = []
 
     def begin(*extra: str, steps: int = FOREVER) -> Node:
-        nodes.append(Node(make_manifest(data, steps=steps), tmp_path, *extra))
+        nodes.append(Node(make_manifest(steps=steps), tmp_path, "--data", str(data), *extra))
         return nodes[-1]
 
     yield begin
@@ -138,7 +138,7 @@ def start(tmp_path: Path, data: Path) -> Iterator[Callable[..., Node]]:
         node.close()
 
 
-def test_a_life(start: Callable[..., Node], data: Path) -> None:
+def test_a_life(start: Callable[..., Node]) -> None:
     """Load, shift, replace, snapshot and evaluate with every number checked, while the learner does not train; then
     training, without a moment of blocking."""
     node = start()
@@ -173,7 +173,7 @@ def test_a_life(start: Callable[..., Node], data: Path) -> None:
     node.until(link.Snapshotted)
     assert torch.equal(vectors.snapshot, expected)
 
-    manifest = make_manifest(data)
+    manifest = make_manifest()
     FlatParameters(build_model(manifest.config.model, 0).named_parameters(), manifest.tensors, node.layout).copy_to(
         vectors.theta, everything
     )

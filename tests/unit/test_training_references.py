@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from p2pdiloco.node.founding import SHIPPED, ConfigError, find_run, read_config
-from p2pdiloco.protocol.manifest import RunConfig, config_problems
+from p2pdiloco.protocol.manifest import RunConfig
+from p2pdiloco.protocol.soundness import config_problems
 from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.training.transformer import build_model, named_tensors
 

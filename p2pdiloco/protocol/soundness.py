@@ -1,0 +1,153 @@
+"""What a configuration or a manifest may say: whatever is impossible, or more than a peer can bear, is refused in a
+sentence before anything is hashed, allocated or looped over.
+
+Rules of this file:
+1. A manifest is read from a stranger. Each field has bounds of its own (``manifest.py``); here are those of several
+   together. What they allow costs this peer time and memory in proportion to the manifest's own bytes, and to what a
+   model of so many parameters costs anyway.
+2. Paths in a manifest mean nothing. What lies on a machine is named by its owner (``--data``, ``--tokenizer``,
+   ``--model``, a founder's own TOML file), and no function here or above it reads them from a manifest.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from p2pdiloco.protocol.architecture import architecture_problems
+from p2pdiloco.protocol.identifiers import RunId, digest_of
+from p2pdiloco.protocol.manifest import PROTOCOL_VERSION, Manifest, RunConfig
+
+MAX_MANIFEST_BYTES = 1 << 22
+MAX_PARAMETERS = 1 << 36
+MAX_BATCH_TOKENS = 1 << 26
+"""Of one learner's step."""
+MAX_TABLE = 1 << 28
+"""Elements of the tables of positions."""
+
+
+def decode_manifest(data: bytes, run: RunId) -> Manifest:
+    """Decode and check a manifest that another peer sent.
+
+    Raises:
+        ValueError: it does not match ``run``'s digest, is malformed, or describes an impossible run.
+    """
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise ValueError(f"the manifest has {len(data)} bytes, more than the {MAX_MANIFEST_BYTES} allowed")
+    found = RunId(digest_of(data))
+    if found != run:
+        raise ValueError(f"the manifest's digest is {found}, the run is {run}: it was altered, or is another run's")
+    try:
+        manifest = msgspec.msgpack.decode(data, type=Manifest)
+    except RecursionError as error:
+        raise ValueError("the manifest is nested too deeply") from error
+    if manifest.protocol != PROTOCOL_VERSION:
+        raise ValueError(
+            f"the run speaks protocol {manifest.protocol} and this release {PROTOCOL_VERSION}: "
+            "install the release that matches"
+        )
+    problems = config_problems(manifest.config, tensors=len(manifest.tensors)) or manifest_problems(manifest)
+    if problems:
+        raise ValueError("; ".join(problems))
+    return manifest
+
+
+def manifest_problems(manifest: Manifest) -> list[str]:
+    """What is impossible in a manifest whose configuration is sound; empty if nothing is."""
+    config, tensors, blocks = manifest.config, manifest.tensors, manifest.blocks
+    if any(not 0 <= t.fragment < config.schedule.fragments for t in tensors):
+        return ["the manifest puts a tensor into a fragment that does not exist"]
+    if len({t.name for t in tensors}) < len(tensors):
+        return ["the manifest names a tensor twice"]
+    elements = sum(t.elements for t in tensors)
+    if elements > MAX_PARAMETERS:
+        return [f"the manifest's tensors have {elements:,} parameters, at most {MAX_PARAMETERS:,} are allowed"]
+    if len(manifest.genesis) != _count_shards(manifest):
+        return ["the manifest's list of version-0 digests does not fit its shards"]
+    if blocks.number and (not blocks.samples or blocks.samples % config.inner.batch):
+        return [f"the manifest's blocks of {blocks.samples} samples are no whole batches of {config.inner.batch}"]
+    return []
+
+
+def _count_shards(manifest: Manifest) -> int:
+    """As many as ``Layout.of`` would make, without making them."""
+    config = manifest.config
+    elements: dict[tuple[int, str], int] = {}
+    for tensor in manifest.tensors:
+        key = tensor.fragment, "direct" if config.outer.merge == "direct" else tensor.merge
+        elements[key] = elements.get(key, 0) + tensor.elements
+    return sum(-(-size // config.schedule.max_shard) for size in elements.values())
+
+
+def without_places(config: RunConfig) -> RunConfig:
+    """``config`` as it travels: what its founder wrote of folders and files on the own machine is left out."""
+    data = msgspec.structs.replace(config.data, path="", tokenizer="")
+    return msgspec.structs.replace(config, data=data, model=msgspec.structs.replace(config.model, folder=""))
+
+
+def config_problems(config: RunConfig, *, tensors: int | None = None) -> list[str]:
+    """What is impossible in ``config``, one sentence each, naming the field and the allowed values; empty if sound.
+    ``tensors``: how many the model has, once that is known."""
+    return [*_model_problems(config), *_schedule_problems(config, tensors), *_other_problems(config)]
+
+
+def _model_problems(config: RunConfig) -> list[str]:
+    model, problems = config.model, []
+    if model.kind == "transformer":
+        if model.width % model.heads or (model.width // model.heads) % 2:
+            problems.append(
+                f"model.width = {model.width} must be a multiple of 2 * model.heads = {2 * model.heads} (rotary pairs)"
+            )
+        if model.context * (model.width // model.heads) > MAX_TABLE:
+            problems.append(
+                f"model.context = {model.context} times model.width / model.heads must be at most {MAX_TABLE}"
+            )
+    if model.kind == "huggingface" and not model.folder:
+        problems += architecture_problems(model.config)
+    elif model.kind == "huggingface" and model.config:
+        problems.append("model.folder and model.config say the same: leave one out")
+    if model.lora is not None and model.kind != "huggingface":
+        problems.append(f'model.lora needs model.kind = "huggingface", it is "{model.kind}"')
+    elif model.lora is not None and not model.folder and not model.lora.base_digest:
+        problems.append("model.lora needs model.folder, with the weights that its adapters are for")
+    return problems
+
+
+def _schedule_problems(config: RunConfig, tensors: int | None) -> list[str]:
+    schedule, problems = config.schedule, []
+    if schedule.sync_every < schedule.fragments:
+        problems.append(
+            f"schedule.sync_every = {schedule.sync_every} must be at least schedule.fragments = {schedule.fragments}: "
+            "every fragment needs a step of its own"
+        )
+    if schedule.sync_every % schedule.fragments:
+        problems.append(
+            f"schedule.sync_every = {schedule.sync_every} must be a multiple of schedule.fragments = "
+            f"{schedule.fragments}, so that turns are evenly spaced"
+        )
+    if schedule.overlap >= schedule.sync_every and schedule.sync_every > 1:
+        problems.append(
+            f"schedule.overlap = {schedule.overlap} must be less than schedule.sync_every = {schedule.sync_every}"
+        )
+    if tensors is not None and schedule.fragments > tensors:
+        problems.append(f"schedule.fragments = {schedule.fragments} must be at most the model's {tensors} tensors")
+    return problems
+
+
+def _other_problems(config: RunConfig) -> list[str]:
+    inner, data, problems = config.inner, config.data, []
+    if inner.warmup > inner.steps:
+        problems.append(f"inner.warmup = {inner.warmup} must be at most inner.steps = {inner.steps}")
+    if inner.batch * config.model.context > MAX_BATCH_TOKENS:
+        problems.append(
+            f"inner.batch = {inner.batch} times model.context = {config.model.context} must be at most "
+            f"{MAX_BATCH_TOKENS} tokens a step"
+        )
+    for name, codec, step in (
+        ("up", config.codec.up, config.codec.up_step),
+        ("down", config.codec.down, config.codec.down_step),
+    ):
+        if codec == "auto" and step is not None:
+            problems.append(f'codec.{name}_step = {step} has no meaning with codec.{name} = "auto": leave it out')
+    if data.pattern.startswith("/") or ".." in data.pattern.split("/"):
+        problems.append(f"data.pattern = {data.pattern!r} leaves the folder of the data: name files below it")
+    return problems
