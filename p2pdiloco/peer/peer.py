@@ -33,8 +33,9 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.identifiers import PeerId, ShardId
+from p2pdiloco.protocol.limits import STEP_TOKENS
 from p2pdiloco.protocol.machine import Machine
-from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.tensors.digests import list_bytes
@@ -45,6 +46,11 @@ from p2pdiloco.wire.compression import payload_limit
 
 log = logs.get("node")
 
+BATCH_ROOM = 16
+"""How much larger than the run's a peer's batch may be."""
+EARLY_BYTES = 256 << 20
+EARLY_BYTES_PER_PARAMETER = 2
+"""The larger of the two may wait for heads that are not reached yet: four or five of each shard in int4."""
 Observed = Callable[[ev.Event, list[ef.Effect], float], None]
 
 
@@ -68,11 +74,21 @@ def protocol_config(manifest: Manifest, options: PeerOptions, peer: PeerId) -> P
         grace_share=config.schedule.grace_share,
         total_steps=config.inner.steps,
         blocks=manifest.blocks.number,
+        max_step_tokens=most_step_tokens(config),
+        block_tokens=max(1, manifest.blocks.samples * config.model.context),
+        early_bytes=max(EARLY_BYTES, EARLY_BYTES_PER_PARAMETER * layout.elements),
         is_overwrite=config.outer.adopt == "overwrite",
         evaluation_every=config.evaluation.every,
         weight=0.0 if options.is_unreachable else options.weight,
         leave_s=options.leave_s,
     )
+
+
+def most_step_tokens(config: RunConfig) -> int:
+    """Of an inner step: the run's own batch with room for larger ones; what a script counts is its own affair."""
+    if config.model.kind == "external":
+        return STEP_TOKENS
+    return max(1, BATCH_ROOM * config.inner.batch * config.model.context)
 
 
 class InitialState:
@@ -280,6 +296,8 @@ class Peer:
         match message:
             case msg.Contribution():
                 shard = message.shard
+                if size != message.payload_bytes or not self.machine.wants(peer, message):
+                    return False
             case msg.Commit():
                 shard = message.header.shard
             case _:

@@ -24,6 +24,8 @@ def proven_digest(manifest: Manifest, proof: StateProof) -> Digest:
         return genesis
     if header is None or commit_id(header) != head.id or header.shard != head.shard or header.tokens != head.tokens:
         raise ValueError(f"the head of shard {head.shard} is not the commit that came with it")
+    if header.step != proof.state.step:
+        raise ValueError(f"the state of shard {head.shard} is of another step than its commit")
     if header.version != head.version:
         raise ValueError(f"the head of shard {head.shard} has another version than its commit")
     if not verify(header.owner, COMMIT_CONTEXT + head.id.encode(), proof.signature):

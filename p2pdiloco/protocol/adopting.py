@@ -9,11 +9,12 @@ Rules of this file:
 
 from __future__ import annotations
 
-from p2pdiloco.protocol.chain import MARK_LIFE_LOGS, NO_MARK, is_heavier
+from p2pdiloco.protocol.carry import Carry
+from p2pdiloco.protocol.chain import is_heavier
 from p2pdiloco.protocol.contributing import Contributing
 from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.effects import Apply, BecameCurrent, Evaluate, Fetch, Install
-from p2pdiloco.protocol.events import Mark, ShardState
+from p2pdiloco.protocol.events import ShardState
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
 from p2pdiloco.protocol.ledger import STAY, Walk
 from p2pdiloco.protocol.merging import Merging
@@ -41,6 +42,7 @@ class Adopting:
         self.core = core
         self.merging = merging
         self.contributing = contributing
+        self.carry = Carry(core, contributing)
         self.applying: dict[ShardId, tuple[Digest, CommitHeader | ShardState]] = {}
         """What each shard's next state will be, once the work is done."""
         self.waiting: dict[ShardId, dict[Digest, CommitHeader]] = {}
@@ -89,9 +91,15 @@ class Adopting:
         waiting = self.waiting.setdefault(header.shard, {})
         if len(waiting) >= self.core.config.log_length:
             del waiting[min(waiting, key=lambda parent: waiting[parent].version)]
+        elif sum(map(len, self.waiting.values())) >= self._most_waiting():
+            return  # who sent it is asked again, once what waits is applied
         other = waiting.get(header.parent)
         if other is None or (header.tokens, commit_id(header)) > (other.tokens, commit_id(other)):
             waiting[header.parent] = header
+
+    def _most_waiting(self) -> int:
+        """Over all shards; a peer that catches up needs a whole log for a few of them."""
+        return MAX_FETCHES * (self.core.config.log_length + self.core.config.shards)
 
     def apply(self, header: CommitHeader, new_id: Digest) -> None:
         """Take a sound commit on top of the head."""
@@ -100,7 +108,7 @@ class Adopting:
         if learner is not None and not self.core.config.is_overwrite:
             mine = next((c for c in header.contributors if c.learner == learner.id), None)
             if mine is not None:
-                walk = self._walk(header.shard, mine.tokens_to)
+                walk = self.carry.walk(header.shard, mine.tokens_to)
         self.applying[header.shard] = (new_id, header)
         self.merging.close(header.shard)
         self.core.effects.append(
@@ -113,19 +121,6 @@ class Adopting:
                 walk is None or self.core.config.is_overwrite,
             )
         )
-
-    def _walk(self, shard: ShardId, to_tokens: int) -> Walk | None:
-        learner = self.core.learner
-        assert learner is not None
-        walk = self.contributing.ledgers[shard].walk(learner.marks[shard].tokens, to_tokens)
-        if walk is None:
-            self.core.note(
-                "warning",
-                "carry",
-                f"shard {shard}: contributions between own tokens {learner.marks[shard].tokens} and {to_tokens} are "
-                "forgotten, the learner takes the global parameters and loses its unmerged progress",
-            )
-        return walk
 
     def applied(self, shard: ShardId, head_id: Digest) -> None:
         """The work is done: the shard has a new head."""
@@ -143,31 +138,17 @@ class Adopting:
             chain.replace(target)
         head = core.head(shard)
         core.heads_mark ^= _mark_bits(head.id) ^ (0 if old is None else _mark_bits(old.id))
-        self._move_own_mark(shard, target)
+        self.carry.move_mark(shard, target)
         self._forget_request(shard, head)
-        self.contributing.adopt_step(chain.step)
+        if core.is_current:
+            self.contributing.adopt_step(chain.step)
         self.merging.moved(shard, None if old is None else old.id)
         self.contributing.moved(shard)
-        if isinstance(target, CommitHeader) and shard == 0:
-            self._evaluate_if_mine(head.version)
+        if isinstance(target, CommitHeader):
+            core.membership.delivered(target.owner)
+            if shard == 0:
+                self._evaluate_if_mine(head.version)
         self._next(shard)
-
-    def _move_own_mark(self, shard: ShardId, target: CommitHeader | ShardState) -> None:
-        learner = self.core.learner
-        if learner is None:
-            return
-        own, head = learner.marks[shard], self.core.head(shard)
-        mark = self.core.chains[shard].marks.get(learner.id)
-        if mark is not None:
-            own = mark
-        elif (
-            isinstance(target, ShardState)
-            and head.version - own.version <= MARK_LIFE_LOGS * self.core.config.log_length
-        ):
-            own = NO_MARK
-        if self.core.config.is_overwrite:
-            own = Mark(learner.tokens, learner.steps, own.version)
-        learner.marks[shard] = own
 
     def _next(self, shard: ShardId) -> None:
         """Something may have been waiting for this head."""
@@ -205,6 +186,8 @@ class Adopting:
         if chain.head is None or shard in self.applying:
             return
         if is_heavier(theirs, chain.head):
+            if core.now < core.membership.peers[peer].vain_until:
+                return
             known = self.wanted.get(shard)
             if shard not in self.asked and (known is None or is_heavier(theirs, known[1])):
                 self.wanted[shard] = (peer, theirs)
@@ -256,12 +239,18 @@ class Adopting:
                 self.core.alarms.cancel(("asked", shard))
 
     def asked_in_vain(self, shard: ShardId) -> None:
-        """No answer in time; the next difference in heads asks again."""
-        self.asked.pop(shard, None)
+        """No answer in time: for as long again others are asked, if their heads differ."""
+        view = self.core.membership.peers.get(self.asked.pop(shard, PeerId("")))
+        if view is not None:
+            view.vain_until = self.core.now + self.core.config.request_s
 
     def fetched(self, peer: PeerId, state: ShardState) -> None:
         """A state is here: install it if it is still the better one."""
         shard = state.head.shard
+        problem = self.core.chains[shard].state_problem(state)
+        if problem is not None:
+            self.fetch_failed(shard, peer, problem)
+            return
         self.asked.pop(shard, None)
         if shard in self.applying:
             self.staged[shard] = state
@@ -280,7 +269,7 @@ class Adopting:
         walk: Walk | None = STAY
         if learner is not None and not core.config.is_overwrite:
             mark = dict(state.marks).get(learner.id)
-            walk = self._walk(shard, 0 if mark is None else mark.tokens)
+            walk = self.carry.walk(shard, 0 if mark is None else mark.tokens)
         if head is not None:
             core.note("info", "fork", f"shard {shard}: {head.tokens} tokens give way to {state.head.tokens}")
         self.applying[shard] = (state.head.id, state)
@@ -340,6 +329,7 @@ class Adopting:
             core.is_current = True
             self.offers.clear()
             core.membership.my_candidacy = core.config.weight
+            self.contributing.became_current()
             core.note("info", "join", f"all {len(core.chains)} shards are here, at global step {core.step}")
             core.effects.append(BecameCurrent())
 

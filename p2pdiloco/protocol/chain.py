@@ -15,7 +15,8 @@ from collections import deque
 from p2pdiloco.protocol.blocks import BlockLedger, Trained
 from p2pdiloco.protocol.events import Mark, ShardState
 from p2pdiloco.protocol.identifiers import Digest, LearnerId, RunId, ShardId, digest_of
-from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head
+from p2pdiloco.protocol.limits import MAX_COUNT, Limits
+from p2pdiloco.protocol.messages import MAX_CONTRIBUTORS, CommitHeader, Contributor, Head
 
 NO_MARK = Mark(0, 0, 0)
 MARK_LIFE_LOGS = 8
@@ -35,11 +36,12 @@ def is_heavier(a: Head, b: Head) -> bool:
 class Chain:
     """Head, marks and recent commits of one shard. ``head`` is None until the shard's state is here."""
 
-    __slots__ = ("head", "ledger", "length", "log", "log_ids", "marks", "shard", "step")
+    __slots__ = ("head", "ledger", "length", "limits", "log", "log_ids", "marks", "shard", "step")
 
-    def __init__(self, shard: ShardId, length: int, blocks: int = 0) -> None:
+    def __init__(self, shard: ShardId, length: int, blocks: int = 0, limits: Limits | None = None) -> None:
         self.shard = shard
         self.length = length
+        self.limits = limits or Limits()
         self.head: Head | None = None
         self.step = 0
         self.ledger = BlockLedger(blocks) if blocks and shard == 0 else None
@@ -56,6 +58,21 @@ class Chain:
         """Whether the chain holds some of these tokens."""
         return contributor.tokens_from < self.marks.get(contributor.learner, NO_MARK).tokens
 
+    def range_problem(self, c: Contributor) -> str | None:
+        """Why nobody can give this range to the next version (``c`` is a range), or None."""
+        mark, limits = self.marks.get(c.learner, NO_MARK), self.limits
+        if self.is_merged(c):
+            return "its tokens are merged already"
+        if c.tokens_to > mark.tokens + limits.run_tokens or c.steps_to > mark.steps + limits.run_steps:
+            return "it counts further than a learner can come in the whole run"
+        if self.head is not None and self.head.tokens > MAX_COUNT - MAX_CONTRIBUTORS * limits.range_tokens:
+            return "the chain cannot count further"
+        return limits.range_problem(c.tokens, c.steps, len(c.blocks))
+
+    def latest_step(self) -> int:
+        """The largest that the next commit may have."""
+        return min(self.step, self.limits.run_steps) + self.limits.lead_steps
+
     def problem(self, header: CommitHeader) -> str | None:
         """Why ``header`` cannot be this chain's next commit, or None if it can."""
         if self.head is None or not self.extends(header):
@@ -68,13 +85,16 @@ class Chain:
             previous = c.learner
             if c.tokens <= 0 or c.steps <= 0:
                 return f"learner {c.learner} has an empty range"
-            if self.is_merged(c):
-                return f"tokens of learner {c.learner} are merged already"
+            problem = self.range_problem(c)
+            if problem is not None:
+                return f"of learner {c.learner}: {problem}"
             tokens += c.tokens
         if not tokens:
             return "it has no contributors"
         if header.tokens != self.head.tokens + tokens:
             return "its cumulative tokens are wrong"
+        if header.step > self.latest_step():
+            return f"its step {header.step} is too far from its parent's, {self.step}"
         return None
 
     def advance(self, header: CommitHeader, new_id: Digest) -> None:
@@ -92,6 +112,19 @@ class Chain:
             stale = [learner for learner, mark in self.marks.items() if mark.version < oldest]
             for learner in stale:
                 del self.marks[learner]
+
+    def state_problem(self, state: ShardState) -> str | None:
+        """Why no chain of this run has this state, or None."""
+        head, limits = state.head, self.limits
+        if not 0 <= state.step <= min(head.version * limits.lead_steps, limits.run_steps + limits.lead_steps):
+            return f"step {state.step} cannot be reached with version {head.version}"
+        if head.tokens > head.version * MAX_CONTRIBUTORS * limits.range_tokens:
+            return f"{head.tokens} tokens cannot be merged in {head.version} versions"
+        for learner, mark in state.marks:
+            counts = (mark.tokens, mark.steps, mark.version)
+            if min(counts) < 0 or max(counts) > MAX_COUNT or mark.version > head.version:
+                return f"its mark of learner {learner} is none"
+        return None
 
     def replace(self, state: ShardState) -> None:
         """Take a fetched (or restored) state; the log starts anew."""

@@ -43,11 +43,14 @@ class FragmentTurn:
 class Pending:
     """A contribution that has not been merged or superseded."""
 
-    __slots__ = ("contribution", "rank", "target")
+    __slots__ = ("asked", "contribution", "rank", "target")
 
     def __init__(self, contribution: Contribution) -> None:
         self.contribution = contribution
         self.rank = 0
+        """How many owners have let it wait."""
+        self.asked: set[PeerId] = set()
+        """On this lap through the owners."""
         self.target = PeerId("")
 
 
@@ -89,17 +92,28 @@ class Contributing:
             if due >= first and due > 0:
                 self.open(FragmentId(fragment), due, is_mine=True)
 
-    def adopt_step(self, step: int) -> None:
-        """Another peer is at ``step``: this one is, too."""
-        if step > self.core.step:
-            self.core.step = step
-            if self.core.learner is not None:
-                self.core.effects.append(AdoptStep(step))
+    def adopt_step(self, claim: int) -> int:
+        """Another peer is at ``claim``: this one is, too, as far as that is believed. Returns what is believed."""
+        core = self.core
+        step = core.plausible(claim)
+        if step > core.step:
+            core.pace.used(step - core.step)
+            core.step = step
+            if core.learner is not None:
+                core.effects.append(AdoptStep(step))
+        return step
+
+    def became_current(self) -> None:
+        """All states are here: this peer is where most of them are, and no turn before that is news."""
+        core = self.core
+        steps = sorted(chain.step for chain in core.chains)
+        core.step = max(core.step, min(steps[len(steps) // 2], core.config.total_steps))
+        for fragment, turn in zip(core.config.fragments, self.turns, strict=True):
+            turn.step = max(turn.step, *(min(core.chains[shard].step, core.step) for shard in fragment))
 
     def heard(self, message: Turn) -> None:
         """Another peer announces a turn."""
-        self.adopt_step(message.step)
-        self.open(message.fragment, message.step, is_mine=False)
+        self.open(message.fragment, self.adopt_step(message.step), is_mine=False)
 
     def open(self, fragment: FragmentId, step: int, *, is_mine: bool) -> None:
         """Open a turn for those of the fragment's shards whose last one is over."""
@@ -131,7 +145,7 @@ class Contributing:
         self.pending.pop(shard, None)
         core.alarms.cancel(("takeover", shard))
         fragment = core.fragment_of[shard]
-        turn, step = self.turns[fragment], core.chains[shard].step
+        turn, step = self.turns[fragment], min(core.chains[shard].step, core.step)
         opened = turn.open.pop(shard, None)
         if opened is not None:
             self.merging.measured_turn(core.now - opened[1])
@@ -161,7 +175,7 @@ class Contributing:
         for shard in turn.open:
             if self.has_given(shard) or self.merging.collections[shard].is_closed:
                 continue
-            if turn.tokens > core.learner.marks[shard].tokens:
+            if turn.tokens > core.learner.merged(shard).tokens:
                 turn.encoding[shard] = core.head(shard).id
                 core.effects.append(Encode(shard, core.head(shard)))
             else:
@@ -202,21 +216,33 @@ class Contributing:
         assert learner is not None
         mark = learner.marks[shard]
         if payload:
-            blocks = self.workload.between(shard, mark.tokens, turn.tokens)
-            contributor = Contributor(learner.id, mark.tokens, turn.tokens, mark.steps, turn.steps, blocks)
-            self.ledgers[shard].record(mark.tokens, turn.tokens, payload)
+            contributor = self._range(learner, shard, turn)
+            self.ledgers[shard].record(mark.tokens, contributor.tokens_to, payload)
         else:
             contributor = Contributor(learner.id, mark.tokens, mark.tokens, mark.steps, mark.steps)
         base = core.head(shard)
         self.pending[shard] = Pending(Contribution(shard, base, turn.step, contributor, payload, payload_bytes))
         self._offer(shard)
 
+    def _range(self, learner: LearnerView, shard: ShardId, turn: FragmentTurn) -> Contributor:
+        """All that the chain has not merged; of more than anybody believes, the last."""
+        limits, merged, skipped = self.core.chains[shard].limits, learner.merged(shard), learner.skipped[shard]
+        all_steps, all_tokens = max(1, turn.steps - merged.steps), turn.tokens - merged.tokens
+        steps = min(all_steps, limits.range_steps)
+        tokens = min(all_tokens * steps // all_steps, limits.most_tokens(steps))
+        blocks = self.workload.between(shard, turn.tokens - tokens, turn.tokens)[-limits.most_blocks(tokens) :]
+        steps_to, tokens_to = turn.steps + skipped.steps, turn.tokens + skipped.tokens
+        return Contributor(learner.id, tokens_to - tokens, tokens_to, steps_to - steps, steps_to, blocks)
+
     def _offer(self, shard: ShardId) -> None:
         """Give the pending contribution to the owner of its rank."""
         core, pending = self.core, self.pending[shard]
         version = pending.contribution.base.version + 1
         ranked = ranked_owners(core.config.run, shard, version, core.membership.candidates)
-        pending.target = ranked[pending.rank % len(ranked)]
+        if pending.asked.issuperset(ranked):
+            pending.asked.clear()
+        pending.target = next(peer for peer in ranked if peer not in pending.asked)
+        pending.asked.add(pending.target)
         if pending.contribution.contributor.tokens:
             laps = 1 + pending.rank // len(ranked)
             core.alarms.set(("takeover", shard), core.now + laps * self.merging.takeover_s())
@@ -230,6 +256,7 @@ class Contributing:
         pending = self.pending.get(shard)
         if pending is not None:
             pending.rank += 1
+            self.core.membership.missed(pending.target, self.core.now, self.merging.takeover_s())
             self.core.note(
                 "info",
                 "takeover",
@@ -244,6 +271,7 @@ class Contributing:
             pending = self.pending[shard]
             self.core.note("info", "takeover", f"shard {shard}: owner {pending.target} is gone, offering again")
             pending.rank = 0
+            pending.asked.clear()
             self._offer(shard)
 
     def refused(self, shard: ShardId, base: Digest, head: Head, reason: str) -> None:

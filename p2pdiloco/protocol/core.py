@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from p2pdiloco.protocol.alarms import Alarms
 from p2pdiloco.protocol.chain import NO_MARK, Chain
 from p2pdiloco.protocol.effects import Effect, Note, Send
+from p2pdiloco.protocol.events import Mark
 from p2pdiloco.protocol.identifiers import FragmentId, LearnerId, PeerId, RunId, ShardId
+from p2pdiloco.protocol.limits import LEAD_TURNS, RANGE_TURNS, STEP_TOKENS, Limits
 from p2pdiloco.protocol.membership import Membership
 from p2pdiloco.protocol.messages import Head, Message, Phase
+from p2pdiloco.protocol.pace import Pace
 
 
 class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +36,12 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Global step at which the run is complete."""
     blocks: int = 0
     """Of data in an epoch; 0: learners draw their data by themselves."""
+    max_step_tokens: int = STEP_TOKENS
+    """Most tokens that an inner step of anybody's learner may count for."""
+    block_tokens: int = 1
+    """Fewest tokens of a block of data."""
+    early_bytes: int = 256 << 20
+    """Of payloads that may wait for a head that this peer has not reached, over all peers."""
     is_overwrite: bool = False
     """Learners take the global parameters on each commit instead of carrying their delta."""
     evaluation_every: int = 0
@@ -56,26 +65,75 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Number of shards."""
         return sum(len(f) for f in self.fragments)
 
+    @property
+    def limits(self) -> Limits:
+        """What is believed of a contribution or a commit."""
+        return Limits(
+            step_tokens=self.max_step_tokens,
+            block_tokens=self.block_tokens,
+            range_steps=RANGE_TURNS * self.sync_every,
+            lead_steps=LEAD_TURNS * self.sync_every,
+            run_steps=self.total_steps,
+        )
+
     def offset(self, fragment: FragmentId) -> int:
         """The fragment's turn is due when the global step is this, modulo H."""
         return fragment * self.sync_every // len(self.fragments)
 
 
+class Counters(NamedTuple):
+    """A learner's, over its whole life."""
+
+    tokens: int
+    steps: int
+
+
+NOTHING = Counters(0, 0)
+
+
 class LearnerView:
     """This peer's learner: its counters over its whole life, and how far each shard's chain has merged them."""
 
-    __slots__ = ("id", "is_paused", "marks", "reached", "step_time_s", "steps", "tokens")
+    __slots__ = ("id", "is_paused", "marks", "reached", "skipped", "step_time_s", "steps", "tokens")
 
     def __init__(self, learner: LearnerId, shards: int, step: int) -> None:
         self.id = learner
         self.reached = step
         """The global step at its last step boundary."""
         self.marks = [NO_MARK] * shards
-        """By shard. Kept here too because chains forget learners that were not merged for long."""
+        """By shard, as the chain counts. Kept here too because chains forget learners that were not merged for long."""
+        self.skipped = [NOTHING] * shards
+        """By shard, tokens and steps by which the chain counts further than this learner has come: others spoke in its
+        name."""
         self.steps = 0
         self.tokens = 0
         self.step_time_s = 0.0
         self.is_paused = False
+
+    def unmerged(self, shard: ShardId) -> int:
+        """Own tokens that the shard's chain does not hold."""
+        return self.tokens - self.merged(shard).tokens
+
+    def merged(self, shard: ShardId) -> Counters:
+        """Of its own tokens and steps, those that the shard's chain holds."""
+        mark, skipped = self.marks[shard], self.skipped[shard]
+        return Counters(mark.tokens - skipped.tokens, mark.steps - skipped.steps)
+
+    def marked(self, shard: ShardId, mark: Mark) -> None:
+        """The shard's chain now counts up to ``mark``: what lies beyond all that was trained is skipped, so that it
+        can be neither missed nor waited for."""
+        before = self.merged(shard)
+        self.marks[shard] = mark
+        now = self.merged(shard)
+        if now.tokens > self.tokens or now.steps > self.steps:
+            self.skipped[shard] = Counters(mark.tokens - before.tokens, mark.steps - before.steps)
+        elif now.tokens < 0 or now.steps < 0:
+            self.skipped[shard] = Counters(mark.tokens, mark.steps)
+
+    def threw_away(self, shard: ShardId) -> None:
+        """What the shard's chain does not hold is gone (``overwrite``)."""
+        skipped, version = self.skipped[shard], self.marks[shard].version
+        self.marks[shard] = Mark(self.tokens + skipped.tokens, self.steps + skipped.steps, version)
 
 
 class Core:
@@ -93,6 +151,7 @@ class Core:
         "learner",
         "membership",
         "now",
+        "pace",
         "step",
     )
 
@@ -102,11 +161,12 @@ class Core:
         self.effects: list[Effect] = []
         self.alarms = Alarms()
         self.membership = Membership(config.peer, config.heartbeat_s)
-        self.chains = [Chain(ShardId(s), config.log_length, config.blocks) for s in range(config.shards)]
+        self.chains = [Chain(ShardId(s), config.log_length, config.blocks, config.limits) for s in range(config.shards)]
         self.fragment_of = [FragmentId(f) for f, shards in enumerate(config.fragments) for _ in shards]
         self.learner: LearnerView | None = None
         self.step = 0
-        """Global step: never behind what this peer has heard announced."""
+        """Global step: as far as its own learner has come, and as others' claims are believed."""
+        self.pace = Pace(config.sync_every)
         self.is_current = False
         """Every shard has had a state."""
         self.heads_mark = 0
@@ -127,6 +187,18 @@ class Core:
         assert head is not None
         return head
 
+    def plausible(self, step: int) -> int:
+        """As much of another peer's claim to be at ``step`` as is believed: see ``pace``."""
+        if step <= self.step:
+            return step
+        step = min(step, self.config.total_steps + self.config.sync_every)
+        allowed = self.step + self.pace.allowed(self.now, self.membership.median_step_s(self.step_time_s()))
+        return step if step <= allowed else max(min(step, self.membership.majority_step(self.step)), allowed)
+
+    def step_time_s(self) -> float:
+        """The learner's own; 0 without one that trains."""
+        return 0.0 if self.learner is None or self.learner.is_paused else self.learner.step_time_s
+
     def is_participating(self) -> bool:
         """Whether this peer's learner may still contribute: it trains, or holds progress that is not merged."""
         learner = self.learner
@@ -137,7 +209,7 @@ class Core:
     def unmerged_tokens(self) -> int:
         """The learner's own tokens not merged yet, in the shard where that is most."""
         learner = self.learner
-        return 0 if learner is None else learner.tokens - min(mark.tokens for mark in learner.marks)
+        return 0 if learner is None else max(learner.unmerged(chain.shard) for chain in self.chains)
 
     def phase(self) -> Phase:
         """What this peer says of itself."""

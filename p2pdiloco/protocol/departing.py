@@ -88,7 +88,7 @@ class Departing:
             turn = self.contributing.turns[fragment]
             for shard in shards:
                 is_waiting = shard in turn.open and not is_overdue
-                is_given = learner.marks[shard].tokens >= learner.tokens or self.contributing.has_given(shard)
+                is_given = learner.unmerged(shard) <= 0 or self.contributing.has_given(shard)
                 if not is_waiting and not is_given:
                     self.contributing.open(FragmentId(fragment), max(core.step, turn.step + 1), is_mine=True)
                     break

@@ -47,6 +47,11 @@ class Ledger:
         """Remember a contribution; of the same range sent twice (another base), walks take the newer."""
         self.edges.append(Edge(start, stop, payload))
 
+    @property
+    def last(self) -> int:
+        """The furthest mark that a contribution may have led to; -1 if there was none."""
+        return max((edge.stop for edge in self.edges), default=-1)
+
     def walk(self, old: int, new: int) -> Walk | None:
         """From mark ``old`` to mark ``new`` along contributions, fewest first; None if they do not lead there."""
         if old == new:

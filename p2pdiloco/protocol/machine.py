@@ -14,7 +14,7 @@ One turn, top to bottom: ``Stepped`` -> ``contributing.open`` -> ``Snapshot`` / 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import assert_never
 
 from p2pdiloco.protocol import events as ev
@@ -29,12 +29,14 @@ from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.invariants import check_chains, check_work
 from p2pdiloco.protocol.membership import PeerView
 from p2pdiloco.protocol.merging import Merging
-from p2pdiloco.protocol.status import Status as Status
+from p2pdiloco.protocol.status import Status, status_of
 from p2pdiloco.protocol.workload import Workload
 
 NEWS_SHARE = 1 / 16
 """Of a heartbeat's interval: what several heartbeats change is looked at once. Deciding anew for each of N first
 heartbeats would cost N^2 at the start of a large run. A connection that ends is looked at immediately."""
+STALL_BEATS = 2
+"""Heartbeats by which a deadline must be missed for this peer to know that it stood still."""
 _NEWS: Key = ("news", 0)
 
 
@@ -55,8 +57,7 @@ class Machine:
     def handle(self, event: ev.Event, now: float) -> list[Effect]:
         """Take one event at time ``now`` (seconds, never going back) and return what is to be done, in order."""
         core = self.core
-        if now > core.now:
-            core.now = now
+        self._pass_time(now)
         core.effects = []
         if isinstance(event, ev.Received):  # most events
             self._received(event.peer, event.message)
@@ -67,6 +68,15 @@ class Machine:
         if core.departure:
             self.departing.proceed()
         return core.effects
+
+    def _pass_time(self, now: float) -> None:
+        """It is ``now``. If a deadline was missed by far, nothing ran here meanwhile."""
+        core = self.core
+        due = core.alarms.next()
+        if due is not None and now - due > STALL_BEATS * core.config.heartbeat_s:
+            core.pace.stood_still(now - due, core.membership.median_step_s(core.step_time_s()))
+        if now > core.now:
+            core.now = now
 
     def next_deadline(self) -> float | None:
         """When to send ``Woke`` at the latest."""
@@ -216,7 +226,7 @@ class Machine:
                 if core.is_current:
                     core.send((peer,), self.adopting.heads())
             case msg.Heads():
-                if all(h.shard < len(core.chains) for h in message.heads):
+                if self._are_heads(message.heads, range(len(core.chains))):
                     self.adopting.heard_heads(peer, message)
             case msg.CommitsRequest():
                 if message.shard < len(core.chains):
@@ -225,12 +235,17 @@ class Machine:
                 if message.shard < len(core.chains):
                     self.adopting.fetch_advised(peer, message)
             case msg.Evaluation():
-                if self.evaluation is None or message.step > self.evaluation.step:
+                is_newer = self.evaluation is None or message.step > self.evaluation.step
+                if is_newer and core.plausible(message.step) == message.step:
                     self.evaluation = message
             case msg.Leaving():
                 self._lost(peer, f"{peer} left: {message.reason}", said_goodbye=True)
             case _:
                 assert_never(message)
+
+    def _are_heads(self, heads: tuple[msg.Head, ...], shards: Container[int]) -> bool:
+        """Whether these are heads of some of ``shards``, one of each."""
+        return len({h.shard for h in heads}) == len(heads) and all(h.shard in shards for h in heads)
 
     def _received_in_turn(self, peer: PeerId, message: msg.Turn | msg.Contribution | msg.Refused) -> None:
         """Messages that only a peer with all states can take part in."""
@@ -239,11 +254,10 @@ class Machine:
             return
         match message:
             case msg.Turn():
-                if message.fragment < len(core.config.fragments):
-                    shards = core.config.fragments[message.fragment]
+                fragments = core.config.fragments
+                if message.fragment < len(fragments) and self._are_heads(message.heads, fragments[message.fragment]):
                     for theirs in message.heads:
-                        if theirs.shard in shards:
-                            self.adopting.saw(peer, theirs)
+                        self.adopting.saw(peer, theirs)
                     self.contributing.heard(message)
             case msg.Contribution():
                 if message.shard < len(core.chains) and message.base.shard == message.shard:
@@ -356,6 +370,13 @@ class Machine:
 
     # -- for the driver ------------------------------------------------------------------------------------------------
 
+    def wants(self, peer: PeerId, contribution: msg.Contribution) -> bool:
+        """Whether memory may be taken for what comes with it."""
+        core = self.core
+        is_known = core.is_current and peer in core.membership.peers
+        is_fitting = contribution.shard < len(core.chains) and contribution.base.shard == contribution.shard
+        return is_known and is_fitting and self.merging.wants(peer, contribution)
+
     def payloads(self) -> set[Digest]:
         """Payloads that this machine may still send, merge, apply or undo; the driver may drop all others."""
         held = self.merging.payloads() | self.adopting.payloads()
@@ -367,22 +388,7 @@ class Machine:
 
     def status(self) -> Status:
         """For people: the node's status, logs and reports."""
-        core = self.core
-        ledger = core.chains[0].ledger
-        participating = [*core.membership.participating, *([core.config.peer] if core.is_participating() else [])]
-        return Status(
-            phase=core.phase(),
-            step=core.step,
-            live=core.membership.live,
-            participating=tuple(sorted(participating)),
-            weight_averaged=self.weight_averaged,
-            heads=tuple(c.head for c in core.chains if c.head is not None),
-            tokens_trained=0 if core.learner is None else core.learner.tokens,
-            tokens_unmerged=core.unmerged_tokens(),
-            evaluation=self.evaluation,
-            epochs=0.0 if ledger is None else ledger.trained / ledger.blocks,
-            blocks_repeated=0.0 if ledger is None else ledger.repeated / max(1, ledger.trained),
-        )
+        return status_of(self.core, self.evaluation, self.weight_averaged)
 
     def check_invariants(self) -> None:
         """What must hold after every event, whatever the others do. For tests and the simulator.

@@ -21,6 +21,25 @@ SENT_KEPT = 64
 MAX_PEERS = 4096
 
 
+MAX_HELD = 64
+"""Blocks of data that a learner has in hand, or trained and not seen merged."""
+MOST_WEIGHT = 2.0
+"""In medians of the candidates' weights."""
+PASSED_OVER = 1e-12
+"""The weight of an owner that let the takeover time pass, as a share of the least of the others'."""
+MISSES_COUNTED = 4
+
+
+def capped(candidates: list[tuple[PeerId, float]]) -> Candidates:
+    """``candidates`` (sorted) with weights of at most twice the median; those without weight only if all are."""
+    willing = [c for c in candidates if c[1] > 0.0]
+    if not willing:
+        return tuple((peer, 1.0) for peer, _ in candidates)
+    weights = sorted(weight for _, weight in willing)
+    most = MOST_WEIGHT * weights[(len(weights) - 1) // 2]
+    return tuple((peer, min(weight, most)) for peer, weight in willing)
+
+
 class PeerView:
     """What is known of one connected peer."""
 
@@ -30,9 +49,12 @@ class PeerView:
         "deadline_s",
         "heard_at",
         "mismatches",
+        "missed",
+        "passed_over_until",
         "peer",
         "round_trip_s",
         "sequence",
+        "vain_until",
         "variation_s",
     )
 
@@ -49,6 +71,12 @@ class PeerView:
         """How long this peer may be silent."""
         self.mismatches = 0
         """Heartbeats in a row whose summary of heads differs from ours."""
+        self.missed = 0
+        """Takeover times in a row that it let pass as an owner."""
+        self.passed_over_until = 0.0
+        """It owns last until then."""
+        self.vain_until = 0.0
+        """It was asked for commits and did not answer: what it says of heavier heads does not count until then."""
 
     def measured(self, sample_s: float, interval_s: float) -> None:
         """A round trip took this long."""
@@ -73,6 +101,7 @@ class Membership:
         "sequence",
         "silently_lost_at",
         "slowest_round_trip_s",
+        "willing",
     )
 
     def __init__(self, me: PeerId, interval_s: float) -> None:
@@ -92,8 +121,10 @@ class Membership:
         """Sorted, without this peer."""
         self.participating: frozenset[PeerId] = frozenset()
         """Of the live ones, without this peer."""
+        self.willing: Candidates = ()
+        """Who may own, this peer included, with capped weights."""
         self.candidates: Candidates = ()
-        """Who may own, this peer included."""
+        """The same, with those last that were passed over."""
         self.slowest_round_trip_s = 0.0
         """Largest smoothed round trip to a live peer; like all of these as of the last ``refresh``."""
         self.fastest_step_s = 0.0
@@ -131,6 +162,21 @@ class Membership:
             or previous.is_participating != beat.is_participating
             or previous.weight != beat.weight
         )
+
+    def median_step_s(self, own_s: float) -> float:
+        """Of the step times of all who participate, with the own one (0: none); 0 if none is known."""
+        times = sorted(t for t in (own_s, *(b.step_time_s for b in self._beats() if b.is_participating)) if t > 0.0)
+        return times[len(times) // 2] if times else 0.0
+
+    def majority_step(self, own: int) -> int:
+        """The step that more than half of all live peers say they have reached, this one (at ``own``) included."""
+        steps = sorted((own, *(beat.step for beat in self._beats())))
+        return steps[(len(steps) - 1) // 2]
+
+    def _beats(self) -> list[Heartbeat]:
+        """What all live peers say of themselves."""
+        views = (self.peers.get(peer) for peer in self.live)
+        return [view.beat for view in views if view is not None and view.beat is not None]
 
     def _measure(self, view: PeerView, beat: Heartbeat, now: float) -> None:
         age = self.sequence - beat.echo
@@ -179,17 +225,44 @@ class Membership:
         live.sort()
         self.live = tuple(live)
         self.participating = frozenset(participating)
-        willing = [c for c in candidates if c[1] > 0.0]
-        self.candidates = tuple(sorted(willing or [(peer, 1.0) for peer, _ in candidates]))
+        self.willing = capped(sorted(candidates))
+        self._rank_candidates(now)
         if self.live == before:
             return (), ()
         old, new = set(before), set(self.live)
         return tuple(sorted(new - old)), tuple(sorted(old - new))
 
+    def _rank_candidates(self, now: float) -> None:
+        """Those that let the takeover time pass come after all others."""
+        last = {peer for peer, view in self.peers.items() if now < view.passed_over_until}
+        if not last:
+            self.candidates = self.willing
+            return
+        least = min((weight for peer, weight in self.willing if peer not in last), default=1.0)
+        most = max((weight for _, weight in self.willing), default=1.0)
+        self.candidates = tuple(
+            (peer, PASSED_OVER * least * weight / most if peer in last else weight) for peer, weight in self.willing
+        )
+
+    def missed(self, peer: PeerId, now: float, takeover_s: float) -> None:
+        """As an owner ``peer`` let ``takeover_s`` pass: it owns last for as long as four laps through all owners take,
+        four times as long each time."""
+        view = self.peers.get(peer)
+        if view is not None and now >= view.passed_over_until:
+            view.missed = min(view.missed + 1, MISSES_COUNTED)
+            view.passed_over_until = now + len(self.candidates) * takeover_s * 4.0**view.missed
+            self._rank_candidates(now)
+
+    def delivered(self, peer: PeerId) -> None:
+        """A commit of ``peer`` came."""
+        view = self.peers.get(peer)
+        if view is not None:
+            view.missed, view.passed_over_until = 0, 0.0
+
     def claims_of(self, peer: PeerId) -> tuple[Block, ...]:
-        """Blocks of data that ``peer`` has taken."""
+        """Blocks of data that ``peer`` has taken; of more than a learner holds, the first."""
         beat = self.peers[peer].beat
-        return () if beat is None else beat.claims
+        return () if beat is None else beat.claims[:MAX_HELD]
 
     def is_any_departing(self, peers: frozenset[PeerId]) -> bool:
         """Whether one of these live peers is on its way out."""

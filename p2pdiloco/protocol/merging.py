@@ -28,6 +28,11 @@ def is_on_head(contribution: Contribution, head: Head) -> bool:
     return contribution.base.id == head.id
 
 
+def is_ahead(contribution: Contribution, head: Head) -> bool:
+    """Whether it may be relative to a head that this peer will reach."""
+    return contribution.base.version > head.version or contribution.base.tokens > head.tokens
+
+
 class Collection:
     """Contributions to one shard's next version."""
 
@@ -114,26 +119,39 @@ class Merging:
                 self._accept(sender, contribution)
             else:
                 self._refuse(sender, contribution, reason)
-        elif contribution.base.version > head.version or contribution.base.tokens > head.tokens:
-            self.early[shard][sender] = contribution
+        elif is_ahead(contribution, head):
+            if self.wants(sender, contribution):
+                self.early[shard][sender] = contribution
+            else:
+                self._refuse(sender, contribution, "too much waits already for heads that are not here")
         else:
             self.answers.came_late(sender, shard, contribution.base.id, self.core.now)
             self._refuse(sender, contribution, "stale")
+
+    def wants(self, sender: PeerId, contribution: Contribution) -> bool:
+        """Whether the payload may come: not in another's name, and within its peer's share of what may wait for a head
+        that is not here."""
+        if peer_of(contribution.contributor.learner) != sender:
+            return False
+        head = self.core.chains[contribution.shard].head
+        if head is None or is_on_head(contribution, head) or not is_ahead(contribution, head):
+            return True
+        others = (early.get(sender) for shard, early in enumerate(self.early) if shard != contribution.shard)
+        waiting = contribution.payload_bytes + sum(other.payload_bytes for other in others if other is not None)
+        return waiting <= self.core.config.early_bytes // max(1, len(self.core.membership.peers))
 
     def _problem(self, contribution: Contribution) -> str | None:
         c = contribution.contributor
         if c.tokens < 0 or c.steps < 0 or (c.tokens > 0) != (c.steps > 0):
             return "its range is not a range"
-        if self.core.chains[contribution.shard].is_merged(c):
-            return "its tokens are merged already"
         if c.tokens and not contribution.payload:
             return "it has no payload"
-        return None
+        return self.core.chains[contribution.shard].range_problem(c)
 
     def _accept(self, sender: PeerId, contribution: Contribution) -> None:
         collection, c = self.collections[contribution.shard], contribution.contributor
         if not collection.is_closed:
-            self.open(contribution.shard, contribution.step)
+            self.open(contribution.shard, self.core.plausible(contribution.step))
         if collection.opened_at is not None:
             self.answers.came(sender, self.core.now - collection.opened_at)
         if collection.is_closed:
@@ -242,7 +260,7 @@ class Merging:
             shard=event.shard,
             version=head.version + 1,
             parent=head.id,
-            step=collection.step,
+            step=min(collection.step, core.chains[event.shard].latest_step()),
             owner=core.config.peer,
             contributors=contributors,
             tokens=head.tokens + sum(c.tokens for c in contributors),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.identifiers import PeerId
 
 
@@ -28,3 +29,22 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Of the run's data, trained and merged; 0 without blocks."""
     blocks_repeated: float
     """As a share of those trained."""
+
+
+def status_of(core: Core, evaluation: msg.Evaluation | None, weight_averaged: int) -> Status:
+    """The machine's picture now."""
+    ledger = core.chains[0].ledger
+    participating = [*core.membership.participating, *([core.config.peer] if core.is_participating() else [])]
+    return Status(
+        phase=core.phase(),
+        step=core.step,
+        live=core.membership.live,
+        participating=tuple(sorted(participating)),
+        weight_averaged=weight_averaged,
+        heads=tuple(c.head for c in core.chains if c.head is not None),
+        tokens_trained=0 if core.learner is None else core.learner.tokens,
+        tokens_unmerged=core.unmerged_tokens(),
+        evaluation=evaluation,
+        epochs=0.0 if ledger is None else ledger.trained / ledger.blocks,
+        blocks_repeated=0.0 if ledger is None else ledger.repeated / max(1, ledger.trained),
+    )

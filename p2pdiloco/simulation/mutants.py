@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from p2pdiloco.protocol import adopting, chain, contributing, departing, machine, merging, quorum
+from p2pdiloco.protocol import adopting, carry, chain, contributing, departing, machine, merging, quorum
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.effects import PauseLearner
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, ShardId
@@ -91,17 +91,17 @@ def _takeover_forgets() -> list[Patch]:
 
 
 def _carry_drops_progress() -> list[Patch]:
-    def walk(self: adopting.Adopting, shard: ShardId, to_tokens: int) -> Walk | None:
+    def walk(self: carry.Carry, shard: ShardId, to_tokens: int) -> Walk | None:
         return None
 
-    return [(adopting.Adopting, "_walk", walk)]
+    return [(carry.Carry, "walk", walk)]
 
 
 def _unbounded_log() -> list[Patch]:
     init = chain.Chain.__init__
 
-    def unbounded(self: chain.Chain, shard: ShardId, length: int, blocks: int = 0) -> None:
-        init(self, shard, length, blocks)
+    def unbounded(self: chain.Chain, *arguments: Any) -> None:
+        init(self, *arguments)
         self.log, self.log_ids = deque(), deque()
 
     return [(chain.Chain, "__init__", unbounded)]

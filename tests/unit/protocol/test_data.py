@@ -11,6 +11,7 @@ from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.blocks import Block, BlockLedger
+from p2pdiloco.protocol.identifiers import PeerId
 
 BLOCKS = 100
 
@@ -80,10 +81,12 @@ def test_a_learner_has_a_block_in_hand_and_one_in_reserve() -> None:
 
 def test_blocks_that_others_claim_are_not_taken() -> None:
     """D2b: unless they claim them no more."""
-    stage, mine = stage_with(B)
+    peers = (B, *map(PeerId, "cde"))
+    stage, mine = stage_with(*peers)
     free = (7, 8, 9)
     others = tuple(Block(b) for b in range(2 * BLOCKS) if b not in (*mine, *free))
-    stage.says(B, claims=others)
+    for i, peer in enumerate(peers):
+        stage.says(peer, claims=others[64 * i : 64 * (i + 1)])
     taken = [b for i in range(4) for b in given(stage.tell(ev.BlockFinished((*mine, *map(Block, free))[i], 10 * i)))]
     assert set(taken) <= set(free)
     stage.says(B, claims=())

@@ -1,0 +1,67 @@
+"""What another head means for this peer's learner: which of its contributions leave its delta, and which return to it.
+
+Rules of this file:
+1. The learner's own marks decide, by the edges of its ledger.
+2. Nobody can stop a learner by speaking in its name: tokens that a chain holds and the learner never gave are skipped.
+"""
+
+from __future__ import annotations
+
+from p2pdiloco.protocol.chain import MARK_LIFE_LOGS, NO_MARK
+from p2pdiloco.protocol.contributing import Contributing
+from p2pdiloco.protocol.core import Core
+from p2pdiloco.protocol.events import ShardState
+from p2pdiloco.protocol.identifiers import ShardId
+from p2pdiloco.protocol.ledger import STAY, Walk
+from p2pdiloco.protocol.messages import CommitHeader
+
+
+class Carry:
+    """Between chains and the learner."""
+
+    def __init__(self, core: Core, contributing: Contributing) -> None:
+        self.core = core
+        self.contributing = contributing
+
+    def walk(self, shard: ShardId, to_tokens: int) -> Walk | None:
+        """What leaves the learner's delta, and what returns to it, when the shard's chain counts its tokens up to
+        ``to_tokens``; None if that cannot be told."""
+        learner = self.core.learner
+        assert learner is not None
+        ledger = self.contributing.ledgers[shard]
+        if to_tokens > max(learner.marks[shard].tokens, ledger.last):
+            self.core.note(
+                "warning",
+                "carry",
+                f"shard {shard}: somebody has tokens of this learner merged that it has not given, up to {to_tokens}; "
+                "it keeps its progress, and counts on from there",
+            )
+            ledger.edges.clear()
+            return STAY
+        walk = ledger.walk(learner.marks[shard].tokens, to_tokens)
+        if walk is None:
+            self.core.note(
+                "warning",
+                "carry",
+                f"shard {shard}: contributions between own tokens {learner.marks[shard].tokens} and {to_tokens} are "
+                "forgotten, the learner takes the global parameters and loses its unmerged progress",
+            )
+        return walk
+
+    def move_mark(self, shard: ShardId, target: CommitHeader | ShardState) -> None:
+        """The shard's chain has become ``target``'s: how far it has merged the learner."""
+        learner = self.core.learner
+        if learner is None:
+            return
+        own, head = learner.marks[shard], self.core.head(shard)
+        mark = self.core.chains[shard].marks.get(learner.id)
+        if mark is not None:
+            own = mark
+        elif (
+            isinstance(target, ShardState)
+            and head.version - own.version <= MARK_LIFE_LOGS * self.core.config.log_length
+        ):
+            own = NO_MARK
+        learner.marked(shard, own)
+        if self.core.config.is_overwrite:
+            learner.threw_away(shard)

@@ -1,0 +1,65 @@
+"""How much of what a peer declares is believed: numbers that no honest peer exceeds, from the manifest alone.
+
+Rules of this file:
+1. A number that goes into a chain (tokens, steps, blocks, a commit's step) is judged by the chain and these limits
+   alone, so that all peers judge alike. Who makes a commit or a contribution keeps to them by itself.
+2. What does not fit is refused before it is added to anything: no sum can leave the range of a message's ``Count``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+RANGE_TURNS = 64
+"""A contribution counts for at most the steps of so many turns; who holds more declares the last of them."""
+LEAD_TURNS = 16
+"""A commit's global step lies at most so many turns beyond its parent's."""
+MAX_COUNT = 2**56
+"""What a message's ``Count`` can hold."""
+STEP_TOKENS = 2**24
+"""Tokens of an inner step, where the manifest does not say: the batches of the largest runs have fewer."""
+_MOST_RANGE_TOKENS = 2**42
+"""4,096 contributors of these still fit into a ``Count``."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one learner and one commit can hold."""
+
+    step_tokens: int = STEP_TOKENS
+    """Most tokens of an inner step."""
+    block_tokens: int = 1
+    """Fewest tokens of a block of data."""
+    range_steps: int = RANGE_TURNS
+    """Most inner steps that a contribution declares."""
+    lead_steps: int = LEAD_TURNS
+    """How far a commit's step may lie beyond its parent's."""
+    run_steps: int = 2**40
+    """Of a whole run; no learner makes more."""
+
+    @property
+    def range_tokens(self) -> int:
+        """Most tokens that a contribution declares."""
+        return min(self.range_steps * self.step_tokens, _MOST_RANGE_TOKENS)
+
+    @property
+    def run_tokens(self) -> int:
+        """Most tokens that one learner trains in a run."""
+        return min(self.run_steps * self.step_tokens, MAX_COUNT // 16)
+
+    def most_tokens(self, steps: int) -> int:
+        """Of a contribution of so many steps."""
+        return min(steps * self.step_tokens, _MOST_RANGE_TOKENS)
+
+    def most_blocks(self, tokens: int) -> int:
+        """Whose last token lies in a range of so many tokens; the first may have begun before it."""
+        return 1 + tokens // self.block_tokens
+
+    def range_problem(self, tokens: int, steps: int, blocks: int) -> str | None:
+        """Why no learner gives this, or None."""
+        if steps > self.range_steps:
+            return f"{steps} steps are more than a contribution holds ({self.range_steps})"
+        if tokens > self.most_tokens(steps):
+            return f"{tokens} tokens are more than {steps} steps hold ({self.most_tokens(steps)})"
+        if blocks > self.most_blocks(tokens):
+            return f"{blocks} blocks of data are more than {tokens} tokens hold ({self.most_blocks(tokens)})"
+        return None

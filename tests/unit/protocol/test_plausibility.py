@@ -1,0 +1,377 @@
+"""Rules P of docs/protocol.md: how much of what a peer declares is believed. H = 4, steps of 0.5 s and 10 tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from stage import SHARD, TOKENS, A, B, C, D, Stage, commit_on, digest, genesis, head_of, life, notes, only, sent, tokens
+
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.blocks import Block
+from p2pdiloco.protocol.identifiers import FragmentId, PeerId, ShardId
+from p2pdiloco.protocol.messages import Contributor, Head
+
+HUGE = 2**55
+BURST = 8
+"""Two turns' steps."""
+RANGE = 256
+"""64 turns' steps."""
+LEAD = 64
+"""16 turns' steps."""
+
+
+def step_of(stage: Stage) -> int:
+    return stage.machine.status().step
+
+
+def tokens_and_steps(start: int, stop: int, steps: int, peer: PeerId = B) -> Contributor:
+    return Contributor(life(peer), start, stop, 0, steps)
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def claims_of_b(stage: Stage, step: int) -> list[msg.Message]:
+    ahead = msgspec.structs.replace(stage.contribution(B), step=step)
+    return [msg.Heads((), step), msg.Turn(FragmentId(0), step, (stage.head(),)), ahead]
+
+
+@pytest.mark.parametrize("kind", range(3))
+@pytest.mark.parametrize("step", [1000, HUGE])
+def test_a_claim_moves_the_step_by_two_turns_at_most(kind: int, step: int) -> None:
+    """P1a: however often it is made; and the turn that it opens is of no later step, nor what comes of it."""
+    stage = Stage(B, C, owners="abc", total_steps=1000)
+    for _ in range(100):
+        stage.hear(B, claims_of_b(stage, step)[kind])
+    assert step_of(stage) <= BURST
+    assert stage.machine.contributing.turns[0].step <= BURST
+    effects = stage.work(stage.offer(C) + stage.wait(8.0))
+    headers = [commit.header for _, commit in sent(effects, msg.Commit)]
+    assert all(header.step <= 2 * BURST + 16 * 8 for header in headers)
+    assert not only(effects, ef.Leave)
+    assert stage.machine.status().phase == "training"
+
+
+def test_a_claim_counts_for_eight_times_the_median_learners_steps_meanwhile() -> None:
+    """P1a: the allowance fills with time, and never holds more than two turns."""
+    stage = Stage(B, C)
+    stage.announce(B, 1000)
+    assert step_of(stage) == BURST
+    stage.wait(0.255)
+    stage.announce(B, 1000)
+    assert step_of(stage) == BURST + 4, "half a step of the median learner"
+    stage.wait(60.0)
+    stage.announce(B, 1000)
+    assert step_of(stage) == 2 * BURST + 4
+
+
+def test_what_more_than_half_of_all_say_is_believed() -> None:
+    """P1b: this peer is one of them."""
+    stage = Stage(B, C)
+    stage.says(B, step=500)
+    stage.hear(B, msg.Heads((), 500))
+    assert step_of(stage) == BURST, "one of three"
+    stage.says(C, step=400)
+    stage.hear(B, msg.Heads((), 500))
+    assert step_of(stage) == 400, "two of three"
+    lonely = Stage(B)
+    lonely.says(B, step=500)
+    lonely.hear(B, msg.Heads((), 500))
+    assert step_of(lonely) == BURST, "one of two"
+
+
+def test_who_stood_still_catches_up_at_once() -> None:
+    """P1c: with one other peer, which made a step of 0.5 s after the other for an hour."""
+    stage = Stage(B)
+    stage.train(1)
+    stage.now += 3600.0
+    stage.tell(ev.Woke())
+    stage.announce(B, 7200)
+    assert step_of(stage) == 7200
+
+
+def test_a_newcomer_is_where_most_of_its_shards_are() -> None:
+    """P1d: one shard's state that is far ahead of the others does not count."""
+    stage = Stage(B, is_founder=False, has_learner=False, fragments=((ShardId(0), ShardId(1), ShardId(2)),))
+    stage.hear(B, msg.Heads(tuple(state.head for state in genesis(stage.config)), 0))
+    for shard, step in ((0, 60), (1, 60), (2, 1800)):
+        head = Head(ShardId(shard), 40, digest(f"head {shard}"), 1000)
+        stage.work(stage.tell(ev.Fetched(B, ev.ShardState(head, step, ()))))
+    assert step_of(stage) == 60
+
+
+def test_no_claim_counts_beyond_the_last_step_and_a_turn() -> None:
+    """P1e: whoever says it."""
+    stage = Stage(B, C, D, total_steps=100)
+    for peer in (B, C, D):
+        stage.says(peer, step=HUGE)
+    stage.hear(B, msg.Heads((), HUGE))
+    assert step_of(stage) == 104
+
+
+def test_a_commit_is_of_no_step_far_beyond_its_parents() -> None:
+    """P2a: 16 turns at most, else it is not taken."""
+    stage = Stage(B, total_steps=1000)
+    stage.take(stage.commit(tokens(B, 0, 40), step=LEAD + 1))
+    assert stage.head().version == 0
+    stage.take(stage.commit(tokens(B, 0, 40), step=LEAD))
+    assert stage.head().version == 1
+    assert step_of(stage) == BURST, "and that is a claim like any other"
+
+
+def test_an_owner_keeps_to_the_step_that_others_take() -> None:
+    """P2b: after a shard stood still while its learner trained on."""
+    stage = Stage(B, owners="ab", total_steps=10**6)
+    stage.says(B, is_participating=False)
+    effects = stage.work(stage.train(1000))
+    [(_, commit)] = sent(effects, msg.Commit)
+    assert commit.header.step == LEAD
+    assert stage.head().version == 1
+
+
+# -- what a contribution holds -----------------------------------------------------------------------------------------
+
+TOO_MUCH = {
+    "tokens": tokens_and_steps(0, 1001, 10),
+    "2^55 tokens": tokens_and_steps(0, HUGE, 10),
+    "steps": tokens_and_steps(0, 1000, RANGE + 1),
+    "a mark beyond the run": tokens_and_steps(HUGE, HUGE + 10, 1),
+    "blocks": Contributor(life(B), 0, 100, 0, 10, tuple(map(Block, range(4)))),
+}
+LIMITS: dict[str, Any] = {"max_step_tokens": 100, "block_tokens": 40, "total_steps": 1000}
+
+
+@pytest.mark.parametrize("contributor", TOO_MUCH.values(), ids=TOO_MUCH.keys())
+def test_a_contribution_that_no_learner_can_make_is_refused(contributor: Contributor) -> None:
+    """P3a: before anything is added."""
+    stage = Stage(B, C, owners="abc", has_learner=False, **LIMITS)
+    effects = stage.hear(B, stage.contribution(B, 0, 40, contributor=contributor))
+    assert [to for to, _ in sent(effects, msg.Refused)] == [B]
+    most = Contributor(life(B), 0, 100 * RANGE, 0, RANGE, tuple(map(Block, range(3))))
+    assert not sent(stage.hear(B, stage.contribution(B, 0, 40, contributor=most)), msg.Refused)
+
+
+@pytest.mark.parametrize("contributor", TOO_MUCH.values(), ids=TOO_MUCH.keys())
+def test_a_commit_that_holds_what_no_learner_can_make_is_not_taken(contributor: Contributor) -> None:
+    """P3a: whoever made it."""
+    stage = Stage(B, C, blocks=100, **LIMITS)
+    stage.take(stage.commit(contributor))
+    assert stage.head().version == 0
+    stage.take(stage.commit(tokens(B, 0, 100)))
+    assert stage.head().version == 1
+
+
+def test_no_chain_counts_beyond_what_a_message_can_hold() -> None:
+    """P3b: near the end of the range nothing is merged any more."""
+    stage = Stage(B, C, owners="abc", has_learner=False, is_founder=False)
+    full = Head(SHARD, 2**30, digest("full"), 2**56 - 100)
+    stage.work(stage.tell(ev.Fetched(B, ev.ShardState(full, 0, ()))))
+    assert stage.head() == full
+    assert sent(stage.offer(B), msg.Refused)
+    stage.take(stage.commit(tokens(B, 0, 40)))
+    assert stage.head() == full
+
+
+def test_who_holds_more_than_a_contribution_declares_the_last_of_it() -> None:
+    """P3c: and all of it leaves its delta."""
+    stage = Stage(B, owners="ba", total_steps=10**6)
+    [(_, given)] = sent(stage.give(1000), msg.Contribution)
+    assert given.contributor == Contributor(life(A), 10_000 - 2560, 10_000, 1000 - RANGE, 1000)
+    effects = stage.work(stage.take(stage.commit(given.contributor)))
+    assert [apply.settled for apply in only(effects, ef.Apply)] == [(given.payload,)]
+    assert stage.machine.status().tokens_unmerged == 0
+    stage.work(stage.train(4))
+    later = stage.machine.contributing.pending[SHARD].contribution
+    assert later.contributor == Contributor(life(A), 10_000, 10_040, 1000, 1004)
+
+
+def test_a_learner_in_whose_name_others_spoke_keeps_its_progress_and_counts_on() -> None:
+    """P3d: it is not locked out, and no token of its own is missing."""
+    stage = Stage(B, C, owners="bac", total_steps=10**6)
+    stage.train(3)
+    lie = tokens(A, 0, 2000)
+    effects = stage.take(stage.commit(lie))
+    assert stage.head().version == 1
+    assert [(a.settled, a.restored, a.is_reset) for a in only(effects, ef.Apply)] == [((), (), False)]
+    assert len(notes(effects, "carry")) == 1
+    assert stage.machine.status().tokens_unmerged == 3 * TOKENS
+    effects = stage.give(5)
+    [given] = [g for _, g in sent(effects, msg.Contribution)] or [
+        p.contribution for p in stage.machine.contributing.pending.values()
+    ]
+    assert given.contributor == Contributor(life(A), 2000, 2080, 200, 208)
+    other = Stage(B, C, has_learner=False, total_steps=10**6)
+    other.take(commit_on(other.head(), lie))
+    assert not sent(other.hear(A, given), msg.Refused)
+
+
+def test_a_learner_whose_chain_was_replaced_by_one_without_the_lie_goes_on() -> None:
+    """P3d: it takes the global parameters then, as after any fork that its ledger does not reach."""
+    stage = Stage(B, C, owners="bac", total_steps=10**6)
+    stage.train(3)
+    stage.take(stage.commit(tokens(A, 0, 2000)))
+    heavier = Head(SHARD, 3, digest("heavier"), 5000)
+    effects = stage.work(stage.tell(ev.Fetched(B, ev.ShardState(heavier, 4, ()))))
+    assert [install.is_reset for install in only(effects, ef.Install)] == [True]
+    stage.train(20)
+    assert 0 <= stage.machine.status().tokens_unmerged <= stage.tokens
+
+
+# -- ownership, data ---------------------------------------------------------------------------------------------------
+
+
+def test_a_weight_counts_for_at_most_twice_the_median() -> None:
+    """P4a."""
+    stage = Stage(B, C, D)
+    stage.says(D, weight=1e12)
+    assert dict(stage.machine.core.membership.candidates) == {A: 1.0, B: 1.0, C: 1.0, D: 2.0}
+
+
+def test_an_owner_that_lets_the_takeover_time_pass_owns_last_for_a_while() -> None:
+    """P4b: four times as long each time; a commit of its makes up for it."""
+    stage = Stage(B, C, owners="bca")
+    stage.give()
+    takeover_s = stage.machine.merging.takeover_s()
+    stage.wait(takeover_s + 0.6)
+    weights = dict(stage.machine.core.membership.candidates)
+    assert weights[B] < 1e-6 < weights[C]
+    stage.take(stage.commit(tokens(C, 0, 40), owner=C), sender=C)
+    stage.wait(4 * 3 * takeover_s)
+    assert dict(stage.machine.core.membership.candidates)[B] == 1.0
+    stage.machine.core.membership.missed(B, stage.now, 1.0)
+    stage.wait(16 * 3 * 1.0 - 0.6)
+    assert dict(stage.machine.core.membership.candidates)[B] < 1e-6
+    stage.take(stage.commit(tokens(C, 40, 80)), sender=C)
+    stage.wait(0.6)
+    assert dict(stage.machine.core.membership.candidates)[B] == 1.0
+
+
+def test_forty_heavy_owners_that_never_merge_do_not_stop_turns() -> None:
+    """P4b: each of them is waited for once, and the next versions come without them."""
+    idle = tuple(PeerId(f"idle {i}") for i in range(40))
+    stage = Stage(B, *idle, total_steps=10**6, takeover_ceiling_s=10.0)
+    for peer in idle:
+        stage.says(peer, weight=1e12, is_participating=False)
+    stage.says(B, is_participating=False, weight=0.0)
+    times = []
+    for _ in range(6):
+        began_at, version = stage.now, stage.head().version
+        stage.work(stage.train(4))
+        while stage.head().version == version:
+            stage.work(stage.wait(0.5))
+        times.append(stage.now - began_at)
+    assert times[0] < 41 * stage.config.takeover_ceiling_s
+    assert max(times[3:]) <= stage.config.takeover_ceiling_s
+
+
+def test_of_a_peers_claims_no_more_count_than_a_learner_holds() -> None:
+    """P5a: the first 64."""
+    stage = Stage(B, blocks=100)
+    stage.says(B, claims=tuple(map(Block, range(100))))
+    assert stage.machine.core.membership.claims_of(B) == tuple(map(Block, range(64)))
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def ahead(stage: Stage, peer: PeerId, shard: int, size: int) -> msg.Contribution:
+    head = Head(ShardId(shard), 9, digest(f"ahead {shard}"), 9999)
+    payload = digest(f"{peer} {shard} {size}")
+    return stage.contribution(peer, 0, 40, base=head, shard=ShardId(shard), payload=payload, payload_bytes=size)
+
+
+def test_what_waits_for_a_later_head_has_few_bytes() -> None:
+    """P6a: a peer's share of ``early_bytes``, over all shards."""
+    shards = tuple(map(ShardId, range(4)))
+    stage = Stage(B, C, has_learner=False, fragments=(shards,), early_bytes=1000)
+    assert stage.machine.wants(B, ahead(stage, B, 0, 500))
+    assert not stage.machine.wants(B, ahead(stage, B, 0, 501))
+    for shard in range(4):
+        stage.hear(B, ahead(stage, B, shard, 200))
+    assert len(stage.machine.payloads()) == 2
+    assert sent(stage.hear(B, ahead(stage, B, 3, 200)), msg.Refused), "and its sender is told"
+    assert not stage.machine.wants(B, ahead(stage, B, 3, 200))
+    assert stage.machine.wants(C, ahead(stage, C, 3, 200)), "others have shares of their own"
+    stage.hear(B, ahead(stage, B, 0, 300))
+    assert len(stage.machine.payloads()) == 2, "a newer one for the same shard takes the place of the old one"
+
+
+def test_no_memory_is_taken_for_what_cannot_be_used() -> None:
+    """P6b: in another's name, for a shard that is not there, or while states are missing."""
+    stage = Stage(B)
+    assert stage.machine.wants(B, stage.contribution(B))
+    assert not stage.machine.wants(B, stage.contribution(C))
+    assert not stage.machine.wants(C, stage.contribution(C))
+    assert not stage.machine.wants(B, stage.contribution(B, shard=ShardId(1)))
+    assert not stage.machine.wants(B, stage.contribution(B, shard=ShardId(7), base=Head(ShardId(7), 0, digest("x"), 0)))
+    joining = Stage(B, is_founder=False, has_learner=False)
+    assert not joining.machine.wants(B, stage.contribution(B))
+
+
+def test_commits_that_wait_are_bounded_over_all_shards() -> None:
+    """P6c: four logs, and four for each shard."""
+    shards = tuple(map(ShardId, range(64)))
+    stage = Stage(B, has_learner=False, fragments=(shards,), log_length=8)
+    for shard in shards:
+        for version in range(2, 10):
+            head = Head(shard, version, digest(f"{shard} {version}"), 100 * version)
+            stage.hear(B, msg.Commit(commit_on(head, tokens(B, 100 * version, 100 * version + 10))))
+    assert len(stage.machine.adopting.payloads()) == 4 * (8 + 64)
+
+
+# -- siblings ----------------------------------------------------------------------------------------------------------
+
+
+def test_heads_are_one_of_each_shard() -> None:
+    """P7a: a list that names one twice is ignored, and not answered a thousand times."""
+    stage = Stage(B)
+    stage.take(stage.commit(tokens(B, 0, 40)))
+    lighter = tuple(Head(SHARD, 1, digest(f"fork {i}"), 1) for i in range(1000))
+    assert not sent(stage.hear(B, msg.Turn(FragmentId(0), 4, lighter)), msg.Heads)
+    assert len(sent(stage.hear(B, msg.Turn(FragmentId(0), 4, lighter[:1])), msg.Heads)) == 1
+    heavier = tuple(Head(SHARD, 2, digest(f"fork {i}"), 100 + i) for i in range(2))
+    assert not sent(stage.hear(B, msg.Heads(heavier, 4)) + stage.wait(5.0), msg.CommitsRequest)
+
+
+def test_who_was_asked_in_vain_is_not_asked_again_at_once() -> None:
+    """P7b: heads that nobody delivers do not keep others' from being fetched."""
+    stage = Stage(B, C)
+    real = head_of(stage.commit(tokens(C, 0, 40)))
+
+    def asked_within(seconds: float) -> set[PeerId]:
+        asked: set[PeerId] = set()
+        for _ in range(round(seconds / 0.1)):
+            effects = stage.hear(B, msg.Heads((Head(SHARD, 9, digest("none"), HUGE),), 4))
+            effects += stage.hear(C, msg.Heads((real,), 4)) + stage.wait(0.1)
+            asked |= {to for to, _ in sent(effects, msg.CommitsRequest)}
+        return asked
+
+    assert asked_within(2.0) == {B}
+    assert C in asked_within(2 * stage.config.request_s)
+
+
+IMPOSSIBLE = {
+    "step": {"step": 10 * LEAD + 1},
+    "step beyond the run": {"step": 10**6 + LEAD + 1, "head": Head(SHARD, 2**40, digest("h"), 1000)},
+    "tokens": {"head": Head(SHARD, 1, digest("h"), 2**56)},
+    "mark": {"marks": ((life(B), ev.Mark(2**57, 1, 1)),)},
+    "negative mark": {"marks": ((life(B), ev.Mark(-1, 1, 1)),)},
+    "mark of a later version": {"marks": ((life(B), ev.Mark(1, 1, 11)),)},
+}
+
+
+@pytest.mark.parametrize("changes", IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
+def test_a_state_that_no_chain_has_is_not_taken(changes: dict[str, Any]) -> None:
+    """P7c: and another peer is asked."""
+    stage = Stage(B, C, is_founder=False, has_learner=False, total_steps=10**6, max_step_tokens=100)
+    sound = ev.ShardState(Head(SHARD, 10, digest("h"), 1000), 40, ((life(B), ev.Mark(500, 50, 10)),))
+    stage.hear(B, msg.Heads((sound.head,), 40))
+    stage.hear(C, msg.Heads((sound.head,), 40))
+    effects = stage.tell(ev.Fetched(B, msgspec.structs.replace(sound, **changes)))
+    assert not only(effects, ef.Install)
+    assert [fetch.peer for fetch in only(effects, ef.Fetch)] == [C]
+    assert only(stage.tell(ev.Fetched(C, sound)), ef.Install)
