@@ -102,14 +102,19 @@ class Checks:
     # -- 2: no token is merged twice -----------------------------------------------------------------------------------
 
     def merged_once(self, process: Process, header: CommitHeader, base: GlobalShard, value: GlobalShard) -> None:
-        """Along a chain each learner's token range is merged at most once, and is the range that the commit names."""
+        """Along a chain each learner's token range is merged at most once, and is the range that the commit names (its
+        end, if that is as long as a contribution may be)."""
         if header.shard == 0:
             self.blocks_travel(header)
         if process.machine.core.config.is_overwrite:
             return  # a learner that is reset gives fewer tokens than its range names
+        most_steps = process.machine.core.chains[header.shard].limits.range_steps
         for c in header.contributors:
             self.tokens_merged += c.tokens
-            if base.of(c.learner) != value_of(c.tokens_from) or value.of(c.learner) != value_of(c.tokens_to):
+            held = tokens_in(base.of(c.learner))
+            is_whole = held == c.tokens_from or (held < c.tokens_from and c.steps == most_steps)
+            is_held = base.of(c.learner) == value_of(held) and value.of(c.learner) == value_of(c.tokens_to)
+            if not (is_whole and is_held):
                 self.violated(
                     2,
                     f"commit {header.version} of shard {header.shard} by {header.owner} says it takes {c.learner} from "

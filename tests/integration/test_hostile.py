@@ -36,8 +36,8 @@ from p2pdiloco.wire.compression import compress
 
 GARBAGE = (b"no zstd at all", compress(bytes(1000)), compress(b"\xff" * 1000))
 KINDS = {"message", "payload", "contribution", "commit"}
-HEAVY = 10**9
-"""Tokens that a lying head claims."""
+HEAVY = 30_000
+"""Tokens that a lying head claims: as many as a step of the largest batch that is believed."""
 
 
 class Hostile(Observer):

@@ -51,7 +51,8 @@ def test_a_claim_moves_the_step_by_two_turns_at_most(kind: int, step: int) -> No
     assert stage.machine.contributing.turns[0].step <= BURST
     effects = stage.work(stage.offer(C) + stage.wait(8.0))
     headers = [commit.header for _, commit in sent(effects, msg.Commit)]
-    assert all(header.step <= 2 * BURST + 16 * 8 for header in headers)
+    assert headers
+    assert all(header.step <= 2 * BURST for header in headers)
     assert not only(effects, ef.Leave)
     assert stage.machine.status().phase == "training"
 
@@ -121,6 +122,8 @@ def test_a_commit_is_of_no_step_far_beyond_its_parents() -> None:
     stage.take(stage.commit(tokens(B, 0, 40), step=LEAD))
     assert stage.head().version == 1
     assert step_of(stage) == BURST, "and that is a claim like any other"
+    stage.train(1)
+    assert [turn.step for _, turn in sent(stage.train(4), msg.Turn)] == [BURST + 4], "turns go on from there"
 
 
 def test_an_owner_keeps_to_the_step_that_others_take() -> None:
@@ -307,6 +310,7 @@ def test_no_memory_is_taken_for_what_cannot_be_used() -> None:
     assert not stage.machine.wants(B, stage.contribution(C))
     assert not stage.machine.wants(C, stage.contribution(C))
     assert not stage.machine.wants(B, stage.contribution(B, shard=ShardId(1)))
+    assert not stage.machine.wants(B, stage.contribution(B, base=Head(ShardId(1), 9, digest("x"), 9999)))
     assert not stage.machine.wants(B, stage.contribution(B, shard=ShardId(7), base=Head(ShardId(7), 0, digest("x"), 0)))
     joining = Stage(B, is_founder=False, has_learner=False)
     assert not joining.machine.wants(B, stage.contribution(B))
@@ -357,7 +361,7 @@ def test_who_was_asked_in_vain_is_not_asked_again_at_once() -> None:
 IMPOSSIBLE = {
     "step": {"step": 10 * LEAD + 1},
     "step beyond the run": {"step": 10**6 + LEAD + 1, "head": Head(SHARD, 2**40, digest("h"), 1000)},
-    "tokens": {"head": Head(SHARD, 1, digest("h"), 2**56)},
+    "tokens": {"head": Head(SHARD, 10, digest("h"), 10 * 4096 * RANGE * 100 + 1)},
     "mark": {"marks": ((life(B), ev.Mark(2**57, 1, 1)),)},
     "negative mark": {"marks": ((life(B), ev.Mark(-1, 1, 1)),)},
     "mark of a later version": {"marks": ((life(B), ev.Mark(1, 1, 11)),)},
