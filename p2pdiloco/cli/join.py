@@ -10,6 +10,7 @@ from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
 from p2pdiloco.node.founding import ConfigError
 from p2pdiloco.node.lookup import LookupFailedError, RunRecord
+from p2pdiloco.node.run_folder import FolderInUseError
 from p2pdiloco.node.session import join
 from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.runtime.directory import DirectoryError
@@ -26,7 +27,9 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 async def run(arguments: argparse.Namespace) -> int:
     """Join and train."""
-    with complaining(repair=(ConfigError, IdentityError, ValueError), nobody=(DirectoryError, LookupFailedError)):
+    with complaining(
+        repair=(ConfigError, FolderInUseError, IdentityError, ValueError), nobody=(DirectoryError, LookupFailedError)
+    ):
         identity = peer.open_identity(arguments)
         with identity.hold():
             options = peer.peer_options(arguments, arguments.state)

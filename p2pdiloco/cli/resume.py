@@ -9,6 +9,7 @@ from pathlib import Path
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
 from p2pdiloco.node.founding import ConfigError
+from p2pdiloco.node.run_folder import FolderInUseError
 from p2pdiloco.node.session import resume
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.runtime.directory import DirectoryError
@@ -27,7 +28,9 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 async def run(arguments: argparse.Namespace) -> int:
     """Go on."""
-    with complaining(repair=(ConfigError, CheckpointError, IdentityError, ValueError), nobody=(DirectoryError,)):
+    with complaining(
+        repair=(ConfigError, CheckpointError, FolderInUseError, IdentityError, ValueError), nobody=(DirectoryError,)
+    ):
         identity = peer.open_identity(arguments)
         with identity.hold():
             options = peer.peer_options(arguments, arguments.state)

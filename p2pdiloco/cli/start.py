@@ -1,38 +1,85 @@
-"""``p2pdiloco start``: Found a run from a TOML file (make and publish its manifest and version 0) and train it. Started
-again with the same configuration and --state, it goes on from its checkpoint."""
+"""``p2pdiloco start``: Found a run from a TOML file (make and publish its manifest and version 0) and train it. Where
+--state holds a run of the same configuration, founded, joined or resumed, it goes on with that one."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import msgspec
 
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
 from p2pdiloco.node.founding import ConfigError, find_run, read_config
+from p2pdiloco.node.lookup import LookupFailedError, RunRecord
+from p2pdiloco.node.run_folder import FolderInUseError, NameTakenError
 from p2pdiloco.node.session import start, start_from_script
 from p2pdiloco.peer.checkpoint import CheckpointError
+from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.protocol.manifest import Name, RunConfig
 from p2pdiloco.runtime.directory import DirectoryError
 from p2pdiloco.runtime.identity import IdentityError
+
+REPAIR = (ConfigError, CheckpointError, FolderInUseError, IdentityError, NameTakenError, ValueError)
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Its own arguments."""
     sub.add_argument("config", metavar="CONFIG", help="TOML file, or a shipped one's name, such as stdlib-tiny")
+    sub.add_argument("--name", metavar="NAME", help="found it under this name instead of the file's")
     peer.add_bootstrap_argument(sub)
     peer.add_peer_arguments(sub)
 
 
 async def run(arguments: argparse.Namespace) -> int:
     """Found and train."""
-    with complaining(repair=(ConfigError, CheckpointError, IdentityError, ValueError), nobody=(DirectoryError,)):
-        config = None if arguments.learner else read_config(find_run(arguments.config))
+    with complaining(repair=REPAIR, nobody=(DirectoryError, LookupFailedError)):
+        config = None if arguments.learner else _config(arguments)
         identity = peer.open_identity(arguments)
         with identity.hold():
             directory = peer.directory_options(arguments, arguments.bootstrap)
+            options = peer.peer_options(arguments, arguments.state)
             if config is None:  # p2pdiloco.DiLoCo's node: it is given a foundation
-                options = peer.peer_options(arguments, arguments.state)
                 ending = await start_from_script(Path(arguments.config), options, directory, identity, peer.say)
             else:
-                options = peer.peer_options(arguments, arguments.state / config.name)
-                ending = await start(config, options, directory, identity, peer.say)
+                decide = _decider(arguments, config)
+                ending = await start(config, options, directory, identity, decide, peer.say)
             return peer.end(ending)
+
+
+def _config(arguments: argparse.Namespace) -> RunConfig:
+    config = read_config(find_run(arguments.config))
+    if arguments.name is None:
+        return config
+    try:
+        return msgspec.structs.replace(config, name=msgspec.convert(arguments.name, Name))
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--name {arguments.name}: letters, digits, dots, dashes, at most 64 ({error})") from error
+
+
+def _decider(arguments: argparse.Namespace, config: RunConfig) -> Callable[[RunId, RunRecord], str]:
+    def decide(run: RunId, record: RunRecord) -> str:
+        """Another run of that name is live: the user says which name to found this one under, or nothing to join it.
+
+        Raises:
+            NameTakenError: there is nobody to ask.
+        """
+        address = " ".join(arguments.bootstrap) or "ADDR"
+        another = f"{config.name[:60]}-2"
+        told = f"a run called {record.name} ({run[:12]}, {record.parameters:,} parameters) is being trained already"
+        if not sys.stdin.isatty():
+            raise NameTakenError(
+                f"{told}. To take part in it: p2pdiloco join {address} --run {run[:12]}. To found another one: "
+                f"p2pdiloco start {arguments.config} --bootstrap {address} --name {another}"
+            )
+        peer.say(told)
+        while True:
+            answer = input(f"join it, or found another one called {another}? [join/found] ").strip().lower()
+            if answer and "join".startswith(answer):
+                return ""
+            if answer and "found".startswith(answer):
+                return another
+
+    return decide

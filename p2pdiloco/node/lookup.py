@@ -157,3 +157,31 @@ async def ask_status(transport: Transport, peer: PeerId) -> PeerStatus | None:
     except (RequestError, ValueError) as error:
         log.debug("no status", peer=peer, reason=str(error))
         return None
+
+
+async def find_namesake(directory: Directory, manifest: Manifest, patience_s: float) -> tuple[RunId, RunRecord] | None:
+    """Another run of that name which somebody trains now."""
+    for run, record in sorted((await list_runs(directory, patience_s=patience_s)).items()):
+        if record.name == manifest.config.name and run != manifest.run and await is_live(directory, run):
+            return run, record
+    return None
+
+
+async def has_state(directory: Directory, run: RunId) -> bool:
+    """Whether some peer of the run can give its state."""
+    async with observer_transport(Identity.ephemeral()) as transport:
+        try:
+            peers = await dial_any(directory, transport, run, patience_s=0.0)
+        except LookupFailedError:
+            return False
+        answers = await asyncio.gather(*(ask_status(transport, peer) for peer in peers))
+    return any(answer is not None and answer.phase != "joining" for answer in answers)
+
+
+async def is_live(directory: Directory, run: RunId) -> bool:
+    """Whether a peer of the run can be reached."""
+    async with observer_transport(Identity.ephemeral()) as transport:
+        try:
+            return bool(await dial_any(directory, transport, run, patience_s=0.0))
+        except LookupFailedError:
+            return False

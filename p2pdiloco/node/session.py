@@ -11,19 +11,22 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from p2pdiloco.node.founding import ConfigError, found, found_from_script, is_founded_from, with_own_places
+from p2pdiloco.node.founding import ConfigError, found, found_from_script, with_own_places
 from p2pdiloco.node.lookup import (
     RUN_RECORD_LIFE_S,
     LookupFailedError,
     RunRecord,
     dial_any,
     fetch_manifest,
+    find_namesake,
+    has_state,
+    is_live,
     list_runs,
     observer_transport,
 )
 from p2pdiloco.node.node import Node
-from p2pdiloco.peer import incoming
-from p2pdiloco.peer.checkpoint import CheckpointError, best_of, load, load_all
+from p2pdiloco.node.run_folder import chosen_run, folder_of, founded_earlier, has_finished, hold, own_state, told
+from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import Ending, InitialState
 from p2pdiloco.protocol.identifiers import RunId
@@ -36,6 +39,8 @@ from p2pdiloco.training.sources import tell_sources
 log = logs.get("session")
 
 ANNOUNCE_RUN_S = 20.0
+LOOK_S = 1.0
+"""How long a founder looks for another run of that name."""
 NODE_BYTES = 20
 """A parameter's, in a node: state and momentum, and what it shares with its learner."""
 
@@ -78,17 +83,35 @@ async def start(
     options: PeerOptions,
     directory_options: DirectoryOptions,
     identity: Identity,
+    decide: Callable[[RunId, RunRecord], str],
     say: Callable[[str], None],
 ) -> Ending:
-    """Found a run and train it; go on from this folder's checkpoint if it holds one of the same configuration.
+    """Go on with the run of this configuration that lies below the state folder, or found it and train it. ``decide``
+    is asked if another run of that name is live: the name to found this one under, or "" to join that one.
 
     Raises:
-        ConfigError, DirectoryError, CheckpointError, OSError: with a sentence for the user.
+        ConfigError, DirectoryError, CheckpointError, FolderInUseError, LookupFailedError, NameTakenError, OSError: with
+            a sentence for the user.
     """
     logs.speak_as(identity.peer_id)
     options = with_own_places(options, config)
-    manifest, initial = await asyncio.to_thread(_founded, config, options, identity, say)
-    return await _lead(manifest, options, directory_options, identity, initial, options.folder, say)
+    earlier = await asyncio.to_thread(founded_earlier, config, options.folder)
+    if earlier is not None:
+        with hold(options.folder, earlier):
+            async with open_directory(identity, directory_options, options.folder) as directory:
+                return await _go_on(earlier, None, options, identity, directory, say)
+    manifest, initial = await asyncio.to_thread(found, config, identity.peer_id, options)
+    async with open_directory(identity, directory_options, options.folder) as directory:
+        other = await find_namesake(directory, manifest, LOOK_S if directory_options.initial_peers else 0.0)
+        name = config.name if other is None else decide(*other)
+        if other is not None and not name:
+            initial.take()
+            return await _join(other[0], options, identity, directory, say)
+        if name != config.name:
+            renamed = msgspec.structs.replace(config, name=name)
+            manifest, initial = await asyncio.to_thread(found, renamed, identity.peer_id, options)
+        with hold(options.folder, manifest):
+            return await _go_on(manifest, initial, options, identity, directory, say)
 
 
 async def start_from_script(
@@ -101,12 +124,13 @@ async def start_from_script(
     """Found the run of a training script, or go on with it from this folder's checkpoint.
 
     Raises:
-        ConfigError, DirectoryError, OSError: with a sentence for the user.
+        ConfigError, DirectoryError, FolderInUseError, OSError: with a sentence for the user.
     """
     logs.speak_as(identity.peer_id)
-    manifest, initial = await asyncio.to_thread(_founded_by_script, foundation, options, identity, say)
-    mine = msgspec.structs.replace(options, folder=options.folder / manifest.run[:12])
-    return await _lead(manifest, mine, directory_options, identity, initial, options.folder, say)
+    manifest, initial = await asyncio.to_thread(found_from_script, foundation, identity.peer_id)
+    with hold(options.folder, manifest):
+        async with open_directory(identity, directory_options, options.folder) as directory:
+            return await _go_on(manifest, initial, options, identity, directory, say)
 
 
 async def join(
@@ -120,18 +144,13 @@ async def join(
     """Find a run, get its manifest from its peers, and take part.
 
     Raises:
-        ConfigError, LookupFailedError, DirectoryError, OSError, ValueError: with a sentence for the user.
+        ConfigError, LookupFailedError, DirectoryError, FolderInUseError, OSError, ValueError: with a sentence for the
+            user.
     """
     logs.speak_as(identity.peer_id)
     async with open_directory(identity, directory_options, options.folder) as directory:
         run = choose(pick_runs(await list_runs(directory), wanted))
-        async with observer_transport(Identity.ephemeral()) as transport:
-            peers = await dial_any(directory, transport, run)
-            manifest = await fetch_manifest(transport, peers, run)
-        say(f"joining run {manifest.config.name} ({run[:12]}), {Layout.of(manifest).elements:,} parameters")
-        await asyncio.to_thread(_has_what_it_takes, manifest, options, say)
-        mine = msgspec.structs.replace(options, folder=options.folder / run[:12])
-        return await take_part(manifest, mine, identity, directory, await _own_state(mine.folder, manifest))
+        return await _join(run, options, identity, directory, say)
 
 
 async def resume(
@@ -142,95 +161,74 @@ async def resume(
     identity: Identity,
     say: Callable[[str], None],
 ) -> Ending:
-    """Go on with a run from the best of the checkpoints under ``folders``.
+    """Go on with a run from the best of the checkpoints under ``folders`` and of this peer's own.
 
     Raises:
-        ConfigError, CheckpointError, DirectoryError, OSError, ValueError: with a sentence for the user.
+        ConfigError, CheckpointError, DirectoryError, FolderInUseError, OSError, ValueError: with a sentence for the
+            user.
     """
     logs.speak_as(identity.peer_id)
-    manifest, initial = await asyncio.to_thread(_resumed, folders, wanted, say)
+    manifest = await asyncio.to_thread(chosen_run, folders, wanted)
     await asyncio.to_thread(_has_what_it_takes, manifest, options, say)
-    mine = msgspec.structs.replace(options, folder=options.folder / manifest.run[:12])
-    return await _lead(manifest, mine, directory_options, identity, initial, options.folder, say)
+    with hold(options.folder, manifest):
+        async with open_directory(identity, directory_options, options.folder) as directory:
+            return await _go_on(manifest, None, options, identity, directory, say, folders)
 
 
-async def _lead(
-    manifest: Manifest,
-    options: PeerOptions,
-    directory_options: DirectoryOptions,
-    identity: Identity,
-    initial: InitialState,
-    cache: Path,
-    say: Callable[[str], None],
+async def _join(
+    run: RunId, options: PeerOptions, identity: Identity, directory: Directory, say: Callable[[str], None]
 ) -> Ending:
-    """Take part as one whom others join: tell how."""
-    async with open_directory(identity, directory_options, cache) as directory:
-        for address in directory.visible_addresses():
-            say(f"to join from another machine:  p2pdiloco join {address} --run {manifest.config.name}")
-        return await take_part(manifest, options, identity, directory, initial)
+    """Take part in a run that others train."""
+    async with observer_transport(Identity.ephemeral()) as transport:
+        peers = await dial_any(directory, transport, run)
+        manifest = await fetch_manifest(transport, peers, run)
+    say(f"joining run {manifest.config.name} ({run[:12]}), {Layout.of(manifest).elements:,} parameters")
+    await asyncio.to_thread(_has_what_it_takes, manifest, options, say)
+    with hold(options.folder, manifest) as folder:
+        mine = msgspec.structs.replace(options, folder=folder)
+        try:
+            own = await asyncio.to_thread(own_state, [options.folder], manifest)
+        except CheckpointError as error:
+            log.warning("checkpoint not used, the state comes from the swarm", reason=str(error))
+            own = None
+        return await take_part(manifest, mine, identity, directory, own)
 
 
-# What is read or made here is as large as the model, some of it several times: it lives in functions that return.
-
-
-def _founded(
-    config: RunConfig, options: PeerOptions, identity: Identity, say: Callable[[str], None]
-) -> tuple[Manifest, InitialState]:
-    """The run of the folder's checkpoint, or a new one."""
-    earlier = load(options.folder / "checkpoint")
-    if earlier is None:
-        return found(config, identity.peer_id, options)
-    if not is_founded_from(earlier.manifest.config, config):
-        raise CheckpointError(
-            f"{options.folder} holds a checkpoint of another configuration: give --state another folder, or use join"
-        )
-    say(f"going on with run {earlier.manifest.run[:12]} from the checkpoint in {options.folder}")
-    return earlier.manifest, InitialState(earlier.shards, earlier.theta, earlier.momentum)
-
-
-def _founded_by_script(
-    foundation: Path, options: PeerOptions, identity: Identity, say: Callable[[str], None]
-) -> tuple[Manifest, InitialState]:
-    """The script's run from this peer's checkpoint of it, or from its beginning."""
-    manifest, initial = found_from_script(foundation, identity.peer_id)
-    folder = options.folder / manifest.run[:12]
+async def _go_on(
+    manifest: Manifest,
+    initial: InitialState | None,
+    options: PeerOptions,
+    identity: Identity,
+    directory: Directory,
+    say: Callable[[str], None],
+    folders: Sequence[Path] = (),
+) -> Ending:
+    """Take part as one whom others join, from the heaviest state here; ``initial`` is for where there is none. The
+    run's folder is held."""
     try:
-        earlier = load(folder / "checkpoint")
+        own = await asyncio.to_thread(own_state, [options.folder, *folders], manifest)
     except CheckpointError as error:
+        if not options.learner:
+            raise
         log.warning("checkpoint not used, the run goes on from its beginning or its peers", reason=str(error))
-        earlier = None
-    if earlier is None or earlier.manifest.run != manifest.run:
-        return manifest, initial
-    say(f"going on with run {manifest.run[:12]} from the checkpoint in {folder}")
-    return manifest, InitialState(earlier.shards, earlier.theta, earlier.momentum)
-
-
-def _resumed(folders: Sequence[Path], wanted: str | None, say: Callable[[str], None]) -> tuple[Manifest, InitialState]:
-    """The best of the checkpoints of the run that is wanted."""
-    every = load_all(folders)
-    chosen = [c for c in every if wanted in (None, c.manifest.config.name) or c.manifest.run.startswith(wanted or "")]
-    if not chosen:
-        raise CheckpointError(f"no checkpoint is of a run {wanted!r}")
-    best = best_of(chosen)
-    manifest, heads = best.manifest, [proof.state.head for proof in best.shards]
-    versions = f"{min(h.version for h in heads)} to {max(h.version for h in heads)}"
-    say(f"going on with run {manifest.config.name} ({manifest.run[:12]}) from {len(chosen)} checkpoints:")
-    say(f"versions {versions} of its shards, {max(h.tokens for h in heads):,} tokens")
-    return manifest, InitialState(best.shards, best.theta, best.momentum)
-
-
-async def _own_state(folder: Path, manifest: Manifest) -> InitialState | None:
-    """What this peer had of the run when it last took part, or had downloaded when its join was cut off; the swarm has
-    the rest."""
-    try:
-        earlier = await asyncio.to_thread(load, folder / "checkpoint")
-    except CheckpointError as error:
-        log.warning("checkpoint not used, the state comes from the swarm", reason=str(error))
-        earlier = None
-    if earlier is not None and earlier.manifest.run == manifest.run:
-        return InitialState(earlier.shards, earlier.theta, earlier.momentum)
-    kept = await asyncio.to_thread(incoming.load, folder / incoming.INCOMING, manifest)
-    return None if kept is None else InitialState(kept.shards, kept.theta, kept.momentum)
+        own = None
+    if initial is not None and (own is not None or await has_state(directory, manifest.run)):
+        initial.take()  # nobody has a use for version 0: this very run has come farther, here or elsewhere
+        initial = None
+    folder = folder_of(options.folder, manifest.run)
+    if own is not None:
+        initial = own
+        say(told(manifest, own))
+        if not options.learner and has_finished(manifest, own.shards) and not await is_live(directory, manifest.run):
+            return Ending(
+                0,
+                f"run {manifest.config.name} ({manifest.run[:12]}) is finished, all {manifest.config.inner.steps} "
+                f"steps of it, and its state lies in {folder}; to train another one, give it another name",
+            )
+    for address in directory.visible_addresses():
+        say(f"to join from another machine:  p2pdiloco join {address} --run {manifest.config.name}")
+    mine = msgspec.structs.replace(options, folder=folder)
+    return await take_part(manifest, mine, identity, directory, initial)
 
 
 def _has_what_it_takes(manifest: Manifest, options: PeerOptions, say: Callable[[str], None]) -> None:

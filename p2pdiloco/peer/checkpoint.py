@@ -3,10 +3,12 @@
 Rules of this file:
 1. A checkpoint appears whole or not at all: tensors first, then the small JSON that names them, each by rename. The
    newest few stay, so that one that the disk has spoilt is not the last.
-2. What is read back is checked: the manifest against the run's id, every shard against the digest that its owner
-   signed. Of several checkpoints the newest that passes is used.
+2. What is read back is checked: the manifest against the run's id, which the index tells, every shard against the
+   digest that its owner signed. Of several checkpoints the heaviest that passes is used. A spoilt manifest hides
+   nothing while there is a copy in the folder above.
 3. Checkpoints of several peers of a run can be put together: of each shard the heaviest head, by the protocol's own
    rule. Where they come from, and in which order, does not matter.
+4. What a crash left half-written, or without its index, is swept at the next save and at the peer's start.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from p2pdiloco.peer.disk import Disk, replace
+from p2pdiloco.peer.disk import PART, Disk, replace
 from p2pdiloco.peer.proofs import proven_digest
 from p2pdiloco.protocol.chain import is_heavier
 from p2pdiloco.protocol.identifiers import RunId
@@ -36,6 +38,7 @@ log = logs.get("node")
 
 MANIFEST = "manifest.msgpack"
 FORMAT = 2
+PREFIX = "state-"
 PLACES = ("checkpoint", "*/checkpoint")
 """Where checkpoints lie in the folder that a user names (a run's folder, a peer's state), if it is not one itself."""
 
@@ -50,6 +53,11 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     format: int = FORMAT
     run: RunId
     shards: tuple[StateProof, ...]
+
+    @property
+    def weight(self) -> int:
+        """Tokens of all chains together: what is later in a chain is heavier."""
+        return sum(proof.state.head.tokens for proof in self.shards)
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +85,7 @@ def save(
     Raises:
         OSError: the disk is full or not writable; what is there stays.
     """
+    sweep_halves(folder, disk)
     earlier = _numbers(disk, folder)
     number = earlier[0] + 1 if earlier else 1
     replace(disk, folder / MANIFEST, [manifest.encode()])
@@ -93,14 +102,43 @@ def save(
         disk.remove(_tensors(folder, old))
 
 
-def load(folder: Path, disk: Disk = LOCAL) -> Checkpoint | None:
-    """The newest checkpoint in ``folder`` that is whole, or None if there is none at all.
+def sweep_halves(folder: Path, disk: Disk = LOCAL) -> list[str]:
+    """Remove what a crash left of checkpoints that were being written or removed; the names. Only for who writes here.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    names = disk.names(folder)
+    ours = (f".{PREFIX}", f".{MANIFEST}.")
+    halves = [name for name in names if name.endswith(PART) and name.startswith(ours)]
+    halves += [
+        name
+        for name in names
+        if name.startswith(PREFIX) and name.endswith(".safetensors") and f"{Path(name).stem}.json" not in names
+    ]
+    for name in halves:
+        disk.remove(folder / name)
+    return halves
+
+
+def indices(folder: Path, disk: Disk = LOCAL) -> list[tuple[int, Index]]:
+    """Number and index of each checkpoint in ``folder`` whose index can be read, the heaviest first."""
+    found = []
+    for number in _numbers(disk, folder):
+        with contextlib.suppress(OSError, ValueError):
+            found.append((number, _read_index(disk, folder, number)))
+    return sorted(found, key=lambda item: (item[1].weight, item[0]), reverse=True)
+
+
+def load(folder: Path, disk: Disk = LOCAL, run: RunId | None = None) -> Checkpoint | None:
+    """The heaviest checkpoint in ``folder`` that is whole, or None if there is none at all; with ``run``, of that run.
 
     Raises:
         CheckpointError: there are some, but each is torn, altered, or of another format.
     """
-    reasons = []
-    for number in _numbers(disk, folder):
+    reasons, readable = [], indices(folder, disk)
+    torn = [number for number in _numbers(disk, folder) if number not in dict(readable)]
+    for number in [number for number, index in readable if run in (None, index.run)] + torn:
         try:
             return _read(disk, folder, number)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -111,18 +149,24 @@ def load(folder: Path, disk: Disk = LOCAL) -> Checkpoint | None:
     return None
 
 
-def load_all(folders: Iterable[Path]) -> list[Checkpoint]:
-    """Whatever can be used of the checkpoints in ``folders`` and in the run folders below them; what cannot be is told
-    in the log.
+def places(folders: Iterable[Path]) -> list[Path]:
+    """Where checkpoints may lie: ``folders`` themselves, and what is below them."""
+    searched = list(folders)
+    below = (place for folder in searched for pattern in PLACES for place in folder.glob(pattern))
+    return sorted({*searched, *below})
+
+
+def load_all(folders: Iterable[Path], run: RunId | None = None) -> list[Checkpoint]:
+    """Whatever can be used of the checkpoints in ``folders`` and in the run folders below them, with ``run`` of that
+    run; what cannot be is told in the log.
 
     Raises:
         CheckpointError: nothing can.
     """
     found, reasons, searched = [], [], list(folders)
-    below = (place for folder in searched for pattern in PLACES for place in folder.glob(pattern))
-    for place in sorted({*searched, *below}):
+    for place in places(searched):
         try:
-            checkpoint = load(place)
+            checkpoint = load(place, run=run)
         except CheckpointError as error:
             reasons.append(str(error))
         else:
@@ -143,6 +187,8 @@ def best_of(checkpoints: Iterable[Checkpoint]) -> Checkpoint:
     if any(other.manifest.run != first.manifest.run for other in others):
         runs = sorted({c.manifest.run[:12] for c in (first, *others)})
         raise CheckpointError(f"the checkpoints are of several runs ({', '.join(runs)}): give those of one")
+    if not others:
+        return first
     shards, theta, momentum = list(first.shards), first.theta.clone(), first.momentum.clone()
     for other in others:
         for piece, proof in zip(Layout.of(first.manifest).shards, other.shards, strict=True):
@@ -163,16 +209,37 @@ def _tensors(folder: Path, number: int) -> Path:
 
 def _numbers(disk: Disk, folder: Path) -> list[int]:
     """Of the checkpoints in ``folder``, newest first."""
-    names = (name for name in disk.names(folder) if name.startswith("state-") and name.endswith(".json"))
-    stems = (name.removeprefix("state-").removesuffix(".json") for name in names)
+    names = (name for name in disk.names(folder) if name.startswith(PREFIX) and name.endswith(".json"))
+    stems = (name.removeprefix(PREFIX).removesuffix(".json") for name in names)
     return sorted((int(stem) for stem in stems if stem.isdecimal()), reverse=True)
 
 
-def _read(disk: Disk, folder: Path, number: int) -> Checkpoint:
+def _read_index(disk: Disk, folder: Path, number: int) -> Index:
     index = msgspec.json.decode(disk.read(_index(folder, number)), type=Index)
     if index.format != FORMAT:
         raise ValueError(f"it has format {index.format}, this version reads {FORMAT}")
-    manifest = decode_manifest(disk.read(folder / MANIFEST), index.run)
+    return index
+
+
+def read_manifest(folder: Path, run: RunId, disk: Disk = LOCAL) -> Manifest:
+    """The manifest of ``run`` from a folder of checkpoints, or, if that is spoilt, from the run's folder above it.
+
+    Raises:
+        OSError, ValueError: neither has it.
+    """
+    try:
+        return decode_manifest(disk.read(folder / MANIFEST), run)
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            manifest = decode_manifest(disk.read(folder.parent / MANIFEST), run)
+            log.warning("the checkpoints' manifest is spoilt, its copy above is used", folder=folder)
+            return manifest
+        raise
+
+
+def _read(disk: Disk, folder: Path, number: int) -> Checkpoint:
+    index = _read_index(disk, folder, number)
+    manifest = read_manifest(folder, index.run, disk)
     tensors = safetensors.torch.load(disk.read(_tensors(folder, number)))
     theta, momentum = tensors["theta"], tensors["momentum"]
     layout = Layout.of(manifest)

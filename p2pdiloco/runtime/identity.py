@@ -96,7 +96,7 @@ class Identity:
         except LockedError as error:
             raise IdentityError(
                 f"the identity {self.path} is in use by another peer on this machine (process {error}); "
-                "stop it, or give this peer an identity file of its own"
+                "stop it, or give this peer a state folder of its own (--state)"
             ) from error
         except OSError as error:
             raise IdentityError(f"the lock file {file} cannot be opened: {error.strerror}") from error

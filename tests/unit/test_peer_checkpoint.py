@@ -160,3 +160,16 @@ def test_checkpoints_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
     write(tmp_path / "b", (1, 1), make_manifest(seed=7))
     with pytest.raises(CheckpointError, match="several runs"):
         best_of(load_all([tmp_path / "a", tmp_path / "b"]))
+
+
+def test_what_a_crash_left_half_written_is_swept_at_the_next_save(tmp_path: Path) -> None:
+    """A model-sized file a crash, and none of them goes by itself. The learner's own is not ours to remove."""
+    write(tmp_path, (1, 1))
+    left = [".state-00000002.safetensors.part", ".state-00000002.safetensors.a1b2c3.part", ".manifest.msgpack.x.part"]
+    for name in [*left, "state-00000007.safetensors", ".learner.safetensors.x.part"]:
+        (tmp_path / name).write_bytes(b"half")
+    write(tmp_path, (2, 2))
+    names = {path.name for path in tmp_path.iterdir()}
+    assert not names & {*left, "state-00000007.safetensors"}
+    assert ".learner.safetensors.x.part" in names
+    assert versions_of(load(tmp_path)) == [2, 2]

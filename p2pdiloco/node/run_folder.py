@@ -1,0 +1,208 @@
+"""One folder a run: ``STATE/RUN``, by the first letters of the run's id, whoever founded, joined or resumed it here.
+
+Rules of this file:
+1. One process at a time uses it (``hold``); a second one is told which, and writes nothing.
+2. What a peer begins with is the heaviest that lies anywhere below its state folder (and below those that the user
+   names): of each shard the heaviest head. So the order of commands makes no difference, and nobody goes on from an
+   older state than there is, which would be a second chain with the same key.
+3. A founder finds its run by the manifests that lie there. A folder that an earlier release named after the run is
+   renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from p2pdiloco.node.founding import is_founded_from
+from p2pdiloco.peer import incoming
+from p2pdiloco.peer.checkpoint import (
+    MANIFEST,
+    CheckpointError,
+    Index,
+    best_of,
+    indices,
+    load,
+    load_all,
+    places,
+    read_manifest,
+)
+from p2pdiloco.peer.checkpoint import sweep_halves as sweep_checkpoints
+from p2pdiloco.peer.disk import sweep
+from p2pdiloco.peer.peer import InitialState
+from p2pdiloco.protocol.identifiers import RunId, digest_of
+from p2pdiloco.protocol.manifest import Manifest, RunConfig
+from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.files import LOCAL, LockedError, lock, write_atomically
+from p2pdiloco.wire.bodies import StateProof
+
+log = logs.get("session")
+
+CHECKPOINT = "checkpoint"
+LOCK = "lock"
+NAME_LETTERS = 12
+
+
+class FolderInUseError(Exception):
+    """Another process has the run's folder; the message says which and what to do."""
+
+
+class NameTakenError(Exception):
+    """The run cannot be founded under its name; the message says why and what to do."""
+
+
+class Standing(NamedTuple):
+    """How far a run has come, by the checkpoints below some folders."""
+
+    manifest: Manifest
+    weight: int
+    """Of the heaviest checkpoint, in tokens of all shards."""
+    step: int
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is left to train."""
+        return self.step >= self.manifest.config.inner.steps
+
+
+def folder_of(state: Path, run: RunId) -> Path:
+    """Where a peer with this state folder keeps ``run``."""
+    return state / run[:NAME_LETTERS]
+
+
+@contextlib.contextmanager
+def hold(state: Path, manifest: Manifest) -> Iterator[Path]:
+    """The run's folder, made if it is not there, for this process alone.
+
+    Raises:
+        FolderInUseError: another process has it.
+        OSError: it cannot be made or written.
+    """
+    folder = folder_of(state, manifest.run)
+    _rename_earlier(state, manifest, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = lock(folder / LOCK)
+    except LockedError as error:
+        raise FolderInUseError(
+            f"the folder {folder} of run {manifest.config.name} is in use by process {error}: stop that one "
+            f"(kill {error}), or give this peer a folder of its own with --state"
+        ) from error
+    try:
+        if not (folder / MANIFEST).is_file() or (folder / MANIFEST).read_bytes() != manifest.encode():
+            write_atomically(folder / MANIFEST, manifest.encode())  # a copy for checkpoints whose own is spoilt
+        swept = sweep(LOCAL, folder) + sweep_checkpoints(folder / CHECKPOINT)
+        if swept:
+            log.info("what a crash had left half-written is removed", folder=folder, files=len(swept))
+        yield folder
+    finally:
+        os.close(descriptor)
+
+
+def standings(folders: Iterable[Path]) -> dict[RunId, Standing]:
+    """The runs that have checkpoints in ``folders`` or below them, by their indices alone."""
+    found: dict[RunId, Standing] = {}
+    for place in places(folders):
+        for _, index in indices(place):
+            standing = _standing(place, index)
+            if standing is not None and (index.run not in found or standing.weight > found[index.run].weight):
+                found[index.run] = standing
+    return found
+
+
+def founded_earlier(config: RunConfig, state: Path) -> Manifest | None:
+    """The run of this configuration below ``state``: the one that has come farthest, of those that are not finished.
+
+    Raises:
+        NameTakenError: there is an unfinished run of that name with another configuration.
+    """
+    alike = [s for s in standings([state]).values() if s.manifest.config.name == config.name]
+    same = [s for s in alike if is_founded_from(s.manifest.config, config)]
+    if same:
+        return max(same, key=lambda s: (not s.is_finished, s.weight)).manifest
+    for other in alike:
+        if not other.is_finished:
+            run = other.manifest.run
+            raise NameTakenError(
+                f"{folder_of(state, run)} holds run {config.name} ({run[:12]}) of another configuration, at step "
+                f"{other.step} of {other.manifest.config.inner.steps}. To go on with that one: p2pdiloco resume "
+                f"{state} --run {run[:12]}. To found this one beside it: add --name {config.name}-2"
+            )
+    return None
+
+
+def chosen_run(folders: Sequence[Path], wanted: str | None) -> Manifest:
+    """The run that is wanted, of those that lie in ``folders``.
+
+    Raises:
+        CheckpointError: there is none, or there are several.
+    """
+    every = standings(folders)
+    chosen = [
+        s.manifest
+        for run, s in every.items()
+        if wanted in (None, s.manifest.config.name) or run.startswith(wanted or "")
+    ]
+    if not every:
+        load_all(folders)  # which says what is wrong with what lies there
+    if not chosen:
+        raise CheckpointError(f"no checkpoint is of a run {wanted!r}")
+    if len(chosen) > 1:
+        names = ", ".join(sorted(f"{m.config.name} ({m.run[:12]})" for m in chosen))
+        raise CheckpointError(f"the checkpoints are of several runs ({names}): name one with --run")
+    return chosen[0]
+
+
+def own_state(folders: Sequence[Path], manifest: Manifest) -> InitialState | None:
+    """The heaviest state of the run in ``folders`` and below; else what a join that was cut off had downloaded into the
+    first of them. None: there is nothing of it.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none can be used.
+    """
+    mine = folder_of(folders[0], manifest.run)
+    if manifest.run in standings(folders):
+        best = best_of(load_all(folders, manifest.run))
+        return InitialState(best.shards, best.theta, best.momentum)
+    load(mine / CHECKPOINT, run=manifest.run)  # which complains if what lies there cannot be read
+    kept = incoming.load(mine / incoming.INCOMING, manifest)
+    return None if kept is None else InitialState(kept.shards, kept.theta, kept.momentum)
+
+
+def has_finished(manifest: Manifest, shards: Iterable[StateProof]) -> bool:
+    """Whether a run is over at these heads."""
+    return max((proof.state.step for proof in shards), default=0) >= manifest.config.inner.steps
+
+
+def told(manifest: Manifest, state: InitialState) -> str:
+    """For the user: what a peer begins with."""
+    heads = [proof.state.head for proof in state.shards]
+    versions = f"{min(h.version for h in heads)} to {max(h.version for h in heads)}"
+    return (
+        f"going on with run {manifest.config.name} ({manifest.run[:12]}) from versions {versions} of its shards, "
+        f"{max(h.tokens for h in heads):,} tokens"
+    )
+
+
+def _standing(place: Path, index: Index) -> Standing | None:
+    try:
+        manifest = read_manifest(place, index.run)
+    except (OSError, ValueError) as error:
+        log.warning("checkpoints without a manifest are not used", folder=place, reason=str(error))
+        return None
+    return Standing(manifest, index.weight, max(proof.state.step for proof in index.shards))
+
+
+def _rename_earlier(state: Path, manifest: Manifest, folder: Path) -> None:
+    """Earlier releases named a founder's folder after its run."""
+    earlier = state / manifest.config.name
+    if folder.exists() or not (earlier / CHECKPOINT).is_dir():
+        return
+    with contextlib.suppress(OSError, ValueError):
+        data = (earlier / MANIFEST).read_bytes()
+        if RunId(digest_of(data)) == manifest.run:
+            earlier.rename(folder)
+            log.info("the run's folder has a new name", was=earlier, now=folder)
