@@ -87,7 +87,7 @@ def test_files_that_are_not_there_or_something_else(user: User) -> None:
     broken, empty = user.folder / "broken.toml", user.folder / "empty"
     broken.write_text("name = \n")
     empty.mkdir()
-    user.is_told(REPAIR, "nowhere.toml", "No such file", by=["start", str(user.folder / "nowhere.toml")])
+    user.is_told(REPAIR, "nowhere.toml", "no such file", by=["start", str(user.folder / "nowhere.toml")])
     user.is_told(REPAIR, "broken.toml", "line 1", by=["start", str(broken)])
     config = write_config(user.folder)
     user.is_told(REPAIR, "has no file that matches", by=["start", str(config), "--data", str(empty), *PEER])
