@@ -51,11 +51,15 @@ class Peer:
         self.state.put(SHARD, ZERO, bell(99, 0.02), bell(98))
         self.version = 0
 
-    def contribute(self, gradient: Tensor) -> bytes:
-        """As if the learner had moved by -gradient."""
+    def copy(self, gradient: Tensor) -> None:
+        """As if the learner had moved by -gradient, and is asked for a snapshot."""
         self.state.snapshot_asked(FRAGMENT)
         self.vectors.snapshot.copy_(self.state.theta - gradient)
         self.state.snapshot_taken(FRAGMENT)
+
+    def contribute(self, gradient: Tensor) -> bytes:
+        """What it gives then."""
+        self.copy(gradient)
         return self.state.encode(SHARD, self.head)[0]
 
     @property
@@ -128,15 +132,113 @@ def test_the_learner_keeps_what_was_not_merged(peers: tuple[Peer, Peer]) -> None
     assert torch.equal(mine.vectors.shift, expected[1] + expected[2])
 
 
-def test_a_reset_replaces_and_voids_the_snapshot(peers: tuple[Peer, Peer]) -> None:
+def test_a_reset_replaces(peers: tuple[Peer, Peer]) -> None:
     owner, mine = peers
     mine.state.load(ME)
     mine.state.shifted((SHARD,))
     header, merged = owner.merge([mine.contribute(bell(1))])
     assert mine.apply(header, merged, Moves(ME, (), (), True)) == Shifts((), (SHARD,))
     assert torch.equal(mine.vectors.shift, mine.state.theta)
+
+
+def test_a_reset_voids_a_snapshot_that_waits_to_be_encoded(peers: tuple[Peer, Peer]) -> None:
+    owner, mine = peers
+    mine.state.load(ME)
+    mine.state.shifted((SHARD,))
+    mine.copy(bell(2))
+    mine.apply(*owner.merge([owner.contribute(bell(1))]), Moves(ME, (), (), True))
     with pytest.raises(StaleBaseError):
         mine.state.encode(SHARD, mine.head)
+
+
+def test_a_snapshot_from_before_a_replacement_is_void(peers: tuple[Peer, Peer]) -> None:
+    owner, mine = peers
+    mine.state.load(ME)
+    mine.state.shifted((SHARD,))
+    mine.apply(*owner.merge([owner.contribute(bell(1))]), Moves(ME, (), (), True))
+    mine.copy(bell(2))  # the learner has not taken the replacement
+    with pytest.raises(StaleBaseError):
+        mine.state.encode(SHARD, mine.head)
+    mine.state.shifted((SHARD,))
+    mine.copy(bell(2))
+    mine.state.encode(SHARD, mine.head)
+
+
+def test_a_snapshot_is_brought_up_to_date_with_what_is_in_flight_and_queued(peers: tuple[Peer, Peer]) -> None:
+    owner, mine = peers
+    mine.state.load(ME)
+    mine.state.shifted((SHARD,))
+    before, shifts = mine.state.theta.clone(), []
+    for seed in (1, 2):
+        header, merged = owner.merge([owner.contribute(bell(seed))])
+        owner.apply(header, merged)
+        shifts.append(mine.apply(header, merged))
+    assert shifts == [Shifts((SHARD,), ()), Shifts((), ())], "the second waits until the learner has taken the first"
+    mine.state.snapshot_asked(FRAGMENT)
+    mine.vectors.snapshot.copy_(before - bell(3))  # it has taken neither
+    mine.state.snapshot_taken(FRAGMENT)
+    assert torch.equal(mine.vectors.snapshot, before - bell(3) + mine.vectors.shift + mine.state.queued)
+    assert torch.allclose(mine.state.theta - mine.vectors.snapshot, bell(3), atol=1e-6)
+
+
+def test_several_contributions_are_settled_and_restored_at_once(peers: tuple[Peer, Peer]) -> None:
+    """A heavier chain may have merged several of what ours has not, or lack several that ours has."""
+    donor, mine = peers
+    mine.state.load(ME)
+    mine.state.shifted((SHARD,))
+    payloads = [mine.contribute(bell(seed)) for seed in (1, 2, 3, 4)]
+    before = mine.state.theta.clone()
+    donor.apply(*donor.merge([payloads[0]]))
+    chunk = torch.empty(2 * ELEMENTS)
+    head, listed = donor.state.copy(SHARD, chunk)
+    mine.state.stage(SHARD, head, torch.split(chunk, 2 * quantize.CHUNK), listed)
+    mine.state.install(SHARD, head, Moves(ME, payloads[:2], payloads[2:], False))
+    settled, restored = decoded(payloads[0]) + decoded(payloads[1]), decoded(payloads[2]) + decoded(payloads[3])
+    assert torch.allclose(mine.vectors.shift, mine.state.theta - before + settled - restored, atol=1e-7)
+
+
+def test_another_learners_contributions_do_not_move_this_one(peers: tuple[Peer, Peer]) -> None:
+    """Those of the life before this one, whose commit comes late."""
+    owner, mine = peers
+    mine.state.load(ME)
+    mine.state.shifted((SHARD,))
+    payload, before = mine.contribute(bell(1)), mine.state.theta.clone()
+    mine.apply(*owner.merge([payload]), Moves(LearnerId("me/0"), (payload,), (), False))
+    assert torch.equal(mine.vectors.shift, mine.state.theta - before)
+
+
+def test_a_new_learner_takes_nothing_of_what_waited_for_the_last(peers: tuple[Peer, Peer]) -> None:
+    owner, mine = peers
+    mine.state.load(ME)
+    mine.state.shifted((SHARD,))
+    for seed in (1, 2):
+        header, merged = owner.merge([owner.contribute(bell(seed))])
+        owner.apply(header, merged)
+        mine.apply(header, merged)
+    mine.state.unload()
+    mine.state.load(LearnerId("me/2"))
+    assert torch.equal(mine.vectors.shift, mine.state.theta)
+    assert mine.state.shifted((SHARD,)) == Shifts((), ())
+
+
+def test_an_owner_that_was_forestalled_takes_the_other_commit(peers: tuple[Peer, Peer]) -> None:
+    """Both merge the same version; the second one's is ready when the first one's comes."""
+    first, second = peers
+    header, merged = first.merge([first.contribute(bell(1))])
+    second.merge([second.contribute(bell(2))])
+    for peer in peers:
+        peer.apply(header, merged)
+    assert torch.equal(second.state.theta, first.state.theta)
+    assert torch.equal(second.state.momentum, first.state.momentum)
+    assert second.state.digest(SHARD) == header.result
+
+
+def test_what_is_put_is_what_is_there(peers: tuple[Peer, Peer]) -> None:
+    """Parameters and momentum of a checkpoint, and the digests that they have."""
+    state = peers[0].state
+    assert torch.equal(state.theta, bell(99, 0.02))
+    assert torch.equal(state.momentum, bell(98))
+    assert state.digests[SHARD] == digests.digest_list(bell(99, 0.02), bell(98))
 
 
 def test_a_fetched_state_gives_back_what_a_fork_had_merged(peers: tuple[Peer, Peer]) -> None:

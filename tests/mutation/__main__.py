@@ -1,0 +1,136 @@
+"""``python -m tests.mutation``: plant bugs, made by a tool or by hand, and see whether the fast tests find them.
+
+    run       sample mutants of packages, print the score and the survivors
+    planted   every bug of p2pdiloco/simulation/planted.py against the tests that must kill it
+    check     what CI does: mutants that tests once killed must still die, and a fresh sample is told
+    accept    take runs' JSON files into the baseline
+
+docs/testing.md tells more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from random import Random
+
+from p2pdiloco.simulation.planted import BUGS
+from p2pdiloco.simulation.planting import plant
+from tests.mutation import baseline
+from tests.mutation.gate import PACKAGES, Result, ScoreCard, judge_again, judge_sample
+from tests.mutation.workers import Job, import_slow, judge
+
+PLANTED_S = 60.0
+FRESH_LEAST = 3
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
+    sub = parser.add_subparsers(dest="command", required=True)
+    run = sub.add_parser("run")
+    run.add_argument("--packages", nargs="+", choices=sorted(PACKAGES), default=sorted(PACKAGES))
+    run.add_argument("--matching", default="", help="only mutants whose id holds this text")
+    run.add_argument("--sample", type=int, default=0, help="of each package; 0: all")
+    run.add_argument("--simulator-seeds", type=int, default=60, help="after the tests (protocol only)")
+    run.add_argument("--json", type=Path)
+    run.add_argument("--check", action="store_true", help="fail if a score is below the baseline's")
+    planted = sub.add_parser("planted")
+    planted.add_argument("names", nargs="*", help="of bugs; default: all")
+    check = sub.add_parser("check")
+    check.add_argument("--again", type=int, default=30, help="killed mutants that are judged again")
+    for one in (run, check):
+        one.add_argument("--seed", type=int, help="of the sample; default: a fresh one, which is printed")
+    for one in (run, planted, check):
+        one.add_argument("--jobs", type=int, default=1)
+    accept = sub.add_parser("accept")
+    accept.add_argument("files", nargs="+", type=Path)
+    arguments = parser.parse_args()
+    if arguments.command == "accept":
+        baseline.accept([json.loads(path.read_text()) for path in arguments.files])
+        return 0
+    import_slow()
+    return {"run": _run, "planted": _planted, "check": _check}[arguments.command](arguments)
+
+
+def _seed(given: int | None) -> int:
+    seed = int(time.time()) % 1_000_000 if given is None else given
+    print(f"sample's seed {seed}", flush=True)
+    return seed
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    seed, cards, is_lower = _seed(arguments.seed), [], False
+    known = baseline.read()
+    for package in arguments.packages:
+        card = judge_sample(
+            package,
+            matching=arguments.matching,
+            sample=arguments.sample,
+            random=Random(f"{seed} {package}"),
+            simulator_seeds=arguments.simulator_seeds if package == "protocol" else 0,
+            processes=arguments.jobs,
+            say=_say_survivor,
+        )
+        cards.append(card)
+        _say(card)
+        if arguments.json:
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.write_text(json.dumps({"seed": seed, "cards": [c.as_json() for c in cards]}, indent=1))
+        if arguments.check and package in known.packages:
+            is_lower |= _is_lower(card, known)
+    return 1 if is_lower else 0
+
+
+def _is_lower(card: ScoreCard, known: baseline.Baseline) -> bool:
+    """Below the baseline by more than the chance of sampling (two standard errors)? Accepted survivors do not count."""
+    mine = [r for r in card.results if r.mutant.id not in known.accepted]
+    if not mine:
+        return False
+    score, was = sum(r.is_killed for r in mine) / len(mine), known.packages[card.package]["score_but_accepted"]
+    margin = 2 * math.sqrt(max(was * (1 - was), 0.01) / len(mine)) if len(mine) < card.reached else 0.0
+    print(f"  without accepted survivors {score:.1%}, baseline {was:.1%}, chance {margin:.1%}")
+    return score < was - margin
+
+
+def _say_survivor(result: Result) -> None:
+    if result.verdict.fate in ("survived", "broken"):
+        mutant = result.mutant
+        what = result.verdict.by if result.verdict.fate == "broken" else ""
+        print(f"{result.file}:{mutant.lines.start}: {mutant.place}: {mutant.change} {what}", flush=True)
+
+
+def _say(card: ScoreCard) -> None:
+    print(
+        f"{card.package}: {card.killed} of {len(card.results)} killed ({card.score:.1%}); {card.reached} of "
+        f"{card.total} mutants are on lines that fast tests reach ({card.covered:.1%})",
+        flush=True,
+    )
+
+
+def _planted(arguments: argparse.Namespace) -> int:
+    wanted = [bug for bug in BUGS if not arguments.names or bug.name in arguments.names]
+    jobs = [Job(bug.name, lambda bug=bug: plant(bug), bug.killed_by, PLANTED_S) for bug in wanted]  # type: ignore[misc]
+    alive = 0
+    for job, verdict in judge(jobs, arguments.jobs):
+        alive += verdict.fate != "killed"
+        print(f"{job.name:<64} {verdict.fate:<9} {verdict.by}", flush=True)
+    print(f"{len(jobs)} planted, {alive} not killed")
+    return 1 if alive or not jobs else 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    seed = _seed(arguments.seed)
+    alive, judged, gone = judge_again(baseline.read().killed, arguments.again, Random(seed), arguments.jobs)
+    for result in alive:
+        print(f"no longer killed: {result.mutant.id}")
+    print(f"{judged} of the killed judged again, {len(alive)} live; {gone} are not in the code any more")
+    return 1 if alive or judged < FRESH_LEAST else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""Judging in processes of their own: each is forked from one that has imported what is slow (torch, pytest) and nothing
+of ours, plants its change, and runs tests until the first fails.
+
+Rules of this file:
+1. A process that does not end within its time is killed, with all that it started; that is found, too: a program that
+   hangs is no program.
+2. No file of the working tree is written: no bytecode of mutants, no examples of hypothesis, no caches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SEED = "seed:"
+"""What a seed of the simulator is called among tests: ``seed:17``."""
+LOOK_S = 0.01
+
+
+class Verdict(NamedTuple):
+    """What came of one mutant."""
+
+    fate: str
+    """killed, survived, timeout, or broken (no test ran: the tool's fault, or the tests')."""
+    by: str
+    """The test that failed first."""
+    seconds: float
+
+
+class Job(NamedTuple):
+    """One mutant to judge."""
+
+    name: str
+    plant: Callable[[], None]
+    tests: Sequence[str]
+    """Ids of pytest's and of seeds, in this order."""
+    limit_s: float
+
+
+def import_slow() -> None:
+    """What every process needs and none changes. To be called once, before ``judge``."""
+    import hypothesis  # noqa: F401, PLC0415
+    import torch  # noqa: PLC0415
+    from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: F401, PLC0415
+
+    with contextlib.suppress(ImportError):
+        import numba  # noqa: F401, PLC0415
+    torch.set_num_threads(1)
+    ours = [name for name in sys.modules if name.startswith("p2pdiloco.") and "simulation" not in name]
+    assert not ours, f"imported too early: {ours}"
+
+
+def judge(jobs: Sequence[Job], processes: int) -> Iterator[tuple[Job, Verdict]]:
+    """Verdicts as they come, ``processes`` at a time."""
+    waiting = list(reversed(jobs))
+    running: dict[int, _Child] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < processes:
+                child = _Child(waiting.pop())
+                running[child.pid] = child
+            for child in list(running.values()):
+                verdict = child.look()
+                if verdict is not None:
+                    del running[child.pid]
+                    yield child.job, verdict
+            time.sleep(LOOK_S)
+    finally:
+        for child in running.values():
+            child.kill()
+
+
+class _Child:
+    """One forked process."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._began = time.monotonic()
+        self._result = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read when the child is gone
+        self.pid = os.fork()
+        if self.pid == 0:
+            _be_child(job, self._result)
+
+    def look(self) -> Verdict | None:
+        """Its verdict, once it is there."""
+        seconds = time.monotonic() - self._began
+        done, _ = os.waitpid(self.pid, os.WNOHANG)
+        if not done:
+            if seconds <= self.job.limit_s:
+                return None
+            self.kill()
+            return Verdict("timeout", "", seconds)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)  # what it started and left behind
+        self._result.seek(0)
+        text = self._result.read()
+        self._result.close()
+        fate, by = json.loads(text) if text else ("killed", "the process's end")
+        return Verdict(fate, by, seconds)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        self._result.close()
+
+
+def _be_child(job: Job, result: Any) -> None:
+    """Never returns."""
+    try:
+        os.setsid()
+        with open(os.devnull, "r+b") as nothing:
+            for descriptor in (0, 1, 2):
+                os.dup2(nothing.fileno(), descriptor)
+        with tempfile.TemporaryDirectory(prefix="p2pdiloco-mutant-") as folder:
+            isolate(Path(folder))
+            job.plant()
+            verdict = run_tests(job.tests)
+            json.dump(verdict, result)
+            result.flush()
+    finally:
+        os._exit(0)
+
+
+def isolate(folder: Path) -> None:
+    """Caches of tests go to ``folder``; a kernel of another mutant is not taken for this one's."""
+    sys.dont_write_bytecode = True
+    os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(folder / "hypothesis")
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    os.environ["PYTHONPATH"] = str(ROOT)
+
+
+def run_tests(tests: Sequence[str], *plugins: object) -> tuple[str, str]:
+    """Fate and killer; stops at the first failure."""
+    first = _First()
+    mine = [test for test in tests if not test.startswith(SEED)]
+    if mine:
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=", "--timeout=0"]
+        status = pytest.main([*options, *(f"{ROOT}/{test}" for test in mine)], plugins=[first, *plugins])
+        if status == pytest.ExitCode.TESTS_FAILED:
+            return "killed", first.failed or "?"
+        if status == pytest.ExitCode.INTERRUPTED and first.failed:
+            return "killed", first.failed
+        if status != pytest.ExitCode.OK:
+            return "broken", f"pytest ended with status {status}: {first.failed}"
+    for seed in (int(test.removeprefix(SEED)) for test in tests if test.startswith(SEED)):
+        if not is_seed_clean(seed):
+            return "killed", f"{SEED}{seed}"
+    return "survived", ""
+
+
+def is_seed_clean(seed: int) -> bool:
+    """Run one seed of the simulator; a crash counts as found."""
+    from p2pdiloco.simulation.seeds import run_seed  # noqa: PLC0415 - in the child, after planting
+
+    try:
+        outcome = run_seed(seed)
+    except Exception:  # noqa: BLE001 - whatever a mutant breaks is found
+        return False
+    return not outcome.violations and not outcome.tokens_lost
+
+
+class _First:
+    """Remembers the first test that failed, or the module that could not be imported."""
+
+    def __init__(self) -> None:
+        self.failed = ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and not self.failed:
+            self.failed = report.nodeid
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed and not self.failed:
+            self.failed = f"import of {report.nodeid}"
