@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # What `make bench-wire` exchanges: "--all" compares with hivemind and torchft, and needs root.
 EXCHANGE ?= --all
 
-.PHONY: demo test test-measured lint simulate chaos golden bench-wire bench-wan bench-quick bench-uml clean help
+.PHONY: demo test test-measured lint simulate mutants chaos golden bench-wire bench-wan bench-quick bench-uml clean help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -41,6 +41,12 @@ lint: $(READY) ## format, lint, types, layers
 simulate: $(READY) ## 10,000 seeds of the protocol's simulator, and every planted bug (minutes)
 	@$(BIN)/p2pdiloco simulate --seeds 0-9999
 	@$(BIN)/p2pdiloco simulate --mutants
+
+# SAMPLE mutants of each package (0: all, a day of one core); the seed makes the sample repeatable.
+SAMPLE ?= 150
+mutants: $(READY) ## planted bugs, and SAMPLE mutants a package against the fast tests and seeds (an hour): docs/testing.md
+	@$(BIN)/python -m tests.mutation planted --jobs 2
+	@$(BIN)/python -m tests.mutation run --sample $(SAMPLE) --jobs 2 --json out/mutation/run.json --check
 
 chaos: $(READY) ## three minutes of kills, stops, cut and spoilt links to four peers, judged and drawn (out/chaos)
 	@$(BIN)/p2pdiloco chaos --plan quick --out out/chaos

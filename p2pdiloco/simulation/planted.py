@@ -9,17 +9,23 @@ from __future__ import annotations
 
 from p2pdiloco.simulation.planting import Bug
 
-_DRIVER = "p2pdiloco.node.driver"
-_STATE = "p2pdiloco.node.global_state"
-_CHECKPOINT = "p2pdiloco.node.checkpoint"
-_SAVING = "p2pdiloco.node.saving"
-_FETCHING = "p2pdiloco.node.fetching"
-_SUPERVISION = "p2pdiloco.node.supervision"
+_DRIVER = "p2pdiloco.peer.driver"
+_STATE = "p2pdiloco.peer.global_state"
+_CHECKPOINT = "p2pdiloco.peer.checkpoint"
+_SAVING = "p2pdiloco.peer.saving"
+_FETCHING = "p2pdiloco.peer.fetching"
+_SUPERVISION = "p2pdiloco.peer.supervision"
 _LINK = "p2pdiloco.training.outer_link"
 
-_DRIVER_TESTS = "tests/unit/test_node_driver.py"
-_STATE_TESTS = "tests/unit/test_node_global_state.py"
-_CONSERVATION = "tests/property/test_conservation.py"
+_DRIVER_TESTS = "tests/unit/test_peer_driver.py"
+_STATE_TESTS = "tests/unit/test_peer_global_state.py"
+_SAVING_TESTS = "tests/unit/test_peer_saving.py"
+_CHECKPOINT_TESTS = "tests/unit/test_peer_checkpoint.py"
+_FETCHING_TESTS = "tests/unit/test_peer_fetching.py"
+_SUPERVISION_TESTS = "tests/unit/test_peer_supervision.py"
+_LINK_TESTS = "tests/unit/test_training_outer_link.py"
+_ADOPTED = "test_a_learner_that_is_adopted_keeps_its_progress_since_the_loss_and_counts_nothing_twice"
+_CONSERVATION = "tests/property/test_conservation.py::test_every_token_trained_stands_in_the_parameters_once"
 
 BUGS = (
     # -- the driver ----------------------------------------------------------------------------------------------------
@@ -81,11 +87,11 @@ BUGS = (
     ),
     Bug(
         name="own payloads dropped",
-        module="p2pdiloco.node.retention",
+        module="p2pdiloco.peer.retention",
         old="kept.update(edge.payload for edge in ledger.edges)",
         new="kept.update(())",
         harm="every commit that merges this learner resets it",
-        killed_by=("tests/unit/test_node_retention.py::test_own_contributions_are_kept_whatever_they_weigh",),
+        killed_by=(f"{_DRIVER_TESTS}::test_own_contributions_are_kept_until_it_is_known_what_became_of_them",),
     ),
     # -- the shift queue -----------------------------------------------------------------------------------------------
     Bug(
@@ -94,7 +100,10 @@ BUGS = (
         old="waiting = ((self._in_flight[shard], self.shift), (self._in_queue[shard], self.queued))",
         new="waiting = ((self._in_flight[shard], self.shift),)",
         harm="the contribution takes the swarm's queued progress back",
-        killed_by=(f"{_STATE_TESTS}::test_a_snapshot_is_brought_up_to_date_with_what_is_in_flight_and_queued", _CONSERVATION),
+        killed_by=(
+            f"{_STATE_TESTS}::test_a_snapshot_is_brought_up_to_date_with_what_is_in_flight_and_queued",
+            _CONSERVATION,
+        ),
     ),
     Bug(
         name="only the first of several settled",
@@ -179,9 +188,205 @@ BUGS = (
     Bug(
         name="momentum of a fetched state dropped",
         module=_STATE,
-        old="            self.momentum[span].copy_(momentum)\n            self._hand_over(handover, span, change)",
-        new="            self.momentum[span].copy_(self.momentum[span])\n            self._hand_over(handover, span, change)",
+        old="            self.momentum[span].copy_(momentum)\n            self._hand_over(handover",
+        new="            momentum.copy_(momentum)\n            self._hand_over(handover",
         harm="the next commit gives another state than everybody else's",
         killed_by=(f"{_STATE_TESTS}::test_a_fetched_state_gives_back_what_a_fork_had_merged", _CONSERVATION),
+    ),
+    # -- coming back ---------------------------------------------------------------------------------------------------
+    Bug(
+        name="a checkpoint's momentum is not taken",
+        module="p2pdiloco.peer.peer",
+        old="self.state.put(piece.shard, proof.state.head.id, theta[span], momentum[span])",
+        new="self.state.put(piece.shard, proof.state.head.id, theta[span], 0 * momentum[span])",
+        harm="the next commit gives another state than everybody else's",
+        killed_by=(f"{_SAVING_TESTS}::test_who_comes_back_from_a_checkpoint_goes_on_with_the_same_bits",),
+    ),
+    Bug(
+        name="a checkpoint's proofs are not taken",
+        module="p2pdiloco.peer.peer",
+        old="                if proof.header is not None:\n",
+        new="                if False and proof.header is not None:\n",
+        harm="checkpoints after a restart hold a head without its signature: unreadable, and offers are lies",
+        killed_by=(f"{_DRIVER_TESTS}::test_the_proof_of_a_head_is_kept_without_a_log",),
+    ),
+    Bug(
+        name="best of several checkpoints loses momentum",
+        module=_CHECKPOINT,
+        old="theta[span], momentum[span] = other.theta[span], other.momentum[span]",
+        new="theta[span] = other.theta[span]",
+        harm="a resumed run goes on from a state that nobody signed",
+        killed_by=(f"{_CHECKPOINT_TESTS}::test_of_several_peers_each_shards_heaviest_head_is_taken_in_any_order",),
+    ),
+    Bug(
+        name="best of several checkpoints takes the first",
+        module=_CHECKPOINT,
+        old="if is_heavier(proof.state.head, shards[piece.shard].state.head):",
+        new="if False:",
+        harm="resuming throws merged tokens away",
+        killed_by=(f"{_CHECKPOINT_TESTS}::test_of_several_peers_each_shards_heaviest_head_is_taken_in_any_order",),
+    ),
+    Bug(
+        name="a checkpoint is not compared with its digests",
+        module=_CHECKPOINT,
+        old="if state_digest(theta[span], momentum[span]) != proven_digest(manifest, proof):",
+        new="if False:",
+        harm="a disk's flipped bit becomes the peer's state",
+        killed_by=(f"{_CHECKPOINT_TESTS}::test_a_forged_state_is_not_taken",),
+    ),
+    Bug(
+        name="a checkpoint paired with later heads",
+        module=_SAVING,
+        old="save(self._folder, self._manifest, *taken, keep",
+        new="save(self._folder, self._manifest, tuple(map(self._proof, range(len(taken[0])))), *taken[1:], keep",
+        harm="what is written while a version comes cannot be read back",
+        killed_by=(f"{_SAVING_TESTS}::test_what_is_written_is_of_one_moment_though_the_disk_is_slow",),
+    ),
+    Bug(
+        name="a checkpoint is written from the living vectors",
+        module=_SAVING,
+        old="return list(state.heads), state.theta.clone(), state.momentum.clone()",
+        new="return list(state.heads), state.theta, state.momentum",
+        harm="what is written while a version comes cannot be read back",
+        killed_by=(f"{_SAVING_TESTS}::test_what_is_written_is_of_one_moment_though_the_disk_is_slow",),
+    ),
+    Bug(
+        name="a checkpoint that failed counts as written",
+        module=_SAVING,
+        old='            self._metrics.write("checkpoint-failed", reason=os.strerror(error.errno or 0))\n',
+        new='            self._metrics.write("checkpoint-failed", reason=str(setattr(self, "_saved_mark", mark)))\n',
+        harm="after a full disk the last state is never saved",
+        killed_by=(f"{_SAVING_TESTS}::test_a_checkpoint_that_a_full_disk_refused_is_written_later",),
+    ),
+    # -- transfers -----------------------------------------------------------------------------------------------------
+    Bug(
+        name="a chunk is not compared with what was signed",
+        module=_FETCHING,
+        old="if data is None or len(data) != size or not await self._is_listed(download.offer, chunk, data):",
+        new="if data is None or len(data) != size:",
+        harm="a newcomer takes what a donor's memory has spoilt, and signs nothing that others can follow",
+        killed_by=(f"{_FETCHING_TESTS}::test_a_chunk_that_is_not_what_was_signed_is_taken_from_another",),
+    ),
+    Bug(
+        name="a liar is asked again",
+        module=_FETCHING,
+        old="        self._liars.add(peer)\n",
+        new="        self._liars.discard(peer)\n",
+        harm="a join never ends",
+        killed_by=(f"{_FETCHING_TESTS}::test_a_chunk_that_is_not_what_was_signed_is_taken_from_another",),
+    ),
+    Bug(
+        name="a fetched state's proof is not kept",
+        module=_FETCHING,
+        old="            if offer.proof.header is not None:\n",
+        new="            if False and offer.proof.header is not None:\n",
+        harm="who joined cannot help others to join, and its checkpoints cannot be read",
+        killed_by=(f"{_FETCHING_TESTS}::test_who_has_fetched_a_state_can_give_it",),
+    ),
+    Bug(
+        name="a dropped donor stays in the plan",
+        module="p2pdiloco.peer.chunk_plan",
+        old="donor = self._donors.pop(peer, None)",
+        new="donor = self._donors.get(peer)",
+        harm="a shard that nobody has is waited for",
+        killed_by=("tests/unit/test_peer_chunk_plan.py::test_a_donor_that_is_dropped_costs_what_was_asked_from_it",),
+    ),
+    Bug(
+        name="a chunk is asked of a third donor",
+        module="p2pdiloco.peer.chunk_plan",
+        old="if len(asked[piece]) == 1 and self._is_late(",
+        new="if len(asked[piece]) <= 2 and self._is_late(",
+        harm="a slow end of a join costs every donor its bandwidth",
+        killed_by=("tests/unit/test_peer_chunk_plan.py::test_a_silent_donors_chunk_is_asked_of_one_other_donor",),
+    ),
+    # -- supervision ---------------------------------------------------------------------------------------------------
+    Bug(
+        name="shifts that waited are not told",
+        module=_SUPERVISION,
+        old="driver.job(lambda: state.shifted(message.shards), self.shifts_ready)",
+        new="driver.job(lambda: state.shifted(message.shards), lambda _: None)",
+        harm="a learner that is slower than the swarm never hears of a second version",
+        killed_by=(f"{_SUPERVISION_TESTS}::test_what_the_learner_could_not_take_at_once_it_takes_later",),
+    ),
+    Bug(
+        name="snapshots are never brought up to date",
+        module=_SUPERVISION,
+        old="driver.job(lambda: state.snapshot_taken(message.fragment), lambda _: driver.feed(event))",
+        new="driver.job(lambda: None, lambda _: driver.feed(event))",
+        harm="nothing that a learner trains is ever contributed",
+        killed_by=(f"{_SUPERVISION_TESTS}::test_a_snapshot_counts_when_it_was_taken_in_full",),
+    ),
+    Bug(
+        name="a learner's death is not told",
+        module=_SUPERVISION,
+        old="            if was_loaded:\n",
+        new="            if False:\n",
+        harm="its unmerged tokens are waited for, and counted as the next learner's",
+        killed_by=(f"{_SUPERVISION_TESTS}::test_a_learner_that_dies_is_started_again_from_the_global_parameters",),
+    ),
+    Bug(
+        name="a learner is started again for ever",
+        module=_SUPERVISION,
+        old="if status == MISUSED or self._lost_lives > RESTARTS:",
+        new="if status == MISUSED:",
+        harm="a learner that always crashes burns its machine in silence",
+        killed_by=(f"{_SUPERVISION_TESTS}::test_too_many_lives_lost_in_a_row_end_the_peer",),
+    ),
+    Bug(
+        name="crashes are never forgotten",
+        module=_SUPERVISION,
+        old="self._lost_lives = 1 if self._host.now() - began >= STABLE_S else self._lost_lives + 1",
+        new="self._lost_lives = self._lost_lives + 1",
+        harm="the fourth crash in a month ends a peer",
+        killed_by=(f"{_SUPERVISION_TESTS}::test_a_long_life_proves_the_learner_sound",),
+    ),
+    Bug(
+        name="a learner that must be repaired is started again",
+        module=_SUPERVISION,
+        old="if status == MISUSED or self._lost_lives > RESTARTS:",
+        new="if self._lost_lives > RESTARTS:",
+        harm="the user hears of the mistake in the configuration half a minute later, four times",
+        killed_by=(f"{_SUPERVISION_TESTS}::test_a_learner_that_the_user_must_repair_is_not_started_again",),
+    ),
+    # -- the learner's link --------------------------------------------------------------------------------------------
+    Bug(
+        name="an adopted learner's old tokens counted again",
+        module=_LINK,
+        old="            self.steps = self.tokens = 0\n",
+        new="            self.steps = self.steps\n",
+        harm="tokens that the last node merged, or that are gone, are claimed once more",
+        killed_by=(f"{_LINK_TESTS}::{_ADOPTED}",),
+    ),
+    Bug(
+        name="an adopted learner's progress thrown away",
+        module=_LINK,
+        old="finished = flat.add_from(self._anchor.neg_().add_(self._vectors.shift), flat.everything)",
+        new="finished = flat.copy_from(self._vectors.shift, flat.everything)",
+        harm="what was trained without a node is claimed, and is not there",
+        killed_by=(f"{_LINK_TESTS}::{_ADOPTED}",),
+    ),
+    Bug(
+        name="answers to the last node go to the next",
+        module=_LINK,
+        old="        self._answers.clear()\n",
+        new="        self._answers.copy()\n",
+        harm="a snapshot that was never asked for is encoded from an empty buffer",
+        killed_by=(f"{_LINK_TESTS}::{_ADOPTED}",),
+    ),
+    Bug(
+        name="a replacement is added",
+        module=_LINK,
+        old="take = flat.copy_from if replace else flat.add_from",
+        new="take = flat.add_from",
+        harm="a learner that is reset doubles its parameters",
+        killed_by=(f"{_LINK_TESTS}::test_a_replacement_takes_the_place_of_what_was_trained", _CONSERVATION),
+    ),
+    Bug(
+        name="what the socket did not take is dropped",
+        module="p2pdiloco.training.channel",
+        old="del self._outgoing[:sent]",
+        new="self._outgoing.clear()",
+        harm="a busy node gets half a message, and loses its learner",
+        killed_by=(f"{_LINK_TESTS}::test_answers_that_do_not_fit_into_the_socket_come_later_and_whole",),
     ),
 )

@@ -95,9 +95,7 @@ class _Finder(MetaPathFinder):
         self._module = module
         self._change = change
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """The changed module; None for all others."""
         if name != self._module:
             return None

@@ -1,4 +1,4 @@
-"""What was reached, kept in the repository: scores, survivors that are accepted with a reason, and what killed the rest."""
+"""What was reached, kept in the repository: scores, survivors accepted with a reason each, and what killed the rest."""
 
 from __future__ import annotations
 

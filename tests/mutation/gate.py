@@ -135,10 +135,10 @@ def planting(mutant: Mutant, source: str) -> Callable[[], None]:
 
 def _compile_anew() -> None:
     """numba keeps what it compiled, and does not look at constants."""
-    import os  # noqa: PLC0415
-    import tempfile  # noqa: PLC0415
+    import os
+    import tempfile
 
-    from numba.core import config  # noqa: PLC0415
+    from numba.core import config
 
     config.CACHE_DIR = os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp(prefix="p2pdiloco-mutant-numba-")
 
@@ -183,4 +183,6 @@ def _killers(name: str, by: str) -> list[str]:
             return [by]
         return [path]
     package = name.split(".")[1]
-    return [str(p.relative_to(ROOT)) for s in SUITES for p in sorted((ROOT / s).rglob("test_*.py")) if package in str(p)]
+    return [
+        str(p.relative_to(ROOT)) for s in SUITES for p in sorted((ROOT / s).rglob("test_*.py")) if package in str(p)
+    ]

@@ -66,13 +66,13 @@ def _trace(names: list[str], seeds: range, place: Path) -> None:
     sys.stdout = sys.stderr = log
     tracer = Tracer(names)
     tracer.begin("import")
-    import p2pdiloco.simulation.seeds  # noqa: F401, PLC0415
+    import p2pdiloco.simulation.seeds  # noqa: F401
 
     suites = [str(path.relative_to(ROOT)) for suite in SUITES for path in sorted((ROOT / suite).rglob("test_*.py"))]
     fate = run_tests([suite for suite in suites if not suite.startswith(SKIPPED)], tracer)
     if fate[0] != "survived":
         raise RuntimeError(f"the tests must pass before mutants are made: {fate}")
-    from p2pdiloco.simulation.seeds import run_seed  # noqa: PLC0415
+    from p2pdiloco.simulation.seeds import run_seed
 
     for seed in seeds:
         began = time.monotonic()

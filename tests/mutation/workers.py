@@ -50,12 +50,12 @@ class Job(NamedTuple):
 
 def import_slow() -> None:
     """What every process needs and none changes. To be called once, before ``judge``."""
-    import hypothesis  # noqa: F401, PLC0415
-    import torch  # noqa: PLC0415
-    from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: F401, PLC0415
+    import hypothesis  # noqa: F401
+    import torch
+    from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: F401
 
     with contextlib.suppress(ImportError):
-        import numba  # noqa: F401, PLC0415
+        import numba  # noqa: F401
     torch.set_num_threads(1)
     ours = [name for name in sys.modules if name.startswith("p2pdiloco.") and "simulation" not in name]
     assert not ours, f"imported too early: {ours}"
@@ -164,7 +164,7 @@ def run_tests(tests: Sequence[str], *plugins: object) -> tuple[str, str]:
 
 def is_seed_clean(seed: int) -> bool:
     """Run one seed of the simulator; a crash counts as found."""
-    from p2pdiloco.simulation.seeds import run_seed  # noqa: PLC0415 - in the child, after planting
+    from p2pdiloco.simulation.seeds import run_seed
 
     try:
         outcome = run_seed(seed)

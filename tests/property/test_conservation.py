@@ -21,9 +21,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from p2pdiloco.node.global_state import GlobalState, Moves, Shifts, StaleBaseError
+from p2pdiloco.peer.global_state import GlobalState, Moves, Shifts, StaleBaseError
 from p2pdiloco.protocol.blocks import Block
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, ShardId, digest_of
+from p2pdiloco.protocol.identifiers import FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.tensors import digests, quantize
@@ -89,8 +89,7 @@ class Conservation:
     def __init__(self) -> None:
         parameters = [nn.Parameter(torch.zeros(ELEMENTS)) for _ in range(FRAGMENTS)]
         tensors = tuple(
-            TensorSpec(name=str(i), shape=(ELEMENTS,), merge="direct", fragment=FragmentId(i))
-            for i in range(FRAGMENTS)
+            TensorSpec(name=str(i), shape=(ELEMENTS,), merge="direct", fragment=FragmentId(i)) for i in range(FRAGMENTS)
         )
         self.layout = make_layout(tensors, FRAGMENTS, 1024, "direct")
         self.shards = [shard.shard for shard in self.layout.shards]
@@ -177,7 +176,7 @@ class Conservation:
             self.copy[shard] = self.delta[shard]
             self.copied_in[shard] = self.taken[shard]
 
-    # -- what can happen ---------------------------------------------------------------------------------------------------------
+    # -- what can happen -----------------------------------------------------------------------------------------------
 
     def step(self, value: int, at: int) -> None:
         """The learner trains."""

@@ -37,12 +37,14 @@ def make_manifest(seed: int = 0) -> Manifest:
 
 
 def write(folder: Path, versions: tuple[int, int], manifest: Manifest | None = None, *, keep: int = 2) -> None:
-    """A checkpoint whose shards have these versions; a shard's values are its version, its tokens ten times that."""
+    """A checkpoint whose shards have these versions; a shard's values are its version, its momentum the
+    negative, its tokens ten times that."""
     manifest = manifest or make_manifest()
     theta, momentum = torch.zeros(2 * ELEMENTS), torch.zeros(2 * ELEMENTS)
     proofs = []
     for piece, version in zip(Layout.of(manifest).shards, versions, strict=True):
         theta[piece.start : piece.stop] = float(version)
+        momentum[piece.start : piece.stop] = -float(version)
         result = state_digest(theta[piece.start : piece.stop], momentum[piece.start : piece.stop])
         proofs.append(proof_of(manifest, piece.shard, version, result))
     save(folder, manifest, tuple(proofs), theta, momentum, keep=keep)
@@ -141,6 +143,7 @@ def test_of_several_peers_each_shards_heaviest_head_is_taken_in_any_order(tmp_pa
         best = best_of(load_all(tmp_path / name for name in order))
         assert versions_of(best) == [3, 5]
         assert best.theta.tolist() == [3.0] * ELEMENTS + [5.0] * ELEMENTS
+        assert best.momentum.tolist() == [-3.0] * ELEMENTS + [-5.0] * ELEMENTS
 
 
 def test_an_unusable_folder_does_not_spoil_the_others(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.outer_link import OuterLink
 from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.training.reunion import IS_POSSIBLE, Reunion, find_learner
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire import link
 
@@ -39,9 +41,12 @@ class SlowParameters(FlatParameters):
     """Copies end when the test says so."""
 
     pending: list[bool]
+    is_slow = True
 
-    def copy_to(self, vector: Tensor, shards: Iterable[ShardId]) -> Callable[[], bool]:
+    def copy_to(self, vector: Tensor, shards: Iterable[ShardId]) -> Callable[[], bool] | None:
         super().copy_to(vector, shards)
+        if not self.is_slow:
+            return None
         index = len(self.pending)
         self.pending.append(False)
         return lambda: self.pending[index]
@@ -50,7 +55,7 @@ class SlowParameters(FlatParameters):
 class Bench:
     """The learner's side, and this test as the node."""
 
-    def __init__(self) -> None:
+    def __init__(self, reunion: Reunion | None = None) -> None:
         model = nn.Linear(4, 3)
         named = list(model.named_parameters())
         tensors = tensor_specs([(name, p.shape, False) for name, p in named], 2)
@@ -60,8 +65,29 @@ class Bench:
         self.vectors = SharedVectors.create(layout.elements)
         self.socket, theirs = socket.socketpair()
         self.socket.setblocking(False)
-        self.link = OuterLink(Loop(), self.flat, layout, self.vectors, Channel(theirs), last_step=1000)
+        self.parameters = [p for _, p in named]
+        self.link = OuterLink(Loop(), self.flat, layout, self.vectors, Channel(theirs), last_step=1000, reunion=reunion)
         self.decoder = link.Decoder[link.FromLearner](link.FromLearner)
+
+    def step(self, change: float) -> None:
+        """An inner step by which every parameter moves."""
+        with torch.no_grad():
+            for parameter in self.parameters:
+                parameter.add_(change)
+        self.link.stepped(10, None, 0.1)
+
+    def hear(self) -> list[link.FromLearner]:
+        """What has arrived."""
+        try:
+            return self.decoder.feed(self.socket.recv(1 << 16))
+        except BlockingIOError:
+            return []
+
+    def values(self) -> Tensor:
+        """Its parameters in the flat order."""
+        found = torch.empty(15)
+        FlatParameters.copy_to(self.flat, found, self.flat.everything)
+        return found
 
     def do(self, *messages: link.FromNode) -> list[link.FromLearner]:
         """One step with these commands; what has arrived after another boundary."""
@@ -70,10 +96,7 @@ class Bench:
         if self.link.is_training:
             self.link.stepped(1, None, 0.1)
         assert self.link.boundary()
-        try:
-            return self.decoder.feed(self.socket.recv(1 << 16))
-        except BlockingIOError:
-            return []
+        return self.hear()
 
 
 @pytest.fixture
@@ -125,3 +148,70 @@ def test_a_parameter_that_is_not_contiguous_is_named() -> None:
     tensors = tensor_specs([("head.weight", parameter.shape, False)], 1)
     with pytest.raises(ValueError, match=r"head\.weight is not contiguous"):
         FlatParameters([("head.weight", parameter)], tensors, make_layout(tensors, 1, 1024, "rda"))
+
+
+def test_a_replacement_takes_the_place_of_what_was_trained(bench: Bench) -> None:
+    bench.do(link.Load(step=0))
+    bench.step(3.0)
+    bench.vectors.shift.copy_(torch.arange(15.0))
+    bench.do(link.Shift(shards=(bench.flat.everything[0],), replace=True))
+    bench.do(link.Shift(shards=bench.flat.everything[1:], replace=False))
+    cut = bench.link._layout.shards[0].stop
+    assert torch.equal(bench.values()[:cut], torch.arange(15.0)[:cut])
+    assert torch.equal(bench.values()[cut:], torch.arange(15.0)[cut:] + 3.0)
+
+
+def test_answers_that_do_not_fit_into_the_socket_come_later_and_whole(bench: Bench) -> None:
+    """The node reads nothing for a while: what was begun goes on where it stopped."""
+    bench.do(link.Load(step=0))
+    reasons = [f"{number} " * 2000 for number in range(300)]
+    for reason in reasons:
+        bench.link.trouble(reason)
+        bench.link.boundary()
+    heard: list[link.FromLearner] = []
+    for _ in range(10 * len(reasons)):
+        heard += bench.hear()
+        assert bench.link.boundary()
+    assert [m.reason for m in heard if isinstance(m, link.Trouble)] == reasons
+
+
+@pytest.mark.skipif(not IS_POSSIBLE, reason="abstract Unix sockets are Linux's")
+def test_a_learner_that_is_adopted_keeps_its_progress_since_the_loss_and_counts_nothing_twice(tmp_path: Path) -> None:
+    """To the swarm it is a new learner: tokens from before the loss were the last one's, of which some were merged."""
+    name = f"p2pdiloco-test-{tmp_path}"
+    bench = Bench(Reunion(name, patience_s=60.0))
+    try:
+        bench.link.greet(device="cpu")
+        bench.do(link.Load(step=7))
+        bench.step(1.0)
+        assert bench.link.tokens == 11
+        bench.do(link.Snapshot(fragment=FragmentId(0), step=7))
+        bench.flat.is_slow = False
+        bench.socket.close()
+        assert bench.link.boundary(), "it looks out for its node"
+        assert (bench.link.steps, bench.link.tokens) == (0, 0)
+        bench.step(2.0)
+        bench.step(2.0)
+
+        memory = SharedVectors.create(15)
+        memory.shift.fill_(100.0)
+        found = find_learner(name, memory.fd)
+        assert found is not None
+        found.setblocking(False)
+        bench.socket, bench.decoder = found, link.Decoder[link.FromLearner](link.FromLearner)
+        assert bench.link.boundary()
+        bench.step(2.0)
+        bench.socket.sendall(link.encode(link.Load(step=20)))
+        assert bench.link.boundary()
+        assert bench.link.boundary()
+        heard = bench.hear()
+        assert [type(m) for m in heard] == [link.Ready, link.Progress, link.Shifted], "nothing that the last was told"
+        assert [(m.steps, m.tokens) for m in heard if isinstance(m, link.Progress)] == [(3, 30)]
+        assert bench.link.global_step == 20
+        assert torch.equal(bench.values(), torch.full((15,), 106.0)), "what was trained since, on top of the swarm's"
+        bench.step(1.0)
+        assert bench.link.boundary()
+        assert [(m.steps, m.tokens) for m in bench.hear() if isinstance(m, link.Progress)] == [(4, 40)]
+        memory.close()
+    finally:
+        bench.socket.close()

@@ -1,0 +1,105 @@
+"""The gate itself: what is planted still fits, and dies; what tests once killed still dies. Fresh samples each time."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from p2pdiloco.simulation.planted import BUGS
+from p2pdiloco.simulation.planting import Bug, PlantingError, change_on_import, plant, planted_source, source_of
+from tests.mutation.operators import mutants_of, mutated
+
+ROOT = Path(__file__).parents[2]
+SOURCE = """
+from __future__ import annotations
+
+LIMIT = 4
+
+
+def first(values: list[int] | None, most: int = LIMIT) -> int:
+    \"\"\"A text.\"\"\"
+    if values is None or not values:
+        return 0
+    found = min(values[0], most)
+    values.clear()
+    return found - 1
+"""
+
+
+def gate(*arguments: str, limit_s: float = 900.0) -> subprocess.CompletedProcess[str]:
+    """The command, in a process that has imported nothing of ours."""
+    command = [sys.executable, "-m", "tests.mutation", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_every_planted_bug_fits_and_names_tests_that_are_there(bug: Bug) -> None:
+    changed = planted_source(bug, source_of(bug.module))
+    ast.parse(changed)
+    assert changed.count("\n") == source_of(bug.module).count("\n")
+    assert bug.killed_by
+    for test in bug.killed_by:
+        path, _, name = test.partition("::")
+        assert f"def {name}(" in (ROOT / path).read_text(), test
+
+
+def test_planted_bugs_have_names_of_their_own_and_are_many() -> None:
+    assert max(Counter(bug.name for bug in BUGS).values()) == 1
+    assert len(BUGS) >= 40
+
+
+@pytest.mark.timeout(900)
+def test_every_planted_bug_is_killed() -> None:
+    done = gate("planted", "--jobs", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.timeout(900)
+def test_what_was_killed_is_killed_again() -> None:
+    """A fresh sample each time; its seed is printed and repeats it."""
+    done = gate("check", "--again", "20", "--jobs", "2")
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_bug_that_no_longer_fits_is_an_error() -> None:
+    bug = BUGS[0]._replace(old="this text stands nowhere")
+    with pytest.raises(PlantingError, match="write it anew"):
+        plant(bug)
+
+
+def test_a_bug_in_a_module_that_is_imported_already_is_an_error() -> None:
+    with pytest.raises(PlantingError, match="imported already"):
+        change_on_import("p2pdiloco.simulation.planted", lambda source: source)
+
+
+def test_mutants_are_single_changes_with_names_of_their_own() -> None:
+    found = mutants_of("m", SOURCE)
+    changes = {mutant.change for mutant in found}
+    assert {
+        "values is None  ->  values is not None",
+        "values is None or not values  ->  values is None and (not values)",
+        "not values  ->  values",
+        "min(values[0], most)  ->  max(values[0], most)",
+        "min(values[0], most)  ->  min(most, values[0])",
+        "values.clear()  ->  (dropped)",
+        "return found - 1  ->  return None",
+        "found - 1  ->  found + 1",
+        "4  ->  5",
+    } - changes == {"min(values[0], most)  ->  min(most, values[0])"}, "the order of min's arguments does not matter"
+    assert len({mutant.id for mutant in found}) == len(found)
+    before = ast.dump(ast.parse(SOURCE))
+    for mutant in found:
+        tree = mutated(SOURCE, mutant.number)
+        assert ast.dump(tree) != before
+        compile(tree, "m", "exec")
+
+
+def test_a_mutant_keeps_its_name_when_lines_move() -> None:
+    moved = SOURCE.replace("LIMIT = 4", "OTHER = 'text'\nLIMIT = 4")
+    assert [m.id for m in mutants_of("m", moved)] == [m.id for m in mutants_of("m", SOURCE)]

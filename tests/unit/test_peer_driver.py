@@ -1,0 +1,243 @@
+"""What the driver lets through and what it keeps: whole peers on a stage, whose messages the test spoils."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import torch
+from actors import genesis
+from troupe import Member, Stage, act
+
+from p2pdiloco.peer.checkpoint import load
+from p2pdiloco.peer.driver import SWEEP_S
+from p2pdiloco.peer.peer import InitialState
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.tensors.digests import list_bytes
+from p2pdiloco.wire.bodies import COMMIT_CONTEXT, SIGNATURE_BYTES, CommitParts, join_commit, split_commit
+
+
+def test_a_peer_alone_trains_and_every_token_stands_in_the_parameters_once(tmp_path: Path) -> None:
+    """The stage itself: steps of 1 move the learner; what it gives comes back by the outer step, rate times momentum's
+    look ahead."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            assert torch.equal(ann.learner.flat(), torch.ones(128))
+            await stage.train(ann, 1.0, 1.0, 1.0, 1.0)
+            assert ann.versions == [1, 1]
+            # Fragment 1 gives 2 after two steps, fragment 0 gives 4 after four: theta = 1 + 0.5 * 1.5 * given.
+            assert torch.equal(ann.state.theta, halves(4.0, 2.5))
+            assert torch.equal(ann.learner.flat(), ann.state.theta + halves(0.0, 2.0))
+
+    act(story)
+
+
+def halves(first: float, second: float) -> torch.Tensor:
+    """A vector of the run's two shards."""
+    return torch.cat((torch.full((64,), first), torch.full((64,), second)))
+
+
+def is_commit(sender: PeerId, to: PeerId, message: msg.Message) -> bool:
+    return isinstance(message, msg.Commit)
+
+
+async def with_commit(stage: Stage) -> tuple[Member, Member, msg.CommitHeader, CommitParts]:
+    """The founder, who owns everything, a peer that follows, and a commit that has not reached that one."""
+    ann = await stage.found()
+    bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, is_unreachable=True)
+    await stage.wait(3.0)
+    stage.catch = is_commit
+    await stage.train(ann, 1.0, 1.0)
+    (caught,) = stage.caught
+    assert isinstance(caught.message, msg.Commit)
+    return ann, bob, caught.message.header, split_commit(memoryview(caught.payload), list_bytes(64))
+
+
+def test_a_commit_that_its_owner_did_not_sign_is_dropped(tmp_path: Path) -> None:
+    """With payload and digests in order: nothing but the signature is wrong."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann, bob, header, parts = await with_commit(stage)
+            stranger = Identity.ephemeral()
+            renamed = msgspec.structs.replace(header, owner=stranger.peer_id)
+            unsigned = (
+                (header, bytes(SIGNATURE_BYTES)),
+                (header, stranger.sign(COMMIT_CONTEXT + msg.commit_id(header).encode())),
+                (header, stranger.sign(msg.commit_id(header).encode())),
+                (renamed, parts.signature),
+            )
+            for number, (claimed, signature) in enumerate(unsigned, 1):
+                await stage.deliver(bob, ann.id, msg.Commit(claimed), join_commit(parts._replace(signature=signature)))
+                assert bob.faults() == {"payload": number}
+                assert bob.versions == [0, 0]
+            await stage.deliver(bob, ann.id, msg.Commit(header), join_commit(parts))
+            assert bob.versions == [0, 1]
+            assert bob.faults() == {"payload": len(unsigned)}
+
+    act(story)
+
+
+def test_a_commit_with_other_parts_than_it_names_is_dropped(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann, bob, header, parts = await with_commit(stage)
+            other = bytearray(parts.gradient)
+            other[-1] ^= 1
+            listed = bytearray(parts.digests)
+            listed[0] ^= 1
+            spoilt = (parts._replace(gradient=bytes(other)), parts._replace(digests=bytes(listed)))
+            for number, wrong in enumerate(spoilt, 1):
+                await stage.deliver(bob, ann.id, msg.Commit(header), join_commit(wrong))
+                assert bob.faults() == {"payload": number}
+                assert not any(
+                    isinstance(event, ev.Received) and event.message == msg.Commit(header) for event in bob.events
+                )
+            await stage.deliver(bob, ann.id, msg.Commit(header), join_commit(parts)[: SIGNATURE_BYTES + 3])
+            await stage.deliver(bob, ann.id, msg.Commit(header))
+            assert bob.faults() == {"payload": 4}
+            assert bob.versions == [0, 0]
+
+    act(story)
+
+
+def test_a_contribution_that_is_not_what_it_names_is_dropped(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(has_learner=False)
+            bob = await stage.add("bob", genesis(stage.manifest), is_unreachable=True)
+            await stage.ready(bob)
+            await stage.wait(3.0)
+            stage.catch = lambda sender, to, message: isinstance(message, msg.Contribution)
+            await stage.train(bob, 1.0, 1.0)
+            caught = stage.caught[0]
+            assert caught.to == ann.id
+            other = bytearray(caught.payload)
+            other[-1] ^= 1
+            await stage.deliver(ann, bob.id, caught.message, bytes(other))
+            assert ann.faults() == {"payload": 1}
+            assert ann.versions == [0, 0]
+            await stage.deliver(ann, bob.id, caught.message, caught.payload)
+            assert ann.versions == [0, 1]
+
+    act(story)
+
+
+def test_a_learner_whose_merged_payload_is_gone_takes_the_global_parameters(tmp_path: Path) -> None:
+    """What it has in common with the merged state cannot be told any more: kept, it would be merged again."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            bob = await stage.add("bob", genesis(stage.manifest), is_unreachable=True)
+            await stage.ready(bob)
+            await stage.wait(3.0)
+            resets: list[bool] = []
+
+            def forget(event: ev.Event, effects: list[ef.Effect]) -> None:
+                for effect in effects:
+                    if isinstance(effect, ef.Apply) and effect.settled:
+                        resets.append(effect.is_reset)
+                        del bob.driver.payloads[effect.settled[0]]
+
+            bob.before = forget
+            for _ in range(2):
+                ann.learner.step(1.0)
+                bob.learner.step(4.0)
+            for _ in range(2):
+                await stage.rest(ann)
+                await stage.rest(bob)
+            assert ann.versions == bob.versions == [0, 1]
+            assert resets == [False], "the machine does not know that the payload is gone"
+            assert torch.equal(ann.learner.flat(), ann.state.theta + halves(2.0, 0.0))
+            assert torch.equal(bob.learner.flat(), bob.state.theta + halves(8.0, 0.0))
+
+    act(story)
+
+
+def test_a_merge_whose_payload_is_gone_fails(tmp_path: Path) -> None:
+    """A commit that names it would say that its tokens are merged."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+
+            def forget(event: ev.Event, effects: list[ef.Effect]) -> None:
+                if any(isinstance(effect, ef.Merge) for effect in effects):
+                    ann.driver.payloads.clear()
+
+            ann.before = forget
+            await stage.train(ann, 1.0, 1.0)
+            failed = [event for event in ann.events if isinstance(event, ev.Failed)]
+            assert {(event.work, event.shard) for event in failed} == {("merge", 1)}
+            assert ann.versions == [0, 0]
+            assert torch.equal(ann.learner.flat(), ann.state.theta + 2.0)
+
+    act(story)
+
+
+def test_own_contributions_are_kept_until_it_is_known_what_became_of_them(tmp_path: Path) -> None:
+    """A commit that comes long after the sweep settles them, and the learner keeps what it trained since."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            bob = await stage.add("bob", genesis(stage.manifest), is_unreachable=True)
+            await stage.ready(bob)
+            await stage.wait(3.0)
+            stage.catch = is_commit
+            for _ in range(2):
+                ann.learner.step(1.0)
+                bob.learner.step(4.0)
+            for _ in range(2):
+                await stage.rest(ann)
+                await stage.rest(bob)
+            await stage.wait(3 * SWEEP_S)
+            await stage.train(bob, 0.5)
+            caught = stage.caught[0]
+            await stage.deliver(bob, ann.id, caught.message, caught.payload)
+            await stage.rest(bob)
+            assert bob.versions == [0, 1]
+            assert torch.equal(bob.learner.flat(), bob.state.theta + halves(8.5, 0.5))
+
+    act(story)
+
+
+def test_payloads_that_nobody_needs_are_dropped(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            await stage.train(ann, *[1.0] * 8)
+            ann.driver.payloads["unknown"] = b"left over"  # type: ignore[index]
+            await stage.wait(2 * SWEEP_S)
+            assert "unknown" not in ann.driver.payloads
+            assert set(ann.driver.payloads) == ann.machine.payloads()
+
+    act(story)
+
+
+def test_the_proof_of_a_head_is_kept_without_a_log(tmp_path: Path) -> None:
+    """A peer that starts from its checkpoint has no log; whoever joins later must still be shown who signed."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            await stage.train(ann, *[1.0] * 4)
+            await stage.wait(1.0)
+            stage.kill(ann)
+            found = load(tmp_path / "ann" / "checkpoint")
+            assert found is not None
+            again = await stage.add("ann", InitialState(found.shards, found.theta, found.momentum), has_learner=False)
+            await stage.wait(3 * SWEEP_S)
+            newcomer = await stage.add("cid", has_learner=False)
+            await stage.wait(10.0)
+            assert newcomer.versions == again.versions == [1, 1]
+            assert newcomer.faults() == {}
+
+    act(story)

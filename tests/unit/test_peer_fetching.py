@@ -1,0 +1,148 @@
+"""State transfers between whole peers on a stage, some of whose donors lie or go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from actors import genesis
+from troupe import Member, Stage, act
+
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol.identifiers import PeerId, ShardId
+from p2pdiloco.tensors.recipes import CHUNK
+from p2pdiloco.wire.bodies import GetChunk, decode_request
+
+
+async def two_donors(stage: Stage, steps: int = 4) -> tuple[Member, Member]:
+    """Two peers that have versions, and a third party's view of them: both may own."""
+    ann = await stage.found()
+    bob = await stage.add("bob", genesis(stage.manifest), has_learner=False)
+    await stage.wait(3.0)
+    await stage.train(ann, *[1.0] * steps)
+    await stage.wait(3.0)
+    assert ann.versions == bob.versions
+    assert min(ann.versions) >= 1
+    return ann, bob
+
+
+def has_all_of(one: Member, other: Member) -> bool:
+    return (
+        one.state.heads == other.state.heads
+        and torch.equal(one.state.theta, other.state.theta)
+        and torch.equal(one.state.momentum, other.state.momentum)
+        and one.state.digests == other.state.digests
+    )
+
+
+def test_a_newcomer_gets_every_chunk_of_every_shard(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path, elements=CHUNK + 1000) as stage:
+            ann, _ = await two_donors(stage)
+            cid = await stage.add("cid")
+            await stage.wait(10.0)
+            assert has_all_of(cid, ann)
+            assert cid.faults() == {}
+            await stage.ready(cid)
+            assert torch.equal(cid.learner.flat(), ann.state.theta)
+
+    act(story)
+
+
+def test_a_chunk_that_is_not_what_was_signed_is_taken_from_another(tmp_path: Path) -> None:
+    """And who sent it is asked for no state any more."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann, bob = await two_donors(stage)
+            lies: list[PeerId] = []
+
+            def lie(donor: PeerId, body: bytes, payload: bytearray | None) -> None:
+                if donor == bob.id and isinstance(decode_request(body), GetChunk) and payload is not None:
+                    payload[0] ^= 1
+                    lies.append(donor)
+
+            stage.spoil_answer = lie
+            cid = await stage.add("cid", has_learner=False)
+            await stage.wait(10.0)
+            assert lies, "it was asked"
+            assert has_all_of(cid, ann)
+            assert cid.faults() == {"state": len(lies)}
+            assert len(lies) <= 2, "what was asked before the first lie was seen"
+            asked = cid.asked[bob.id]
+            cid.peer.fetch(ShardId(0), bob.id)
+            await stage.settle()
+            assert cid.asked[bob.id] == asked
+            refused = [event for event in cid.events if isinstance(event, ev.Failed) and event.peer == bob.id]
+            assert [event.reason for event in refused][-1:] == ["it has sent a wrong state before"]
+
+    act(story)
+
+
+def test_a_donor_that_goes_away_costs_what_it_was_asked_for(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path, elements=2 * CHUNK + 7) as stage:
+            ann, bob = await two_donors(stage)
+
+            def leave(donor: PeerId, body: bytes, payload: bytearray | None) -> None:
+                if donor == bob.id and (bob.id, ann.id) in stage.connections:
+                    stage.kill(bob)
+
+            stage.spoil_answer = leave
+            cid = await stage.add("cid", has_learner=False)
+            await stage.wait(30.0)
+            assert has_all_of(cid, ann)
+            assert cid.faults() == {}
+
+    act(story)
+
+
+def test_who_has_fetched_a_state_can_give_it(tmp_path: Path) -> None:
+    """With the proof that it came with: those who made it are gone."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann, bob = await two_donors(stage)
+            cid = await stage.add("cid", has_learner=False)
+            await stage.wait(10.0)
+            stage.kill(ann)
+            stage.kill(bob)
+            dan = await stage.add("dan", has_learner=False)
+            await stage.wait(20.0)
+            assert min(dan.versions) >= 1
+            assert has_all_of(dan, cid)
+            assert dan.faults() == {}
+
+    act(story)
+
+
+def test_a_state_that_comes_while_the_learner_trains_leaves_it_its_progress(tmp_path: Path) -> None:
+    """Behind a cut, too long for the others' logs: what it gave meanwhile is restored, and merged once."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann, bob = await two_donors(stage)
+            cid = await stage.add("cid")
+            await stage.wait(10.0)
+            await stage.ready(cid)
+            for other in (ann, bob):
+                stage.disconnect(cid, other)
+            await stage.wait(5.0)
+            await stage.train(cid, *[1.0] * 8)
+            mine = cid.versions
+            for _ in range(10):
+                await stage.train(ann, *[0.5] * 4)
+                await stage.wait(1.0)
+            assert min(ann.versions) > max(mine)
+            for other in (ann, bob):
+                stage.connect(cid, other)
+            for _ in range(8):
+                await stage.wait(5.0)
+                await stage.rest(cid)
+            learner = cid.machine.core.learner
+            assert learner is not None
+            assert cid.state.heads == ann.state.heads
+            unmerged = torch.cat([torch.full((64,), 8.0 - mark.steps) for mark in learner.marks])
+            assert torch.equal(cid.learner.flat(), cid.state.theta + unmerged)
+
+    act(story)

@@ -1,0 +1,149 @@
+"""Checkpoints of a peer that goes on, and what a peer is that comes back from one: real files, a stage around."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from actors import FOUNDER, genesis
+from troupe import Member, Stage, act
+
+from p2pdiloco.peer.checkpoint import load
+from p2pdiloco.peer.disk import Buffer
+from p2pdiloco.peer.peer import InitialState
+from p2pdiloco.runtime.files import LocalDisk
+
+
+def state_of(folder: Path) -> InitialState:
+    """What its checkpoint holds."""
+    found = load(folder / "checkpoint")
+    assert found is not None
+    return InitialState(found.shards, found.theta, found.momentum)
+
+
+def versions_in(folder: Path) -> list[int]:
+    """Of its checkpoint; it is checked when it is read."""
+    found = load(folder / "checkpoint")
+    return [] if found is None else [proof.state.head.version for proof in found.shards]
+
+
+def same(one: Member, other: Member) -> bool:
+    return (
+        one.state.heads == other.state.heads
+        and torch.equal(one.state.theta, other.state.theta)
+        and torch.equal(one.state.momentum, other.state.momentum)
+    )
+
+
+def test_a_checkpoint_follows_what_is_new(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            await stage.wait(1.0)
+            assert versions_in(tmp_path / "ann") == [0, 0]
+            await stage.train(ann, *[1.0] * 4)
+            await stage.wait(1.0)
+            assert versions_in(tmp_path / "ann") == [1, 1]
+            await stage.wait(300.0)
+            assert ann.metrics.events().count("checkpoint") == 2, "nothing was new"
+
+    act(story)
+
+
+def test_what_is_written_is_of_one_moment_though_the_disk_is_slow(tmp_path: Path) -> None:
+    """Versions come while the checkpoint waits for the disk: it holds the copy and the heads of when it was taken."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            await stage.train(ann, *[1.0] * 4)
+            ann.held["disk"] = []
+            await stage.wait(1.0)
+            assert ann.held["disk"], "a checkpoint waits"
+            await stage.train(ann, *[1.0] * 8)
+            assert ann.versions == [3, 3]
+            await ann.release("disk")
+            assert versions_in(tmp_path / "ann") == [1, 1]
+            await stage.wait(61.0)
+            assert versions_in(tmp_path / "ann") == [3, 3]
+
+    act(story)
+
+
+class FullDisk(LocalDisk):
+    """Has no room for a while."""
+
+    is_full = False
+
+    def write(self, path: Path, parts: Iterable[Buffer]) -> None:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write(path, parts)
+
+
+def test_a_checkpoint_that_a_full_disk_refused_is_written_later(tmp_path: Path) -> None:
+    """Though nothing is new since."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(checkpoint_s=5.0)
+            await stage.wait(1.0)
+            disk = ann.host.disk = FullDisk()  # type: ignore[misc]
+            disk.is_full = True
+            await stage.train(ann, *[1.0] * 4)
+            await stage.wait(1.0)
+            assert "checkpoint-failed" in ann.metrics.events()
+            assert versions_in(tmp_path / "ann") == [0, 0]
+            disk.is_full = False
+            await stage.wait(6.0)
+            assert versions_in(tmp_path / "ann") == [1, 1]
+
+    act(story)
+
+
+def test_who_comes_back_from_a_checkpoint_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    """Parameters and momentum: the next versions are those that everybody else computes."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, is_unreachable=True)
+            await stage.wait(3.0)
+            await stage.train(ann, *[1.0] * 8)
+            await stage.wait(1.0)
+            assert same(ann, bob)
+            stage.kill(ann)
+            again = await stage.add("ann", state_of(tmp_path / "ann"), identity=FOUNDER)
+            assert same(again, bob)
+            await stage.ready(again)
+            await stage.wait(3.0)
+            await stage.train(again, *[1.0] * 8)
+            assert same(again, bob)
+            assert min(again.versions) >= 3
+            assert again.faults() == bob.faults() == {}
+
+    act(story)
+
+
+def test_what_is_left_in_order_is_saved(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            await stage.wait(1.0)
+            await stage.train(ann, 1.0, 1.0, 1.0)
+            ann.peer.request_leave("asked to")
+            for _ in range(5):
+                await stage.rest(ann)
+                await stage.wait(1.0)
+            assert ann.ending is not None
+            assert (ann.ending.status, ann.ending.reason) == (0, "asked to")
+            assert versions_in(tmp_path / "ann") == ann.versions
+            found = load(tmp_path / "ann" / "checkpoint")
+            assert found is not None
+            assert torch.equal(found.theta, ann.state.theta)
+            assert torch.equal(found.momentum, ann.state.momentum)
+            assert all(dict(proof.state.marks)[ann.peer.supervision.learner].steps == 3 for proof in found.shards)  # type: ignore[index]
+
+    act(story)

@@ -1,0 +1,142 @@
+"""A learner's lives as its peer sees them: a real link, a stage around, and deaths when the test says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from actors import genesis
+from troupe import Stage, act
+
+from p2pdiloco.peer.supervision import MISUSED, RESTARTS
+from p2pdiloco.protocol import events as ev
+
+
+def test_what_the_learner_could_not_take_at_once_it_takes_later(tmp_path: Path) -> None:
+    """Several versions come during one long step of its own: each is told of when the one before is taken."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            bob = await stage.add("bob", genesis(stage.manifest), is_unreachable=True)
+            await stage.ready(bob)
+            await stage.wait(3.0)
+            bob.learner.step(3.0)
+            for _ in range(3):
+                await stage.train(ann, *[1.0] * 4)
+                await stage.wait(5.0)
+            assert min(bob.versions) >= 2
+            await stage.rest(bob)
+            assert bob.machine.core.learner is not None
+            unmerged = torch.cat([torch.full((64,), 3.0 * (not m.steps)) for m in bob.machine.core.learner.marks])
+            assert torch.equal(bob.learner.flat(), bob.state.theta + unmerged)
+
+    act(story)
+
+
+def test_a_learner_that_dies_is_started_again_from_the_global_parameters(tmp_path: Path) -> None:
+    """Its unmerged progress is gone, and nobody waits for it meanwhile."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            await stage.train(ann, *[1.0] * 5)
+            first = ann.machine.core.learner
+            assert first is not None
+            assert first.tokens == 50
+            ann.learner.die()
+            await stage.settle()
+            assert ann.machine.core.learner is None
+            assert ann.machine.core.unmerged_tokens() == 0
+            await stage.wait(1.5)
+            assert len(ann.lives) == 2
+            await stage.ready(ann)
+            second = ann.machine.core.learner
+            assert second is not None
+            assert second.id != first.id
+            assert second.tokens == 0
+            assert torch.equal(ann.learner.flat(), ann.state.theta)
+            versions = ann.versions
+            await stage.train(ann, *[1.0] * 8)
+            assert min(ann.versions) > max(versions)
+
+    act(story)
+
+
+def test_what_was_queued_for_a_dead_learner_does_not_move_the_next(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            bob = await stage.add("bob", genesis(stage.manifest), is_unreachable=True)
+            await stage.ready(bob)
+            await stage.wait(3.0)
+            for _ in range(3):
+                await stage.train(ann, *[1.0] * 4)
+            bob.learner.die()
+            await stage.wait(1.5)
+            await stage.ready(bob)
+            await stage.rest(bob)
+            assert torch.equal(bob.learner.flat(), bob.state.theta)
+
+    act(story)
+
+
+def test_too_many_lives_lost_in_a_row_end_the_peer(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            for life in range(1, RESTARTS + 1):
+                ann.learner.die()
+                await stage.wait(2.0**life)
+                assert len(ann.lives) == life + 1
+                await stage.ready(ann)
+            assert ann.ending is None
+            ann.learner.die()
+            await stage.wait(60.0)
+            assert len(ann.lives) == RESTARTS + 1
+            assert ann.ending is not None
+            assert (ann.ending.status, ann.ending.reason) == (1, "the learner cannot go on: it was killed")
+
+    act(story)
+
+
+def test_a_long_life_proves_the_learner_sound(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            for life in range(1, 2 * RESTARTS):
+                await stage.wait(601.0)
+                ann.learner.die()
+                await stage.wait(1.5)
+                assert len(ann.lives) == life + 1, "after a second, as after a first crash"
+                await stage.ready(ann)
+            assert ann.ending is None
+
+    act(story)
+
+
+def test_a_learner_that_the_user_must_repair_is_not_started_again(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            ann.learner.die(MISUSED)
+            await stage.wait(60.0)
+            assert len(ann.lives) == 1
+            assert ann.ending is not None
+            assert ann.ending.status == MISUSED
+
+    act(story)
+
+
+def test_a_snapshot_counts_when_it_was_taken_in_full(tmp_path: Path) -> None:
+    """What the machine hears of a snapshot it hears after the node has brought it up to date."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            await stage.train(ann, 1.0, 1.0)
+            kinds = [type(event) for event in ann.events]
+            assert kinds.index(ev.Snapshotted) < kinds.index(ev.Encoded)
+            assert not any(isinstance(event, ev.Failed) for event in ann.events)
+
+    act(story)
