@@ -270,8 +270,6 @@ class Contributing:
         for shard in [s for s, p in self.pending.items() if p.target not in able]:
             pending = self.pending[shard]
             self.core.note("info", "takeover", f"shard {shard}: owner {pending.target} is gone, offering again")
-            pending.rank = 0
-            pending.asked.clear()
             self._offer(shard)
 
     def refused(self, shard: ShardId, base: Digest, head: Head, reason: str) -> None:

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from p2pdiloco.protocol.alarms import Alarms
+from p2pdiloco.protocol.alarms import Alarms, Key
 from p2pdiloco.protocol.chain import NO_MARK, Chain
 from p2pdiloco.protocol.effects import Effect, Note, Send
 from p2pdiloco.protocol.events import Mark
@@ -15,6 +15,11 @@ from p2pdiloco.protocol.limits import LEAD_TURNS, RANGE_TURNS, STEP_TOKENS, Limi
 from p2pdiloco.protocol.membership import Membership
 from p2pdiloco.protocol.messages import Head, Message, Phase
 from p2pdiloco.protocol.pace import Pace
+
+BEAT: Key = ("beat", 0)
+"""The alarm of this peer's next heartbeat."""
+STALL_BEATS = 2
+"""Heartbeats by which a deadline must be missed for a peer to know that it stood still."""
 
 
 class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,12 +157,16 @@ class Core:
         "membership",
         "now",
         "pace",
+        "stalled_s",
         "step",
     )
 
     def __init__(self, config: ProtocolConfig) -> None:
         self.config = config
         self.now = 0.0
+        """By this peer's own clock, which does not run while the peer stands still."""
+        self.stalled_s = 0.0
+        """How far it is behind the world's."""
         self.effects: list[Effect] = []
         self.alarms = Alarms()
         self.membership = Membership(config.peer, config.heartbeat_s)
@@ -194,6 +203,21 @@ class Core:
         step = min(step, self.config.total_steps + self.config.sync_every)
         allowed = self.step + self.pace.allowed(self.now, self.membership.median_step_s(self.step_time_s()))
         return step if step <= allowed else max(min(step, self.membership.majority_step(self.step)), allowed)
+
+    def pass_time(self, now: float) -> None:
+        """The world's clock says ``now``. If a deadline was missed by far, nothing ran here meanwhile; for this peer
+        that was no time: it neither measures it nor lets a deadline of anybody pass in it."""
+        now -= self.stalled_s
+        due = self.alarms.next()
+        if due is not None and now - due > STALL_BEATS * self.config.heartbeat_s:
+            seconds, now = now - self.now, self.now
+            self.stalled_s += seconds
+            self.alarms.set(BEAT, now)
+            self.pace.stood_still(seconds, self.membership.median_step_s(self.step_time_s()))
+            self.membership.stood_still(now, seconds)
+            self.note("info", "stall", f"this peer stood still for {seconds:.1f} s")
+        if now > self.now:
+            self.now = now
 
     def step_time_s(self) -> float:
         """The learner's own; 0 without one that trains."""

@@ -22,7 +22,7 @@ from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.adopting import Adopting
 from p2pdiloco.protocol.alarms import Key
 from p2pdiloco.protocol.contributing import Contributing
-from p2pdiloco.protocol.core import Core, LearnerView, ProtocolConfig
+from p2pdiloco.protocol.core import BEAT, Core, LearnerView, ProtocolConfig
 from p2pdiloco.protocol.departing import Departing
 from p2pdiloco.protocol.effects import Effect, Evaluate, Send
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, ShardId
@@ -35,8 +35,8 @@ from p2pdiloco.protocol.workload import Workload
 NEWS_SHARE = 1 / 16
 """Of a heartbeat's interval: what several heartbeats change is looked at once. Deciding anew for each of N first
 heartbeats would cost N^2 at the start of a large run. A connection that ends is looked at immediately."""
-STALL_BEATS = 2
-"""Heartbeats by which a deadline must be missed for this peer to know that it stood still."""
+ROUNDED_S = 1e-6
+"""More than is lost when a sum of times is taken apart again: a deadline that is kept must have passed."""
 _NEWS: Key = ("news", 0)
 
 
@@ -57,8 +57,8 @@ class Machine:
     def handle(self, event: ev.Event, now: float) -> list[Effect]:
         """Take one event at time ``now`` (seconds, never going back) and return what is to be done, in order."""
         core = self.core
-        self._pass_time(now)
         core.effects = []
+        core.pass_time(now)
         if isinstance(event, ev.Received):  # most events
             self._received(event.peer, event.message)
         else:
@@ -69,18 +69,11 @@ class Machine:
             self.departing.proceed()
         return core.effects
 
-    def _pass_time(self, now: float) -> None:
-        """It is ``now``. If a deadline was missed by far, nothing ran here meanwhile."""
-        core = self.core
-        due = core.alarms.next()
-        if due is not None and now - due > STALL_BEATS * core.config.heartbeat_s:
-            core.pace.stood_still(now - due, core.membership.median_step_s(core.step_time_s()))
-        if now > core.now:
-            core.now = now
-
     def next_deadline(self) -> float | None:
         """When to send ``Woke`` at the latest."""
-        return self.core.alarms.next()
+        due = self.core.alarms.next()
+        behind_s = self.core.stalled_s
+        return due if due is None or not behind_s else due + behind_s + ROUNDED_S
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -317,7 +310,7 @@ class Machine:
         """Heartbeats to all connected peers, and a look at whose heads differ from ours."""
         core = self.core
         membership = core.membership
-        core.alarms.set(("beat", 0), core.now + core.config.heartbeat_s)
+        core.alarms.set(BEAT, core.now + core.config.heartbeat_s)
         self._greet(membership.peers.values())
         self._refresh("silent")
         self.workload.take()
@@ -329,6 +322,8 @@ class Machine:
             peer = differing[membership.sequence % len(differing)]
             membership.peers[peer].mismatches = 0
             core.send((peer,), msg.HeadsRequest())
+        if core.learner is None or core.learner.is_paused:
+            self.contributing.adopt_step(membership.furthest_step())
         is_over = core.step >= core.config.total_steps and not membership.participating
         if core.learner is None and not core.departure and is_over:
             self.departing.finish()
@@ -341,7 +336,7 @@ class Machine:
         step_time_s = 0.0 if learner is None else learner.step_time_s
         mark, weight, claims = core.heads_mark, core.config.weight, self.workload.claims()
         for view in views:
-            held_s = core.now - view.heard_at
+            held_s = core.membership.held_s(view, core.now)
             beat = msg.Heartbeat(
                 sequence, view.sequence, held_s, phase, is_participating, core.step, step_time_s, mark, weight, claims
             )

@@ -48,6 +48,7 @@ class PeerView:
         "beat",
         "deadline_s",
         "heard_at",
+        "is_behind",
         "mismatches",
         "missed",
         "passed_over_until",
@@ -75,6 +76,8 @@ class PeerView:
         """Takeover times in a row that it let pass as an owner."""
         self.passed_over_until = 0.0
         """It owns last until then."""
+        self.is_behind = False
+        """What comes from it may still be what had come while this peer stood still."""
         self.vain_until = 0.0
         """It was asked for commits and did not answer: what it says of heavier heads does not count until then."""
 
@@ -97,10 +100,12 @@ class Membership:
         "my_candidacy",
         "participating",
         "peers",
+        "resumed_at",
         "sent_at",
         "sequence",
         "silently_lost_at",
         "slowest_round_trip_s",
+        "stall_s",
         "willing",
     )
 
@@ -117,6 +122,10 @@ class Membership:
         """A peer on its way out owns nothing new, unless it is the last."""
         self.silently_lost_at: float | None = None
         """When a live peer was last lost that had not said goodbye."""
+        self.resumed_at = 0.0
+        """When this peer last went on after it had stood still,"""
+        self.stall_s = 0.0
+        """and for how long it had."""
         self.live: tuple[PeerId, ...] = ()
         """Sorted, without this peer."""
         self.participating: frozenset[PeerId] = frozenset()
@@ -173,6 +182,10 @@ class Membership:
         steps = sorted((own, *(beat.step for beat in self._beats())))
         return steps[(len(steps) - 1) // 2]
 
+    def furthest_step(self) -> int:
+        """The largest that a live peer says it has reached."""
+        return max((beat.step for beat in self._beats()), default=0)
+
     def _beats(self) -> list[Heartbeat]:
         """What all live peers say of themselves."""
         views = (self.peers.get(peer) for peer in self.live)
@@ -185,7 +198,23 @@ class Membership:
         at = self.sent_at[-1 - age]
         if at > view.acked_at:
             view.acked_at = at
-        view.measured(max(0.0, now - at - beat.echo_held_s), self.interval_s)
+        if at < self.resumed_at:
+            return  # we were late to read it
+        view.is_behind = False
+        sample_s = now - at - beat.echo_held_s
+        if sample_s > -self.interval_s:  # else it says that it stood still
+            view.measured(max(0.0, sample_s), self.interval_s)
+
+    def stood_still(self, now: float, seconds: float) -> None:
+        """This peer did nothing for so long, until now. Round trips that span this time are no samples, at neither
+        end."""
+        self.resumed_at, self.stall_s = now, seconds
+        for view in self.peers.values():
+            view.is_behind = True
+
+    def held_s(self, view: PeerView, now: float) -> float:
+        """How long ago what is echoed to a peer came; longer than it can be, if that is not known."""
+        return now - view.heard_at + (self.stall_s + 2 * self.interval_s if view.is_behind else 0.0)
 
     def next_sequence(self, now: float) -> int:
         """Number of the next heartbeat, which is about to be sent to everybody."""

@@ -155,9 +155,9 @@ def takeover_race(transcript: Transcript) -> World:
     goes on it commits, too: a fork, which the heavier head wins."""
     world = three(transcript)
     owner = _until(world, _is_collecting)
-    transcript.say(f"{owner.name} stands still for 1.6 s")
-    world.pause(owner.name, 1.6)
-    world.run_until(world.now + 2.0)
+    transcript.say(f"{owner.name} stands still for 1.8 s")
+    world.pause(owner.name, 1.8)
+    world.run_until(world.now + 2.2)
     _until_rest(world)
     return world
 

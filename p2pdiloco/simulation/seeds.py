@@ -133,7 +133,9 @@ def draw_scene(seed: int, scenario: str = MIXED) -> Scene:
         min_quorum=min(random.choice((1, 1, 1, 2, 3)), learners),
         grace_share=random.choice((0.0, 0.5, 0.7, 1.0)),
         blocks=Random(f"blocks {seed}").choice((0, 7, 50, 400)),
-        total_steps=int((faults_s + HEALING_S) / min(p.step_s for _, p, _ in peers)) if ending == "finish" else 10**9,
+        total_steps=int((faults_s + HEALING_S) / min(p.step_s for _, p, _ in peers if p.has_learner))
+        if ending == "finish"
+        else 10**9,
         is_overwrite=random.random() < 0.05,
         evaluation_every=random.choice((0, 2)),
         log_length=max(random.choice((16, 32)), int(FORK_S / (sync_every * fastest_s))),
@@ -288,7 +290,7 @@ def _run_phases(world: World, scene: Scene) -> None:
     if scene.ending == "leave" and is_moving and not checks.is_over:
         _leave_one_by_one(world, scene)
     if scene.ending == "finish" and not checks.is_over:
-        _finish(world, is_moving)
+        _finish(world, scene)
     if not checks.is_over:
         world.is_frozen = True
         world.run_until(world.now + REST_S)
@@ -327,9 +329,13 @@ def _leave_one_by_one(world: World, scene: Scene) -> None:
             world.checks.violated(5, f"{process.name} cannot leave")
 
 
-def _finish(world: World, is_moving: bool) -> None:
-    """The run completes; every peer must come to its end."""
-    deadline = world.now + ENDING_S + (30.0 if not is_moving else 0.0)
+def _finish(world: World, scene: Scene) -> None:
+    """The run completes; every peer must come to its end, once the steps that are left have been made."""
+    steps_left = scene.config.total_steps - max((p.machine.core.step for p in world.living()), default=0)
+    training = [p.setting.step_s for p in world.living() if _trains(p)]
+    if steps_left > 0 and not training:
+        return
+    deadline = world.now + ENDING_S + max(0, steps_left) * min(training, default=0.0)
     while world.processes and world.now < deadline and not world.checks.is_over:
         world.run_until(world.now + 0.5)
     if world.processes and not world.checks.is_over:

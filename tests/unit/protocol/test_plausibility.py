@@ -114,6 +114,19 @@ def test_no_claim_counts_beyond_the_last_step_and_a_turn() -> None:
     assert step_of(stage) == 104
 
 
+def test_a_follower_is_where_the_others_say_they_are() -> None:
+    """P1f: it hears of the end, though the last turn is long over."""
+    stage = Stage(B, has_learner=False, total_steps=10)
+    stage.says(B, step=10, phase="finished", is_participating=False)
+    stage.wait(1.0)
+    assert step_of(stage) == 10
+    assert stage.machine.status().phase == "finished"
+    training = Stage(B, total_steps=10)
+    training.says(B, step=10)
+    training.wait(1.0)
+    assert step_of(training) == 0, "who trains waits for turns"
+
+
 def test_a_commit_is_of_no_step_far_beyond_its_parents() -> None:
     """P2a: 16 turns at most, else it is not taken."""
     stage = Stage(B, total_steps=1000)
