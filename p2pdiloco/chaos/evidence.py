@@ -20,6 +20,7 @@ from p2pdiloco.chaos.happenings import Happening
 from p2pdiloco.chaos.plan import Fault, Kind, Schedule
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.runtime.journal import JournalError, effects_crc, read_journal
+from p2pdiloco.runtime.rotation import older
 from p2pdiloco.wire.bodies import StateProof
 
 
@@ -184,7 +185,7 @@ def _peer(out: Path, name: str, happened: list[Happening], leaves: dict[str, set
 
 
 def _events(folder: Path) -> Iterator[dict[str, Any]]:
-    for path in folder.glob("*/metrics.jsonl"):
+    for path in (file for last in folder.glob("*/metrics.jsonl") for file in [*older(last), last]):
         for line in path.read_bytes().splitlines():
             try:
                 event = json.loads(line)

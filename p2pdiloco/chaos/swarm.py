@@ -149,6 +149,8 @@ class Member:
         if folder is None:
             return
         with open(folder / "metrics.jsonl", "rb") as file:
+            if os.fstat(file.fileno()).st_size < self._read.get(folder, 0):
+                self._read[folder] = 0  # it was moved aside, and another one begun
             file.seek(self._read.get(folder, 0))
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]

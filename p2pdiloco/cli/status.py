@@ -10,7 +10,7 @@ import sys
 
 import msgspec
 
-from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.cli.complaints import NOBODY_THERE, complaining
 from p2pdiloco.node.lookup import LookupFailedError, RunRecord, ask_status, dial_any, list_runs, observer_transport
 from p2pdiloco.node.session import DirectoryOptions, open_directory, pick_runs
 from p2pdiloco.protocol.identifiers import RunId
@@ -42,12 +42,13 @@ async def _show(arguments: argparse.Namespace) -> int:
     async with open_directory(Identity.ephemeral(), options, None) as directory:
         runs = pick_runs(await list_runs(directory, patience_s=PATIENCE_S), arguments.run)
         found = {run_id: await _ask_all(directory, run_id) for run_id in sorted(runs)}
+    nobody = 0 if any(found.values()) else NOBODY_THERE
     if arguments.json:
         print(json.dumps({run_id: [msgspec.structs.asdict(s) for s in peers] for run_id, peers in found.items()}))
     else:
         for run_id, peers in found.items():
             _print_run(run_id, runs[run_id], peers)
-    return 0
+    return nobody
 
 
 async def _ask_all(directory: Directory, run_id: RunId) -> list[PeerStatus]:

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Self
 
 from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.rotation import rotate
 from p2pdiloco.training.reunion import find_learner, peer_credentials
 from p2pdiloco.wire import link
 
@@ -33,6 +34,8 @@ READ_BYTES = 1 << 16
 COMMANDS = 4096
 """Commands that may wait beyond what the socket holds. Only the swarm's steps come without waiting for an answer."""
 LOOK_S = 0.2
+LOG_BYTES = 4 << 20
+"""Of what learners wrote; the next life then begins another file."""
 EXIT_S = 5.0
 """How long a learner may take to exit when asked; then it is killed."""
 
@@ -136,6 +139,8 @@ class LearnerProcess:
     async def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         try:
+            if self._log_path.exists() and self._log_path.stat().st_size > LOG_BYTES:
+                rotate(self._log_path, keep=1, most_bytes=LOG_BYTES)
             with open(self._log_path, "ab") as output:  # noqa: ASYNC230 (a small local file, once a life)
                 self._process = await asyncio.create_subprocess_exec(
                     *COMMAND,

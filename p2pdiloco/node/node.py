@@ -170,8 +170,8 @@ class Node:
                 pass
 
     def _end_journal(self, error: OSError) -> None:
-        """A journal with a gap would replay to something else, so it ends where the disk was full."""
-        log.warning("journal ends here", reason=os.strerror(error.errno or 0))
+        """A journal with a gap would replay to something else, so it ends where the disk, or it, was full."""
+        log.warning("journal ends here", reason=error.strerror or str(error))
         assert self._journal is not None
         self._journal.close()
         self._journal = None

@@ -15,12 +15,17 @@ from types import TracebackType
 from typing import Self, TextIO
 
 from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.rotation import rotate
 from p2pdiloco.wire.bodies import PeerStatus
 from p2pdiloco.wire.link import Progress
 
 log = logs.get("node")
 
 SMOOTHING = 0.1
+MOST_BYTES = 24 << 20
+"""Of the event log; then it is moved aside, and a new one begun."""
+KEPT = 3
+"""Event logs that were moved aside: 96 MiB in all, which is about a day of a small model's turns."""
 PROGRESS_S = 1.0
 """Between two lines about the learner's progress."""
 
@@ -31,6 +36,7 @@ class Metrics:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: TextIO | None = None
+        self._bytes = 0
         self._is_failing = False
         self._progress_at = 0.0
         self.loss: float | None = None
@@ -48,8 +54,19 @@ class Metrics:
 
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._path, "a", encoding="utf-8", buffering=1)
+        self._open()
         return self
+
+    def _open(self) -> None:
+        self._file = open(self._path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed in __exit__)
+        self._bytes = self._file.tell()
+
+    def _begin_anew(self) -> None:
+        """The file is as large as it may become."""
+        if self._file is not None:
+            self._file.close()
+        rotate(self._path, keep=KEPT, most_bytes=KEPT * MOST_BYTES)
+        self._open()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -63,8 +80,11 @@ class Metrics:
         """Append one line. ``time`` is Unix time in seconds."""
         if self._file is None:
             return
+        line = json.dumps({"time": round(time.time(), 3), "event": event, **fields}) + "\n"
         try:
-            self._file.write(json.dumps({"time": round(time.time(), 3), "event": event, **fields}) + "\n")
+            if self._bytes + len(line) > MOST_BYTES:
+                self._begin_anew()
+            self._bytes += self._file.write(line)
             self._is_failing = False
         except OSError as error:
             if not self._is_failing:

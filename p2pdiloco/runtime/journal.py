@@ -2,11 +2,15 @@
 
 File: MessagePack objects one after the other. The first is the machine's configuration, each further one an ``Entry``.
 Writing never blocks the loop for long: entries are buffered and flushed once a second and at the end.
+
+A life has a journal of its own: those of the last few are kept beside it (``journal.1.bin`` is the life before), since
+it is after a crash that they are needed. A journal that is full ends: what comes after a gap could not be replayed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +23,15 @@ import msgspec
 from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.effects import Effect
 from p2pdiloco.protocol.events import Event
+from p2pdiloco.runtime.rotation import rotate
 
 FLUSH_S = 1.0
+KEPT = 3
+"""Journals of earlier lives."""
+MOST_BYTES = 256 << 20
+"""Of a journal."""
+MOST_KEPT_BYTES = 512 << 20
+"""Of those of earlier lives together."""
 MAX_ENTRY_BYTES = 1 << 24
 _LENGTH = 4
 
@@ -48,9 +59,11 @@ class Journal:
         self._config = config
         self._file: BinaryIO | None = None
         self._flushed_at = 0.0
+        self._bytes = 0
 
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        rotate(self._path, keep=KEPT, most_bytes=MOST_KEPT_BYTES)
         self._file = open(self._path, "wb", buffering=1 << 18)
         self._write(_encoder.encode(self._config))
         return self
@@ -68,11 +81,18 @@ class Journal:
             self._file = None
 
     def record(self, now: float, event: Event, effects: list[Effect]) -> None:
-        """Append one handled event."""
+        """Append one handled event.
+
+        Raises:
+            OSError: the disk is full, or the journal.
+        """
         self._write(_encoder.encode(Entry(now, event, effects_crc(effects))))
 
     def _write(self, data: bytes) -> None:
         if self._file is not None:
+            self._bytes += _LENGTH + len(data)
+            if self._bytes > MOST_BYTES:
+                raise OSError(errno.EFBIG, f"a journal has at most {MOST_BYTES:,} bytes")
             self._file.write(len(data).to_bytes(_LENGTH, "big") + data)
             if time.monotonic() - self._flushed_at > FLUSH_S:
                 self._file.flush()

@@ -11,6 +11,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,6 +79,9 @@ class Keeper:
 
     def __init__(self, path: Path, write: Callable[[Path, bytes], None] = write_atomically) -> None:
         self._path = path
+        for half in path.parent.glob(f".{path.name}.*.part"):  # an earlier life's, killed while it wrote
+            with contextlib.suppress(OSError):
+                half.unlink()
         self._write = write
         self._thread: threading.Thread | None = None
         self.trouble = ""

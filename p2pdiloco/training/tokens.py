@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import psutil
 import torch
 
 from p2pdiloco.protocol.identifiers import digest_of
@@ -133,6 +134,7 @@ def _write(folder: Path, documents: Iterator[Document], config: DataConfig, toke
             raise CorpusError(f"data.separator = {config.separator!r} is no token of the tokenizer: choose one that is")
         separator = [token]
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}")
+    _sweep(folder.parent)
     try:
         temporary.mkdir(parents=True)
         with (temporary / _FILES[0]).open("wb") as train, (temporary / _FILES[1]).open("wb") as held_out:
@@ -151,6 +153,14 @@ def _write(folder: Path, documents: Iterator[Document], config: DataConfig, toke
         raise CorpusError(f"tokens cannot be written to {folder.parent}: {error.strerror}; make room there") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sweep(cache: Path) -> None:
+    """Remove what processes that were killed had half-written: it is as large as their data."""
+    for half in cache.glob("*.*"):
+        number = half.suffix.removeprefix(".")
+        if number.isdecimal() and not psutil.pid_exists(int(number)):
+            shutil.rmtree(half, ignore_errors=True)
 
 
 def _load_tokenizer(data: bytes) -> Any:

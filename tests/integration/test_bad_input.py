@@ -182,11 +182,13 @@ def test_a_run_that_is_not_there_or_not_ours(tmp_path: Path) -> None:
                     command("join", address, "--run", name, *PEER, state=tmp_path / name) for name in sorted(expected)
                 ]
                 several = command("join", address, *PEER, state=tmp_path / "several")
-                *answers, (status, complaint) = await asyncio.gather(*joins, several)
+                nobody = command("status", address, "--run", "lies", state=tmp_path / "status")
+                *answers, (status, complaint), (unanswered, _) = await asyncio.gather(*joins, several, nobody)
         for name, (code, lines) in zip(sorted(expected), answers, strict=True):
             assert code == NOBODY_THERE
             assert len(lines) == 1
             assert expected[name] in lines[0]
+        assert unanswered == NOBODY_THERE, "who says that it trains the run does not say how it stands"
         assert status == NOBODY_THERE
         assert "name one with --run" in complaint[0]
 

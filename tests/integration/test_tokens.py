@@ -123,3 +123,15 @@ def test_a_column_and_a_separator_that_are_not_there_are_named(tmp_path: Path) -
         load(tmp_path, config("parquet", column="body"))
     with pytest.raises(CorpusError, match="is no token of the tokenizer"):
         load(tmp_path, config("parquet", separator="<eos>"))
+
+
+def test_what_a_killed_process_had_half_written_is_swept(tmp_path: Path, cache: Path) -> None:
+    write_tokenizer(tmp_path / "tok")
+    write_documents(tmp_path / "jsonl", "jsonl", make_texts(300))
+    dead, alive = cache / f"{'0' * 40}.4194304", cache / f"{'0' * 40}.1"  # no process has a number beyond 2^22
+    for half in (dead, alive):
+        half.mkdir(parents=True)
+        (half / "train.i32").write_bytes(b"half")
+    load(tmp_path, config("jsonl"))
+    assert not dead.exists()
+    assert alive.exists(), "somebody writes it now"

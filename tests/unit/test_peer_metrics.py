@@ -8,8 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from p2pdiloco.peer import metrics as metrics_module
 from p2pdiloco.peer.metrics import Metrics, progress_fields
 from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.runtime.rotation import older
 from p2pdiloco.wire.bodies import PeerStatus
 from p2pdiloco.wire.link import Progress
 
@@ -84,3 +86,19 @@ def test_a_full_disk_costs_lines_and_not_the_peer() -> None:
     with Metrics(Path("/dev/full")) as metrics:
         metrics.write("started")
         metrics.write("current")
+
+
+def test_the_event_log_stays_within_its_bound_over_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_module, "MOST_BYTES", 1000)
+    path = tmp_path / "metrics.jsonl"
+    for life in range(3):
+        with Metrics(path) as metrics:
+            for number in range(40):
+                metrics.write("thing", life=life, number=number)
+    files = [*older(path), path]
+    assert len(files) == 1 + metrics_module.KEPT
+    assert all(file.stat().st_size <= 1000 for file in files)
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    assert [(line["life"], line["number"]) for line in lines] == [
+        divmod(120 - len(lines) + index, 40) for index in range(len(lines))
+    ], "the newest ones, without a gap"

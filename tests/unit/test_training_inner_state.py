@@ -128,3 +128,10 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
     keeper.join()
     assert "No space left" in keeper.trouble
     assert keeper.read() is None
+
+
+def test_what_a_killed_learner_had_half_written_is_swept(tmp_path: Path) -> None:
+    (tmp_path / ".learner.safetensors.a1b2.part").write_bytes(b"half")
+    (tmp_path / ".state-00000001.safetensors.part").write_bytes(b"the node's")
+    Keeper(tmp_path / "learner.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == [".state-00000001.safetensors.part"]
