@@ -92,7 +92,8 @@ class Hostile(Observer):
         self.transport.send(peer, encode(msgspec.structs.replace(good, contributor=stolen)), payload)
 
     def _commit(self, peer: PeerId, header: msg.CommitHeader, honest: CommitParts) -> None:
-        """The next version: signed by nobody; signed by us, and spoiled; and a head that does not exist."""
+        """The next version: in order but for its signature; signed by nobody and spoilt; signed by us, and spoilt; and a
+        head that does not exist."""
         payload = honest.gradient[:-2] + b"\xff\xff"
         following = msgspec.structs.replace(
             header,
@@ -102,6 +103,8 @@ class Hostile(Observer):
             tokens=header.tokens + HEAVY,
             payload=digest_of(payload),
         )
+        unsigned = msgspec.structs.replace(following, payload=header.payload)
+        self.transport.send(peer, encode(msg.Commit(unsigned)), join_commit(honest))
         nobody = CommitParts(bytes(SIGNATURE_BYTES), honest.digests, payload)
         self.transport.send(peer, encode(msg.Commit(following)), join_commit(nobody))
         ours = msgspec.structs.replace(following, owner=self.identity.peer_id)
@@ -134,7 +137,7 @@ async def attack(address: str, victims: list[Member], begin: Callable[[], object
 
             def is_enough() -> bool:
                 have_moved = all(version_of(v) >= start + 4 for v, start in zip(victims, began, strict=True))
-                seen = [faults(victim) for victim in victims]
+                seen = [{what for _, what in faults(victim)} for victim in victims]
                 return have_moved and all(seen) and set().union(*seen) >= KINDS
 
             await until_in_loop(is_enough, START_S, "versions, and every kind of fault")
@@ -147,12 +150,12 @@ def version_of(member: Member) -> int:
     return member.view.version
 
 
-def faults(member: Member) -> set[str]:
-    """The kinds that it has counted so far."""
+def faults(member: Member) -> set[tuple[PeerId, str]]:
+    """Who did what, as far as it has counted."""
     folder = member.run_folder()
     assert folder is not None
     lines = map(msgspec.json.decode, (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:-1])
-    return {line["what"] for line in lines if line["event"] == "fault"}
+    return {(PeerId(line["peer"]), line["what"]) for line in lines if line["event"] == "fault"}
 
 
 def test_a_hostile_peer_does_no_harm(tmp_path: Path) -> None:
@@ -176,5 +179,6 @@ def test_a_hostile_peer_does_no_harm(tmp_path: Path) -> None:
         assert report["tokens_unmerged"] == 0
     assert set(reports[0]["faults"]) | set(reports[1]["faults"]) >= KINDS
     for member in (ann, bob):
+        assert {peer for peer, _ in faults(member)} == {evil}, "nobody answers for what another said in its name"
         assert not any("Traceback" in line or "defect" in line for line in log_lines(member))
         assert len(log_lines(member)) < 500
