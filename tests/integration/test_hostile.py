@@ -92,8 +92,8 @@ class Hostile(Observer):
         self.transport.send(peer, encode(msgspec.structs.replace(good, contributor=stolen)), payload)
 
     def _commit(self, peer: PeerId, header: msg.CommitHeader, honest: CommitParts) -> None:
-        """The next version: in order but for its signature; signed by nobody and spoilt; signed by us, and spoilt; and a
-        head that does not exist."""
+        """The next version: in order but for its signature; signed by nobody and spoilt; signed by us, and spoilt; and
+        a head that does not exist."""
         payload = honest.gradient[:-2] + b"\xff\xff"
         following = msgspec.structs.replace(
             header,
