@@ -1,43 +1,67 @@
-"""The node of a training script: a process beside it, found again by the script's next life.
+"""The node of a training script: a process beside it, started again when it dies, found again by the next script.
 
 Rules of this file:
 1. One script a state folder at a time; one node, too.
 2. The node outlives its script by ``RETURN_S``, so that a script that was killed and is started again (``torchrun
    --max-restarts``, a supervisor, a person) goes on as the same peer. A script that ends in order takes it along.
 3. The node is a session of its own: what is sent to the script's process group does not reach it.
+4. A node that dies is started again, at once and then after pauses that double; it is the same peer, since identity and
+   checkpoints lie in the folder. After ``RESTARTS`` in short order the script trains on alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import psutil
 
-from p2pdiloco.protocol.identifiers import digest_of
+from p2pdiloco.protocol.identifiers import RunId, digest_of
+from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.runtime.files import LockedError, lock
+from p2pdiloco.training.reunion import Found, Reunion
 
+log = logging.getLogger("p2pdiloco")
+
+JOIN_S = 600.0
+"""How long a node may take until it meets its script."""
 RETURN_S = 120.0
 """How long the node of a script that died waits for the next one."""
+RESTARTS = 5
+"""Lives that a node may lose in a row before the script trains on alone."""
+STABLE_S = 600.0
+"""A life that lasted this long proves the node sound: earlier deaths are forgotten."""
 NODE_LOG = "node.log"
+JOINABLE = "to join from another machine"
+"""What a node says before the line that others type (``node/session.py``)."""
+NOBODY_THERE = 3
+"""Exit status of a node that found nobody (``cli/main.py``)."""
+_LOOK_S = 0.05
 
 
-class FolderInUseError(Exception):
-    """Another script has the state folder; the message says which and what to do."""
+class CompanionError(Exception):
+    """There is no node; the message says why and what to do."""
 
 
 class Companion:
-    """The node that belongs to the training script of ``folder``."""
+    """The node that belongs to the training script of ``folder``, of the run called ``name``, which it founds from a
+    ``foundation`` or joins through ``peers``."""
 
-    def __init__(self, folder: Path) -> None:
-        """
+    def __init__(
+        self, folder: Path, name: str, peers: Sequence[str], foundation: Path | None, options: Sequence[str]
+    ) -> None:
+        """``options``: further ones of the node's command line.
+
         Raises:
-            FolderInUseError: another script has this folder now.
+            CompanionError: another script has this folder now.
             OSError: it cannot be made or written.
         """
         folder.mkdir(parents=True, exist_ok=True)
@@ -45,70 +69,167 @@ class Companion:
         try:
             self._lock = lock(folder / "script.lock", is_inherited=False)
         except LockedError as error:
-            raise FolderInUseError(
+            raise CompanionError(
                 f"the state folder {folder} is in use by another training script (process {error}): "
                 "stop it, or give this script a folder of its own (state=...)"
             ) from error
-        self.name = f"p2pdiloco-script-{os.getuid()}-{digest_of(str(folder.resolve()).encode())}"
+        self.meeting_place = f"p2pdiloco-script-{os.getuid()}-{digest_of(str(folder.resolve()).encode())}"
         """Where the node looks for the script (``training/reunion.py``)."""
+        self.log_path = folder / NODE_LOG
+        self._name = name
+        self._peers = tuple(peers)
+        self._foundation = foundation
+        self._options = tuple(options)
         self._process: psutil.Process | None = None
         self._is_child = False
+        self._is_resumed = False
+        self._said_from = 0
+        """Where in the log the node's present life began."""
+        self._began = time.monotonic()
+        self._lost_lives = 0
+        self._is_ending = False
+        self._again_at = 0.0
+        """When the node that died is to be started again; 0: none has died."""
 
-    def find(self) -> bool:
+    def meet(self) -> Found:
+        """The node of the script's last life, or a new one; it says which run it is of.
+
+        Raises:
+            CompanionError: it did not come up.
+        """
+        reunion = Reunion(self.meeting_place, JOIN_S, is_script=True)
+        if not reunion.open():
+            raise CompanionError("training scripts need Linux (abstract Unix sockets)")
+        try:
+            is_new = not self._find()
+            if is_new:
+                self._start(self._found_or_join())
+            while (found := reunion.poll()) is None:
+                if self._found_nobody() and self._runs_here():
+                    self._start(self._resume(self._name))
+                elif ending := self.ending:
+                    raise CompanionError(ending)
+                if reunion.is_over:
+                    raise CompanionError(f"the node did not come up within {JOIN_S:.0f} s; its log is {self.log_path}")
+                time.sleep(_LOOK_S)
+        finally:
+            reunion.close()
+        if is_new:
+            for line in self._said():
+                if line.startswith(JOINABLE):
+                    print(line, file=sys.stderr, flush=True)  # noqa: T201 - for whoever watches the founding script
+        return found
+
+    def revive(self, run: RunId) -> bool:
+        """Start the node again if it has died, after a pause; False if that was in vain too often. To be called again
+        and again while there is no link to it."""
+        now = time.monotonic()
+        if self._is_ending:
+            return False
+        if not self._again_at:
+            if not self.ending:
+                return True
+            self._lost_lives = 1 if now - self._began >= STABLE_S else self._lost_lives + 1
+            if self._lost_lives > RESTARTS:
+                log.warning("the node died %s times in a row, the last time so: %s", RESTARTS + 1, self.ending)
+                self._is_ending = True
+                return False
+            self._again_at = now + (2.0**self._lost_lives if self._lost_lives > 1 else 0.0)
+        if now >= self._again_at:
+            self._again_at = 0.0
+            is_joiner = self._foundation is None
+            self._start(self._resume(run) if is_joiner and run in self._runs_here() else self._found_or_join())
+        return True
+
+    def _found_or_join(self) -> list[str]:
+        if self._foundation is not None:
+            return ["start", str(self._foundation), "--bootstrap", *self._peers]
+        return ["join", *self._peers, "--run", self._name]
+
+    def _resume(self, run: str) -> list[str]:
+        """What a node does that has a state of the run, though all others may be gone."""
+        self._is_resumed = True
+        return ["resume", str(self._folder), "--run", run, "--bootstrap", *self._peers]
+
+    def _runs_here(self) -> list[RunId]:
+        """Runs called so of which the folder has a state."""
+        found = []
+        for path in self._folder.glob("*/checkpoint/manifest.msgpack"):
+            with contextlib.suppress(OSError, ValueError):
+                manifest = msgspec.msgpack.decode(path.read_bytes(), type=Manifest)
+                if manifest.config.name == self._name and any(path.parent.glob("state-*.json")):
+                    found.append(manifest.run)
+        return found
+
+    def _found_nobody(self) -> bool:
+        """Whether the node has ended because nobody else is there, for the first time."""
+        return self._is_child and not self._is_resumed and bool(self.ending) and self._status == NOBODY_THERE
+
+    def _find(self) -> bool:
         """Whether the node of the script's last life is there; it is ours then."""
         try:
             process = psutil.Process(int((self._folder / "node.pid").read_text()))
-            if self.name in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+            if self.meeting_place in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
                 self._process = process
         except (OSError, ValueError, psutil.Error):
             return False
         return self._process is not None
 
-    def start(self, arguments: Sequence[str]) -> None:
+    def _start(self, arguments: Sequence[str]) -> None:
         """Start ``p2pdiloco`` with ``arguments``, and those that make it this script's.
 
         Raises:
             OSError: it cannot be started.
         """
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "p2pdiloco",
-            *arguments,
-            "--state",
-            str(self._folder),
-            "--learner",
-            self.name,
-        ]
-        with open(self._folder / NODE_LOG, "ab") as output:
+        command = [sys.executable, "-P", "-m", "p2pdiloco", *arguments, *self._options]
+        command += ["--state", str(self._folder), "--learner", self.meeting_place, "--reattach-s", str(RETURN_S)]
+        with open(self.log_path, "ab") as output:
+            self._said_from = output.tell()
             self._process = psutil.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
         self._is_child = True
+        self._began = time.monotonic()
         (self._folder / "node.pid").write_text(str(self._process.pid))
+
+    def _said(self) -> list[str]:
+        """What the node has said in its present life."""
+        with open(self.log_path, "rb") as file:
+            file.seek(self._said_from)
+            return file.read().decode(errors="replace").splitlines()
 
     @property
     def ending(self) -> str:
         """How it ended, in a sentence with its last words; empty while it lives."""
-        if self._process is None:
-            return "it was never started"
-        if self._is_child:
-            status = self._process.poll()
-            if status is None:
-                return ""
-        elif self._process.is_running():
+        status = self._status
+        if status is None:
             return ""
-        else:
-            status = "unknown"
-        lines = (self._folder / NODE_LOG).read_text(errors="replace").splitlines()
+        lines = self._said()
         return f"the node ended with status {status}: {lines[-1] if lines else 'it said nothing'}"
 
-    def signal(self, number: signal.Signals) -> None:
+    @property
+    def _status(self) -> int | str | None:
+        """Its exit status, if it is known; None while it lives."""
+        if self._process is None:
+            return "unknown"
+        if self._is_child:
+            status: int | None = self._process.poll()
+            return status
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE:
+                return None
+        return "unknown"
+
+    def send(self, number: signal.Signals) -> None:
         """Send it, if it lives."""
         if self._process is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._process.send_signal(number)
+
+    def end(self, number: signal.Signals) -> None:
+        """Send it, and start no other node."""
+        self._is_ending = True
+        self.send(number)
 
     def wait(self, timeout_s: float) -> int | None:
         """Its exit status, if it is known; a node that does not end is killed after ``timeout_s``. The folder is then
@@ -118,7 +239,7 @@ class Companion:
             try:
                 status = self._process.wait(timeout_s)
             except psutil.TimeoutExpired:
-                self.signal(signal.SIGKILL)
+                self.send(signal.SIGKILL)
                 status = self._process.wait()
             self._process = None
         self.leave_alone()
@@ -129,3 +250,53 @@ class Companion:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+class Return:
+    """Where the script looks out for its node when that is lost: it is started again, for the same run."""
+
+    def __init__(self, companion: Companion, manifest: bytes) -> None:
+        """``manifest``: as the node has told it."""
+        self._companion = companion
+        self._manifest = manifest
+        self._run = RunId(digest_of(manifest))
+        self._reunion = Reunion(companion.meeting_place, JOIN_S, is_script=True)
+        self._is_in_vain = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the script looks out."""
+        return self._reunion.is_open
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no node will come any more."""
+        return self._is_in_vain or self._reunion.is_over
+
+    def open(self) -> bool:
+        """Look out from now on."""
+        if not self._reunion.open():
+            return False
+        log.warning("the node is gone; training goes on while it is started again (see %s)", self._companion.log_path)
+        return True
+
+    def poll(self) -> Found | None:
+        """The node's next life, if it is there."""
+        if not self._companion.revive(self._run):
+            self._is_in_vain = True
+            return None
+        found = self._reunion.poll()
+        if found is None:
+            return None
+        if found.manifest != self._manifest:
+            log.warning("the node came back with another run")
+            found.dismiss()
+            self._companion.end(signal.SIGKILL)
+            self._is_in_vain = True
+            return None
+        log.warning("the node is back")
+        return found
+
+    def close(self) -> None:
+        """Look out no more."""
+        self._reunion.close()

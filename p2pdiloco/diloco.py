@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from p2pdiloco.companion import NODE_LOG, RETURN_S, Companion, FolderInUseError
+from p2pdiloco.companion import JOIN_S, NODE_LOG, Companion, CompanionError, Return
 from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.manifest import (
     CodecConfig,
@@ -51,23 +51,16 @@ from p2pdiloco.protocol.manifest import (
 )
 from p2pdiloco.protocol.soundness import config_problems
 from p2pdiloco.training import foundation
-from p2pdiloco.training.channel import Channel
-from p2pdiloco.training.outer_link import OuterLink
+from p2pdiloco.training.outer_link import Meeting, OuterLink, Visit
 from p2pdiloco.training.parameters import FlatParameters
-from p2pdiloco.training.reunion import Found, Reunion
-from p2pdiloco.training.shared_memory import NoVectors, SharedVectors, Vectors
 from p2pdiloco.training.tally import Tally
 from p2pdiloco.training.trainable import embedding_names, trainable
-from p2pdiloco.wire.link import receive_welcome
 
 if TYPE_CHECKING:  # it imports torch.distributed.tensor: a second and 40 MB, which only several ranks need
     from p2pdiloco.training.island import Island, IslandParameters
 
 log = logging.getLogger("p2pdiloco")
 
-JOIN_S = 600.0
-"""How long joining may take before the script gives up."""
-WELCOME_S = 30.0
 LEAVE_S = 90.0
 """How long leaving may take: the node's own deadlines are 20 s, and 60 s at the end of a run."""
 _LOOK_S = 0.05
@@ -158,10 +151,10 @@ class DiLoCo:
         self._tally = Tally(optimizer, grad_scaler, tokens_per_step)
         self._island: Island | None = None
         self._companion: Companion | None = None
-        self._found: Found | None = None
+        self._visit: Visit | None = None
         self._link: OuterLink | None = None
-        self._vectors: Vectors = NoVectors()
-        self._flat: FlatParameters | IslandParameters | None = None
+        self._is_linked = False
+        """A node is there, or looked for."""
         self._hook: Any = None
         self._stepped_at = 0.0
 
@@ -178,8 +171,7 @@ class DiLoCo:
         self._island = _island(self._process_group)
         try:
             initial = self._initial_parameters() if self._is_founder else []
-            manifest = self._lead_to_manifest(initial)
-            self._take_part(manifest)
+            self._take_part(*self._lead_to_manifest(initial))
         except BaseException:
             self._end_node(signal.SIGKILL)
             raise
@@ -194,93 +186,61 @@ class DiLoCo:
             return [(name, p) for name, p in self._named]
         return self._island.gather(self._named)
 
-    def _lead_to_manifest(self, initial: Sequence[tuple[str, Tensor]]) -> Manifest:
+    def _lead_to_manifest(self, initial: Sequence[tuple[str, Tensor]]) -> tuple[Manifest, bytes]:
+        """The manifest, decoded and as the node has told it; the leader of an island meets the node."""
+
         def meet() -> bytes:
-            return self._meet_node(initial)
+            path = self._state / foundation.NAME
+            self._companion = companion = Companion(
+                self._state, self._config.name, self._peers, path if self._is_founder else None, self._node_options
+            )
+            if self._is_founder and not path.exists():  # else the run that was founded goes on
+                foundation.write(path, self._config, initial, frozenset(embedding_names(self._model)))
+            self._visit = found = companion.meet()
+            return found.manifest
 
         try:
             data = meet() if self._island is None else self._island.lead(meet, DiLoCoError)
-        except FolderInUseError as error:
-            raise DiLoCoError(str(error)) from error
-        try:
             manifest = msgspec.msgpack.decode(data, type=Manifest)
+        except (CompanionError, OSError) as error:
+            raise DiLoCoError(str(error)) from error
         except ValueError as error:
-            raise DiLoCoError(f"the node did not say which run it is ({error}); see {self._log}") from error
+            raise DiLoCoError(f"the node did not say which run it is of ({error}); see {self._log}") from error
         if manifest.config.model.kind != "external":
             raise DiLoCoError(
                 f"run {manifest.config.name} is no run of training scripts: p2pdiloco join takes part in it"
             )
-        return manifest
+        return manifest, data
 
-    def _meet_node(self, initial: Sequence[tuple[str, Tensor]]) -> bytes:
-        """Start the node, or find that of the script's last life; the run's manifest, encoded. At the leader."""
-        self._companion = companion = Companion(self._state)
-        reunion = Reunion(companion.name, JOIN_S)
-        if not reunion.open():
-            raise DiLoCoError("training scripts need Linux (abstract Unix sockets)")
-        try:
-            if not companion.find():
-                companion.start(self._node_arguments(initial))
-            while (found := reunion.poll()) is None:
-                self._check_node()
-                if reunion.is_over:
-                    raise DiLoCoError(f"the node did not come up within {JOIN_S:.0f} s; its log is {self._log}")
-                time.sleep(_LOOK_S)
-        finally:
-            reunion.close()
-        self._found = found
-        found.connection.settimeout(WELCOME_S)
-        try:
-            return receive_welcome(found.connection)
-        except (OSError, ValueError) as error:
-            raise DiLoCoError(f"the node did not say which run it is ({error}); see {self._log}") from error
-
-    def _node_arguments(self, initial: Sequence[tuple[str, Tensor]]) -> list[str]:
-        if self._is_founder:
-            command = ["start", str(self._write_foundation(initial)), "--bootstrap", *self._peers]
-        else:
-            command = ["join", *self._peers, "--run", self._config.name]
-        return [*command, "--reattach-s", str(RETURN_S), *self._node_options]
-
-    def _write_foundation(self, initial: Sequence[tuple[str, Tensor]]) -> Path:
-        """What the run is founded with, unless the folder has it already: then the run goes on."""
-        path = self._state / foundation.NAME
-        if not path.exists():
-            foundation.write(path, self._config, initial, frozenset(embedding_names(self._model)))
-        return path
-
-    def _take_part(self, manifest: Manifest) -> None:
+    def _take_part(self, manifest: Manifest, told: bytes) -> None:
         """Build the link, and wait for the global parameters."""
-        layout = Layout.of(manifest)
-        island, found = self._island, self._found
-        if found is not None:
-            self._vectors = SharedVectors.attach(found.memory_fd, layout.elements)
+        layout, island, visit = Layout.of(manifest), self._island, self._visit
+        back: Meeting | None = None if self._companion is None else Return(self._companion, told)
+        flat: FlatParameters | IslandParameters
         try:
             if island is None:
-                self._flat = FlatParameters(self._named, manifest.tensors, layout)
+                flat = FlatParameters(self._named, manifest.tensors, layout)
             else:
-                self._flat = island.parameters(self._named, manifest.tensors, layout)
+                flat = island.parameters(self._named, manifest.tensors, layout)
+                visit, back = island.visit(visit), island.meeting(back)
+            assert visit is not None
+            vectors, channel = visit.attach(layout.elements)
         except ValueError as error:
             raise DiLoCoError(f"this model is not run {manifest.config.name}'s: {error}") from error
-        own = None if found is None else Channel(found.connection)
-        channel = own if island is None else island.channel(own)
-        assert channel is not None
         steps = manifest.config.inner.steps
-        self._link = OuterLink(self, self._flat, layout, self._vectors, channel, last_step=steps)
+        self._link = OuterLink(self, flat, layout, vectors, channel, last_step=steps, reunion=back)
         self._link.greet(device=str(self._named[0][1].device))
-        while not self._link.is_training:
-            if not self._link.boundary():
-                self._check_node()
-                raise DiLoCoError(f"the node left before the run was joined; its log is {self._log}")
+        self._is_linked = True
+        while self._is_linked and not self._link.is_loaded:
+            self._is_linked = self._link.boundary()
             time.sleep(_LOOK_S)
+        if not self._link.is_loaded:
+            ending = "" if self._companion is None else self._companion.ending
+            raise DiLoCoError(ending or f"the node left before the run was joined; its log is {self._log}")
 
     @property
     def _log(self) -> Path:
         return self._state / NODE_LOG
-
-    def _check_node(self) -> None:
-        if self._companion is not None and (ending := self._companion.ending):
-            raise DiLoCoError(ending)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -292,31 +252,37 @@ class DiLoCo:
             self._hook = None
             self._tally.end()
         if self._island is not None and error is not None:
-            self._link = None
+            self._is_linked = False
             if self._companion is not None:
                 if not isinstance(error, Exception):  # Ctrl+C: a person's wish
-                    self._companion.signal(signal.SIGTERM)
+                    self._companion.send(signal.SIGTERM)
                 self._companion.leave_alone()
             return
-        link, companion = self._link, self._companion
-        if link is not None:
-            if companion is not None and not self.is_complete:
-                companion.signal(signal.SIGTERM)
-            deadline = time.monotonic() + LEAVE_S
-            while link.boundary():
-                if companion is not None and time.monotonic() > deadline:
-                    log.warning("the node does not end; it is killed (see %s)", self._log)
-                    companion.signal(signal.SIGKILL)
-                    deadline += LEAVE_S
-                time.sleep(_LOOK_S)
+        self._part()
         self._end_node(None)
+
+    def _part(self) -> None:
+        """Have the node leave, and do what it asks for meanwhile. One that was lost is waited for before."""
+        link, companion, is_told = self._link, self._companion, False
+        deadline = time.monotonic() + LEAVE_S
+        while link is not None and self._is_linked and link.boundary():
+            if companion is not None:
+                if not is_told and not link.is_alone and not self.is_complete:
+                    is_told = True
+                    companion.end(signal.SIGTERM)
+                if time.monotonic() > deadline:
+                    log.warning("the node does not end; it is killed (see %s)", self._log)
+                    companion.end(signal.SIGKILL)
+                    deadline += LEAVE_S
+            time.sleep(_LOOK_S)
+        self._is_linked = False
 
     def _end_node(self, number: signal.Signals | None) -> None:
         companion, self._companion = self._companion, None
         if companion is None:
             return
         if number is not None:
-            companion.signal(number)
+            companion.end(number)
         status = companion.wait(LEAVE_S)
         if status and number is None:
             log.warning("the node ended with status %s: see %s", status, self._log)
@@ -346,12 +312,12 @@ class DiLoCo:
     def load_global(self) -> None:
         """Set the model's parameters to the global ones of now, or of the end: without this learner's own progress
         since its last contribution. All ranks of an island call it."""
-        if self._flat is not None:
-            self._flat.copy_from(self._vectors.theta, self._flat.everything)
+        if self._link is not None:
+            self._link.load_global()
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         link = self._link
-        if link is None:
+        if link is None or not self._is_linked:
             return
         now = time.perf_counter()
         tokens, loss, is_step = self._tally.take()
@@ -360,8 +326,8 @@ class DiLoCo:
             is_step, loss = ranks > 0, losses / known if known else None
         if link.is_training and is_step:
             link.stepped(tokens, loss, now - self._stepped_at)
-        if not link.boundary():
-            self._link = None
+        self._is_linked = link.boundary()
+        if not self._is_linked and not link.is_dismissed:
             log.warning("the node is gone: training goes on alone (see %s)", self._log)
         self._stepped_at = time.perf_counter()
 

@@ -25,7 +25,16 @@ from p2pdiloco.node.lookup import (
     observer_transport,
 )
 from p2pdiloco.node.node import Node
-from p2pdiloco.node.run_folder import chosen_run, folder_of, founded_earlier, has_finished, hold, own_state, told
+from p2pdiloco.node.run_folder import (
+    chosen_run,
+    folder_of,
+    founded_earlier,
+    has_finished,
+    hold,
+    own_state,
+    standings,
+    told,
+)
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import Ending, InitialState
@@ -129,6 +138,7 @@ async def start_from_script(
     logs.speak_as(identity.peer_id)
     manifest, initial = await asyncio.to_thread(found_from_script, foundation, identity.peer_id)
     with hold(options.folder, manifest):
+        directory_options = await asyncio.to_thread(_needed, directory_options, options, manifest)
         async with open_directory(identity, directory_options, options.folder) as directory:
             return await _go_on(manifest, initial, options, identity, directory, say)
 
@@ -171,6 +181,7 @@ async def resume(
     manifest = await asyncio.to_thread(chosen_run, folders, wanted)
     await asyncio.to_thread(_has_what_it_takes, manifest, options, say)
     with hold(options.folder, manifest):
+        directory_options = await asyncio.to_thread(_needed, directory_options, options, manifest)
         async with open_directory(identity, directory_options, options.folder) as directory:
             return await _go_on(manifest, None, options, identity, directory, say, folders)
 
@@ -229,6 +240,14 @@ async def _go_on(
         say(f"to join from another machine:  p2pdiloco join {address} --run {manifest.config.name}")
     mine = msgspec.structs.replace(options, folder=folder)
     return await take_part(manifest, mine, identity, directory, initial)
+
+
+def _needed(directory_options: DirectoryOptions, options: PeerOptions, manifest: Manifest) -> DirectoryOptions:
+    """Where the run is over and its script wants the result, nobody else is needed."""
+    standing = standings([options.folder]).get(manifest.run) if options.learner else None
+    if standing is None or not standing.is_finished:
+        return directory_options
+    return msgspec.structs.replace(directory_options, initial_peers=())
 
 
 def _has_what_it_takes(manifest: Manifest, options: PeerOptions, say: Callable[[str], None]) -> None:

@@ -188,6 +188,7 @@ class Peer:
             if not self.options.is_follower:
                 self.host.spawn(self.supervision.live(lives), name="learner")
             reason = await self._ended
+            await self.supervision.until_met()
             self.supervision.is_over = True
         ending = self._failure or self._ordinary_ending(reason)
         await self._saving.save(is_last=True)
@@ -208,10 +209,12 @@ class Peer:
 
     def request_leave(self, reason: str) -> None:
         """Leave in order: contribute what is unmerged, save, go."""
+        self.supervision.wait_for_nobody()
         self.driver.feed(ev.LeaveRequested(reason))
 
     def abandon(self, reason: str) -> None:
         """Leave at once: nothing more is contributed or saved."""
+        self.supervision.wait_for_nobody()
         self._failure = Ending(1, f"left at once ({reason}); unmerged progress is lost")
         self.driver.close()
         self.leave(reason)
@@ -226,6 +229,7 @@ class Peer:
     def crashed(self, error: BaseException) -> None:
         """A defect of ours."""
         log.failure("defect", error)
+        self.supervision.wait_for_nobody()
         self._failure = Ending(1, f"internal error: {error!r}; please report it with {self.options.folder}")
         self.driver.close()
         self.leave("internal error")

@@ -8,18 +8,20 @@ Rules of this file:
 4. A crash costs the learner, not the peer: a new life starts from the live global state after a pause that doubles. Too
    many crashes in short order end the peer, in order and with the reason.
 5. A training script is not ours to start. One that died is waited for, for ``reattach_s``: whoever started it may do so
-   again (``torchrun --max-restarts``). The peer stays in the swarm meanwhile.
+   again (``torchrun --max-restarts``). The peer stays in the swarm meanwhile. A run that is over before its script is
+   there waits for it, too, so that the script gets the result.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.global_state import Shifts
-from p2pdiloco.peer.host import LearnerLife
+from p2pdiloco.peer.host import LearnerLife, within
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.protocol import effects as ef
@@ -72,6 +74,8 @@ class Supervision:
         self._reunion = options.learner or f"p2pdiloco-{digest_of(str(options.folder.absolute()).encode())}"
         """Where a learner of this folder's last life waits."""
         self._lost_lives = 0
+        self._met: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """The learner has got the global parameters, or nobody waits for that any more."""
         self.is_over = False
         """The peer is ending: no life is started any more."""
 
@@ -128,6 +132,18 @@ class Supervision:
             pause_s = 2.0 ** (self._lost_lives - 1)
             log.warning("learner lost, starting it again", reason=reason, pause_s=pause_s, life=self._lost_lives + 1)
             await self._host.sleep(pause_s)
+
+    async def until_met(self) -> None:
+        """Wait until the training script has got the global parameters, for ``reattach_s`` at most."""
+        if self._manifest is not None and not self._met.done():
+            log.info("waiting for the training script, which has not been here yet", s=self._options.reattach_s)
+            with contextlib.suppress(TimeoutError):
+                await within(self._host, self._met, self._options.reattach_s)
+
+    def wait_for_nobody(self) -> None:
+        """End that wait."""
+        if not self._met.done():
+            self._met.set_result(None)
 
     def _arguments(self, learner: LearnerId) -> list[str]:
         options = self._options
@@ -186,6 +202,7 @@ class Supervision:
             def loaded(_: None) -> None:
                 if self._process is not None and self.learner == learner:
                     self._process.send(link.Load(step=driver.machine.core.step))
+                    self.wait_for_nobody()
                     driver.feed(ev.LearnerStarted(learner, self._has_blocks))
 
             driver.job(lambda: driver.state.load(learner), loaded)

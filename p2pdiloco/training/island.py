@@ -25,7 +25,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from p2pdiloco.protocol.identifiers import FragmentId, ShardId
 from p2pdiloco.protocol.manifest import Layout, TensorSpec
 from p2pdiloco.training.channel import Channel
+from p2pdiloco.training.outer_link import Meeting, Visit
 from p2pdiloco.training.parameters import check_tensors
+from p2pdiloco.training.shared_memory import NoVectors, Vectors
 from p2pdiloco.wire import link
 
 
@@ -42,9 +44,13 @@ class Island:
         )
         self.is_leader = dist.get_rank() == self._leader
 
-    def channel(self, own: Channel | None) -> IslandChannel:
-        """All ranks' link to the node; ``own`` is the leader's."""
-        return IslandChannel(self, own)
+    def visit(self, own: Visit | None) -> IslandVisit:
+        """All ranks' node; ``own`` is the leader's, the only one that meets it."""
+        return IslandVisit(self, own)
+
+    def meeting(self, own: Meeting | None) -> IslandMeeting:
+        """Where all ranks look out for the next node; ``own`` is the leader's."""
+        return IslandMeeting(self, own)
 
     def parameters(
         self, named: Iterable[tuple[str, Tensor]], tensors: Sequence[TensorSpec], layout: Layout
@@ -137,6 +143,57 @@ class IslandChannel:
         """As ``Channel.flush``."""
         if self._channel is not None:
             self._channel.flush(timeout_s)
+
+
+class IslandMeeting:
+    """Where an island looks out for its node: the leader does, and tells the others at each step."""
+
+    def __init__(self, island: Island, meeting: Meeting | None) -> None:
+        """``meeting``: the leader's."""
+        self._island = island
+        self._meeting = meeting
+        self.is_open = False
+        self.is_over = False
+
+    def open(self) -> bool:
+        """Look out from now on, all ranks; False if that is not possible."""
+        _, self.is_open = self._island.tell(b"", self._meeting is not None and self._meeting.open())
+        self.is_over = False
+        return self.is_open
+
+    def poll(self) -> IslandVisit | None:
+        """Who came to the leader."""
+        visit = None if self._meeting is None else self._meeting.poll()
+        is_over = self._meeting is not None and self._meeting.is_over
+        over, has_come = self._island.tell(b"over" if is_over else b"", visit is not None)
+        self.is_over = bool(over)
+        if not has_come:
+            return None
+        self.is_open = False
+        return IslandVisit(self._island, visit)
+
+    def close(self) -> None:
+        """Look out no more."""
+        self.is_open = False
+        if self._meeting is not None:
+            self._meeting.close()
+
+
+class IslandVisit:
+    """The node's next life, which has come to the leader."""
+
+    def __init__(self, island: Island, visit: Visit | None) -> None:
+        """``visit``: the leader's."""
+        self._island = island
+        self._visit = visit
+
+    def attach(self, elements: int) -> tuple[Vectors, IslandChannel]:
+        """As ``Visit.attach``; the others have neither memory nor link."""
+        if self._visit is None:
+            return NoVectors(), IslandChannel(self._island, None)
+        vectors, channel = self._visit.attach(elements)
+        assert isinstance(channel, Channel)
+        return vectors, IslandChannel(self._island, channel)
 
 
 class _Part:

@@ -10,7 +10,7 @@ Rules of this file:
    neither training nor ``Progress``.
 5. When the socket ends, the node is dead. With a ``Reunion`` the learner goes on training for a while: the node's next
    life finds it and gets all progress since then, on top of the parameters that the swarm has by now. To the swarm that
-   is a new learner, whose counters begin at the loss. Whoever is not found ends.
+   is a new learner, whose counters begin at the loss. Whoever is not found ends (a script trains on alone).
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.parameters import FlatParameters
-from p2pdiloco.training.reunion import Reunion
-from p2pdiloco.training.shared_memory import SharedVectors, Vectors
+from p2pdiloco.training.shared_memory import Vectors
 from p2pdiloco.training.side_stream import Finished
 from p2pdiloco.wire.link import (
     AdoptStep,
@@ -81,6 +80,34 @@ class Trainer(Protocol):
         """The process ends next."""
 
 
+class Visit(Protocol):
+    """The node's next life has come (``reunion.Found``)."""
+
+    def attach(self, elements: int) -> tuple[Vectors, Channel | IslandChannel]:
+        """Its memory and the link to it. Raises ValueError: the memory is that of another model."""
+
+
+class Meeting(Protocol):
+    """Where a learner without a node looks out for the next one (``reunion.Reunion``, ``companion.Return``)."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it looks out."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody will come any more."""
+
+    def open(self) -> bool:
+        """Look out from now on; False if that is not possible."""
+
+    def poll(self) -> Visit | None:
+        """Who came; it is then closed."""
+
+    def close(self) -> None:
+        """Look out no more."""
+
+
 class OuterLink:
     """The connection, the shared vectors and the model's parameters as the run's flat vector."""
 
@@ -93,7 +120,7 @@ class OuterLink:
         channel: Channel | IslandChannel,
         *,
         last_step: int,
-        reunion: Reunion | None = None,
+        reunion: Meeting | None = None,
     ) -> None:
         self._trainer = trainer
         self._flat = flat
@@ -108,6 +135,10 @@ class OuterLink:
         self._anchor: Tensor | None = None
         """Parameters at the loss of the node, until another has given those of the swarm."""
         self.is_training = False
+        self.is_loaded = False
+        """It has got the global parameters, once."""
+        self.is_dismissed = False
+        """The node has said that it is over."""
         self.global_step = 0
         self.steps = 0
         self.tokens = 0
@@ -155,7 +186,7 @@ class OuterLink:
 
     def wait(self) -> None:
         """Sleep until the node says something. Not while training."""
-        if self._reunion is not None and self._reunion.is_open:
+        if self.is_alone:
             time.sleep(_LOOK_S)
         elif self._answers:
             time.sleep(_COPY_S)
@@ -164,21 +195,24 @@ class OuterLink:
 
     def boundary(self) -> bool:
         """Do what the node asked for, without waiting. False when the learner is to end."""
+        if self.is_dismissed:
+            return False
         if self._reunion is not None and self._reunion.is_open:
             return self._look_out(self._reunion)
         self._release()
         commands = self._channel.exchange()
         if not self.is_training:
             self._channel.blocked_s = 0.0
-        if self._channel.is_closed:
-            return self._lost_node()
         for command in commands:
             if isinstance(command, Exit):
                 self._settle()
                 self._channel.flush(_FAREWELL_S)
                 self._trainer.end()
+                self.is_dismissed, self.is_training = True, False
                 return False
             self._execute(command)
+        if self._channel.is_closed:  # after what it has said last
+            return self._lost_node()
         if self.is_training and self.global_step >= self._last_step:
             self._stop()
         return True
@@ -214,7 +248,7 @@ class OuterLink:
                     finished = flat.add_from(self._anchor.neg_().add_(self._vectors.shift), flat.everything)
                     self._anchor = None
                 self.global_step = step
-                self.is_training = True
+                self.is_training = self.is_loaded = True
                 self._answer(Shifted(shards=flat.everything), finished)
             case Shift(shards=shards, replace=replace):
                 take = flat.copy_from if replace else flat.add_from
@@ -259,7 +293,7 @@ class OuterLink:
         if self._reunion is None or not self.is_training or not self._reunion.open():
             return False
         if self._anchor is None:
-            self._anchor = torch.empty(self._layout.elements)
+            self._anchor = torch.empty_like(self._vectors.shift)
             finished = self._flat.copy_to(self._anchor, self._flat.everything)
             while finished is not None and not finished():
                 time.sleep(_COPY_S)
@@ -268,7 +302,16 @@ class OuterLink:
         self._trainer.begin_again()
         return True
 
-    def _look_out(self, reunion: Reunion) -> bool:
+    def load_global(self) -> None:
+        """Parameters := the global ones."""
+        self._flat.copy_from(self._vectors.theta, self._flat.everything)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the node is lost, and its next life is looked for."""
+        return self._reunion is not None and self._reunion.is_open
+
+    def _look_out(self, reunion: Meeting) -> bool:
         """Is the node's next life there? False when it is too late for that."""
         if self.is_training and self.global_step >= self._last_step:
             self.is_training = False
@@ -276,11 +319,13 @@ class OuterLink:
         if found is not None:
             self._flat.unpin((self._vectors.shift, self._vectors.snapshot))
             self._vectors.close()
-            self._vectors = SharedVectors.attach(found.memory_fd, self._layout.elements)
+            self._vectors, self._channel = found.attach(self._layout.elements)
             self._flat.pin((self._vectors.shift, self._vectors.snapshot))
-            self._channel = Channel(found.connection)
             assert self._ready is not None
             self._channel.post(self._ready)
             if not self.is_training:
                 self._channel.post(Paused(steps=self.steps, tokens=self.tokens))
-        return not reunion.is_open or not reunion.is_over
+        if reunion.is_open and reunion.is_over:
+            reunion.close()
+            return False
+        return True

@@ -1,11 +1,12 @@
 """Where a learner whose node has died is found by the node's next life.
 
 A Unix socket in Linux's abstract namespace, named by the peer's folder: it leaves no file behind. Whoever connects must
-be the same user, and brings the new shared memory along; the connection is then the learner's link.
+be the same user, and brings the new shared memory along; the connection is then the learner's link. A training script
+is told the run first.
 
 Rules of this file:
 1. Nothing here waits: a learner looks at its step boundaries.
-2. A learner that nobody has found within its patience ends.
+2. A learner that nobody has found within its patience ends; a script trains on alone.
 """
 
 from __future__ import annotations
@@ -16,18 +17,36 @@ import socket
 import struct
 import sys
 import time
-from typing import NamedTuple
+
+from p2pdiloco.training.channel import Channel
+from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.wire.link import Welcome
 
 IS_POSSIBLE = sys.platform == "linux"
 CONNECT_S = 0.05
 _CREDENTIALS = struct.Struct("3i")
 
 
-class Found(NamedTuple):
-    """The node's next life."""
+class Found:
+    """The node's next life; a script is also told which run it is."""
 
-    connection: socket.socket
-    memory_fd: int
+    def __init__(self, connection: socket.socket, memory_fd: int, manifest: bytes = b"") -> None:
+        self._connection = connection
+        self._memory_fd = memory_fd
+        self.manifest = manifest
+
+    def attach(self, elements: int) -> tuple[SharedVectors, Channel]:
+        """The memory and the link that it has brought along; once.
+
+        Raises:
+            ValueError: the memory is not that of ``elements`` parameters.
+        """
+        return SharedVectors.attach(self._memory_fd, elements), Channel(self._connection)
+
+    def dismiss(self) -> None:
+        """It is not what was looked for."""
+        self._connection.close()
+        os.close(self._memory_fd)
 
 
 def peer_credentials(connection: socket.socket) -> tuple[int, int]:
@@ -40,11 +59,15 @@ def peer_credentials(connection: socket.socket) -> tuple[int, int]:
 class Reunion:
     """The learner's side. Not open until its node is lost."""
 
-    def __init__(self, name: str, patience_s: float) -> None:
+    def __init__(self, name: str, patience_s: float, *, is_script: bool = False) -> None:
         self._address = b"\0" + name.encode()
         self._patience_s = patience_s
+        self._is_script = is_script
         self._listener: socket.socket | None = None
         self._visitor: socket.socket | None = None
+        self._memory_fd = -1
+        """What the visitor has brought."""
+        self._welcome = Welcome()
         self._until = 0.0
 
     @property
@@ -84,23 +107,40 @@ class Reunion:
                 self._dismiss()
                 return None
         try:
-            data, fds, _, _ = socket.recv_fds(self._visitor, 1, 1)
+            if not self._has_said_all(self._visitor):
+                return None
         except BlockingIOError:
             return None
-        except OSError:
+        except (OSError, ValueError):
             self._dismiss()
             return None
-        if not data or len(fds) != 1:
-            self._dismiss()
-            return None
-        connection, self._visitor = self._visitor, None
+        found = Found(self._visitor, self._memory_fd, self._welcome.manifest)
+        self._visitor, self._memory_fd = None, -1
         self.close()
-        return Found(connection, fds[0])
+        return found
+
+    def _has_said_all(self, visitor: socket.socket) -> bool:
+        """Read what is there; whether that is all.
+
+        Raises:
+            OSError: nothing is there (BlockingIOError), or the visitor has gone.
+            ValueError: it says something else.
+        """
+        if self._memory_fd < 0:
+            data, fds, _, _ = socket.recv_fds(visitor, 1, 1)
+            if not data or len(fds) != 1:
+                raise ValueError("a visitor brings the shared memory")
+            self._memory_fd = fds[0]
+        return not self._is_script or self._welcome.read(visitor)
 
     def _dismiss(self) -> None:
         if self._visitor is not None:
             self._visitor.close()
             self._visitor = None
+        if self._memory_fd >= 0:
+            os.close(self._memory_fd)
+            self._memory_fd = -1
+        self._welcome = Welcome()
 
     def close(self) -> None:
         """Look out no more."""

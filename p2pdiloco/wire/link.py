@@ -181,26 +181,39 @@ def welcome(manifest: bytes) -> bytes:
     return _LENGTH.pack(len(manifest)) + manifest
 
 
-def receive_welcome(connection: socket.socket) -> bytes:
-    """The manifest, from a blocking socket.
+class Welcome:
+    """A welcome as it comes in, from a socket that does not block."""
 
-    Raises:
-        ValueError: the frame is too large, or the stream ends in it.
-    """
-    (size,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
-    if size > MAX_FRAME_BYTES:
-        raise ValueError(f"a frame claims {size} bytes, at most {MAX_FRAME_BYTES} are allowed")
-    return _receive(connection, size)
+    def __init__(self) -> None:
+        self._data = bytearray()
 
+    @property
+    def manifest(self) -> bytes:
+        """What has come of the manifest."""
+        return bytes(self._data[_LENGTH.size :])
 
-def _receive(connection: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        piece = connection.recv(size - len(data))
-        if not piece:
-            raise ValueError("the node left before it had said which run it is")
-        data += piece
-    return bytes(data)
+    def read(self, connection: socket.socket) -> bool:
+        """Take what is there, and nothing beyond the welcome; whether it is whole.
+
+        Raises:
+            BlockingIOError: nothing is there.
+            OSError: the connection is lost.
+            ValueError: the frame is too large, or the stream ends in it.
+        """
+        while missing := self._missing():
+            piece = connection.recv(missing)
+            if not piece:
+                raise ValueError("the node left before it had said which run it is")
+            self._data += piece
+        return True
+
+    def _missing(self) -> int:
+        if len(self._data) < _LENGTH.size:
+            return _LENGTH.size - len(self._data)
+        (size,) = _LENGTH.unpack_from(self._data)
+        if size > MAX_FRAME_BYTES:
+            raise ValueError(f"a frame claims {size} bytes, at most {MAX_FRAME_BYTES} are allowed")
+        return int(_LENGTH.size + size - len(self._data))
 
 
 def encode(message: FromNode | FromLearner) -> bytes:

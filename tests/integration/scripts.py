@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +49,22 @@ def until_founded(folder: Path) -> None:
 def until_ready(folder: Path, lives: int = 1) -> None:
     """Wait until the script of this state folder has met its node, in its ``lives``-th life."""
     wait_until(lambda: len(events(folder, "learner-ready")) >= lives, START_S, f"life {lives} of {folder}")
+
+
+def until_merged(folder: Path, of: Path) -> None:
+    """Wait until the peer of ``folder`` has seen progress of the present learner of ``of`` merged."""
+
+    def is_merged() -> bool:
+        ready = events(of, "learner-ready")
+        return bool(ready) and any(ready[-1]["learner"] in one["contributors"] for one in events(folder, "commit"))
+
+    wait_until(is_merged, START_S, f"a version with progress of {of}")
+
+
+def kill_node(folder: Path) -> float:
+    """SIGKILL to the node of the script of this state folder; Unix time."""
+    os.kill(int((folder / "node.pid").read_text()), signal.SIGKILL)
+    return time.time()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from scripts import END_S, START_S, events, held, report, until_founded, until_ready
+from scripts import END_S, START_S, events, held, kill_node, report, until_founded, until_merged, until_ready
 from swarm import swarm_in
 from waiting import wait_until
 
@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).parents[2] / "peers" / "own_script.py"
 
 
 def start(state: Path, *arguments: str) -> subprocess.Popen[str]:
-    state.mkdir(parents=True)
+    state.mkdir(parents=True, exist_ok=True)
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), "--state", str(state), *arguments],
         stdout=subprocess.PIPE,
@@ -68,6 +68,60 @@ def test_what_cannot_be_joined_is_told(tmp_path: Path) -> None:
     assert script.returncode != 0
     assert "DiLoCoError: the node ended with status 3" in out
     assert "none of the initial peers answers" in out
+
+
+@pytest.mark.timeout(900)
+def test_a_node_that_was_killed_comes_back_to_its_script_as_the_same_peer(tmp_path: Path) -> None:
+    """The script trains meanwhile, and what it trained then is merged, too."""
+    with swarm_in(tmp_path / "swarm") as swarm:
+        address = swarm.start_bootstrap()
+        founder = start(tmp_path / "a", "--run", "sines", "--peer", address, "--found", "--steps", "1000000")
+        until_founded(tmp_path / "a")
+        other = start(tmp_path / "b", "--run", "sines", "--peer", address, "--seed", "1")
+        scripts = {"a": founder, "b": other}
+        try:
+            for name, script in scripts.items():
+                folder = tmp_path / name
+                until_merged(tmp_path / "a", of=folder)
+                peer = events(folder, "started")[0]["peer"]
+                lives = len(events(folder, "learner-ready"))
+                began = kill_node(folder)
+                until_ready(folder, lives=lives + 1)
+                until_merged(tmp_path / "a", of=folder)
+                print(f"node of {name}: back after {events(folder, 'learner-ready')[-1]['time'] - began:.1f} s")
+                assert {event["peer"] for event in events(folder, "started")} == {peer}
+                assert script.poll() is None
+        finally:
+            for script in scripts.values():
+                script.send_signal(signal.SIGINT)
+            outputs = [script.communicate(timeout=END_S)[0] for script in scripts.values()]
+    for out in outputs:
+        assert "training goes on while it is started again" in out
+        assert "the node is back" in out
+    assert "to join from another machine:  p2pdiloco join " in outputs[0], "the founder tells how to join"
+
+
+@pytest.mark.timeout(900)
+def test_a_script_that_is_started_after_the_end_finds_the_result(tmp_path: Path) -> None:
+    with swarm_in(tmp_path / "swarm") as swarm:
+        address = swarm.start_bootstrap()
+        founder = start(tmp_path / "a", "--run", "sines", "--peer", address, "--found", "--steps", "60")
+        until_founded(tmp_path / "a")
+        with held(founder.pid, SCRIPT.name):
+            other = start(tmp_path / "b", "--run", "sines", "--peer", address, "--seed", "1")
+            until_ready(tmp_path / "b")
+        for script in (founder, other):
+            assert script.communicate(timeout=END_S)[0] is not None
+        result = json.loads((tmp_path / "a" / "result.json").read_text())
+    # the bootstrap node has gone, too
+    for name, more in (("a", ("--found",)), ("b", ())):
+        (tmp_path / name / "result.json").unlink()
+        again = start(tmp_path / name, "--run", "sines", "--peer", address, *more, "--steps", "60", "--seed", "2")
+        out, _ = again.communicate(timeout=END_S)
+        assert again.returncode == 0, (out, (tmp_path / name / "node.log").read_text()[-2000:])
+        found = json.loads((tmp_path / name / "result.json").read_text())
+        assert found["sum"] == result["sum"]
+        assert found["step"] >= 60
 
 
 @pytest.mark.timeout(900)

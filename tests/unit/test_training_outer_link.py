@@ -133,6 +133,22 @@ def test_a_pause_waits_for_copies_under_way(bench: Bench) -> None:
     assert [type(m) for m in bench.do()] == [link.Snapshotted, link.Paused]
 
 
+def test_what_the_node_has_said_before_it_left_is_done(bench: Bench) -> None:
+    """A run that was over before its script came: parameters, and goodbye, in one go."""
+    bench.vectors.shift.copy_(torch.arange(15.0))
+    bench.socket.sendall(link.encode(link.Load(step=7)) + link.encode(link.Exit()))
+    bench.socket.shutdown(socket.SHUT_WR)
+    assert not bench.link.boundary()
+    assert bench.link.is_loaded
+    assert bench.link.is_dismissed
+    assert not bench.link.is_training
+    assert bench.link.global_step == 7
+    for fragment in (0, 1):
+        bench.flat.copy_to(bench.vectors.snapshot, bench.flat.of_fragment(FragmentId(fragment)))
+    assert torch.equal(bench.vectors.snapshot, torch.arange(15.0))
+    assert not bench.link.boundary(), "and it stays over"
+
+
 def test_shifts_and_snapshots_are_exact_whatever_the_parameters_are(bench: Bench) -> None:
     bench.vectors.shift.copy_(torch.arange(15.0))
     bench.do(link.Load(step=0))

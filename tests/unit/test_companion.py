@@ -1,0 +1,192 @@
+"""The node of a training script: started again within bounds, whatever it dies of; found by its welcome."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from p2pdiloco import companion
+from p2pdiloco.companion import RESTARTS, STABLE_S, Companion, CompanionError
+from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.training.reunion import Found, Reunion, find_learner
+from p2pdiloco.wire import link
+
+RUN = RunId("0" * 40)
+
+
+class Clock:
+    """Time as a number, where the companion looks at it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        time.sleep(0.001)  # for the process
+
+
+class Dying(Companion):
+    """Its nodes die at once."""
+
+    def __init__(self, folder: Path, peers: Sequence[str] = ()) -> None:
+        super().__init__(folder, "story", peers, None if peers else folder / "foundation", ())
+        self.started: list[list[str]] = []
+        self.status = 1
+
+    def _start(self, arguments: Sequence[str]) -> None:
+        self.started.append(list(arguments))
+        self._process = psutil.Popen(["sh", "-c", f"exit {self.status}"])
+        self._process.wait()
+        self._is_child, self._began = True, companion.time.monotonic()
+        self.log_path.touch()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(companion, "time", clock)
+    return clock
+
+
+def starts(node: Dying, clock: Clock, seconds: float) -> list[float]:
+    """When it was started again, while the script looks for it for so long."""
+    seen, began = [], clock.now
+    while clock.now < began + seconds:
+        count = len(node.started)
+        if not node.revive(RUN):
+            break
+        seen += [clock.now - began] * (len(node.started) - count)
+        clock.now += 0.25
+    return seen
+
+
+def test_a_node_that_dies_again_and_again_is_started_with_growing_pauses_and_then_no_more(
+    tmp_path: Path, clock: Clock
+) -> None:
+    node = Dying(tmp_path)
+    node._start([])
+    seen = starts(node, clock, 1000.0)
+    assert len(seen) == RESTARTS
+    assert seen[0] == 0.0, "at once"
+    pauses = [b - a for a, b in itertools.pairwise(seen)]
+    assert pauses == pytest.approx([4.25, 8.25, 16.25, 32.25])
+    assert not node.revive(RUN)
+    node.leave_alone()
+
+
+def test_after_a_long_life_earlier_deaths_are_forgotten(tmp_path: Path, clock: Clock) -> None:
+    node = Dying(tmp_path)
+    node._start([])
+    assert len(starts(node, clock, 0.25)) == 1
+    clock.now += STABLE_S
+    assert len(starts(node, clock, 1000.0)) == RESTARTS
+    node.leave_alone()
+
+
+def test_one_that_is_told_to_end_is_not_started_again(tmp_path: Path, clock: Clock) -> None:
+    node = Dying(tmp_path)
+    node._start([])
+    node.end(companion.signal.SIGTERM)
+    assert starts(node, clock, 100.0) == []
+    node.leave_alone()
+
+
+def test_a_founders_node_founds_again_and_a_joiners_joins_the_same_run(tmp_path: Path, clock: Clock) -> None:
+    founder, joiner = Dying(tmp_path / "a"), Dying(tmp_path / "b", ["ADDR"])
+    for node in (founder, joiner):
+        node._start([])
+        assert node.revive(RUN)
+        node.leave_alone()
+    assert founder.started[-1] == ["start", str(tmp_path / "a" / "foundation"), "--bootstrap"]
+    assert joiner.started[-1] == ["join", "ADDR", "--run", "story"], "it has no state yet"
+
+
+def test_who_finds_nobody_and_has_no_state_is_told_so(tmp_path: Path, clock: Clock) -> None:
+    node = Dying(tmp_path, ["ADDR"])
+    node.status = companion.NOBODY_THERE
+    with pytest.raises(CompanionError, match="the node ended with status 3"):
+        node.meet()
+    assert node.started == [["join", "ADDR", "--run", "story"]]
+    node.leave_alone()
+
+
+def test_a_second_script_is_refused_the_folder(tmp_path: Path) -> None:
+    # another process's lock: ours would be given twice (lockf)
+    first = psutil.Popen(
+        ["python3", "-c", "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX);"
+         "print('held', flush=True); sys.stdin.read()", str(tmp_path / "script.lock")],
+        stdin=-1, stdout=-1,
+    )  # fmt: skip
+    assert first.stdout.readline() == b"held\n"
+    with pytest.raises(CompanionError, match="is in use by another training script"):
+        Companion(tmp_path, "story", (), None, ())
+    first.stdin.close()
+    first.wait()
+
+
+@contextlib.contextmanager
+def visit(name: str) -> Iterator[socket.socket]:
+    """A node that has found its script."""
+    memory = os.memfd_create("test")
+    connection = find_learner(name, memory)
+    assert connection is not None
+    try:
+        yield connection
+    finally:
+        connection.close()
+        os.close(memory)
+
+
+def test_a_script_is_told_the_run_before_it_takes_the_node_however_slowly() -> None:
+    name = f"p2pdiloco-test-{os.getpid()}"
+    reunion = Reunion(name, 60.0, is_script=True)
+    assert reunion.open()
+    welcome = link.welcome(b"manifest" * 100)
+    with visit(name) as connection:
+        for byte in welcome:
+            assert reunion.poll() is None
+            connection.send(bytes([byte]))
+        connection.send(link.encode(link.Pause()))
+        found = reunion.poll()
+    assert isinstance(found, Found)
+    assert found.manifest == b"manifest" * 100
+    assert not reunion.is_open
+    found.dismiss()
+
+
+def test_a_node_that_leaves_in_its_welcome_is_forgotten_and_the_next_is_heard() -> None:
+    name = f"p2pdiloco-test-{os.getpid()}-again"
+    reunion = Reunion(name, 60.0, is_script=True)
+    assert reunion.open()
+    with visit(name) as connection:
+        connection.send(link.welcome(b"first")[:-1])
+        assert reunion.poll() is None
+    assert reunion.poll() is None
+    with visit(name) as connection:
+        connection.send(link.welcome(b"second"))
+        found = reunion.poll()
+    assert found is not None
+    assert found.manifest == b"second"
+    found.dismiss()
+
+
+def test_a_welcome_that_claims_too_much_is_refused_before_it_is_read() -> None:
+    name = f"p2pdiloco-test-{os.getpid()}-large"
+    reunion = Reunion(name, 60.0, is_script=True)
+    assert reunion.open()
+    with visit(name) as connection:
+        connection.send(b"\xff\xff\xff\xff")
+        assert reunion.poll() is None
+        assert reunion._visitor is None
+    reunion.close()
