@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("--run")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--found", action="store_true")
+    parser.add_argument("--spoil-at", type=int, default=0, help="from this step on the loss is NaN")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     torch.set_num_threads(1)
@@ -57,6 +58,8 @@ def main() -> int:
         for step in range(100 * options.steps):
             x = torch.randn(16, 8)
             loss = (model(x).squeeze(1) - x.sin().sum(1)).square().mean()
+            if options.spoil_at and step >= options.spoil_at:
+                loss = loss * float("nan")
             loss.backward()
             outer.count(16, float(loss.detach()))
             optimizer.step()

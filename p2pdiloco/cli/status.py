@@ -86,3 +86,6 @@ def _print_run(run_id: RunId, record: RunRecord, peers: list[PeerStatus]) -> Non
             f"  {short(s.peer):<8}{s.phase:<11}{versions:>12}{train_loss:>8}{s.tokens_trained:>12,}"
             f"{s.tokens_per_second:>10,.0f}{s.bytes_up / 1e6:>9.1f}{s.blocked_s:>11.3f}"
         )
+    for s in peers:
+        if s.trouble:
+            print(f"  {short(s.peer)} is in trouble: {s.trouble}")

@@ -206,6 +206,7 @@ class Node:
             blocked_s=self.metrics.blocked_s,
             epochs=status.epochs,
             blocks_repeated=status.blocks_repeated,
+            trouble=self.peer.supervision.trouble,
         )
 
     async def _tell_progress(self) -> None:

@@ -197,9 +197,10 @@ class Peer:
     def _ordinary_ending(self, reason: str) -> Ending:
         unmerged = self.machine.core.unmerged_tokens()
         if unmerged:
-            return Ending(
-                1, f"{reason}; {unmerged:,} tokens were not merged in time and are lost (--leave-s allows longer)"
-            )
+            why = self.supervision.trouble or "--leave-s allows longer"
+            return Ending(1, f"{reason}; {unmerged:,} tokens were not merged in time and are lost ({why})")
+        if self.supervision.trouble:
+            return Ending(1, f"{reason}; {self.supervision.trouble}")
         return Ending(0, reason)
 
     @property

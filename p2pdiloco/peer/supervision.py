@@ -29,6 +29,7 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.identifiers import LearnerId, PeerId, digest_of, learner_id
 from p2pdiloco.runtime import logs
 from p2pdiloco.wire import link
+from p2pdiloco.wire.bodies import TROUBLE_LIMIT
 
 log = logs.get("node")
 
@@ -74,6 +75,8 @@ class Supervision:
         self._reunion = options.learner or f"p2pdiloco-{digest_of(str(options.folder.absolute()).encode())}"
         """Where a learner of this folder's last life waits."""
         self._lost_lives = 0
+        self.trouble = ""
+        """Why nothing that the learner trains can be merged; empty: it can."""
         self._met: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """The learner has got the global parameters, or nobody waits for that any more."""
         self.is_over = False
@@ -114,6 +117,7 @@ class Supervision:
             if self.is_over:
                 return
             self._is_ready = self._is_loaded = False
+            self._be_in_trouble("")
             self._driver.job(self._driver.state.unload, lambda _: None)
             self._metrics.write("learner-lost", reason=reason, status=status)
             if was_loaded:
@@ -188,8 +192,20 @@ class Supervision:
             case link.Trouble():
                 self._metrics.write("learner-trouble", reason=message.reason)
                 log.warning("learner in trouble, it goes on", reason=message.reason)
+            case link.Unable():
+                self._be_in_trouble(message.reason)
             case link.Failed():
                 pass  # its process's end follows, with this reason
+
+    def _be_in_trouble(self, reason: str) -> None:
+        """Or not any more."""
+        if reason:
+            self._metrics.write("learner-unable", reason=reason)
+            log.warning("nothing that the learner trains can be merged", reason=reason)
+        elif self.trouble:
+            self._metrics.write("learner-able")
+            log.info("what the learner trains can be merged again")
+        self.trouble = reason[:TROUBLE_LIMIT]
 
     # -- what it is told -----------------------------------------------------------------------------------------------
 

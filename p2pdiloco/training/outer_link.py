@@ -8,13 +8,17 @@ Rules of this file:
 3. ``steps`` and ``tokens`` only grow: a ``Load`` replaces parameters, not history.
 4. Answers leave in the order of the commands. One whose copy is under way on a GPU holds back those behind it, but
    neither training nor ``Progress``.
-5. When the socket ends, the node is dead. With a ``Reunion`` the learner goes on training for a while: the node's next
+5. What is not finite is never merged. The loss, where it is told, and each snapshot are looked at; that is said once,
+   and once that it is over (``Unable``).
+6. When the socket ends, the node is dead. With a ``Reunion`` the learner goes on training for a while: the node's next
    life finds it and gets all progress since then, on top of the parameters that the swarm has by now. To the swarm that
    is a new learner, whose counters begin at the loss. Whoever is not found ends (a script trains on alone).
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Protocol, assert_never
@@ -23,6 +27,7 @@ import torch
 from torch import Tensor
 
 from p2pdiloco.protocol.blocks import Block
+from p2pdiloco.protocol.identifiers import FragmentId
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.parameters import FlatParameters
@@ -49,10 +54,13 @@ from p2pdiloco.wire.link import (
     Snapshotted,
     Train,
     Trouble,
+    Unable,
 )
 
 if TYPE_CHECKING:  # it imports torch.distributed.tensor, which costs a second
     from p2pdiloco.training.island import IslandChannel, IslandParameters
+
+log = logging.getLogger("p2pdiloco")
 
 _LOOK_S = 0.05
 _COPY_S = 0.001
@@ -144,6 +152,11 @@ class OuterLink:
         self.tokens = 0
         self.exchange_s = 0.0
         """Copies since the last ``Progress``."""
+        self._has_sound_loss = True
+        """The last one that was told is finite."""
+        self._spoilt: set[FragmentId] = set()
+        """Fragments whose last snapshot was not finite."""
+        self._is_unable = False
 
     # ------------------------------------------------------------------------------------------------ to the node
 
@@ -158,6 +171,11 @@ class OuterLink:
         self.steps += 1
         self.tokens += tokens
         self.global_step += 1
+        if loss is not None:
+            self._has_sound_loss = math.isfinite(loss)
+            if not self._has_sound_loss:
+                self._judge(f"the loss is {loss} at step {self.global_step}")
+                loss = None
         progress = Progress(
             steps=self.steps,
             tokens=self.tokens,
@@ -266,7 +284,33 @@ class OuterLink:
 
     def _release(self) -> None:
         while self._answers and ((finished := self._answers[0][0]) is None or finished()):
-            self._channel.post(self._answers.popleft()[1])
+            message = self._answers.popleft()[1]
+            if isinstance(message, Snapshotted):
+                self._judge_snapshot(message.fragment)
+            self._channel.post(message)
+
+    def _judge_snapshot(self, fragment: FragmentId) -> None:
+        shards = (self._layout.shards[shard] for shard in self._flat.of_fragment(fragment))
+        if all(_is_finite(self._vectors.snapshot[shard.start : shard.stop]) for shard in shards):
+            self._spoilt.discard(fragment)
+            if self._has_sound_loss and not self._spoilt:
+                self._judge("")
+        else:
+            self._spoilt.add(fragment)
+            self._judge(f"parameters are not finite at step {self.global_step}")
+
+    def _judge(self, problem: str) -> None:
+        """Say that what is trained cannot be merged, or that it can again, if that is news."""
+        if bool(problem) == self._is_unable:
+            return
+        self._is_unable = bool(problem)
+        if problem:
+            problem += (
+                ": nothing that is trained here is merged until it is finite again. Stop this learner and start it "
+                "again, with a lower learning rate: it then goes on from the swarm's parameters"
+            )
+        log.warning(problem or "parameters and loss are finite again, and are merged")
+        self._channel.post(Unable(reason=problem))
 
     def _settle(self) -> None:
         """Wait for copies under way; they take milliseconds."""
@@ -329,3 +373,9 @@ class OuterLink:
             reunion.close()
             return False
         return True
+
+
+def _is_finite(vector: Tensor) -> bool:
+    """Whether all of ``vector``, float32 [n], is finite. One pass over it: a sum shows what it is made of, unless it
+    overflows."""
+    return math.isfinite(float(vector.sum())) or bool(vector.isfinite().all())

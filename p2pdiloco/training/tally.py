@@ -6,6 +6,7 @@ Rules of this file:
    counted for it is dropped. Fused optimizers skip inside their kernel (``found_inf``), the others are not even called,
    which only whoever has the scaler can see.
 3. A loss that is a tensor is read once a second at most: reading one makes the thread wait for its GPU.
+4. A loss that is not finite is told once; a step that the scaler skipped tells none.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Tally:
         tokens, self._counted = self._tokens_per_step if self._counted is None else self._counted, None
         found_inf = getattr(self._optimizer, "found_inf", None)
         if found_inf is not None and bool(found_inf):
-            return 0, self._look(), False
+            self._given = None
+            return 0, self._loss, False
         return tokens, self._look(), True
 
     def _look(self) -> float | None:
@@ -80,6 +82,7 @@ class Tally:
         if given is not None and (not isinstance(given, Tensor) or now - self._looked_at >= LOOK_S):
             self._looked_at, self._given = now, None
             value = float(given)
-            if math.isfinite(value):
-                self._loss = value
+            if not math.isfinite(value):
+                return value
+            self._loss = value
         return self._loss

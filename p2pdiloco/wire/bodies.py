@@ -20,6 +20,7 @@ from p2pdiloco.protocol.manifest import Name
 from p2pdiloco.protocol.messages import CommitHeader, Count, Evaluation, Heartbeat, Hex, Message, Shard
 
 SIGNATURE_BYTES = 64
+TROUBLE_LIMIT = 500
 COMMIT_CONTEXT = b"p2pdiloco commit\0"
 """What an owner signs is this followed by the commit's id."""
 
@@ -95,6 +96,8 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Of the run's data, trained and merged; 0 if it has no blocks."""
     blocks_repeated: Annotated[float, Meta(ge=0.0)] = 0.0
     """Blocks of data that were trained again, as a share of those trained."""
+    trouble: Annotated[str, Meta(max_length=TROUBLE_LIMIT)] = ""
+    """Why nothing that this peer's learner trains can be merged; empty: it can."""
 
 
 class CommitParts(NamedTuple):

@@ -164,8 +164,14 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
+class Unable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Nothing that the learner trains can be merged; ``reason`` is a sentence for a person, empty: it can again."""
+
+    reason: str
+
+
 FromNode = Load | Shift | Snapshot | Train | AdoptStep | Evaluate | Pause | Save | Exit
-FromLearner = Ready | Progress | BlockFinished | Shifted | Snapshotted | Evaluated | Paused | Trouble | Failed
+FromLearner = Ready | Progress | BlockFinished | Shifted | Snapshotted | Evaluated | Paused | Trouble | Unable | Failed
 
 MessageT = TypeVar("MessageT")
 

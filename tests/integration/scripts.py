@@ -67,6 +67,11 @@ def kill_node(folder: Path) -> float:
     return time.time()
 
 
+def heed_interrupts() -> None:
+    """For ``preexec_fn``: shells start what runs in the background with interrupts ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def held(root: int, mark: str) -> Iterator[None]:
     """Stop the processes at and below ``root`` whose command line has ``mark``, so that a run does not end before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from scripts import END_S, START_S, events, held, report, until_founded, until_ready
+from scripts import END_S, START_S, events, held, kill_node, report, until_founded, until_merged, until_ready
 from swarm import swarm_in
 from waiting import wait_until
 
@@ -107,25 +106,29 @@ def test_islands_of_ddp_and_of_fsdp_train_one_model_and_a_rank_dies(tmp_path: Pa
 
 
 @pytest.mark.timeout(900)
-def test_an_island_whose_node_dies_trains_on(tmp_path: Path) -> None:
+def test_an_island_whose_node_dies_trains_on_and_gets_it_back(tmp_path: Path) -> None:
     a = tmp_path / "a"
     with swarm_in(tmp_path / "swarm") as swarm:
         island = start(
             a, "--run-name", "sines", "--peer", swarm.start_bootstrap(), "--found", "--steps", "100000", "--shard"
         )
         try:
-            wait_until(lambda: list(a.glob("*/metrics.jsonl")) and events(a, "progress"), START_S, what="progress")
+            until_merged(a, of=a)
             ranks = [p for p in psutil.Process(island.pid).children(recursive=True) if str(SCRIPT) in p.cmdline()]
             assert len(ranks) == RANKS
-            os.kill(int((a / "node.pid").read_text()), signal.SIGKILL)
+            kill_node(a)
             log = a / "script.log"
-            wait_until(lambda: log.read_text().count("the node is gone") == RANKS, 60, what="both ranks to say so")
+            wait_until(lambda: "training goes on while it is started again" in log.read_text(), 60, what="word of it")
             used = [p.cpu_times().user for p in ranks]
             wait_until(
                 lambda: all(p.cpu_times().user > u + 0.2 for p, u in zip(ranks, used, strict=True)),
                 60,
                 what="both ranks to train on",
             )
+            until_ready(a, lives=2)
+            until_merged(a, of=a)
+            assert all(p.is_running() for p in ranks), "they are the same ranks"
+            assert len({event["peer"] for event in events(a, "started")}) == 1, "and the same peer"
         finally:
             island.terminate()
             island.wait(60)

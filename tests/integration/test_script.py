@@ -10,7 +10,18 @@ from pathlib import Path
 
 import psutil
 import pytest
-from scripts import END_S, START_S, events, held, kill_node, report, until_founded, until_merged, until_ready
+from scripts import (
+    END_S,
+    START_S,
+    events,
+    heed_interrupts,
+    held,
+    kill_node,
+    report,
+    until_founded,
+    until_merged,
+    until_ready,
+)
 from swarm import swarm_in
 from waiting import wait_until
 
@@ -24,6 +35,7 @@ def start(state: Path, *arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=heed_interrupts,
     )
 
 
@@ -102,6 +114,39 @@ def test_a_node_that_was_killed_comes_back_to_its_script_as_the_same_peer(tmp_pa
 
 
 @pytest.mark.timeout(900)
+def test_a_script_whose_loss_is_not_finite_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+    with swarm_in(tmp_path / "swarm") as swarm:
+        address = swarm.start_bootstrap()
+        sound = start(tmp_path / "a", "--run", "sines", "--peer", address, "--found", "--steps", "1000000")
+        until_founded(tmp_path / "a")
+        spoilt = start(tmp_path / "b", "--run", "sines", "--peer", address, "--seed", "1", "--spoil-at", "40")
+        try:
+            wait_until(lambda: events(tmp_path / "b", "learner-unable"), START_S, "word of it")
+            seen = len(events(tmp_path / "a", "commit"))
+            wait_until(lambda: len(events(tmp_path / "a", "commit")) >= seen + 6, START_S, "versions without it")
+            status = subprocess.run(
+                [sys.executable, "-P", "-m", "p2pdiloco", "status", address],
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+            assert "is in trouble: the loss is nan at step" in status.stdout, status
+        finally:
+            for script in (sound, spoilt):
+                script.send_signal(signal.SIGINT)
+            outputs = [script.communicate(timeout=END_S)[0] for script in (sound, spoilt)]
+    assert "nothing that is trained here is merged" in outputs[1]
+    assert "nothing that is trained here is merged" not in outputs[0]
+    assert "the node ended with status 1" in outputs[1]
+    ending = report(tmp_path / "b")["ending"]
+    assert ending["status"] == 1
+    assert "lower learning rate" in ending["reason"]
+    assert report(tmp_path / "a")["ending"]["status"] == 0
+    last = events(tmp_path / "a", "commit")[-1]["contributors"]
+    assert not any(learner.startswith(report(tmp_path / "b")["peer"]) for learner in last)
+
+
+@pytest.mark.timeout(900)
 def test_a_script_that_is_started_after_the_end_finds_the_result(tmp_path: Path) -> None:
     with swarm_in(tmp_path / "swarm") as swarm:
         address = swarm.start_bootstrap()
@@ -138,7 +183,9 @@ def test_a_script_that_was_killed_comes_back_as_the_same_peer(tmp_path: Path) ->
         wait_until(lambda: any(event["steps"] > 20 for event in events(tmp_path / "a", "progress")), START_S, "steps")
         first.kill()
         first.communicate()
-        second = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        second = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=heed_interrupts
+        )
         try:
             until_ready(tmp_path / "a", lives=2)
             assert int((tmp_path / "a" / "node.pid").read_text()) == node, "no other node was started"

@@ -133,6 +133,50 @@ def test_a_pause_waits_for_copies_under_way(bench: Bench) -> None:
     assert [type(m) for m in bench.do()] == [link.Snapshotted, link.Paused]
 
 
+def told(messages: list[link.FromLearner]) -> list[str]:
+    return [m.reason for m in messages if isinstance(m, link.Unable)]
+
+
+def snapshots(bench: Bench, *fragments: int) -> list[str]:
+    """What the learner says of its health when these are copied."""
+    said = []
+    for fragment in fragments:
+        answers = bench.do(link.Snapshot(fragment=FragmentId(fragment), step=1))
+        bench.flat.pending[-1] = True
+        answers += bench.do()
+        assert any(isinstance(m, link.Snapshotted) for m in answers), "a snapshot is answered all the same"
+        said += told(answers)
+    return said
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_parameters_that_are_not_finite_are_told_once_and_once_that_they_are_again(bench: Bench, value: float) -> None:
+    bench.do(link.Load(step=0))
+    assert snapshots(bench, 0, 1) == []
+    spoilt = bench.flat._shards[0][0].view
+    spoilt[1] = value
+    (reason,) = snapshots(bench, 0, 1, 0)
+    assert "parameters are not finite" in reason
+    assert "start it again" in reason
+    assert snapshots(bench, 1) == [], "the other fragment says nothing of this one"
+    spoilt[1] = 3e38
+    spoilt[2] = 3e38  # their sum overflows, and they are finite
+    assert snapshots(bench, 0) == [""]
+
+
+def test_a_loss_that_is_not_finite_is_told_until_it_and_a_snapshot_are(bench: Bench) -> None:
+    bench.do(link.Load(step=0))
+    bench.link.stepped(1, float("nan"), 0.1)
+    bench.link.stepped(1, float("inf"), 0.1)
+    answers = bench.do()
+    (reason,) = told(answers)
+    assert "the loss is nan at step" in reason
+    assert all(m.loss is None for m in answers if isinstance(m, link.Progress)), "no number that JSON has not"
+    assert snapshots(bench, 0) == [], "the loss is still what it was"
+    bench.link.stepped(1, 2.5, 0.1)
+    assert snapshots(bench, 0) == [""]
+
+
 def test_what_the_node_has_said_before_it_left_is_done(bench: Bench) -> None:
     """A run that was over before its script came: parameters, and goodbye, in one go."""
     bench.vectors.shift.copy_(torch.arange(15.0))
