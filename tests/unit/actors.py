@@ -18,6 +18,7 @@ from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.chain import genesis_head
 from p2pdiloco.protocol.identifiers import FragmentId
 from p2pdiloco.protocol.manifest import (
+    CodecChoice,
     CodecConfig,
     EvaluationConfig,
     Layout,
@@ -44,20 +45,20 @@ TOKENS = 10
 """Of one inner step."""
 
 
-def make_manifest(elements: int = 64) -> Manifest:
-    """A run of two fragments of one shard each, whose sums are exact for small integers; version 0 is all ones."""
+def make_manifest(elements: int = 64, fragments: int = 2, codec: CodecChoice = "bf16") -> Manifest:
+    """A run of fragments of one shard each, whose sums are exact for small integers; version 0 is all ones."""
     config = RunConfig(
         name="stage",
-        schedule=ScheduleConfig(fragments=2, sync_every=4, overlap=1, max_shard=1 << 24),
+        schedule=ScheduleConfig(fragments=fragments, sync_every=2 * fragments, overlap=1, max_shard=1 << 24),
         outer=OuterConfig(learning_rate=0.5, momentum=0.5, merge="direct"),
-        codec=CodecConfig(up="bf16", down="bf16"),
+        codec=CodecConfig(up=codec, down=codec),
         evaluation=EvaluationConfig(every=0),
     )
     tensors = tuple(
-        TensorSpec(name=name, shape=(elements,), merge="direct", fragment=FragmentId(f)) for f, name in enumerate("ab")
+        TensorSpec(name=f"{f:03d}", shape=(elements,), merge="direct", fragment=FragmentId(f)) for f in range(fragments)
     )
     zero = state_digest(torch.ones(elements), torch.zeros(elements))
-    return Manifest(founder=FOUNDER.peer_id, config=config, tensors=tensors, genesis=(zero, zero))
+    return Manifest(founder=FOUNDER.peer_id, config=config, tensors=tensors, genesis=(zero,) * fragments)
 
 
 def genesis(manifest: Manifest) -> InitialState:

@@ -15,10 +15,10 @@ from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.identifiers import PeerId, ShardId, digest_of
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.tensors.digests import list_bytes
-from p2pdiloco.wire.bodies import COMMIT_CONTEXT, SIGNATURE_BYTES, CommitParts, join_commit, split_commit
+from p2pdiloco.wire.bodies import COMMIT_CONTEXT, SIGNATURE_BYTES, CommitParts, encode, join_commit, split_commit
 
 
 def test_a_peer_alone_trains_and_every_token_stands_in_the_parameters_once(tmp_path: Path) -> None:
@@ -239,5 +239,101 @@ def test_the_proof_of_a_head_is_kept_without_a_log(tmp_path: Path) -> None:
             await stage.wait(10.0)
             assert newcomer.versions == again.versions == [1, 1]
             assert newcomer.faults() == {}
+
+    act(story)
+
+
+def test_a_payload_that_cannot_be_merged_is_its_senders_fault_and_the_others_are_merged(tmp_path: Path) -> None:
+    """It has the digest that it promised, and is no gradient."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            bob = await stage.add("bob", genesis(stage.manifest), is_unreachable=True)
+            await stage.ready(bob)
+            await stage.wait(3.0)
+            stage.catch = lambda sender, to, message: sender == bob.id and isinstance(message, msg.Contribution)
+            bob.learner.step(2.0)
+            bob.learner.step(2.0)
+            ann.learner.step(1.0)
+            ann.learner.step(1.0)
+            await stage.rest(bob)
+            given = stage.caught[0].message
+            assert isinstance(given, msg.Contribution)
+            payload = b"no gradient"
+            spoilt = msgspec.structs.replace(given, payload=digest_of(payload), payload_bytes=len(payload))
+            stage.catch = lambda sender, to, message: False
+            await stage.deliver(ann, bob.id, spoilt, payload)
+            await stage.rest(ann)
+            assert ann.faults() == {"contribution": 1}
+            assert ("fault", {"peer": bob.id, "what": "contribution"}) in ann.metrics.lines
+            assert ann.versions[1] == 1
+            assert [c.learner for c in ann.machine.core.chains[1].log[0].contributors] == [ann.peer.supervision.learner]
+
+    act(story)
+
+
+def test_a_defect_of_ours_ends_the_peer_with_a_sentence(tmp_path: Path) -> None:
+    """And nothing is done after it."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+
+            def broken(*_: object) -> None:
+                raise RuntimeError("a defect")
+
+            ann.state.encode = broken  # type: ignore[assignment,method-assign]
+            await stage.train(ann, 1.0, 1.0)
+            assert ann.ending is not None
+            assert ann.ending.status == 1
+            assert "internal error: RuntimeError('a defect')" in ann.ending.reason
+            heard = len(ann.events)
+            await stage.wait(10.0)
+            assert len(ann.events) == heard
+
+    act(story)
+
+
+def test_what_was_chosen_for_each_payload_is_told_with_its_error(tmp_path: Path) -> None:
+    """The codec is left to the sender: bf16 where no limit is known. Small integers are exact in it."""
+
+    async def story() -> None:
+        async with Stage(tmp_path, codec="auto") as stage:
+            ann = await stage.found()
+            bob = await stage.add("bob", genesis(stage.manifest), has_learner=False)
+            await stage.wait(3.0)
+            await stage.train(ann, *[1.0] * 4)
+            told = [fields for event, fields in ann.metrics.lines if event == "codec"]
+            assert [(f["direction"], f["codec"], f["error"]) for f in told][:2] == [
+                ("up", "bf16", 0.0),
+                ("down", "bf16", 0.0),
+            ] or bob.metrics.events().count("codec") > 0
+            assert min(ann.versions) >= 1
+
+    act(story)
+
+
+def test_what_is_no_message_is_a_fault_and_a_payload_is_admitted_only_with_what_it_belongs_to(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            bob = await stage.add("bob", genesis(stage.manifest), is_unreachable=True)
+            await stage.ready(bob)
+            await stage.wait(3.0)
+            ann.peer.message(bob.id, b"\x93 this is no message", None)
+            assert ann.faults() == {"message": 1}
+            stage.catch = lambda sender, to, message: isinstance(message, msg.Contribution)
+            await stage.train(bob, 1.0, 1.0)
+            given = stage.caught[0].message
+            assert isinstance(given, msg.Contribution)
+            body, size = encode(given), given.payload_bytes
+            assert ann.peer.admit(bob.id, body, size)
+            assert not ann.peer.admit(bob.id, body, size + 1)
+            assert not ann.peer.admit(ann.id, body, size), "in another's name"
+            assert not ann.peer.admit(bob.id, b"\x93 this is no message", size)
+            assert not ann.peer.admit(bob.id, encode(msg.HeadsRequest()), 0)
+            elsewhere = encode(msgspec.structs.replace(given, shard=ShardId(2)))
+            assert not ann.peer.admit(bob.id, elsewhere, size)
 
     act(story)

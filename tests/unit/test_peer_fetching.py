@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -9,9 +10,10 @@ from actors import genesis
 from troupe import Member, Stage, act
 
 from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol.adopting import MAX_FETCHES
 from p2pdiloco.protocol.identifiers import PeerId, ShardId
 from p2pdiloco.tensors.recipes import CHUNK
-from p2pdiloco.wire.bodies import GetChunk, decode_request
+from p2pdiloco.wire.bodies import GetChunk, GetState, decode_request
 
 
 async def two_donors(stage: Stage, steps: int = 4) -> tuple[Member, Member]:
@@ -75,6 +77,65 @@ def test_a_chunk_that_is_not_what_was_signed_is_taken_from_another(tmp_path: Pat
             assert cid.asked[bob.id] == asked
             refused = [event for event in cid.events if isinstance(event, ev.Failed) and event.peer == bob.id]
             assert [event.reason for event in refused][-1:] == ["it has sent a wrong state before"]
+
+    act(story)
+
+
+def test_shards_that_will_be_asked_for_next_are_begun_before(tmp_path: Path) -> None:
+    """More shards than the machine fetches at once: donors are never idle for want of questions, and nothing is asked
+    for twice."""
+
+    async def story() -> None:
+        async with Stage(tmp_path, fragments=12) as stage:
+            ann, bob = await two_donors(stage, steps=24)
+            questions: Counter[object] = Counter()
+            heads_at_first: list[int] = []
+
+            def watch(donor: PeerId, body: bytes, payload: bytearray | None) -> None:
+                question = decode_request(body)
+                questions[question] += 1
+                if isinstance(question, GetState) and question.shard >= MAX_FETCHES:
+                    heads_at_first.append(sum(version >= 0 for version in cid.versions))
+
+            stage.spoil_answer = watch
+            cid = await stage.add("cid", has_learner=False)
+            await stage.wait(10.0)
+            assert has_all_of(cid, ann)
+            assert len(questions) == 24, "an offer and a chunk of each"
+            assert set(questions.values()) == {1}
+            assert heads_at_first[0] == 0, "before any of the first four was there"
+            assert min(cid.asked[ann.id], cid.asked[bob.id]) >= 6, "both helped"
+
+    act(story)
+
+
+def test_what_was_begun_early_and_failed_is_fetched_when_the_machine_asks(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path, fragments=12) as stage:
+            ann, bob = await two_donors(stage, steps=24)
+
+            def lie(donor: PeerId, body: bytes, payload: bytearray | None) -> None:
+                if donor == bob.id and isinstance(decode_request(body), GetChunk) and payload is not None:
+                    payload[-1] ^= 1
+
+            stage.spoil_answer = lie
+            cid = await stage.add("cid", has_learner=False)
+            await stage.wait(30.0)
+            assert has_all_of(cid, ann)
+            assert set(cid.faults()) == {"state"}
+
+    act(story)
+
+
+def test_an_offer_that_does_not_prove_itself_is_a_lie(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path, fragments=12) as stage:
+            ann, bob = await two_donors(stage, steps=24)
+            bob.driver.proofs.clear()  # its offers have no signature any more
+            cid = await stage.add("cid", has_learner=False)
+            await stage.wait(20.0)
+            assert has_all_of(cid, ann)
+            assert {fields["peer"] for event, fields in cid.metrics.lines if event == "fault"} == {bob.id}
 
     act(story)
 

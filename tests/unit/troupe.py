@@ -43,7 +43,7 @@ class StageHost:
     """One peer's world."""
 
     disk = LOCAL
-    up_bytes_per_s = None
+    up_bytes_per_s: float | None = None
 
     def __init__(self, stage: Stage, member: Member) -> None:
         self._stage = stage
@@ -213,9 +213,10 @@ class _Call:
 class Stage:
     """``async with Stage(tmp_path) as stage``."""
 
-    def __init__(self, folder: Path, *, elements: int = 64) -> None:
+    def __init__(self, folder: Path, **run: Any) -> None:
+        """``run``: what ``make_manifest`` takes."""
         self.folder = folder
-        self.manifest = make_manifest(elements)
+        self.manifest = make_manifest(**run)
         self.now = 1000.0
         self.names = itertools.count(1)
         self.members: dict[PeerId, Member] = {}
