@@ -19,8 +19,9 @@ import psutil
 from p2pdiloco.node.lookup import LookupFailedError, dial_any, list_runs, observer_transport
 from p2pdiloco.node.session import DirectoryOptions, open_directory
 from p2pdiloco.protocol.manifest import PROTOCOL_VERSION
-from p2pdiloco.runtime.directory import DirectoryError
+from p2pdiloco.runtime.directory import CLOCK, DirectoryError
 from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.shared_clock import SharedClock
 from p2pdiloco.wire import libzstd
 
 IS_QUIET = True
@@ -156,6 +157,16 @@ def _disk(folder: Path) -> Finding:
     )
 
 
+def _clock(clock: SharedClock) -> Finding:
+    """This machine's clock against those of the directory's nodes."""
+    if clock.is_wrong:
+        what, remedy = clock.sentence().split(". ", 1)
+        return Finding("note", "clock", what, remedy)
+    if not clock.witnesses:
+        return Finding("note", "clock", "no node of the directory told its time")
+    return Finding("ok", "clock", f"within {abs(clock.ahead_s):.1f} s of {clock.witnesses} nodes of the directory")
+
+
 async def _directory(addresses: list[str]) -> list[Finding]:
     """Start the libp2p daemon, join the directory, look for runs, dial their peers."""
     options = DirectoryOptions(initial_peers=tuple(addresses))
@@ -167,6 +178,7 @@ async def _directory(addresses: list[str]) -> list[Finding]:
             if not addresses:
                 return findings
             findings.append(Finding("ok", "directory", "answers"))
+            findings.append(_clock(CLOCK))
             runs = await list_runs(directory, patience_s=PATIENCE_S)
             if not runs:
                 findings.append(

@@ -6,8 +6,9 @@ Rules of this file:
 2. Records are hints: signed by their publisher (wire/records.py), refused by every honest node if forged, bounded in
    size and number, gone when they expire. Nothing here decides who is alive.
 3. Every call has a deadline. A read that fails gives what was read before and has not expired; a write raises.
-4. A cut network heals by itself only if somebody calls: every KEEP_S all peers ever met are connected to and pinged.
-5. p2pd is supervised: if it dies or stops answering, it is started again with the same identity and port, and what we
+4. Records expire by the clock that the nodes share (``shared_clock.py``), not by this machine's.
+5. A cut network heals by itself only if somebody calls: every KEEP_S all peers ever met are connected to and pinged.
+6. p2pd is supervised: if it dies or stops answering, it is started again with the same identity and port, and what we
    have published is published again.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import tempfile
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
@@ -32,6 +34,7 @@ from p2pdiloco.runtime import address_book, addresses, logs, sockets
 from p2pdiloco.runtime.address_book import AddressBook
 from p2pdiloco.runtime.identity import Identity, verify
 from p2pdiloco.runtime.record_book import RECORDS_LIMIT, RecordBook
+from p2pdiloco.runtime.shared_clock import SharedClock
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.wire.records import (
     CLOCK_SKEW_S,
@@ -47,14 +50,23 @@ from p2pdiloco.wire.records import (
 os.environ.setdefault("GOLOG_LOG_LEVEL", "error")  # p2pd's own log, which hivemind reads and repeats
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from hivemind.dht import node as dht_node
+    from hivemind.dht import protocol as dht_protocol
+    from hivemind.dht import routing as dht_routing
     from hivemind.dht.node import DHTNode
     from hivemind.dht.routing import DHTID
     from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-    from hivemind.p2p import P2P, P2PDaemonError, PeerID
+    from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
     from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+    from hivemind.proto import dht_pb2
+    from hivemind.utils import timed_storage
     from hivemind.utils.logging import use_hivemind_log_handler
     from hivemind.utils.multiaddr import Multiaddr
-    from hivemind.utils.timed_storage import get_dht_time
+
+CLOCK = SharedClock()
+"""This process's. hivemind has the wall clock's function in each of these modules."""
+for _module in (dht_node, dht_protocol, dht_routing, timed_storage):
+    _module.get_dht_time = CLOCK.now
 
 log = logs.get("directory")
 Result = TypeVar("Result")
@@ -71,6 +83,8 @@ KEEP_CONNECT_S = 3.0
 KEPT_PEERS = 32
 """Peers that are called in one round; of more, all in turns."""
 SAVE_ROUNDS = 5
+CLOCK_ROUNDS = (10, 20)
+"""At least and at most, between two looks at the others' clocks; drawn, so that nodes do not move all at once."""
 VERIFIED_LIMIT = 8192
 SILENT_ROUNDS = 3
 RESTART_LIMIT_S = 30.0
@@ -231,7 +245,7 @@ class Directory:
     async def _publish(self, topic: str, name: str, body: bytes, ttl_s: float) -> None:
         if not 0.0 < ttl_s <= TTL_LIMIT_S:
             raise ValueError(f"ttl_s = {ttl_s}: use more than 0 and at most {TTL_LIMIT_S:g}")
-        await self._store(self._envelope(topic, name, body, get_dht_time() + ttl_s))
+        await self._store(self._envelope(topic, name, body, CLOCK.now() + ttl_s))
 
     async def _store(self, envelope: Envelope) -> None:
         value = seal(envelope, self._identity.sign)
@@ -247,7 +261,7 @@ class Directory:
             is_stored = await self._node.store(envelope.topic, value, envelope.expires_s, subkey=subkey)
             # hivemind reports what the last replica said; one that says no is no reason to worry if another has it.
             if not is_stored and envelope not in await self._fetch(envelope.topic):
-                raise DirectoryError("no node of the directory took the record: is this machine's clock right?")
+                raise DirectoryError("no node of the directory took the record: do others reach this one?")
 
     async def _fetch(self, topic: str) -> list[Envelope]:
         """What the DHT holds under ``topic`` now."""
@@ -267,7 +281,7 @@ class Directory:
                     self._book.met(PeerId(envelope.peer), list(envelope.addresses))
         except DirectoryError as error:
             log.warning("giving what is known already", topic=topic, reason=error)
-        return self._records.current(topic, get_dht_time())
+        return self._records.current(topic, CLOCK.now())
 
     async def _call(self, action: Callable[[], Awaitable[Result]], doing: str) -> Result:
         """``action`` with a deadline; whatever goes wrong inside hivemind is a DirectoryError."""
@@ -346,6 +360,9 @@ class Directory:
             raise DirectoryError(_explain(failures))
         for text, reason in failures.items():
             log.warning("an initial peer does not answer", address=text, reason=reason)
+        CLOCK.join(await self._clocks_of(answered))
+        if CLOCK.is_wrong:
+            log.warning(CLOCK.sentence())
         if answered:
             with suppress(DirectoryError):
                 await self._call(lambda: self._node.find_nearest_nodes([self._node.node_id]), "looking around")
@@ -386,6 +403,24 @@ class Directory:
         if answer is None:
             return "it is there, but is no node of this directory"
         return None
+
+    async def _clocks_of(self, peers: list[PeerId]) -> list[float]:
+        """How far the clocks of those who tell are ahead of ours, in seconds."""
+        told = await asyncio.gather(*(self._clock_of(peer) for peer in peers[:KEPT_PEERS]))
+        return [ahead for ahead in told if ahead is not None]
+
+    async def _clock_of(self, peer: PeerId) -> float | None:
+        node = self._node
+        if node is None:
+            return None
+        try:
+            asked = CLOCK.now()
+            stub = node.protocol.get_stub(PeerID.from_base58(peer))
+            async with asyncio.timeout(PING_S):
+                answer = await stub.rpc_ping(dht_pb2.PingRequest())
+            return float(answer.dht_time) - (asked + CLOCK.now()) / 2
+        except (TimeoutError, P2PHandlerError, P2PDaemonError, ControlFailure, OSError, EOFError, ValueError):
+            return None
 
     async def _stop(self) -> None:
         """End the node and p2pd; kill it if it does not go."""
@@ -428,17 +463,20 @@ class Directory:
                 pause_s = min(2 * pause_s, RESTART_LIMIT_S)
 
     async def _publish_again(self) -> None:
-        for envelope in self._records.own(get_dht_time()):
+        for envelope in self._records.own(CLOCK.now()):
             with suppress(DirectoryError):
                 await self._store(envelope)
 
     async def _keep_all(self) -> None:
-        rounds = 0
+        rounds, clocks_at = 0, random.randint(*CLOCK_ROUNDS)
         while True:
             await asyncio.sleep(KEEP_S)
             rounds += 1
             try:
                 await self._keep_round()
+                if rounds >= clocks_at:
+                    clocks_at = rounds + random.randint(*CLOCK_ROUNDS)
+                    CLOCK.compare(await self._clocks_of(self._to_keep()))
                 if rounds % SAVE_ROUNDS == 0:
                     await self._save()
             except Exception as error:  # noqa: BLE001 (the top of a task: the next round may do better)
@@ -512,7 +550,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
             and subkey == subkey_of(envelope)
             and record.key == _key_of(envelope.topic)
             and record.expiration_time == envelope.expires_s
-            and record.expiration_time <= get_dht_time() + TTL_LIMIT_S + CLOCK_SKEW_S
+            and record.expiration_time <= CLOCK.now() + TTL_LIMIT_S + CLOCK_SKEW_S
         )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -106,7 +108,7 @@ def test_forged_records_are_refused_and_counted(run: Callable[[Main], None]) -> 
         async with member() as boot, member(where(boot)) as victim, member(where(boot)) as forger:
             await victim.publish_peer(RUN, b"genuine", 60.0)
             forger._node.protocol.record_validator = None
-            topic, later = peers_topic(RUN), module.get_dht_time() + 600.0
+            topic, later = peers_topic(RUN), module.CLOCK.now() + 600.0
             thief = Identity.ephemeral()
             fake = Envelope(topic=topic, name="", peer=victim.peer_id, expires_s=later, addresses=(), body=b"forged")
             mine = Envelope(topic=topic, name="", peer=thief.peer_id, expires_s=later, addresses=(), body=b"thief")
@@ -228,3 +230,55 @@ def test_nodes_that_lost_each_other_find_together_again(
         return peer in await directory.peers(RUN)
 
     run(main())
+
+
+SHIFTED = """
+import asyncio, sys, time
+wall, shift = time.time, float(sys.argv[1])
+time.time = lambda: wall() + shift
+import uvloop
+from p2pdiloco.cli.doctor import _clock
+from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.directory import CLOCK, Directory
+from p2pdiloco.runtime.identity import Identity
+
+logs.configure()
+
+async def main():
+    listen = ["/ip4/127.0.0.1/tcp/0"]
+    async with Directory(Identity.ephemeral(), listen=listen, announce=[], initial_peers=[sys.argv[2]]) as directory:
+        print(sorted(await directory.runs()), round(CLOCK.ahead_s, -1), _clock(CLOCK).verdict, flush=True)
+        await directory.publish_run("b" * 40, b"from another time", 60.0)
+        print("published", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+uvloop.run(main())
+"""
+
+
+@pytest.mark.parametrize("shift_s", [3600.0, -3600.0, 0.0])
+def test_a_machine_whose_clock_is_an_hour_wrong_finds_and_is_found(run: Callable[[Main], None], shift_s: float) -> None:
+    """Records live for a minute: an hour ahead all of them are over, an hour behind its own are over for the others."""
+
+    async def scenario() -> None:
+        async with member() as right:
+            await right.publish_run(RUN, b"here", 60.0)
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", SHIFTED, str(shift_s), where(right)), stdin=PIPE, stdout=PIPE, stderr=PIPE
+            )
+            assert process.stdout is not None
+            try:
+                verdict = "note" if shift_s else "ok"
+                assert (await process.stdout.readline()).decode() == f"{[RUN]} {shift_s} {verdict}\n"
+                assert await process.stdout.readline() == b"published\n"
+                await until_async(lambda: _has(right, RunId("b" * 40)))
+            finally:
+                _, errors = await process.communicate(b"")
+            said = [line for line in errors.decode().splitlines() if "this machine's clock is 3,600 s" in line]
+            assert len(said) == (1 if shift_s else 0), errors.decode()
+
+    run(scenario())
+
+
+async def _has(directory: Directory, wanted: RunId) -> bool:
+    return wanted in await directory.runs()
