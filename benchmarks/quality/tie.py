@@ -30,9 +30,9 @@ from benchmarks.quality.data import corpus, held_out_losses
 from benchmarks.quality.laboratory import Laboratory
 from benchmarks.quality.settings import Setting, to_row
 from p2pdiloco.chaos.swarm import Member, Swarm, SwarmError, marked
-from p2pdiloco.node.learner_process import PROGRAM
 from p2pdiloco.peer.checkpoint import load
 from p2pdiloco.protocol.manifest import Layout
+from p2pdiloco.training import PROGRAM
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.transformer import build_model
 

@@ -20,7 +20,7 @@ import psutil
 from p2pdiloco.chaos.plan import Fault, Plan
 from p2pdiloco.chaos.relay import Network, slow_down
 from p2pdiloco.chaos.swarm import Member
-from p2pdiloco.node.learner_process import PROGRAM
+from p2pdiloco.training import PROGRAM
 
 LOG_ROOM_BYTES = 32 << 10
 SPOILT_PIECES = 1

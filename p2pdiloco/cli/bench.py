@@ -15,8 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -27,41 +25,8 @@ from p2pdiloco.testbed.report import matrix
 from p2pdiloco.testbed.testbed import Testbed
 from p2pdiloco.testbed.topology import Change, Topology, TopologyError, address, find_topology, parse_topology
 
-IS_QUIET = True
 LEAVE_S = 10.0
 """What an interrupted command has to end."""
-
-
-def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Its own arguments."""
-    actions = sub.add_subparsers(dest="action", required=True, metavar="ACTION")
-
-    def action(name: str, help_text: str, work: Callable[[argparse.Namespace], int], *, file: bool = True) -> Any:
-        made = actions.add_parser(name, help=help_text)
-        made.set_defaults(work=work)
-        if file:
-            made.add_argument("topology", metavar="TOPOLOGY", help="TOML file, or the name of a shipped one")
-        return made
-
-    makers = [
-        action("up", "make the network, measure it, leave it up", _up),
-        action("link", "measure each line and path, print the matrix; makes the network for that if it is down", _link),
-        action("exec", "run a command in a site; makes the network for that if it is down", _exec),
-    ]
-    for made in makers:
-        made.add_argument("--engine", choices=["netem", "router"], help="who delays and loses (default: the best)")
-    for made in (makers[0], makers[2]):
-        made.add_argument("--unverified", action="store_true", help="do not measure; do not report figures from it")
-    makers[1].add_argument("--json", type=Path, metavar="FILE", help="write what was measured there, too")
-    makers[2].add_argument("--play", action="store_true", help="play the scheduled changes while the command runs")
-    makers[2].add_argument("site", metavar="SITE")
-    makers[2].add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
-    action("play", "put the scheduled changes in force, each at its time", _play)
-    relay = action("relay", "without root: shape in this process what goes through its TCP relays", _down)
-    relay.add_argument("servers", nargs="*", metavar="SITE=HOST:PORT", help="what others reach; none: only measure")
-    action("down", "remove the network", _down)
-    action("clean", "remove all that testbeds left here: namespaces, interfaces, processes", _clean, file=False)
-    action("probe", "say what this kernel has, and what would be used", _probe, file=False)
 
 
 async def run(arguments: argparse.Namespace) -> int:
@@ -73,8 +38,7 @@ async def run(arguments: argparse.Namespace) -> int:
         signal.signal(number, signal.default_int_handler)
     with complaining(repair=(TopologyError,), nobody=()):
         try:
-            work: Callable[[argparse.Namespace], int] = arguments.work
-            return work(arguments)
+            return WORK[arguments.action](arguments)
         except verify.LinkOffError as error:
             raise Complaint(str(error), FAILED) from error
         except TestbedError as error:
@@ -290,3 +254,15 @@ def _source(arguments: argparse.Namespace) -> bytes:
 def _say(text: str) -> None:
     """To standard error: standard output belongs to the command that runs in the site."""
     print(text, file=sys.stderr, flush=True)
+
+
+WORK: dict[str, Callable[[argparse.Namespace], int]] = {
+    "up": _up,
+    "link": _link,
+    "exec": _exec,
+    "play": _play,
+    "down": _down,
+    "clean": _clean,
+    "probe": _probe,
+}
+"""By action, but for ``relay``."""

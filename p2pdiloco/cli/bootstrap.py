@@ -6,34 +6,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-from pathlib import Path
 
 from p2pdiloco.cli.complaints import complaining
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.identity import Identity, IdentityError
-
-
-def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Its own arguments."""
-    sub.add_argument(
-        "--listen",
-        action="append",
-        metavar="MULTIADDR",
-        help="where to listen, e.g. /ip4/0.0.0.0/tcp/31337 (the default; may be given several times)",
-    )
-    sub.add_argument(
-        "--announce", action="append", default=[], metavar="MULTIADDR", help="address to publish (port forwarding)"
-    )
-    sub.add_argument(
-        "--identity",
-        type=Path,
-        metavar="FILE",
-        help="key file, made if missing; keeps the address the same over restarts",
-    )
-    sub.add_argument(
-        "--initial-peers", nargs="*", default=[], metavar="ADDR", help="other directory nodes to connect to"
-    )
 
 
 async def run(arguments: argparse.Namespace) -> int:

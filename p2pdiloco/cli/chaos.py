@@ -22,22 +22,9 @@ from p2pdiloco.chaos.runner import Runner
 from p2pdiloco.chaos.swarm import SwarmError
 from p2pdiloco.cli.complaints import FAILED, INTERRUPTED, REPAIR, Complaint, complaining
 
-IS_QUIET = True
 LINE_S = 5.0
 """Between two progress lines where standard output is not a terminal."""
 SIGNS = {"training": "#", "starting": "+", "stopped": "=", "down": "."}
-
-
-def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Its own arguments."""
-    sub.add_argument(
-        "--plan", default="quick", metavar="PLAN", help="TOML file, or quick, half-hour, peer-hour (default: quick)"
-    )
-    sub.add_argument("--peers", type=int, metavar="N", help="instead of the plan's")
-    sub.add_argument("--seconds", type=float, metavar="T", help="in which faults come, instead of the plan's")
-    sub.add_argument("--seed", type=int, default=1, metavar="S", help="of the schedule (default: %(default)s)")
-    sub.add_argument("--out", type=Path, default=Path("out/chaos"), metavar="DIR", help="default: %(default)s")
-    sub.add_argument("--json", type=Path, metavar="FILE", help="write the JSON object there, too")
 
 
 async def run(arguments: argparse.Namespace) -> int:

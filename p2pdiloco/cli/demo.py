@@ -18,16 +18,7 @@ from p2pdiloco.demo.stage import play
 from p2pdiloco.node.founding import ConfigError, find_run, read_config
 from p2pdiloco.protocol.manifest import RunConfig
 
-IS_QUIET = True
 RUN = "run.toml"
-
-
-def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Its own arguments."""
-    sub.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="default: %(default)s")
-    sub.add_argument("--config", default="stdlib-tiny", metavar="CONFIG", help="TOML file, or a shipped one's name")
-    sub.add_argument("--steps", type=int, default=0, metavar="N", help="global steps instead of the configuration's")
-    sub.add_argument("--time-limit", type=float, default=420.0, metavar="SECONDS", help="give up after this long")
 
 
 async def run(arguments: argparse.Namespace) -> int:

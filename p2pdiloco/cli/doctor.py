@@ -24,7 +24,6 @@ from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.shared_clock import SharedClock
 from p2pdiloco.wire import libzstd
 
-IS_QUIET = True
 FREE_DISK_BYTES = 2 << 30
 PATIENCE_S = 6.0
 
@@ -38,12 +37,6 @@ class Finding(msgspec.Struct, frozen=True):
     subject: str
     detail: str
     remedy: str = ""
-
-
-def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Its own arguments."""
-    sub.add_argument("address", nargs="*", metavar="ADDR", help="directory addresses to try")
-    sub.add_argument("--listen", default="/ip4/0.0.0.0/tcp/0", metavar="MULTIADDR", help="data port to try")
 
 
 async def run(arguments: argparse.Namespace) -> int:

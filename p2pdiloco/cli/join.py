@@ -17,14 +17,6 @@ from p2pdiloco.runtime.directory import DirectoryError
 from p2pdiloco.runtime.identity import IdentityError
 
 
-def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Its own arguments."""
-    sub.add_argument("address", nargs="+", metavar="ADDR", help="multiaddr of any directory node or peer, with /p2p/ID")
-    sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if the directory knows several runs")
-    sub.add_argument("--follow", action="store_true", help="track the global model without training")
-    peer.add_peer_arguments(sub)
-
-
 async def run(arguments: argparse.Namespace) -> int:
     """Join and train."""
     with complaining(

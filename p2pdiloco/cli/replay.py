@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from p2pdiloco.cli.complaints import FAILED, Complaint, complaining
 from p2pdiloco.protocol.core import ProtocolConfig
@@ -16,17 +15,7 @@ from p2pdiloco.runtime.journal import Entry, JournalError, effects_crc, read_jou
 from p2pdiloco.runtime.logs import short
 from p2pdiloco.simulation.transcript import tell
 
-IS_QUIET = True
 PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
-
-
-def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Its own arguments."""
-    sub.add_argument("journal", type=Path, metavar="JOURNAL", help="STATE/RUN/journal.bin")
-    sub.add_argument(
-        "--check", action="store_true", help="print nothing but the first difference from what the peer decided then"
-    )
-    sub.add_argument("--full", action="store_true", help="heartbeats, and steps without effect, too")
 
 
 async def run(arguments: argparse.Namespace) -> int:

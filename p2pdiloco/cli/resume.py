@@ -4,7 +4,6 @@ the heaviest head in any of them. Further peers of the run simply join again; wh
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
@@ -14,16 +13,6 @@ from p2pdiloco.node.session import resume
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.runtime.directory import DirectoryError
 from p2pdiloco.runtime.identity import IdentityError
-
-
-def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Its own arguments."""
-    sub.add_argument(
-        "folders", nargs="+", type=Path, metavar="DIR", help="state folders of the run's peers, or copies of them"
-    )
-    sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if the folders hold several runs")
-    peer.add_bootstrap_argument(sub)
-    peer.add_peer_arguments(sub)
 
 
 async def run(arguments: argparse.Namespace) -> int:

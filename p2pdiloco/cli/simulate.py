@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -14,24 +13,12 @@ from collections.abc import Iterator
 from p2pdiloco.cli.complaints import FAILED, REPAIR, Complaint
 from p2pdiloco.simulation.mutants import MUTANTS
 from p2pdiloco.simulation.report import find_mutants, simulate
-from p2pdiloco.simulation.scenarios import STORIES, transcript
-from p2pdiloco.simulation.seeds import MIXED, SCENARIOS
+from p2pdiloco.simulation.scenarios import transcript
 
-IS_QUIET = True
 MUTANT_SEEDS = range(1000)
 """Those of the normal test run."""
 BATCH = 250
 """Seeds between two progress lines."""
-
-
-def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Its own arguments."""
-    sub.add_argument("--seeds", default="0-999", metavar="A-B", help="inclusive (default: %(default)s)")
-    sub.add_argument("--scenario", choices=[MIXED, *SCENARIOS], default=MIXED, help="kinds of faults (default: all)")
-    sub.add_argument("--story", choices=sorted(STORIES), help="tell one scripted situation instead of running seeds")
-    sub.add_argument("--mutants", action="store_true", help="find every planted bug")
-    sub.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
-    sub.add_argument("--json", action="store_true", help="nothing but JSON on standard output")
 
 
 async def run(arguments: argparse.Namespace) -> int:

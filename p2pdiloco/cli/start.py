@@ -25,14 +25,6 @@ from p2pdiloco.runtime.identity import IdentityError
 REPAIR = (ConfigError, CheckpointError, FolderInUseError, IdentityError, NameTakenError, ValueError)
 
 
-def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Its own arguments."""
-    sub.add_argument("config", metavar="CONFIG", help="TOML file, or a shipped one's name, such as stdlib-tiny")
-    sub.add_argument("--name", metavar="NAME", help="found it under this name instead of the file's")
-    peer.add_bootstrap_argument(sub)
-    peer.add_peer_arguments(sub)
-
-
 async def run(arguments: argparse.Namespace) -> int:
     """Found and train."""
     with complaining(repair=REPAIR, nobody=(DirectoryError, LookupFailedError)):

@@ -20,15 +20,6 @@ from p2pdiloco.runtime.logs import short
 from p2pdiloco.wire.bodies import PeerStatus
 
 PATIENCE_S = 5.0
-IS_QUIET = True
-"""The answer goes to the terminal; only warnings are logged."""
-
-
-def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Its own arguments."""
-    sub.add_argument("address", nargs="+", metavar="ADDR", help="multiaddr of any directory node or peer, with /p2p/ID")
-    sub.add_argument("--run", metavar="NAME", help="only this one")
-    sub.add_argument("--json", action="store_true", help="one JSON object instead of tables")
 
 
 async def run(arguments: argparse.Namespace) -> int:

@@ -22,12 +22,12 @@ from typing import Self
 
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.rotation import rotate
+from p2pdiloco.training import PROGRAM
 from p2pdiloco.training.reunion import find_learner, peer_credentials
 from p2pdiloco.wire import link
 
 log = logs.get("learner")
 
-PROGRAM = "p2pdiloco.training.program"
 COMMAND = (sys.executable, "-P", "-m", PROGRAM)
 """What the working directory holds is not imported (-P)."""
 READ_BYTES = 1 << 16

@@ -7,6 +7,7 @@ in ``mutants``, and found by seeds.
 
 from __future__ import annotations
 
+from p2pdiloco.simulation.planted_learner import BUGS as LEARNER_BUGS
 from p2pdiloco.simulation.planting import Bug
 
 _DRIVER = "p2pdiloco.peer.driver"
@@ -15,7 +16,6 @@ _CHECKPOINT = "p2pdiloco.peer.checkpoint"
 _SAVING = "p2pdiloco.peer.saving"
 _FETCHING = "p2pdiloco.peer.fetching"
 _SUPERVISION = "p2pdiloco.peer.supervision"
-_LINK = "p2pdiloco.training.outer_link"
 
 _DRIVER_TESTS = "tests/unit/test_peer_driver.py"
 _STATE_TESTS = "tests/unit/test_peer_global_state.py"
@@ -23,8 +23,6 @@ _SAVING_TESTS = "tests/unit/test_peer_saving.py"
 _CHECKPOINT_TESTS = "tests/unit/test_peer_checkpoint.py"
 _FETCHING_TESTS = "tests/unit/test_peer_fetching.py"
 _SUPERVISION_TESTS = "tests/unit/test_peer_supervision.py"
-_LINK_TESTS = "tests/unit/test_training_outer_link.py"
-_ADOPTED = "test_a_learner_that_is_adopted_keeps_its_progress_since_the_loss_and_counts_nothing_twice"
 _CONSERVATION = "tests/property/test_conservation.py::test_every_token_trained_stands_in_the_parameters_once"
 
 BUGS = (
@@ -348,45 +346,5 @@ BUGS = (
         harm="the user hears of the mistake in the configuration half a minute later, four times",
         killed_by=(f"{_SUPERVISION_TESTS}::test_a_learner_that_the_user_must_repair_is_not_started_again",),
     ),
-    # -- the learner's link --------------------------------------------------------------------------------------------
-    Bug(
-        name="an adopted learner's old tokens counted again",
-        module=_LINK,
-        old="            self.steps = self.tokens = 0\n",
-        new="            self.steps = self.steps\n",
-        harm="tokens that the last node merged, or that are gone, are claimed once more",
-        killed_by=(f"{_LINK_TESTS}::{_ADOPTED}",),
-    ),
-    Bug(
-        name="an adopted learner's progress thrown away",
-        module=_LINK,
-        old="finished = flat.add_from(self._anchor.neg_().add_(self._vectors.shift), flat.everything)",
-        new="finished = flat.copy_from(self._vectors.shift, flat.everything)",
-        harm="what was trained without a node is claimed, and is not there",
-        killed_by=(f"{_LINK_TESTS}::{_ADOPTED}",),
-    ),
-    Bug(
-        name="answers to the last node go to the next",
-        module=_LINK,
-        old="        self._answers.clear()\n",
-        new="        self._answers.copy()\n",
-        harm="a snapshot that was never asked for is encoded from an empty buffer",
-        killed_by=(f"{_LINK_TESTS}::{_ADOPTED}",),
-    ),
-    Bug(
-        name="a replacement is added",
-        module=_LINK,
-        old="take = flat.copy_from if replace else flat.add_from",
-        new="take = flat.add_from",
-        harm="a learner that is reset doubles its parameters",
-        killed_by=(f"{_LINK_TESTS}::test_a_replacement_takes_the_place_of_what_was_trained", _CONSERVATION),
-    ),
-    Bug(
-        name="what the socket did not take is dropped",
-        module="p2pdiloco.training.channel",
-        old="del self._outgoing[:sent]",
-        new="self._outgoing.clear()",
-        harm="a busy node gets half a message, and loses its learner",
-        killed_by=(f"{_LINK_TESTS}::test_answers_that_do_not_fit_into_the_socket_come_later_and_whole",),
-    ),
+    *LEARNER_BUGS,
 )

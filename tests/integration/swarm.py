@@ -13,8 +13,8 @@ import psutil
 from waiting import wait_until
 
 from p2pdiloco.chaos.swarm import Member, Swarm
-from p2pdiloco.node.learner_process import PROGRAM
 from p2pdiloco.protocol.identifiers import LearnerId, peer_of
+from p2pdiloco.training import PROGRAM
 
 START_S = 60.0
 """Everything that starts Python with torch, on a busy machine."""

@@ -1,0 +1,249 @@
+"""What can be typed. Nothing here imports what commands need, so that help and complaints come at once."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from p2pdiloco.cli.rates import bytes_per_second, up_budget
+
+
+class Command(NamedTuple):
+    """A command; its module has ``async run(arguments) -> exit status``, and a docstring that describes it."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    is_quiet: bool = False
+    """The answer goes to the terminal; only warnings are logged."""
+
+
+def _demo(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="default: %(default)s")
+    sub.add_argument("--config", default="stdlib-tiny", metavar="CONFIG", help="TOML file, or a shipped one's name")
+    sub.add_argument("--steps", type=int, default=0, metavar="N", help="global steps instead of the configuration's")
+    sub.add_argument("--time-limit", type=float, default=420.0, metavar="SECONDS", help="give up after this long")
+
+
+def _bootstrap(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--listen",
+        action="append",
+        metavar="MULTIADDR",
+        help="where to listen, e.g. /ip4/0.0.0.0/tcp/31337 (the default; may be given several times)",
+    )
+    sub.add_argument(
+        "--announce", action="append", default=[], metavar="MULTIADDR", help="address to publish (port forwarding)"
+    )
+    sub.add_argument(
+        "--identity",
+        type=Path,
+        metavar="FILE",
+        help="key file, made if missing; keeps the address the same over restarts",
+    )
+    sub.add_argument(
+        "--initial-peers", nargs="*", default=[], metavar="ADDR", help="other directory nodes to connect to"
+    )
+
+
+def _start(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("config", metavar="CONFIG", help="TOML file, or a shipped one's name, such as stdlib-tiny")
+    sub.add_argument("--name", metavar="NAME", help="found it under this name instead of the file's")
+    _add_bootstrap(sub)
+    _add_peer(sub)
+
+
+def _join(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("address", nargs="+", metavar="ADDR", help="multiaddr of any directory node or peer, with /p2p/ID")
+    sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if the directory knows several runs")
+    sub.add_argument("--follow", action="store_true", help="track the global model without training")
+    _add_peer(sub)
+
+
+def _resume(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "folders", nargs="+", type=Path, metavar="DIR", help="state folders of the run's peers, or copies of them"
+    )
+    sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if the folders hold several runs")
+    _add_bootstrap(sub)
+    _add_peer(sub)
+
+
+def _status(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("address", nargs="+", metavar="ADDR", help="multiaddr of any directory node or peer, with /p2p/ID")
+    sub.add_argument("--run", metavar="NAME", help="only this one")
+    sub.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+
+
+def _simulate(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--seeds", default="0-999", metavar="A-B", help="inclusive (default: %(default)s)")
+    from p2pdiloco.simulation.scenarios import STORIES
+    from p2pdiloco.simulation.seeds import MIXED, SCENARIOS
+
+    sub.add_argument("--scenario", choices=[MIXED, *SCENARIOS], default=MIXED, help="kinds of faults (default: all)")
+    sub.add_argument("--story", choices=sorted(STORIES), help="tell one scripted situation instead of running seeds")
+    sub.add_argument("--mutants", action="store_true", help="find every planted bug")
+    sub.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    sub.add_argument("--json", action="store_true", help="nothing but JSON on standard output")
+
+
+def _chaos(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--plan", default="quick", metavar="PLAN", help="TOML file, or quick, half-hour, peer-hour (default: quick)"
+    )
+    sub.add_argument("--peers", type=int, metavar="N", help="instead of the plan's")
+    sub.add_argument("--seconds", type=float, metavar="T", help="in which faults come, instead of the plan's")
+    sub.add_argument("--seed", type=int, default=1, metavar="S", help="of the schedule (default: %(default)s)")
+    sub.add_argument("--out", type=Path, default=Path("out/chaos"), metavar="DIR", help="default: %(default)s")
+    sub.add_argument("--json", type=Path, metavar="FILE", help="write the JSON object there, too")
+
+
+def _replay(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("journal", type=Path, metavar="JOURNAL", help="STATE/RUN/journal.bin")
+    sub.add_argument(
+        "--check", action="store_true", help="print nothing but the first difference from what the peer decided then"
+    )
+    sub.add_argument("--full", action="store_true", help="heartbeats, and steps without effect, too")
+
+
+def _bench(sub: argparse.ArgumentParser) -> None:
+    actions = sub.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def action(name: str, help_text: str, *, file: bool = True) -> Any:
+        made = actions.add_parser(name, help=help_text)
+        if file:
+            made.add_argument("topology", metavar="TOPOLOGY", help="TOML file, or the name of a shipped one")
+        return made
+
+    makers = [
+        action("up", "make the network, measure it, leave it up"),
+        action("link", "measure each line and path, print the matrix; makes the network for that if it is down"),
+        action("exec", "run a command in a site; makes the network for that if it is down"),
+    ]
+    for made in makers:
+        made.add_argument("--engine", choices=["netem", "router"], help="who delays and loses (default: the best)")
+    for made in (makers[0], makers[2]):
+        made.add_argument("--unverified", action="store_true", help="do not measure; do not report figures from it")
+    makers[1].add_argument("--json", type=Path, metavar="FILE", help="write what was measured there, too")
+    makers[2].add_argument("--play", action="store_true", help="play the scheduled changes while the command runs")
+    makers[2].add_argument("site", metavar="SITE")
+    makers[2].add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
+    action("play", "put the scheduled changes in force, each at its time")
+    relay = action("relay", "without root: shape in this process what goes through its TCP relays")
+    relay.add_argument("servers", nargs="*", metavar="SITE=HOST:PORT", help="what others reach; none: only measure")
+    action("down", "remove the network")
+    action("clean", "remove all that testbeds left here: namespaces, interfaces, processes", file=False)
+    action("probe", "say what this kernel has, and what would be used", file=False)
+
+
+def _doctor(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("address", nargs="*", metavar="ADDR", help="directory addresses to try")
+    sub.add_argument("--listen", default="/ip4/0.0.0.0/tcp/0", metavar="MULTIADDR", help="data port to try")
+
+
+def _add_peer(sub: argparse.ArgumentParser) -> None:
+    """What they share."""
+    sub.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps (default: %(default)s)")
+    sub.add_argument("--threads", type=int, default=0, help="torch threads for training; 0: torch's choice")
+    sub.add_argument(
+        "--data", metavar="DIR", help="folder (or file of documents) to train on; a run cannot name one for you"
+    )
+    sub.add_argument("--tokenizer", metavar="DIR", help="folder with tokenizer.json, if it is not among the data")
+    sub.add_argument(
+        "--model", metavar="DIR", help="folder with the safetensors that the run's adapters (LoRA) are trained on"
+    )
+    sub.add_argument(
+        "--listen", default="/ip4/0.0.0.0/tcp/0", metavar="MULTIADDR", help="data port (default: %(default)s)"
+    )
+    sub.add_argument(
+        "--announce", action="append", default=[], metavar="MULTIADDR", help="data address to publish (port forwarding)"
+    )
+    sub.add_argument(
+        "--host_maddrs",
+        "--directory-listen",
+        nargs="*",
+        default=["/ip4/0.0.0.0/tcp/0"],
+        metavar="MULTIADDR",
+        help="directory port",
+    )
+    sub.add_argument(
+        "--announce_maddrs", nargs="*", default=[], metavar="MULTIADDR", help="directory addresses to publish"
+    )
+    sub.add_argument("--identity_path", type=Path, metavar="FILE", help="key file (default: STATE/identity.key)")
+    sub.add_argument("--unreachable", action="store_true", help="behind NAT without forwarding: never own a shard")
+    sub.add_argument(
+        "--up",
+        type=up_budget,
+        default="auto",
+        metavar="RATE",
+        help="send at most this, e.g. 2.5gbit, 100mbit, none (default: auto, 90 %% of what the link is seen to carry)",
+    )
+    sub.add_argument("--down", type=bytes_per_second, metavar="RATE", help="let others send at most this")
+    sub.add_argument(
+        "--checkpoint-s",
+        type=float,
+        default=60.0,
+        metavar="T",
+        help="at most between checkpoints; cheap ones are written after every turn (default: %(default)s)",
+    )
+    sub.add_argument("--keep-checkpoints", type=int, default=2, metavar="N", help="newest ones that stay (default: 2)")
+    sub.add_argument("--leave-s", type=float, default=20.0, help="seconds that an orderly leave may take")
+    sub.add_argument(
+        "--reattach-s",
+        type=float,
+        default=60.0,
+        help="seconds that training goes on when the node was killed, waiting for its restart with the same --state; "
+        "0: end with it (default: %(default)s)",
+    )
+    sub.add_argument("--learner", default="", metavar="NAME", help=argparse.SUPPRESS)  # p2pdiloco.DiLoCo's node
+    sub.add_argument("--journal", action="store_true", help="record every event, for p2pdiloco replay")
+
+
+def _add_bootstrap(sub: argparse.ArgumentParser) -> None:
+    """For those who may be the first of a network."""
+    sub.add_argument(
+        "--bootstrap",
+        "--initial_peers",
+        nargs="*",
+        default=[],
+        metavar="ADDR",
+        help="first addresses of the directory; none: be the first",
+    )
+
+
+def add_common_arguments(sub: argparse.ArgumentParser, *, is_quiet: bool) -> None:
+    """What all commands take."""
+    levels = ["debug", "info", "warning", "error"]
+    sub.add_argument("--log-level", default="warning" if is_quiet else "info", choices=levels)
+    sub.add_argument("--log-format", default="text", choices=["text", "json"], help="one line an event either way")
+    sub.add_argument(
+        "--state",
+        type=Path,
+        default=default_state_folder(),
+        metavar="DIR",
+        help="identity, checkpoints, caches (default: %(default)s); one running peer a folder",
+    )
+
+
+def default_state_folder() -> Path:
+    """``$XDG_STATE_HOME/p2pdiloco``, else ``~/.local/state/p2pdiloco``."""
+    home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(home) / "p2pdiloco"
+
+
+COMMANDS = {
+    "demo": Command("see a swarm on this machine found, train, lose and gain peers (3 minutes)", _demo, is_quiet=True),
+    "bootstrap": Command("run a directory node that others use as their first address", _bootstrap),
+    "start": Command("found a run and train it", _start),
+    "join": Command("join a running run", _join),
+    "resume": Command("go on with a run whose peers have all died", _resume),
+    "status": Command("show runs and their peers", _status, is_quiet=True),
+    "simulate": Command("prove the protocol in a simulated world", _simulate, is_quiet=True),
+    "chaos": Command("hurt a real swarm on this machine and judge what it makes of that", _chaos, is_quiet=True),
+    "replay": Command("tell or check a peer's journal", _replay, is_quiet=True),
+    "bench": Command("run commands on a throttled network of namespaces, measured before use", _bench, is_quiet=True),
+    "doctor": Command("check what this machine can do as a peer", _doctor, is_quiet=True),
+}
+"""Each is a module of this package. Only the chosen one is imported: what needs no torch does not wait for it."""

@@ -1,0 +1,40 @@
+"""A command line that says what was probably meant."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """Its messages name the nearest command or option to one that does not exist."""
+
+    def check(self, words: Sequence[str]) -> None:
+        """Complain of the first word that is no option here but looks like one, before anything that is only missing.
+        What follows ``--`` is not looked at."""
+        known = set(self._option_strings())
+        for word in words:
+            if word == "--":
+                return
+            name = word.split("=", 1)[0]
+            if name.startswith("--") and not any(option.startswith(name) for option in known):
+                self.error(f"there is no option {name}{meant(name, known)}")
+
+    def _option_strings(self) -> Iterable[str]:
+        yield from self._option_string_actions
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for sub in action.choices.values():
+                    yield from sub._option_string_actions
+
+    def error(self, message: str) -> NoReturn:
+        """The sentence, and where to read on; status 2."""
+        self.exit(2, f"{self.prog}: {message}\nsee {self.prog} --help\n")
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """``: did you mean ...?`` if one of ``known`` is near."""
+    near = difflib.get_close_matches(word, sorted(known), n=1)
+    return f": did you mean {near[0]}?" if near else ""

@@ -1,0 +1,117 @@
+"""Bugs of a learner's link and of a script's node; see ``planted``."""
+
+from __future__ import annotations
+
+from p2pdiloco.simulation.planting import Bug
+
+_LINK = "p2pdiloco.training.outer_link"
+_COMPANION = "p2pdiloco.companion"
+
+_LINK_TESTS = "tests/unit/test_training_outer_link.py"
+_COMPANION_TESTS = "tests/unit/test_companion.py"
+_ADOPTED = "test_a_learner_that_is_adopted_keeps_its_progress_since_the_loss_and_counts_nothing_twice"
+_CONSERVATION = "tests/property/test_conservation.py::test_every_token_trained_stands_in_the_parameters_once"
+
+BUGS = (
+    # -- the learner's link --------------------------------------------------------------------------------------------
+    Bug(
+        name="an adopted learner's old tokens counted again",
+        module=_LINK,
+        old="            self.steps = self.tokens = 0\n",
+        new="            self.steps = self.steps\n",
+        harm="tokens that the last node merged, or that are gone, are claimed once more",
+        killed_by=(f"{_LINK_TESTS}::{_ADOPTED}",),
+    ),
+    Bug(
+        name="an adopted learner's progress thrown away",
+        module=_LINK,
+        old="finished = flat.add_from(self._anchor.neg_().add_(self._vectors.shift), flat.everything)",
+        new="finished = flat.copy_from(self._vectors.shift, flat.everything)",
+        harm="what was trained without a node is claimed, and is not there",
+        killed_by=(f"{_LINK_TESTS}::{_ADOPTED}",),
+    ),
+    Bug(
+        name="answers to the last node go to the next",
+        module=_LINK,
+        old="        self._answers.clear()\n",
+        new="        self._answers.copy()\n",
+        harm="a snapshot that was never asked for is encoded from an empty buffer",
+        killed_by=(f"{_LINK_TESTS}::{_ADOPTED}",),
+    ),
+    Bug(
+        name="a replacement is added",
+        module=_LINK,
+        old="take = flat.copy_from if replace else flat.add_from",
+        new="take = flat.add_from",
+        harm="a learner that is reset doubles its parameters",
+        killed_by=(f"{_LINK_TESTS}::test_a_replacement_takes_the_place_of_what_was_trained", _CONSERVATION),
+    ),
+    Bug(
+        name="what the socket did not take is dropped",
+        module="p2pdiloco.training.channel",
+        old="del self._outgoing[:sent]",
+        new="self._outgoing.clear()",
+        harm="a busy node gets half a message, and loses its learner",
+        killed_by=(f"{_LINK_TESTS}::test_answers_that_do_not_fit_into_the_socket_come_later_and_whole",),
+    ),
+    Bug(
+        name="what a node said last is lost with it",
+        module=_LINK,
+        old="        commands = self._channel.exchange()\n",
+        new="        commands = self._channel.exchange()\n"
+        "        commands = [] if self._channel.is_closed else commands\n",
+        harm="a script whose run is over finds no result",
+        killed_by=(f"{_LINK_TESTS}::test_what_the_node_has_said_before_it_left_is_done",),
+    ),
+    Bug(
+        name="snapshots not looked at",
+        module=_LINK,
+        old="                self._judge_snapshot(message.fragment)\n",
+        new="                pass\n",
+        harm="parameters that are not finite stop a swarm in silence",
+        killed_by=(f"{_LINK_TESTS}::test_parameters_that_are_not_finite_are_told_once_and_once_that_they_are_again",),
+    ),
+    Bug(
+        name="one sound fragment outweighs a spoilt one",
+        module=_LINK,
+        old="            if self._has_sound_loss and not self._spoilt:",
+        new="            if self._has_sound_loss:",
+        harm="trouble comes and goes with the fragments",
+        killed_by=(f"{_LINK_TESTS}::test_parameters_that_are_not_finite_are_told_once_and_once_that_they_are_again",),
+    ),
+    Bug(
+        name="large parameters taken for infinite ones",
+        module=_LINK,
+        old="return math.isfinite(float(vector.sum())) or bool(vector.isfinite().all())",
+        new="return math.isfinite(float(vector.sum()))",
+        harm="a sound peer is told that it is in trouble",
+        killed_by=(f"{_LINK_TESTS}::test_parameters_that_are_not_finite_are_told_once_and_once_that_they_are_again",),
+    ),
+    # -- a script's node -----------------------------------------------------------------------------------------------
+    Bug(
+        name="a node that always dies is started for ever",
+        module=_COMPANION,
+        old="            if self._lost_lives > RESTARTS:\n",
+        new="            if False:\n",
+        harm="a process a minute, for days",
+        killed_by=(
+            f"{_COMPANION_TESTS}::test_a_node_that_keeps_dying_is_started_with_growing_pauses_and_then_no_more",
+        ),
+    ),
+    Bug(
+        name="a node that was told to end is started again",
+        module=_COMPANION,
+        old="        self._is_ending = True\n        self.send(number)\n",
+        new="        self.send(number)\n",
+        harm="a script that leaves starts a peer",
+        killed_by=(f"{_COMPANION_TESTS}::test_one_that_is_told_to_end_is_not_started_again",),
+    ),
+    Bug(
+        name="more is read than the welcome",
+        module="p2pdiloco.wire.link",
+        old="            piece = connection.recv(missing)\n",
+        new="            piece = connection.recv(missing + 4096)\n",
+        harm="the first commands are taken for a piece of the manifest",
+        killed_by=(f"{_COMPANION_TESTS}::test_a_script_is_told_the_run_before_it_takes_the_node_however_slowly",),
+    ),
+)

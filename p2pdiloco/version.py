@@ -1,0 +1,3 @@
+"""The release; pyproject.toml reads it here."""
+
+VERSION = "0.1.0"
