@@ -21,7 +21,7 @@ from random import Random
 from p2pdiloco.simulation.planted import BUGS
 from p2pdiloco.simulation.planting import plant
 from tests.mutation import baseline
-from tests.mutation.gate import PACKAGES, Result, ScoreCard, judge_again, judge_sample
+from tests.mutation.gate import PACKAGES, Result, ScoreCard, judge_again, judge_sample, reach_of
 from tests.mutation.workers import Job, import_slow, judge
 
 PLANTED_S = 60.0
@@ -66,13 +66,14 @@ def _seed(given: int | None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     seed, cards, is_lower = _seed(arguments.seed), [], False
     known = baseline.read()
+    reach = reach_of(arguments.packages, arguments.simulator_seeds if "protocol" in arguments.packages else 0)
     for package in arguments.packages:
         card = judge_sample(
             package,
+            reach,
             matching=arguments.matching,
             sample=arguments.sample,
             random=Random(f"{seed} {package}"),
-            simulator_seeds=arguments.simulator_seeds if package == "protocol" else 0,
             processes=arguments.jobs,
             say=_say_survivor,
         )

@@ -257,11 +257,17 @@ def _statements(node: ast.stmt, parent: ast.AST) -> Iterator[ast.AST]:
             pass  # constants are changed for themselves
         case ast.Return():
             yield ast.Return(value=ast.Constant(None))
-        case ast.FunctionDef() | ast.AsyncFunctionDef() if not _gives(node) and node.name != "__init__":
+        case ast.FunctionDef() | ast.AsyncFunctionDef() if _does(node) and not _gives(node) and node.name != "__init__":
             empty = copy.copy(node)
             empty.body = [*node.body[: ast.get_docstring(node, clean=False) is not None], ast.Pass()]
             if ast.dump(empty) != ast.dump(node) and len(empty.body) <= len(node.body):
                 yield empty
+
+
+def _does(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Anything at all: a protocol's methods have no body."""
+    last = node.body[-1]
+    return not isinstance(last, ast.Pass) and not (isinstance(last, ast.Expr) and isinstance(last.value, ast.Constant))
 
 
 def _gives(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

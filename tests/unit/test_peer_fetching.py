@@ -9,6 +9,8 @@ import torch
 from actors import genesis
 from troupe import Member, Stage, act
 
+from p2pdiloco.peer.checkpoint import load
+from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.adopting import MAX_FETCHES
 from p2pdiloco.protocol.identifiers import PeerId, ShardId
@@ -138,6 +140,39 @@ def test_an_offer_that_does_not_prove_itself_is_a_lie(tmp_path: Path) -> None:
             assert {fields["peer"] for event, fields in cid.metrics.lines if event == "fault"} == {bob.id}
 
     act(story)
+
+
+def test_what_the_only_donor_spoils_is_fetched_from_who_comes_later(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            await stage.train(ann, *[1.0] * 4)
+
+            def lie(donor: PeerId, body: bytes, payload: bytearray | None) -> None:
+                if donor == ann.id and payload is not None:
+                    payload[0] ^= 1
+
+            stage.spoil_answer = lie
+            cid = await stage.add("cid", has_learner=False)
+            await stage.wait(30.0)
+            assert cid.versions == [-1, -1]
+            failed = [event for event in cid.events if isinstance(event, ev.Failed)]
+            assert {event.work for event in failed} == {"fetch"}
+            assert "not what its owner signed" in failed[0].reason
+            await stage.add("bob", await copied(stage, ann), has_learner=False)
+            await stage.wait(30.0)
+            assert has_all_of(cid, ann)
+            assert not [task for task in stage.tasks if "download" in task.get_name() and not task.done()]
+
+    act(story)
+
+
+async def copied(stage: Stage, member: Member) -> InitialState:
+    """What its checkpoint holds."""
+    found = load(stage.folder / "ann" / "checkpoint")
+    assert found is not None
+    assert torch.equal(found.theta, member.state.theta)
+    return InitialState(found.shards, found.theta, found.momentum)
 
 
 def test_a_donor_that_goes_away_costs_what_it_was_asked_for(tmp_path: Path) -> None:

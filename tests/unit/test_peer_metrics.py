@@ -102,3 +102,19 @@ def test_the_event_log_stays_within_its_bound_over_lives(tmp_path: Path, monkeyp
     assert [(line["life"], line["number"]) for line in lines] == [
         divmod(120 - len(lines) + index, 40) for index in range(len(lines))
     ], "the newest ones, without a gap"
+
+
+def test_rates_and_losses_follow_slowly_and_a_new_life_counts_from_zero(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.learner_began()
+    metrics.progress(progress(1, 100, loss=2.0), step=1, sent_bytes=0)
+    assert (metrics.tokens_per_second, metrics.loss) == (200.0, 2.0), "the first says all that is known"
+    metrics.progress(progress(2, 300, loss=3.0), step=2, sent_bytes=0)
+    assert metrics.tokens_per_second == pytest.approx(200.0 + 0.1 * (400.0 - 200.0))
+    assert metrics.loss == pytest.approx(2.1)
+    metrics.learner_began()
+    metrics.progress(progress(1, 50, loss=2.0), step=3, sent_bytes=0)
+    assert metrics.tokens == 350
+    assert metrics.steps == 3
+    assert metrics.compute_s == pytest.approx(1.5)
+    assert metrics.exchange_s == pytest.approx(0.03)

@@ -128,6 +128,41 @@ def test_a_learner_that_the_user_must_repair_is_not_started_again(tmp_path: Path
     act(story)
 
 
+def test_the_learner_hears_of_the_swarms_step(tmp_path: Path) -> None:
+    """It is the slower one; its own step counts from where the others are."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            bob = await stage.add("bob", genesis(stage.manifest), is_unreachable=True)
+            await stage.ready(bob)
+            await stage.wait(3.0)
+            await stage.train(ann, *[1.0] * 8)
+            await stage.rest(bob)
+            assert bob.learner.link.global_step == bob.machine.core.step == 8
+            await stage.train(bob, 1.0)
+            assert bob.machine.core.step == 8, "a step that was begun before the others went on (T1c)"
+            await stage.train(bob, 1.0)
+            assert bob.machine.core.step == 9
+
+    act(story)
+
+
+def test_a_peer_whose_connection_ends_is_forgotten_and_said_to_be_lost(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            bob = await stage.add("bob", genesis(stage.manifest), has_learner=False)
+            await stage.wait(3.0)
+            assert ann.machine.core.membership.live == (bob.id,)
+            stage.disconnect(ann, bob)
+            assert ann.machine.core.membership.live == ()
+            assert bob.id not in ann.machine.core.membership.peers
+            assert ann.events[-1] == ev.PeerDisconnected(bob.id, "cut")
+
+    act(story)
+
+
 def test_a_snapshot_counts_when_it_was_taken_in_full(tmp_path: Path) -> None:
     """What the machine hears of a snapshot it hears after the node has brought it up to date."""
 

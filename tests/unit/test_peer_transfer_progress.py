@@ -49,3 +49,10 @@ def test_the_line() -> None:
 
 def test_clock() -> None:
     assert [clock(seconds) for seconds in (0.4, 67.0, 3729.0)] == ["0:00", "1:07", "1:02:09"]
+
+
+def test_what_the_event_log_gets() -> None:
+    progress = TransferProgress(800 * MB, 0.0)
+    assert progress.fields(1.0) == {"done_mb": 0.0, "of_mb": 800.0, "mb_per_s": 0.0, "left_s": None}
+    progress.add(400 * MB, 4.0)
+    assert progress.fields(4.0) == {"done_mb": 400.0, "of_mb": 800.0, "mb_per_s": 100.0, "left_s": 4.0}

@@ -103,7 +103,7 @@ class StageHost:
         return [b for a, b in self._stage.connections if a == self._member.id]
 
     def queued_bytes(self, peer: PeerId) -> int:
-        return 0
+        return self._member.queued[peer]
 
     def send(
         self, peer: PeerId, body: bytes, payload: bytes | memoryview | None = None, *, topic: str | None = None
@@ -139,6 +139,9 @@ class Member:
         self.held: dict[Queue, list[Callable[[], None]]] = {}
         """Queues that stand still, with what waits in them; ``release`` lets them go on."""
         self.asked: Counter[PeerId] = Counter()
+        """Questions of its own."""
+        self.queued: Counter[PeerId] = Counter()
+        """Bytes that wait to be sent, as it sees them."""
         self.ending: Ending | None = None
         self.events: list[ev.Event] = []
         self.before: Callable[[ev.Event, list[ef.Effect]], None] = lambda event, effects: None
