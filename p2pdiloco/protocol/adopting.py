@@ -142,6 +142,7 @@ class Adopting:
         self._forget_request(shard, head)
         if core.is_current:
             self.contributing.adopt_step(chain.step)
+        self.contributing.trouble.moved(shard)
         self.merging.moved(shard, None if old is None else old.id)
         self.contributing.moved(shard)
         if isinstance(target, CommitHeader):
@@ -268,8 +269,7 @@ class Adopting:
         learner = core.learner
         walk: Walk | None = STAY
         if learner is not None and not core.config.is_overwrite:
-            mark = dict(state.marks).get(learner.id)
-            walk = self.carry.walk(shard, 0 if mark is None else mark.tokens)
+            walk = self.carry.walk(shard, self.carry.mark_in(learner, state).tokens)
         if head is not None:
             core.note("info", "fork", f"shard {shard}: {head.tokens} tokens give way to {state.head.tokens}")
         self.applying[shard] = (state.head.id, state)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from p2pdiloco.protocol.chain import MARK_LIFE_LOGS, NO_MARK
 from p2pdiloco.protocol.contributing import Contributing
-from p2pdiloco.protocol.core import Core
-from p2pdiloco.protocol.events import ShardState
+from p2pdiloco.protocol.core import Core, LearnerView
+from p2pdiloco.protocol.events import Mark, ShardState
 from p2pdiloco.protocol.identifiers import ShardId
 from p2pdiloco.protocol.ledger import STAY, Walk
 from p2pdiloco.protocol.messages import CommitHeader
@@ -53,15 +53,17 @@ class Carry:
         learner = self.core.learner
         if learner is None:
             return
-        own, head = learner.marks[shard], self.core.head(shard)
         mark = self.core.chains[shard].marks.get(learner.id)
-        if mark is not None:
-            own = mark
-        elif (
-            isinstance(target, ShardState)
-            and head.version - own.version <= MARK_LIFE_LOGS * self.core.config.log_length
-        ):
-            own = NO_MARK
+        if isinstance(target, ShardState):
+            own = self.mark_in(learner, target)
+        else:
+            own = learner.marks[shard] if mark is None else mark
         learner.marked(shard, own)
         if self.core.config.is_overwrite:
             learner.threw_away(shard)
+
+    def mark_in(self, learner: LearnerView, state: ShardState) -> Mark:
+        """How far a state's chain has merged the learner. What it may have forgotten for its age stays merged."""
+        own = learner.marks[state.head.shard]
+        is_forgotten = state.head.version - own.version > MARK_LIFE_LOGS * self.core.config.log_length
+        return dict(state.marks).get(learner.id, own if is_forgotten else NO_MARK)

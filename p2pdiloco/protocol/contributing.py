@@ -17,6 +17,7 @@ from p2pdiloco.protocol.ledger import Ledger
 from p2pdiloco.protocol.merging import Merging
 from p2pdiloco.protocol.messages import Contribution, Contributor, Head, Turn
 from p2pdiloco.protocol.ownership import ranked_owners
+from p2pdiloco.protocol.trouble import Trouble
 from p2pdiloco.protocol.workload import Workload
 
 NO_PAYLOAD = Digest("")
@@ -25,7 +26,7 @@ NO_PAYLOAD = Digest("")
 class FragmentTurn:
     """One fragment's turns."""
 
-    __slots__ = ("encoding", "is_snapshotting", "open", "step", "steps", "tokens")
+    __slots__ = ("encoding", "failure", "is_snapshotting", "open", "step", "steps", "tokens")
 
     def __init__(self) -> None:
         self.step = 0
@@ -35,6 +36,8 @@ class FragmentTurn:
         self.is_snapshotting = False
         self.encoding: dict[ShardId, Digest] = {}
         """Shards being encoded, with the heads that their outer gradients are relative to."""
+        self.failure = ""
+        """Why none of the last snapshot's could be; empty if one could, or the head moved."""
         self.steps = 0
         """The learner's counters at the last snapshot."""
         self.tokens = 0
@@ -64,10 +67,12 @@ class Contributing:
         self.turns = [FragmentTurn() for _ in core.config.fragments]
         self.ledgers = [Ledger(core.config.log_length) for _ in core.chains]
         self.pending: dict[ShardId, Pending] = {}
+        self.trouble = Trouble(core)
 
     def learner_changed(self) -> None:
         """Another learner, or none: what the last one left unfinished is void."""
         self.pending.clear()
+        self.trouble.learner_changed()
         for ledger in self.ledgers:
             ledger.edges.clear()
         for fragment, turn in enumerate(self.turns):
@@ -172,6 +177,7 @@ class Contributing:
             return
         turn.is_snapshotting = False
         turn.steps, turn.tokens = event.steps, event.tokens
+        turn.failure = ""
         for shard in turn.open:
             if self.has_given(shard) or self.merging.collections[shard].is_closed:
                 continue
@@ -190,6 +196,7 @@ class Contributing:
         """A shard's outer gradient is ready: offer it, unless its base is history."""
         turn = self.turns[self.core.fragment_of[event.shard]]
         if event.shard in turn.encoding:
+            self.trouble.encoded()
             if event.shard in turn.open and event.base == self.core.head(event.shard).id:
                 self._contribute(event.shard, event.payload, event.payload_bytes)
             self._finished_encoding(turn, event.shard)
@@ -201,10 +208,13 @@ class Contributing:
             self.core.note("debug", "contribution", f"shard {shard} not encoded: {reason}")
             if shard in turn.open and turn.encoding[shard] == self.core.head(shard).id:
                 self._contribute(shard, NO_PAYLOAD, 0)
+                turn.failure = reason
             self._finished_encoding(turn, shard)
 
     def _finished_encoding(self, turn: FragmentTurn, shard: ShardId) -> None:
         turn.encoding.pop(shard)
+        if not turn.encoding and turn.failure and not any(map(self.has_given, turn.open)):
+            self.trouble.turn_failed(turn.failure)
         if not turn.encoding and any(s not in self.pending for s in turn.open):
             self._ask_for_snapshot(self.core.fragment_of[shard])
 

@@ -58,6 +58,8 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_s: float = 1.0
     takeover_floor_s: float = 1.0
     takeover_ceiling_s: float = 60.0
+    stuck_s: float = 300.0
+    """Without a new version for so long, though learners train, is a trouble that people are told of."""
     request_s: float = 10.0
     """How long a request for commits or state may be unanswered."""
     leave_s: float = 20.0
@@ -99,7 +101,7 @@ NOTHING = Counters(0, 0)
 class LearnerView:
     """This peer's learner: its counters over its whole life, and how far each shard's chain has merged them."""
 
-    __slots__ = ("id", "is_paused", "marks", "reached", "skipped", "step_time_s", "steps", "tokens")
+    __slots__ = ("id", "is_able", "is_paused", "marks", "reached", "skipped", "step_time_s", "steps", "tokens")
 
     def __init__(self, learner: LearnerId, shards: int, step: int) -> None:
         self.id = learner
@@ -114,6 +116,8 @@ class LearnerView:
         self.tokens = 0
         self.step_time_s = 0.0
         self.is_paused = False
+        self.is_able = True
+        """What it trains can be encoded: else it does not participate."""
 
     def unmerged(self, shard: ShardId) -> int:
         """Own tokens that the shard's chain does not hold."""
@@ -226,7 +230,7 @@ class Core:
     def is_participating(self) -> bool:
         """Whether this peer's learner may still contribute: it trains, or holds progress that is not merged."""
         learner = self.learner
-        if learner is None or not self.is_current:
+        if learner is None or not self.is_current or not learner.is_able:
             return False
         return not learner.is_paused or self.unmerged_tokens() > 0
 

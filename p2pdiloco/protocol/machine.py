@@ -324,6 +324,7 @@ class Machine:
             core.send((peer,), msg.HeadsRequest())
         if core.learner is None or core.learner.is_paused:
             self.contributing.adopt_step(membership.furthest_step())
+        self.contributing.trouble.look()
         is_over = core.step >= core.config.total_steps and not membership.participating
         if core.learner is None and not core.departure and is_over:
             self.departing.finish()
@@ -383,7 +384,8 @@ class Machine:
 
     def status(self) -> Status:
         """For people: the node's status, logs and reports."""
-        return status_of(self.core, self.evaluation, self.weight_averaged)
+        troubles = self.contributing.trouble.told()
+        return status_of(self.core, self.evaluation, self.weight_averaged, troubles)
 
     def check_invariants(self) -> None:
         """What must hold after every event, whatever the others do. For tests and the simulator.

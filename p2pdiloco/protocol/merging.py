@@ -16,7 +16,7 @@ from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.effects import Merge
 from p2pdiloco.protocol.events import Merged
 from p2pdiloco.protocol.identifiers import Digest, LearnerId, PeerId, ShardId, peer_of
-from p2pdiloco.protocol.messages import CommitHeader, Contribution, Head, Refused
+from p2pdiloco.protocol.messages import MAX_TEXT, CommitHeader, Contribution, Head, Refused
 from p2pdiloco.protocol.ownership import ranked_owners
 from p2pdiloco.protocol.quorum import QuorumView, decide, grace_window_s
 
@@ -276,7 +276,7 @@ class Merging:
         if job is not None and job.base == self.core.head(shard).id:
             collection.is_closed = False
             for learner in [x for x in collection.given if culprit is None or peer_of(x) == culprit]:
-                del collection.given[learner]
+                self._refuse(peer_of(learner), collection.given.pop(learner), reason[:MAX_TEXT])
         self.consider(shard)
 
     def close(self, shard: ShardId) -> None:

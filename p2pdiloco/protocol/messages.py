@@ -23,7 +23,8 @@ Learner = Annotated[LearnerId, Meta(min_length=1, max_length=160)]
 Peer = Annotated[PeerId, Meta(min_length=1, max_length=128)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 Blocks = Annotated[tuple[Annotated[Block, Meta(ge=0, le=2**56)], ...], Meta(max_length=MAX_CLAIMS)]
-Text = Annotated[str, Meta(max_length=400)]
+MAX_TEXT = 400
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 
 MAX_SHARDS = 1 << 16
 MAX_CONTRIBUTORS = 4096

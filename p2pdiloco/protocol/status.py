@@ -29,9 +29,11 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Of the run's data, trained and merged; 0 without blocks."""
     blocks_repeated: float
     """As a share of those trained."""
+    troubles: tuple[str, ...] = ()
+    """What a person should look at, a sentence each: ``trouble``."""
 
 
-def status_of(core: Core, evaluation: msg.Evaluation | None, weight_averaged: int) -> Status:
+def status_of(core: Core, evaluation: msg.Evaluation | None, weight_averaged: int, troubles: tuple[str, ...]) -> Status:
     """The machine's picture now."""
     ledger = core.chains[0].ledger
     participating = [*core.membership.participating, *([core.config.peer] if core.is_participating() else [])]
@@ -47,4 +49,5 @@ def status_of(core: Core, evaluation: msg.Evaluation | None, weight_averaged: in
         evaluation=evaluation,
         epochs=0.0 if ledger is None else ledger.trained / ledger.blocks,
         blocks_repeated=0.0 if ledger is None else ledger.repeated / max(1, ledger.trained),
+        troubles=troubles,
     )

@@ -1,7 +1,7 @@
 """``python -m tests.mutation``: plant bugs, made by a tool or by hand, and see whether the fast tests find them.
 
     run       sample mutants of packages, print the score and the survivors
-    planted   every bug of p2pdiloco/simulation/planted.py against the tests that must kill it
+    planted   every bug of p2pdiloco/simulation/planted*.py against the tests that must kill it
     check     what CI does: mutants that tests once killed must still die, and a fresh sample is told
     accept    take runs' JSON files into the baseline
 
@@ -18,12 +18,13 @@ import time
 from pathlib import Path
 from random import Random
 
-from p2pdiloco.simulation.planted import BUGS
+from p2pdiloco.simulation import planted, planted_rules
 from p2pdiloco.simulation.planting import plant
 from tests.mutation import baseline
 from tests.mutation.gate import PACKAGES, Result, ScoreCard, judge_again, judge_sample, reach_of
 from tests.mutation.workers import Job, import_slow, judge
 
+BUGS = planted.BUGS + planted_rules.BUGS
 PLANTED_S = 60.0
 FRESH_LEAST = 3
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from p2pdiloco.simulation.planted import BUGS
+from p2pdiloco.simulation import planted, planted_rules
 from p2pdiloco.simulation.planting import Bug, PlantingError, change_on_import, plant, planted_source, source_of
 from tests.mutation.operators import mutants_of, mutated
 
+BUGS = planted.BUGS + planted_rules.BUGS
 ROOT = Path(__file__).parents[2]
 SOURCE = """
 from __future__ import annotations

@@ -11,6 +11,7 @@ from stage import SHARD, A, B, C, Stage, commit_on, digest, head_of, life, notes
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.chain import MARK_LIFE_LOGS
 from p2pdiloco.protocol.identifiers import FragmentId
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head
 from p2pdiloco.simulation.driver import PeerSetting
@@ -85,6 +86,19 @@ def test_a_child_that_comes_before_its_parent_waits() -> None:
     stage.hear(B, msg.Commit(third))
     stage.work(applying, ef.Apply)
     assert stage.head() == head_of(third)
+
+
+def test_of_two_children_that_wait_the_heavier_is_kept() -> None:
+    """A1d: in whichever order they come."""
+    for is_heavier_first in (True, False):
+        stage = Stage(B)
+        first = stage.commit(tokens(B, 0, 40))
+        heavier = commit_on(head_of(first), tokens(B, 40, 90))
+        lighter = commit_on(head_of(first), tokens(B, 40, 80))
+        for header in (heavier, lighter) if is_heavier_first else (lighter, heavier):
+            stage.hear(B, msg.Commit(header))
+        stage.take(first)
+        assert stage.head() == head_of(heavier)
 
 
 def test_of_two_heads_the_one_with_more_cumulative_tokens_wins() -> None:
@@ -231,6 +245,20 @@ def test_what_the_ledger_cannot_tell_apart_resets_the_learner_with_a_warning() -
     effects = install(stage, state(heavy(stage.head()), mark=30))
     assert carry(effects) == [((), (), True)]
     assert "loses its unmerged progress" in notes(effects, "carry")[0]
+
+
+def test_what_a_chain_forgot_for_its_age_stays_merged() -> None:
+    """A4e: a state that is more than a mark's life further on and does not name the learner; an earlier one takes its
+    contribution back."""
+    for versions, is_forgotten in ((MARK_LIFE_LOGS * 4, False), (MARK_LIFE_LOGS * 4 + 1, True)):
+        stage = Stage(B, weight=0.0, log_length=4)
+        [(_, given)] = sent(stage.give(), msg.Contribution)
+        stage.take(stage.commit(given.contributor))
+        assert stage.machine.status().tokens_unmerged == 0
+        later = Head(SHARD, 1 + versions, digest("later"), 10**6)
+        effects = install(stage, ev.ShardState(later, 4, ()))
+        assert carry(effects) == [((), () if is_forgotten else (given.payload,), False)]
+        assert stage.machine.status().tokens_unmerged == (0 if is_forgotten else 40)
 
 
 def test_a_commit_whose_digest_does_not_come_out_is_not_taken() -> None:

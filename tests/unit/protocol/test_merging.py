@@ -173,6 +173,28 @@ def test_a_merge_that_fails_late_does_not_touch_the_next_versions_contributions(
     assert merged(stage.tell(ev.Failed("merge", SHARD, None, "the head has moved"))) == [(tokens(B, 20, 40),)]
 
 
+def test_a_merge_that_fails_drops_whom_it_blames_and_merges_the_rest() -> None:
+    """M5b: also when the two are in the other order."""
+    for culprit, other in ((B, C), (C, B)):
+        stage = owner(B, C)
+        stage.offer(B)
+        [merge] = only(stage.offer(C) + stage.wait(5.0), ef.Merge)
+        assert len(merge.contributions) == 2
+        effects = stage.tell(ev.Failed("merge", SHARD, culprit, "values are not finite"))
+        assert [c.contributor.learner for m in only(effects, ef.Merge) for c in m.contributions] == [life(other)]
+        assert [(to, m.reason) for to, m in sent(effects, msg.Refused)] == [(culprit, "values are not finite")]
+
+
+def test_a_merge_that_fails_and_blames_nobody_drops_all() -> None:
+    """M5b: they come again on the next turn."""
+    stage = owner(B, C)
+    stage.offer(B)
+    stage.work(stage.offer(C) + stage.wait(5.0), ef.Snapshot)
+    effects = stage.tell(ev.Failed("merge", SHARD, None, "a payload is gone"))
+    assert not only(effects + stage.wait(5.0), ef.Merge)
+    assert {to for to, _ in sent(effects, msg.Refused)} == {B, C}
+
+
 def test_the_commit_names_exactly_what_was_merged_sorted_by_learner() -> None:
     """M6a: what comes while the merge is under way is not in it."""
     stage = owner(B, C, D, grace_share=0.0, min_quorum=2)

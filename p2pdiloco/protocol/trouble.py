@@ -1,0 +1,90 @@
+"""What a person must be told: this learner gives nothing that can be used, or versions do not come.
+
+Rules of this file:
+1. A trouble is said once when it begins and once when it is over, and stands in the status meanwhile.
+2. The others go on: a learner that cannot contribute does not participate, so nobody waits for it and no quorum counts
+   it.
+"""
+
+from __future__ import annotations
+
+from p2pdiloco.protocol.core import Core
+
+POISONED_TURNS = 2
+"""Turns in a row in which nothing of the learner's could be encoded."""
+STUCK_PERIODS = 4
+"""Periods of H steps without a new version of a shard, but at least ``stuck_s``."""
+
+
+class Trouble:
+    """Of this peer. Empty sentences: none."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.poisoned = ""
+        self.stuck = ""
+        self._failed_turns = 0
+        self._moved_at = [0.0] * len(core.chains)
+        self._idle_at = 0.0
+        """When nobody participated last."""
+
+    def told(self) -> tuple[str, ...]:
+        """For the status."""
+        return tuple(filter(None, (self.poisoned, self.stuck)))
+
+    # -- the learner ---------------------------------------------------------------------------------------------------
+
+    def learner_changed(self) -> None:
+        """Another one: what the last one could not give says nothing of it."""
+        self._failed_turns, self.poisoned = 0, ""
+
+    def encoded(self) -> None:
+        """An outer gradient of the learner's is sound."""
+        self._failed_turns = 0
+        if self.poisoned:
+            self.poisoned = ""
+            self._participate(is_able=True)
+            self.core.note("info", "poisoned", "the learner's outer gradients can be encoded again")
+
+    def turn_failed(self, reason: str) -> None:
+        """Nothing of a turn's could be encoded, though its base is still the head."""
+        self._failed_turns += 1
+        if self._failed_turns >= POISONED_TURNS and not self.poisoned:
+            self.poisoned = (
+                f"the learner's outer gradients cannot be encoded, {self._failed_turns} turns in a row ({reason}): "
+                "what it trains is not merged, and the others go on without it. Look at its loss, and restart it"
+            )
+            self._participate(is_able=False)
+            self.core.note("warning", "poisoned", self.poisoned)
+
+    def _participate(self, *, is_able: bool) -> None:
+        learner = self.core.learner
+        if learner is not None:
+            learner.is_able = is_able
+
+    # -- the swarm -----------------------------------------------------------------------------------------------------
+
+    def moved(self, shard: int) -> None:
+        """The shard has a new head."""
+        self._moved_at[shard] = self.core.now
+
+    def look(self) -> None:
+        """Now and then: has every shard moved lately?"""
+        core = self.core
+        has_learners = core.step_time_s() > 0.0 or bool(core.membership.participating)
+        if not has_learners or not core.is_current or core.departure:
+            self._idle_at = core.now
+        shard = min(range(len(self._moved_at)), key=self._moved_at.__getitem__)
+        since_s = core.now - max(self._moved_at[shard], self._idle_at)
+        period_s = core.config.sync_every * core.membership.median_step_s(core.step_time_s())
+        if since_s <= max(core.config.stuck_s, STUCK_PERIODS * period_s):
+            if self.stuck:
+                self.stuck = ""
+                core.note("info", "stuck", "versions come again")
+        elif not self.stuck:
+            able = len(core.membership.participating) + core.is_participating()
+            self.stuck = (
+                f"no new version of shard {shard} for {since_s:.0f} s: {able} learners contribute, an owner merges no "
+                f"fewer than {core.config.min_quorum}. Look for learners that give nothing, and at the links"
+            )
+            core.note("warning", "stuck", self.stuck)

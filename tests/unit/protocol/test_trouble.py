@@ -1,0 +1,114 @@
+"""Rules N of docs/protocol.md: what people are told, and that the others go on. H = 4, steps of 0.5 s."""
+
+from __future__ import annotations
+
+from stage import SHARD, A, B, C, Stage, life, notes, only, sent
+
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import messages as msg
+
+NAN = "values are not finite"
+
+
+def fail(stage: Stage) -> list[ef.Effect]:
+    """The learner trains to its next turn, and nothing of it can be encoded."""
+    effects = stage.work(stage.train(4), ef.Snapshot)
+    for encode in only(effects, ef.Encode):
+        effects += stage.tell(ev.Failed("encode", encode.shard, None, NAN))
+    return effects
+
+
+def commit_of_b(stage: Stage, start: int) -> None:
+    stage.work(stage.take(stage.commit(stage.contribution(B, start, start + 40).contributor)), ef.Apply)
+
+
+def test_a_learner_that_can_give_nothing_two_turns_in_a_row_does_not_participate() -> None:
+    """N1a: and its user is told why, once."""
+    stage = Stage(B, owners="bac")
+    assert not notes(fail(stage), "poisoned")
+    assert stage.machine.status().troubles == ()
+    commit_of_b(stage, 0)
+    effects = fail(stage)
+    [told] = notes(effects, "poisoned")
+    assert NAN in told
+    assert stage.machine.status().troubles == (told,)
+    assert A not in stage.machine.status().participating
+    beats = [beat for _, beat in sent(stage.wait(0.6), msg.Heartbeat)]
+    assert beats
+    assert not any(beat.is_participating for beat in beats)
+    commit_of_b(stage, 40)
+    assert not notes(fail(stage), "poisoned")
+
+
+def test_a_poisoned_learner_participates_again_when_something_can_be_encoded() -> None:
+    """N1b: or when it is another one; a success between two failures counts, too."""
+    stage = Stage(B, owners="bac")
+    fail(stage)
+    commit_of_b(stage, 0)
+    fail(stage)
+    commit_of_b(stage, 40)
+    effects = stage.give(4)
+    assert len(notes(effects, "poisoned")) == 1
+    assert stage.machine.status().troubles == ()
+    assert A in stage.machine.status().participating
+    commit_of_b(stage, 80)
+    assert not notes(fail(stage), "poisoned"), "the first of a new row"
+    other = Stage(B, owners="bac")
+    fail(other)
+    commit_of_b(other, 0)
+    fail(other)
+    other.tell(ev.LearnerStopped("killed"))
+    other.tell(ev.LearnerStarted(life(A, 2)))
+    assert other.machine.status().troubles == ()
+    assert A in other.machine.status().participating
+
+
+def test_a_head_that_moved_is_no_failure_of_the_learner() -> None:
+    """N1a: what could not be encoded is history then."""
+    stage = Stage(B, owners="bac")
+    for turn in range(5):
+        [encode] = only(stage.work(stage.train(4), ef.Snapshot), ef.Encode)
+        commit_of_b(stage, 40 * turn)
+        assert not notes(stage.tell(ev.Failed("encode", encode.shard, None, "the head has moved")), "poisoned")
+    assert stage.machine.status().troubles == ()
+
+
+def test_the_others_go_on_without_a_poisoned_learner() -> None:
+    """N1c: with K = 2 the other one of two learners is enough then."""
+    stage = Stage(B, C, owners="abc", min_quorum=2)
+    stage.says(C, is_participating=False)
+    assert not only(fail(stage) + stage.offer(B) + stage.wait(10.0), ef.Merge), "one of two"
+    effects = fail(stage) + stage.wait(0.6)
+    assert notes(effects, "poisoned")
+    assert len(only(effects, ef.Merge)) == 1
+
+
+def test_without_versions_for_long_a_peer_says_that_it_is_stuck() -> None:
+    """N2a: 10 s here, or four periods."""
+    stage = Stage(B, owners="bac", min_quorum=2, stuck_s=10.0)
+    stage.says(B, step_time_s=0.25)
+    stage.give()
+    assert not notes(stage.wait(9.0), "stuck")
+    [told] = notes(stage.wait(2.0), "stuck")
+    assert stage.machine.status().troubles == (told,)
+    assert not notes(stage.wait(30.0), "stuck"), "once"
+    commit_of_b(stage, 0)
+    assert len(notes(stage.wait(1.0), "stuck")) == 1
+    assert stage.machine.status().troubles == ()
+    slow = Stage(B, owners="bac", stuck_s=10.0)
+    slow.says(B, step_time_s=5.0)
+    slow.give()
+    assert not notes(slow.wait(75.0), "stuck"), "periods of 20 s"
+    assert notes(slow.wait(10.0), "stuck")
+
+
+def test_while_nobody_trains_nobody_is_stuck() -> None:
+    """N2b: neither followers alone nor those that wait for learners; time counts from when one comes."""
+    stage = Stage(B, owners="bac", stuck_s=10.0, has_learner=False)
+    stage.says(B, is_participating=False)
+    assert not notes(stage.wait(60.0), "stuck")
+    stage.says(B, is_participating=True)
+    assert not notes(stage.wait(9.0), "stuck")
+    assert notes(stage.wait(2.0), "stuck")
+    assert stage.head(SHARD).version == 0
