@@ -31,11 +31,11 @@ import uvloop
 
 from benchmarks import record
 from benchmarks.wire import plots
+from p2pdiloco.net.schedule import slice_bytes
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.tls import TlsContexts
 from p2pdiloco.runtime.transport import Answer, Transport, TransportLimits
-from p2pdiloco.wire.schedule import slice_bytes
 
 SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
 THROUGHPUT_BYTES = 1 << 30

@@ -8,9 +8,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.roster import PeerRecord
 from p2pdiloco.protocol.identifiers import PeerId, RunId
-from p2pdiloco.protocol.manifest import PROTOCOL_VERSION, Manifest, Name
+from p2pdiloco.protocol.manifest import Manifest, Name
 from p2pdiloco.protocol.soundness import MAX_MANIFEST_BYTES, decode_manifest
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory, DirectoryError
@@ -60,7 +61,7 @@ class Observer:
 
 def observer_transport(identity: Identity) -> Transport:
     """A transport that neither listens nor belongs to a run."""
-    return Transport(identity, listen="", run="", version=PROTOCOL_VERSION, handler=Observer())
+    return Transport(identity, listen="", run="", version=WIRE_VERSION, handler=Observer())
 
 
 async def list_runs(directory: Directory, *, patience_s: float = FIND_S) -> dict[RunId, RunRecord]:

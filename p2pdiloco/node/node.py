@@ -15,6 +15,7 @@ from typing import Self
 
 import msgspec
 
+from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.local_host import LocalHost
 from p2pdiloco.node.roster import Roster
 from p2pdiloco.peer.metrics import Metrics, progress_fields
@@ -23,7 +24,7 @@ from p2pdiloco.peer.peer import Ending, InitialState, Peer
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.manifest import PROTOCOL_VERSION, Layout, Manifest
+from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.files import write_atomically
@@ -92,7 +93,7 @@ class Node:
                 self.identity,
                 listen=self.options.listen,
                 run=manifest.run,
-                version=PROTOCOL_VERSION,
+                version=WIRE_VERSION,
                 handler=self.peer,
                 limits=TransportLimits(
                     connection=ConnectionLimits.for_payloads(8 * max(s.elements for s in layout.shards)),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from p2pdiloco.net.path import Path
 from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.sockets import Path
 
 log = logs.get("transport")
 

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, Protocol
 
 from p2pdiloco.protocol.identifiers import PeerId
-from p2pdiloco.runtime.requests import Answer
+from p2pdiloco.wire.answers import Answer
 
 
 class TransportHandler(Protocol):

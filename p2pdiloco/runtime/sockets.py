@@ -11,7 +11,6 @@ Rules of this file:
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import socket
 import ssl
@@ -19,8 +18,8 @@ import struct
 from contextlib import suppress
 
 import psutil
-from msgspec import Struct
 
+from p2pdiloco.net.path import Path
 from p2pdiloco.runtime.addresses import Address, of_socket
 
 DEAD_AFTER_S = 20
@@ -38,8 +37,6 @@ LEAST_ROUND_TRIP_OFFSET = 148
 """Of tcpi_min_rtt (microseconds, over some minutes; Linux 4.9)."""
 CONGESTION_NAME_BYTES = 16
 BACKLOG = 128
-TRIED_ADDRESSES = 4
-"""Of the addresses that a name resolves to."""
 
 
 class DialError(Exception):
@@ -116,21 +113,6 @@ def pace(connection: socket.socket, bytes_per_s: float | None) -> None:
         connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=Q", rate))
 
 
-class Path(Struct, frozen=True):
-    """What the kernel knows of a connection."""
-
-    congestion: str
-    """The congestion control that it uses."""
-    round_trip_s: float
-    """Smoothed."""
-    least_round_trip_s: float = 0.0
-    """Of late: that of the way alone, without queues and busy processors. As ``round_trip_s`` where it is not told."""
-    acked_bytes: int | None = None
-    """That the other side has acknowledged since the connection's start; None: the kernel does not count them."""
-    is_local: bool = False
-    """Both ends are on this machine."""
-
-
 def path_of(connection: socket.socket) -> Path | None:
     """None where the kernel does not tell."""
     try:
@@ -152,36 +134,6 @@ def path_of(connection: socket.socket) -> Path | None:
         acked_bytes=acked,
         is_local=is_local,
     )
-
-
-async def connect(address: Address, *, congestion: str) -> socket.socket:
-    """A connected, tuned, non-blocking socket. The caller gives the deadline.
-
-    Raises:
-        DialError: unknown host, refused, unreachable; the text says which.
-    """
-    loop = asyncio.get_running_loop()
-    family = socket.AF_INET if address.family in ("ip4", "dns4") else socket.AF_UNSPEC
-    try:
-        found = await loop.getaddrinfo(address.host, address.port, family=family, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise DialError(f"{address.host} cannot be resolved: {error.strerror}") from error
-    failure: OSError | None = None
-    for resolved_family, kind, protocol, _, target in found[:TRIED_ADDRESSES]:
-        connection = socket.socket(resolved_family, kind, protocol)
-        try:
-            connection.setblocking(False)
-            tune(connection, congestion=congestion)
-            await loop.sock_connect(connection, target)
-        except OSError as error:
-            connection.close()
-            failure = error
-        except BaseException:
-            connection.close()
-            raise
-        else:
-            return connection
-    raise DialError(explain(failure, address) if failure else f"{address.host} has no address") from failure
 
 
 def explain(error: BaseException, address: Address) -> str:

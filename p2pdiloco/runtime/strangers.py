@@ -1,7 +1,7 @@
-"""Dialling and accepting: from a socket to a connection whose other side is proved.
+"""Dialling and accepting: from a socket to a channel whose other side is proved.
 
 Rules of this file:
-1. Strangers are bounded: so many unproved connections, each with a deadline; one log line for each that fails.
+1. How many strangers there may be is the endpoint's business (net/endpoint.py); one log line for each that fails.
 2. A dial that fails says why, in a sentence for people.
 """
 
@@ -12,36 +12,47 @@ import socket
 import ssl
 from collections.abc import Callable
 
+from p2pdiloco.net.handshake import HandshakeError, MismatchError, Role
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import addresses, logs, sockets
 from p2pdiloco.runtime.addresses import Address
-from p2pdiloco.runtime.connection import Connection
-from p2pdiloco.runtime.limits import TransportLimits
+from p2pdiloco.runtime.channel import Channel
 from p2pdiloco.runtime.sockets import DialError, PeerRefused
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.tls import TlsContexts
-from p2pdiloco.wire.handshake import HandshakeError, MismatchError, Role
 
 log = logs.get("transport")
 
 ACCEPT_PAUSE_S = 0.2
 """After the machine ran out of file descriptors."""
+TRIED_ADDRESSES = 4
+"""Of the addresses that a name resolves to."""
 
-NewConnection = Callable[[Role, Address, int, bytes], Connection]
-"""(our role, the other side's address, lane, bond) -> a connection that is not made yet."""
+NewChannel = Callable[[Role, socket.socket, Address, int, bytes], Channel]
+"""(our role, a connected socket, the other side's address, lane, bond) -> a channel that is not made yet."""
+GiveUp = Callable[[Channel, str], None]
+"""Nothing came of this channel."""
 
 
 class Strangers:
     """See the module's rules."""
 
     def __init__(
-        self, new_connection: NewConnection, *, tls: TlsContexts, limits: TransportLimits, tasks: Tasks
+        self,
+        new_channel: NewChannel,
+        give_up: GiveUp,
+        *,
+        tls: TlsContexts,
+        congestion: str,
+        close_s: float,
+        tasks: Tasks,
     ) -> None:
-        self._new_connection = new_connection
+        self._new_channel = new_channel
+        self._give_up = give_up
         self._tls = tls
-        self._limits = limits
+        self._congestion = congestion
+        self._close_s = close_s
         self._tasks = tasks
-        self._unproved = 0
 
     async def dial(self, target: Address, lane: int = 0, bond: bytes = b"") -> PeerId:
         """Connect and prove each other; as a ``lane`` of the connection that ``bond`` names, or in its own right.
@@ -51,18 +62,10 @@ class Strangers:
             PeerRefused: the other side refused us; its reason.
             DialError: anything else.
         """
-        raw = await sockets.connect(target, congestion=self._limits.congestion)
-        connection = self._new_connection(Role.DIALLER, target, lane, bond)
+        raw = await connect(target, congestion=self._congestion)
+        channel = self._new_channel(Role.DIALLER, raw, target, lane, bond)
         try:
-            await asyncio.get_running_loop().create_connection(
-                lambda: connection,
-                sock=raw,
-                ssl=self._tls.client,
-                server_hostname="",
-                ssl_handshake_timeout=self._limits.connection.handshake_s,
-                ssl_shutdown_timeout=self._limits.connection.part_s,
-            )
-            return await asyncio.shield(connection.proved)
+            return await self._prove(channel, raw)
         except MismatchError as error:
             raise PeerRefused(f"{target}: {error}") from error
         except HandshakeError as error:
@@ -71,9 +74,6 @@ class Strangers:
             raise
         except OSError as error:
             raise DialError(f"{target}: {sockets.explain(error, target)}") from error
-        finally:
-            if connection.remote is None and not connection.is_ending:
-                connection.abort("the dial failed")
 
     async def accept_all(self, listener: socket.socket) -> None:
         """Accept, until cancelled."""
@@ -85,40 +85,85 @@ class Strangers:
                 log.warning("cannot accept", error=str(error))
                 await asyncio.sleep(ACCEPT_PAUSE_S)
                 continue
-            if self._unproved >= self._limits.handshakes:
-                log.warning("dropped a connection: too many are unproved", limit=self._limits.handshakes)
-                raw.close()
+            try:
+                address = addresses.of_socket(*raw.getpeername()[:2])
+            except OSError:
+                raw.close()  # It has gone already.
                 continue
-            self._unproved += 1
-            self._tasks.spawn(self._accept(raw), name="accept one")
+            sockets.tune(raw, congestion=self._congestion)
+            channel = self._new_channel(Role.LISTENER, raw, address, 0, b"")
+            self._tasks.spawn(self._accept(channel, raw), name="accept one")
 
-    async def _accept(self, raw: socket.socket) -> None:
-        where = "unknown"
-        connection: Connection | None = None
-        limits = self._limits.connection
+    async def _accept(self, channel: Channel, raw: socket.socket) -> None:
         try:
-            address = addresses.of_socket(*raw.getpeername()[:2])
-            where = str(address)
-            sockets.tune(raw, congestion=self._limits.congestion)
-            connection = self._new_connection(Role.LISTENER, address, 0, b"")
-            accepted = connection
-            async with asyncio.timeout(2 * limits.handshake_s):
-                await asyncio.get_running_loop().connect_accepted_socket(
-                    lambda: accepted,
-                    raw,
-                    ssl=self._tls.server,
-                    ssl_handshake_timeout=limits.handshake_s,
-                    ssl_shutdown_timeout=limits.part_s,
-                )
-                await asyncio.shield(connection.proved)
+            await self._prove(channel, raw)
         except (OSError, HandshakeError) as error:
-            log.warning("dropped a stranger", address=where, reason=_reason_of(error))
+            log.warning("dropped a stranger", address=str(channel.address), reason=_reason_of(error))
+
+    async def _prove(self, channel: Channel, raw: socket.socket) -> PeerId:
+        """Encrypt ``raw``, and wait until the other side has proved itself. The endpoint has the deadline.
+
+        Raises:
+            OSError: TLS failed, or the connection was lost or closed.
+            HandshakeError: it has not.
+        """
+        loop = asyncio.get_running_loop()
+        context = self._tls.server if channel.connection.role is Role.LISTENER else self._tls.client
+        making = (
+            loop.connect_accepted_socket(lambda: channel, raw, ssl=context, ssl_shutdown_timeout=self._close_s)
+            if channel.connection.role is Role.LISTENER
+            else loop.create_connection(
+                lambda: channel, sock=raw, ssl=context, server_hostname="", ssl_shutdown_timeout=self._close_s
+            )
+        )
+        channel.opening = opening = loop.create_task(making, name="encrypt")
+        why = "the dial failed" if channel.connection.role is Role.DIALLER else "the handshake failed"
+        try:
+            await asyncio.wait([opening])
+            if opening.cancelled():
+                raise TimeoutError(channel.connection.reason)
+            opening.result()
+            return await asyncio.shield(channel.proved)
+        except (OSError, HandshakeError) as error:
+            why = str(error)
+            raise
         finally:
-            self._unproved -= 1
-            if connection is None:
+            if not opening.done():
+                opening.cancel()
+                await asyncio.wait([opening])
+            if channel.transport is None:
                 raw.close()
-            elif connection.remote is None and not connection.is_ending:
-                connection.abort("the handshake failed")
+            self._give_up(channel, why)
+
+
+async def connect(address: Address, *, congestion: str) -> socket.socket:
+    """A connected, tuned, non-blocking socket. The caller gives the deadline.
+
+    Raises:
+        DialError: unknown host, refused, unreachable; the text says which.
+    """
+    loop = asyncio.get_running_loop()
+    family = socket.AF_INET if address.family in ("ip4", "dns4") else socket.AF_UNSPEC
+    try:
+        found = await loop.getaddrinfo(address.host, address.port, family=family, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise DialError(f"{address.host} cannot be resolved: {error.strerror}") from error
+    failure: OSError | None = None
+    for resolved_family, kind, protocol, _, target in found[:TRIED_ADDRESSES]:
+        connection = socket.socket(resolved_family, kind, protocol)
+        try:
+            connection.setblocking(False)
+            sockets.tune(connection, congestion=congestion)
+            await loop.sock_connect(connection, target)
+        except OSError as error:
+            connection.close()
+            failure = error
+        except BaseException:
+            connection.close()
+            raise
+        else:
+            return connection
+    raise DialError(sockets.explain(failure, address) if failure else f"{address.host} has no address") from failure
 
 
 def _reason_of(error: Exception) -> str:

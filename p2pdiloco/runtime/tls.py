@@ -1,4 +1,4 @@
-"""TLS 1.3 for privacy and integrity; who is at the other end is proved above it (wire/handshake.py).
+"""TLS 1.3 for privacy and integrity; who is at the other end is proved above it (net/handshake.py).
 
 Rules of this file:
 1. Each process has a fresh self-signed certificate. Nobody checks it: both ends sign its fingerprint with their

@@ -1,9 +1,9 @@
-"""Connections between peers: dialling, accepting, and one connection kept for each pair.
+"""The transport: an endpoint (net/endpoint.py, where everything is decided) on asyncio's sockets.
 
 Rules of this file:
-1. One TLS connection per pair of peers. If both dial at once, the one dialled by the smaller peer id stays and the
-   other finishes what it has begun. A peer that was started anew (``Hello.life``) replaces its old connection.
-2. The handler hears ``connected`` and ``disconnected`` in turns for each peer, whatever happens to connections below.
+1. What comes from sockets, timers and the user goes into the endpoint; a *turn* then hands out its events and writes
+   what it wants to send. There is one timer.
+2. A message goes down one way: socket, ``Channel``, endpoint, ``_tell``, handler.
 3. ``send`` never waits. What does not fit is refused at once.
 """
 
@@ -18,24 +18,26 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
+
+from p2pdiloco.net import events as ev
+from p2pdiloco.net.connection import Connection
+from p2pdiloco.net.endpoint import Endpoint
+from p2pdiloco.net.handshake import NONCE_BYTES, Greeter, Role
+from p2pdiloco.net.limits import ConnectionLimits, TransportLimits, UpBudget
+from p2pdiloco.net.traffic import Traffic
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import addresses, congestion, logs, sockets
 from p2pdiloco.runtime.addresses import Address
-from p2pdiloco.runtime.budgets import Budgets, UpBudget
-from p2pdiloco.runtime.connection import Connection
+from p2pdiloco.runtime.channel import Channel
 from p2pdiloco.runtime.handler import TransportHandler
 from p2pdiloco.runtime.identity import Identity, verify
-from p2pdiloco.runtime.lane_keeping import LaneKeeper
-from p2pdiloco.runtime.limits import ConnectionLimits, TransportLimits
-from p2pdiloco.runtime.requests import Answer, RequestError, RequestRefused, Response
+from p2pdiloco.runtime.pump import Pump
 from p2pdiloco.runtime.sockets import DialError, PeerRefused
 from p2pdiloco.runtime.strangers import Strangers
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.tls import TlsContexts, remote_fingerprint
-from p2pdiloco.runtime.traffic import Traffic
-from p2pdiloco.wire.blocks import Blocks
-from p2pdiloco.wire.frames import Parting
-from p2pdiloco.wire.handshake import MAGIC, NONCE_BYTES, Handshake, Hello, Role
+from p2pdiloco.wire.answers import Answer, RequestError, RequestRefused, Response
 
 __all__ = [
     "Answer",
@@ -52,6 +54,8 @@ __all__ = [
 ]
 
 log = logs.get("transport")
+
+LEAVING = "the peer is leaving"
 
 
 class Transport:
@@ -71,36 +75,36 @@ class Transport:
         handler: TransportHandler,
         limits: TransportLimits | None = None,
     ) -> None:
-        self._identity = identity
-        self._listen = addresses.parse(listen) if listen else None
-        self._run = run
-        self._version = version
-        self._handler = handler
         self._limits = limits or TransportLimits()
-        self._life = os.urandom(16)
+        self._listen = addresses.parse(listen) if listen else None
+        self._handler = handler
+        self._greeter = Greeter(
+            peer=identity.peer_id,
+            run=run,
+            version=version,
+            life=os.urandom(16),
+            sign=identity.sign,
+            verify=verify,
+            nonce=lambda: os.urandom(NONCE_BYTES),
+        )
+        self._endpoint = Endpoint(self._greeter, self._limits)
+        self._pump = Pump(self._endpoint, self._tell, lambda connection, piece: self._channels[connection].write(piece))
         self._tls = TlsContexts()
         self._tasks = Tasks()
-        self._blocks = Blocks(limit_bytes=self._limits.reused_bytes)
-        self._all: set[Connection] = set()
-        """Every connection that is not lost yet, unproved and retiring ones included."""
-        self._budgets = Budgets(self._limits, self._all)
-        self._strangers = Strangers(self._new_connection, tls=self._tls, limits=self._limits, tasks=self._tasks)
-        self._stack = AsyncExitStack()
-        self._listener: socket.socket | None = None
-        self._connections: dict[PeerId, Connection] = {}
-        """The one that serves, per peer."""
-        self._lane_keeper = LaneKeeper(
-            self._all,
-            dial=self._strangers.dial,
-            rate=lambda: self._budgets.chosen_bytes_per_s,
-            limits=self._limits,
+        self._strangers = Strangers(
+            self._new_channel,
+            self._give_up,
+            tls=self._tls,
+            congestion=self._limits.congestion,
+            close_s=self._limits.connection.part_s,
             tasks=self._tasks,
         )
-        self._past = Traffic()
-        """Of connections that are gone."""
-        self._attempt = 0
-        self._is_leaving = False
+        self._channels: dict[Connection, Channel] = {}
+        self._asked: dict[ev.Question, asyncio.Future[Response]] = {}
+        self._answering: dict[ev.Asking, asyncio.Task[None]] = {}
         self._congestion = congestion.Congestion(self._limits.congestion)
+        self._stack = AsyncExitStack()
+        self._listener: socket.socket | None = None
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -113,8 +117,8 @@ class Transport:
         """
         if self._listen is not None:
             self._listener = sockets.listen(self._listen)
+        self._pump.start()
         await self._stack.enter_async_context(self._tasks)
-        self._tasks.spawn(self._budgets.measure(), name="measure the link")
         if self._listener is not None:
             self._tasks.spawn(self._strangers.accept_all(self._listener), name="accept")
         return self
@@ -123,39 +127,25 @@ class Transport:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Say goodbye to all, flush, close; bounded by ``part_s``."""
-        self._is_leaving = True
-        await self.close_all("the peer is leaving")
+        doomed = list(self._channels.values())
+        self._endpoint.leave(LEAVING, self._pump.now())
+        self._pump.turn()
+        if doomed:
+            await asyncio.wait([channel.gone for channel in doomed], timeout=self._limits.connection.part_s + 1.0)
+        for channel in list(self._channels.values()):
+            self._endpoint.abort(channel.connection, LEAVING, self._pump.now())
+        self._pump.turn()
         await self._stack.aclose()
+        self._pump.stop()
         if self._listener is not None:
             self._listener.close()
-
-    async def close_all(self, reason: str) -> None:
-        """Part from every peer: flush for at most ``part_s`` seconds, then cut."""
-        doomed = list(self._all)
-        for connection in doomed:
-            if connection.primary is not connection:
-                continue  # Lanes end with their primary.
-            if connection.is_open:
-                connection.part(Parting.LEAVING, reason)
-            else:
-                connection.abort(reason)
-        if not doomed:
-            return
-        await asyncio.wait([connection.gone for connection in doomed], timeout=self._limits.connection.part_s + 1.0)
-        for connection in doomed:
-            connection.abort(reason)
-
-    async def set_run(self, run: str) -> None:
-        """A joiner has learned its run: part from all peers, to be dialled again as a member of ``run``."""
-        self._run = run
-        await self.close_all("it has learned its run and dials again")
 
     # -- for the user ------------------------------------------------------------------------------------------------
 
     @property
     def peer_id(self) -> PeerId:
         """Ours."""
-        return self._identity.peer_id
+        return self._greeter.peer
 
     def listen_addresses(self) -> list[str]:
         """Multiaddrs with our peer id; for a wildcard one per address of this machine, loopback last."""
@@ -166,40 +156,21 @@ class Transport:
 
     def peers(self) -> list[PeerId]:
         """The peers that can be sent to."""
-        return [peer for peer, connection in self._connections.items() if connection.is_open]
-
-    def address_of(self, peer: PeerId) -> str | None:
-        """The multiaddr of the other end of the connection."""
-        connection = self._connections.get(peer)
-        return str(connection.address) if connection is not None else None
+        return [peer for peer, connection in self._endpoint.serving.items() if connection.is_open]
 
     def queued_bytes(self, peer: PeerId) -> int:
         """Bytes that wait to be sent to ``peer``, beyond what the kernel holds."""
-        connection = self._connections.get(peer)
-        return connection.queued_bytes if connection is not None else 0
-
-    def traffic_of(self, peer: PeerId) -> Traffic | None:
-        """Bytes on the present connection to ``peer`` and its lanes."""
-        primary = self._connections.get(peer)
-        if primary is None:
-            return None
-        total = Traffic()
-        for connection in self._lane_keeper.members(primary):
-            total.add(connection.traffic)
-        return total
+        connection = self._endpoint.serving.get(peer)
+        return connection.conversation.queued_bytes if connection is not None else 0
 
     def lanes(self, peer: PeerId) -> int:
         """Connections to ``peer`` over which payloads are spread; 0: not connected."""
-        primary = self._connections.get(peer)
-        return primary.lanes.count if primary is not None else 0
+        connection = self._endpoint.serving.get(peer)
+        return len(connection.conversation.lanes.members) if connection is not None else 0
 
     def traffic(self) -> Traffic:
         """Bytes on all connections since the start."""
-        total = Traffic()
-        total.add(self._past)
-        for connection in self._all:
-            total.add(connection.traffic)
-        return total
+        return self._endpoint.traffic()
 
     async def dial(self, address: str, timeout_s: float = 10.0) -> PeerId:
         """Connect to the peer at ``address``; if the address names a peer that is connected already, that is enough.
@@ -238,11 +209,13 @@ class Transport:
         Raises:
             ValueError: ``body`` is longer than 1 MiB.
         """
-        connection = self._connections.get(peer)
-        if connection is None:
-            return False
         view = memoryview(payload).cast("B") if payload is not None else None
-        return connection.send(body, view, priority, topic)
+        is_queued = self._endpoint.send(peer, body, view, priority, topic)
+        if view is None:
+            self._pump.turn()
+        else:
+            self._pump.turn_soon()  # Bulk goes in a turn of its own anyway.
+        return is_queued
 
     async def request(self, peer: PeerId, body: bytes, *, timeout_s: float, max_payload: int = 0) -> Response:
         """Ask ``peer``; an answer may carry up to ``max_payload`` bytes.
@@ -252,142 +225,184 @@ class Transport:
             RequestError: not connected, disconnected, timed out, too large.
             ValueError: ``body`` is longer than 1 MiB.
         """
-        connection = self._connections.get(peer)
-        if connection is None:
-            raise RequestError("not connected")
-        return await connection.request(body, timeout_s=timeout_s, max_payload=max_payload)
+        question = self._endpoint.ask(peer, body, self._pump.now(), timeout_s=timeout_s, max_payload=max_payload)
+        answered: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        self._asked[question] = answered
+        self._pump.turn()
+        try:
+            return await answered
+        finally:
+            if self._asked.pop(question, None) is not None:
+                self._endpoint.withdraw(question)
+                self._pump.turn()
 
     def disconnect(self, peer: PeerId, reason: str) -> None:
         """Part from ``peer``: what is queued is flushed for ``part_s`` seconds; it is told ``reason``."""
-        connection = self._connections.get(peer)
-        if connection is not None:
-            connection.part(Parting.LEAVING, reason)
+        self._endpoint.part(peer, reason, self._pump.now())
+        self._pump.turn()
+
+    def blame(self, peer: PeerId) -> None:
+        """``peer`` sent a body that cannot be read. Too many of them, and it is cut off for a while."""
+        self._endpoint.blame(peer, self._pump.now())
+        self._pump.turn()
 
     def set_budget(self, up_bytes_per_s: UpBudget, down_bytes_per_s: float | None) -> None:
         """Bytes per second over all connections from now on, as in TransportLimits; None: no limit."""
-        self._budgets.set(up_bytes_per_s, down_bytes_per_s)
+        self._endpoint.set_budget(up_bytes_per_s, down_bytes_per_s, self._pump.now())
+        self._pump.turn()
 
     @property
     def up_bytes_per_s(self) -> float | None:
         """The up budget in force, set or learned; None: no limit."""
-        return self._budgets.shaper.bytes_per_s
+        return self._endpoint.up_bytes_per_s
 
     def pace(self, peer: PeerId, bytes_per_s: float | None) -> None:
         """Limit what is sent to ``peer`` beside the budget; None lifts it. Lasts until it disconnects."""
-        if peer in self._connections:
-            self._budgets.shaper.set_cap(peer, bytes_per_s)
+        self._endpoint.set_cap(peer, bytes_per_s, self._pump.now())
+        self._pump.turn()
 
     def congestion(self) -> dict[str, int]:
         """How many connections use which congestion control, as the kernel says."""
-        return congestion.count(connection.path() for connection in self._all)
+        return congestion.count(channel.path() for channel in self._channels.values())
 
-    # -- making connections ------------------------------------------------------------------------------------------
+    # -- what happens at sockets (Driver) ----------------------------------------------------------------------------
 
-    def _new_connection(self, role: Role, address: Address, lane: int, bond: bytes) -> Connection:
-        connection = Connection(
-            role=role,
-            address=address,
-            owner=self,
-            handshake=lambda channel: self._handshake(role, channel, address.peer, lane, bond),
-            limits=self._limits.connection,
-            blocks=self._blocks,
-            shaper=self._budgets.shaper,
-            crediting=self._budgets.crediting,
-            tasks=self._tasks,
-        )
-        self._all.add(connection)
-        connection.gone.add_done_callback(lambda _: self._forget(connection))
-        return connection
-
-    def _handshake(
-        self, role: Role, channel: ssl.SSLObject, expected: PeerId | None, lane: int, bond: bytes
-    ) -> Handshake:
-        self._attempt += 1
-        hello = Hello(
-            magic=MAGIC,
-            version=self._version,
-            run=self._run,
-            peer=self.peer_id,
-            nonce=os.urandom(NONCE_BYTES),
-            life=self._life,
-            attempt=self._attempt,
-            lane=lane,
-            bond=bond,
-        )
-        fingerprint = self._tls.fingerprint if role is Role.LISTENER else remote_fingerprint(channel)
-        return Handshake(role, hello, fingerprint, sign=self._identity.sign, verify=verify, expected=expected)
-
-    def _forget(self, connection: Connection) -> None:
-        if connection in self._all:
-            self._all.discard(connection)
-            self._past.add(connection.traffic)
-
-    # -- what connections tell (ConnectionOwner) ---------------------------------------------------------------------
-
-    def opened(self, connection: Connection) -> None:
-        peer = connection.peer
-        old = self._connections.get(peer)
-        if self._is_leaving:
-            connection.part(Parting.LEAVING, "the peer is leaving")
-        elif connection.lane:
-            self._lane_keeper.bind(connection)
-        elif old is None:
-            self._install(connection)
-        elif not old.is_open or _life_of(old) != _life_of(connection):
-            self._remove(old, "the peer came back with a new connection")
-            old.abort("the peer came back with a new connection")
-            self._install(connection)
-        elif self._rank(connection) > self._rank(old):
-            self._connections[peer] = connection
-            self._lane_keeper.keep(connection, lambda: self._connections.get(connection.peer) is connection)
-            old.retire()
-        else:
-            connection.retire()
-
-    def closed(self, connection: Connection, reason: str) -> None:
-        self._remove(connection, reason)
-
-    def message(self, connection: Connection, body: bytes, payload: memoryview | None) -> asyncio.Future[Any] | None:
-        return self._handler.message(connection.peer, body, payload)
-
-    def admit(self, connection: Connection, body: bytes, size: int) -> bool:
-        return self._handler.admit(connection.peer, body, size)
-
-    async def answer(self, connection: Connection, body: bytes) -> Answer:
-        return await self._handler.answer(connection.peer, body)
-
-    def _install(self, connection: Connection) -> None:
-        if len(self._connections) >= self._limits.connections:
-            connection.part(Parting.LEAVING, f"{len(self._connections)} peers are connected already")
+    def made(self, channel: Channel) -> None:
+        """The channel is encrypted."""
+        assert channel.transport is not None
+        if channel.connection.is_over:
+            channel.transport.abort()
             return
-        peer, address = connection.peer, str(connection.address)
+        try:
+            encryption = channel.transport.get_extra_info("ssl_object")
+            is_ours = channel.connection.role is Role.LISTENER
+            fingerprint = self._tls.fingerprint if is_ours else remote_fingerprint(encryption)
+        except ssl.SSLError as error:
+            self._endpoint.abort(channel.connection, str(error), self._pump.now())
+        else:
+            self._endpoint.up(channel.connection, fingerprint, self._pump.now())
+        self._pump.turn()
+
+    def read(self) -> None:
+        """Bytes came that are to be looked at."""
+        self._pump.turn()
+
+    def writable(self, channel: Channel, is_writable: bool) -> None:
+        """The kernel takes more, or is slow."""
+        if is_writable:
+            self._endpoint.resume(channel.connection)
+            self._pump.turn()
+        else:
+            self._endpoint.pause(channel.connection)
+
+    def lost(self, channel: Channel, reason: str) -> None:
+        """The socket is closed."""
+        self._endpoint.lost(channel.connection, reason, self._pump.now())
+        self._pump.turn()
+
+    def _new_channel(self, role: Role, raw: socket.socket, address: Address, lane: int, bond: bytes) -> Channel:
+        host = raw.getpeername()[0]
+        connection = self._endpoint.begin(
+            role, self._pump.now(), host=host, expected=address.peer, lane=lane, bond=bond
+        )
+        channel = self._channels[connection] = Channel(connection, address, self)
+        self._pump.turn()
+        return channel
+
+    def _give_up(self, channel: Channel, reason: str) -> None:
+        """Whoever opened it is done with it: if it is not proved, nothing came of it."""
+        if channel.transport is None:
+            self.lost(channel, reason)
+        elif not channel.connection.is_proved and not channel.connection.is_ending:
+            self._endpoint.abort(channel.connection, reason, self._pump.now())
+            self._pump.turn()
+
+    # -- what the endpoint tells -----------------------------------------------------------------------------------
+
+    def _tell(self, event: ev.Event) -> None:
+        """To whom it concerns."""
+        match event:
+            case ev.Message():
+                taken = self._handler.message(event.connection.peer, event.body, event.payload)
+                if taken is not None:
+                    self._hold(event, taken)
+            case ev.Offered():
+                if self._handler.admit(event.connection.peer, event.body, event.size):
+                    self._endpoint.accept(event)
+            case ev.Asked(asking, body):
+                task = self._tasks.spawn(self._answer(asking, body), name=f"answer {asking.number}")
+                self._answering[asking] = task
+                task.add_done_callback(lambda _: self._answering.pop(asking, None))
+            case ev.Withdrawn(asking):
+                if (running := self._answering.get(asking)) is not None:
+                    running.cancel()
+            case ev.Answered(question, response):
+                if (answered := self._asked.pop(question, None)) is not None and not answered.done():
+                    answered.set_result(response)
+            case ev.Unanswered(question, error):
+                if (answered := self._asked.pop(question, None)) is not None and not answered.done():
+                    answered.set_exception(error)
+            case ev.Connected(connection):
+                self._connected(self._channels[connection])
+            case ev.Disconnected(connection, reason):
+                self._say(connection)("disconnected", peer=connection.peer, reason=reason)
+                self._handler.disconnected(connection.peer, reason)
+            case ev.LaneWanted():
+                self._tasks.spawn(self._dial_lane(event), name=f"lane of {event.primary.peer}")
+            case ev.LookWanted(connections):
+                found = {connection: self._channels[connection].path() for connection in connections}
+                self._endpoint.saw({connection: path for connection, path in found.items() if path}, self._pump.now())
+            case ev.Learned(bytes_per_s):
+                log.info("measured what the link up carries", mbit_per_s=round(bytes_per_s * 8 / 1e6, 1))
+            case ev.Ended(connection):
+                self._channels.pop(connection).tell(event)
+            case _:
+                self._channels[event.connection].tell(event)
+
+    def _connected(self, channel: Channel) -> None:
+        connection, address = channel.connection, str(channel.address)
         is_inbound = connection.role is Role.LISTENER
         is_observer = connection.remote is not None and not connection.remote.run
-        self._connections[peer] = connection
-        self._congestion.note(connection.path())
-        self._lane_keeper.keep(connection, lambda: self._connections.get(connection.peer) is connection)
-        self._say(connection)("connected", peer=peer, address=address, inbound=is_inbound, observer=is_observer)
-        self._handler.connected(peer, address, is_observer, is_inbound)
-
-    def _remove(self, connection: Connection, reason: str) -> None:
-        if self._connections.get(connection.peer) is connection:
-            del self._connections[connection.peer]
-            self._say(connection)("disconnected", peer=connection.peer, reason=reason)
-            self._handler.disconnected(connection.peer, reason)
+        self._congestion.note(channel.path())
+        self._say(connection)(
+            "connected", peer=connection.peer, address=address, inbound=is_inbound, observer=is_observer
+        )
+        self._handler.connected(connection.peer, address, is_observer, is_inbound)
 
     def _say(self, connection: Connection) -> Callable[..., None]:
         """Observers come and go by the dozen: what is about them is for debugging."""
-        is_observed = not self._run or (connection.remote is not None and not connection.remote.run)
+        is_observed = not self._greeter.run or (connection.remote is not None and not connection.remote.run)
         return log.debug if is_observed else log.info
 
-    def _rank(self, connection: Connection) -> tuple[bool, int]:
-        """Both ends compute the same: dialled by the smaller id wins; of one dialler's connections the latest."""
-        is_ours = connection.role is Role.DIALLER
-        dialler = connection.local if is_ours else connection.remote
-        assert dialler is not None
-        return dialler.peer == min(self.peer_id, connection.peer), dialler.attempt
+    def _hold(self, message: ev.Message, taken: asyncio.Future[Any]) -> None:
+        hold = self._endpoint.hold(message)
 
+        def release(_: object) -> None:
+            self._endpoint.release(hold, self._pump.now())
+            self._pump.turn()
 
-def _life_of(connection: Connection) -> bytes:
-    assert connection.remote is not None
-    return connection.remote.life
+        taken.add_done_callback(release)
+
+    async def _answer(self, asking: ev.Asking, body: bytes) -> None:
+        try:
+            self._endpoint.answer(asking, await self._handler.answer(asking.connection.peer, body))
+        except RequestRefused as refusal:
+            self._endpoint.refuse(asking, str(refusal))
+        except Exception:
+            self._endpoint.refuse(asking, "an internal error; the peer's log has it")
+            raise
+        finally:
+            self._pump.turn()
+
+    async def _dial_lane(self, wanted: ev.LaneWanted) -> None:
+        is_there = False
+        try:
+            target = msgspec.structs.replace(self._channels[wanted.primary].address, peer=wanted.primary.peer)
+            async with asyncio.timeout(self._limits.connection.handshake_s):
+                await self._strangers.dial(target, wanted.lane, wanted.bond)
+            is_there = True
+        except (KeyError, DialError, OSError) as error:
+            log.info("a lane could not be dialled", peer=wanted.primary.peer, reason=str(error))
+        finally:
+            self._endpoint.lane_dialled(wanted, is_there, self._pump.now())
+            self._pump.turn()

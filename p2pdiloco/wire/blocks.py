@@ -30,11 +30,6 @@ class Blocks:
         """Lent and free ones, longest unused first."""
         self._bytes = 0
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of the blocks that may be lent again."""
-        return self._bytes
-
     def take(self, size: int) -> memoryview:
         """``size`` bytes of writable memory with any content."""
         if size < SMALL_BYTES:

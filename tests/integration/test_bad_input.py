@@ -17,11 +17,11 @@ from swarm import LOOPBACK, PEER, write_config
 from waiting import until
 
 from p2pdiloco.cli.main import main
+from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.lookup import Observer, RunRecord
 from p2pdiloco.node.roster import PeerRecord
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId
 from p2pdiloco.protocol.manifest import (
-    PROTOCOL_VERSION,
     DataConfig,
     Manifest,
     ModelConfig,
@@ -141,7 +141,7 @@ async def stand(
     directory: Directory,
     run: RunId,
     name: str,
-    version: int = PROTOCOL_VERSION,
+    version: int = WIRE_VERSION,
     manifest: bytes = b"\x80 not the manifest",
 ) -> AsyncIterator[None]:
     """A peer that announces ``run`` in the directory."""
@@ -176,7 +176,7 @@ def test_a_run_that_is_not_there_or_not_ours(tmp_path: Path) -> None:
             address = directory.bootstrap_lines()[0]
             async with (
                 stand(directory, RunId("a" * 40), "lies"),
-                stand(directory, RunId("b" * 40), "tomorrow", PROTOCOL_VERSION + 1),
+                stand(directory, RunId("b" * 40), "tomorrow", WIRE_VERSION + 1),
             ):
                 joins = [
                     command("join", address, "--run", name, *PEER, state=tmp_path / name) for name in sorted(expected)

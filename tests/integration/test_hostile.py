@@ -23,11 +23,11 @@ from swarm import (
 from waiting import until as until_in_loop
 
 from p2pdiloco.chaos.swarm import Member
+from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.lookup import Observer, list_runs
 from p2pdiloco.node.roster import PeerRecord
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.identifiers import DIGEST_BYTES, PeerId, RunId, digest_of, learner_id
-from p2pdiloco.protocol.manifest import PROTOCOL_VERSION
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import Transport
@@ -46,7 +46,7 @@ class Hostile(Observer):
     def __init__(self, identity: Identity, run: RunId) -> None:
         self.identity = identity
         self.learner = learner_id(identity.peer_id, "evil")
-        self.transport = Transport(identity, listen=LOOPBACK, run=run, version=PROTOCOL_VERSION, handler=self)
+        self.transport = Transport(identity, listen=LOOPBACK, run=run, version=WIRE_VERSION, handler=self)
         self._sequence = 0
         self._garbage = itertools.cycle(GARBAGE)
 

@@ -9,14 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 from test_transport import LOOPBACK, MIB, Recorder, peer, run, where
+from test_transport_lanes import cut
 from waiting import until
 
+from p2pdiloco.net.frames import FIRST_CREDIT
+from p2pdiloco.net.outbox import GROUP
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import sockets
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import ConnectionLimits, Transport, TransportLimits
-from p2pdiloco.wire.frames import FIRST_CREDIT
-from p2pdiloco.wire.outbox import GROUP
 
 __all__ = ["run"]
 
@@ -105,7 +106,7 @@ def test_a_down_budget_survives_a_lost_connection(run: Any) -> None:
                 received = bob.traffic().received_bulk
                 assert ann.send(bob.peer_id, b"lost", bytes(64 * MIB))
                 await until(lambda received=received: bob.traffic().received_bulk > received + MIB)
-                ann._connections[bob.peer_id].abort("a test")
+                cut(ann, ann._endpoint.serving[bob.peer_id])
                 await until(lambda: not bob.peers() and not ann.peers())
             await ann.dial(where(bob), 5.0)
             assert ann.send(bob.peer_id, b"whole", bytes(2 * MIB))
@@ -140,7 +141,7 @@ def test_a_sender_that_exceeds_its_credit_is_dropped(run: Any) -> None:
         async with peer() as (ann, _), transport as bob, peer() as (eve, _):
             await ann.dial(where(bob), 5.0)
             await eve.dial(where(bob), 5.0)
-            ann._connections[bob.peer_id]._conversation.sending._spending.sent = -(1 << 40)
+            ann._endpoint.serving[bob.peer_id].conversation.spending.sent = -(1 << 40)
             for _ in range(8):
                 assert ann.send(bob.peer_id, b"", bytes(MIB))
             await until(lambda: holder.losses)
@@ -184,7 +185,7 @@ def test_a_refused_congestion_control_is_said_once(run: Any, monkeypatch: pytest
 def test_the_learned_budget_follows_what_is_delivered(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     real = sockets.path_of
     monkeypatch.setattr(
-        "p2pdiloco.runtime.connection.path_of",
+        "p2pdiloco.runtime.sockets.path_of",
         lambda connection: (path := real(connection)) and msgspec.structs.replace(path, is_local=False),
     )
 
@@ -211,7 +212,7 @@ def test_on_this_machine_there_is_no_link_to_learn(run: Any) -> None:
                 assert ann.send(bob.peer_id, b"bulk", bytes(60 * MIB))
             await until(lambda: len(heard_by_bob.messages) == 4)
             assert ann.up_bytes_per_s is None
-            path = next(iter(ann._all)).path()
+            path = next(iter(ann._channels.values())).path()
             assert path is not None
             assert path.is_local
             assert (path.acked_bytes or 0) > 240 * MIB

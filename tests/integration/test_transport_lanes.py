@@ -11,10 +11,10 @@ import pytest
 from test_transport import LOOPBACK, MIB, Recorder, peer, run, where
 from waiting import until
 
-from p2pdiloco.runtime.connection import Connection
+from p2pdiloco.net.connection import Connection
+from p2pdiloco.net.lane_keeping import Idleness, lanes_for
+from p2pdiloco.net.path import Path
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.lane_keeping import Idleness, lanes_for
-from p2pdiloco.runtime.sockets import Path
 from p2pdiloco.runtime.transport import Answer, RequestError, Transport, TransportLimits
 
 __all__ = ["run"]
@@ -42,7 +42,14 @@ async def dialler(lanes: int, lane_idle_s: float = 60.0) -> AsyncIterator[tuple[
 
 
 def lanes_of(transport: Transport) -> list[Connection]:
-    return [connection for connection in transport._all if connection.primary is not connection]
+    return [connection for connection in transport._channels if connection.primary is not connection]
+
+
+def cut(transport: Transport, connection: Connection) -> None:
+    """As if its socket had failed."""
+    channel = transport._channels[connection].transport
+    assert channel is not None
+    channel.abort()
 
 
 def test_payloads_come_whole_both_ways_and_use_all_lanes(run: Any) -> None:
@@ -59,12 +66,10 @@ def test_payloads_come_whole_both_ways_and_use_all_lanes(run: Any) -> None:
             for heard in (heard_by_ann, heard_by_bob):
                 await until(lambda heard=heard: len(heard.messages) == len(payloads))
                 assert {body: payload for _, body, payload in heard.messages} == payloads
-            assert all(lane.traffic.sent_bulk for lane in lanes_of(ann))
+            assert all(lane.conversation.traffic.sent_bulk for lane in lanes_of(ann))
             assert len(heard_by_bob.connections) == 1
             assert ann.peers() == [bob.peer_id]
-            traffic = ann.traffic_of(bob.peer_id)
-            assert traffic is not None
-            assert traffic.sent_bulk == ann.traffic().sent_bulk >= sum(map(len, payloads.values()))
+            assert ann.traffic().sent_bulk >= sum(map(len, payloads.values()))
             await until(lambda: ann.queued_bytes(bob.peer_id) == 0)
 
     run(main())
@@ -79,9 +84,11 @@ def test_a_payload_comes_whole_when_lanes_are_cut_midway(run: Any) -> None:
             ann.set_budget(100e6, None)
             assert ann.send(bob.peer_id, b"large", payload)
             for end in (ann, bob):
-                await until(lambda: all(lane.traffic.sent_bulk for lane in lanes_of(ann)) and lanes_of(ann))
+                await until(
+                    lambda: all(lane.conversation.traffic.sent_bulk for lane in lanes_of(ann)) and lanes_of(ann)
+                )
                 assert ann.queued_bytes(bob.peer_id) > 4 * MIB, "too late to cut"
-                lanes_of(end)[0].abort("a test")
+                cut(end, lanes_of(end)[0])
             await until(lambda: heard_by_bob.messages)
             assert [message[1:] for message in heard_by_bob.messages] == [(b"large", payload)]
             assert not heard_by_ann.losses
@@ -100,7 +107,7 @@ def test_answers_come_over_lanes_and_those_not_wanted_stop(run: Any) -> None:
             await until(lambda: library.lanes(ann.peer_id) == 3)
             response = await ann.request(library.peer_id, b"book", timeout_s=20.0, max_payload=64 * MIB)
             assert response.payload == librarian.payload
-            assert all(lane.traffic.received_bulk for lane in lanes_of(ann))
+            assert all(lane.conversation.traffic.received_bulk for lane in lanes_of(ann))
             before = library.traffic().sent_bulk
             with pytest.raises(RequestError, match="more than"):
                 await ann.request(library.peer_id, b"book", timeout_s=20.0, max_payload=1)
@@ -141,7 +148,7 @@ def test_leaving_flushes_what_was_sent_over_lanes(run: Any) -> None:
                 assert ann.send(bob.peer_id, b"last words", bytes(32 * MIB))
             await until(lambda: heard_by_bob.losses)
             assert [len(payload or b"") for _, _, payload in heard_by_bob.messages] == [32 * MIB]
-            await until(lambda: not bob._all)
+            await until(lambda: not bob._channels)
 
     run(main())
 
@@ -151,8 +158,8 @@ def test_lanes_end_with_their_primary(run: Any) -> None:
         async with peer() as (bob, heard_by_bob), dialler(4) as (ann, heard_by_ann):
             await ann.dial(where(bob), 5.0)
             await until(lambda: ann.lanes(bob.peer_id) == bob.lanes(ann.peer_id) == 4)
-            ann._connections[bob.peer_id].abort("a test")
-            await until(lambda: not ann._all and not bob._all)
+            cut(ann, ann._endpoint.serving[bob.peer_id])
+            await until(lambda: not ann._channels and not bob._channels)
             assert len(heard_by_ann.losses) == len(heard_by_bob.losses) == 1
 
     run(main())

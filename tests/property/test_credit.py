@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pdiloco.wire.credit import AHEAD_BYTES, SLACK_S, Account, Granter, Spending
-from p2pdiloco.wire.frames import FIRST_CREDIT, FrameError
-from p2pdiloco.wire.schedule import BURST_S
+from p2pdiloco.net.credit import AHEAD_BYTES, SLACK_S, Account, Granter, Spending
+from p2pdiloco.net.frames import FIRST_CREDIT, FrameError
+from p2pdiloco.net.schedule import BURST_S
 
 KIB, MIB = 1 << 10, 1 << 20
 WINDOW = 8 * MIB

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pdiloco.wire import parts
-from p2pdiloco.wire.frames import FrameError, Kind
-from p2pdiloco.wire.parts import Assembler, PartHeader, Spreader, Whole
+from p2pdiloco.net import parts
+from p2pdiloco.net.frames import OPEN_STREAMS_LIMIT, FrameError, Part, Start, Use
+from p2pdiloco.net.parts import Assembler, Known, Piece, Spreader, Whole
 
 PART = 1000
 
@@ -25,32 +25,43 @@ def payload(size: int) -> bytes:
     return random.Random(size).randbytes(size)
 
 
-def assembler(admits: bool = True, bytes_limit: int = 1 << 30) -> Assembler:
-    return Assembler(
-        lambda kind, stream, body, size: admits,
-        allocate=lambda size: memoryview(bytearray(size)),
-        bytes_limit=bytes_limit,
-    )
+def assembler() -> Assembler:
+    return Assembler(allocate=lambda size: memoryview(bytearray(size)))
 
 
-def deliver(receiver: Assembler, body: bytes, data: memoryview) -> Whole | None:
-    target = receiver.place(body, len(data))
-    if target is None:
+def deliver(receiver: Assembler, piece: Piece, *, admits: bool = True) -> Whole | None:
+    """As a conversation does it."""
+    start = piece.start
+    known = receiver.look(start)
+    if known is Known.NEW and admits:
+        receiver.admit(start, piece.body)
+    elif known is Known.NEW:
+        receiver.refuse(start)
+    if known is Known.OVER or not admits:
         return None
-    target[:] = data
-    return receiver.complete(body, len(data))
+    receiver.place(start)[:] = piece.data
+    return receiver.complete(start)
+
+
+def give(sender: Spreader[Any], lane: Any, stream: int) -> Piece | None:
+    """The next part, for this lane and stream."""
+    piece = sender.next(lane)
+    if piece is not None:
+        sender.gave(lane, stream, piece)
+    return piece
 
 
 def test_what_is_newer_takes_the_place_of_what_no_lane_has() -> None:
     sender: Spreader[int] = Spreader(payload_limit=1 << 30)
     for body in (b"begun", b"old", b"new"):
-        assert sender.put(Kind.BULK_START, 0, body, memoryview(payload(2 * PART)), 0.0, topic="shard 1")
+        assert sender.put(Use.MESSAGE, 0, body, memoryview(payload(2 * PART)), 0.0, topic="shard 1")
         if body == b"begun":
-            assert sender.next(0, 0) is not None
-            sender.put_back(0, 0)
+            piece = sender.next(0)
+            assert piece is not None
+            sender.put_back(piece)
     bodies = []
     for stream in range(1, 10):
-        if (part := sender.next(0, stream)) is not None:
+        if (part := give(sender, 0, stream)) is not None:
             bodies.append(part.body)
             sender.acknowledge(0, stream)
     assert bodies == [b"begun", b"begun", b"new", b"new"]
@@ -69,7 +80,7 @@ def test_every_payload_comes_whole_and_once(sizes: list[int], seed: int) -> None
         sender: Spreader[int] = Spreader(payload_limit=1 << 30)
         receiver = assembler()
         for index, size in enumerate(sizes):
-            assert sender.put(Kind.BULK_START, 0, b"%d" % index, memoryview(payload(size)), rng.random())
+            assert sender.put(Use.MESSAGE, 0, b"%d" % index, memoryview(payload(size)), rng.random())
         out: list[tuple[int, int, Any]] = []
         """On its way: lane, stream, part."""
         wholes, streams, lanes = [], 0, [0, 1, 2]
@@ -78,7 +89,7 @@ def test_every_payload_comes_whole_and_once(sizes: list[int], seed: int) -> None
             match rng.choice(["send", "send", "arrive", "arrive", "arrive unacknowledged", "lose"]):
                 case "send":
                     streams += 1
-                    if (part := sender.next(lane, streams)) is not None:
+                    if (part := give(sender, lane, streams)) is not None:
                         out.append((lane, streams, part))
                 case "lose" if rng.random() < 0.2:
                     sender.lose(lane)
@@ -88,12 +99,12 @@ def test_every_payload_comes_whole_and_once(sizes: list[int], seed: int) -> None
                     # What a dead lane carried may have arrived all the same.
                     for _, _, part in late:
                         if rng.random() < 0.5:
-                            wholes.append(deliver(receiver, part.header.encode() + part.body, part.data))
+                            wholes.append(deliver(receiver, part))
                 case "lose":
                     pass
                 case what if out:
                     lane, stream, part = out.pop(rng.randrange(len(out)))
-                    wholes.append(deliver(receiver, part.header.encode() + part.body, part.data))
+                    wholes.append(deliver(receiver, part))
                     if what == "arrive":
                         sender.acknowledge(lane, stream)
                     else:
@@ -103,93 +114,88 @@ def test_every_payload_comes_whole_and_once(sizes: list[int], seed: int) -> None
         assert sorted(whole.body for whole in done) == sorted(b"%d" % index for index in range(len(sizes)))
         for whole in done:
             assert bytes(whole.payload) == payload(sizes[int(whole.body)])
-        assert receiver.reserved_bytes == 0
+        assert receiver.held_bytes == 0
         assert sender.queued_bytes == 0
 
 
 def test_urgent_first_then_in_order() -> None:
     sender: Spreader[str] = Spreader(payload_limit=1 << 20)
     for name, priority in ((b"late", 1.0), (b"first", 0.0), (b"later", 1.0)):
-        sender.put(Kind.BULK_START, 0, name, memoryview(payload(2 * PART)), priority)
-    order = [part.body for stream in range(6) if (part := sender.next("lane", stream)) is not None]
+        sender.put(Use.MESSAGE, 0, name, memoryview(payload(2 * PART)), priority)
+    order = [part.body for stream in range(6) if (part := give(sender, "lane", stream)) is not None]
     assert order == [b"first", b"first", b"late", b"late", b"later", b"later"]
-    assert sender.next("lane", 7) is None
+    assert give(sender, "lane", 7) is None
 
 
 def test_the_sender_is_bounded_and_recovers() -> None:
     sender: Spreader[str] = Spreader(payload_limit=3 * PART)
-    assert sender.put(Kind.BULK_START, 0, b"", memoryview(payload(2 * PART)), 0.0)
-    assert not sender.put(Kind.BULK_START, 0, b"", memoryview(payload(2 * PART)), 0.0)
+    assert sender.put(Use.MESSAGE, 0, b"", memoryview(payload(2 * PART)), 0.0)
+    assert not sender.put(Use.MESSAGE, 0, b"", memoryview(payload(2 * PART)), 0.0)
     for stream in (1, 2):
-        sender.next("lane", stream)
+        give(sender, "lane", stream)
         sender.acknowledge("lane", stream)
     assert sender.is_idle
-    assert sender.put(Kind.BULK_START, 0, b"", memoryview(payload(3 * PART)), 0.0)
+    assert sender.put(Use.MESSAGE, 0, b"", memoryview(payload(3 * PART)), 0.0)
     assert sender.queued_bytes == 3 * PART
-    part = sender.next("lane", 3)
+    part = sender.next("lane")
     assert part is not None
-    sender.put_back("lane", 3)
+    sender.put_back(part)
     assert sender.queued_bytes == 3 * PART
 
 
 def test_what_is_refused_is_forgotten_on_all_lanes() -> None:
     sender: Spreader[str] = Spreader(payload_limit=1 << 20)
-    sender.put(Kind.RESPONSE_START, 9, b"", memoryview(payload(5 * PART)), 0.0)
-    sender.next("a", 1)
-    sender.next("b", 2)
+    sender.put(Use.ANSWER, 9, b"", memoryview(payload(5 * PART)), 0.0)
+    give(sender, "a", 1)
+    give(sender, "b", 2)
     sender.acknowledge("a", 1)
-    sender.next("a", 3)
+    give(sender, "a", 3)
     assert sorted(sender.refuse("b", 2)) == [("a", 3), ("b", 2)]
     assert sender.is_idle
     assert sender.refuse("b", 2) == []
     sender.acknowledge("a", 3)
-    sender.put(Kind.RESPONSE_START, 9, b"", memoryview(payload(5 * PART)), 0.0)
-    sender.next("a", 4)
-    assert sender.cancel_response(8) == []
-    assert sender.cancel_response(9) == [("a", 4)]
+    sender.put(Use.ANSWER, 9, b"", memoryview(payload(5 * PART)), 0.0)
+    give(sender, "a", 4)
+    assert sender.withdraw(8) == []
+    assert sender.withdraw(9) == [("a", 4)]
     assert sender.is_idle
 
 
-def test_what_is_not_admitted_goes_nowhere_and_is_asked_about_once() -> None:
-    asked = []
+def part(use: Use, number: int, total: int, offset: int, size: int, request: int = 0) -> Start:
+    return Start(use, request, size, Part(number, total, offset))
 
-    def admit(kind: Kind, stream: int, body: bytes, size: int) -> bool:
-        asked.append((kind, stream, body, size))
-        return False
 
-    receiver = Assembler(admit, allocate=lambda size: memoryview(bytearray(size)), bytes_limit=1 << 20)
-    for offset in (0, PART):
-        header = PartHeader(Kind.BULK_START, 0, 1, 2 * PART, offset)
-        assert receiver.place(header.encode() + b"body", PART) is None
-    assert asked == [(Kind.BULK_START, 0, b"body", 2 * PART)]
-    assert assembler(bytes_limit=PART).place(header.encode(), PART) is None
+def test_what_is_refused_is_over() -> None:
+    receiver = assembler()
+    first, second = (part(Use.MESSAGE, 1, 2 * PART, offset, PART) for offset in (0, PART))
+    assert receiver.look(first) is Known.NEW
+    receiver.refuse(first)
+    assert receiver.look(second) is Known.OVER
+    assert receiver.held_bytes == 0
 
 
 def test_an_answer_that_is_not_wanted_gives_its_memory_back() -> None:
     receiver = assembler()
-    receiver.place(PartHeader(Kind.RESPONSE_START, 4, 1, 2 * PART, 0).encode(), PART)
-    receiver.place(PartHeader(Kind.RESPONSE_START, 5, 2, 2 * PART, 0).encode(), PART)
-    assert receiver.reserved_bytes == 4 * PART
-    receiver.drop_response(4)
-    assert receiver.reserved_bytes == 2 * PART
-    receiver.abort(PartHeader(Kind.RESPONSE_START, 5, 2, 2 * PART, PART).encode())
-    assert receiver.reserved_bytes == 0
+    for number, request in ((1, 4), (2, 5)):
+        receiver.admit(part(Use.ANSWER, number, 2 * PART, 0, PART, request), b"")
+    assert receiver.held_bytes == 4 * PART
+    receiver.withdraw(4)
+    assert receiver.held_bytes == 2 * PART
+    receiver.refuse(part(Use.ANSWER, 2, 2 * PART, PART, PART, 5))
+    assert receiver.held_bytes == 0
 
 
-@pytest.mark.parametrize(
-    ("body", "size"),
-    [
-        (b"short", 1),
-        (bytes([99]) + PartHeader(Kind.BULK_START, 0, 1, 10, 0).encode()[1:], 10),
-        (PartHeader(Kind.BULK_START, 0, 1, 10, 0).encode(), 11),
-        (PartHeader(Kind.BULK_START, 0, 1, 10, 10).encode(), 1),
-        (PartHeader(Kind.BULK_START, 0, 1, 10, 2**64 - 1).encode(), 10),
-        (PartHeader(Kind.BULK_START, 0, 1, 2**63, 0).encode(), 10),
-        (PartHeader(Kind.BULK_START, 0, 7, 11, 0).encode(), 10),
-    ],
-)
-def test_parts_that_cannot_be_are_found_out(body: bytes, size: int) -> None:
+@pytest.mark.parametrize("start", [part(Use.MESSAGE, 7, 11, 0, 10), part(Use.ANSWER, 7, 10, 0, 10)])
+def test_a_part_of_another_payload_is_found_out(start: Start) -> None:
     receiver = assembler()
-    receiver.place(PartHeader(Kind.BULK_START, 0, 7, 10, 0).encode(), 10)
+    receiver.admit(part(Use.MESSAGE, 7, 10, 0, 5), b"")
     with pytest.raises(FrameError):
-        receiver.place(body, size)
+        receiver.look(start)
+
+
+def test_payloads_in_parts_are_bounded() -> None:
+    receiver = assembler()
+    for number in range(2 * OPEN_STREAMS_LIMIT):
+        receiver.admit(part(Use.MESSAGE, number, 10, 0, 5), b"")
+    with pytest.raises(FrameError, match="at once"):
+        receiver.look(part(Use.MESSAGE, 999, 10, 0, 5))

@@ -9,7 +9,7 @@ Rules of this file:
 6. Streams share the turns while there are fewer than GROUP of them with fewer than GROUP_BYTES left: the receiver holds
    memory for all that are open. A more urgent one may open beyond that, up to OPEN_STREAMS_LIMIT.
 7. A stream is announced (its start goes out) as soon as it may share the turns, even while no chunk may be sent: the
-   receiver grants credit to those who want (wire/credit.py).
+   receiver grants credit to those who want (net/credit.py).
 8. What has a topic is dropped when something newer of the same topic is put before its first chunk went out.
 """
 
@@ -19,16 +19,19 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Hashable
+from operator import attrgetter
 from typing import NamedTuple
 
-from p2pdiloco.wire.frames import (
+from p2pdiloco.net.frames import (
     CHUNK_LIMIT,
     OPEN_STREAMS_LIMIT,
     STREAM_WRAP,
     Kind,
+    Start,
+    Use,
     encode_frame,
     encode_header,
-    encode_sized,
+    encode_start,
 )
 
 GROUP = 16
@@ -37,22 +40,6 @@ GROUP_BYTES = 8 << 20
 """Payloads of 64 MiB in 16 turns would make the receiver touch a GiB of fresh pages (measured: 1.7 times the CPU)."""
 BATCH_BYTES = 64 << 10
 """Small control frames are joined up to this many bytes."""
-
-CHUNK_OF = {
-    Kind.BULK_START: Kind.BULK_CHUNK,
-    Kind.RESPONSE_START: Kind.RESPONSE_CHUNK,
-    Kind.PART_START: Kind.PART_CHUNK,
-}
-ABORT_OF = {
-    Kind.BULK_START: Kind.BULK_ABORT,
-    Kind.RESPONSE_START: Kind.RESPONSE_ABORT,
-    Kind.PART_START: Kind.PART_ABORT,
-}
-START_OF_CANCEL = {
-    Kind.BULK_CANCEL: Kind.BULK_START,
-    Kind.RESPONSE_CANCEL: Kind.RESPONSE_START,
-    Kind.PART_CANCEL: Kind.PART_START,
-}
 
 NOTHING = memoryview(b"")
 
@@ -65,22 +52,32 @@ class Slice(NamedTuple):
 
 
 class _Stream:
-    """One payload on its way out."""
+    """One stream on its way out."""
 
-    __slots__ = ("is_announced", "payload", "priority", "sent", "start", "start_frame", "stream", "topic", "turn")
+    __slots__ = ("is_announced", "number", "payload", "priority", "sent", "start", "start_frame", "topic", "urgency")
 
-    def __init__(self, start: Kind, stream: int, start_frame: bytes, payload: memoryview, priority: float) -> None:
-        self.start, self.stream, self.start_frame = start, stream, start_frame
-        self.payload, self.priority = payload, priority
+    def __init__(
+        self,
+        number: int,
+        start: Start,
+        start_frame: bytes,
+        payload: memoryview,
+        priority: float,
+        topic: Hashable | None,
+    ) -> None:
+        self.number, self.start, self.start_frame = number, start, start_frame
+        self.payload, self.priority, self.topic = payload, priority, topic
         self.sent = 0
-        self.turn = 0
-        """When it was last served; 0: not yet."""
+        self.urgency = (priority, 0)
+        """The lowest goes next: its priority, and when it was last served."""
         self.is_announced = False
-        self.topic: Hashable | None = None
 
     @property
     def bytes_left(self) -> int:
         return len(self.payload) - self.sent
+
+
+_urgency = attrgetter("urgency")
 
 
 class Outbox:
@@ -96,12 +93,14 @@ class Outbox:
         self._payload_bytes = 0
         self._waiting: list[tuple[float, int, _Stream]] = []
         self._open: list[_Stream] = []
-        self._streams: dict[tuple[Kind, int], _Stream] = {}
+        self._open_bytes = 0
+        """Not handed out, of those that are open."""
+        self._streams: dict[int, _Stream] = {}
         self._topics: dict[Hashable, _Stream] = {}
         """The latest stream of each topic that is not out yet."""
         self._parting: bytes | None = None
         self._counter = itertools.count(1)
-        self._next_bulk = 0
+        self._next_number = 0
 
     @property
     def is_empty(self) -> bool:
@@ -131,44 +130,56 @@ class Outbox:
         self._control_bytes += len(frame)
         return True
 
-    def put_bulk(self, body: bytes, payload: memoryview, priority: float, topic: Hashable | None = None) -> bool:
-        """Queue a message with a payload; it takes the place of an earlier one with its ``topic`` that is not begun.
-        False: no room."""
+    def put_payload(
+        self, start: Start, body: bytes, payload: memoryview, priority: float, topic: Hashable | None = None
+    ) -> int | None:
+        """Queue a stream; it takes the place of an earlier one with its ``topic`` that is not begun. Its number; None:
+        no room.
+
+        Raises:
+            ValueError: ``body`` is longer than CONTROL_LIMIT.
+        """
         old = self._topics.get(topic)
         if old is not None and not old.sent:
-            self.cancel(Kind.BULK_CANCEL, old.stream)
-        stream = self._next_bulk
-        self._next_bulk = (stream + 1) % STREAM_WRAP
-        is_queued = self._put_stream(Kind.BULK_START, stream, body, payload, priority)
-        if is_queued and topic is not None:
-            self._topics[topic] = entry = self._streams[Kind.BULK_START, stream]
-            entry.topic = topic
-        return is_queued
+            self.cancel(old.number)
+        number = self._free_number()
+        frame = encode_start(number, start, body)
+        if self._payload_bytes + len(payload) > self._payload_limit:
+            return None
+        if self._control_bytes + len(frame) > self._control_limit:
+            return None
+        stream = _Stream(number, start, frame, payload, priority, topic)
+        heapq.heappush(self._waiting, (priority, next(self._counter), stream))
+        self._streams[number] = stream
+        if topic is not None:
+            self._topics[topic] = stream
+        self._payload_bytes += len(payload)
+        self._control_bytes += len(frame)
+        return number
 
-    def put_response(self, request: int, body: bytes, payload: memoryview, priority: float) -> bool:
-        """Queue the answer with a payload to ``request``. False: no room."""
-        return self._put_stream(Kind.RESPONSE_START, request, body, payload, priority)
+    def withdraw(self, request: int) -> None:
+        """The asker does not want the answer to ``request``: forget its rest."""
+        for stream in list(self._streams.values()):
+            start = stream.start
+            if start.use is Use.ANSWER and start.request == request and start.part is None:
+                self.cancel(stream.number)
 
-    def put_part(self, stream: int, body: bytes, data: memoryview, priority: float) -> bool:
-        """Queue a part of a payload (wire/parts.py). False: no room."""
-        return self._put_stream(Kind.PART_START, stream, body, data, priority)
-
-    def cancel(self, cancel: Kind, stream: int) -> None:
+    def cancel(self, number: int) -> None:
         """The receiver does not want the stream: forget its rest. A stream that is already out is no error."""
-        start = START_OF_CANCEL[cancel]
-        if (start, stream) not in self._streams:
+        found = self._streams.get(number)
+        if found is None:
             return
-        found = self._streams[start, stream]
         self._forget(found)
         self._payload_bytes -= found.bytes_left
         if found in self._open:
             self._open.remove(found)
+            self._open_bytes -= found.bytes_left
         else:
             self._waiting = [entry for entry in self._waiting if entry[2] is not found]
             heapq.heapify(self._waiting)
         if found.is_announced:
             # Over the limit on purpose: without it the receiver would keep the stream's buffer.
-            self._control.append(abort := encode_frame(ABORT_OF[start], stream, b""))
+            self._control.append(abort := encode_frame(Kind.ABORT, number))
             self._control_bytes += len(abort)
         else:
             self._control_bytes -= len(found.start_frame)
@@ -185,7 +196,7 @@ class Outbox:
         self._streams.clear()
         self._topics.clear()
         self._parting = None
-        self._control_bytes = self._payload_bytes = 0
+        self._control_bytes = self._payload_bytes = self._open_bytes = 0
 
     def next(self, bulk_bytes: int = CHUNK_LIMIT) -> Slice | None:
         """What to write next, with at most ``bulk_bytes`` of a payload; None if there is nothing, or only payloads
@@ -203,18 +214,12 @@ class Outbox:
             return Slice(parting, NOTHING)
         return None
 
-    def _put_stream(self, start: Kind, stream: int, body: bytes, payload: memoryview, priority: float) -> bool:
-        frame = encode_sized(start, stream, len(payload), body)
-        if self._payload_bytes + len(payload) > self._payload_limit or (start, stream) in self._streams:
-            return False
-        if self._control_bytes + len(frame) > self._control_limit:
-            return False
-        entry = _Stream(start, stream, frame, payload, priority)
-        heapq.heappush(self._waiting, (priority, next(self._counter), entry))
-        self._streams[start, stream] = entry
-        self._payload_bytes += len(payload)
-        self._control_bytes += len(frame)
-        return True
+    def _free_number(self) -> int:
+        while self._next_number in self._streams:
+            self._next_number = (self._next_number + 1) % STREAM_WRAP
+        number = self._next_number
+        self._next_number = (number + 1) % STREAM_WRAP
+        return number
 
     def _join_control(self) -> bytes:
         frames = [self._control.popleft()]
@@ -227,6 +232,8 @@ class Outbox:
 
     def _announce(self) -> bytes:
         """Open what may share the turns; the start frames."""
+        if not self._waiting:
+            return b""
         starts = []
         while self._waiting and self._may_open(self._waiting[0][0]):
             stream = heapq.heappop(self._waiting)[2]
@@ -235,28 +242,30 @@ class Outbox:
             self._control_bytes -= len(stream.start_frame)
             if stream.bytes_left:
                 self._open.append(stream)
+                self._open_bytes += stream.bytes_left
             else:
                 self._forget(stream)
         return b"".join(starts)
 
     def _next_chunk(self, most: int) -> tuple[bytes, memoryview]:
         """Header and data of the next chunk; a stream is open."""
-        stream = min(self._open, key=lambda stream: (stream.priority, stream.turn))
-        stream.turn = next(self._counter)
+        stream = self._open[0] if len(self._open) == 1 else min(self._open, key=_urgency)
+        stream.urgency = (stream.priority, next(self._counter))
         chunk = stream.payload[stream.sent : stream.sent + most]
         stream.sent += len(chunk)
         self._payload_bytes -= len(chunk)
+        self._open_bytes -= len(chunk)
         if not stream.bytes_left:
             self._open.remove(stream)
             self._forget(stream)
-        return encode_header(CHUNK_OF[stream.start], stream.stream, len(chunk)), chunk
+        return encode_header(Kind.CHUNK, stream.number, len(chunk)), chunk
 
     def _forget(self, stream: _Stream) -> None:
-        del self._streams[stream.start, stream.stream]
+        del self._streams[stream.number]
         if self._topics.get(stream.topic) is stream:
             del self._topics[stream.topic]
 
     def _may_open(self, priority: float) -> bool:
-        if len(self._open) < GROUP and sum(stream.bytes_left for stream in self._open) < GROUP_BYTES:
+        if len(self._open) < GROUP and self._open_bytes < GROUP_BYTES:
             return True
-        return len(self._open) < OPEN_STREAMS_LIMIT and priority < min(stream.priority for stream in self._open)
+        return len(self._open) < OPEN_STREAMS_LIMIT and all(priority < stream.priority for stream in self._open)

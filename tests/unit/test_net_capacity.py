@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2pdiloco.wire.capacity import CRUISE_WINDOWS, FLOOR_BYTES_PER_S, HEADROOM, MEMORY_WINDOWS, PATIENCE, Capacity
+from p2pdiloco.net.capacity import CRUISE_WINDOWS, FLOOR_BYTES_PER_S, HEADROOM, MEMORY_WINDOWS, PATIENCE, Capacity
 
 MB = 1_000_000
 WINDOW_S = 0.1

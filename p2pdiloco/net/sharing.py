@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Generic, TypeVar
 
-from p2pdiloco.wire.schedule import Schedule, slice_bytes
+from p2pdiloco.net.schedule import Schedule, slice_bytes
 
 Member = TypeVar("Member", bound=Hashable)
 
@@ -51,9 +51,6 @@ class Sharing(Generic[Member]):
     def is_idle(self) -> bool:
         """Nobody has anything to send."""
         return not self._ready
-
-    def ready_peers(self) -> list[Hashable]:
-        return list(self._ready)
 
     def set_budget(self, bytes_per_s: float | None, now: float) -> None:
         self._total.set_rate(bytes_per_s, now)
@@ -103,6 +100,8 @@ class Sharing(Generic[Member]):
         """When ``next`` may have somebody; None: not before somebody is added."""
         if not self._ready:
             return None
+        if len(self._ready) == 1:
+            return max(self._total.ready_at(), next(iter(self._ready.values())).cap.ready_at())
         return max(self._total.ready_at(), min(account.cap.ready_at() for account in self._ready.values()))
 
     def charge(self, peer: Hashable, member: Member | None, count: int, now: float) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from p2pdiloco.wire.schedule import DEBT_S, SLICE_LEAST, SLICE_MOST, SLICE_UNLIMITED, Schedule, slice_bytes
-from p2pdiloco.wire.sharing import Sharing, pacing_rates
+from p2pdiloco.net.schedule import DEBT_S, SLICE_LEAST, SLICE_MOST, SLICE_UNLIMITED, Schedule, slice_bytes
+from p2pdiloco.net.sharing import Sharing, pacing_rates
 
 MB = 1_000_000
 

@@ -22,10 +22,13 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from p2pdiloco.net.frames import HANDSHAKE_LIMIT
 from p2pdiloco.protocol.identifiers import PeerId, RunId
-from p2pdiloco.wire.frames import HANDSHAKE_LIMIT
 
 MAGIC = "p2pdiloco"
+WIRE_VERSION = 2
+"""How peers talk: frames, and the messages in them. Raised when two releases would not understand each other; both are
+then told so. (A run's own version is its manifest's: a run goes on when all of its peers take a newer release.)"""
 CONTEXT = b"p2pdiloco handshake 1\x00"
 NONCE_BYTES = 32
 SIGNATURE_BYTES = 64
@@ -68,7 +71,7 @@ class Hello(Struct, frozen=True, kw_only=True):
     attempt: Annotated[int, Meta(ge=0, le=2**62)]
     """Grows with every connection that the peer takes part in: of two that it dialled, the later one counts."""
     lane: Annotated[int, Meta(ge=0, le=2**16)] = 0
-    """Dialler only: 0 for a connection of its own right, else the number of a lane (wire/parts.py)."""
+    """Dialler only: 0 for a connection of its own right, else the number of a lane (net/parts.py)."""
     bond: Annotated[bytes, Meta(max_length=NONCE_BYTES)] = b""
     """With a lane: the nonce of the HELLO with which its dialler began the primary connection."""
 
@@ -150,6 +153,46 @@ class Handshake:
             raise MismatchError(
                 f"runs differ: {mine.peer} is in run {RunId(mine.run)}, {remote.peer} is in run {RunId(remote.run)}"
             )
+
+
+class Greeter:
+    """What one process says first on all its connections. ``nonce`` gives NONCE_BYTES fresh random bytes."""
+
+    def __init__(
+        self,
+        *,
+        peer: PeerId,
+        run: str,
+        version: int,
+        life: bytes,
+        sign: Sign,
+        verify: Verify,
+        nonce: Callable[[], bytes],
+    ) -> None:
+        self.peer = peer
+        self.run = run
+        self._version = version
+        self._life = life
+        self._sign = sign
+        self._verify = verify
+        self._nonce = nonce
+        self._attempt = 0
+
+    def handshake(self, role: Role, fingerprint: bytes, expected: PeerId | None, lane: int, bond: bytes) -> Handshake:
+        """Our half, over the channel whose listener showed the certificate with ``fingerprint``."""
+        self._attempt += 1
+        hello = Hello(
+            magic=MAGIC,
+            version=self._version,
+            run=self.run,
+            peer=self.peer,
+            nonce=self._nonce(),
+            life=self._life,
+            attempt=self._attempt,
+            lane=lane,
+            bond=bond,
+        )
+        return Handshake(role, hello, fingerprint, sign=self._sign, verify=self._verify, expected=expected)
 
 
 def transcript(fingerprint: bytes, dialler_hello: bytes, listener_hello: bytes) -> bytes:

@@ -26,8 +26,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from p2pdiloco.wire.frames import FIRST_CREDIT, FrameError
-from p2pdiloco.wire.schedule import Schedule
+from p2pdiloco.net.frames import FIRST_CREDIT, FrameError
+from p2pdiloco.net.schedule import Schedule
 
 AHEAD_BYTES = 4 << 20
 """Granted beyond the demand if there is no budget, so that a payload need not wait for a round trip."""

@@ -1,26 +1,24 @@
 """The up budget: whose bulk is written next, and how fast the kernel may send it.
 
-Two things keep the budget. The schedule in user space (wire/sharing.py) is exact over all peers: bulk is handed to
+Two things keep the budget. The schedule in user space (net/sharing.py) is exact over all peers: bulk is handed to
 sockets at the budget's rate and no faster; control is written at once and counted, so that bulk yields to it. The
 kernel's pacing per socket smooths what was handed over, and takes over when this process is late: each socket is paced
 at the peer's share of the budget, and PACING_HEADROOM more, so that what is late can be made up for and the kernel's
 queues stay empty, where control would wait behind bulk.
 
 Rules of this file:
-1. Everything on the event loop; no task, one timer.
-2. A turn of the event loop writes at least TURN_BYTES and at most a chunk more: a tenth of a millisecond or two of
-   encryption, so that control that comes in or goes out waits no longer.
+1. Pure: time is a number; connections and peers are any hashable names.
+2. A turn writes at least TURN_BYTES and at most a chunk more: a tenth of a millisecond or two of encryption, so that
+   control that comes in or goes out waits no longer.
 3. Pacing follows the shares at most every REFRESH_S, and only when a rate has changed by more than PACING_STEP.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Hashable
-from typing import Protocol
+from collections.abc import Hashable
+from typing import Generic, TypeVar
 
-from p2pdiloco.runtime.clock import Clock, Timer
-from p2pdiloco.wire.sharing import Sharing, pacing_rates
+from p2pdiloco.net.sharing import Sharing, pacing_rates
 
 TURN_BYTES = 128 << 10
 REFRESH_S = 0.02
@@ -34,29 +32,18 @@ SMOOTHING = 0.3
 PASSED_LEAST_S = 0.001
 """Event loops count in milliseconds: two refreshes may seem to be at once."""
 
-
-class BulkSender(Protocol):
-    """One connection's bulk."""
-
-    def __hash__(self) -> int: ...
-
-    def write_bulk(self, most: int) -> int:
-        """Write the next chunk, of at most ``most`` bytes; how many bytes went out. 0: it cannot now."""
-
-    def pace(self, bytes_per_s: float | None) -> None:
-        """Limit the socket."""
+Sender = TypeVar("Sender", bound=Hashable)
 
 
-class Shaper:
-    """See the module's rules. Constructing it needs no event loop."""
+class Shaper(Generic[Sender]):
+    """See the module's rules. ``next`` says who sends, ``wrote`` or ``cannot`` what came of it."""
 
-    def __init__(self, bytes_per_s: float | None = None, clock: Callable[[], Clock] = asyncio.get_running_loop) -> None:
-        self._clock = clock
-        self._sharing: Sharing[BulkSender] = Sharing(bytes_per_s)
-        self._senders: dict[BulkSender, Hashable] = {}
+    def __init__(self, bytes_per_s: float | None = None) -> None:
+        self._sharing: Sharing[Sender] = Sharing(bytes_per_s)
+        self._senders: dict[Sender, Hashable] = {}
         """Every connection, and whose it is."""
-        self._paced: dict[BulkSender, float | None] = {}
-        self._timer = Timer(clock)
+        self._paced: dict[Sender, float | None] = {}
+        self._news: dict[Sender, float | None] = {}
         self._rates: dict[Hashable, float] = {}
         """Bytes per second of late, of peers that sent bulk lately."""
         self._quiet: dict[Hashable, int] = {}
@@ -68,27 +55,26 @@ class Shaper:
     def bytes_per_s(self) -> float | None:
         return self._sharing.bytes_per_s
 
-    def set_budget(self, bytes_per_s: float | None) -> None:
+    def set_budget(self, bytes_per_s: float | None, now: float) -> None:
         """Bytes per second over all peers; None: no limit."""
-        self._sharing.set_budget(bytes_per_s, self._clock().time())
-        self._refresh(self._clock().time())
-        self._wake()
+        self._sharing.set_budget(bytes_per_s, now)
+        self._refresh(now)
 
-    def set_cap(self, peer: Hashable, bytes_per_s: float | None) -> None:
+    def set_cap(self, peer: Hashable, bytes_per_s: float | None, now: float) -> None:
         """Bytes per second to one peer, until it disconnects; None: no limit of its own."""
-        self._sharing.set_cap(peer, bytes_per_s, self._clock().time())
-        self._refresh(self._clock().time())
-        self._wake()
+        self._sharing.set_cap(peer, bytes_per_s, now)
+        self._refresh(now)
 
-    def open(self, peer: Hashable, sender: BulkSender) -> None:
+    def open(self, peer: Hashable, sender: Sender) -> None:
         """A connection is there. It is paced before it sends the first chunk."""
         self._senders[sender] = peer
         self._pace(sender, self._limit_of(peer))
 
-    def close(self, sender: BulkSender) -> None:
+    def close(self, sender: Sender) -> None:
         """The connection is gone, and with a peer's last one its cap."""
         peer = self._senders.pop(sender, None)
         self._paced.pop(sender, None)
+        self._news.pop(sender, None)
         if peer is None:
             return
         self._sharing.remove(peer, sender)
@@ -97,38 +83,43 @@ class Shaper:
             for counts in (self._rates, self._quiet, self._counted):
                 counts.pop(peer, None)
 
-    def ready(self, sender: BulkSender) -> None:
+    def ready(self, sender: Sender) -> None:
         """``sender`` has bulk, and may be able to write it."""
         if (peer := self._senders.get(sender)) is not None:
             self._sharing.add(peer, sender)
-            self._wake()
 
-    def wrote_control(self, sender: BulkSender, count: int) -> None:
+    def wrote_control(self, sender: Sender, count: int, now: float) -> None:
         """Control went out at once; bulk yields to it."""
-        self._sharing.charge(self._senders.get(sender), None, count, self._clock().time())
+        self._sharing.charge(self._senders.get(sender), None, count, now)
 
-    def _wake(self) -> None:
-        at = self._sharing.next_at()
-        if at is not None:
-            self._timer.set(at, self._serve)
+    def next_at(self) -> float | None:
+        """When ``next`` may have somebody; None: not before somebody is ready."""
+        return self._sharing.next_at()
 
-    def _serve(self) -> None:
-        clock = self._clock()
-        now = clock.time()
-        written = 0
-        while written < TURN_BYTES and (choice := self._sharing.next(now)) is not None:
-            sender, most = choice
-            peer = self._senders[sender]
-            count = sender.write_bulk(most)
-            if count == 0:
-                self._sharing.remove(peer, sender)
-                continue
-            self._sharing.charge(peer, sender, count, now)
-            self._counted[peer] = self._counted.get(peer, 0) + count
-            written += count
+    def next(self, now: float) -> tuple[Sender, int] | None:
+        """Who writes a chunk now, and of how many bytes at most."""
+        return self._sharing.next(now)
+
+    def wrote(self, sender: Sender, count: int, now: float) -> None:
+        """``sender`` wrote ``count`` bytes of bulk in its turn."""
+        peer = self._senders[sender]
+        self._sharing.charge(peer, sender, count, now)
+        self._counted[peer] = self._counted.get(peer, 0) + count
         if self.bytes_per_s is not None and now - self._refreshed_at >= REFRESH_S:
             self._refresh(now)
-        self._wake()
+
+    def cannot(self, sender: Sender) -> None:
+        """``sender`` has nothing that it can write, until it is ready again."""
+        self._sharing.remove(self._senders[sender], sender)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._news)
+
+    def news(self) -> dict[Sender, float | None]:
+        """At which rates sockets are to be paced from now on."""
+        news, self._news = self._news, {}
+        return news
 
     def _refresh(self, now: float) -> None:
         """Measure what the peers took of late, and pace their sockets by it."""
@@ -153,10 +144,9 @@ class Shaper:
         limits = [limit for limit in (self.bytes_per_s, self._sharing.cap_of(peer)) if limit is not None]
         return min(limits, default=None)
 
-    def _pace(self, sender: BulkSender, share: float | None) -> None:
+    def _pace(self, sender: Sender, share: float | None) -> None:
         rate = max(PACING_LEAST, share * PACING_HEADROOM) if share is not None else None
         old = self._paced.get(sender)
         is_same = rate is old if rate is None or old is None else abs(rate - old) <= PACING_STEP * old
         if not is_same:
-            self._paced[sender] = rate
-            sender.pace(rate)
+            self._paced[sender] = self._news[sender] = rate

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
+from p2pdiloco.net.handshake import MAGIC, Handshake, HandshakeError, Hello, MismatchError, Role
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime.identity import Identity, verify
-from p2pdiloco.wire.handshake import MAGIC, Handshake, HandshakeError, Hello, MismatchError, Role
 
 FINGERPRINT = bytes(32)
 

@@ -6,7 +6,10 @@ from typing import Literal, Self
 
 from msgspec import Struct
 
-from p2pdiloco.wire.outbox import GROUP_BYTES
+from p2pdiloco.net.outbox import GROUP_BYTES
+
+UpBudget = float | Literal["auto"] | None
+"""Bytes per second; "auto": learned; None: no limit."""
 
 
 class ConnectionLimits(Struct, frozen=True, kw_only=True):
@@ -47,16 +50,17 @@ class TransportLimits(Struct, frozen=True, kw_only=True):
 
     connection: ConnectionLimits = ConnectionLimits()
     connections: int = 512
-    """Proved peers at once; more are refused."""
+    """Proved peers at once. One more takes the place of one of a machine that holds more, or is refused."""
     handshakes: int = 64
-    """Accepted connections that have not proved themselves; more are dropped."""
+    """Accepted connections that have not proved themselves. One more takes the place of the oldest of the machine that
+    holds most."""
     reused_bytes: int = 256 << 20
     """Payload memory kept for reuse."""
     window_bytes: int = 1 << 30
     """As a connection's, over all of them."""
-    up_bytes_per_s: float | Literal["auto"] | None = None
+    up_bytes_per_s: UpBudget = None
     """Sent over all connections, control included; control never waits. None: no limit. 4 to 10 % under the link.
-    "auto": learned from what the kernel says was delivered, and 10 % under that (wire/capacity.py)."""
+    "auto": learned from what the kernel says was delivered, and 10 % under that (net/capacity.py)."""
     down_bytes_per_s: float | None = None
     """Bulk received over all connections. None: no limit."""
     lanes: int | Literal["auto"] = "auto"

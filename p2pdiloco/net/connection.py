@@ -1,0 +1,352 @@
+"""One connection to one peer, without I/O: its life, from the handshake to the goodbye.
+
+Bytes that were decrypted come in through ``buffer`` and ``advance``; ``step`` handles one frame of them. What is to be
+told, sent and waited for is written into the endpoint's agenda (net/agenda.py); net/endpoint.py shows how it is driven.
+
+Rules of this file:
+1. What is said between proved peers is conversation.py's.
+2. The peer's faults end its connection with one reason; nothing else is disturbed.
+3. Life: connecting -> greeting -> open -> (retiring: a duplicate that only finishes what it has begun) -> closed.
+   Proved or Failed is told once, Ended once, as the last.
+4. There is one deadline at a time, and each state but the open one has it: connecting, greeting, retiring, parting,
+   closing. A dead path is the kernel's to notice (keepalive and TCP_USER_TIMEOUT, runtime/sockets.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+
+from p2pdiloco.net.conversation import Conversation
+from p2pdiloco.net.events import Closing, Ended, Failed, Proved
+from p2pdiloco.net.frames import (
+    HANDSHAKE_KINDS,
+    FrameError,
+    Kind,
+    Parting,
+    decode_goodbye,
+    encode_frame,
+    encode_goodbye,
+)
+from p2pdiloco.net.handshake import Handshake, HandshakeError, Hello, MismatchError, Role
+from p2pdiloco.net.inbox import Frame
+from p2pdiloco.net.scores import FRAMES
+from p2pdiloco.net.shared import Due, Shared
+from p2pdiloco.protocol.identifiers import PeerId
+
+
+class Connection:
+    """See the module's rules. It has 22 attributes: so many facts a connection's life has."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        *,
+        role: Role,
+        host: str,
+        expected: PeerId | None,
+        lane: int,
+        bond: bytes,
+    ) -> None:
+        self.role = role
+        self.host = host
+        """The numeric address of the other side's machine."""
+        self.heard_at = shared.agenda.now
+        """When bytes came last."""
+        self.local: Hello | None = None
+        """What we said; set once TLS is up."""
+        self.remote: Hello | None = None
+        """What the other side said; set once proved."""
+        self.primary = self
+        """The one whose lane we are; ourselves if we are none."""
+        self.conversation = Conversation(self, shared)
+        self.is_paused = True
+        """The channel is not up, or takes no more at present."""
+        self._copied: deque[memoryview] = deque()
+        """By ``receive``, and not read."""
+        self._shared = shared
+        self._agenda = shared.agenda
+        self._dialled = (expected, lane, bond)
+        self._handshake: Handshake | None = None
+        self._reason: str | None = None
+        """Set when the connection is over: nothing is read or sent from then on."""
+        self._parting_reason: str | None = None
+        """Set when we are leaving: nothing new is sent; what is queued is."""
+        self._goodbye: bytes | None = None
+        """Waits until everything that is sent in parts is acknowledged."""
+        self._is_deaf = False
+        """Set when the peer broke the rules: it is told so, and no longer listened to."""
+        self._has_failed = False
+        """It is told that there will be no proof."""
+        self._is_retiring = False
+        self._duplicate_said: set[str] = set()
+        """Which of "us" and "them" has said that another connection stays."""
+        self._overdue_reason = "no channel came about in time"
+        self._set_deadline(shared.limits.handshake_s, self._overdue_reason)
+
+    # -- what it is --------------------------------------------------------------------------------------------------
+
+    @property
+    def peer(self) -> PeerId:
+        """Whose connection this is; only after the handshake."""
+        assert self.remote is not None
+        return PeerId(self.remote.peer)
+
+    @property
+    def is_proved(self) -> bool:
+        return self.remote is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Proved, and neither lost nor parting."""
+        return self.remote is not None and not self.is_ending
+
+    @property
+    def is_ending(self) -> bool:
+        """Saying or having said goodbye, or lost."""
+        return self._reason is not None or self._parting_reason is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing is read or sent any more."""
+        return self._reason is not None
+
+    @property
+    def reason(self) -> str:
+        """Why it is over, or about to be; "" while it is not."""
+        return self._reason or self._parting_reason or ""
+
+    @property
+    def has_waiting_bulk(self) -> bool:
+        """There is bulk, and the other side takes it: only the kernel or the budget holds it back."""
+        return self._reason is None and self.conversation.has_waiting_bulk
+
+    @property
+    def greeting(self) -> Hello:
+        """The dialler's, which names lane, bond and attempt. Only after the handshake."""
+        hello = self.local if self.role is Role.DIALLER else self.remote
+        assert hello is not None
+        return hello
+
+    # -- what the endpoint calls -------------------------------------------------------------------------------------
+
+    def up(self, fingerprint: bytes) -> None:
+        """The encrypted channel is there, with the listener's certificate of this ``fingerprint``."""
+        if self._reason is not None:
+            return
+        self.is_paused = False
+        self._handshake = self._shared.greeter.handshake(self.role, fingerprint, *self._dialled)
+        self.local = self._handshake.hello
+        self._set_deadline(self._shared.limits.handshake_s, "the handshake took too long")
+        self.conversation.put(encode_frame(Kind.HELLO, 0, self._handshake.hello_body))
+
+    def lost(self, reason: str) -> None:
+        """The socket is closed."""
+        reason = self._reason = self._reason or self._parting_reason or reason
+        self._set_deadline(None)
+        self._fail(ConnectionError(reason))
+        self._stop()
+        self.conversation.end(reason)
+        for lane in list(self.conversation.lanes.members) if self.primary is self else []:
+            if lane is not self:
+                lane.abort(f"its primary connection ended: {reason}")
+        self._agenda.tell(Ended(self, reason))
+
+    def overdue(self) -> None:
+        """The deadline has passed."""
+        if self._reason is not None:
+            self._agenda.tell(Closing(self, is_flushed=False))
+        self.abort(self._overdue_reason)
+
+    def become_lane_of(self, primary: Connection) -> bool:
+        """Proved, and bound to ``primary``. False: that has enough."""
+        is_bound = self.conversation.become_lane_of(primary.conversation)
+        if is_bound:
+            self.primary = primary
+        return is_bound
+
+    def send(self, body: bytes, payload: memoryview | None, priority: float, topic: Hashable | None = None) -> bool:
+        """Queue a message. False: no room, or not open.
+
+        Raises:
+            ValueError: ``body`` is longer than CONTROL_LIMIT.
+        """
+        return self.is_open and self.conversation.send(body, payload, priority, topic)
+
+    def retire(self) -> None:
+        """Another connection took over: finish what is begun, then close. The other side does the same."""
+        if self._is_retiring or self._reason is not None:
+            return
+        self._is_retiring = True
+        self._set_deadline(self._shared.limits.retire_s, "the duplicate connection did not finish in time")
+        self._agenda.touch(self)
+
+    def part(self, parting: Parting, reason: str) -> None:
+        """Send what is queued, then GOODBYE, then close; all within ``part_s``."""
+        if self.is_ending:
+            return
+        self._parting_reason = reason
+        self._set_deadline(self._shared.limits.part_s, reason)
+        self._goodbye = encode_goodbye(parting, reason)
+        self.conversation.takes_parts = self.primary is self
+        self._agenda.touch(self)
+
+    def abort(self, reason: str) -> None:
+        """Close now; what is queued is lost."""
+        if self._reason is None:
+            self._reason = reason
+            self._stop()
+            self._set_deadline(None)
+            self._agenda.tell(Closing(self, is_flushed=False))
+
+    def break_off(self, reason: str) -> None:
+        """The peer broke the rules: tell it, and listen no longer."""
+        self._deafen()
+        self.conversation.forget()
+        self.part(Parting.BROKEN, reason)
+
+    def buffer(self) -> memoryview:
+        """Where the next bytes are to be read. Never empty; valid until ``advance``."""
+        return self.conversation.inbox.buffer()
+
+    def advance(self, count: int) -> bool:
+        """``count`` bytes were read into ``buffer()``. False: nothing follows yet. Else go through the endpoint's
+        events."""
+        if self._is_deaf or self._reason is not None:
+            return False
+        if not self.conversation.inbox.advance(count) and self._shared.crediting.bytes_per_s is None:
+            return False
+        self._agenda.unread[self] = None
+        return True
+
+    def receive(self, data: bytes) -> None:
+        """``data`` came: as ``advance``, copied."""
+        if not self._is_deaf and self._reason is None:
+            self._copied.append(memoryview(data))
+            self._agenda.unread[self] = None
+
+    def step(self) -> bool:
+        """Handle the next frame of what came. False: there is none."""
+        self.heard_at = self._agenda.now
+        self.conversation.settle_offer()
+        if self._is_deaf or self._reason is not None:
+            return False
+        try:
+            event = self.conversation.inbox.next()
+            if event is None:
+                return self._read_copied()
+            if isinstance(event, Frame) and event.kind in HANDSHAKE_KINDS:
+                self._live(event.kind, event.body)
+            else:
+                self.conversation.handle(event)
+        except HandshakeError as error:
+            self._fail(error)
+            self._deafen()
+            self.part(Parting.REFUSED, str(error))
+        except FrameError as error:
+            if self.remote is not None:
+                self._shared.scores.blame(self.peer, FRAMES, self._agenda.now)
+            for connection in {self: None, self.primary: None}:
+                connection.break_off(f"broken frames: {error}")
+        return True
+
+    def settle(self) -> None:
+        """Something has ended or was queued: say goodbye if all is said, close if that is out."""
+        talk = self.conversation
+        is_leaving = self._parting_reason is not None or self._is_retiring
+        if self._reason is not None or not (is_leaving or talk.is_overrun):
+            return
+        if talk.is_overrun:
+            self.abort("the peer does not read")
+            return
+        if self._goodbye is not None and (self.primary is not self or talk.lanes.is_idle):
+            talk.outbox.part(self._goodbye)
+            self._goodbye = None
+        if not talk.outbox.is_empty or self.is_paused:
+            return
+        if self._parting_reason is not None and self._goodbye is None:
+            self._close(self._parting_reason)
+        elif self._is_retiring and talk.is_idle:
+            if "us" not in self._duplicate_said:
+                self._duplicate_said.add("us")
+                talk.put(encode_goodbye(Parting.DUPLICATE, "another connection of ours stays"))
+            else:
+                self._close_if_both_retired()
+
+    def _read_copied(self) -> bool:
+        if not self._copied:
+            return False
+        buffer, data = self.buffer(), self._copied.popleft()
+        count = min(len(buffer), len(data))
+        buffer[:count] = data[:count]
+        if count < len(data):
+            self._copied.appendleft(data[count:])
+        self.conversation.inbox.advance(count)
+        return True
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def _live(self, kind: Kind, body: bytes) -> None:
+        assert self._handshake is not None
+        match kind:
+            case Kind.HELLO:
+                self.conversation.put(encode_frame(Kind.PROOF, 0, self._handshake.proof_after(body)))
+            case Kind.PROOF:
+                self.remote = self._handshake.finish(body)
+                self._set_deadline(None)
+                self.conversation.open(self.peer)
+                self._shared.shaper.open(self.peer, self)
+                self._agenda.touch(self)
+                self._agenda.tell(Proved(self))
+            case _:
+                self._farewell(*decode_goodbye(body))
+
+    def _farewell(self, parting: Parting, reason: str) -> None:
+        if parting is Parting.DUPLICATE and self.remote is not None:
+            self._duplicate_said.add("them")
+            if not self._is_retiring:
+                # The other connection may still be on its way to us. Until it is here, this one serves.
+                self._set_deadline(self._shared.limits.retire_s, "no other connection came")
+            self._close_if_both_retired()
+            return
+        self._fail(MismatchError(reason or "the peer left"))
+        self._close(reason or "the peer left")
+
+    def _deafen(self) -> None:
+        self._is_deaf = True
+        self.conversation.inbox.clear()
+
+    # -- parting -----------------------------------------------------------------------------------------------------
+
+    def _fail(self, error: Exception) -> None:
+        """If it is not proved, it never will be."""
+        if self.remote is None and not self._has_failed:
+            self._has_failed = True
+            self._agenda.tell(Failed(self, error))
+
+    def _stop(self) -> None:
+        """Nothing more is sent or granted."""
+        self._shared.shaper.close(self)
+        if self.conversation.account is not None:
+            self._shared.crediting.close(self.conversation.account)
+        self.conversation.outbox.clear()
+        self.conversation.inbox.clear()
+
+    def _close(self, reason: str) -> None:
+        """Let what was written go out, then close, within ``part_s``."""
+        self._reason = reason
+        self._stop()
+        self._set_deadline(self._shared.limits.part_s, reason)
+        self._agenda.tell(Closing(self, is_flushed=True))
+
+    def _close_if_both_retired(self) -> None:
+        if len(self._duplicate_said) == 2 and self._reason is None:
+            self._close("another connection of ours stays")
+
+    def _set_deadline(self, delay_s: float | None, reason: str = "") -> None:
+        """The one deadline that runs; a new one replaces it."""
+        self._overdue_reason = reason
+        if delay_s is None:
+            self._agenda.deadlines.cancel((Due.LIFE, self))
+        else:
+            self._agenda.deadlines.set((Due.LIFE, self), self._agenda.now + delay_s)

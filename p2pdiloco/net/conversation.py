@@ -1,0 +1,393 @@
+"""What goes over one connection once both sides are proved: messages, requests and answers, parts, credit.
+
+Rules of this file:
+1. Frames in, frames and events out; the life of the connection (handshake, retiring, parting) is connection.py's.
+2. A lane's parts belong to its primary's messages and answers: what is whole is told as the primary's.
+3. Nothing waits: what has no room is refused, and a peer that lets control pile up is cut off (``is_overrun``).
+4. A payload that was handed over is nobody else's: no stream writes into it any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+
+from p2pdiloco.net.credit import Account, Spending
+from p2pdiloco.net.events import Message, Offered, Question, Unanswered
+from p2pdiloco.net.frames import (
+    CONTROL_LIMIT,
+    FrameError,
+    Kind,
+    Start,
+    Use,
+    decode_credit,
+    decode_request,
+    decode_text,
+    encode_credit,
+    encode_frame,
+    encode_request,
+    encode_text,
+)
+from p2pdiloco.net.inbox import Aborted, Begun, Completed, Event, Frame, Inbox
+from p2pdiloco.net.lanes import Lanes
+from p2pdiloco.net.outbox import Outbox, Slice
+from p2pdiloco.net.parts import Known
+from p2pdiloco.net.requests import Askings, Questions
+from p2pdiloco.net.shared import Shared
+from p2pdiloco.net.traffic import Traffic
+from p2pdiloco.wire.answers import Answer, RequestError, RequestRefused, Response
+
+if TYPE_CHECKING:
+    from p2pdiloco.net.connection import Connection
+
+
+class Conversation:
+    """See the module's rules. ``connection`` is whose it is, for events and deadlines."""
+
+    def __init__(self, connection: Connection, shared: Shared) -> None:
+        limits = shared.limits
+        self.connection = connection
+        self.primary = self
+        """Ourselves, unless we are a lane's."""
+        self.lanes: Lanes[Connection] = Lanes(
+            connection, payload_limit=limits.outbox_bytes, allocate=shared.blocks.take
+        )
+        """Ours, or the primary's."""
+        self.takes_parts = True
+        """Whether this connection carries further parts."""
+        self.inbox = Inbox()
+        self.outbox = Outbox(control_limit=limits.control_bytes, payload_limit=limits.outbox_bytes)
+        self.spending = Spending()
+        self.account: Account | None = None
+        self.questions = Questions(connection, shared.agenda, limits.requests)
+        self.askings = Askings(connection, shared.agenda, limits.answers)
+        self.is_overrun = False
+        self.sent = Traffic()
+        self._shared = shared
+        self._agenda = shared.agenda
+        self._offer: Offered | None = None
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def open(self, peer: Hashable) -> None:
+        """The other side is proved to be ``peer``."""
+        self.inbox.open()
+        self.account = Account(peer)
+
+    def become_lane_of(self, primary: Conversation) -> bool:
+        """False: that has enough."""
+        if not primary.lanes.join(self.connection):
+            return False
+        self.primary, self.lanes = primary, primary.lanes
+        self._touch_lanes()
+        return True
+
+    def forget(self) -> None:
+        """Nothing that waits is sent any more."""
+        self.outbox.clear()
+        if self.primary is self:
+            self.lanes.spreader.clear()
+
+    def end(self, reason: str) -> None:
+        """The connection is lost."""
+        self.inbox.clear()
+        self.outbox.clear()
+        self._offer = None
+        if self.primary is self:
+            self.lanes.end()
+        elif self.lanes.leave(self.connection):
+            self._touch_lanes()
+        for number in self.questions.numbers:
+            self.questions.reject(number, RequestError(f"disconnected: {reason}"))
+        for number in self.askings.numbers:
+            self.askings.withdraw(number)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is asked, answered, or on its way in parts."""
+        return self.lanes.is_idle and not self.questions.numbers and not self.askings.numbers
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that wait to be sent."""
+        return self.outbox.queued_bytes + (self.lanes.spreader.queued_bytes if self.primary is self else 0)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes so far; a stream that is under way counts with the chunks that are through."""
+        return Traffic(self.sent.sent_control, self.sent.sent_bulk, self.inbox.control_bytes, self.inbox.bulk_bytes)
+
+    # -- out ---------------------------------------------------------------------------------------------------------
+
+    def put(self, frame: bytes) -> bool:
+        """Queue a frame that the protocol itself needs."""
+        is_queued = self.outbox.put(frame)
+        self.is_overrun |= not is_queued
+        self._agenda.touch(self.connection)
+        return is_queued
+
+    def send(self, body: bytes, payload: memoryview | None, priority: float, topic: Hashable | None) -> bool:
+        """Queue a message. False: no room.
+
+        Raises:
+            ValueError: ``body`` is longer than CONTROL_LIMIT.
+        """
+        self._agenda.touch(self.connection)
+        if payload is None:
+            return self.outbox.put(encode_frame(Kind.MESSAGE, 0, body))
+        return self._put_payload(Use.MESSAGE, 0, body, payload, priority, topic)
+
+    def ask(self, body: bytes, timeout_s: float, max_payload: int) -> Question:
+        """Queue a request.
+
+        Raises:
+            RequestError: there is no room for it.
+            ValueError: ``body`` is longer than CONTROL_LIMIT.
+        """
+        number = self.questions.begin(max_payload, timeout_s)
+        try:
+            if not self.outbox.put(encode_request(number, max_payload, body)):
+                raise RequestError("too much waits to be sent to this peer")
+        except (RequestError, ValueError):
+            self.questions.end(number)
+            raise
+        self._agenda.touch(self.connection)
+        return Question(self.connection, number)
+
+    def time_out(self, number: int) -> None:
+        """The answer did not come in time."""
+        error = self.questions.too_late(number)
+        self.withdraw(number)
+        self._agenda.tell(Unanswered(Question(self.connection, number), error))
+
+    def withdraw(self, number: int) -> None:
+        """We do not want the answer any more: the other side need not send it."""
+        if self.questions.end(number):
+            self.lanes.assembler.withdraw(number)
+            self.put(encode_frame(Kind.WITHDRAW, number))
+
+    def answer(self, number: int, answer: Answer) -> None:
+        """The answer to a request of the peer's. To one that was withdrawn: nothing.
+
+        Raises:
+            ValueError: its body is longer than CONTROL_LIMIT.
+        """
+        if len(answer.body) > CONTROL_LIMIT:
+            raise ValueError(f"an answer's body of {len(answer.body)} bytes; the limit is {CONTROL_LIMIT}")
+        max_payload = self.askings.end(number)
+        if max_payload is None:
+            return
+        if answer.payload is None:
+            is_queued = self.outbox.put(encode_frame(Kind.ANSWER, number, answer.body))
+        else:
+            payload = memoryview(answer.payload).cast("B")
+            if len(payload) > max_payload:
+                self._say_no(number, f"the answer has {len(payload)} bytes, more than {max_payload}")
+                return
+            is_queued = self._put_payload(Use.ANSWER, number, answer.body, payload, answer.priority, None)
+        if not is_queued:
+            self._say_no(number, "busy: too much waits to be sent to you")
+
+    def refuse(self, number: int, text: str) -> None:
+        """There is no answer to a request of the peer's."""
+        if self.askings.end(number) is not None:
+            self._say_no(number, text)
+
+    def tell_credit(self) -> None:
+        """The account has grown."""
+        assert self.account is not None
+        self.inbox.granted = self.account.granted
+        self.put(encode_credit(self.account.granted))
+
+    def next_control(self) -> Slice | None:
+        """Bytes that go at once."""
+        piece = self.outbox.next(0)
+        if piece is not None:
+            self.sent.sent_control += len(piece.head)
+        return piece
+
+    def next_bulk(self, most: int) -> Slice | None:
+        """The next chunk; None: there is none, or the other side takes no more now."""
+        self.refill()
+        if not self.has_waiting_bulk:
+            return None
+        piece = self.outbox.next(min(most, self.spending.left))
+        if piece is not None:
+            self.spending.sent += len(piece.chunk)
+            self.sent.sent_control += len(piece.head)
+            self.sent.sent_bulk += len(piece.chunk)
+        return piece
+
+    @property
+    def has_waiting_bulk(self) -> bool:
+        """There is bulk, and the other side takes it: only the kernel or the budget holds it back."""
+        return self.outbox.has_bulk and self.spending.left > 0
+
+    def refill(self) -> None:
+        """Take parts to send."""
+        if self.takes_parts and not self.lanes.is_idle:
+            self.lanes.refill(self.connection, self.outbox, self.spending.left)
+
+    def _put_payload(
+        self, use: Use, request: int, body: bytes, payload: memoryview, priority: float, topic: Hashable | None
+    ) -> bool:
+        start = Start(use, request, len(payload))
+        self._agenda.touch(self.connection)
+        if not self.lanes.takes(len(payload)):
+            return self.outbox.put_payload(start, body, payload, priority, topic) is not None
+        is_queued = self.lanes.put(use, request, body, payload, priority, topic)
+        self._touch_lanes()
+        return is_queued
+
+    def _say_no(self, number: int, text: str) -> None:
+        """If even that has no room, the asker's own deadline ends its wait."""
+        self.outbox.put(encode_frame(Kind.REFUSAL, number, encode_text(text)))
+        self._agenda.touch(self.connection)
+
+    def _touch_lanes(self) -> None:
+        for member in self.lanes.members:
+            self._agenda.touch(member)
+
+    # -- in ----------------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> None:
+        """A frame or a payload came.
+
+        Raises:
+            FrameError: it has no place here.
+        """
+        match event:
+            case Frame():
+                self._frame(event.kind, event.stream, event.body)
+            case Begun():
+                self._begun(event)
+            case Completed(start=start) if start.part is None:
+                self.primary.deliver(start, event.body, event.payload)
+            case Completed():
+                self.put(encode_frame(Kind.ACK, event.stream))
+                if (whole := self.lanes.assembler.complete(event.start)) is not None:
+                    self._seal(event.start)
+                    self.primary.deliver(*whole)
+            case Aborted(start=start):
+                if start.part is not None:
+                    self.lanes.assembler.refuse(start)
+                if start.use is Use.ANSWER:
+                    self.primary.questions.reject(start.request, RequestError("the peer stopped its answer"))
+
+    def deliver(self, start: Start, body: bytes, payload: memoryview) -> None:
+        """A whole payload is here."""
+        if start.use is Use.MESSAGE:
+            self._agenda.tell(Message(self.connection, body, payload))
+        else:
+            self.questions.resolve(start.request, Response(body, payload))
+
+    def settle_offer(self) -> None:
+        """What was offered and not accepted is refused."""
+        if (offer := self._offer) is not None:
+            self._offer = None
+            self._decline(offer.stream, offer.start)
+
+    def accept(self, offer: Offered) -> None:
+        """The payload that was offered is taken."""
+        if self._offer is offer:
+            self._offer = None
+            self._take(offer.stream, offer.start, offer.body)
+
+    def _frame(self, kind: Kind, number: int, body: bytes) -> None:
+        match kind:
+            case Kind.MESSAGE:
+                self._agenda.tell(Message(self.connection, body, None))
+            case Kind.REQUEST:
+                self._asked(number, *decode_request(body))
+            case Kind.ANSWER:
+                self.questions.resolve(number, Response(body, None))
+            case Kind.REFUSAL:
+                self.questions.reject(number, RequestRefused(decode_text(body)))
+            case Kind.WITHDRAW:
+                self._withdrawn(number)
+            case Kind.CANCEL:
+                self._cancelled(number)
+            case Kind.ACK:
+                self.lanes.spreader.acknowledge(self.connection, number)
+                if self.lanes.is_idle:
+                    self._agenda.touch(self.primary.connection)
+            case Kind.CREDIT:
+                self.spending.extend(decode_credit(body))
+                self._agenda.touch(self.connection)
+            case _:
+                raise FrameError(f"a {kind.name} frame has no place here")
+
+    def _asked(self, number: int, max_payload: int, body: bytes) -> None:
+        if not self.askings.begin(number, max_payload, body, self._shared.limits.answer_s):
+            self._say_no(number, f"busy: {len(self.askings.numbers)} requests of yours are being answered")
+
+    def answer_overdue(self, number: int) -> None:
+        """The user took too long over its answer."""
+        self.askings.withdraw(number)
+        self._say_no(number, f"the answer took longer than {self._shared.limits.answer_s:g} s")
+
+    def _withdrawn(self, number: int) -> None:
+        self.askings.withdraw(number)
+        self.outbox.withdraw(number)
+        self._forget_parts(self.lanes.spreader.withdraw(number))
+
+    def _cancelled(self, stream: int) -> None:
+        """The other side does not want this stream, nor anything of the payload that it is a part of."""
+        self.outbox.cancel(stream)
+        self._forget_parts(self.lanes.spreader.refuse(self.connection, stream))
+
+    def _forget_parts(self, parts: list[tuple[Connection, int]]) -> None:
+        for lane, stream in parts:
+            lane.conversation.outbox.cancel(stream)
+            self._agenda.touch(lane)
+        self._agenda.touch(self.connection)
+        self._agenda.touch(self.primary.connection)
+
+    def _begun(self, event: Begun) -> None:
+        """A stream begins: find its place, or ask whether it is wanted."""
+        start = event.start
+        known = Known.NEW if start.part is None else self.lanes.assembler.look(start)
+        if known is Known.OPEN:
+            self.inbox.take(event.stream, self.lanes.assembler.place(start))
+        elif known is Known.OVER or not self._has_room(start):
+            self._decline(event.stream, start)
+        elif start.use is Use.MESSAGE:
+            self._offer = Offered(self.primary.connection, self, event.stream, start, event.body)
+            self._agenda.tell(self._offer)
+        elif self.primary._wants(start):
+            self._take(event.stream, start, event.body)
+        else:
+            self._decline(event.stream, start)
+
+    def _has_room(self, start: Start) -> bool:
+        held_bytes = self.inbox.held_bytes if start.part is None else self.lanes.assembler.held_bytes
+        return held_bytes + start.total <= self._shared.limits.inbox_bytes
+
+    def _wants(self, start: Start) -> bool:
+        """Whether the payload of an answer may come."""
+        most = self.questions.most_bytes(start.request)
+        if most is not None and start.total > most:
+            self.questions.reject(start.request, RequestError(f"the answer has {start.total} bytes, more than {most}"))
+            return False
+        return most is not None
+
+    def _take(self, stream: int, start: Start, body: bytes) -> None:
+        if start.part is not None:
+            self.lanes.assembler.admit(start, body)
+            self.inbox.take(stream, self.lanes.assembler.place(start))
+        elif start.size:
+            self.inbox.take(stream, self._shared.blocks.take(start.size))
+        else:
+            self.primary.deliver(start, body, memoryview(bytearray()))
+
+    def _decline(self, stream: int, start: Start) -> None:
+        if start.part is not None:
+            self.lanes.assembler.refuse(start)
+        self.put(encode_frame(Kind.CANCEL, stream))
+
+    def _seal(self, start: Start) -> None:
+        """The payload is whole: streams that bring something of it once more write nowhere, and are to stop."""
+        assert start.part is not None
+        for lane in self.lanes.members:
+            for stream in lane.conversation.inbox.drop(start.part.payload):
+                lane.conversation.put(encode_frame(Kind.CANCEL, stream))

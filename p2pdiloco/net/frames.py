@@ -1,0 +1,308 @@
+"""Frames: the units that one connection is made of.
+
+A frame is a header (length of the body, kind, stream; 9 bytes, big endian) and a body. A *message* is a control body
+and perhaps a payload; a payload travels as a *stream* of chunks, so that a control message never waits behind it for
+more than one chunk.
+
+    HELLO, PROOF    handshake (net/handshake.py); nothing else but GOODBYE may come before
+    MESSAGE         a message without payload
+    REQUEST         u64 largest payload that the asker takes, control body; ``stream`` is the request's number
+    ANSWER          answer without payload; ``stream`` is the request's number
+    REFUSAL         why a request is not answered (UTF-8)
+    WITHDRAW        asker to answerer: the answer to this request is not wanted any more
+    START           what the stream is for (class Start), control body of the message or answer; then its CHUNKs
+    CHUNK           the next bytes of a stream
+    CANCEL          receiver to sender: stop this stream; the sender answers with ABORT
+    ABORT           sender to receiver: the rest of this stream will not come
+    ACK             receiver to sender: this part of a payload is there (net/parts.py)
+    CREDIT          u64: chunk bytes that the other side may send on this connection, since its start
+    GOODBYE         a code byte and the reason (UTF-8); the last frame of its direction
+
+Rules of this file:
+1. Bytes only: no sockets, no clock, no state.
+2. Each kind has a largest body, checked on the header alone, before anything is allocated.
+3. What breaks a rule is FrameError: the peer's fault, and the end of its connection.
+4. There is one family of streams, numbered by their sender for each connection, whatever they carry. Requests have
+   numbers of their own, given by the asker.
+5. HELLO, PROOF and GOODBYE keep their numbers and their form in all versions of the protocol: releases that cannot talk
+   can tell each other why.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+from msgspec import Struct
+
+HEADER = struct.Struct(">IBI")
+SIZE = struct.Struct(">Q")
+_START = struct.Struct(">BIQ")
+_PART = struct.Struct(">QQQ")
+
+CONTROL_LIMIT = 1 << 20
+"""Bytes of a control body."""
+CHUNK_LIMIT = 256 << 10
+"""Bytes of a chunk."""
+HANDSHAKE_LIMIT = 4096
+"""Bytes of a HELLO or PROOF."""
+TEXT_LIMIT = 1024
+"""Bytes of the text in a GOODBYE or a REFUSAL."""
+PAYLOAD_LIMIT = 1 << 40
+"""Bytes that a payload may claim; what is admitted is the receiver's decision."""
+FIRST_CREDIT = 64 << 10
+"""Chunk bytes that may be sent on a connection before its first CREDIT."""
+STREAM_WRAP = 1 << 32
+OPEN_STREAMS_LIMIT = 64
+"""Streams that a sender may have open at once in one direction; a receiver takes more for an attack."""
+
+
+class FrameError(ValueError):
+    """The other side broke the format."""
+
+
+class Kind(IntEnum):
+    HELLO = 1
+    PROOF = 2
+    MESSAGE = 3
+    REQUEST = 4
+    ANSWER = 5
+    REFUSAL = 6
+    WITHDRAW = 7
+    START = 8
+    CHUNK = 9
+    CANCEL = 10
+    ABORT = 11
+    ACK = 12
+    CREDIT = 13
+    GOODBYE = 15
+
+
+HANDSHAKE_KINDS = frozenset({Kind.HELLO, Kind.PROOF, Kind.GOODBYE})
+OPEN_KINDS = frozenset(Kind) - {Kind.HELLO, Kind.PROOF}
+
+BODY_LIMITS: dict[Kind, int] = {
+    Kind.HELLO: HANDSHAKE_LIMIT,
+    Kind.PROOF: HANDSHAKE_LIMIT,
+    Kind.MESSAGE: CONTROL_LIMIT,
+    Kind.REQUEST: CONTROL_LIMIT + SIZE.size,
+    Kind.ANSWER: CONTROL_LIMIT,
+    Kind.REFUSAL: TEXT_LIMIT,
+    Kind.WITHDRAW: 0,
+    Kind.START: CONTROL_LIMIT + _START.size + _PART.size,
+    Kind.CHUNK: CHUNK_LIMIT,
+    Kind.CANCEL: 0,
+    Kind.ABORT: 0,
+    Kind.ACK: 0,
+    Kind.CREDIT: SIZE.size,
+    Kind.GOODBYE: TEXT_LIMIT + 1,
+}
+
+
+_KINDS = {kind.value: kind for kind in Kind}
+
+
+class Parting(IntEnum):
+    """Why a side says GOODBYE."""
+
+    LEAVING = 0
+    REFUSED = 1
+    """The handshake failed; the text says why."""
+    DUPLICATE = 2
+    """Another connection of the same two peers stays."""
+    BROKEN = 3
+    """The other side broke the format."""
+
+
+class Header(Struct, frozen=True, gc=False):
+    """A checked header."""
+
+    length: int
+    kind: Kind
+    stream: int
+
+
+class Use(IntEnum):
+    """What a payload belongs to."""
+
+    MESSAGE = 0
+    ANSWER = 1
+
+
+_USES = tuple(Use)
+
+
+class Part(NamedTuple):
+    """Where a stream's bytes belong in a payload that comes in parts."""
+
+    payload: int
+    """Counts the sender's payloads that go in parts, on this connection and its lanes."""
+    total: int
+    offset: int
+
+
+class Start(NamedTuple):
+    """The head of a START: ``size`` bytes will come."""
+
+    use: Use
+    request: int
+    """Of an answer: the request's number; else 0."""
+    size: int
+    part: Part | None = None
+    """None: the stream is the whole payload."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of the whole payload."""
+        return self.size if self.part is None else self.part.total
+
+
+IN_PARTS = 2
+"""Added to the use's code."""
+
+
+def parse_header(data: bytes | bytearray | memoryview, offset: int = 0) -> Header:
+    """The header at ``offset`` (HEADER.size bytes must be there).
+
+    Raises:
+        FrameError: unknown kind, or a body longer than the kind allows.
+    """
+    length, code, stream = HEADER.unpack_from(data, offset)
+    kind = _KINDS.get(code)
+    if kind is None:
+        raise FrameError(f"unknown frame kind {code}")
+    if length > BODY_LIMITS[kind]:
+        raise FrameError(f"a {kind.name} frame of {length} bytes; the limit is {BODY_LIMITS[kind]}")
+    return Header(length, kind, stream)
+
+
+def encode_header(kind: Kind, stream: int, length: int) -> bytes:
+    """The header of a body of ``length`` bytes."""
+    assert length <= BODY_LIMITS[kind]
+    return HEADER.pack(length, kind, stream)
+
+
+def encode_frame(kind: Kind, stream: int, body: bytes = b"") -> bytes:
+    """A whole frame.
+
+    Raises:
+        ValueError: ``body`` is too long for ``kind`` (the caller's fault).
+    """
+    if len(body) > BODY_LIMITS[kind]:
+        raise ValueError(f"a {kind.name} body of {len(body)} bytes; the limit is {BODY_LIMITS[kind]}")
+    return HEADER.pack(len(body), kind, stream) + body
+
+
+def encode_start(stream: int, start: Start, body: bytes) -> bytes:
+    """A START frame.
+
+    Raises:
+        ValueError: ``body`` is longer than CONTROL_LIMIT.
+    """
+    _check_control(body)
+    code = start.use + (IN_PARTS if start.part is not None else 0)
+    head = _START.pack(code, start.request, start.size)
+    if start.part is not None:
+        head += _PART.pack(*start.part)
+    return HEADER.pack(len(head) + len(body), Kind.START, stream) + head + body
+
+
+def decode_start(body: bytes) -> tuple[Start, bytes]:
+    """Head and control body of a START.
+
+    Raises:
+        FrameError: it cannot be.
+    """
+    if len(body) < _START.size:
+        raise FrameError("a START that is too short")
+    code, request, size = _START.unpack_from(body)
+    if code >= IN_PARTS + len(Use):
+        raise FrameError(f"a stream for nothing that is known ({code})")
+    if code < IN_PARTS:
+        if size > PAYLOAD_LIMIT:
+            raise FrameError(f"a payload of {size} bytes is announced")
+        return Start(_USES[code], request, size), body[_START.size :]
+    end = _START.size + _PART.size
+    if len(body) < end:
+        raise FrameError("a part without its place")
+    part = Part(*_PART.unpack_from(body, _START.size))
+    if part.total > PAYLOAD_LIMIT or not 0 < size <= part.total - part.offset:
+        raise FrameError(f"a part of {size} bytes at {part.offset} of {part.total}")
+    return Start(_USES[code - IN_PARTS], request, size, part), body[end:]
+
+
+def encode_request(number: int, max_payload: int, body: bytes) -> bytes:
+    """A REQUEST frame.
+
+    Raises:
+        ValueError: ``body`` is longer than CONTROL_LIMIT.
+    """
+    _check_control(body)
+    return encode_frame(Kind.REQUEST, number, SIZE.pack(min(max_payload, PAYLOAD_LIMIT)) + body)
+
+
+def decode_request(body: bytes) -> tuple[int, bytes]:
+    """Largest payload and control body of a REQUEST.
+
+    Raises:
+        FrameError: too short, or an absurd size.
+    """
+    if len(body) < SIZE.size:
+        raise FrameError("a REQUEST that is too short")
+    (size,) = SIZE.unpack_from(body)
+    if size > PAYLOAD_LIMIT:
+        raise FrameError(f"an answer of {size} bytes is asked for")
+    return size, body[SIZE.size :]
+
+
+def encode_credit(granted: int) -> bytes:
+    """A CREDIT frame."""
+    return encode_frame(Kind.CREDIT, 0, SIZE.pack(granted))
+
+
+def decode_credit(body: bytes) -> int:
+    """The count in a CREDIT.
+
+    Raises:
+        FrameError: not a count.
+    """
+    if len(body) != SIZE.size:
+        raise FrameError(f"a CREDIT of {len(body)} bytes")
+    (granted,) = SIZE.unpack(body)
+    return int(granted)
+
+
+def encode_text(text: str) -> bytes:
+    """``text`` for a REFUSAL or GOODBYE, cut to TEXT_LIMIT bytes."""
+    return text.encode("utf-8", "replace")[:TEXT_LIMIT]
+
+
+def decode_text(data: bytes) -> str:
+    """A text from a peer: bounded, one line, printable."""
+    text = data[:TEXT_LIMIT].decode("utf-8", "replace")
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def encode_goodbye(parting: Parting, reason: str) -> bytes:
+    """The GOODBYE frame."""
+    return encode_frame(Kind.GOODBYE, 0, bytes([parting]) + encode_text(reason))
+
+
+def decode_goodbye(body: bytes) -> tuple[Parting, str]:
+    """Code and reason of a GOODBYE.
+
+    Raises:
+        FrameError: no code, or an unknown one.
+    """
+    if not body:
+        raise FrameError("a GOODBYE without a code")
+    try:
+        return Parting(body[0]), decode_text(body[1:])
+    except ValueError:
+        raise FrameError(f"unknown GOODBYE code {body[0]}") from None
+
+
+def _check_control(body: bytes) -> None:
+    if len(body) > CONTROL_LIMIT:
+        raise ValueError(f"a control body of {len(body)} bytes; the limit is {CONTROL_LIMIT}")

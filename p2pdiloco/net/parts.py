@@ -1,0 +1,302 @@
+"""Payloads in parts: one payload over several connections ("lanes") of one pair.
+
+A payload is cut into parts of PART_BYTES. Every part travels as a stream of its own on whichever lane has room next,
+and says where it belongs (frames.Part), so that lanes need no order among each other and each part is read straight
+into its place. The receiver acknowledges every part on its lane. What a lost lane has not acknowledged is sent again on
+the others; what comes twice is counted once.
+
+Why parts and acknowledgements, and not one stream to each lane: a single large payload must fill the link too, and a
+slow lane must not hold up what was given to it early. Why send parts again, and not fail: what a dead lane had taken is
+a few MiB, and the other lanes live.
+
+Rules of this file:
+1. Bytes and decisions only: no sockets, no clock. Lanes are any hashable names.
+2. Bounded: payload bytes that wait, payloads in progress, what is remembered of those that are over.
+3. The lowest priority number goes first, and at equal priority what was put first: few payloads are in progress.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from enum import Enum
+from typing import Generic, NamedTuple, TypeVar
+
+from p2pdiloco.net.frames import OPEN_STREAMS_LIMIT, FrameError, Part, Start, Use
+
+PART_BYTES = 1 << 20
+REMEMBERED = 1024
+"""Payloads that are over, whose late parts are known to be late."""
+
+LaneName = TypeVar("LaneName", bound=Hashable)
+
+
+class Piece(NamedTuple):
+    """A part to be sent."""
+
+    start: Start
+    body: bytes
+    """The message's or answer's control body."""
+    data: memoryview
+    priority: float
+
+
+class _Outgoing:
+    """A payload of which some part is not acknowledged."""
+
+    __slots__ = (
+        "body",
+        "is_known",
+        "number",
+        "payload",
+        "priority",
+        "request",
+        "todo",
+        "topic",
+        "unacknowledged",
+        "use",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        use: Use,
+        request: int,
+        body: bytes,
+        payload: memoryview,
+        priority: float,
+        topic: Hashable | None,
+    ) -> None:
+        self.number, self.use, self.request = number, use, request
+        self.body, self.payload, self.priority = body, payload, priority
+        self.todo = deque(range(0, len(payload), PART_BYTES))
+        self.unacknowledged = set(self.todo)
+        self.topic = topic
+        self.is_known = False
+        """The other side may have heard of it."""
+
+    @property
+    def is_begun(self) -> bool:
+        return len(self.todo) * PART_BYTES < len(self.payload)
+
+
+class Spreader(Generic[LaneName]):
+    """The sender's side. ``payload_limit`` bounds the bytes of payloads in progress."""
+
+    def __init__(self, *, payload_limit: int) -> None:
+        self._payload_limit = payload_limit
+        self._payloads: dict[int, _Outgoing] = {}
+        self._lanes: dict[LaneName, dict[int, tuple[int, int]]] = {}
+        """For each lane and stream that is not acknowledged: payload and offset."""
+        self._held_bytes = 0
+        self._next_number = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Everything is acknowledged."""
+        return not self._payloads
+
+    @property
+    def queued_bytes(self) -> int:
+        """Not given to any lane."""
+        return sum(
+            min(PART_BYTES, len(payload.payload) - offset)
+            for payload in self._payloads.values()
+            for offset in payload.todo
+        )
+
+    def put(
+        self,
+        use: Use,
+        request: int,
+        body: bytes,
+        payload: memoryview,
+        priority: float,
+        topic: Hashable | None = None,
+    ) -> bool:
+        """Queue a payload (not an empty one); it takes the place of one with its ``topic`` of which no part is out.
+        False: no room."""
+        assert len(payload)
+        if topic is not None:
+            for other in list(self._payloads.values()):
+                if other.topic == topic and not other.is_known:
+                    self._forget(other.number)
+        if self._held_bytes + len(payload) > self._payload_limit:
+            return False
+        number = self._next_number
+        self._next_number += 1
+        self._held_bytes += len(payload)
+        self._payloads[number] = _Outgoing(number, use, request, body, payload, priority, topic)
+        return True
+
+    def next(self, lane: LaneName) -> Piece | None:
+        """The next part, for ``lane``, which then says ``gave`` or ``put_back``; None: nothing waits."""
+        waiting = [payload for payload in self._payloads.values() if payload.todo]
+        if len(self._payloads) - len(waiting) + sum(payload.is_begun for payload in waiting) >= OPEN_STREAMS_LIMIT:
+            waiting = [payload for payload in waiting if payload.is_begun]
+        if not waiting:
+            return None
+        chosen = min(waiting, key=lambda payload: (payload.priority, payload.number))
+        offset = chosen.todo.popleft()
+        chosen.is_known = True
+        data = chosen.payload[offset : offset + PART_BYTES]
+        part = Part(chosen.number, len(chosen.payload), offset)
+        return Piece(Start(chosen.use, chosen.request, len(data), part), chosen.body, data, chosen.priority)
+
+    def gave(self, lane: LaneName, stream: int, piece: Piece) -> None:
+        """``piece`` is ``lane``'s ``stream``."""
+        assert piece.start.part is not None
+        self._lanes.setdefault(lane, {})[stream] = (piece.start.part.payload, piece.start.part.offset)
+
+    def put_back(self, piece: Piece) -> None:
+        """The lane has no room for the part that it was to be given."""
+        assert piece.start.part is not None
+        self._payloads[piece.start.part.payload].todo.appendleft(piece.start.part.offset)
+
+    def acknowledge(self, lane: LaneName, stream: int) -> None:
+        """The part is there. Raises nothing: one of a payload that was given up is no error."""
+        number, offset = self._lanes.get(lane, {}).pop(stream, (-1, -1))
+        if (payload := self._payloads.get(number)) is None:
+            return
+        payload.unacknowledged.discard(offset)
+        if not payload.unacknowledged:
+            self._forget(number)
+
+    def lose(self, lane: LaneName) -> None:
+        """The lane is lost: what it has not acknowledged waits again, first of its payload."""
+        for number, offset in self._lanes.pop(lane, {}).values():
+            if (payload := self._payloads.get(number)) is not None:
+                payload.todo.appendleft(offset)
+
+    def refuse(self, lane: LaneName, stream: int) -> list[tuple[LaneName, int]]:
+        """The receiver does not want the payload of this part (or has it): forget it. The parts that are out."""
+        number, _ = self._lanes.get(lane, {}).get(stream, (-1, -1))
+        return self._give_up(number)
+
+    def withdraw(self, request: int) -> list[tuple[LaneName, int]]:
+        """The asker does not want the answer to ``request``. The parts that are out."""
+        found = [p.number for p in self._payloads.values() if p.use is Use.ANSWER and p.request == request]
+        return [part for number in found for part in self._give_up(number)]
+
+    def clear(self) -> None:
+        self._payloads.clear()
+        self._lanes.clear()
+        self._held_bytes = 0
+
+    def _give_up(self, number: int) -> list[tuple[LaneName, int]]:
+        if number not in self._payloads:
+            return []
+        self._forget(number)
+        out = []
+        for lane, parts in self._lanes.items():
+            streams = [stream for stream, (payload, _) in parts.items() if payload == number]
+            for stream in streams:
+                del parts[stream]
+            out += [(lane, stream) for stream in streams]
+        return out
+
+    def _forget(self, number: int) -> None:
+        self._held_bytes -= len(self._payloads.pop(number).payload)
+
+
+class Known(Enum):
+    """What the receiver knows of a part's payload."""
+
+    NEW = 0
+    OPEN = 1
+    OVER = 2
+    """Delivered, refused or given up."""
+
+
+class Whole(NamedTuple):
+    """A payload all of whose parts came."""
+
+    start: Start
+    body: bytes
+    payload: memoryview
+
+
+class _Incoming:
+    """A payload of which some part did not come."""
+
+    __slots__ = ("body", "done", "filled", "payload", "start")
+
+    def __init__(self, start: Start, body: bytes, payload: memoryview) -> None:
+        self.start, self.body, self.payload = start, body, payload
+        self.done: set[int] = set()
+        self.filled = 0
+
+
+class Assembler:
+    """The receiver's side. ``allocate`` gives the memory for a payload (net/blocks.py)."""
+
+    def __init__(self, *, allocate: Callable[[int], memoryview]) -> None:
+        self._allocate = allocate
+        self._payloads: dict[int, _Incoming] = {}
+        self._over: dict[int, None] = {}
+
+    def look(self, start: Start) -> Known:
+        """What is known of the payload that a part belongs to.
+
+        Raises:
+            FrameError: the part does not fit its payload, or there are too many.
+        """
+        assert start.part is not None
+        number = start.part.payload
+        if number in self._over:
+            return Known.OVER
+        if (payload := self._payloads.get(number)) is not None:
+            if payload.start.total != start.total or payload.start.use is not start.use:
+                raise FrameError("a part of another payload")
+            return Known.OPEN
+        if len(self._payloads) >= 2 * OPEN_STREAMS_LIMIT:
+            raise FrameError(f"more than {2 * OPEN_STREAMS_LIMIT} payloads in parts at once")
+        return Known.NEW
+
+    def admit(self, start: Start, body: bytes) -> None:
+        """A new payload is taken."""
+        assert start.part is not None
+        self._payloads[start.part.payload] = _Incoming(start, body, self._allocate(start.total))
+
+    def refuse(self, start: Start) -> None:
+        """A new payload is not taken; or one that is open is given up, here or there."""
+        assert start.part is not None
+        self._end(start.part.payload)
+
+    def place(self, start: Start) -> memoryview:
+        """Where the part of an open payload goes."""
+        assert start.part is not None
+        return self._payloads[start.part.payload].payload[start.part.offset : start.part.offset + start.size]
+
+    def complete(self, start: Start) -> Whole | None:
+        """The part is there; the payload, if that was the last of it."""
+        assert start.part is not None
+        payload = self._payloads.get(start.part.payload)
+        if payload is None or start.part.offset in payload.done:
+            return None
+        payload.done.add(start.part.offset)
+        payload.filled += start.size
+        if payload.filled < start.total:
+            return None
+        self._end(start.part.payload)
+        return Whole(payload.start, payload.body, payload.payload)
+
+    def withdraw(self, request: int) -> None:
+        """We do not want the answer to ``request`` any more."""
+        for number, payload in list(self._payloads.items()):
+            if payload.start.use is Use.ANSWER and payload.start.request == request:
+                self._end(number)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of payloads in progress."""
+        return sum(payload.start.total for payload in self._payloads.values())
+
+    def clear(self) -> None:
+        self._payloads.clear()
+
+    def _end(self, number: int) -> None:
+        self._payloads.pop(number, None)
+        self._over[number] = None
+        if len(self._over) > REMEMBERED:
+            del self._over[next(iter(self._over))]

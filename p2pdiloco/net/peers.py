@@ -1,0 +1,83 @@
+"""Which connection serves which peer.
+
+Rules of this file:
+1. One connection per pair of peers serves. If both dial at once, the one dialled by the smaller peer id stays and the
+   other finishes what it has begun. A peer that was started anew (``Hello.life``) replaces its old connection.
+2. Connected and Disconnected are told in turns for each peer, whatever happens to connections below.
+3. Places are bounded; who takes one when all are taken is net/admission.py's.
+"""
+
+from __future__ import annotations
+
+from p2pdiloco.net.admission import displaced, machine_of
+from p2pdiloco.net.connection import Connection
+from p2pdiloco.net.events import Connected, Disconnected
+from p2pdiloco.net.frames import Parting
+from p2pdiloco.net.lane_keeping import bind
+from p2pdiloco.net.shared import Shared
+from p2pdiloco.protocol.identifiers import PeerId
+
+LEAVING = "the peer is leaving"
+
+
+class Peers:
+    """See the module's rules. ``places``: peers at once."""
+
+    def __init__(self, shared: Shared, places: int) -> None:
+        self.serving: dict[PeerId, Connection] = {}
+        self.is_leaving = False
+        self._shared = shared
+        self._places = places
+
+    def proved(self, connection: Connection) -> bool:
+        """A connection is there. Whether it serves now."""
+        peer, old = connection.peer, self.serving.get(connection.peer)
+        if self.is_leaving:
+            connection.part(Parting.LEAVING, LEAVING)
+        elif self._shared.scores.is_shut_out(peer, self._shared.agenda.now):
+            connection.part(Parting.BROKEN, "you sent too much that could not be read; try again in a minute")
+        elif connection.greeting.lane:
+            bind(connection, [old] if old is not None else [])
+        elif old is None:
+            return self._install(connection)
+        elif not old.is_open or _life_of(old) != _life_of(connection):
+            self.gone(old, "the peer came back with a new connection")
+            old.abort("the peer came back with a new connection")
+            return self._install(connection)
+        elif self._rank(connection) > self._rank(old):
+            self.serving[peer] = connection
+            old.retire()
+            return True
+        else:
+            connection.retire()
+        return False
+
+    def gone(self, connection: Connection, reason: str) -> None:
+        """A connection serves no longer."""
+        if connection.is_proved and self.serving.get(connection.peer) is connection:
+            del self.serving[connection.peer]
+            self._shared.agenda.tell(Disconnected(connection, reason))
+
+    def _install(self, connection: Connection) -> bool:
+        if len(self.serving) >= self._places:
+            places = {other: (machine_of(other.host), other.heard_at) for other in self.serving.values()}
+            out = displaced(places, machine_of(connection.host), takes_from_equals=False)
+            if out is None:
+                connection.part(Parting.LEAVING, f"{len(self.serving)} peers are connected already")
+                return False
+            reason = "it made room: too many peers of its address are connected"
+            self.gone(out, reason)
+            out.part(Parting.LEAVING, reason)
+        self.serving[connection.peer] = connection
+        self._shared.agenda.tell(Connected(connection))
+        return True
+
+    def _rank(self, connection: Connection) -> tuple[bool, int]:
+        """Both ends compute the same: dialled by the smaller id wins; of one dialler's connections the latest."""
+        greeting = connection.greeting
+        return greeting.peer == min(self._shared.greeter.peer, connection.peer), greeting.attempt
+
+
+def _life_of(connection: Connection) -> bytes:
+    assert connection.remote is not None
+    return connection.remote.life

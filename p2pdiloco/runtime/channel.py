@@ -1,0 +1,120 @@
+"""One TLS connection's socket, in asyncio's hands: bytes to and from a connection without I/O (net/connection.py).
+
+A BufferedProtocol: bytes are decrypted straight into the place where they belong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol, cast
+
+from p2pdiloco.net.connection import Connection
+from p2pdiloco.net.events import Closing, Ended, Failed, Paced, Proved
+from p2pdiloco.net.outbox import Slice
+from p2pdiloco.net.path import Path
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.runtime import sockets
+from p2pdiloco.runtime.addresses import Address
+
+HIGH_WATER_BYTES = 32 << 10
+LOW_WATER_BYTES = 8 << 10
+"""Encrypted bytes that the kernel does not take yet: control cannot overtake them."""
+
+
+class Driver(Protocol):
+    """Whoever drives the endpoint."""
+
+    def made(self, channel: Channel) -> None: ...
+
+    def read(self) -> None: ...
+
+    def writable(self, channel: Channel, is_writable: bool) -> None: ...
+
+    def lost(self, channel: Channel, reason: str) -> None: ...
+
+
+class Channel(asyncio.BufferedProtocol):
+    """See the module's docstring. ``address``: of the other side's socket, or the one that was dialled."""
+
+    def __init__(self, connection: Connection, address: Address, driver: Driver) -> None:
+        loop = asyncio.get_running_loop()
+        self.connection = connection
+        self.address = address
+        self.proved: asyncio.Future[PeerId] = loop.create_future()
+        """The peer's id after the handshake; HandshakeError or ConnectionError if it failed."""
+        # A failure that nobody awaits is not an error of the event loop's.
+        self.proved.add_done_callback(lambda future: future.cancelled() or future.exception())
+        self.gone: asyncio.Future[str] = loop.create_future()
+        """The reason, once the connection has ended."""
+        self.opening: asyncio.Task[object] | None = None
+        """Makes the TLS channel."""
+        self.transport: asyncio.Transport | None = None
+        self._driver = driver
+
+    def tell(self, event: Proved | Failed | Closing | Ended | Paced) -> None:
+        """What became of the connection."""
+        match event:
+            case Proved(connection) if not self.proved.done():
+                self.proved.set_result(connection.peer)
+            case Failed(_, error) if not self.proved.done():
+                self.proved.set_exception(error)
+            case Closing(_, is_flushed):
+                self._close(is_flushed)
+            case Paced(_, bytes_per_s):
+                self._pace(bytes_per_s)
+            case Ended(_, reason):
+                self.gone.set_result(reason)
+
+    def write(self, piece: Slice) -> None:
+        assert self.transport is not None
+        if len(piece.chunk):
+            self.transport.writelines((piece.head, piece.chunk))
+        else:
+            self.transport.write(piece.head)
+
+    def _close(self, is_flushed: bool) -> None:
+        """Close the socket, or what is becoming one."""
+        if self.transport is None:
+            if self.opening is not None:
+                self.opening.cancel()
+        elif is_flushed:
+            self.transport.close()
+        else:
+            self.transport.abort()
+
+    def path(self) -> Path | None:
+        """What the kernel knows of the way to the other side; None if the connection is over, or it does not tell."""
+        raw = self.transport.get_extra_info("socket") if self.transport is not None else None
+        return sockets.path_of(raw) if raw is not None and not self.connection.is_over else None
+
+    def _pace(self, bytes_per_s: float | None) -> None:
+        """Limit what the kernel sends."""
+        raw = self.transport.get_extra_info("socket") if self.transport is not None else None
+        if raw is not None and not self.connection.is_over:
+            sockets.pace(raw, bytes_per_s)
+
+    # -- what the event loop calls -----------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(high=HIGH_WATER_BYTES, low=LOW_WATER_BYTES)
+        self._driver.made(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._driver.lost(self, f"connection lost: {exc}" if exc else "the other side closed the connection")
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self.connection.buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self.connection.advance(nbytes):
+            self._driver.read()
+
+    def eof_received(self) -> None:
+        """TLS has no half-open connections: the transport closes."""
+
+    def pause_writing(self) -> None:
+        self._driver.writable(self, False)
+
+    def resume_writing(self) -> None:
+        self._driver.writable(self, True)
