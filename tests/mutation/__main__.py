@@ -1,6 +1,7 @@
 """``python -m tests.mutation``: plant bugs, made by a tool or by hand, and see whether the fast tests find them.
 
     run       sample mutants of packages, print the score and the survivors
+    again     judge a run's survivors again, after tests were written
     planted   every bug of p2pdiloco/simulation/planted*.py against the tests that must kill it
     check     what CI does: mutants that tests once killed must still die, and a fresh sample is told
     accept    take runs' JSON files into the baseline
@@ -38,15 +39,18 @@ def main() -> int:
     run.add_argument("--matching", default="", help="only mutants whose id holds this text")
     run.add_argument("--sample", type=int, default=0, help="of each package; 0: all")
     run.add_argument("--simulator-seeds", type=int, default=60, help="after the tests (protocol only)")
-    run.add_argument("--json", type=Path)
+    run.add_argument("--json", type=Path, help="what ``accept`` and ``again`` take")
     run.add_argument("--check", action="store_true", help="fail if a score is below the baseline's")
+    again = sub.add_parser("again")
+    again.add_argument("file", type=Path, help="a run's JSON, which is brought up to date")
+    again.add_argument("--simulator-seeds", type=int, default=60)
     planted = sub.add_parser("planted")
     planted.add_argument("names", nargs="*", help="of bugs; default: all")
     check = sub.add_parser("check")
     check.add_argument("--again", type=int, default=30, help="killed mutants that are judged again")
     for one in (run, check):
         one.add_argument("--seed", type=int, help="of the sample; default: a fresh one, which is printed")
-    for one in (run, planted, check):
+    for one in (run, again, planted, check):
         one.add_argument("--jobs", type=int, default=1)
     accept = sub.add_parser("accept")
     accept.add_argument("files", nargs="+", type=Path)
@@ -55,7 +59,7 @@ def main() -> int:
         baseline.accept([json.loads(path.read_text()) for path in arguments.files])
         return 0
     import_slow()
-    return {"run": _run, "planted": _planted, "check": _check}[arguments.command](arguments)
+    return {"run": _run, "again": _again, "planted": _planted, "check": _check}[arguments.command](arguments)
 
 
 def _seed(given: int | None) -> int:
@@ -72,7 +76,7 @@ def _run(arguments: argparse.Namespace) -> int:
         card = judge_sample(
             package,
             reach,
-            matching=arguments.matching,
+            is_wanted=lambda name: arguments.matching in name,
             sample=arguments.sample,
             random=Random(f"{seed} {package}"),
             processes=arguments.jobs,
@@ -86,6 +90,29 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.check and package in known.packages:
             is_lower |= _is_lower(card, known)
     return 1 if is_lower else 0
+
+
+def _again(arguments: argparse.Namespace) -> int:
+    found = json.loads(arguments.file.read_text())
+    packages = [card["package"] for card in found["cards"]]
+    reach = reach_of(packages, arguments.simulator_seeds if "protocol" in packages else 0)
+    for card in found["cards"]:
+        wanted = card["survived"].keys()
+        judged = judge_sample(
+            card["package"],
+            reach,
+            is_wanted=lambda name, wanted=wanted: name in wanted,  # type: ignore[misc]
+            sample=0,
+            random=Random(0),
+            processes=arguments.jobs,
+            say=_say_survivor,
+        ).as_json()
+        card["killed"].update(judged["killed"])
+        card["survived"] = judged["survived"]
+        dead, alive = len(card["killed"]), len(card["survived"])
+        print(f"{card['package']}: {dead} of {dead + alive} killed ({dead / max(1, dead + alive):.1%})", flush=True)
+        arguments.file.write_text(json.dumps(found, indent=1))
+    return 0
 
 
 def _is_lower(card: ScoreCard, known: baseline.Baseline) -> bool:

@@ -86,17 +86,18 @@ def judge_sample(
     package: str,
     reach: Reach,
     *,
-    matching: str,
+    is_wanted: Callable[[str], bool],
     sample: int,
     random: Random,
     processes: int,
     say: Callable[[Result], None],
 ) -> ScoreCard:
-    """Judge ``sample`` mutants of ``package`` (0: all) that tests reach; ``say`` hears of each."""
+    """Judge ``sample`` mutants of ``package`` (0: all) that tests reach and whose ids are wanted; ``say`` hears of
+    each."""
     files = _files(package)
     everything = [(str(f.relative_to(ROOT)), f.read_text()) for f in files]
     named = [(file, source, m) for file, source in everything for m in mutants_of(module_of(file), source)]
-    named = [one for one in named if matching in one[2].id]
+    named = [one for one in named if is_wanted(one[2].id)]
     reached = [one for one in named if reach.tests(one[0], one[2].lines)]
     chosen = random.sample(reached, sample) if 0 < sample < len(reached) else reached
     by_id = {mutant.id: (file, mutant) for file, _, mutant in chosen}
