@@ -74,12 +74,16 @@ def genesis(manifest: Manifest) -> InitialState:
 class Loop:
     """A training loop whose steps the test makes."""
 
+    saves = 0
+    """How often the inner optimizer's state was to be kept."""
+
     def evaluate(self, theta: Tensor) -> float:
         return float(theta.sum())
 
     def train(self, block: Block) -> None: ...
 
-    def save(self) -> None: ...
+    def save(self) -> None:
+        self.saves += 1
 
     def begin_again(self) -> None: ...
 
@@ -89,7 +93,6 @@ class Loop:
 class Learner:
     """One life of a learner: a real link, and parameters that the test moves. ``is_mute``: it never becomes ready."""
 
-    is_adopted = False
     pid = 0
 
     def __init__(self, member: Member, heard: Callable[[link.FromLearner], None], ended: Any) -> None:
@@ -97,6 +100,8 @@ class Learner:
         self._heard = heard
         self.ended: Callable[[str, int], None] = ended
         self.is_over = False
+        self.is_adopted = member.is_learner_waiting
+        self.loop = Loop()
 
     async def __aenter__(self) -> Self:
         member = self._member
@@ -106,7 +111,7 @@ class Learner:
         self._node, self._theirs = socket.socketpair()
         self._node.setblocking(False)
         flat = FlatParameters(named, tensors, layout)
-        self.link = OuterLink(Loop(), flat, layout, member.vectors, Channel(self._theirs), last_step=1 << 40)
+        self.link = OuterLink(self.loop, flat, layout, member.vectors, Channel(self._theirs), last_step=1 << 40)
         self._decoder = link.Decoder[link.FromLearner](link.FromLearner)
         member.lives.append(self)
         self.link.greet(device="cpu")

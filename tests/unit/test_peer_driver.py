@@ -218,6 +218,31 @@ def test_payloads_that_nobody_needs_are_dropped(tmp_path: Path) -> None:
             await stage.wait(2 * SWEEP_S)
             assert "unknown" not in ann.driver.payloads
             assert set(ann.driver.payloads) == ann.machine.payloads()
+            logs = [header for chain in ann.machine.core.chains for header in chain.log]
+            assert len(logs) == 4
+            assert set(ann.driver.proofs) == {msg.commit_id(header) for header in logs}
+            assert set(ann.driver.digests) == {header.result for header in logs}
+
+    act(story)
+
+
+def test_who_was_away_gets_the_versions_it_missed_and_not_the_state(tmp_path: Path) -> None:
+    """Long after they were made: what belongs to the log is kept."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, is_unreachable=True)
+            await stage.wait(3.0)
+            stage.disconnect(ann, bob)
+            await stage.train(ann, *[1.0] * 12)
+            await stage.wait(3 * SWEEP_S)
+            assert bob.versions == [0, 0]
+            stage.connect(ann, bob)
+            await stage.wait(10.0)
+            assert bob.versions == ann.versions == [3, 3]
+            assert torch.equal(bob.state.theta, ann.state.theta)
+            assert not any(isinstance(event, ev.Fetched) for event in bob.events)
 
     act(story)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from actors import genesis
 from troupe import Member, Stage, act
 
 from p2pdiloco.peer.checkpoint import load
+from p2pdiloco.peer.incoming import INCOMING
+from p2pdiloco.peer.incoming import load as load_kept
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.adopting import MAX_FETCHES
@@ -138,6 +141,74 @@ def test_an_offer_that_does_not_prove_itself_is_a_lie(tmp_path: Path) -> None:
             await stage.wait(20.0)
             assert has_all_of(cid, ann)
             assert {fields["peer"] for event, fields in cid.metrics.lines if event == "fault"} == {bob.id}
+
+    act(story)
+
+
+def test_a_join_is_told_and_its_end(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann, _ = await two_donors(stage)
+            cid = await stage.add("cid", has_learner=False)
+            await stage.wait(10.0)
+            told = [event for event in cid.metrics.events() if event in ("joining", "fetched", "downloaded", "current")]
+            assert sorted(told) == ["current", "downloaded", "fetched", "fetched", "joining"]
+            assert told[0] == "joining"
+            fields = dict(cid.metrics.lines)
+            assert fields["downloaded"]["bytes"] == 2 * 8 * 64
+            assert fields["joining"]["shards"] == 2
+            assert not {"joining", "fetched", "downloaded"} & set(ann.metrics.events())
+
+    act(story)
+
+
+def test_a_join_that_was_cut_off_goes_on_with_what_it_had(tmp_path: Path) -> None:
+    """Kept shard by shard, since it lasts; and gone from the disk once a checkpoint has it."""
+
+    async def story() -> None:
+        async with Stage(tmp_path, fragments=16) as stage:
+            ann = await stage.found()
+            await stage.train(ann, *[1.0] * 32)
+            await stage.wait(3.0)
+            cid = await stage.add("cid", has_learner=False)
+            ann.queued[cid.id] = 32 << 20  # chunks yield to it, two seconds each
+            await stage.wait(20.0)
+            had = sum(version >= 0 for version in cid.versions)
+            assert 4 <= had < 16
+            stage.kill(cid)
+            folder = tmp_path / "cid" / INCOMING
+            kept = load_kept(folder, stage.manifest)
+            assert kept is not None
+            assert had - 4 <= len(kept.shards) <= had + 1
+            again = await stage.add("cid", InitialState(*kept), has_learner=False)
+            assert sum(version >= 0 for version in again.versions) == len(kept.shards)
+            await stage.wait(60.0)
+            assert has_all_of(again, ann)
+            assert again.faults() == {}
+            assert again.metrics.events().count("fetched") == 16 - len(kept.shards)
+            assert not folder.exists()
+
+    act(story)
+
+
+def test_what_was_asked_of_two_is_not_waited_for_when_one_gave_it(tmp_path: Path) -> None:
+    """A donor that stands still: its question is withdrawn."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann, bob = await two_donors(stage)
+            bob.queued[ann.id] = 1 << 40  # it holds chunks back for two seconds
+
+            async def never(shard: ShardId, head: object, chunk: int) -> memoryview:
+                await asyncio.get_running_loop().create_future()
+                raise AssertionError
+
+            bob.peer._answering._serving.chunk = never  # type: ignore[method-assign,assignment]
+            cid = await stage.add("cid", has_learner=False)
+            await stage.wait(40.0)
+            assert has_all_of(cid, ann)
+            assert cid.asked[bob.id] > 0
+            assert not [task for task in stage.tasks if "fetch" in task.get_name() and not task.done()]
 
     act(story)
 

@@ -297,3 +297,16 @@ def test_malformed_payloads_change_nothing(peers: tuple[Peer, Peer]) -> None:
 def test_parameters_that_are_not_finite_are_not_contributed(peers: tuple[Peer, Peer]) -> None:
     with pytest.raises(ValueError, match="not finite"):
         peers[0].contribute(torch.full((ELEMENTS,), math.nan))
+
+
+def test_only_the_state_that_was_fetched_last_is_installed(peers: tuple[Peer, Peer]) -> None:
+    donor, mine = peers
+    chunk = torch.empty(2 * ELEMENTS)
+    head, listed = donor.state.copy(SHARD, chunk)
+    before = mine.state.theta.clone()
+    for staged, wanted in ((head, digest_of(b"another")), (None, head)):
+        if staged is not None:
+            mine.state.stage(SHARD, staged, torch.split(chunk, 2 * quantize.CHUNK), listed)
+        with pytest.raises(StaleBaseError, match="not at hand"):
+            mine.state.install(SHARD, wanted, NOTHING)
+    assert torch.equal(mine.state.theta, before)

@@ -123,7 +123,7 @@ def test_a_learner_that_the_user_must_repair_is_not_started_again(tmp_path: Path
             await stage.wait(60.0)
             assert len(ann.lives) == 1
             assert ann.ending is not None
-            assert ann.ending.status == MISUSED
+            assert ann.ending.status == MISUSED == 2, "as the learner's program ends"
 
     act(story)
 
@@ -159,6 +159,38 @@ def test_a_peer_whose_connection_ends_is_forgotten_and_said_to_be_lost(tmp_path:
             assert ann.machine.core.membership.live == ()
             assert bob.id not in ann.machine.core.membership.peers
             assert ann.events[-1] == ev.PeerDisconnected(bob.id, "cut")
+
+    act(story)
+
+
+def test_the_learner_saves_its_own_state_by_the_clock(tmp_path: Path) -> None:
+    """And is told where."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(checkpoint_s=60.0)
+            for saves in (1, 2):
+                await stage.wait(61.0)
+                await stage.rest(ann)
+                assert ann.learner.loop.saves == saves
+            given = dict(zip(ann.arguments[::2], ann.arguments[1::2], strict=True))
+            assert given["--inner-state"] == str(tmp_path / "ann" / "checkpoint" / "learner.safetensors")
+            assert given["--manifest"] == str(tmp_path / "ann" / "manifest.msgpack")
+            assert given["--incarnation"] == ann.peer.supervision.learner
+            assert given["--reattach-s"] == "60.0"
+
+    act(story)
+
+
+def test_a_learner_of_the_last_life_is_said_to_be_one(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            assert "learner-adopted" not in ann.metrics.events()
+            ann.is_learner_waiting = True
+            ann.learner.die()
+            await stage.wait(1.5)
+            assert ann.metrics.events().count("learner-adopted") == 1
 
     act(story)
 

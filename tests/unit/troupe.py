@@ -95,6 +95,7 @@ class StageHost:
     def start_learner(
         self, arguments: Sequence[str], *, heard: Any, ended: Any, reunion: str, manifest: Any, patience_s: float
     ) -> Learner:
+        self._member.arguments = list(arguments)
         return Learner(self._member, heard, ended)
 
     # -- other peers
@@ -136,6 +137,10 @@ class Member:
         self._stage = stage
         self.id = identity.peer_id
         self.lives: list[Learner] = []
+        self.arguments: list[str] = []
+        """Of the latest learner's program."""
+        self.is_learner_waiting = False
+        """The next learner is the last life's."""
         self.held: dict[Queue, list[Callable[[], None]]] = {}
         """Queues that stand still, with what waits in them; ``release`` lets them go on."""
         self.asked: Counter[PeerId] = Counter()
