@@ -35,7 +35,7 @@ class Bug(NamedTuple):
     old: str
     """What stands in the module, once."""
     new: str
-    """What stands there instead; of as many lines, so that what is told of places stays right."""
+    """What stands there instead."""
     harm: str
     """What it does to a run."""
     killed_by: tuple[str, ...] = ()

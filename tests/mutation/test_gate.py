@@ -40,9 +40,7 @@ def gate(*arguments: str, limit_s: float = 900.0) -> subprocess.CompletedProcess
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_every_planted_bug_fits_and_names_tests_that_are_there(bug: Bug) -> None:
-    changed = planted_source(bug, source_of(bug.module))
-    ast.parse(changed)
-    assert changed.count("\n") == source_of(bug.module).count("\n")
+    ast.parse(planted_source(bug, source_of(bug.module)))
     assert bug.killed_by
     for test in bug.killed_by:
         path, _, name = test.partition("::")
