@@ -103,6 +103,24 @@ def test_a_checkpoint_that_a_full_disk_refused_is_written_later(tmp_path: Path) 
     act(story)
 
 
+def test_a_copy_that_is_held_up_for_minutes_costs_one_checkpoint_and_not_all_that_follow(tmp_path: Path) -> None:
+    """The machine swaps, or a merge is very large."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(checkpoint_s=30.0)
+            await stage.wait(1.0)
+            await stage.train(ann, *[1.0] * 4)
+            ann.held["tensors"] = []
+            await stage.wait(200.0)
+            assert versions_in(tmp_path / "ann") == [0, 0]
+            await ann.release("tensors")
+            await stage.wait(100.0)
+            assert versions_in(tmp_path / "ann") == [1, 1]
+
+    act(story)
+
+
 def test_who_comes_back_from_a_checkpoint_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     """Parameters and momentum: the next versions are those that everybody else computes."""
 
