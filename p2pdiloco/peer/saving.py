@@ -125,7 +125,7 @@ class Saving:
             try:
                 found = await within(self._host, taken, COPY_S)
             except TimeoutError:
-                return None  # whatever holds the queue up: the next checkpoint is tried in its time
+                return None  # the next look tries again
             if found is not None:
                 return found
         return None
