@@ -226,7 +226,7 @@ class Connection:
             self._agenda.unread[self] = None
 
     def step(self) -> bool:
-        """Handle the next frame of what came. False: there is none."""
+        """Handle the next frame of what came. False: there is no other."""
         self.heard_at = self._agenda.now
         self.conversation.settle_offer()
         if self._is_deaf or self._reason is not None:
@@ -248,7 +248,8 @@ class Connection:
                 self._shared.scores.blame(self.peer, FRAMES, self._agenda.now)
             for connection in {self: None, self.primary: None}:
                 connection.break_off(f"broken frames: {error}")
-        return True
+        talk = self.conversation
+        return talk.inbox.has_more or talk.has_offer or bool(self._copied)
 
     def settle(self) -> None:
         """Something has ended or was queued: say goodbye if all is said, close if that is out."""

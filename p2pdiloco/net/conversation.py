@@ -281,6 +281,11 @@ class Conversation:
         else:
             self.questions.resolve(start.request, Response(body, payload))
 
+    @property
+    def has_offer(self) -> bool:
+        """``settle_offer`` is due, after the user has had its turn."""
+        return self._offer is not None
+
     def settle_offer(self) -> None:
         """What was offered and not accepted is refused."""
         if (offer := self._offer) is not None:

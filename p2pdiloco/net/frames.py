@@ -217,7 +217,7 @@ def decode_start(body: bytes) -> tuple[Start, bytes]:
     if len(body) < _START.size:
         raise FrameError("a START that is too short")
     code, request, size = _START.unpack_from(body)
-    if code >= IN_PARTS + len(Use):
+    if code >= IN_PARTS + len(_USES):
         raise FrameError(f"a stream for nothing that is known ({code})")
     if code < IN_PARTS:
         if size > PAYLOAD_LIMIT:

@@ -127,6 +127,11 @@ class Inbox:
         self._end += count
         return True
 
+    @property
+    def has_more(self) -> bool:
+        """Bytes are here that were not looked at."""
+        return self._position < self._end
+
     def next(self) -> Event | None:
         """The next event; None: all that came was looked at, read more.
 
@@ -138,8 +143,13 @@ class Inbox:
                 if self._end - self._position < HEADER.size:
                     self._keep_rest()
                     return None
-                self._begin(parse_header(self._staging, self._position))
+                header = parse_header(self._staging, self._position)
                 self._position += HEADER.size
+                if header.kind is not Kind.CHUNK and header.length <= self._end - self._position:
+                    if (event := self._whole(header)) is not None:
+                        return event
+                    continue
+                self._begin(header)
             assert self._header is not None
             if self._filled < self._header.length:
                 self._take_staged(self._header)
@@ -174,9 +184,18 @@ class Inbox:
         self._target = self._header = None
         self._position = self._end = self.demand_bytes = self.held_bytes = 0
 
+    def _whole(self, header: Header) -> Event | None:
+        """A frame all of which is staged."""
+        begin = self._position
+        self._position += header.length
+        return self._control(header, bytes(self._staging[begin : self._position]))
+
+    def _check_allowed(self, kind: Kind) -> None:
+        if kind not in self._allowed:
+            raise FrameError(f"a {kind.name} frame has no place here")
+
     def _begin(self, header: Header) -> None:
-        if header.kind not in self._allowed:
-            raise FrameError(f"a {header.kind.name} frame has no place here")
+        self._check_allowed(header.kind)
         self._header, self._filled = header, 0
         if header.kind is not Kind.CHUNK:
             self._target = memoryview(bytearray(header.length))
@@ -212,13 +231,16 @@ class Inbox:
         """The current frame is whole."""
         target = self._target
         self._header = self._target = None
+        if header.kind is not Kind.CHUNK:
+            return self._control(header, bytes(target or b""))
         self.control_bytes += HEADER.size
-        if header.kind is Kind.CHUNK:
-            self.bulk_bytes += header.length
-            self.demand_bytes -= header.length
-            return self._chunk(header.stream, header.length)
-        self.control_bytes += header.length
-        body = bytes(target or b"")
+        self.bulk_bytes += header.length
+        self.demand_bytes -= header.length
+        return self._chunk(header.stream, header.length)
+
+    def _control(self, header: Header, body: bytes) -> Event | None:
+        self._check_allowed(header.kind)
+        self.control_bytes += HEADER.size + header.length
         if header.kind is Kind.START:
             return self._start(header.stream, body)
         if header.kind is Kind.ABORT:

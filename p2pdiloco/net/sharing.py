@@ -91,7 +91,7 @@ class Sharing(Generic[Member]):
         able = [account for account in self._ready.values() if account.cap.is_ready(now)]
         if not able:
             return None
-        chosen = min(able, key=lambda account: account.served)
+        chosen = able[0] if len(able) == 1 else min(able, key=lambda account: account.served)
         self._level = chosen.served = max(self._level, chosen.served)
         most = min(slice_bytes(self._total.bytes_per_s), slice_bytes(chosen.cap.bytes_per_s))
         return next(iter(chosen.members)), most

@@ -48,6 +48,9 @@ class Links(Protocol):
     async def request(self, peer: PeerId, body: bytes, *, timeout_s: float, max_payload: int = 0) -> Response:
         """Ask; raises RequestError."""
 
+    def blame(self, peer: PeerId) -> None:
+        """``peer`` sent what cannot be read. Too much of that, and it is cut off for a while."""
+
 
 class Handle(Protocol):
     """Of a call that is due later."""

@@ -289,6 +289,7 @@ class Peer:
             message = decode_message(body)
         except ValueError as error:
             self.fault(peer, "message", str(error))
+            self.host.links.blame(peer)
             return None
         return self.driver.received(peer, message, payload)
 

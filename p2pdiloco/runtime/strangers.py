@@ -1,7 +1,8 @@
 """Dialling and accepting: from a socket to a channel whose other side is proved.
 
 Rules of this file:
-1. How many strangers there may be is the endpoint's business (net/endpoint.py); one log line for each that fails.
+1. How many strangers there may be is the endpoint's business (net/endpoint.py). One log line for each that fails, of at
+   most LINES_A_MINUTE; the next minute's first line tells how many had none.
 2. A dial that fails says why, in a sentence for people.
 """
 
@@ -25,11 +26,12 @@ log = logs.get("transport")
 
 ACCEPT_PAUSE_S = 0.2
 """After the machine ran out of file descriptors."""
+LINES_A_MINUTE = 20
 TRIED_ADDRESSES = 4
 """Of the addresses that a name resolves to."""
 
-NewChannel = Callable[[Role, socket.socket, Address, int, bytes], Channel]
-"""(our role, a connected socket, the other side's address, lane, bond) -> a channel that is not made yet."""
+NewChannel = Callable[[Role, str, Address, int, bytes], Channel]
+"""(our role, the other machine's numeric address, where we met it, lane, bond) -> a channel that is not made yet."""
 GiveUp = Callable[[Channel, str], None]
 """Nothing came of this channel."""
 
@@ -53,6 +55,9 @@ class Strangers:
         self._congestion = congestion
         self._close_s = close_s
         self._tasks = tasks
+        self._minute = float("-inf")
+        self._failures = 0
+        """In this minute."""
 
     async def dial(self, target: Address, lane: int = 0, bond: bytes = b"") -> PeerId:
         """Connect and prove each other; as a ``lane`` of the connection that ``bond`` names, or in its own right.
@@ -63,7 +68,7 @@ class Strangers:
             DialError: anything else.
         """
         raw = await connect(target, congestion=self._congestion)
-        channel = self._new_channel(Role.DIALLER, raw, target, lane, bond)
+        channel = self._new_channel(Role.DIALLER, _host_of(raw), target, lane, bond)
         try:
             return await self._prove(channel, raw)
         except MismatchError as error:
@@ -91,14 +96,24 @@ class Strangers:
                 raw.close()  # It has gone already.
                 continue
             sockets.tune(raw, congestion=self._congestion)
-            channel = self._new_channel(Role.LISTENER, raw, address, 0, b"")
+            channel = self._new_channel(Role.LISTENER, address.host, address, 0, b"")
             self._tasks.spawn(self._accept(channel, raw), name="accept one")
 
     async def _accept(self, channel: Channel, raw: socket.socket) -> None:
         try:
             await self._prove(channel, raw)
         except (OSError, HandshakeError) as error:
-            log.warning("dropped a stranger", address=str(channel.address), reason=_reason_of(error))
+            self._tell(channel, error)
+
+    def _tell(self, channel: Channel, error: Exception) -> None:
+        now, untold = asyncio.get_running_loop().time(), 0
+        if now - self._minute >= 60.0:
+            untold = max(0, self._failures - LINES_A_MINUTE)
+            self._minute, self._failures = now, 0
+        self._failures += 1
+        if self._failures <= LINES_A_MINUTE:
+            fields = {"address": str(channel.address), "reason": _reason_of(error)}
+            log.warning("dropped a stranger", **fields, **({"and_before": untold} if untold else {}))
 
     async def _prove(self, channel: Channel, raw: socket.socket) -> PeerId:
         """Encrypt ``raw``, and wait until the other side has proved itself. The endpoint has the deadline.
@@ -164,6 +179,13 @@ async def connect(address: Address, *, congestion: str) -> socket.socket:
         else:
             return connection
     raise DialError(sockets.explain(failure, address) if failure else f"{address.host} has no address") from failure
+
+
+def _host_of(raw: socket.socket) -> str:
+    try:
+        return str(raw.getpeername()[0])
+    except OSError:
+        return ""  # It has gone already, as the next step will say.
 
 
 def _reason_of(error: Exception) -> str:

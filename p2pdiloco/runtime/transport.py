@@ -14,7 +14,6 @@ import os
 import socket
 import ssl
 from collections.abc import Callable, Hashable
-from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self
 
@@ -46,10 +45,7 @@ __all__ = [
     "PeerRefused",
     "RequestError",
     "RequestRefused",
-    "Response",
-    "Traffic",
     "Transport",
-    "TransportHandler",
     "TransportLimits",
 ]
 
@@ -103,7 +99,6 @@ class Transport:
         self._asked: dict[ev.Question, asyncio.Future[Response]] = {}
         self._answering: dict[ev.Asking, asyncio.Task[None]] = {}
         self._congestion = congestion.Congestion(self._limits.congestion)
-        self._stack = AsyncExitStack()
         self._listener: socket.socket | None = None
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -118,7 +113,7 @@ class Transport:
         if self._listen is not None:
             self._listener = sockets.listen(self._listen)
         self._pump.start()
-        await self._stack.enter_async_context(self._tasks)
+        await self._tasks.__aenter__()
         if self._listener is not None:
             self._tasks.spawn(self._strangers.accept_all(self._listener), name="accept")
         return self
@@ -135,7 +130,7 @@ class Transport:
         for channel in list(self._channels.values()):
             self._endpoint.abort(channel.connection, LEAVING, self._pump.now())
         self._pump.turn()
-        await self._stack.aclose()
+        await self._tasks.__aexit__(kind, error, trace)
         self._pump.stop()
         if self._listener is not None:
             self._listener.close()
@@ -151,8 +146,7 @@ class Transport:
         """Multiaddrs with our peer id; for a wildcard one per address of this machine, loopback last."""
         if self._listener is None:
             return []
-        found = sockets.local_addresses(self._listener)
-        return [f"{address}/p2p/{self.peer_id}" for address in found]
+        return [f"{address}/p2p/{self.peer_id}" for address in sockets.local_addresses(self._listener)]
 
     def peers(self) -> list[PeerId]:
         """The peers that can be sent to."""
@@ -274,9 +268,10 @@ class Transport:
             channel.transport.abort()
             return
         try:
-            encryption = channel.transport.get_extra_info("ssl_object")
-            is_ours = channel.connection.role is Role.LISTENER
-            fingerprint = self._tls.fingerprint if is_ours else remote_fingerprint(encryption)
+            if channel.connection.role is Role.LISTENER:
+                fingerprint = self._tls.fingerprint
+            else:
+                fingerprint = remote_fingerprint(channel.transport.get_extra_info("ssl_object"))
         except ssl.SSLError as error:
             self._endpoint.abort(channel.connection, str(error), self._pump.now())
         else:
@@ -300,11 +295,9 @@ class Transport:
         self._endpoint.lost(channel.connection, reason, self._pump.now())
         self._pump.turn()
 
-    def _new_channel(self, role: Role, raw: socket.socket, address: Address, lane: int, bond: bytes) -> Channel:
-        host = raw.getpeername()[0]
-        connection = self._endpoint.begin(
-            role, self._pump.now(), host=host, expected=address.peer, lane=lane, bond=bond
-        )
+    def _new_channel(self, role: Role, host: str, address: Address, lane: int, bond: bytes) -> Channel:
+        now = self._pump.now()
+        connection = self._endpoint.begin(role, now, host=host, expected=address.peer, lane=lane, bond=bond)
         channel = self._channels[connection] = Channel(connection, address, self)
         self._pump.turn()
         return channel
@@ -360,14 +353,12 @@ class Transport:
                 self._channels[event.connection].tell(event)
 
     def _connected(self, channel: Channel) -> None:
-        connection, address = channel.connection, str(channel.address)
-        is_inbound = connection.role is Role.LISTENER
+        connection, peer, address = channel.connection, channel.connection.peer, str(channel.address)
+        inbound = connection.role is Role.LISTENER
         is_observer = connection.remote is not None and not connection.remote.run
         self._congestion.note(channel.path())
-        self._say(connection)(
-            "connected", peer=connection.peer, address=address, inbound=is_inbound, observer=is_observer
-        )
-        self._handler.connected(connection.peer, address, is_observer, is_inbound)
+        self._say(connection)("connected", peer=peer, address=address, inbound=inbound, observer=is_observer)
+        self._handler.connected(peer, address, is_observer, inbound)
 
     def _say(self, connection: Connection) -> Callable[..., None]:
         """Observers come and go by the dozen: what is about them is for debugging."""

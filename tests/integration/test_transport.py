@@ -19,6 +19,7 @@ from p2pdiloco.net.handshake import MAGIC, Hello
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import addresses
 from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.strangers import LINES_A_MINUTE
 from p2pdiloco.runtime.tls import TlsContexts
 from p2pdiloco.runtime.transport import (
     Answer,
@@ -422,5 +423,59 @@ def test_leaving_flushes_what_was_sent(run: Callable[[Main], None]) -> None:
                 assert ann.send(bob.peer_id, b"last words", bytes(8 * MIB))
             await until(lambda: heard_by_bob.losses)
             assert [len(payload or b"") for _, _, payload in heard_by_bob.messages] == [8 * MIB]
+
+    run(main())
+
+
+def test_idle_sockets_do_not_keep_a_newcomer_out(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        recorder = Recorder()
+        ann = Transport(
+            Identity.ephemeral(),
+            listen=LOOPBACK,
+            run="run",
+            version=1,
+            handler=recorder,
+            limits=TransportLimits(handshakes=8),
+        )
+        async with ann, peer() as (bob, _):
+            idle = [await asyncio.open_connection("127.0.0.1", port(ann)) for _ in range(8)]
+            await until(lambda: len(ann._channels) == 8)
+            assert await bob.dial(where(ann), 5.0) == ann.peer_id
+            assert await idle[0][0].read() == b"", "the oldest is closed"
+            assert len(ann._channels) == 8
+            for _, writer in idle:
+                writer.close()
+
+    run(main())
+
+
+def test_strangers_cannot_flood_the_log(run: Callable[[Main], None], caplog: Any) -> None:
+    async def main() -> None:
+        async with peer() as (ann, _):
+            for _ in range(2 * LINES_A_MINUTE):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port(ann))
+                writer.write(b"GET / HTTP/1.1\r\n\r\n")
+                await reader.read()
+                writer.close()
+            await until(lambda: not ann._channels)
+            assert sum("dropped a stranger" in record.message for record in caplog.records) == LINES_A_MINUTE
+
+    run(main())
+
+
+def test_a_peer_that_cannot_be_understood_is_cut_off_and_stays_out_for_a_while(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        async with peer() as (ann, heard_by_ann), peer() as (bob, heard_by_bob):
+            await bob.dial(where(ann), 5.0)
+            await until(lambda: ann.peers() == [bob.peer_id])
+            for _ in range(200):
+                ann.blame(bob.peer_id)
+            await until(lambda: heard_by_bob.losses and heard_by_ann.losses)
+            assert "cannot be read" in heard_by_bob.losses[0][1]
+            await bob.dial(where(ann), 5.0)
+            await until(lambda: len(heard_by_bob.losses) == 2)
+            assert "try again in a minute" in heard_by_bob.losses[1][1]
+            assert len(heard_by_ann.connections) == 1
 
     run(main())

@@ -348,6 +348,7 @@ def test_what_is_no_message_is_a_fault_and_a_payload_is_admitted_only_with_what_
             await stage.wait(3.0)
             ann.peer.message(bob.id, b"\x93 this is no message", None)
             assert ann.faults() == {"message": 1}
+            assert ann.blamed == {bob.id: 1}
             stage.catch = lambda sender, to, message: isinstance(message, msg.Contribution)
             await stage.train(bob, 1.0, 1.0)
             given = stage.caught[0].message

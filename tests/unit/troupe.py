@@ -100,6 +100,9 @@ class StageHost:
 
     # -- other peers
 
+    def blame(self, peer: PeerId) -> None:
+        self._member.blamed[peer] += 1
+
     def peers(self) -> list[PeerId]:
         return [b for a, b in self._stage.connections if a == self._member.id]
 
@@ -145,6 +148,8 @@ class Member:
         """Queues that stand still, with what waits in them; ``release`` lets them go on."""
         self.asked: Counter[PeerId] = Counter()
         """Questions of its own."""
+        self.blamed: Counter[PeerId] = Counter()
+        """For what could not be read."""
         self.queued: Counter[PeerId] = Counter()
         """Bytes that wait to be sent, as it sees them."""
         self.ending: Ending | None = None
