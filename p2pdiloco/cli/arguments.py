@@ -79,6 +79,8 @@ def _status(sub: argparse.ArgumentParser) -> None:
 
 def _simulate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--seeds", default="0-999", metavar="A-B", help="inclusive (default: %(default)s)")
+    sub.add_argument("--fresh", type=int, metavar="N", help="N seeds that nobody has run before, instead of --seeds")
+    sub.add_argument("--whole", action="store_true", help="simulate whole peers, not the protocol alone")
     from p2pdiloco.simulation.scenarios import STORIES
     from p2pdiloco.simulation.seeds import MIXED, SCENARIOS
 

@@ -1,17 +1,23 @@
 """``p2pdiloco simulate``: Drive the very protocol of real peers through a simulated world of faults, one world a seed.
 The last line is a JSON object; exit status 1 on a violation. With --mutants: plant each known bug and name the first
-seed that finds it; exit status 1 if one survives."""
+seed that finds it; exit status 1 if one survives. With --whole: whole peers, the real program but for clock, threads,
+sockets, disks and processes, slower by a hundred times."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from p2pdiloco.cli.complaints import FAILED, REPAIR, Complaint
+from p2pdiloco.peersim import report as whole
 from p2pdiloco.simulation.mutants import MUTANTS
+from p2pdiloco.simulation.planted import BUGS
 from p2pdiloco.simulation.report import find_mutants, simulate
 from p2pdiloco.simulation.scenarios import transcript
 
@@ -19,16 +25,22 @@ MUTANT_SEEDS = range(1000)
 """Those of the normal test run."""
 BATCH = 250
 """Seeds between two progress lines."""
+WHOLE_BATCH = 25
+"""The same, of whole peers, for each process."""
 
 
 async def run(arguments: argparse.Namespace) -> int:
     """Run and report."""
-    seeds = parse_seeds(arguments.seeds)
+    seeds = parse_seeds(arguments.seeds) if arguments.fresh is None else fresh_seeds(arguments.fresh)
     if arguments.jobs < 1:
         raise Complaint(f"--jobs {arguments.jobs} must be at least 1", REPAIR)
     if arguments.story:
         print(transcript(arguments.story), end="")
         return 0
+    if arguments.whole:
+        if arguments.mutants:
+            return _whole_mutants(seeds, arguments.jobs, is_json=arguments.json)
+        return _whole(seeds, arguments.jobs, is_json=arguments.json)
     if arguments.mutants:
         return _mutants(arguments.jobs, is_json=arguments.json)
     return _seeds(seeds, arguments.scenario, arguments.jobs, is_json=arguments.json)
@@ -44,6 +56,51 @@ def parse_seeds(text: str) -> range:
     if found is None or (found[2] is not None and int(found[2]) < int(found[1])):
         raise Complaint(f"--seeds {text}: give a range such as 0-999, or one number", REPAIR)
     return range(int(found[1]), int(found[2] or found[1]) + 1)
+
+
+def fresh_seeds(count: int) -> range:
+    """Seeds that nobody has run before; told, so that they can be run again.
+
+    Raises:
+        Complaint: ``count`` is less than 1.
+    """
+    if count < 1:
+        raise Complaint(f"--fresh {count} must be at least 1", REPAIR)
+    first = int.from_bytes(os.urandom(5), "big")
+    print(f"seeds {first}-{first + count - 1}", file=sys.stderr)
+    return range(first, first + count)
+
+
+def _whole(seeds: range, jobs: int, *, is_json: bool) -> int:
+    total = {"seeds": 0, "violations": 0, "commits": 0, "contributions": 0, "forks": 0, "lives": 0, "faults": 0}
+    began, most = time.perf_counter(), WHOLE_BATCH * jobs
+    for first in range(seeds.start, seeds.stop, most):
+        for outcome in whole.outcomes(range(first, min(first + most, seeds.stop)), jobs=jobs):
+            total["seeds"] += 1
+            for key in ("commits", "contributions", "forks", "lives", "faults"):
+                total[key] += getattr(outcome, key)
+            if outcome.violations:
+                total["violations"] += 1
+                repeat = f"p2pdiloco simulate --whole --seeds {outcome.seed}"
+                print(f"seed {outcome.seed}: {outcome.violations[0]}\n  repeat: {repeat}", file=sys.stderr)
+        if not is_json and len(seeds) > most:
+            print(f"{total['seeds']:>7,} seeds  {total['violations']} violations", flush=True)
+    print(json.dumps({**total, "seconds": round(time.perf_counter() - began, 1)}))
+    return FAILED if total["violations"] else 0
+
+
+def _whole_mutants(seeds: range, jobs: int, *, is_json: bool) -> int:
+    """Every planted bug outside the protocol, and the first of ``seeds`` that finds it."""
+    survivors = []
+    with ThreadPoolExecutor(jobs) as threads:
+        for found in threads.map(lambda bug: whole.find(bug.name, seeds), BUGS):
+            if found.seed is None:
+                survivors.append(found.name)
+            if not is_json:
+                first = "SURVIVED" if found.seed is None else f"seed {found.seed:>4}"
+                print(f"{found.name:<62} {first:<10} {found.sentence[:90]}", flush=True)
+    print(json.dumps({"mutants": len(BUGS), "survivors": survivors}))
+    return FAILED if survivors else 0
 
 
 def _batches(seeds: range) -> Iterator[range]:

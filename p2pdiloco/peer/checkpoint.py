@@ -84,7 +84,12 @@ def save(
 
     Raises:
         OSError: the disk is full or not writable; what is there stays.
+        ValueError: a shard is not what its owner signed: it could not be read back, and nothing is written.
     """
+    for piece, proof in zip(Layout.of(manifest).shards, shards, strict=True):
+        span = slice(piece.start, piece.stop)
+        if state_digest(theta[span], momentum[span]) != proven_digest(manifest, proof):
+            raise ValueError(f"shard {piece.shard} does not have the digest that its owner signed")
     sweep_halves(folder, disk)
     earlier = _numbers(disk, folder)
     number = earlier[0] + 1 if earlier else 1

@@ -26,6 +26,7 @@ from p2pdiloco.peer.global_state import (
     Moves,
     Payload,
     Shifts,
+    SpoiltStateError,
     StaleBaseError,
 )
 from p2pdiloco.peer.host import Handle, Host
@@ -232,7 +233,7 @@ class Driver:
             if error is None:
                 then(future.result())
             elif fail is not None and isinstance(
-                error, StaleBaseError | DigestMismatchError | ContributionError | ValueError
+                error, StaleBaseError | DigestMismatchError | SpoiltStateError | ContributionError | ValueError
             ):
                 fail(error)
             else:
@@ -249,9 +250,22 @@ class Driver:
             culprit = peer_of(error.learner) if isinstance(error, ContributionError) else None
             if culprit is not None:
                 self.around.fault(culprit, "contribution", str(error))
-            self.feed(ev.Failed(work, shard, culprit, str(error)))
+            is_spoilt = isinstance(error, SpoiltStateError)
+            if not (is_spoilt and work == "merge"):  # its contributions are as good as before
+                self.feed(ev.Failed(work, shard, culprit, str(error)))
+            if isinstance(error, SpoiltStateError):
+                self.spoilt(error)
 
         return fail
+
+    def spoilt(self, error: SpoiltStateError) -> None:
+        """Our own state is not what it should be: get it again, at the same head."""
+        self.around.fault(self.identity.peer_id, "memory", str(error))
+        self.feed(ev.Failed("state", error.shard, None, str(error)))
+        adopting = self.machine.adopting
+        if error.shard not in adopting.repairing and error.shard not in adopting.asked:
+            log.error("own state is spoilt and nobody else has it: the run goes on with it", shard=error.shard)
+            self.job(lambda: self.state.accept(error.shard), lambda _: None)
 
     def _encode(self, effect: ef.Encode) -> None:
         rung = self.codecs.choose("up", effect.shard)

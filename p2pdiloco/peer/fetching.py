@@ -6,7 +6,8 @@ lists the digests of the shard's chunks; the chunks themselves come from it and 
 Rules of this file:
 1. Nothing of what came is used before its digest is found in the list that the shard's owner signed. Each chunk is
    checked once, right after it came, on a thread; it stays where it was received until it is installed.
-2. Who sends a chunk that is not what was listed is counted, and asked for no state any more in this peer's life.
+2. Who sends a chunk that is not what was listed is counted, and not asked for a while, which doubles: it may be its
+   memory, which it will mend. If another donor sends that chunk as it was listed, it is asked no more in this life.
 3. A donor that goes away or is silent costs what was asked from it. A shard fails when nobody is left who has it, and
    the machine decides what then.
 4. A newcomer's donors are never idle for want of questions: shards that the machine will ask for next are begun before
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from p2pdiloco.peer.arrivals import Arrivals
 from p2pdiloco.peer.chunk_plan import Ask, ChunkPlan
+from p2pdiloco.peer.distrust import Distrust
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.offers import checked_offer, chunk_sizes, is_listed
 from p2pdiloco.protocol import events as ev
@@ -85,7 +87,7 @@ class Fetching:
         """Begun before the machine asked."""
         self._asking: dict[Ask, asyncio.Task[None]] = {}
         self._looking: asyncio.Task[None] | None = None
-        self._liars: set[PeerId] = set()
+        self._distrust = Distrust(driver.host.now)
         self._seen: set[PeerId] = set()
         """Who was live when it was looked last."""
 
@@ -130,7 +132,7 @@ class Fetching:
         for shard in self._missing():
             if room <= 0 or len(self._ahead) >= AHEAD_MOST:
                 return
-            donors = sorted(p for p, heads in adopting.offers.items() if shard in heads and p not in self._liars)
+            donors = sorted(p for p, heads in adopting.offers.items() if shard in heads and not self._distrust.of(p))
             if donors:
                 room -= 8 * self._layout.shards[shard].elements
                 future = self._ahead[shard] = asyncio.get_running_loop().create_future()
@@ -162,13 +164,13 @@ class Fetching:
             RequestError: no answer, or from somebody who is not asked any more.
             ValueError: it does not prove what it offers.
         """
-        if peer in self._liars:
+        if self._distrust.of(peer):
             raise RequestError("it has sent a wrong state before")
         response = await self._host.links.request(peer, encode(GetState(shard)), timeout_s=PATIENCE_S)
         try:
             return checked_offer(self._manifest, self._layout, shard, response.body)
         except ValueError as error:
-            self._distrust(peer, str(error))
+            self._was_wrong(peer, str(error))
             raise
 
     async def _download(self, shard: ShardId, peer: PeerId, offer: StateOffer) -> Sequence[Tensor]:
@@ -206,7 +208,7 @@ class Fetching:
         able = []
         for peer in membership.live:
             beat = membership.peers[peer].beat
-            if beat is not None and beat.phase != "joining" and peer not in self._liars:
+            if beat is not None and beat.phase != "joining" and not self._distrust.of(peer):
                 able.append(peer)
         mine = self._driver.identity.peer_id
         for peer in sorted(able, key=lambda peer: digest_of(f"{mine}/{peer}".encode()))[:DONORS_MOST]:
@@ -245,7 +247,7 @@ class Fetching:
             self._cancel(self._plan.drop(ask.donor))
         except ValueError as error:
             download.last_error = str(error)
-            self._distrust(ask.donor, str(error))
+            self._was_wrong(ask.donor, str(error), (download.head, chunk))
         finally:
             if self._asking.pop(ask, None) is not None:
                 self._ask_more()
@@ -259,14 +261,15 @@ class Fetching:
         if download.chunks[chunk] is not None or download.done.done():
             return
         download.chunks[chunk] = torch.frombuffer(data, dtype=torch.float32)
+        self._distrust.right((download.head, chunk))
         download.missing -= 1
         self._arrivals.chunk(len(data))
         if not download.missing:
             download.done.set_result(None)
 
-    def _distrust(self, peer: PeerId, reason: str) -> None:
+    def _was_wrong(self, peer: PeerId, reason: str, chunk: tuple[Digest, int] | None = None) -> None:
         """It lies, or its memory does."""
-        self._liars.add(peer)
+        self._distrust.wrong(peer, chunk)
         self._cancel(self._plan.drop(peer))
         self._fault(peer, "state", reason)
 

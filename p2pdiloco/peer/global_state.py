@@ -44,6 +44,16 @@ class DigestMismatchError(Exception):
     """A commit or a fetched state does not give the digest it promises."""
 
 
+class SpoiltStateError(Exception):
+    """This peer's own state is not what its head stands for: bad memory, or a defect."""
+
+    def __init__(self, shard: ShardId, chunk: int) -> None:
+        super().__init__(
+            f"chunk {chunk} of shard {shard} is not what its owner signed: this machine's memory altered it"
+        )
+        self.shard = shard
+
+
 class ContributionError(Exception):
     """A contribution's payload cannot be used."""
 
@@ -162,6 +172,10 @@ class GlobalState:
         self._in_queue = [Kind.NONE] * len(layout.shards)
         self._has_snapshot = [False] * len(layout.shards)
         """The shard's part of the snapshot buffer holds what the learner has trained, brought up to date."""
+        self._verified: list[set[int]] = [set() for _ in layout.shards]
+        """Chunks that had the digests of their shard's present head when they were looked at."""
+        self._spoilt: set[ShardId] = set()
+        """Shards with a chunk that has not; nothing is given, merged or handed on from them."""
         self._staged: dict[ShardId, _Staged] = {}
         self._prepared: dict[ShardId, _Prepared] = {}
         self._own: dict[ShardId, _Own] = {}
@@ -184,16 +198,50 @@ class GlobalState:
         self.heads[shard] = head
         self.digests[shard] = digests.digest_list(theta, momentum)
 
+    def verify(self, shard: ShardId, chunk: int) -> None:
+        """See whether one chunk still has the digest that the owner of the shard's head signed.
+
+        Raises:
+            SpoiltStateError: it has not; the shard is of no use until its state was installed anew.
+        """
+        if self.heads[shard] is None or shard in self._spoilt:
+            return
+        span = self._chunks(shard)[chunk]
+        if not digests.is_chunk(self.digests[shard], chunk, self.theta[span], self.momentum[span]):
+            self._spoilt.add(shard)
+            raise SpoiltStateError(shard, chunk)
+        self._verified[shard].add(chunk)
+
+    def unverified(self, shard: ShardId) -> list[int]:
+        """Chunks that nobody has looked at since the shard has its head."""
+        if self.heads[shard] is None or shard in self._spoilt:
+            return []
+        return [chunk for chunk in range(len(self._chunks(shard))) if chunk not in self._verified[shard]]
+
+    def look_again(self) -> None:
+        """What was verified may have changed since."""
+        for verified in self._verified:
+            verified.clear()
+
+    def accept(self, shard: ShardId) -> None:
+        """Take the shard's state as it is: nobody else has it."""
+        self._spoilt.discard(shard)
+        self.digests[shard] = digests.digest_list(self._range(self.theta, shard), self._range(self.momentum, shard))
+
     def copy(self, shard: ShardId, out: Tensor, chunks: range | None = None) -> tuple[Digest, bytes]:
         """Put the shard's state into ``out`` as it travels: chunk by chunk, parameters, then momentum, float32 [2 * n]
         (only ``chunks``, by default all); returns its head and the list of its digests.
 
         Raises:
             StaleBaseError: the shard has no state yet.
+            SpoiltStateError: it is not what its head stands for.
         """
         head = self.heads[shard]
-        if head is None:
-            raise StaleBaseError(f"shard {shard} is not here yet")
+        if head is None or shard in self._spoilt:
+            raise StaleBaseError(f"shard {shard} is not here{'' if head is None else ' as it should be'}")
+        for chunk in self.unverified(shard):
+            if chunks is None or chunk in chunks:
+                self.verify(shard, chunk)
         spans, at = self._chunks(shard), 0
         for span in spans if chunks is None else spans[chunks.start : chunks.stop]:
             for vector in (self.theta[span], self.momentum[span]):
@@ -214,6 +262,8 @@ class GlobalState:
         staged = self._staged.pop(shard, None)
         if staged is None or staged.head != head:
             raise StaleBaseError(f"the state of shard {shard} at {head[:8]} is not at hand any more")
+        if head == self.heads[shard]:
+            return self._repair(shard, staged)
         return self._replace(shard, staged, moves)
 
     def apply(self, header: CommitHeader, head: Digest, payload: Payload, listed: bytes, moves: Moves) -> Shifts:
@@ -225,7 +275,7 @@ class GlobalState:
             DigestMismatchError: the result is not what the owner signed, or the payload is malformed.
         """
         shard, parent = header.shard, header.parent
-        if self.heads[shard] != parent:
+        if self.heads[shard] != parent or shard in self._spoilt:
             raise StaleBaseError(f"shard {shard} is not at {parent[:8]}")
         prepared = self._prepared.pop(shard, None)
         if prepared is not None and prepared.base == parent and prepared.payload == header.payload:
@@ -235,10 +285,16 @@ class GlobalState:
         handover = self._handover(shard, moves)
         for body, span in zip(bodies, self._chunks(shard), strict=True):
             self._step(body, span, handover)
+        self._is_at(shard, head, listed)
+        return handover.shifts
+
+    def _is_at(self, shard: ShardId, head: Digest, listed: bytes) -> None:
+        """The shard has another head."""
         self.heads[shard] = head
         self.digests[shard] = listed
+        self._verified[shard].clear()
+        self._spoilt.discard(shard)
         self._own.pop(shard, None)
-        return handover.shifts
 
     def _checked(self, header: CommitHeader, head: Digest, payload: Payload, listed: bytes) -> Sequence[Body]:
         """The bodies of a commit's payload; all can be decoded, and the sample of its version gives what is listed."""
@@ -252,6 +308,7 @@ class GlobalState:
         for index in digests.sample(self.layout.shards[shard].elements, header.version):
             theta, momentum = self._next_chunk(bodies[index], spans[index])
             if not digests.is_chunk(listed, index, theta, momentum):
+                self.verify(shard, index)  # it may be ours that is wrong
                 raise DigestMismatchError(f"commit {head[:8]} of shard {shard} does not give chunk {index} as promised")
         return bodies
 
@@ -295,11 +352,27 @@ class GlobalState:
             current.copy_(new)
             self.momentum[span].copy_(momentum)
             self._hand_over(handover, span, change)
-        self.heads[shard] = state.head
-        self.digests[shard] = state.digests
-        self._own.pop(shard, None)
+        self._is_at(shard, state.head, state.digests)
         self._prepared.pop(shard, None)
         return handover.shifts
+
+    def _repair(self, shard: ShardId, state: _Staged) -> Shifts:
+        """The same head's state again. What was altered after it was verified the learner has not seen; anything else
+        may be in its parameters, too, and it takes the global ones."""
+        is_known = True
+        for number, (span, chunk) in enumerate(zip(self._chunks(shard), state.chunks, strict=True)):
+            theta, momentum = chunk.chunk(2)
+            is_same = torch.equal(theta, self.theta[span]) and torch.equal(momentum, self.momentum[span])
+            is_known = is_known and (is_same or number in self._verified[shard])
+        if not is_known and self.learner is not None:
+            return self._replace(shard, state, Moves(self.learner, (), (), is_reset=True))
+        for span, chunk in zip(self._chunks(shard), state.chunks, strict=True):
+            theta, momentum = chunk.chunk(2)
+            self.theta[span].copy_(theta)
+            self.momentum[span].copy_(momentum)
+        self._is_at(shard, state.head, state.digests)
+        self._prepared.pop(shard, None)
+        return Shifts((), ())
 
     # -- shifts --------------------------------------------------------------------------------------------------------
 
@@ -364,10 +437,13 @@ class GlobalState:
 
         Raises:
             StaleBaseError: the shard's head is not ``base``.
+            SpoiltStateError: this peer's own state is not what its head stands for.
             ContributionError: a payload is malformed or not finite; the others may be merged without it.
         """
-        if self.heads[shard] != base:
+        if self.heads[shard] != base or shard in self._spoilt:
             raise StaleBaseError(f"shard {shard} is not at {base[:8]}")
+        for chunk in range(len(self._chunks(shard))):
+            self.verify(shard, chunk)  # what is signed here the others believe
         piece: Shard = self.layout.shards[shard]
         gradients, weights = [], []
         for contributor, payload in given:
@@ -459,7 +535,7 @@ class GlobalState:
             StaleBaseError: the shard's head is not ``base``, or there is no snapshot.
             ValueError: the learner's parameters are not finite.
         """
-        if self.heads[shard] != base or not self._has_snapshot[shard]:
+        if self.heads[shard] != base or not self._has_snapshot[shard] or shard in self._spoilt:
             raise StaleBaseError(f"shard {shard} is not at {base[:8]}")
         gradients = (
             torch.sub(self.theta[span], self.snapshot[span], out=self._scratch.gradient[: span.stop - span.start])

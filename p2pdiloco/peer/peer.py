@@ -27,6 +27,7 @@ from p2pdiloco.peer.incoming import INCOMING
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.saving import Saving
+from p2pdiloco.peer.scrub import Scrub
 from p2pdiloco.peer.supervision import Supervision
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -73,6 +74,7 @@ def protocol_config(manifest: Manifest, options: PeerOptions, peer: PeerId) -> P
         min_quorum=config.schedule.min_quorum,
         grace_share=config.schedule.grace_share,
         total_steps=config.inner.steps,
+        expects_learner=not options.is_follower,
         blocks=manifest.blocks.number,
         max_step_tokens=most_step_tokens(config),
         block_tokens=max(1, manifest.blocks.samples * config.model.context),
@@ -184,6 +186,7 @@ class Peer:
     async def live(self) -> Ending:
         """Take part, after ``begin``, until something ends it."""
         self.host.spawn(self._saving.keep_saving(self.options.checkpoint_s), name="checkpoints")
+        self.host.spawn(Scrub(self.driver).keep(), name="scrub")
         async with AsyncExitStack() as lives:
             if not self.options.is_follower:
                 self.host.spawn(self.supervision.live(lives), name="learner")

@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from p2pdiloco.peer.driver import Driver
+from p2pdiloco.peer.global_state import SpoiltStateError
 from p2pdiloco.peer.host import within
 from p2pdiloco.peer.offers import CHUNK_BYTES, chunk_sizes
 from p2pdiloco.protocol.identifiers import Digest, ShardId
@@ -154,6 +155,8 @@ class Serving:
                 copied.set_result(then(*result))
 
         def refuse(error: Exception) -> None:
+            if isinstance(error, SpoiltStateError):
+                self._driver.spoilt(error)
             if not copied.done():
                 copied.set_exception(RequestRefused(str(error)))
 

@@ -47,6 +47,8 @@ class Adopting:
         """What each shard's next state will be, once the work is done."""
         self.waiting: dict[ShardId, dict[Digest, CommitHeader]] = {}
         """Commits that came before their parent, by parent."""
+        self.repairing: set[ShardId] = set()
+        """Shards whose state here is not what their head stands for (see ``repair.py``)."""
         self.staged: dict[ShardId, ShardState] = {}
         """A fetched state that came while something else was being applied."""
         self.asked: dict[ShardId, PeerId] = {}
@@ -132,6 +134,11 @@ class Adopting:
         _, target = entry
         chain = core.chains[shard]
         old = chain.head
+        self.repairing.discard(shard)
+        if old is not None and old.id == head_id:
+            self.merging.reopen(shard)  # it was repaired: nothing else has changed
+            self._next(shard)
+            return
         if isinstance(target, CommitHeader):
             chain.advance(target, head_id)
         else:
@@ -171,9 +178,9 @@ class Adopting:
         """A commit did not give its digest, or a state did not fit: get the shard's state from somebody else."""
         entry = self.applying.pop(shard, None)
         self.core.note("warning", "repair", f"shard {shard}: {reason}; its state is fetched from a peer")
-        donors = [p for p in self.core.membership.live if self._is_donor(p)]
+        donors = [p for p in self.core.membership.live if self.is_donor(p)]
         if entry is not None and donors:
-            self._fetch(shard, donors[len(self.asked) % len(donors)])
+            self.fetch(shard, donors[len(self.asked) % len(donors)])
         self.fetch_missing()
         if self.core.is_current:
             self.merging.reopen(shard)
@@ -221,13 +228,14 @@ class Adopting:
         """The donor's log does not hold our head."""
         head = self.core.chains[advice.shard].head
         if self.asked.get(advice.shard) == peer and head is not None and is_heavier(advice.head, head):
-            self._fetch(advice.shard, peer)
+            self.fetch(advice.shard, peer)
 
     def _ask(self, shard: ShardId, peer: PeerId) -> None:
         self.asked[shard] = peer
         self.core.alarms.set(("asked", shard), self.core.now + self.core.config.request_s)
 
-    def _fetch(self, shard: ShardId, peer: PeerId) -> None:
+    def fetch(self, shard: ShardId, peer: PeerId) -> None:
+        """Download the shard's state, beginning at ``peer``."""
         self._ask(shard, peer)
         self.core.alarms.cancel(("asked", shard))  # a fetch ends by itself, in Fetched or Failed
         self.core.effects.append(Fetch(shard, peer))
@@ -263,14 +271,15 @@ class Adopting:
         """Replace the shard's state by a heavier one."""
         core, shard = self.core, state.head.shard
         head = core.chains[shard].head
-        if head is not None and not is_heavier(state.head, head):
+        is_repair = head is not None and shard in self.repairing and state.head.id == head.id
+        if head is not None and not is_heavier(state.head, head) and not is_repair:
             core.note("debug", "fetch", f"shard {shard}: fetched version {state.head.version} is not heavier, dropped")
             return
         learner = core.learner
         walk: Walk | None = STAY
         if learner is not None and not core.config.is_overwrite:
             walk = self.carry.walk(shard, self.carry.mark_in(learner, state).tokens)
-        if head is not None:
+        if head is not None and not is_repair:
             core.note("info", "fork", f"shard {shard}: {head.tokens} tokens give way to {state.head.tokens}")
         self.applying[shard] = (state.head.id, state)
         self.merging.close(shard)
@@ -320,7 +329,7 @@ class Adopting:
             if chain.head is None and shard not in self.asked and shard not in self.applying:
                 donors = sorted(p for p, heads in self.offers.items() if shard in heads)
                 if donors:
-                    self._fetch(shard, donors[shard % len(donors)])
+                    self.fetch(shard, donors[shard % len(donors)])
 
     def become_current(self) -> None:
         """Once every shard has a state."""
@@ -335,7 +344,7 @@ class Adopting:
 
     def look_for_donors(self, peers: tuple[PeerId, ...]) -> None:
         """Ask ``peers`` for their heads."""
-        self.core.send(tuple(p for p in peers if self._is_donor(p)), HeadsRequest())
+        self.core.send(tuple(p for p in peers if self.is_donor(p)), HeadsRequest())
 
     def seek(self) -> None:
         """While joining, now and then: ask one live peer after the other, since offers come late or were none."""
@@ -344,7 +353,7 @@ class Adopting:
             self.fetch_missing()
             self.look_for_donors((live[self.core.membership.sequence % len(live)],))
 
-    def _is_donor(self, peer: PeerId) -> bool:
+    def is_donor(self, peer: PeerId) -> bool:
         view = self.core.membership.peers.get(peer)
         return view is not None and view.beat is not None and view.beat.phase != "joining"
 

@@ -39,6 +39,8 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """gamma."""
     total_steps: int
     """Global step at which the run is complete."""
+    expects_learner: bool = False
+    """A learner belongs to this peer, sooner or later; else it only follows."""
     blocks: int = 0
     """Of data in an epoch; 0: learners draw their data by themselves."""
     max_step_tokens: int = STEP_TOKENS

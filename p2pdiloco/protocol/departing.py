@@ -5,7 +5,8 @@ Rules of this file:
    of it is merged or the deadline has passed.
 2. When the run is complete a peer does the same, and then stays until every live peer is at that point with the same
    heads, so that nobody is left without the last commits.
-3. Who is alone because others were lost without a word may be the one behind a cut: what it merged there is lost if it
+3. At the run's end a peer waits for its learner, whose last life may hold progress.
+4. Who is alone because others were lost without a word may be the one behind a cut: what it merged there is lost if it
    goes and the others' fork wins. It waits for them until its deadline.
 """
 
@@ -70,6 +71,8 @@ class Departing:
             return
         if core.learner is not None and not core.learner.is_paused:
             return
+        if core.learner is None and core.departure == "finished" and core.config.expects_learner:
+            return  # it may have trained on while this node was gone
         if core.unmerged_tokens():
             self._flush()
         elif not self._is_deserted() and (core.departure == "leaving" or self._others_are_done()):

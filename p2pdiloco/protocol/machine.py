@@ -29,6 +29,7 @@ from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.invariants import check_chains, check_work
 from p2pdiloco.protocol.membership import PeerView
 from p2pdiloco.protocol.merging import Merging
+from p2pdiloco.protocol.repair import Repair
 from p2pdiloco.protocol.status import Status, status_of
 from p2pdiloco.protocol.workload import Workload
 
@@ -49,6 +50,7 @@ class Machine:
         self.workload = Workload(self.core)
         self.contributing = Contributing(self.core, self.merging, self.workload)
         self.adopting = Adopting(self.core, self.merging, self.contributing)
+        self.repair = Repair(self.core, self.adopting, self.merging)
         self.departing = Departing(self.core, self.contributing)
         self.evaluation: msg.Evaluation | None = None
         self.weight_averaged = 0
@@ -149,6 +151,8 @@ class Machine:
                 self.contributing.encode_failed(event.shard, event.reason)
             case "merge":
                 self.merging.merge_failed(event.shard, event.peer, event.reason)
+            case "state":
+                self.repair.begin(event.shard, event.reason)
             case "apply" | "install":
                 self.adopting.apply_failed(event.shard, event.reason)
             case "fetch":
@@ -314,6 +318,7 @@ class Machine:
         self._greet(membership.peers.values())
         self._refresh("silent")
         self.workload.take()
+        self.repair.go_on()
         if not core.is_current:
             self.adopting.seek()
             return

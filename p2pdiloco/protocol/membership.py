@@ -295,8 +295,9 @@ class Membership:
 
     def is_any_departing(self, peers: frozenset[PeerId]) -> bool:
         """Whether one of these live peers is on its way out."""
-        for peer in peers:
-            view = self.peers.get(peer)
-            if view is not None and view.beat is not None and view.beat.phase in ("leaving", "finished"):
-                return True
-        return False
+        return any(map(self.is_departing, peers))
+
+    def is_departing(self, peer: PeerId) -> bool:
+        """Whether this live peer is on its way out."""
+        view = self.peers.get(peer)
+        return view is not None and view.beat is not None and view.beat.phase in ("leaving", "finished")

@@ -179,7 +179,7 @@ class Merging:
         if collection.is_closed or shard in self.jobs or not collection.given or collection.opened_at is None:
             return
         head = core.head(shard)
-        if collection.quorum_at is None and len(collection.given) >= self.quorum():
+        if collection.quorum_at is None and len(collection.given) >= self.quorum(collection):
             collection.quorum_at = core.now
         decision = decide(self._view(shard, collection))
         if not decision.is_close:
@@ -231,17 +231,23 @@ class Merging:
             quorum_at=collection.quorum_at,
             given=len(collection.given),
             missing=len(absent) + is_waiting_for_me,
-            min_quorum=self.quorum(),
+            min_quorum=self.quorum(collection),
             rank=rank,
             takeover_s=takeover_s,
             grace_s=grace_s,
         )
 
-    def quorum(self) -> int:
-        """K, or all who participate if they are fewer: with one live learner versions advance."""
-        membership = self.core.membership
-        participants = len(membership.participating) + self.core.is_participating()
-        return max(1, min(self.core.config.min_quorum, participants))
+    def quorum(self, collection: Collection) -> int:
+        """K, or all who can give if they are fewer: with one live learner versions advance, and at the run's end two
+        learners of which each has progress left for another shard do not wait for each other."""
+        core = self.core
+        givers = {peer_of(learner) for learner in collection.given}
+        empty = collection.answered - givers
+        able = {
+            peer for peer in core.membership.participating if not (peer in empty and core.membership.is_departing(peer))
+        }
+        is_able = core.is_participating() and not (core.config.peer in empty and bool(core.departure))
+        return max(1, min(core.config.min_quorum, len(able) + is_able))
 
     # -- commit --------------------------------------------------------------------------------------------------------
 

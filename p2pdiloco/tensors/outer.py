@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from p2pdiloco.tensors import kernels, quantize
+from p2pdiloco.tensors.recipes import CHUNK
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _NOTHING = quantize.Packed(np.empty(0, np.int8), np.empty(0, np.float32), 0)
 _NOWHERE = np.empty(0, np.float32)
-_CHUNK = 1 << 18
 
 
 def outer_step(
@@ -52,11 +52,11 @@ def outer_step_by_torch(
     theta: Tensor, momentum: Tensor, gradient: Tensor, learning_rate: float, momentum_factor: float
 ) -> None:
     """The reference for ``kernels.outer_step``."""
-    scratch = torch.empty(min(_CHUNK, theta.numel()))
-    for start in range(0, theta.numel(), _CHUNK):
-        t = theta[start : start + _CHUNK]
-        m = momentum[start : start + _CHUNK]
-        delta = gradient[start : start + _CHUNK]
+    scratch = torch.empty(min(CHUNK, theta.numel()))
+    for start in range(0, theta.numel(), CHUNK):
+        t = theta[start : start + CHUNK]
+        m = momentum[start : start + CHUNK]
+        delta = gradient[start : start + CHUNK]
         m.mul_(momentum_factor)
         m.add_(delta)
         step = torch.mul(m, momentum_factor, out=scratch[: t.numel()])

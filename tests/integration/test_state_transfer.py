@@ -154,8 +154,9 @@ def test_a_donor_that_dies_in_the_middle_costs_what_it_was_sending(tmp_path: Pat
         await meet(newcomer, [donor, *donors])
         await until(lambda: donor.transport.traffic().sent_bulk > 2_000_000, WAIT_S)
         assert not newcomer.peer.machine.core.is_current
-        for connection in list(donor.transport._all):
-            connection.abort("killed")
+        for channel in list(donor.transport._channels.values()):
+            assert channel.transport is not None
+            channel.transport.abort()
         await dying.__aexit__(None, None, None)
         await is_current(newcomer)
         assert has_all(newcomer)

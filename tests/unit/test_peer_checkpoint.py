@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from p2pdiloco.peer import checkpoint
@@ -44,7 +45,7 @@ def write(folder: Path, versions: tuple[int, int], manifest: Manifest | None = N
     proofs = []
     for piece, version in zip(Layout.of(manifest).shards, versions, strict=True):
         theta[piece.start : piece.stop] = float(version)
-        momentum[piece.start : piece.stop] = -float(version)
+        momentum[piece.start : piece.stop] = 0.0 - version
         result = state_digest(theta[piece.start : piece.stop], momentum[piece.start : piece.stop])
         proofs.append(proof_of(manifest, piece.shard, version, result))
     save(folder, manifest, tuple(proofs), theta, momentum, keep=keep)
@@ -112,11 +113,23 @@ def test_when_all_are_torn_it_says_why(tmp_path: Path) -> None:
 
 def test_a_forged_state_is_not_taken(tmp_path: Path) -> None:
     manifest = make_manifest()
-    theta, momentum = torch.ones(2 * ELEMENTS), torch.zeros(2 * ELEMENTS)
-    proofs = tuple(proof_of(manifest, ShardId(s), 0, manifest.genesis[s]) for s in range(2))
-    save(tmp_path, manifest, proofs, theta, momentum, keep=1)
+    write(tmp_path, (0, 0), manifest)
+    forged = {"theta": torch.ones(2 * ELEMENTS), "momentum": torch.zeros(2 * ELEMENTS)}
+    safetensors.torch.save_file(forged, next(tmp_path.glob("*.safetensors")))
     with pytest.raises(CheckpointError, match="does not have the digest that its owner signed"):
         load(tmp_path)
+
+
+def test_a_spoilt_state_does_not_take_the_place_of_a_good_one(tmp_path: Path) -> None:
+    write(tmp_path, (1, 1))
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    manifest = make_manifest()
+    theta, momentum = torch.zeros(2 * ELEMENTS), torch.zeros(2 * ELEMENTS)
+    proofs = tuple(proof_of(manifest, ShardId(s), 0, manifest.genesis[s]) for s in range(2))
+    momentum.view(torch.int32)[-1] ^= 1 << 20
+    with pytest.raises(ValueError, match="shard 1 does not have the digest"):
+        save(tmp_path, manifest, proofs, theta, momentum, keep=1)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from p2pdiloco.peer.global_state import (
     MergeResult,
     Moves,
     Shifts,
+    SpoiltStateError,
     StaleBaseError,
 )
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, ShardId, digest_of
@@ -271,13 +272,62 @@ def test_a_difference_is_found_once_its_chunk_is_looked_at(peers: tuple[Peer, Pe
         before = other.state.theta.clone()
         try:
             other.apply(header, merged)
-        except DigestMismatchError:
+        except SpoiltStateError:
             refused.append(header.version)
             assert torch.equal(other.state.theta, before)
             break
         assert not torch.equal(other.state.theta, before)
     assert refused
     assert chunk in digests.sample(ELEMENTS, refused[0])
+    with pytest.raises(StaleBaseError):
+        other.contribute(bell(6))  # nothing is given from a spoilt state
+
+
+def test_a_commit_that_promises_another_result_is_the_owners_fault(peers: tuple[Peer, Peer]) -> None:
+    owner, other = peers
+    header, merged = owner.merge([owner.contribute(bell(5))])
+    looked_at = digests.sample(ELEMENTS, header.version)[0]
+    wrong = bytearray(merged.digests)
+    wrong[20 * looked_at] ^= 1
+    with pytest.raises(DigestMismatchError):
+        other.apply(header, merged._replace(digests=bytes(wrong)))
+
+
+def test_an_owner_does_not_sign_what_follows_from_a_spoilt_state(peers: tuple[Peer, Peer]) -> None:
+    owner, _ = peers
+    given = owner.contribute(bell(5))
+    owner.state.momentum[quantize.CHUNK + 3] += 1.0
+    with pytest.raises(SpoiltStateError, match="chunk 1 of shard 0"):
+        owner.merge([given])
+
+
+@pytest.mark.parametrize("was_verified", [True, False])
+def test_a_repair_moves_the_learner_only_if_it_may_have_seen_the_difference(
+    peers: tuple[Peer, Peer], was_verified: bool
+) -> None:
+    spoilt, donor = peers
+    shard, head = SHARD, spoilt.state.heads[SHARD]
+    assert head is not None
+    spoilt.state.load(ME)
+    spoilt.state.shifted((shard,))
+    if was_verified:
+        for chunk in spoilt.state.unverified(shard):
+            spoilt.state.verify(shard, chunk)
+    spoilt.state.theta[3] += 1.0
+    if not was_verified:
+        spoilt.state.look_again()
+    with pytest.raises(SpoiltStateError):
+        spoilt.state.verify(shard, 0)
+    with pytest.raises(StaleBaseError):
+        spoilt.state.copy(shard, torch.empty(2 * ELEMENTS))  # nobody is served from it
+    out = torch.empty(2 * ELEMENTS)
+    _, listed = donor.state.copy(shard, out)
+    sizes = [2 * min(quantize.CHUNK, ELEMENTS - start) for start in range(0, ELEMENTS, quantize.CHUNK)]
+    spoilt.state.stage(shard, head, out.split(sizes), listed)
+    shifts = spoilt.state.install(shard, head, Moves(ME, (), (), is_reset=False))
+    assert torch.equal(spoilt.state.theta, donor.state.theta)
+    assert shifts == (Shifts((), ()) if was_verified else Shifts((), (shard,)))
+    spoilt.state.verify(shard, 0)
 
 
 def test_malformed_payloads_change_nothing(peers: tuple[Peer, Peer]) -> None:

@@ -279,3 +279,44 @@ def test_after_a_commit_that_was_not_taken_the_contributions_are_still_there() -
     stage.work(stage.offer(C), ef.Merge)
     effects = stage.tell(ev.Failed("apply", SHARD, None, "no memory"))
     assert [m.base for m in only(effects, ef.Merge)] == [stage.head()]
+
+
+SPOILT = ev.Failed("state", SHARD, None, "a bit has flipped")
+
+
+def test_a_spoilt_state_is_fetched_again_at_its_head() -> None:
+    """A6a: the log stays, and the learner is not moved by it."""
+    stage = Stage(B)
+    stage.give()
+    stage.take(stage.commit(tokens(A, 0, 40)))
+    head, chain = stage.head(), stage.machine.core.chains[SHARD]
+    assert only(stage.tell(SPOILT), ef.Fetch) == [ef.Fetch(SHARD, B)]
+    effects = stage.tell(ev.Fetched(B, chain.state()))
+    assert [(i.state.head, i.settled, i.restored, i.is_reset) for i in only(effects, ef.Install)] == [
+        (head, (), (), False)
+    ]
+    stage.tell(ev.Applied(SHARD, head.id))
+    assert stage.head() == head
+    assert list(chain.log_ids) == [head.id], "who lags is still sent what follows"
+    assert not only(stage.tell(ev.Fetched(B, chain.state())), ef.Install), "once"
+
+
+def test_on_a_spoilt_state_nothing_is_merged_and_contributions_wait() -> None:
+    """A6b."""
+    stage = Stage(B, C, owners="abc", has_learner=False, grace_share=0.0)
+    stage.tell(SPOILT)
+    assert not only(stage.offer(C) + stage.wait(5.0), ef.Merge)
+    stage.tell(ev.Fetched(B, stage.machine.core.chains[SHARD].state()))
+    assert only(stage.tell(ev.Applied(SHARD, stage.head().id)) + stage.offer(C), ef.Merge)
+
+
+def test_a_repair_is_asked_for_until_it_comes_and_who_is_alone_goes_on() -> None:
+    """A6c."""
+    stage = Stage(B, C)
+    first = only(stage.tell(SPOILT), ef.Fetch)[0]
+    stage.tell(ev.Failed("fetch", SHARD, first.peer, "it has gone"))
+    assert only(stage.wait(3.0), ef.Fetch)
+
+    alone = Stage()
+    assert not only(alone.tell(SPOILT) + alone.wait(3.0), ef.Fetch)
+    assert not alone.machine.adopting.repairing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stage import SHARD, A, B, C, D, Stage, digest, life, notes, only, sent, tokens
+from stage import SHARD, STEP_S, A, B, C, D, Stage, digest, life, notes, only, sent, tokens
 
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -232,3 +232,13 @@ def test_when_the_run_is_complete_peers_stay_no_longer_than_finish_s() -> None:
     stage = finished()
     assert not only(stage.wait(stage.config.finish_s - 0.1), ef.Leave)
     assert only(stage.wait(0.2), ef.Leave)
+
+
+def test_a_peer_with_a_learner_waits_for_it_when_the_run_is_complete() -> None:
+    """C5c: its node died at the end of the run, and comes back past the run's last step, before its learner."""
+    stage = Stage(total_steps=4, expects_learner=True)
+    stage.tell(ev.Stepped(4, 40, STEP_S))
+    stage.tell(ev.LearnerStopped("killed"))
+    assert not only(stage.wait(2.0), ef.Leave), "its next life may hold progress"
+    stage.tell(ev.LearnerStarted(life(A, 2)))
+    assert only(stage.tell(ev.LearnerPaused(0, 0)), ef.Leave)

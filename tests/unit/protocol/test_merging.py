@@ -120,6 +120,17 @@ def test_the_quorum_is_all_participants_if_they_are_fewer_than_k() -> None:
     assert merged(stage.tell(ev.PeerDisconnected(D, "gone"))) == [(tokens(B, 0, 40),)]
 
 
+def test_who_is_on_its_way_out_and_has_nothing_for_a_shard_is_not_counted_for_its_quorum() -> None:
+    """M3c: b and c each hold progress for another shard at the run's end, and would wait for each other (K = 2)."""
+    stage = owner(B, C, min_quorum=2)
+    effects = stage.says(C, phase="finished", is_participating=True) + stage.offer(B)
+    assert merged(effects) == []
+    assert merged(stage.offer(C, 0, 0)) == [(tokens(B, 0, 40),)]
+
+    stage = owner(B, C, min_quorum=2)
+    assert merged(stage.offer(B) + stage.offer(C, 0, 0)) == [], "c trains on, and may give next time"
+
+
 def test_with_the_quorum_in_the_owner_merges_when_every_participant_has_answered() -> None:
     """M4a: at once; an answer without tokens is one."""
     stage = owner(B, C, grace_share=1.0, overlap=100)

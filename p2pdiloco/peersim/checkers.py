@@ -1,0 +1,283 @@
+"""What must hold of whole peers, judged from tensors, bytes and what learners did, by none of the program's counters.
+
+1. A head is a value: one head means the same parameters, momentum, marks and step, bit for bit, wherever it is; and
+   they are what its parent's and its payload give (an outer step of our own).
+2. A contribution holds, in its learner's lane and nowhere else, the steps of the range that it names.
+3. A commit's payload is the merge of the contributions that it names, which were given for its parent.
+4. A learner that lived to the run's end has every step of its in the model once, and nothing else of its own.
+5. Nothing ends by itself: no task fails, no peer ends but for a reason that a fault gave it.
+6. After the faults every peer comes to the run's end, with the same heads, and leaves no file over.
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from p2pdiloco.peer.global_state import Kind
+from p2pdiloco.peersim.knobs import CHUNK
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol.identifiers import Digest, LearnerId, PeerId, ShardId
+from p2pdiloco.protocol.messages import CommitHeader, Contribution
+from p2pdiloco.tensors import quantize
+from p2pdiloco.wire import compression
+
+if TYPE_CHECKING:
+    from p2pdiloco.peer.peer import Ending, Peer
+    from p2pdiloco.peersim.world import World
+
+Vector = NDArray[np.float32]
+CALM_S = 15.0
+"""After a fault, or a peer's coming: heads are equal by then."""
+TOGETHER_S = 1.0
+"""Between the ends of two peers that end together."""
+NEARLY = 2e-2
+"""Steps in a lane are whole numbers; bf16 and float32 sums may be off by little."""
+
+
+class Value(NamedTuple):
+    """What a head stands for."""
+
+    theta: Vector
+    momentum: Vector
+    marks: dict[LearnerId, int]
+    """Tokens, of all learners that were ever merged."""
+    step: int
+    version: int
+
+
+class Given(NamedTuple):
+    """A contribution as it left."""
+
+    base: Digest
+    vector: Vector
+    tokens: int
+    steps: int
+
+
+class Checks:
+    """What was seen so far, and what was wrong with it."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.violations: list[str] = []
+        self.values: dict[tuple[ShardId, Digest], Value] = {}
+        self.given: dict[tuple[ShardId, LearnerId, int, int, Digest], Given] = {}
+        self.commits = 0
+        self.contributions = 0
+        self.forks = 0
+        self._children: set[tuple[ShardId, Digest]] = set()
+        self.endings: dict[PeerId, Ending] = {}
+        self._together: list[tuple[PeerId, PeerId]] = []
+        """Who was live for whom when it ended, long after the last fault."""
+        self._ended_at: dict[PeerId, float] = {}
+        self.spoilt: set[PeerId] = set()
+        """Peers whose memory or disk was damaged."""
+        self.damaged: set[PeerId] = set()
+        """Of them, those whose disk was."""
+        config = world.manifest.config.outer
+        self._rate, self._factor = np.float32(config.learning_rate), np.float32(config.momentum)
+
+    def violated(self, number: int, sentence: str) -> None:
+        """Note a violation, and end the world."""
+        self.violations.append(f"{number}, at {self.world.now:.3f} s: {sentence}")
+        self.world.end()
+
+    def failed(self, sentence: str, error: BaseException) -> None:
+        """Something ended that should not have."""
+        where = traceback.extract_tb(error.__traceback__)[-1:]
+        at = "".join(f" ({frame.filename.rpartition('/')[2]}:{frame.lineno})" for frame in where)
+        self.violated(5, sentence + at)
+
+    # -- 1: a head is a value ------------------------------------------------------------------------------------------
+
+    def founded(self, peer: Peer) -> None:
+        """Version 0."""
+        for shard, chain in enumerate(peer.machine.core.chains):
+            assert chain.head is not None
+            theta, momentum = self._tensors(peer, ShardId(shard))
+            self.values[ShardId(shard), chain.head.id] = Value(theta.copy(), momentum.copy(), {}, 0, 0)
+
+    def observed(self, peer: Peer, event: ev.Event) -> None:
+        """An event was handled."""
+        if isinstance(event, ev.Applied):
+            self._applied(peer, event.shard, event.head)
+        elif isinstance(event, ev.Encoded):
+            self._encoded(peer, event)
+
+    def _tensors(self, peer: Peer, shard: ShardId) -> tuple[Vector, Vector]:
+        piece = self.world.layout.shards[shard]
+        span = slice(piece.start, piece.stop)
+        return peer.state.theta[span].numpy(), peer.state.momentum[span].numpy()
+
+    def _applied(self, peer: Peer, shard: ShardId, head: Digest) -> None:
+        chain = peer.machine.core.chains[shard]
+        if peer.state.heads[shard] != head or chain.head is None or chain.head.id != head:
+            return  # it has moved on
+        known = self.values.get((shard, head))
+        if known is None:
+            header = chain.log[-1] if chain.log and chain.log_ids[-1] == head else None
+            if header is None:
+                self.violated(1, f"{peer.config.peer[-6:]} is at {head[:8]} of shard {shard}, made by nobody")
+                return
+            known = self._committed(peer, shard, head, header)
+            if known is None:
+                return
+        theta, momentum = self._tensors(peer, shard)
+        who = f"{peer.config.peer[-6:]} at version {known.version} ({head[:8]}) of shard {shard}"
+        if not (np.array_equal(theta, known.theta) and np.array_equal(momentum, known.momentum)):
+            if peer.config.peer not in self.spoilt:
+                self.violated(1, f"{who} has other parameters or momentum than this head stands for")
+            return
+        marks = {learner: mark.tokens for learner, mark in chain.marks.items()}
+        if any(known.marks.get(learner) != tokens for learner, tokens in marks.items()):
+            self.violated(1, f"{who} has other marks than its chain")
+        if chain.step != known.step:
+            self.violated(1, f"{who} is at step {chain.step}, its chain at {known.step}")
+
+    def _committed(self, peer: Peer, shard: ShardId, head: Digest, header: CommitHeader) -> Value | None:
+        """A commit that nobody has applied before."""
+        parent = self.values.get((shard, header.parent))
+        payload = peer.driver.payloads.get(header.payload)
+        if parent is None or payload is None:
+            self.violated(1, f"{peer.config.peer[-6:]} commits {head[:8]} of shard {shard} on nothing")
+            return None
+        self.commits += 1
+        self.forks += (shard, header.parent) in self._children
+        self._children.add((shard, header.parent))
+        change = self.decoded(shard, payload)
+        self._is_merged(shard, header, change)
+        momentum = parent.momentum * self._factor + change
+        theta = parent.theta - self._rate * (change + self._factor * momentum)
+        marks = dict(parent.marks)
+        for c in header.contributors:
+            if c.tokens_from < marks.get(c.learner, 0):
+                self.violated(3, f"commit {head[:8]} of shard {shard} merges tokens of {c.learner[-12:]} again")
+            marks[c.learner] = c.tokens_to
+        actual_theta, actual_momentum = self._tensors(peer, shard)
+        if not np.allclose(theta, actual_theta, atol=1e-4) or not np.allclose(momentum, actual_momentum, atol=1e-4):
+            if peer.config.peer in self.spoilt:
+                return None
+            self.violated(1, f"commit {head[:8]} of shard {shard} does not give what its payload says")
+        value = Value(actual_theta.copy(), actual_momentum.copy(), marks, header.step, header.version)
+        self.values[shard, head] = value
+        return value
+
+    def decoded(self, shard: ShardId, payload: bytes | memoryview) -> Vector:
+        """What a payload stands for, float32 [elements of the shard]."""
+        elements = self.world.layout.shards[shard].elements
+        out = torch.empty(elements)
+        bodies = compression.split(payload, quantize.chunk_count(elements), quantize.LARGEST_BODY)
+        for body, start in zip(bodies, range(0, elements, CHUNK), strict=True):
+            quantize.decode_chunk(body, out[start : start + CHUNK])
+        return out.numpy()
+
+    # -- 2: a contribution holds its steps -----------------------------------------------------------------------------
+
+    def _encoded(self, peer: Peer, event: ev.Encoded) -> None:
+        pending = peer.machine.contributing.pending.get(event.shard)
+        if pending is None or pending.contribution.payload != event.payload:
+            return
+        self.contributions += 1
+        contribution: Contribution = pending.contribution
+        c, shard = contribution.contributor, event.shard
+        vector = self.decoded(shard, peer.driver.payloads[event.payload])
+        key = (shard, c.learner, c.tokens_from, c.tokens_to, event.base)
+        self.given[key] = Given(event.base, vector, c.tokens, c.steps)
+        learner, truth = self.world.learners.get(c.learner), self.world.truths.get(c.learner)
+        if learner is None or truth is None or learner.is_poisoned or not self.world.is_exact:
+            return
+        lanes = vector.reshape(-1, CHUNK)
+        steps = truth.steps_in(shard, c.tokens_from, c.tokens_to)
+        found = lanes[:, learner.lane]
+        rest = np.abs(np.delete(lanes, learner.lane, axis=1)).max()
+        if peer.config.peer in self.spoilt:
+            return
+        if np.abs(found - steps).max() > NEARLY * max(1, steps) or rest > NEARLY * max(1, steps):
+            self.violated(
+                2,
+                f"the contribution of {c.learner[-12:]} to shard {shard} names tokens {c.tokens_from} to "
+                f"{c.tokens_to}, {steps} steps, and holds {found.min():.3f} to {found.max():.3f}, "
+                f"beside its lane {rest:.3f}",
+            )
+
+    # -- 3: a commit is the merge that it says -------------------------------------------------------------------------
+
+    def _is_merged(self, shard: ShardId, header: CommitHeader, change: Vector) -> None:
+        vectors, weights = [], []
+        for c in header.contributors:
+            given = self.given.get((shard, c.learner, c.tokens_from, c.tokens_to, header.parent))
+            if given is None:
+                what = f"a contribution of {c.learner[-12:]} that it never gave"
+                self.violated(3, f"commit {header.version} of shard {shard} names {what}")
+                return
+            vectors.append(given.vector.astype(np.float64))
+            weights.append(given.tokens * given.tokens / given.steps)
+        total = sum(weights)
+        if self.world.layout.shards[shard].merge == "rda":
+            norms = [float(np.linalg.norm(v)) for v in vectors]
+            mean = sum(w / total * v / n for w, v, n in zip(weights, vectors, norms, strict=True) if n)
+            length = float(np.linalg.norm(mean))
+            radius = sum(w / total * n for w, n in zip(weights, norms, strict=True))
+            expected = mean * (radius / length if length else 0.0)
+        else:
+            expected = sum(w / total * v for w, v in zip(weights, vectors, strict=True))
+        slack = (1e-2 if self.world.is_exact else 0.5) * float(np.abs(expected).max()) + 1e-4
+        if self.world.is_exact and float(np.abs(expected - change).max()) > slack:
+            self.violated(3, f"commit {header.version} of shard {shard} is not the merge of what it names")
+
+    # -- 4 and 6: the end ----------------------------------------------------------------------------------------------
+
+    def ended(self, peer: Peer, ending: Ending) -> None:
+        """A peer has ended by itself."""
+        name = peer.config.peer
+        self.endings[name] = ending
+        self._ended_at[name] = self.world.now
+        if self.world.now - self.world.harmed_at > CALM_S:
+            self._together += [(name, other) for other in peer.machine.core.membership.live]
+        if ending.status and not self.world.may_fail(name):
+            self.violated(5, f"{name[-6:]} ended with status {ending.status}: {ending.reason}")
+            return
+        learner = self.world.learners.get(peer.supervision.learner or LearnerId(""))
+        if ending.status or learner is None or name in self.spoilt or self.world.manifest.config.outer.adopt != "carry":
+            return
+        if any(kind is not Kind.NONE for kind in peer.state._in_queue):
+            return  # it left before its learner could take the last commits, which nobody needs any more
+        truth = self.world.truths[peer.supervision.learner]  # type: ignore[index]
+        trained = truth.tokens[-1] if truth.tokens else 0
+        delta = (learner.vector() - peer.state.theta).numpy()
+        for shard, piece in enumerate(self.world.layout.shards):
+            chain = peer.machine.core.chains[shard]
+            assert chain.head is not None
+            known = self.values.get((ShardId(shard), chain.head.id))
+            merged = 0 if known is None else known.marks.get(peer.supervision.learner or LearnerId(""), 0)
+            if merged != trained:
+                self.violated(4, f"{name[-6:]} ended in order with {merged} of {trained} tokens in shard {shard}")
+                return
+            left = float(np.abs(delta[piece.start : piece.stop]).max())
+            if self.world.is_exact and trained and learner.has_ended and left > NEARLY * max(1, len(truth.tokens)):
+                self.violated(4, f"{name[-6:]} ended in order, its learner differs by {left:.3f} in shard {shard}")
+                return
+
+    def finished(self) -> None:
+        """Everybody has ended."""
+        heads = {
+            name: self.world.last_heads[name]
+            for name, ending in self.endings.items()
+            if ending.status == 0 and name not in self.spoilt
+        }
+        for one, other in self._together:
+            is_one_end = other in self._ended_at and self._ended_at[other] - self._ended_at[one] < TOGETHER_S
+            if is_one_end and one in heads and other in heads and heads[one] != heads[other]:
+                self.violated(6, f"{one[-6:]} and {other[-6:]} ended together, in order, with different models")
+                return
+        for name, disk in self.world.disks.items():
+            left = [path for path in disk.files if path.endswith(".part")]
+            index = {path.rpartition(".")[0] for path in disk.files if path.endswith(".json")}
+            left += [p for p in disk.files if p.endswith(".safetensors") and p.rpartition(".")[0] not in index]
+            if left and name in self.endings and not self.world.has_full_disk(name):
+                self.violated(6, f"{name[-6:]} leaves {', '.join(left)}")

@@ -1,0 +1,149 @@
+"""A peer's disk: what it holds survives the peer's lives, and it fails as disks do.
+
+Rules of this file:
+1. What a process wrote is there for its next life, synced or not; a power cut leaves what was synced, and of the rest
+   anything: the old bytes, the new ones, a part of them.
+2. A rename survives a power cut for sure only when its folder was synced.
+3. Every operation may be the last of its process (``dies_in``), or fail (``failures``).
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable
+from pathlib import Path
+from random import Random
+
+from p2pdiloco.peer.disk import Buffer
+
+
+class ProcessDied(BaseException):
+    """The process ends inside an operation on its disk."""
+
+
+class SimulatedDisk:
+    """One peer's."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self.files: dict[str, bytes] = {}
+        self._durable: dict[str, bytes] = {}
+        self.dies_in: int | None = None
+        """Operations until the process dies in one."""
+        self.room: int | None = None
+        """Bytes that still fit; None: enough."""
+        self.is_failing = False
+        """fsync says EIO."""
+        self.written_bytes = 0
+
+    # -- peer.disk.Disk ------------------------------------------------------------------------------------------------
+
+    def names(self, folder: Path) -> list[str]:
+        """What lies in ``folder``, sorted."""
+        self._operation()
+        prefix = f"{folder}/"
+        return sorted({path[len(prefix) :].split("/")[0] for path in self.files if path.startswith(prefix)})
+
+    def read(self, path: Path) -> bytes:
+        """The whole file."""
+        self._operation()
+        try:
+            return self.files[str(path)]
+        except KeyError:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path)) from None
+
+    def write(self, path: Path, parts: Iterable[Buffer]) -> None:
+        """A new file; a full disk takes the beginning of it."""
+        data = b"".join(bytes(part) for part in parts)
+        self.written_bytes += len(data)
+        if self.room is not None and len(data) > self.room:
+            self.files[str(path)] = data[: self.room]
+            self.room = 0
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if self.dies_in == 1:
+            self.files[str(path)] = data[: self._random.randrange(len(data) + 1)]
+        self._operation()
+        self.files[str(path)] = data
+
+    def sync(self, path: Path) -> None:
+        """The file's bytes are durable."""
+        self._operation()
+        if self.is_failing:
+            raise OSError(errno.EIO, "Input/output error")
+        self._durable[str(path)] = self.files[str(path)]
+
+    def sync_folder(self, folder: Path) -> None:
+        """The names in ``folder`` are durable."""
+        self._operation()
+        if self.is_failing:
+            raise OSError(errno.EIO, "Input/output error")
+        prefix = f"{folder}/"
+        for path in [path for path in self._durable if path.startswith(prefix) and path not in self.files]:
+            del self._durable[path]
+        for path, data in self.files.items():
+            if path.startswith(prefix):
+                self._durable.setdefault(path, data)
+                if self._durable[path] != data:
+                    self._durable[path] = data
+
+    def rename(self, old: Path, new: Path) -> None:
+        """``new`` is what ``old`` was."""
+        self._operation()
+        try:
+            self.files[str(new)] = self.files.pop(str(old))
+        except KeyError:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(old)) from None
+
+    def remove(self, path: Path) -> None:
+        """A file; nothing if it is not there."""
+        self._operation()
+        self.files.pop(str(path), None)
+
+    def remove_folder(self, folder: Path) -> None:
+        """With all that is in it."""
+        self._operation()
+        for path in [path for path in self.files if path.startswith(f"{folder}/")]:
+            del self.files[path]
+
+    def _operation(self) -> None:
+        if self.dies_in is not None:
+            self.dies_in -= 1
+            if self.dies_in <= 0:
+                self.dies_in = None
+                raise ProcessDied
+
+    # -- what happens to it --------------------------------------------------------------------------------------------
+
+    def cut_power(self) -> None:
+        """What was not durable is anything."""
+        files = dict(self._durable)
+        for path, data in self.files.items():
+            if self._durable.get(path) == data:
+                continue
+            match self._random.randrange(3):
+                case 0:
+                    files[path] = data
+                case 1:
+                    files[path] = data[: self._random.randrange(len(data) + 1)]
+                case _:
+                    pass
+        self.files, self._durable = files, dict(files)
+
+    def flip(self) -> str | None:
+        """One bit of one file becomes another one; which file."""
+        paths = sorted(path for path, data in self.files.items() if data)
+        if not paths:
+            return None
+        path = self._random.choice(paths)
+        data = bytearray(self.files[path])
+        data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
+        self.files[path] = self._durable[path] = bytes(data)
+        return path
+
+    def keep(self) -> dict[str, bytes]:
+        """A copy of everything, to be put back later."""
+        return dict(self.files)
+
+    def put_back(self, files: dict[str, bytes]) -> None:
+        """An old copy takes the place of all that is there."""
+        self.files, self._durable = dict(files), dict(files)

@@ -1,0 +1,172 @@
+"""The world of one simulated process (``peer.host.Host``): it can stand still, die, and have a wrong clock.
+
+Rules of this file:
+1. Whatever the process does next begins here: a timer, the end of long work, something that came. So a process that is
+   stopped holds all of it, in order, and one that is dead does nothing more.
+2. Long work runs at one moment, and its result is there at a later one: between them other things happen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from p2pdiloco.peer.host import Queue, StartLearner
+from p2pdiloco.peersim.disk import ProcessDied, SimulatedDisk
+from p2pdiloco.peersim.network import SimulatedLinks
+from p2pdiloco.protocol.identifiers import PeerId
+
+if TYPE_CHECKING:
+    from p2pdiloco.peer.peer import Peer
+    from p2pdiloco.peersim.world import World
+
+T = TypeVar("T")
+
+WORK_S: dict[Queue, float] = {"tensors": 0.004, "checks": 0.002, "disk": 0.03}
+"""Typical time of one job."""
+
+
+class Timer:
+    """A call that is due later."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.action: Callable[[], None] | None = action
+
+    def cancel(self) -> None:
+        """It is not due any more."""
+        self.action = None
+
+    def ring(self) -> None:
+        """It is due."""
+        action, self.action = self.action, None
+        if action is not None:
+            action()
+
+
+class SimulatedHost:
+    """One life of one process."""
+
+    peer: Peer
+
+    def __init__(self, world: World, name: PeerId, disk: SimulatedDisk, clock: tuple[float, float]) -> None:
+        self.world = world
+        self.name = name
+        self.disk = disk
+        self.links = SimulatedLinks(self)
+        self.start_learner: StartLearner
+        self._offset_s, self._rate = clock
+        self.is_dead = False
+        self.is_paused = False
+        self._held: deque[Callable[[], None]] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._free_at: dict[Queue, float] = {}
+        self.slowness: dict[Queue, float] = {}
+        """Factors of the typical time of work."""
+
+    # -- what happens to it --------------------------------------------------------------------------------------------
+
+    def do(self, action: Callable[[], Any]) -> None:
+        """The process does something, now or when it goes on."""
+        if self.is_dead:
+            return
+        if self.is_paused:
+            self._held.append(action)
+            return
+        try:
+            action()
+        except ProcessDied:
+            self.world.kill(self.name)
+
+    def pause(self) -> None:
+        """SIGSTOP."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self.is_paused = False
+        while self._held and not self.is_paused and not self.is_dead:
+            self.do(self._held.popleft())
+
+    def die(self) -> None:
+        """SIGKILL. What the dead process's coroutines still do has no effect."""
+        self.is_dead = True
+        self._held.clear()
+        for task in list(self._tasks):
+            task.cancel()
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """As ``spawn``, for what the process did not ask for itself."""
+        if self.is_dead:
+            work.close()
+        else:
+            self.spawn(work, name=name)
+
+    # -- peer.host.Host ------------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """By this process's clock."""
+        return self._offset_s + self._rate * self.world.now
+
+    def call_at(self, when: float, action: Callable[[], None]) -> Timer:
+        """``action`` at time ``when``."""
+        timer = Timer(action)
+        self.world.at((when - self._offset_s) / self._rate + 1e-6, lambda: self.do(timer.ring))  # rounding: not before
+        return timer
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.call_at(self.now() + seconds, lambda: None if done.done() else done.set_result(None))
+        await done
+
+    def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+        """Run ``work`` beside the rest."""
+        task = asyncio.get_running_loop().create_task(work, name=f"{self.name[-6:]}: {name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None or self.is_dead:
+            return
+        if isinstance(error, ProcessDied):
+            self.world.kill(self.name)
+        else:
+            self.world.checks.failed(f"{task.get_name()} ended with {error!r}", error)
+
+    def work(self, queue: Queue, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Run ``work`` after all that came before on the same queue."""
+        world = self.world
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        typical_s = WORK_S[queue] * self.slowness.get(queue, 1.0)
+        first = max(world.now, self._free_at.get(queue, 0.0)) + typical_s * (0.1 + world.random.random())
+        last = first + typical_s * world.random.random() * world.random.random()
+        self._free_at[queue] = last
+        outcome: list[T | Exception] = []
+
+        def run() -> None:
+            try:
+                outcome.append(work())
+            except Exception as error:  # noqa: BLE001 (an executor passes on whatever it is)
+                outcome.append(error)
+
+        def tell() -> None:
+            if done.done():
+                return
+            if isinstance(outcome[0], Exception):
+                done.set_exception(outcome[0])
+            else:
+                done.set_result(outcome[0])
+
+        # A stopped process holds both, in this order.
+        world.at(first, partial(self.do, run))
+        world.at(last, partial(self.do, tell))
+        return done
+
+    def draw_name(self) -> str:
+        """12 characters that nobody else will draw."""
+        return f"{self.world.random.getrandbits(48):012x}"

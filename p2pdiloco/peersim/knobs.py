@@ -1,0 +1,22 @@
+"""What is made small before anything is imported, so that small vectors have several chunks.
+
+``tensors.recipes.CHUNK`` is a constant of the protocol: in a real process nothing sets it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+CHUNK = 256
+"""Parameters of a chunk."""
+
+
+def install() -> None:
+    """To be called first of all in a process."""
+    taken = [
+        name for name in sys.modules if name.startswith("p2pdiloco.tensors.") and name != "p2pdiloco.tensors.recipes"
+    ]
+    assert not taken, f"{taken} know another chunk already"
+    from p2pdiloco.tensors import recipes
+
+    setattr(recipes, "CHUNK", CHUNK)  # noqa: B010 (it is Final for everybody else)

@@ -1,0 +1,393 @@
+"""A simulated learner's process: the real ``OuterLink`` over parameters of which every step leaves a mark.
+
+A learner has a *lane*: one element of each chunk of the model. Each of its inner steps takes 1 off the parameters
+there, so its outer gradient holds, in its lane and nowhere else, how many steps it is about. Whoever loses a step, or
+counts one twice, changes these numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from p2pdiloco.peersim.knobs import CHUNK
+from p2pdiloco.protocol.blocks import Block
+from p2pdiloco.protocol.identifiers import LearnerId, PeerId, ShardId
+from p2pdiloco.training.outer_link import OuterLink
+from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.wire import link
+
+if TYPE_CHECKING:
+    from p2pdiloco.peersim.host import SimulatedHost
+    from p2pdiloco.peersim.world import World
+
+IDLE_S = 0.05
+EXIT_S = 5.0
+BLOCK_STEPS = 3
+LINK_S = 0.001
+
+
+class Vectors:
+    """What node and learner share (``training.shared_memory.SharedVectors``)."""
+
+    fd = -1
+
+    def __init__(self, elements: int) -> None:
+        self.elements = elements
+        self.theta, self.shift, self.snapshot = (torch.zeros(elements) for _ in range(3))
+
+    def close(self) -> None:
+        """The memory goes with whoever holds it last."""
+
+
+class SimulatedChannel:
+    """The learner's end of the link (``training.channel.Channel``)."""
+
+    def __init__(self, host: SimulatedHost, heard: Callable[[link.FromLearner], None]) -> None:
+        self._host = host
+        self._heard = heard
+        self._outgoing: list[link.FromLearner] = []
+        self.incoming: list[link.FromNode] = []
+        self._arrives_at = 0.0
+        self._reaches_at = 0.0
+        self.blocked_s = 0.0
+        self.is_cut = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the node is dead."""
+        return self.is_cut or self._host.is_dead
+
+    def post(self, message: link.FromLearner) -> bool:
+        """Queue an answer."""
+        self._outgoing.append(message)
+        return True
+
+    def exchange(self) -> list[link.FromNode]:
+        """Send what is queued, take what came."""
+        self.flush(0.0)
+        commands, self.incoming = self.incoming, []
+        return commands
+
+    def flush(self, timeout_s: float) -> None:
+        """Send what is queued."""
+        outgoing, self._outgoing = self._outgoing, []
+        world = self._host.world
+        for message in outgoing:
+            self._arrives_at = max(self._arrives_at, world.now) + LINK_S * world.random.random()
+            world.at(self._arrives_at, partial(self._host.do, partial(self._heard, message)))
+
+    def tell(self, message: link.FromNode) -> None:
+        """The node says something."""
+        world = self._host.world
+        self._reaches_at = max(self._reaches_at, world.now) + LINK_S * world.random.random()
+        world.at(self._reaches_at, lambda: self.incoming.append(message))
+
+
+class _Found(NamedTuple):
+    """The node's next life (``training.reunion.Found``)."""
+
+    vectors: Vectors
+    channel: SimulatedChannel
+
+    def attach(self, elements: int) -> tuple[Vectors, SimulatedChannel]:
+        """What it shares with its learner."""
+        return self.vectors, self.channel
+
+
+class SimulatedReunion:
+    """Where a learner whose node has died is found (``training.reunion.Reunion``)."""
+
+    def __init__(self, world: World, patience_s: float) -> None:
+        self._world = world
+        self._patience_s = patience_s
+        self._until = 0.0
+        self.is_open = False
+        self.visitor: _Found | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody came in time."""
+        return self._world.now > self._until
+
+    def open(self) -> bool:
+        """Look out for a node."""
+        self.is_open, self._until = True, self._world.now + self._patience_s
+        return True
+
+    def poll(self) -> _Found | None:
+        """The node's next life, if it is there."""
+        found, self.visitor = self.visitor, None
+        self.is_open = found is None
+        return found
+
+    def close(self) -> None:
+        """Look out no more."""
+        self.is_open = False
+
+
+class Truth:
+    """What a learner has really done, in its own hand."""
+
+    def __init__(self, shards: int) -> None:
+        self.tokens: list[int] = []
+        """After each step."""
+        self.thrown = [0] * shards
+        """Steps, by shard, before which everything that was not merged is gone: the learner took the global
+        parameters."""
+
+    def steps_in(self, shard: ShardId, tokens_from: int, tokens_to: int) -> int:
+        """Steps of a range of tokens that the learner still held after its last reset."""
+        held = enumerate(self.tokens, start=1)
+        return sum(tokens_from < tokens <= tokens_to and step > self.thrown[shard] for step, tokens in held)
+
+
+class _Watched(FlatParameters):
+    """Tells which shards the learner threw away to take the global parameters."""
+
+    replaced: Callable[[Iterable[ShardId]], None]
+
+    def copy_from(self, vector: Tensor, shards: Iterable[ShardId]) -> None:
+        """Parameters = ``vector``."""
+        super().copy_from(vector, shards)
+        self.replaced(shards)
+
+
+class SimulatedLearner:
+    """One life of a learner's process, which a node may outlive, and which may outlive a node."""
+
+    def __init__(self, world: World, peer: PeerId, channel: SimulatedChannel, vectors: Vectors) -> None:
+        self.world = world
+        self.peer = peer
+        self.lane = world.draw_lane()
+        self.truth = Truth(len(world.layout.shards))
+        """Since its counters began."""
+        setting, manifest, layout = world.settings[peer], world.manifest, world.layout
+        self._setting = setting
+        self.parameters = [torch.zeros(spec.shape) for spec in manifest.tensors]
+        named = [(spec.name, tensor) for spec, tensor in zip(manifest.tensors, self.parameters, strict=True)]
+        self.flat = _Watched(named, manifest.tensors, layout)
+        self.flat.replaced = self._replaced
+        self.own = torch.zeros(layout.elements)
+        """What one step adds, as the run's flat vector."""
+        for shard in layout.shards:
+            for start in range(shard.start, shard.stop, CHUNK):
+                self.own[start + self.lane] = -1.0
+        self.reunion = SimulatedReunion(world, setting.reattach_s) if setting.reattach_s else None
+        self.channel = channel
+        self.link = OuterLink(
+            self,
+            self.flat,
+            layout,
+            vectors,  # type: ignore[arg-type]
+            channel,  # type: ignore[arg-type]
+            last_step=manifest.config.inner.steps,
+            reunion=self.reunion,  # type: ignore[arg-type]
+        )
+        self.is_dead = False
+        self.has_ended = False
+        """In order: it has taken all that its node had told it."""
+        self.is_paused = False
+        self.is_poisoned = False
+        """Its parameters are not numbers any more."""
+        self._blocks: list[Block] = []
+        self._left = 0
+        self.gone: Callable[[str, int], None] | None = None
+        """Of the node that has it."""
+
+    # -- its life ------------------------------------------------------------------------------------------------------
+
+    def begin(self, name: LearnerId) -> None:
+        """A node has it, and calls it so."""
+        self.world.learners[name] = self
+        self.world.truths[name] = self.truth
+
+    def _replaced(self, shards: Iterable[ShardId]) -> None:
+        for shard in shards:
+            self.truth.thrown[shard] = len(self.truth.tokens)
+
+    def wake(self, after_s: float) -> None:
+        """Look at the link after this time."""
+        self.world.at(self.world.now + after_s, self._boundary)
+
+    def _boundary(self) -> None:
+        if self.is_dead:
+            return
+        if self.is_paused:
+            self.wake(IDLE_S)
+            return
+        before = self.link.steps
+        was_lost = self.reunion is not None and self.reunion.is_open
+        try:
+            goes_on = self.link.boundary()
+        except (RuntimeError, ValueError) as error:
+            self.link.fail(str(error))
+            self.exit(1, str(error))
+            return
+        if not was_lost and self.reunion is not None and self.reunion.is_open and self.link.steps == 0 < before:
+            self.truth = Truth(len(self.world.layout.shards))  # what it makes from now on is another learner's
+        if not goes_on:
+            self.has_ended = True
+            self.exit(0, "it ended")
+        elif self.link.is_training:
+            setting = self._setting
+            step_s = setting.step_s * (1 + 0.2 * (self.world.random.random() - 0.5))
+            self.world.at(self.world.now + step_s, lambda: self._step(step_s))
+        else:
+            self.wake(IDLE_S)
+
+    def _step(self, step_s: float) -> None:
+        if self.is_dead:
+            return
+        if self.is_paused:
+            self.world.at(self.world.now + IDLE_S, lambda: self._step(step_s))
+            return
+        self.flat.add_from(self.own, self.flat.everything)
+        if self.is_poisoned:
+            self.parameters[0].view(-1)[self.lane] = float("nan")
+        tokens = self._setting.tokens_per_step
+        self.truth.tokens.append(self.link.tokens + tokens)
+        self.link.stepped(tokens, float("nan") if self.is_poisoned else 1.0, step_s)
+        if self._blocks:
+            self._left = (self._left or BLOCK_STEPS) - 1
+            if not self._left:
+                self.link.block_finished(self._blocks.pop(0))
+        self._boundary()
+
+    def exit(self, status: int, reason: str) -> None:
+        """The process ends."""
+        if self.is_dead:
+            return
+        self.is_dead = True
+        gone = self.gone
+        if gone is not None:
+            self.world.at(self.world.now + 0.01, lambda: gone(reason, status))
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.exit(-9, "killed")
+
+    # -- training.outer_link.Trainer -----------------------------------------------------------------------------------
+
+    def evaluate(self, theta: Tensor) -> float:
+        """Anything."""
+        return float(theta.abs().sum()) % 1e3
+
+    def train(self, block: Block) -> None:
+        """This block of data is next."""
+        self._blocks.append(block)
+
+    def save(self) -> None:
+        """The inner optimizer has no state here."""
+
+    def end(self) -> None:
+        """Nothing is left to be written."""
+
+    def begin_again(self) -> None:
+        """The node is lost, and with it the claim to what it had given."""
+        self._blocks.clear()
+        self._left = 0
+
+    # -- for the checkers ----------------------------------------------------------------------------------------------
+
+    def vector(self) -> Tensor:
+        """Its parameters as the run's flat vector."""
+        out = torch.empty(self.world.layout.elements)
+        self.flat.copy_to(out, self.flat.everything)
+        return out
+
+
+class _Life:
+    """A node's handle of a learner (``peer.host.LearnerLife``)."""
+
+    def __init__(self, learner: SimulatedLearner, channel: SimulatedChannel, *, is_adopted: bool) -> None:
+        self._learner = learner
+        self._channel = channel
+        self.is_adopted = is_adopted
+        self.pid = 1
+
+    def send(self, message: link.FromNode) -> None:
+        """Queue a command."""
+        self._channel.tell(message)
+
+
+class StartSimulatedLearner:
+    """``peer.host.StartLearner`` of one life of a node."""
+
+    def __init__(self, host: SimulatedHost, vectors: Vectors) -> None:
+        self._host = host
+        self._vectors = vectors
+
+    def __call__(
+        self,
+        arguments: Any,
+        *,
+        heard: Callable[[link.FromLearner], None],
+        ended: Callable[[str, int], None],
+        reunion: str,
+        manifest: bytes | None,
+        patience_s: float,
+    ) -> _Starting:
+        """See there."""
+        name = LearnerId(arguments[list(arguments).index("--incarnation") + 1])
+        return _Starting(self._host, self._vectors, name, heard, ended)
+
+
+class _Starting:
+    """The block in which a learner lives."""
+
+    def __init__(
+        self,
+        host: SimulatedHost,
+        vectors: Vectors,
+        name: LearnerId,
+        heard: Callable[[link.FromLearner], None],
+        ended: Callable[[str, int], None],
+    ) -> None:
+        self._host = host
+        self._vectors = vectors
+        self._name = name
+        self._channel = SimulatedChannel(host, heard)
+        self._ended = ended
+        self._learner: SimulatedLearner | None = None
+
+    async def __aenter__(self) -> _Life:
+        host = self._host
+        world = host.world
+        world.check_alive(host)
+        waiting = world.waiting_learner(host.name)
+        is_adopted = waiting is not None
+        if waiting is not None:
+            assert waiting.reunion is not None
+            waiting.reunion.visitor = _Found(self._vectors, self._channel)
+            waiting.channel = self._channel
+            learner = waiting
+        else:
+            learner = SimulatedLearner(world, host.name, self._channel, self._vectors)
+            world.processes[host.name] = learner
+            learner.link.greet(device="cpu", has_blocks=True)
+            learner.wake(world.settings[host.name].load_s)
+        learner.begin(self._name)
+        self._learner = learner
+        learner.gone = self._gone
+        return _Life(learner, self._channel, is_adopted=is_adopted)
+
+    def _gone(self, reason: str, status: int) -> None:
+        self._host.do(lambda: self._ended(reason, status))
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        learner = self._learner
+        if learner is None or self._host.is_dead:
+            return
+        self._channel.tell(link.Exit())
+        until = self._host.now() + EXIT_S
+        while not learner.is_dead and self._host.now() < until:
+            await self._host.sleep(0.1)
+        learner.kill()

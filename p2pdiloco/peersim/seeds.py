@@ -1,0 +1,81 @@
+"""What a seed stands for: a world, its faults, and how it ends."""
+
+from __future__ import annotations
+
+from functools import partial
+from random import Random
+
+from p2pdiloco.peersim.faults import draw_faults, schedule
+from p2pdiloco.peersim.report import Outcome
+from p2pdiloco.peersim.world import PeerSetting, World, WorldSetting
+from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, ScheduleConfig
+
+
+def draw(seed: int) -> tuple[WorldSetting, Random]:
+    """The world of a seed, and what its faults are drawn from."""
+    random = Random(f"{seed}/setting")
+    count = random.choice((1, 2, 2, 3, 3, 3, 4, 5))
+    fragments = random.choice((1, 2, 2, 3))
+    sync_every = fragments * random.choice((2, 4, 6))
+    base_s = random.choice((0.1, 0.2, 0.4))
+    peers = tuple(
+        PeerSetting(
+            step_s=base_s * random.choice((1.0, 1.0, 1.2, 2.0)),
+            tokens_per_step=random.choice((10, 10, 20)),
+            is_follower=bool(i) and random.random() < 0.15,
+            reattach_s=random.choice((0.0, 10.0, 10.0, 60.0)),
+            load_s=0.05 + random.random(),
+            clock=(1000.0 * random.random(), 1 + 0.02 * (random.random() - 0.5)),
+        )
+        for i in range(count)
+    )
+    setting = WorldSetting(
+        peers=peers,
+        schedule=ScheduleConfig(
+            fragments=fragments,
+            sync_every=sync_every,
+            overlap=min(random.choice((1, 2, 4)), sync_every - 1),
+            min_quorum=random.choice((1, 1, 2)),
+            grace_share=random.choice((0.0, 0.7, 0.7)),
+        ),
+        outer=OuterConfig(
+            learning_rate=random.choice((0.4, 0.5, 1.0)),
+            momentum=random.choice((0.0, 0.5, 0.7)),
+            merge=random.choice(("rda", "direct")),
+            adopt="overwrite" if random.random() < 0.08 else "carry",
+        ),
+        codec=CodecConfig() if random.random() < 0.15 else CodecConfig(up="bf16", down="bf16"),
+        steps=sync_every * random.choice((4, 8, 16)),
+        shards_a_fragment=random.choice((1, 2)),
+        blocks=random.choice((0, 40)),
+        delay_s=random.choice((0.005, 0.02, 0.1)),
+        bytes_per_s=random.choice((1e5, 1e6, 1e7)),
+        keep_checkpoints=random.choice((1, 2, 2)),
+        checkpoint_s=random.choice((2.0, 5.0, 60.0)),
+    )
+    return setting, Random(f"{seed}/faults")
+
+
+def run_seed(seed: int) -> Outcome:
+    """One world, from its founding to its end."""
+    setting, random = draw(seed)
+    world = World(seed, setting)
+    names = list(world.identities)
+    typical_s = max(peer.step_s for peer in setting.peers) * setting.steps
+    faults = draw_faults(random, names, typical_s)
+    for i, name in enumerate(names):
+        late_s = 0.0 if i == 0 else 0.2 + random.random() * (typical_s / 3 if random.random() < 0.3 else 0.5)
+        world.at(late_s, partial(world.begin, name))
+    schedule(world, faults)
+    violations = world.run()
+    checks = world.checks
+    return Outcome(
+        seed=seed,
+        violations=tuple(violations),
+        commits=checks.commits,
+        contributions=checks.contributions,
+        forks=checks.forks,
+        lives=world.lives,
+        faults=len(faults),
+        seconds=world.now,
+    )

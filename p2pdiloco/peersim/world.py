@@ -1,0 +1,340 @@
+"""One seed's world: peers with their lives, learners and disks, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from p2pdiloco.peer import checkpoint, incoming
+from p2pdiloco.peer.checkpoint import CheckpointError
+from p2pdiloco.peer.metrics import Metrics
+from p2pdiloco.peer.options import PeerOptions
+from p2pdiloco.peer.peer import InitialState, Peer
+from p2pdiloco.peersim.checkers import Checks
+from p2pdiloco.peersim.disk import SimulatedDisk
+from p2pdiloco.peersim.host import SimulatedHost
+from p2pdiloco.peersim.knobs import CHUNK
+from p2pdiloco.peersim.learner import SimulatedLearner, StartSimulatedLearner, Truth, Vectors
+from p2pdiloco.peersim.loop import StandstillError, VirtualLoop
+from p2pdiloco.peersim.network import Network
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol.chain import genesis_head
+from p2pdiloco.protocol.events import ShardState
+from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId
+from p2pdiloco.protocol.manifest import (
+    BlockSpec,
+    CodecConfig,
+    EvaluationConfig,
+    InnerConfig,
+    Layout,
+    Manifest,
+    OuterConfig,
+    RunConfig,
+    ScheduleConfig,
+    TensorSpec,
+    make_layout,
+)
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.tensors.digests import state_digest
+from p2pdiloco.wire.bodies import PeerStatus, StateProof
+
+FOLDER = Path("/peer")
+CHUNKS_A_SHARD = 4
+
+
+class PeerSetting(msgspec.Struct, frozen=True, kw_only=True):
+    """What one peer is like, in all its lives."""
+
+    step_s: float
+    tokens_per_step: int
+    is_follower: bool = False
+    reattach_s: float = 10.0
+    load_s: float = 0.3
+    clock: tuple[float, float] = (0.0, 1.0)
+    """Offset in seconds, and rate."""
+
+
+class WorldSetting(msgspec.Struct, frozen=True, kw_only=True):
+    """What is drawn for a seed, but for its faults."""
+
+    peers: tuple[PeerSetting, ...]
+    schedule: ScheduleConfig
+    outer: OuterConfig
+    codec: CodecConfig
+    steps: int
+    shards_a_fragment: int
+    blocks: int
+    delay_s: float
+    bytes_per_s: float
+    keep_checkpoints: int = 2
+    checkpoint_s: float = 5.0
+    log_length: int = 32
+    limit_s: float = 600.0
+    """When the run must be over, at the latest."""
+
+
+class World:
+    """See the module."""
+
+    def __init__(self, seed: int, setting: WorldSetting) -> None:
+        self.random = Random(f"{seed}/world")
+        self.setting = setting
+        self.loop = VirtualLoop()
+        self.loop.set_exception_handler(self._defect)
+        self.manifest, self._theta = founded(seed, setting)
+        self.layout = Layout.of(self.manifest)
+        self.is_exact = setting.codec.up == setting.codec.down == "bf16"
+        """Whole numbers survive the codec."""
+        secrets = (Random(f"{seed}/{i}").randbytes(32) for i in range(len(setting.peers)))
+        identities = [Identity(Ed25519PrivateKey.from_private_bytes(secret)) for secret in secrets]
+        self.identities = {identity.peer_id: identity for identity in identities}
+        self.settings = dict(zip(self.identities, setting.peers, strict=True))
+        self.disks = {name: SimulatedDisk(Random(f"{seed}/{name}/disk")) for name in self.identities}
+        self.network = Network(self)
+        self.checks = Checks(self)
+        self.hosts: dict[PeerId, SimulatedHost] = {}
+        """Lives under way."""
+        self.processes: dict[PeerId, SimulatedLearner] = {}
+        """The newest learner's process of each peer."""
+        self.learners: dict[LearnerId, SimulatedLearner] = {}
+        self.truths: dict[LearnerId, Truth] = {}
+        self.last_heads: dict[PeerId, tuple[Digest, ...]] = {}
+        self.excused: set[PeerId] = set()
+        """Peers that may end for a reason that a fault gave them."""
+        self._lanes = 0
+        self._over: asyncio.Future[None] = self.loop.create_future()
+        self.lives = 0
+        self.harmed_at = 0.0
+        """When the last fault ended, or the last life began."""
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def now(self) -> float:
+        """Seconds since the beginning."""
+        return self.loop.time()
+
+    def at(self, when: float, action: Callable[[], object]) -> None:
+        """``action`` at world time ``when``."""
+        self.loop.call_at(max(when, self.now), action)
+
+    def end(self) -> None:
+        """Enough."""
+        if not self._over.done():
+            self._over.set_result(None)
+
+    def run(self) -> list[str]:
+        """From the beginning to the end; what was violated."""
+        asyncio.set_event_loop(self.loop)
+        self.at(self.setting.limit_s, self._too_late)
+
+        async def main() -> None:
+            await self._over
+
+        try:
+            self.loop.run_until_complete(main())
+            if not self.checks.violations:
+                self.checks.finished()
+        except StandstillError:
+            self.checks.violated(5, "things go on for ever at one moment")
+            return self.checks.violations
+        finally:
+            self._close()
+        return self.checks.violations
+
+    def _close(self) -> None:
+        for host in list(self.hosts.values()):
+            host.die()
+        with contextlib.suppress(StandstillError):
+            self.loop.run_until_complete(asyncio.sleep(1.0))  # what is cancelled ends
+        asyncio.set_event_loop(None)
+        self.loop.close()
+
+    def _defect(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback failed."""
+        error = context.get("exception")
+        if error is not None and not self._over.done():
+            self.checks.failed(f"{context.get('message')}: {error!r}", error)
+
+    def _too_late(self) -> None:
+        if self._over.done():
+            return
+        phases = {host.peer.machine.core.phase() for name, host in self.hosts.items() if name not in self.checks.spoilt}
+        if len(phases) <= 1 and phases <= {"joining", "following"}:
+            self.end()  # whoever joins waits for somebody who has the model, who follows for somebody who trains
+            return
+        standing = []
+        for name, host in self.hosts.items():
+            core = host.peer.machine.core
+            versions = [chain.head.version for chain in core.chains if chain.head is not None]
+            live = len(core.membership.live)
+            standing.append(f"{name[-6:]} {core.phase()} at step {core.step}, versions {versions}, live {live}")
+        self.checks.violated(6, f"the run has no end: {'; '.join(standing) or 'nobody is there'}")
+
+    def harm_until(self, when: float) -> None:
+        """Until then not everything is as it should be."""
+        self.harmed_at = max(self.harmed_at, when)
+
+    # -- lives ---------------------------------------------------------------------------------------------------------
+
+    def draw_lane(self) -> int:
+        """A new learner's."""
+        self._lanes += 1
+        return (self._lanes - 1) % CHUNK
+
+    def begin(self, name: PeerId) -> None:
+        """A life of this peer, with what lies on its disk."""
+        if name in self.hosts or name in self.checks.endings:
+            return
+        self.lives += 1
+        self.harm_until(self.now)
+        host = SimulatedHost(self, name, self.disks[name], self.settings[name].clock)
+        vectors = Vectors(self.layout.elements)
+        self.hosts[name] = host
+        host.start_learner = StartSimulatedLearner(host, vectors)
+        setting = self.settings[name]
+        options = PeerOptions(
+            folder=FOLDER,
+            is_follower=setting.is_follower,
+            checkpoint_s=self.setting.checkpoint_s,
+            keep_checkpoints=self.setting.keep_checkpoints,
+            reattach_s=setting.reattach_s,
+        )
+        peer = host.peer = Peer(
+            self.manifest,
+            options,
+            self.identities[name],
+            host,
+            vectors,  # type: ignore[arg-type]
+            Metrics(FOLDER / "metrics.jsonl"),
+            sent_bytes=lambda: 0,
+            status=lambda: self._status(name),
+            observed=lambda event, effects, now: self._observed(host, event),
+            parted=lambda _: None,
+        )
+        host.do(partial(self._begin, host, peer))
+
+    def _begin(self, host: SimulatedHost, peer: Peer) -> None:
+        initial = self._initial(host)
+        is_founding = initial is None and not self.checks.values
+        if is_founding:
+            initial = self._version_zero()
+        peer.begin(initial)
+        if is_founding:
+            self.checks.founded(peer)
+        host.spawn(self._live(host, peer), name="peer")
+        for other in self.hosts:
+            if other != host.name:
+                self.network.dial(host.name, other, 0.05 + 0.5 * self.random.random())
+
+    async def _live(self, host: SimulatedHost, peer: Peer) -> None:
+        ending = await peer.live()
+        if host.is_dead:
+            return
+        heads = (chain.head for chain in peer.machine.core.chains)
+        self.last_heads[host.name] = tuple(head.id for head in heads if head is not None)
+        self.checks.ended(peer, ending)
+        peer.driver.close()
+        self.network.close(host)
+        del self.hosts[host.name]
+        host.die()
+        if not self.hosts and len(self.checks.endings) == len(self.identities):
+            self.end()
+
+    def _initial(self, host: SimulatedHost) -> InitialState | None:
+        """What ``node.session`` would find on the disk."""
+        try:
+            earlier = checkpoint.load(FOLDER / "checkpoint", host.disk)
+        except CheckpointError:
+            if host.name not in self.checks.damaged:
+                self.checks.violated(5, f"{host.name[-6:]} cannot read its checkpoints, though nothing harmed them")
+            earlier = None
+        if earlier is not None:
+            return InitialState(earlier.shards, earlier.theta, earlier.momentum)
+        kept = incoming.load(FOLDER / incoming.INCOMING, self.manifest, host.disk)
+        return None if kept is None else InitialState(kept.shards, kept.theta, kept.momentum)
+
+    def _version_zero(self) -> InitialState:
+        states = (
+            ShardState(genesis_head(self.manifest.run, s.shard, self.manifest.genesis[s.shard]), 0, ())
+            for s in self.layout.shards
+        )
+        proofs = tuple(StateProof(state, None, b"") for state in states)
+        return InitialState(proofs, self._theta.clone(), torch.zeros(self.layout.elements))
+
+    def kill(self, name: PeerId, *, with_learner: bool = False) -> None:
+        """SIGKILL to the node, and to its learner if it goes with it."""
+        host = self.hosts.pop(name, None)
+        if host is None:
+            return
+        host.die()
+        self.network.vanish(host)
+        learner = self.processes.get(name)
+        if with_learner and learner is not None:
+            learner.kill()
+
+    def check_alive(self, host: SimulatedHost) -> None:
+        """A dead process starts nothing."""
+        if host.is_dead:
+            raise asyncio.CancelledError
+
+    def waiting_learner(self, name: PeerId) -> SimulatedLearner | None:
+        """One whose node has died, and that looks out for the next."""
+        learner = self.processes.get(name)
+        if learner is None or learner.is_dead or learner.reunion is None or not learner.reunion.is_open:
+            return None
+        return learner if learner.reunion.visitor is None else None
+
+    def survives_without(self, names: set[PeerId]) -> bool:
+        """Whether somebody else has, or will have, all states."""
+        names = names | self.checks.spoilt
+        return any(name not in names and host.peer.machine.core.is_current for name, host in self.hosts.items())
+
+    def may_fail(self, name: PeerId) -> bool:
+        """Whether a fault gave this peer a reason to end with a status."""
+        return name in self.excused
+
+    def has_full_disk(self, name: PeerId) -> bool:
+        """Nothing can be written there."""
+        disk = self.disks[name]
+        return disk.room is not None or disk.is_failing
+
+    def _observed(self, host: SimulatedHost, event: ev.Event) -> None:
+        self.checks.observed(host.peer, event)
+
+    def _status(self, name: PeerId) -> PeerStatus:
+        raise NotImplementedError  # nobody asks here
+
+
+def founded(seed: int, setting: WorldSetting) -> tuple[Manifest, torch.Tensor]:
+    """The run of a seed: its manifest, and the parameters of version 0."""
+    elements = setting.shards_a_fragment * CHUNKS_A_SHARD * CHUNK
+    tensors = tuple(
+        TensorSpec(name=f"t{i}", shape=(elements,), merge="direct" if i % 2 else "rda", fragment=FragmentId(i))
+        for i in range(setting.schedule.fragments)
+    )
+    config = RunConfig(
+        name="simulated",
+        seed=seed % 2**62,
+        inner=InnerConfig(steps=setting.steps, warmup=0),
+        schedule=msgspec.structs.replace(setting.schedule, max_shard=CHUNKS_A_SHARD * CHUNK),
+        outer=setting.outer,
+        codec=setting.codec,
+        evaluation=EvaluationConfig(every=3),
+    )
+    layout = make_layout(tensors, setting.schedule.fragments, CHUNKS_A_SHARD * CHUNK, setting.outer.merge)
+    theta = torch.zeros(layout.elements)
+    zero = torch.zeros(layout.elements)
+    genesis = tuple(state_digest(theta[s.start : s.stop], zero[s.start : s.stop]) for s in layout.shards)
+    blocks = BlockSpec(number=setting.blocks, samples=16, data=Digest("d" * 40)) if setting.blocks else BlockSpec()
+    manifest = Manifest(founder=PeerId("founder"), config=config, tensors=tensors, genesis=genesis, blocks=blocks)
+    return manifest, theta

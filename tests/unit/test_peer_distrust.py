@@ -1,0 +1,48 @@
+"""Whom a node asks for no state, and for how long."""
+
+from __future__ import annotations
+
+from p2pdiloco.peer.distrust import FIRST_S, REMEMBERED, Distrust
+from p2pdiloco.protocol.identifiers import Digest, PeerId
+
+A, B = PeerId("a"), PeerId("b")
+CHUNK = (Digest("head"), 3)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+
+def test_distrust_passes_and_doubles() -> None:
+    clock = Clock()
+    distrust = Distrust(lambda: clock.now)
+    assert not distrust.of(A)
+    for times in range(3):
+        distrust.wrong(A, CHUNK)
+        clock.now += FIRST_S * 2**times - 0.1
+        assert distrust.of(A)
+        clock.now += 0.2
+        assert not distrust.of(A)
+    assert not distrust.of(B)
+
+
+def test_whom_another_donor_has_shown_to_be_wrong_is_not_asked_again() -> None:
+    clock = Clock()
+    distrust = Distrust(lambda: clock.now)
+    distrust.wrong(A, CHUNK)
+    distrust.right((Digest("head"), 4))
+    clock.now += 1e6
+    assert not distrust.of(A), "that was another chunk"
+    distrust.wrong(A, CHUNK)
+    distrust.right(CHUNK)
+    clock.now += 1e9
+    assert distrust.of(A)
+    assert not distrust.of(B)
+
+
+def test_what_waits_for_a_witness_is_bounded() -> None:
+    distrust = Distrust(lambda: 0.0)
+    for number in range(3 * REMEMBERED):
+        distrust.wrong(PeerId(str(number)), (Digest("head"), number))
+    assert len(distrust._wrong) == REMEMBERED
