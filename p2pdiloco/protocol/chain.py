@@ -36,12 +36,27 @@ def is_heavier(a: Head, b: Head) -> bool:
 class Chain:
     """Head, marks and recent commits of one shard. ``head`` is None until the shard's state is here."""
 
-    __slots__ = ("head", "ledger", "length", "limits", "log", "log_ids", "marks", "shard", "step")
+    __slots__ = (
+        "_most_tokens",
+        "_run_tokens",
+        "head",
+        "ledger",
+        "length",
+        "limits",
+        "log",
+        "log_ids",
+        "marks",
+        "shard",
+        "step",
+    )
 
     def __init__(self, shard: ShardId, length: int, blocks: int = 0, limits: Limits | None = None) -> None:
         self.shard = shard
         self.length = length
-        self.limits = limits or Limits()
+        self.limits = limits = limits or Limits()
+        self._most_tokens = MAX_COUNT - MAX_CONTRIBUTORS * limits.range_tokens
+        """With more, the next commit might not be countable."""
+        self._run_tokens = limits.run_tokens
         self.head: Head | None = None
         self.step = 0
         self.ledger = BlockLedger(blocks) if blocks and shard == 0 else None
@@ -63,9 +78,9 @@ class Chain:
         mark, limits = self.marks.get(c.learner, NO_MARK), self.limits
         if self.is_merged(c):
             return "its tokens are merged already"
-        if c.tokens_to > mark.tokens + limits.run_tokens or c.steps_to > mark.steps + limits.run_steps:
+        if c.tokens_to > mark.tokens + self._run_tokens or c.steps_to > mark.steps + limits.run_steps:
             return "it counts further than a learner can come in the whole run"
-        if self.head is not None and self.head.tokens > MAX_COUNT - MAX_CONTRIBUTORS * limits.range_tokens:
+        if self.head is not None and self.head.tokens > self._most_tokens:
             return "the chain cannot count further"
         return limits.range_problem(c.tokens, c.steps, len(c.blocks))
 

@@ -160,6 +160,7 @@ class Core:
         "heads_mark",
         "is_current",
         "learner",
+        "longest_s",
         "membership",
         "now",
         "pace",
@@ -173,6 +174,8 @@ class Core:
         """By this peer's own clock, which does not run while the peer stands still."""
         self.stalled_s = 0.0
         """How far it is behind the world's."""
+        self.longest_s = STALL_BEATS * config.heartbeat_s
+        """By which a deadline may be missed."""
         self.effects: list[Effect] = []
         self.alarms = Alarms()
         self.membership = Membership(config.peer, config.heartbeat_s)
@@ -214,16 +217,20 @@ class Core:
         """The world's clock says ``now``. If a deadline was missed by far, nothing ran here meanwhile; for this peer
         that was no time: it neither measures it nor lets a deadline of anybody pass in it."""
         now -= self.stalled_s
+        if now <= self.now:
+            return
+        if now - self.now <= self.longest_s:  # what was due before the last event has rung
+            self.now = now
+            return
         due = self.alarms.next()
-        if due is not None and now - due > STALL_BEATS * self.config.heartbeat_s:
+        if due is not None and now - due > self.longest_s:
             seconds, now = now - self.now, self.now
             self.stalled_s += seconds
             self.alarms.set(BEAT, now)
             self.pace.stood_still(seconds, self.membership.median_step_s(self.step_time_s()))
             self.membership.stood_still(now, seconds)
             self.note("info", "stall", f"this peer stood still for {seconds:.1f} s")
-        if now > self.now:
-            self.now = now
+        self.now = now
 
     def step_time_s(self) -> float:
         """The learner's own; 0 without one that trains."""

@@ -91,6 +91,9 @@ class Membership:
     """All connected peers, and which of them are live."""
 
     __slots__ = (
+        "_asking",
+        "_median_s",
+        "_passed_over_until",
         "candidates",
         "fastest_step_s",
         "interval_s",
@@ -130,6 +133,11 @@ class Membership:
         """Sorted, without this peer."""
         self.participating: frozenset[PeerId] = frozenset()
         """Of the live ones, without this peer."""
+        self._asking: list[tuple[PeerId, float]] = []
+        """Who may own, with the weights that they ask for."""
+        self._passed_over_until = 0.0
+        """Of all peers, the latest."""
+        self._median_s: float | None = None
         self.willing: Candidates = ()
         """Who may own, this peer included, with capped weights."""
         self.candidates: Candidates = ()
@@ -173,9 +181,13 @@ class Membership:
         )
 
     def median_step_s(self, own_s: float) -> float:
-        """Of the step times of all who participate, with the own one (0: none); 0 if none is known."""
+        """Of the step times of all who participate, with the own one (0: none); 0 if none is known. As of the last
+        ``refresh``."""
+        if self._median_s is not None:
+            return self._median_s
         times = sorted(t for t in (own_s, *(b.step_time_s for b in self._beats() if b.is_participating)) if t > 0.0)
-        return times[len(times) // 2] if times else 0.0
+        self._median_s = times[len(times) // 2] if times else 0.0
+        return self._median_s
 
     def majority_step(self, own: int) -> int:
         """The step that more than half of all live peers say they have reached, this one (at ``own``) included."""
@@ -248,13 +260,17 @@ class Membership:
                 candidates.append((peer, beat.weight))
         if self.my_candidacy is not None and not (self.is_leaving and candidates):
             candidates.append((self.me, self.my_candidacy))
+        self._median_s = None
         self.slowest_round_trip_s = slowest_s
         self.fastest_step_s = 0.0 if step_s == float("inf") else step_s
         before = self.live
         live.sort()
         self.live = tuple(live)
         self.participating = frozenset(participating)
-        self.willing = capped(sorted(candidates))
+        candidates.sort()
+        if candidates != self._asking:
+            self._asking = candidates
+            self.willing = capped(candidates)
         self._rank_candidates(now)
         if self.live == before:
             return (), ()
@@ -263,10 +279,10 @@ class Membership:
 
     def _rank_candidates(self, now: float) -> None:
         """Those that let the takeover time pass come after all others."""
-        last = {peer for peer, view in self.peers.items() if now < view.passed_over_until}
-        if not last:
+        if now >= self._passed_over_until:
             self.candidates = self.willing
             return
+        last = {peer for peer, view in self.peers.items() if now < view.passed_over_until}
         least = min((weight for peer, weight in self.willing if peer not in last), default=1.0)
         most = max((weight for _, weight in self.willing), default=1.0)
         self.candidates = tuple(
@@ -280,6 +296,7 @@ class Membership:
         if view is not None and now >= view.passed_over_until:
             view.missed = min(view.missed + 1, MISSES_COUNTED)
             view.passed_over_until = now + len(self.candidates) * takeover_s * 4.0**view.missed
+            self._passed_over_until = max(self._passed_over_until, view.passed_over_until)
             self._rank_candidates(now)
 
     def delivered(self, peer: PeerId) -> None:

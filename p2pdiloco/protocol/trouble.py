@@ -15,6 +15,9 @@ POISONED_TURNS = 2
 STUCK_PERIODS = 4
 """Periods of H steps without a new version of a shard, but at least ``stuck_s``."""
 
+LOOKS = 20
+"""While ``stuck_s`` passes."""
+
 
 class Trouble:
     """Of this peer. Empty sentences: none."""
@@ -27,6 +30,7 @@ class Trouble:
         self._moved_at = [0.0] * len(core.chains)
         self._idle_at = 0.0
         """When nobody participated last."""
+        self._look_at = 0.0
 
     def told(self) -> tuple[str, ...]:
         """For the status."""
@@ -71,6 +75,9 @@ class Trouble:
     def look(self) -> None:
         """Now and then: has every shard moved lately?"""
         core = self.core
+        if core.now < self._look_at:
+            return
+        self._look_at = core.now + core.config.stuck_s / LOOKS
         has_learners = core.step_time_s() > 0.0 or bool(core.membership.participating)
         if not has_learners or not core.is_current or core.departure:
             self._idle_at = core.now

@@ -131,7 +131,7 @@ BUGS = (
     _bug(
         "a full chain counts on",
         "chain",
-        "self.head.tokens > MAX_COUNT - MAX_CONTRIBUTORS * limits.range_tokens:",
+        "self.head.tokens > self._most_tokens:",
         "False:",
         "a commit that no message can hold",
         "test_plausibility.py::test_no_chain_counts_beyond_what_a_message_can_hold",
