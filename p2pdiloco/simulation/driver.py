@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.core import ProtocolConfig
-from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId, learner_id
+from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId, learner_id, peer_of
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.messages import Commit, Contribution, Head
 from p2pdiloco.simulation.learner import Adopt, Copy, Learner, Pause
@@ -55,6 +55,8 @@ class PeerSetting(msgspec.Struct, frozen=True, kw_only=True):
     """Steps that a block of data takes."""
     failed_share: float = 0.0
     """Of jobs that may fail, those that do."""
+    poison: Literal["", "encode", "merge"] = ""
+    """The learner's values are never finite: nothing of it can be encoded, or merged by anybody."""
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -219,7 +221,7 @@ class Process:
             return ev.Failed("encode", shard, None, "the head has moved")
         if own is None:
             return ev.Failed("encode", shard, None, "the learner was reset after the snapshot")
-        if self._fails():
+        if self.setting.poison == "encode" or self._fails():
             return ev.Failed("encode", shard, None, "values are not finite")
         payload = ((learner.name, base.of(learner.name) - own),)
         digest = payload_digest(shard, effect.base.id, payload)
@@ -235,9 +237,10 @@ class Process:
         shard, base = effect.shard, self.globals[effect.shard]
         if base is None or self.heads[shard] != effect.base.id:
             return ev.Failed("merge", shard, None, "the head has moved")
-        if self._fails():
-            culprit = effect.contributions[0].contributor.learner.partition("/")[0]
-            return ev.Failed("merge", shard, PeerId(culprit), "values are not finite")
+        givers = [peer_of(c.contributor.learner) for c in effect.contributions]
+        culprits = [peer for peer in givers if self.world.settings[peer].poison == "merge"]
+        if culprits or self._fails():
+            return ev.Failed("merge", shard, (culprits or givers)[0], "values are not finite")
         payload = merged(payloads)
         digest = payload_digest(shard, effect.base.id, payload)
         self.store[digest] = payload

@@ -19,6 +19,7 @@ from p2pdiloco.simulation.world import World
 Kind = Literal["crash", "wipe", "learner", "pause", "cut", "mute", "break", "slow", "leave", "blackout"]
 
 
+STORM_CRASHES = 8
 SLOW = LinkQuality(delay_s=0.2, jitter_s=0.3, bytes_per_s=2e3)
 
 
@@ -85,6 +86,16 @@ def draw_faults(random: Random, rates: FaultRates, peers: list[PeerId], start: f
                 hit = (random.choice(peers),)
             faults.append(Fault(at=at, kind=kind, peers=hit, duration_s=duration_s))
     return sorted(faults, key=lambda f: f.at)
+
+
+def storm(random: Random, peers: list[PeerId], end: float) -> list[Fault]:
+    """One peer that dies again and again, each time soon after it has come back."""
+    peer, at = random.choice(peers), end * random.random() / 2
+    faults: list[Fault] = []
+    while len(faults) < STORM_CRASHES and at < end - 1.0:
+        faults.append(Fault(at=at, kind="crash", peers=(peer,), duration_s=0.05 + 0.3 * random.random()))
+        at += 0.4 + 1.5 * random.random()
+    return faults
 
 
 def schedule_faults(world: World, faults: list[Fault]) -> None:

@@ -17,7 +17,7 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.identifiers import PeerId, RunId, ShardId
 from p2pdiloco.simulation.driver import PeerSetting, Process
-from p2pdiloco.simulation.faults import Fault, FaultRates, draw_faults, schedule_faults
+from p2pdiloco.simulation.faults import Fault, FaultRates, draw_faults, schedule_faults, storm
 from p2pdiloco.simulation.network import LinkQuality, NetworkSetting
 from p2pdiloco.simulation.transcript import Transcript
 from p2pdiloco.simulation.world import World
@@ -33,6 +33,12 @@ GLACIAL_S = 30.0
 FORK_S = 30.0
 """Logs are long enough for forks that grew for this time: what is deeper is not promised to come back."""
 
+POISON_SHARE = 0.1
+"""Runs with a learner whose values are never finite."""
+STORM_SHARE = 0.1
+"""Runs in which one peer restarts again and again."""
+STOP_SHARE = 0.03
+"""Runs in which one peer stands still for up to two minutes."""
 TWINS_SHARE = 0.1
 """Runs whose learners all have the same speed, so that forks of equal weight are common."""
 
@@ -163,7 +169,7 @@ def draw_scene(seed: int, scenario: str = MIXED) -> Scene:
         for b in names
         if a != b and random.random() < 0.5
     ]
-    return Scene(
+    scene = Scene(
         seed=seed,
         config=config,
         network=NetworkSetting(
@@ -182,6 +188,28 @@ def draw_scene(seed: int, scenario: str = MIXED) -> Scene:
         faults_s=faults_s,
         ending=ending,
     )
+    return with_rarities(scene) if scenario == MIXED else scene
+
+
+def with_rarities(scene: Scene) -> Scene:
+    """``scene``, and now and then what no usual run has: a poisoned learner, restarts in a row, a stop of minutes."""
+    random = Random(f"rare {scene.seed}")
+    peers, faults, faults_s = list(scene.peers), list(scene.faults), scene.faults_s
+    names = [name for name, _, _ in peers]
+    if random.random() < POISON_SHARE:
+        name, setting, comes_at = peers[-1]
+        healthy = sum(s.has_learner for _, s, _ in peers[:-1])
+        if setting.has_learner and healthy >= scene.config.min_quorum:
+            poisoned = msgspec.structs.replace(setting, poison=random.choice(("encode", "merge")))
+            peers[-1] = (name, poisoned, comes_at)
+    if random.random() < STORM_SHARE:
+        faults += storm(random, names, faults_s)
+    if random.random() < STOP_SHARE:
+        stop_s = 20.0 + 100.0 * random.random()
+        faults.append(Fault(at=faults_s, kind="pause", peers=(random.choice(names),), duration_s=stop_s))
+        faults_s += stop_s
+    faults.sort(key=lambda fault: fault.at)
+    return msgspec.structs.replace(scene, peers=tuple(peers), faults=tuple(faults), faults_s=faults_s)
 
 
 def _draw_rates(random: Random) -> FaultRates:
@@ -301,8 +329,8 @@ def _run_phases(world: World, scene: Scene) -> None:
 
 
 def _trains(process: Process) -> bool:
-    learner = process.machine.core.learner
-    return learner is not None and not learner.is_paused and process.setting.step_s < GLACIAL_S
+    learner, setting = process.machine.core.learner, process.setting
+    return learner is not None and not learner.is_paused and setting.step_s < GLACIAL_S and not setting.poison
 
 
 def _longest_turn_s(world: World, scene: Scene) -> float:

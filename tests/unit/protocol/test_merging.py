@@ -203,6 +203,7 @@ def test_a_merge_that_fails_and_blames_nobody_drops_all() -> None:
     stage.work(stage.offer(C) + stage.wait(5.0), ef.Snapshot)
     effects = stage.tell(ev.Failed("merge", SHARD, None, "a payload is gone"))
     assert not only(effects + stage.wait(5.0), ef.Merge)
+    assert stage.machine.merging.collections[SHARD].quorum_at is None, "the quorum is not in any more"
     assert {to for to, _ in sent(effects, msg.Refused)} == {B, C}
 
 
