@@ -5,8 +5,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # What `make bench-wire` exchanges: "--all" compares with hivemind and torchft, and needs root.
 EXCHANGE ?= --all
+# Workers of the tests.
+JOBS ?= 2
 
-.PHONY: demo test test-measured lint simulate mutants chaos golden bench-wire bench-wan bench-quick bench-uml clean help
+.PHONY: demo test quick quick-tests test-measured lint simulate mutants chaos golden bench-wire bench-wan bench-quick bench-uml clean help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -26,8 +28,17 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## a swarm on this machine: found, join, kill, join late, merge, evaluate (about 3 minutes)
 	@$(BIN)/p2pdiloco demo --out out/demo
 
+# Two workers: most tests wait for processes, and two cores are what CI has. Durations are told, and kept in out/.
+TESTS := -q -n $(JOBS) --dist loadgroup
 test: $(READY) ## everything that CI runs but lint
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest $(TESTS) --durations=20 --junitxml=out/test.xml
+
+quick: $(READY) ## lint, types, unit and property tests, a hundred seeds: under 90 seconds on two cores
+	@$(MAKE) -s -j2 -O lint quick-tests
+	@$(BIN)/p2pdiloco simulate --seeds 0-99
+
+quick-tests: $(READY)
+	@$(BIN)/python -m pytest $(TESTS) -m "not heavy" tests/unit tests/property
 
 test-measured: $(READY) ## tests that measure real links: root, and a machine that does nothing else
 	@P2PDILOCO_MEASURE=1 $(BIN)/python -m pytest -q tests/wan

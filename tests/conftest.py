@@ -1,13 +1,36 @@
-"""What all tests share."""
+"""What all tests share, and in which order they come.
+
+``pytest -n 2`` (make test) hands out the tests that take longest first, by what was recorded of an earlier run
+(``python -m tests.durations``), so that no long one is left for the end. Tests that share a dear fixture stay together.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from p2pdiloco.runtime import logs
+
+DURATIONS = Path(__file__).parent / "durations.json"
+"""Seconds of the slowest tests, by their ids."""
+DEAR = ("complete", "report", "story")
+"""Fixtures of a module that take long to make."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest first, where there are several workers."""
+    if not hasattr(config, "workerinput"):
+        return
+    seconds: dict[str, float] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    items.sort(key=lambda item: -seconds.get(item.nodeid, 0.0))
+    for item in items:
+        for name in DEAR:
+            if name in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.xdist_group(name))
 
 
 @pytest.fixture

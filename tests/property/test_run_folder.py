@@ -326,6 +326,7 @@ def test_of_several_runs_the_user_says_which(tmp_path: Path) -> None:
         chosen_run([tmp_path / "state"], "x")
 
 
+@pytest.mark.heavy
 def test_another_process_is_named_and_its_end_frees_the_folder(tmp_path: Path) -> None:
     script = (
         "import sys, json, msgspec; from pathlib import Path; from p2pdiloco.node.run_folder import hold\n"

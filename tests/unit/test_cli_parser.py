@@ -54,6 +54,7 @@ def test_it_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"p2pdiloco {VERSION}\n"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_a_typo_loads_nothing_heavy(command: str) -> None:
     look = (

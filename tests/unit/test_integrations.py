@@ -42,6 +42,7 @@ class Outer:
         self.tokens += tokens
 
 
+@pytest.mark.heavy
 def test_tokens_are_what_the_model_sees_while_it_trains() -> None:
     pytest.importorskip("transformers", reason="needs the extra hf: pip install '.[hf]'")
     from p2pdiloco.integrations.transformers import DiLoCoCallback
@@ -63,6 +64,7 @@ def test_tokens_are_what_the_model_sees_while_it_trains() -> None:
     assert outer.tokens == 45, "evaluation is no training"
 
 
+@pytest.mark.heavy
 def test_without_a_run_nothing_happens() -> None:
     pytest.importorskip("transformers", reason="needs the extra hf: pip install '.[hf]'")
     from p2pdiloco.integrations.transformers import DiLoCoCallback

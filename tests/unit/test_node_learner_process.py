@@ -14,6 +14,8 @@ from p2pdiloco.node.founding import ConfigError, read_config
 from p2pdiloco.node.learner_process import Adopted, LearnerProcess
 from p2pdiloco.wire import link
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pidfd is Linux's")
 @pytest.mark.parametrize("is_script", [True, False])

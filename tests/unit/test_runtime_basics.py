@@ -26,7 +26,7 @@ PEER = Identity.ephemeral().peer_id
         "/ip4/203.0.113.7/tcp/4100",
         "/ip6/::1/tcp/0",
         "/dns/example.org/tcp/1",
-        f"/dns4/example.org/tcp/65535/p2p/{PEER}",
+        pytest.param(f"/dns4/example.org/tcp/65535/p2p/{PEER}", id="with a peer"),
     ],
 )
 def test_addresses_come_back_as_written(text: str) -> None:

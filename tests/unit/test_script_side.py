@@ -11,6 +11,8 @@ import pytest
 
 from p2pdiloco.node.learner_process import COMMAND
 
+pytestmark = pytest.mark.heavy
+
 MEMORY_MB = 280
 """Of them torch alone takes 218."""
 HEAVY = (

@@ -125,6 +125,7 @@ def test_what_founding_fills_in_does_not_make_it_another_run() -> None:
     assert not is_founded_from(msgspec.structs.replace(again, model=llama()), again)
 
 
+@pytest.mark.heavy
 class TestWithTransformers:
     """Real models."""
 

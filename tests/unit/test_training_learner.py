@@ -33,6 +33,8 @@ from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.training.transformer import build_model, named_tensors
 from p2pdiloco.wire import link
 
+pytestmark = pytest.mark.heavy
+
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 30.0
 FOREVER = 1_000_000
@@ -358,7 +360,7 @@ def test_the_inner_optimizer_outlives_a_life(start: Callable[..., Node], tmp_pat
     assert node.until(link.Ready).inner_steps == 0
 
 
-REUNION = "p2pdiloco-unit-test"
+REUNION = f"p2pdiloco-unit-test-{os.getpid()}"
 WAITS = ("--reunion", REUNION, "--reattach-s", "60")
 
 

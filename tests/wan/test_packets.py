@@ -9,6 +9,8 @@ import pytest
 from p2pdiloco.testbed.router import Way, _Queue
 from p2pdiloco.testbed.segments import checksum, count, destination, without
 
+pytestmark = pytest.mark.xdist_group("wan")  # namespaces are the machine's
+
 SEGMENT = 100
 IP, TCP = 20, 20
 SEQUENCE = 0xFFFF_FFF0

@@ -26,6 +26,8 @@ from p2pdiloco.testbed.shaping import set_bucket
 from p2pdiloco.testbed.trace import play
 from p2pdiloco.testbed.verify import LinkOffError, must_agree
 
+pytestmark = pytest.mark.xdist_group("wan")  # namespaces are the machine's
+
 NAME = "test-two"
 SOURCE = f"""
 name = "{NAME}"

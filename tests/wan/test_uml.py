@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("wan")  # namespaces are the machine's
+
 
 @pytest.mark.skipif(os.environ.get("P2PDILOCO_UML") != "1", reason="takes most of a minute: P2PDILOCO_UML=1")
 @pytest.mark.skipif(shutil.which("linux.uml") is None, reason="no User-Mode Linux here: apt install user-mode-linux")
