@@ -23,6 +23,7 @@ from p2pdiloco.simulation import planted, planted_rules
 from p2pdiloco.simulation.planting import plant
 from tests.mutation import baseline
 from tests.mutation.gate import PACKAGES, Result, ScoreCard, judge_again, judge_sample, reach_of
+from tests.mutation.reach import SUITES
 from tests.mutation.workers import Job, import_slow, judge
 
 BUGS = planted.BUGS + planted_rules.BUGS
@@ -48,6 +49,8 @@ def main() -> int:
     planted.add_argument("names", nargs="*", help="of bugs; default: all")
     check = sub.add_parser("check")
     check.add_argument("--again", type=int, default=30, help="killed mutants that are judged again")
+    for one in (run, again):
+        one.add_argument("--tests", nargs="+", default=SUITES, help="patterns of files (default: unit and property)")
     for one in (run, check):
         one.add_argument("--seed", type=int, help="of the sample; default: a fresh one, which is printed")
     for one in (run, again, planted, check):
@@ -71,7 +74,9 @@ def _seed(given: int | None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     seed, cards, is_lower = _seed(arguments.seed), [], False
     known = baseline.read()
-    reach = reach_of(arguments.packages, arguments.simulator_seeds if "protocol" in arguments.packages else 0)
+    reach = reach_of(
+        arguments.packages, arguments.tests, arguments.simulator_seeds if "protocol" in arguments.packages else 0
+    )
     for package in arguments.packages:
         card = judge_sample(
             package,
@@ -95,7 +100,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _again(arguments: argparse.Namespace) -> int:
     found = json.loads(arguments.file.read_text())
     packages = [card["package"] for card in found["cards"]]
-    reach = reach_of(packages, arguments.simulator_seeds if "protocol" in packages else 0)
+    reach = reach_of(packages, arguments.tests, arguments.simulator_seeds if "protocol" in packages else 0)
     for card in found["cards"]:
         wanted = card["survived"].keys()
         judged = judge_sample(

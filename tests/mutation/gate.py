@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from p2pdiloco.simulation.planting import change_on_import
 from tests.mutation.operators import Mutant, mutants_of, mutated
-from tests.mutation.reach import SUITES, Reach, find_reach
+from tests.mutation.reach import SUITES, Reach, find_reach, suites_of
 from tests.mutation.workers import ROOT, SEED, Job, Verdict, judge
 
 PACKAGES = {
@@ -76,10 +76,10 @@ class ScoreCard(NamedTuple):
         }
 
 
-def reach_of(packages: Sequence[str], simulator_seeds: int) -> Reach:
-    """What tests, and so many seeds, reach of these packages."""
+def reach_of(packages: Sequence[str], tests: Sequence[str], simulator_seeds: int) -> Reach:
+    """What tests (patterns of files), and so many seeds, reach of these packages."""
     files = [file for package in packages for file in _files(package)]
-    return find_reach(files, range(simulator_seeds), CACHE)
+    return find_reach(files, suites_of(tests), range(simulator_seeds), CACHE)
 
 
 def judge_sample(
@@ -189,6 +189,4 @@ def _killers(name: str, by: str) -> list[str]:
             return [by]
         return [path]
     package = name.split(".")[1]
-    return [
-        str(p.relative_to(ROOT)) for s in SUITES for p in sorted((ROOT / s).rglob("test_*.py")) if package in str(p)
-    ]
+    return [suite for suite in suites_of(SUITES) if package in suite]
