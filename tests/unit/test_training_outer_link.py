@@ -23,18 +23,25 @@ from p2pdiloco.wire import link
 
 
 class Loop:
-    """A training loop that does nothing."""
+    """A training loop that does nothing, and remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
 
     def evaluate(self, theta: Tensor) -> float:
         return float(theta.sum())
 
-    def train(self, block: Block) -> None: ...
+    def train(self, block: Block) -> None:
+        self.asked.append(block)
 
-    def save(self) -> None: ...
+    def save(self) -> None:
+        self.asked.append("save")
 
-    def begin_again(self) -> None: ...
+    def begin_again(self) -> None:
+        self.asked.append("begin again")
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        self.asked.append("end")
 
 
 class SlowParameters(FlatParameters):
@@ -66,7 +73,10 @@ class Bench:
         self.socket, theirs = socket.socketpair()
         self.socket.setblocking(False)
         self.parameters = [p for _, p in named]
-        self.link = OuterLink(Loop(), self.flat, layout, self.vectors, Channel(theirs), last_step=1000, reunion=reunion)
+        self.loop = Loop()
+        self.link = OuterLink(
+            self.loop, self.flat, layout, self.vectors, Channel(theirs), last_step=1000, reunion=reunion
+        )
         self.decoder = link.Decoder[link.FromLearner](link.FromLearner)
 
     def step(self, change: float) -> None:
@@ -275,3 +285,89 @@ def test_a_learner_that_is_adopted_keeps_its_progress_since_the_loss_and_counts_
         memory.close()
     finally:
         bench.socket.close()
+
+
+def test_what_it_is_asked_for_reaches_the_loop_and_is_answered_in_order(bench: Bench) -> None:
+    bench.link.greet(device="cpu", inner_steps=5)
+    bench.vectors.theta.fill_(2.0)
+    heard = bench.do(link.Evaluate(version=3))
+    assert heard == [
+        link.Ready(device="cpu", parameters=15, inner_steps=5, has_blocks=False),
+        link.Evaluated(version=3, loss=30.0),
+    ]
+    bench.do(link.Load(step=0))
+    bench.do(link.Train(block=Block(7)), link.Save())
+    assert bench.loop.asked == [7, "save"]
+    bench.link.block_finished(Block(7))
+    tokens = bench.link.tokens
+    assert bench.do()[0] == link.BlockFinished(block=Block(7), tokens=tokens)
+
+
+def test_times_of_copies_are_told_once(bench: Bench) -> None:
+    bench.do(link.Load(step=0))
+    bench.do(link.Shift(shards=bench.flat.everything, replace=False))
+    told = [m.exchange_s for m in bench.do(link.Save()) + bench.do() if isinstance(m, link.Progress)]
+    assert 0.0 < told[0] < 10.0
+    assert told[-1] == 0.0
+
+
+def test_the_global_step_never_falls_and_at_the_runs_last_step_training_ends(bench: Bench) -> None:
+    bench.do(link.Load(step=990))
+    bench.do(link.AdoptStep(step=995), link.AdoptStep(step=993))
+    assert bench.link.global_step == 996
+    bench.do(link.AdoptStep(step=999))
+    assert not bench.link.is_training
+    assert bench.link.global_step == 1000
+    assert bench.loop.asked == ["save"]
+    bench.do(link.Pause())
+    assert bench.loop.asked == ["save"], "it is saved once"
+    paused = [m for m in bench.do(link.Pause()) if isinstance(m, link.Paused)]
+    assert paused[-1] == link.Paused(steps=bench.link.steps, tokens=bench.link.tokens)
+
+
+def test_it_ends_when_it_is_told_to_and_when_its_node_is_dead() -> None:
+    for message in (link.Exit(), None):
+        bench = Bench()
+        bench.do(link.Load(step=0))
+        if message is None:
+            bench.socket.close()
+            assert not bench.link.boundary()
+            assert bench.loop.asked == []
+        else:
+            bench.socket.sendall(link.encode(message))
+            assert not bench.link.boundary()
+            assert bench.loop.asked == ["end"]
+            bench.socket.close()
+        bench.vectors.close()
+
+
+@pytest.mark.skipif(not IS_POSSIBLE, reason="abstract Unix sockets are Linux's")
+def test_a_learner_that_nobody_finds_in_time_ends_and_one_that_does_not_train_ends_at_once(tmp_path: Path) -> None:
+    for is_loaded, lasts in ((True, True), (False, False)):
+        bench = Bench(Reunion(f"p2pdiloco-test-{tmp_path}-{is_loaded}", patience_s=0.0))
+        bench.flat.is_slow = False
+        if is_loaded:
+            bench.do(link.Load(step=0))
+        bench.socket.close()
+        assert bench.link.boundary() is lasts
+        assert bench.loop.asked == (["begin again"] if lasts else [])
+        assert not bench.link.boundary()
+        bench.vectors.close()
+
+
+def test_what_the_node_does_not_read_is_bounded_and_steps_are_counted_all_the_same(bench: Bench) -> None:
+    """Beyond 64 KiB no step is told; the next that is told says how many there were."""
+    bench.do(link.Load(step=0))
+    for _ in range(30_000):
+        bench.link.stepped(1, 2.0, 0.1)
+    assert bench.link.boundary()
+    assert len(bench.link._channel._outgoing) <= (64 << 10) + 1000
+    steps: list[int] = []
+    for _ in range(100):
+        steps += [m.steps for m in bench.hear() if isinstance(m, link.Progress)]
+        assert bench.link.boundary()
+    bench.link.stepped(1, 2.0, 0.1)
+    steps += [m.steps for m in bench.do() if isinstance(m, link.Progress)]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == bench.link.steps
+    assert len(steps) < 30_000
