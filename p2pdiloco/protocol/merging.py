@@ -283,7 +283,7 @@ class Merging:
             collection.is_closed = False
             for learner in [x for x in collection.given if culprit is None or peer_of(x) == culprit]:
                 self._refuse(peer_of(learner), collection.given.pop(learner), reason[:MAX_TEXT])
-            if len(collection.given) < self.quorum():
+            if len(collection.given) < self.quorum(collection):
                 collection.quorum_at = None
         self.consider(shard)
 
