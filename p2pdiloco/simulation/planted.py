@@ -227,10 +227,12 @@ BUGS = (
     Bug(
         name="a checkpoint is not compared with its digests",
         module=_CHECKPOINT,
-        old="if state_digest(theta[span], momentum[span]) != proven_digest(manifest, proof):",
-        new="if False:",
+        old="!= proven_digest(manifest, proof):\n"
+        '            raise ValueError(f"shard {piece.shard} does not have the digest that its owner signed")\n'
+        "    return Checkpoint(",
+        new="== 0:\n            raise ValueError\n    return Checkpoint(",
         harm="a disk's flipped bit becomes the peer's state",
-        killed_by=(f"{_CHECKPOINT_TESTS}::test_a_forged_state_is_not_taken",),
+        killed_by=(f"{_CHECKPOINT_TESTS}::test_of_a_torn_checkpoint_the_one_before_is_used",),
     ),
     Bug(
         name="a checkpoint paired with later heads",
@@ -278,8 +280,8 @@ BUGS = (
     Bug(
         name="a liar is asked again",
         module=_FETCHING,
-        old="        self._liars.add(peer)\n",
-        new="        self._liars.discard(peer)\n",
+        old="        self._distrust.wrong(peer, chunk)\n",
+        new="        self._distrust.of(peer)\n",
         harm="a join never ends",
         killed_by=(f"{_FETCHING_TESTS}::test_a_chunk_that_is_not_what_was_signed_is_taken_from_another",),
     ),
