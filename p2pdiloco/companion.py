@@ -27,6 +27,7 @@ import psutil
 from p2pdiloco.protocol.identifiers import RunId, digest_of
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.runtime.files import LockedError, lock
+from p2pdiloco.runtime.invitation import INVITED
 from p2pdiloco.training.reunion import Found, Reunion
 
 log = logging.getLogger("p2pdiloco")
@@ -40,8 +41,6 @@ RESTARTS = 5
 STABLE_S = 600.0
 """A life that lasted this long proves the node sound: earlier deaths are forgotten."""
 NODE_LOG = "node.log"
-JOINABLE = "to join from another machine"
-"""What a node says before the line that others type (``node/session.py``)."""
 NOBODY_THERE = 3
 """Exit status of a node that found nobody (``cli/main.py``)."""
 _LOOK_S = 0.05
@@ -116,7 +115,7 @@ class Companion:
             reunion.close()
         if is_new:
             for line in self._said():
-                if line.startswith(JOINABLE):
+                if line.startswith(INVITED):
                     print(line, file=sys.stderr, flush=True)  # noqa: T201 - for whoever watches the founding script
         return found
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from p2pdiloco.runtime.invitation import INVITED
 from p2pdiloco.runtime.parent import die_with_parent
 
 MARK = "P2PDILOCO_SWARM"
@@ -33,8 +34,6 @@ STOP_S = 30.0
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 JOINABLE = "p2pdiloco join "
 """What a bootstrap node says before its address."""
-FOUNDED = "to join from another machine"
-"""What a founder says once it can be joined."""
 
 
 class SwarmError(Exception):
@@ -203,7 +202,7 @@ class Swarm:
     def start_founder(self, name: str, config: Path, address: str, *more: str) -> Member:
         """Start the peer that founds the run, and wait until it can be joined. ``more``: further options."""
         member = self.launch(name, ["start", str(config), "--bootstrap", address], *more)
-        self._wait_for(member, FOUNDED)
+        self._wait_for(member, INVITED)
         return member
 
     def join(self, name: str, address: str, *more: str) -> Member:

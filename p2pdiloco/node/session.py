@@ -43,6 +43,7 @@ from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.runtime import addresses, logs
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.invitation import invitation
 from p2pdiloco.training.sources import tell_sources
 
 log = logs.get("session")
@@ -237,7 +238,7 @@ async def _go_on(
                 f"steps of it, and its state lies in {folder}; to train another one, give it another name",
             )
     for address in directory.visible_addresses():
-        say(f"to join from another machine:  p2pdiloco join {address} --run {manifest.config.name}")
+        say(invitation(address, manifest.config.name))
     mine = msgspec.structs.replace(options, folder=folder)
     return await take_part(manifest, mine, identity, directory, initial)
 

@@ -40,7 +40,7 @@ class Adapting:
         """For the next payload of ``shard``; None: the run fixes the codec."""
         if (self._codec.up if direction == "up" else self._codec.down) != "auto":
             return None
-        step_s, rate = self._step_time_s(), self._rate()
+        step_s, rate = self._core.fastest_step_time_s(), self._rate()
         return choose(
             self._parameters(shard),
             bytes_per_s=rate / self._turns_at_once() if rate is not None and step_s > 0.0 else None,
@@ -63,8 +63,3 @@ class Adapting:
     def _turns_at_once(self) -> float:
         schedule = self._schedule
         return max(1.0, schedule.overlap * schedule.fragments / schedule.sync_every)
-
-    def _step_time_s(self) -> float:
-        learner, others = self._core.learner, self._core.membership.fastest_step_s
-        own = learner.step_time_s if learner is not None and not learner.is_paused else 0.0
-        return min(own, others) if own and others else own or others

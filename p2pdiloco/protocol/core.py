@@ -236,6 +236,11 @@ class Core:
         """The learner's own; 0 without one that trains."""
         return 0.0 if self.learner is None or self.learner.is_paused else self.learner.step_time_s
 
+    def fastest_step_time_s(self) -> float:
+        """Of all learners that train; 0 if none does."""
+        own, others = self.step_time_s(), self.membership.fastest_step_s
+        return min(own, others) if own and others else own or others
+
     def is_participating(self) -> bool:
         """Whether this peer's learner may still contribute: it trains, or holds progress that is not merged."""
         learner = self.learner

@@ -84,7 +84,7 @@ class Merging:
     def takeover_s(self) -> float:
         """How long an owner may take before the next in rank is asked: the overlap, three turns, a few round trips."""
         config, membership = self.core.config, self.core.membership
-        overlap = config.overlap * self._step_time_s()
+        overlap = config.overlap * self.core.fastest_step_time_s()
         wanted = overlap + 3 * self.turn_s + 4 * membership.slowest_round_trip_s
         return min(max(wanted, config.takeover_floor_s), config.takeover_ceiling_s)
 
@@ -92,12 +92,6 @@ class Merging:
         """How long a commit that others have may be on its way: a turn (at most a heartbeat) and two round trips."""
         config, membership = self.core.config, self.core.membership
         return min(self.turn_s, config.heartbeat_s) + 2 * membership.slowest_round_trip_s
-
-    def _step_time_s(self) -> float:
-        learner = self.core.learner
-        own = learner.step_time_s if learner is not None and not learner.is_paused else 0.0
-        others = self.core.membership.fastest_step_s
-        return min(own, others) if own and others else own or others
 
     # -- collect -------------------------------------------------------------------------------------------------------
 
@@ -213,12 +207,12 @@ class Merging:
         grace_s = grace_window_s(
             grace_share=config.grace_share,
             overlap_steps=config.overlap,
-            step_time_s=self._step_time_s(),
+            step_time_s=self.core.fastest_step_time_s(),
             quorum_s=quorum_s,
             sync_s=self.sync_s + membership.slowest_round_trip_s,
         )
         if config.grace_share:
-            limit_s = config.sync_every * self._step_time_s() / 2
+            limit_s = config.sync_every * self.core.fastest_step_time_s() / 2
             waited_for = {*absent, config.peer} if is_waiting_for_me else absent
             grace_s = max(grace_s, self.answers.wait_s(waited_for, limit_s) - quorum_s)
         takeover_s = self.takeover_s()

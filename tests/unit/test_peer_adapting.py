@@ -23,8 +23,7 @@ LAYOUT = make_layout(TENSORS, 2, M, "rda")
 
 
 def adapting(metrics: Metrics, rate: float | None, *, live: int = 1, step_s: float = 1.0, **changes: Any) -> Adapting:
-    learner = SimpleNamespace(step_time_s=step_s, is_paused=False) if step_s else None
-    core = SimpleNamespace(learner=learner, membership=SimpleNamespace(live=("x",) * live, fastest_step_s=0.0))
+    core = SimpleNamespace(membership=SimpleNamespace(live=("x",) * live), fastest_step_time_s=lambda: step_s)
     schedule = ScheduleConfig(fragments=2, sync_every=8, overlap=2)
     codec = CodecConfig(**{"up": "auto", "down": "auto", "coarsest": "int2", **changes})
     config = RunConfig(name="x", schedule=schedule, codec=codec)
