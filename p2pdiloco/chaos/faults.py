@@ -11,18 +11,25 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import signal
+import threading
+import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 
 from p2pdiloco.chaos.plan import Fault, Plan
 from p2pdiloco.chaos.relay import Network, slow_down
 from p2pdiloco.chaos.swarm import Member
+from p2pdiloco.peer.disk import PART
 from p2pdiloco.training import PROGRAM
 
 LOG_ROOM_BYTES = 32 << 10
+WRITE_S, WRITE_LOOK_S = 15.0, 0.001
+"""How long, and how often, a checkpoint's half-written file is looked for."""
 SPOILT_PIECES = 1
 """Of each link of a peer; one is enough to end a connection."""
 
@@ -84,13 +91,18 @@ class Peer:
         Raises:
             NotNow: it is not there.
         """
-        for child in self.node().children():
-            try:
-                if PROGRAM in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
-                    return child
-            except psutil.Error:
-                continue
-        raise NotNow(f"{self.name} has no learner now")
+        self.node()
+        assert self.member is not None
+        ours, found = f"{self.member.folder.absolute()}/", []
+        for process in psutil.process_iter():  # a learner that outlived a node is no child of the next one
+            with contextlib.suppress(psutil.Error):
+                arguments = process.cmdline()
+                is_ours = PROGRAM in arguments and any(os.path.abspath(a).startswith(ours) for a in arguments)
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        if not found:
+            raise NotNow(f"{self.name} has no learner now")
+        return max(found, key=lambda process: process.create_time())
 
 
 class Hand:
@@ -102,6 +114,8 @@ class Hand:
         self._plan = plan
         self._stopped: dict[int, psutil.Process] = {}
         """By fault."""
+        self._copies: dict[int, dict[str, bytes]] = {}
+        """Checkpoint folders, by fault."""
 
     def strike(self, fault: Fault) -> str:
         """Do it; what was done.
@@ -126,10 +140,18 @@ class Hand:
                 hit[0].node().send_signal(signal.SIGTERM)
                 hit[0].is_leaving = True
                 return f"{who} is asked to leave"
+            case "kill-saving":
+                self._others_must_go_on(fault.peers)
+                threading.Thread(target=_kill_in_write, args=(hit[0],), daemon=True, name="kill in a write").start()
+                return f"SIGKILL to the node of {who} in the middle of its next checkpoint"
+            case "rollback":
+                folder = _checkpoints(hit[0])
+                self._copies[fault.number] = {path.name: path.read_bytes() for path in folder.iterdir()}
+                return f"the checkpoints of {who} are copied, to be put back"
             case "learner":
                 hit[0].learner().kill()
                 return f"SIGKILL to the learner of {who}"
-            case "stop":
+            case "stop" | "freeze":
                 self._others_must_go_on(fault.peers)
                 self._stop(fault, hit[0].node())
                 hit[0].is_stopped = True
@@ -165,9 +187,12 @@ class Hand:
         """What lasts ends. What was killed is started again by the runner."""
         network = self._network
         match fault.kind:
-            case "stop" | "stop-learner":
+            case "rollback":
+                self._others_must_go_on(fault.peers)
+                self._put_back(self._peers[fault.peers[0]], self._copies.pop(fault.number))
+            case "stop" | "freeze" | "stop-learner":
                 self._go_on(fault.number)
-                if fault.kind == "stop":
+                if fault.kind != "stop-learner":
                     self._peers[fault.peers[0]].is_stopped = False
             case "disk":
                 _limit_files(self._peers[fault.peers[0]], resource.RLIM_INFINITY)
@@ -189,6 +214,17 @@ class Hand:
         if not any(self._peers[name].is_current for name in hit):
             raise NotNow(f"{', '.join(sorted(hit))} is not back yet")
 
+    def _put_back(self, peer: Peer, files: dict[str, bytes]) -> None:
+        """Kill the peer's processes, and give it an old state."""
+        folder = _checkpoints(peer)
+        with contextlib.suppress(NotNow):
+            peer.learner().kill()
+        _kill(peer)
+        for path in folder.iterdir():
+            path.unlink()
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+
     def _stop(self, fault: Fault, process: psutil.Process) -> None:
         process.suspend()
         self._stopped[fault.number] = process
@@ -203,6 +239,28 @@ def _kill(peer: Peer) -> None:
     if peer.member is not None and peer.is_up:
         peer.member.kill()
     peer.is_stopped = False
+
+
+def _checkpoints(peer: Peer) -> Path:
+    """Where its checkpoints are.
+
+    Raises:
+        NotNow: there is none yet.
+    """
+    found = sorted(peer.member.folder.glob("*/checkpoint")) if peer.member is not None and peer.is_up else []
+    if not found:
+        raise NotNow(f"{peer.name} has no checkpoint yet")
+    return found[-1]
+
+
+def _kill_in_write(peer: Peer) -> None:
+    """Wait for a file that is half-written, and kill whoever writes it."""
+    member, until = peer.member, time.monotonic() + WRITE_S
+    while member is not None and member.is_running and time.monotonic() < until:
+        if any(member.folder.glob(f"*/checkpoint/.*{PART}")):
+            member.kill()
+            return
+        time.sleep(WRITE_LOOK_S)
 
 
 def _log_bytes(peer: Peer) -> int:

@@ -21,8 +21,11 @@ from p2pdiloco.protocol.soundness import config_problems
 
 Kind = Literal[
     "kill",
+    "kill-saving",
+    "rollback",
     "learner",
     "stop",
+    "freeze",
     "stop-learner",
     "leave",
     "disk",
@@ -39,8 +42,11 @@ LINK_KINDS = frozenset({"cut", "mute", "split", "slow", "corrupt", "break"})
 """They hit connections, not processes; a peer may have one of each sort at a time."""
 DURATIONS_S: dict[Kind, tuple[float, float]] = {
     "kill": (1.0, 8.0),
+    "kill-saving": (0.0, 0.0),
+    "rollback": (5.0, 20.0),
     "learner": (0.0, 0.0),
     "stop": (1.0, 12.0),
+    "freeze": (61.0, 80.0),
     "stop-learner": (1.0, 12.0),
     "leave": (1.0, 8.0),
     "disk": (6.0, 15.0),
@@ -53,7 +59,7 @@ DURATIONS_S: dict[Kind, tuple[float, float]] = {
     "corrupt": (0.0, 0.0),
     "break": (0.0, 0.0),
 }
-"""Shortest and longest. For what ends processes: until they are started again."""
+"""Shortest and longest. For what ends processes: until they are started again; for ``rollback``: the copy's age."""
 RECOVERY_S = 12.0
 """What starting again, and catching up, is given before a peer's processes are hit again."""
 LEARNER_LIVES = 3
@@ -95,6 +101,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Mean time between two faults (exponential)."""
     blackouts: Annotated[int, Meta(ge=0, le=100)] = 0
     """Times that everybody is killed at once, evenly spread; one peer then resumes from what all left."""
+    bootstrap_dies: bool = False
+    """The bootstrap node is killed before the first fault, and does not come back."""
     settle_s: Annotated[float, Meta(ge=5.0, le=600.0)] = 20.0
     """Quiet time at the end, with everybody back; the second half of it is judged."""
     calm_s: Annotated[float, Meta(ge=2.0, le=600.0)] = 6.0
@@ -221,6 +229,8 @@ def plan_problems(plan: Plan) -> list[str]:
     are_chosen = set(plan.weights) != set(_drawn_kinds())
     if len(plan.regions) < 2 and are_chosen and any(plan.weights.get(kind) for kind in _OF_REGIONS):
         found.append("weights: region and split need two regions")
+    if plan.blackouts and plan.bootstrap_dies:
+        found.append("blackouts: with bootstrap_dies nobody would be left to find the others by")
     if plan.blackouts and plan.seconds / plan.blackouts < 2 * BLACKOUT_CALM_S:
         found.append(f"blackouts: each needs {2 * BLACKOUT_CALM_S:.0f} of the {plan.seconds:.0f} seconds")
     return found

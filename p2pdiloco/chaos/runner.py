@@ -48,6 +48,8 @@ GONE_S = 10.0
 PORTS = range(20000, 32000)
 """Below the ports that the kernel gives to outgoing connections."""
 CHECKPOINT_S = 5.0
+REATTACH_S = 60.0
+"""As users have it: a learner outlives its node."""
 
 
 class Runner:
@@ -61,6 +63,7 @@ class Runner:
         self._faults = schedule.faults
         self._tell = tell
         options = ["--journal", "--checkpoint-s", f"{CHECKPOINT_S:g}", "--leave-s", f"{LEAVE_S:g}"]
+        options += ["--reattach-s", f"{REATTACH_S:g}"]
         self._swarm = Swarm(out, options)
         ports = _free_ports(len(self.plan.names))
         self._peers = {n: Peer(n, self.plan.region_of(n), p) for n, p in zip(self.plan.names, ports, strict=True)}
@@ -110,6 +113,8 @@ class Runner:
         for peer in others:
             self._launch(peer)
         await self._all_train("the swarm did not come up")
+        if self.plan.bootstrap_dies:
+            bootstrap.kill()
         self._began = time.monotonic()
         self._looked_at = 0.0
         self._note("began")
@@ -203,7 +208,7 @@ class Runner:
         self._last = text
         self._note("struck", fault=fault.number, text=text)
         self._active.append(fault)
-        if fault.kind in ("kill", "region", "blackout", "leave"):
+        if fault.kind in ("kill", "kill-saving", "region", "blackout", "leave"):
             for name in fault.peers:
                 self._coming_back[name] = fault.number
         if fault.kind in ("kill", "region", "blackout"):
@@ -226,6 +231,8 @@ class Runner:
         self._active.remove(fault)
         with contextlib.suppress(NotNow, psutil.Error):
             self._hand.undo(fault)
+            if fault.kind == "rollback":
+                self._coming_back[fault.peers[0]] = fault.number
         self._note("undone", fault=fault.number)
 
     def _ended(self, peer: Peer, member: Member) -> None:
@@ -241,6 +248,8 @@ class Runner:
             peer.tries += 1
         elif not is_expected:
             self._last = f"{peer.name} ended by itself with status {member.status}"
+        if member.was_killed and peer.back_at is None:
+            peer.back_at = self._now() + RETRY_S
         if not member.was_killed:
             leave = next((f for f in self._active if f.kind == "leave" and peer.name in f.peers), None)
             peer.back_at = self._now() + (leave.duration_s if leave else RETRY_S)

@@ -172,6 +172,7 @@ class GlobalState:
         self._in_queue = [Kind.NONE] * len(layout.shards)
         self._has_snapshot = [False] * len(layout.shards)
         """The shard's part of the snapshot buffer holds what the learner has trained, brought up to date."""
+        self._chunk_counts = [quantize.chunk_count(shard.elements) for shard in layout.shards]
         self._verified: list[set[int]] = [set() for _ in layout.shards]
         """Chunks that had the digests of their shard's present head when they were looked at."""
         self._spoilt: set[ShardId] = set()
@@ -214,9 +215,10 @@ class GlobalState:
 
     def unverified(self, shard: ShardId) -> list[int]:
         """Chunks that nobody has looked at since the shard has its head."""
-        if self.heads[shard] is None or shard in self._spoilt:
+        verified, chunks = self._verified[shard], self._chunk_counts[shard]
+        if len(verified) == chunks or self.heads[shard] is None or shard in self._spoilt:
             return []
-        return [chunk for chunk in range(len(self._chunks(shard))) if chunk not in self._verified[shard]]
+        return [chunk for chunk in range(chunks) if chunk not in verified]
 
     def look_again(self) -> None:
         """What was verified may have changed since."""
