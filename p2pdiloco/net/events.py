@@ -47,6 +47,14 @@ class Disconnected(Struct, frozen=True):
     reason: str
 
 
+class TwinRefused(Struct, frozen=True):
+    """Two processes have the identity of ``kept``'s peer: the earlier one came back as ``connection``, and was refused.
+    Told once a peer."""
+
+    connection: Connection
+    kept: Connection
+
+
 class Message(Struct, frozen=True):
     """A message came. ``payload`` is the user's own, writable memory. ``Endpoint.hold``: it is not taken yet."""
 
@@ -159,6 +167,7 @@ class Learned(Struct, frozen=True):
 Event = (
     Connected
     | Disconnected
+    | TwinRefused
     | Message
     | Offered
     | Asked

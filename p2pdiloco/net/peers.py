@@ -2,7 +2,8 @@
 
 Rules of this file:
 1. One connection per pair of peers serves. If both dial at once, the one dialled by the smaller peer id stays and the
-   other finishes what it has begun. A peer that was started anew (``Hello.life``) replaces its old connection.
+   other finishes what it has begun. A peer that was started anew (``Hello.life``) replaces its old connection, and
+   its old life does not come back while the new one is here (net/lives.py).
 2. Connected and Disconnected are told in turns for each peer, whatever happens to connections below.
 3. Places are bounded; who takes one when all are taken is net/admission.py's.
 """
@@ -11,13 +12,15 @@ from __future__ import annotations
 
 from p2pdiloco.net.admission import displaced, machine_of
 from p2pdiloco.net.connection import Connection
-from p2pdiloco.net.events import Connected, Disconnected
+from p2pdiloco.net.events import Connected, Disconnected, TwinRefused
 from p2pdiloco.net.frames import Parting
 from p2pdiloco.net.lane_keeping import bind
+from p2pdiloco.net.lives import PastLives
 from p2pdiloco.net.shared import Shared
 from p2pdiloco.protocol.identifiers import PeerId
 
 LEAVING = "the peer is leaving"
+TWIN = "another process with this identity is connected: a copy of the state folder?"
 
 
 class Peers:
@@ -26,6 +29,7 @@ class Peers:
     def __init__(self, shared: Shared, places: int) -> None:
         self.serving: dict[PeerId, Connection] = {}
         self.is_leaving = False
+        self._past = PastLives()
         self._shared = shared
         self._places = places
 
@@ -40,10 +44,15 @@ class Peers:
             bind(connection, [old] if old is not None else [])
         elif old is None:
             return self._install(connection)
-        elif not old.is_open or _life_of(old) != _life_of(connection):
-            self.gone(old, "the peer came back with a new connection")
-            old.abort("the peer came back with a new connection")
-            return self._install(connection)
+        elif _life_of(old) != _life_of(connection):
+            if not (old.is_open and self._past.has(peer, _life_of(connection))):
+                self._past.end(peer, _life_of(old))
+                return self._replace(old, connection)
+            if self._past.is_news(peer):
+                self._shared.agenda.tell(TwinRefused(connection, old))
+            connection.part(Parting.LEAVING, TWIN)
+        elif not old.is_open:
+            return self._replace(old, connection)
         elif self._rank(connection) > self._rank(old):
             self.serving[peer] = connection
             old.retire()
@@ -51,6 +60,12 @@ class Peers:
         else:
             connection.retire()
         return False
+
+    def _replace(self, old: Connection, connection: Connection) -> bool:
+        reason = "the peer came back with a new connection"
+        self.gone(old, reason)
+        old.abort(reason)
+        return self._install(connection)
 
     def gone(self, connection: Connection, reason: str) -> None:
         """A connection serves no longer."""

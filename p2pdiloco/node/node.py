@@ -17,7 +17,8 @@ import msgspec
 
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.local_host import LocalHost
-from p2pdiloco.node.roster import Roster
+from p2pdiloco.node.roster import PeerRecord, Roster
+from p2pdiloco.node.twins import gives_way, reach, sentence
 from p2pdiloco.peer.metrics import Metrics, progress_fields
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import Ending, InitialState, Peer
@@ -36,6 +37,8 @@ from p2pdiloco.wire.bodies import PeerStatus
 
 log = logs.get("node")
 
+TWIN_LOOK_S = 5.0
+"""Between two looks at a process that seems to have this peer's identity."""
 PROGRESS_S = 5.0
 """Between two lines of the log about progress."""
 
@@ -59,6 +62,11 @@ class Node:
         self.metrics = Metrics(options.folder / "metrics.jsonl")
         self._stack = AsyncExitStack()
         self._live_told = 1
+        self._gives_way = False
+        """Another process has this peer's identity, and began earlier."""
+        self._twin_looked_at = -TWIN_LOOK_S
+        self._twin_told = ""
+        """Life of the one that was told of."""
 
     async def __aenter__(self) -> Self:
         """Open everything.
@@ -101,7 +109,9 @@ class Node:
                     down_bytes_per_s=self.options.down_bytes_per_s,
                 ),
             )
-            self.roster = Roster(manifest.run, self.directory, self.transport, self._addresses, folder / "peers.json")
+            self.roster = Roster(
+                manifest.run, self.directory, self.transport, self._addresses, folder / "peers.json", self._twin_seen
+            )
             await stack.enter_async_context(self.transport)
             self._stack = stack.pop_all()
         return self
@@ -131,9 +141,32 @@ class Node:
         self.host.spawn(self.roster.keep(), name="roster")
         self.host.spawn(self._tell_progress(), name="progress")
         ending = await self.peer.live()
-        await self.roster.withdraw()
+        if not self._gives_way:  # the record is the other one's
+            await self.roster.withdraw()
         self._report(ending)
         return ending
+
+    # -- twins ---------------------------------------------------------------------------------------------------------
+
+    def _twin_seen(self, record: PeerRecord) -> None:
+        """A record of this peer's that this process has not published."""
+        now = self.host.now()
+        if now >= self._twin_looked_at + TWIN_LOOK_S and not self._gives_way:
+            self._twin_looked_at = now
+            self.host.spawn(self._look_at_twin(record), name="twin")
+
+    async def _look_at_twin(self, record: PeerRecord) -> None:
+        """If it answers, the one of us that began later ends."""
+        address = await reach(record, self.identity.peer_id)
+        if address is None:
+            return
+        told = sentence(self.identity.peer_id, address)
+        if gives_way(self.roster.began_s, self.transport.life, to=record):
+            self._gives_way = True
+            self.peer.end_at_once(Ending(2, told))
+        elif record.life != self._twin_told:
+            self._twin_told = record.life
+            log.warning(f"{told}. It began later, and gives way")
 
     # -- looking back --------------------------------------------------------------------------------------------------
 

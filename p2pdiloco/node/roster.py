@@ -35,6 +35,10 @@ DIAL_S = 8.0
 LONGEST_PAUSE_S = 30.0
 PATIENCE_S = 3.0
 """How long the peer with the larger id waits to be dialled."""
+SHORT_S = 5.0
+"""A connection that ends so soon after our dial counts as one that failed."""
+SHORT_PAUSE_S = 8.0
+"""At most, before the next dial after that."""
 MAX_KNOWN = 1024
 
 
@@ -42,15 +46,21 @@ class PeerRecord(msgspec.Struct, frozen=True):
     """What a peer publishes of itself."""
 
     addresses: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=16)]
+    life: Annotated[str, Meta(max_length=64)] = ""
+    """Of the process that published it (``Transport.life``)."""
+    began_s: float = 0.0
+    """When that process began, by the directory's clock."""
 
 
 class _Known:
-    __slots__ = ("addresses", "failures", "is_dialling", "next_dial_at", "since")
+    __slots__ = ("addresses", "failures", "is_dialling", "next_dial_at", "reached_at", "since")
 
     def __init__(self, since: float) -> None:
         self.addresses: tuple[str, ...] = ()
         self.since = since
         self.next_dial_at = since
+        self.reached_at = since - SHORT_S
+        """When a dial last succeeded."""
         self.failures = 0
         self.is_dialling = False
 
@@ -59,14 +69,23 @@ class Roster:
     """The peers of one run that this peer has heard of."""
 
     def __init__(
-        self, run: RunId, directory: Directory, transport: Transport, addresses: Callable[[], list[str]], cache: Path
+        self,
+        run: RunId,
+        directory: Directory,
+        transport: Transport,
+        addresses: Callable[[], list[str]],
+        cache: Path,
+        twin_seen: Callable[[PeerRecord], None],
     ) -> None:
+        """``twin_seen`` gets a record of this peer's that another process has published."""
         self._run = run
         self._directory = directory
         self._transport = transport
         self._addresses = addresses
         self._cache = cache
         self._known: dict[PeerId, _Known] = {}
+        self._twin_seen = twin_seen
+        self.began_s = directory.now_s()
         self._announced_at = -ANNOUNCE_S
         self._saved: dict[str, list[str]] = {}
 
@@ -96,7 +115,10 @@ class Roster:
         """A connection is lost: dial again soon."""
         known = self._known.get(peer)
         if known is not None:
-            known.since = known.next_dial_at = asyncio.get_running_loop().time()
+            now = known.since = known.next_dial_at = asyncio.get_running_loop().time()
+            known.failures = known.failures + 1 if now - known.reached_at < SHORT_S else 0
+            if known.failures:
+                known.next_dial_at = now + min(SHORT_PAUSE_S, _pause_s(known.failures))
 
     async def _quietly(self, call: Awaitable[None]) -> None:
         try:
@@ -106,18 +128,20 @@ class Roster:
 
     async def _announce(self, now: float) -> None:
         if now - self._announced_at >= ANNOUNCE_S:
-            record = msgspec.msgpack.encode(PeerRecord(tuple(self._addresses())))
+            record = msgspec.msgpack.encode(PeerRecord(tuple(self._addresses()), self._transport.life, self.began_s))
             await self._directory.publish_peer(self._run, record, RECORD_LIFE_S)
             self._announced_at = now
 
     async def _look(self, now: float) -> None:
         for peer, record in (await self._directory.peers(self._run)).items():
             try:
-                addresses = decode_as(record, PeerRecord).addresses
+                told = decode_as(record, PeerRecord)
             except ValueError:
                 log.debug("malformed record ignored", peer=peer)
                 continue
-            self._learn(peer, addresses, now)
+            if peer == self._transport.peer_id and told.life not in ("", self._transport.life):
+                self._twin_seen(told)
+            self._learn(peer, told.addresses, now)
         await self._save()
 
     def _learn(self, peer: PeerId, addresses: tuple[str, ...], now: float) -> None:
@@ -149,13 +173,12 @@ class Roster:
             for address in known.addresses:
                 try:
                     await self._transport.dial(address, timeout_s=DIAL_S)
-                    known.failures = 0
+                    known.reached_at = asyncio.get_running_loop().time()
                     return
                 except (DialError, ValueError) as error:
                     log.debug("dial failed", peer=peer, address=address, reason=str(error))
             known.failures += 1
-            pause = min(LONGEST_PAUSE_S, 2.0**known.failures)
-            known.next_dial_at = asyncio.get_running_loop().time() + pause
+            known.next_dial_at = asyncio.get_running_loop().time() + _pause_s(known.failures)
         finally:
             known.is_dialling = False
 
@@ -167,6 +190,11 @@ class Roster:
                 self._saved = known
             except OSError as error:
                 log.warning("peer cache not written", path=self._cache, reason=str(error))
+
+
+def _pause_s(failures: int) -> float:
+    """After so many in a row, until the next dial."""
+    return min(LONGEST_PAUSE_S, 2.0 ** min(failures, 10))
 
 
 def _load(path: Path) -> dict[str, list[str]]:

@@ -35,6 +35,7 @@ from p2pdiloco.node.run_folder import (
     standings,
     told,
 )
+from p2pdiloco.node.twins import refuse_to_be_one
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import Ending, InitialState
@@ -290,7 +291,13 @@ def pick_runs(runs: dict[RunId, RunRecord], wanted: str | None) -> dict[RunId, R
 async def take_part(
     manifest: Manifest, options: PeerOptions, identity: Identity, directory: Directory, initial: InitialState | None
 ) -> Ending:
-    """Run a node until it ends, with the run announced and signals heeded."""
+    """Run a node until it ends, with the run announced and signals heeded.
+
+    Raises:
+        IdentityError: another process takes part with this identity.
+        OSError: a port is taken, a folder is not writable.
+    """
+    await refuse_to_be_one(directory, manifest.run, identity.peer_id)
     async with Node(manifest, options, identity, directory, initial) as node:
         announcing = asyncio.create_task(_announce(manifest, directory), name="announce run")
         try:

@@ -218,10 +218,14 @@ class Peer:
 
     def abandon(self, reason: str) -> None:
         """Leave at once: nothing more is contributed or saved."""
+        self.end_at_once(Ending(1, f"left at once ({reason}); unmerged progress is lost"))
+
+    def end_at_once(self, ending: Ending) -> None:
+        """Nothing more is contributed or saved."""
         self.supervision.wait_for_nobody()
-        self._failure = Ending(1, f"left at once ({reason}); unmerged progress is lost")
+        self._failure = ending
         self.driver.close()
-        self.leave(reason)
+        self.leave(ending.reason)
 
     # -- for the driver ------------------------------------------------------------------------------------------------
 

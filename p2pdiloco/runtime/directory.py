@@ -179,6 +179,11 @@ class Directory:
         """Forged or malformed records that were seen so far."""
         return self._validator.refused
 
+    @staticmethod
+    def now_s() -> float:
+        """Seconds since 1970 by the clock that the directory's nodes share."""
+        return CLOCK.now()
+
     def visible_addresses(self) -> list[str]:
         """Multiaddrs with our peer id, those that others may reach first."""
         return list(self._visible)

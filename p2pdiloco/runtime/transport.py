@@ -74,11 +74,14 @@ class Transport:
         self._limits = limits or TransportLimits()
         self._listen = addresses.parse(listen) if listen else None
         self._handler = handler
+        life = os.urandom(16)
+        self.life = life.hex()
+        """Tells this process from an earlier or another one with the same identity."""
         self._greeter = Greeter(
             peer=identity.peer_id,
             run=run,
             version=version,
-            life=os.urandom(16),
+            life=life,
             sign=identity.sign,
             verify=verify,
             nonce=lambda: os.urandom(NONCE_BYTES),
@@ -141,6 +144,11 @@ class Transport:
     def peer_id(self) -> PeerId:
         """Ours."""
         return self._greeter.peer
+
+    def life_of(self, peer: PeerId) -> str | None:
+        """That of the process at the other end, if there is one."""
+        connection = self._endpoint.serving.get(peer)
+        return None if connection is None or connection.remote is None else connection.remote.life.hex()
 
     def listen_addresses(self) -> list[str]:
         """Multiaddrs with our peer id; for a wildcard one per address of this machine, loopback last."""
@@ -340,6 +348,9 @@ class Transport:
             case ev.Disconnected(connection, reason):
                 self._say(connection)("disconnected", peer=connection.peer, reason=reason)
                 self._handler.disconnected(connection.peer, reason)
+            case ev.TwinRefused(connection, kept):
+                where = {"kept": str(self._channels[kept].address), "refused": str(self._channels[connection].address)}
+                log.warning("two processes have one identity: a copied state folder?", peer=connection.peer, **where)
             case ev.LaneWanted():
                 self._tasks.spawn(self._dial_lane(event), name=f"lane of {event.primary.peer}")
             case ev.LookWanted(connections):

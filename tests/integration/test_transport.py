@@ -415,6 +415,36 @@ def test_a_peer_that_comes_back_replaces_its_old_connection(run: Callable[[Main]
     run(main())
 
 
+def test_of_two_processes_with_one_identity_the_later_stays_and_nothing_flaps(
+    run: Callable[[Main], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        identity = Identity.ephemeral()
+        async with (
+            peer() as (ann, heard_by_ann),
+            peer(identity=identity) as (bob, heard_by_bob),
+        ):
+            await bob.dial(where(ann), 5.0)
+            async with peer(identity=identity) as (twin, _):
+                await twin.dial(where(ann), 5.0)
+                await until(lambda: bob.peers() == [])
+                assert ann.life_of(identity.peer_id) == twin.life != bob.life
+                for tries in range(3):
+                    await bob.dial(where(ann), 5.0)
+                    await until(lambda tries=tries: len(heard_by_bob.losses) == 2 + tries)  # type: ignore[misc]
+                    assert "another process with this identity" in heard_by_bob.losses[-1][1]
+                assert len(heard_by_ann.connections) == 2
+                assert ann.life_of(identity.peer_id) == twin.life
+                assert (await twin.request(ann.peer_id, b"?", timeout_s=5.0)).body == b"re: ?"
+                told = [record for record in caplog.records if "two processes have one identity" in record.message]
+                assert len(told) == 1
+            await until(lambda: ann.peers() == [])
+            await bob.dial(where(ann), 5.0)
+            await until(lambda: ann.life_of(identity.peer_id) == bob.life)
+
+    run(main())
+
+
 def test_leaving_flushes_what_was_sent(run: Callable[[Main], None]) -> None:
     async def main() -> None:
         async with peer() as (bob, heard_by_bob):

@@ -1,0 +1,73 @@
+"""Two processes with one identity: a state folder that was copied to another machine. (On one machine the lock of the
+identity's file, and that of the run's folder, keep a second one out.)
+
+Rules of this file:
+1. Who starts looks whether a process that has its key answers at the address in its own record, and does not begin.
+2. Two that started at once see each other's record in the place of their own; the one that began later ends. Nobody's
+   word is taken for it: whoever cannot prove to have the key is no twin.
+3. Other peers keep to the life that they saw last, and refuse one that had to give way before
+   (``runtime/transport.py``), so that nothing flaps meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from p2pdiloco.node.lookup import observer_transport
+from p2pdiloco.node.roster import PeerRecord
+from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.runtime.directory import Directory
+from p2pdiloco.runtime.identity import Identity, IdentityError
+from p2pdiloco.runtime.transport import DialError
+from p2pdiloco.wire.bodies import decode_as
+
+ANSWER_S = 3.0
+"""What a twin has to answer, at all its addresses at once."""
+
+
+async def refuse_to_be_one(directory: Directory, run: RunId, peer: PeerId) -> None:
+    """Before taking part.
+
+    Raises:
+        IdentityError: a process with this peer's key takes part in ``run`` already.
+        DirectoryError: the directory does not answer.
+    """
+    record = (await directory.peers(run)).get(peer)
+    if record is None:
+        return
+    try:
+        address = await reach(decode_as(record, PeerRecord), peer)
+    except ValueError:
+        return
+    if address is not None:
+        raise IdentityError(sentence(peer, address))
+
+
+async def reach(record: PeerRecord, peer: PeerId) -> str | None:
+    """The address at which a process proves to be ``peer``, in the life that the record names; None: there is none."""
+    async with observer_transport(Identity.ephemeral()) as transport:
+
+        async def dial(address: str) -> str | None:
+            try:
+                await transport.dial(address, timeout_s=ANSWER_S)
+            except (DialError, ValueError):
+                return None
+            return address if record.life in ("", transport.life_of(peer)) else None
+
+        answers = await asyncio.gather(*(dial(address) for address in record.addresses))
+    return next((address for address in answers if address is not None), None)
+
+
+def gives_way(began_s: float, life: str, *, to: PeerRecord) -> bool:
+    """Whether a process that began then, with that life, ends for the sake of the one that has published ``to``. Of any
+    two one does."""
+    return (began_s, life) > (to.began_s, to.life)
+
+
+def sentence(peer: PeerId, address: str) -> str:
+    """What happened and what to do, for the user."""
+    return (
+        f"another process takes part with this peer's identity ({peer}, at {address}): its state folder is a copy of "
+        "this one, or the other way round. Stop one of them; to run both, remove identity.key from the copy, which "
+        "then gets an identity of its own"
+    )
