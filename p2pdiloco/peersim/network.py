@@ -213,10 +213,6 @@ class SimulatedLinks:
         direction = connection.directions[self._host.name]
         return int(max(0.0, direction.bulk_at - self._host.world.now) * direction.bytes_per_s)
 
-    def blame(self, peer: PeerId) -> None:
-        """No simulated peer sends what cannot be read: whoever finds something has found a defect."""
-        raise AssertionError(f"{self._host.name} cannot read what {peer} sent")
-
     def send(
         self, peer: PeerId, body: bytes, payload: bytes | memoryview | None = None, *, topic: str | None = None
     ) -> bool:
