@@ -1,7 +1,8 @@
 """What all tests share, and in which order they come.
 
-``pytest -n 2`` (make test) hands out the tests that take longest first, by what was recorded of an earlier run
-(``python -m tests.durations``), so that no long one is left for the end. Tests that share a dear fixture stay together.
+``pytest -n 2`` (make test) begins with the chaos and light tests beside it, then come those that take longest, by what
+was recorded of an earlier run (``python -m tests.durations``), so that no long one is left for the end.
+Those that share a dear fixture stay together.
 """
 
 from __future__ import annotations
@@ -17,16 +18,26 @@ from p2pdiloco.runtime import logs
 
 DURATIONS = Path(__file__).parent / "durations.json"
 """Seconds of the slowest tests, by their ids."""
+LIGHT = ("tests/unit", "tests/property", "tests/golden")
+"""Tests that wait for nothing and start nothing."""
 DEAR = ("complete", "report", "story")
 """Fixtures of a module that take long to make."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest first, where there are several workers."""
+    """Where there are several workers: the chaos first, which wants the machine, and beside it what wants least of it;
+    then the longest."""
     if not hasattr(config, "workerinput"):
         return
     seconds: dict[str, float] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
-    items.sort(key=lambda item: -seconds.get(item.nodeid, 0.0))
+
+    def turn(item: pytest.Item) -> tuple[int, float]:
+        if item.nodeid.startswith("tests/chaos"):
+            return 0, 0.0
+        is_light = item.nodeid.startswith(LIGHT) and item.get_closest_marker("heavy") is None
+        return (1, 0.0) if is_light else (2, -seconds.get(item.nodeid, 0.0))
+
+    items.sort(key=turn)
     for item in items:
         for name in DEAR:
             if name in getattr(item, "fixturenames", ()):

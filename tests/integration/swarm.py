@@ -16,7 +16,7 @@ from p2pdiloco.chaos.swarm import Member, Swarm
 from p2pdiloco.protocol.identifiers import LearnerId, peer_of
 from p2pdiloco.training import PROGRAM
 
-START_S = 60.0
+START_S = 120.0
 """Everything that starts Python with torch, on a busy machine."""
 GONE_S = 20.0
 """How soon what lost its parent must be gone."""

@@ -35,7 +35,7 @@ from p2pdiloco.runtime.transport import Answer, Transport
 
 FAILED, REPAIR, NOBODY_THERE = 1, 2, 3
 NOBODY = "12D3KooWFBqHtZsnYhFyqTpV8N2Ynw3YwMxt2TDXZqKpY2Y4RgvC"
-PROCESS_S = 150.0
+PROCESS_S = 300.0
 
 
 class User:
@@ -164,6 +164,7 @@ async def command(*words: str, state: Path) -> tuple[int | None, list[str]]:
     return process.returncode, [line for line in errors.decode().splitlines() if line.startswith("p2pdiloco: ")]
 
 
+@pytest.mark.timeout(400)
 def test_a_run_that_is_not_there_or_not_ours(tmp_path: Path) -> None:
     expected = {
         "lies": "no peer gave a manifest of run aaaaaaaaaaaa that can be trusted",

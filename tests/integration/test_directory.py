@@ -32,7 +32,7 @@ def run(request: pytest.FixtureRequest) -> Callable[[Main], None]:
     """Runs a test's coroutine with a deadline and insists that no daemon is left."""
 
     async def bounded(main: Main) -> None:
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(120):
             await main
 
     def runner(main: Main) -> None:
