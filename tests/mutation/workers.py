@@ -163,7 +163,7 @@ def run_tests(tests: Sequence[str], *plugins: object) -> tuple[str, str]:
         status = pytest.main([*options, *(f"{ROOT}/{test}" for test in mine)], plugins=[first, *plugins])
         if status == pytest.ExitCode.TESTS_FAILED:
             return "killed", first.failed or "?"
-        if status == pytest.ExitCode.INTERRUPTED and first.failed:
+        if status in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR) and first.failed.startswith("import"):
             return "killed", first.failed
         if status != pytest.ExitCode.OK:
             return "broken", f"pytest ended with status {status}: {first.failed}"

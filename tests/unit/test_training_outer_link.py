@@ -278,6 +278,7 @@ def test_a_learner_that_is_adopted_keeps_its_progress_since_the_loss_and_counts_
         assert [type(m) for m in heard] == [link.Ready, link.Progress, link.Shifted], "nothing that the last was told"
         assert [(m.steps, m.tokens) for m in heard if isinstance(m, link.Progress)] == [(3, 30)]
         assert bench.link.global_step == 20
+        assert not bench.vectors.theta.numel(), "the last node's memory is let go"
         assert torch.equal(bench.values(), torch.full((15,), 106.0)), "what was trained since, on top of the swarm's"
         bench.step(1.0)
         assert bench.link.boundary()
