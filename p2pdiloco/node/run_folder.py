@@ -158,7 +158,7 @@ def chosen_run(folders: Sequence[Path], wanted: str | None) -> Manifest:
 
 def own_state(folders: Sequence[Path], manifest: Manifest) -> InitialState | None:
     """The heaviest state of the run in ``folders`` and below; else what a join that was cut off had downloaded into the
-    first of them. None: there is nothing of it.
+    first of them, whose folder is held. None: there is nothing of it.
 
     Raises:
         CheckpointError: there are checkpoints, and none can be used.
@@ -166,6 +166,7 @@ def own_state(folders: Sequence[Path], manifest: Manifest) -> InitialState | Non
     mine = folder_of(folders[0], manifest.run)
     if manifest.run in standings(folders):
         best = best_of(load_all(folders, manifest.run))
+        incoming.clear(mine / incoming.INCOMING)  # of a join before that: nobody would look at it again
         return InitialState(best.shards, best.theta, best.momentum)
     load(mine / CHECKPOINT, run=manifest.run)  # which complains if what lies there cannot be read
     kept = incoming.load(mine / incoming.INCOMING, manifest)

@@ -52,7 +52,7 @@ log = logs.get("session")
 ANNOUNCE_RUN_S = 20.0
 LOOK_S = 1.0
 """How long a founder looks for another run of that name."""
-NODE_BYTES = 20
+NODE_BYTES = 16
 """A parameter's, in a node: state and momentum, and what it shares with its learner."""
 
 

@@ -78,11 +78,12 @@ LAYOUT = Layout.of(MANIFEST)
 class Peer:
     """What a running peer holds of the run: in memory, and of that on the disk what it has saved."""
 
-    def __init__(self, world: World, folder: Path, initial: InitialState | None) -> None:
+    def __init__(self, world: World, folder: Path, initial: InitialState | None, manifest: Manifest = MANIFEST) -> None:
         self.world = world
+        self.manifest = manifest
         self.folder = folder
         if initial is None:
-            initial = version_zero()
+            initial = version_zero(manifest)
         self.shards = list(initial.shards)
         self.theta, self.momentum = initial.take()
 
@@ -109,13 +110,13 @@ class Peer:
 
     def save(self) -> None:
         """As the node does."""
-        save(self.folder / "checkpoint", MANIFEST, tuple(self.shards), self.theta, self.momentum, keep=2)
+        save(self.folder / "checkpoint", self.manifest, tuple(self.shards), self.theta, self.momentum, keep=2)
         for number, proof in enumerate(self.shards):
             self.world.saved[number] = max(self.world.saved[number], proof.state.head.tokens)
 
 
-def version_zero() -> InitialState:
-    heads = (genesis_head(MANIFEST.run, s.shard, MANIFEST.genesis[s.shard]) for s in LAYOUT.shards)
+def version_zero(manifest: Manifest) -> InitialState:
+    heads = (genesis_head(manifest.run, s.shard, manifest.genesis[s.shard]) for s in LAYOUT.shards)
     proofs = [StateProof(ShardState(head, 0, ()), None, b"") for head in heads]
     return InitialState(proofs, torch.zeros(2 * ELEMENTS), torch.zeros(2 * ELEMENTS))
 
@@ -241,13 +242,10 @@ def test_fifty_orders_of_commands(tmp_path: Path, seed: int) -> None:
 def with_checkpoint(state: Path, versions: int, manifest: Manifest = MANIFEST) -> Path:
     world = World(state.parent, 0)
     folder = folder_of(state, manifest.run)
-    peer = Peer(world, folder, None)
+    peer = Peer(world, folder, None, manifest)
     for _ in range(versions):
         peer.commit(0)
-    if manifest is MANIFEST:
-        peer.save()
-    else:
-        save(folder / "checkpoint", manifest, tuple(peer.shards), peer.theta, peer.momentum, keep=2)
+    peer.save()
     return folder
 
 
@@ -368,3 +366,11 @@ def test_of_an_unfinished_and_a_finished_run_the_unfinished_one_goes_on(tmp_path
     other = msgspec.structs.replace(MANIFEST, founder=Identity.ephemeral().peer_id)
     with_checkpoint(tmp_path / "state", 2, other)
     assert founded_earlier(MANIFEST.config, tmp_path / "state") == other
+
+
+def test_what_a_join_had_downloaded_does_not_stay_beside_a_checkpoint(tmp_path: Path) -> None:
+    folder = with_checkpoint(tmp_path / "state", 3)
+    (folder / "incoming").mkdir()
+    (folder / "incoming" / "shard-00000000.state").write_bytes(b"as large as a shard")
+    assert load_versions(tmp_path / "state") == [3, 0]
+    assert not (folder / "incoming").exists()
