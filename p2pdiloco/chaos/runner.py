@@ -71,6 +71,8 @@ class Runner:
         self._hand = Hand(self._peers, self._network, self.plan)
         self._active: list[Fault] = []
         self._coming_back: dict[str, int] = {}
+        self._hunted: dict[str, int] = {}
+        """Peers that are killed in their next checkpoint, with the faults."""
         self._began = time.monotonic()
         self._looked_at = 0.0
         self._phase = "starting"
@@ -208,7 +210,9 @@ class Runner:
         self._last = text
         self._note("struck", fault=fault.number, text=text)
         self._active.append(fault)
-        if fault.kind in ("kill", "kill-saving", "region", "blackout", "leave"):
+        if fault.kind == "kill-saving":
+            self._hunted[fault.peers[0]] = fault.number
+        if fault.kind in ("kill", "region", "blackout", "leave"):
             for name in fault.peers:
                 self._coming_back[name] = fault.number
         if fault.kind in ("kill", "region", "blackout"):
@@ -250,6 +254,8 @@ class Runner:
             self._last = f"{peer.name} ended by itself with status {member.status}"
         if member.was_killed and peer.back_at is None:
             peer.back_at = self._now() + RETRY_S
+            if peer.name in self._hunted:
+                self._coming_back[peer.name] = self._hunted.pop(peer.name)
         if not member.was_killed:
             leave = next((f for f in self._active if f.kind == "leave" and peer.name in f.peers), None)
             peer.back_at = self._now() + (leave.duration_s if leave else RETRY_S)

@@ -18,11 +18,14 @@ STARTING = "#c3d5ea"
 QUIET = "#e6f4ea"
 LOOKS: dict[Kind, tuple[str, str, str]] = {
     "kill": ("X", "#d62728", "node killed (SIGKILL)"),
+    "kill-saving": ("X", "#f28e2b", "node killed in a checkpoint"),
+    "rollback": ("<", "#59a14f", "old checkpoints put back"),
     "region": ("X", "#8c1515", "whole region killed"),
     "blackout": ("X", "#000000", "everybody killed, then resume"),
     "learner": ("v", "#e377c2", "learner killed (SIGKILL)"),
     "leave": ("P", "#2ca02c", "leaves, comes back"),
     "stop": ("s", "#ff7f0e", "node stopped (SIGSTOP)"),
+    "freeze": ("s", "#b30000", "node stopped for over a minute"),
     "stop-learner": ("d", "#bc8f00", "learner stopped"),
     "disk": ("h", "#8c564b", "disk full"),
     "cut": ("_", "#7b2cbf", "cut off"),
@@ -133,7 +136,7 @@ def _mark(evidence: Evidence, axis: Any, row: int, fault: Struck) -> None:
     marker, color, _ = LOOKS[fault.kind]
     began, ended = _at(evidence, fault.began), _at(evidence, fault.ended)
     line = row + LINK_LINES.get(fault.kind, PROCESS_LINE)
-    lasts = fault.kind in ("stop", "stop-learner", "disk", "cut", "mute", "split", "slow")
+    lasts = fault.kind in ("stop", "freeze", "rollback", "stop-learner", "disk", "cut", "mute", "split", "slow")
     if lasts and fault.kind in LINK_KINDS:
         axis.plot([began, ended], [line, line], color=color, linewidth=4, solid_capstyle="butt", zorder=4)
         return
