@@ -372,3 +372,72 @@ def test_what_the_node_does_not_read_is_bounded_and_steps_are_counted_all_the_sa
     assert steps == sorted(set(steps))
     assert steps[-1] == bench.link.steps
     assert len(steps) < 30_000
+
+
+def adopt(bench: Bench, name: str, values: float) -> SharedVectors:
+    """The node's next life finds the learner and loads it; its shared memory."""
+    memory = SharedVectors.create(15)
+    memory.shift.fill_(values)
+    found = find_learner(name, memory.fd)
+    assert found is not None
+    found.setblocking(False)
+    bench.socket, bench.decoder = found, link.Decoder[link.FromLearner](link.FromLearner)
+    assert bench.link.boundary()
+    bench.socket.sendall(link.encode(link.Load(step=20)))
+    assert bench.link.boundary()
+    assert bench.link.boundary()
+    return memory
+
+
+@pytest.mark.skipif(not IS_POSSIBLE, reason="abstract Unix sockets are Linux's")
+def test_a_learner_that_loses_its_node_twice_keeps_what_it_made_since_the_second_time(tmp_path: Path) -> None:
+    name = f"p2pdiloco-test-twice-{tmp_path}"
+    bench = Bench(Reunion(name, patience_s=60.0))
+    bench.flat.is_slow = False
+    bench.link.greet(device="cpu")
+    bench.do(link.Load(step=0))
+    memories = []
+    for times in (1, 2):
+        bench.socket.close()
+        assert bench.link.boundary()
+        bench.step(1.0)
+        assert (bench.link.steps, bench.link.tokens) == (1, 10)
+        memories.append(adopt(bench, name, 100.0 * times))
+        assert torch.equal(bench.values(), torch.full((15,), 100.0 * times + 1.0))
+    bench.socket.close()
+    for memory in memories:
+        memory.close()
+
+
+@pytest.mark.skipif(not IS_POSSIBLE, reason="abstract Unix sockets are Linux's")
+def test_a_visitor_that_brings_no_memory_is_sent_away_and_the_next_is_heard(tmp_path: Path) -> None:
+    name = f"p2pdiloco-test-visitors-{tmp_path}"
+    reunion = Reunion(name, patience_s=60.0)
+    assert reunion.open()
+    assert not Reunion(name, patience_s=60.0).open(), "one at a time"
+    for says in (b"m", b"", None):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
+            visitor.connect(b"\0" + name.encode())
+            if says is None:
+                assert reunion.poll() is None, "it says nothing yet"
+                assert reunion.poll() is None
+                continue
+            if says:
+                visitor.sendall(says)
+            else:
+                visitor.shutdown(socket.SHUT_WR)
+            assert reunion.poll() is None
+            visitor.settimeout(10.0)
+            assert visitor.recv(1) == b"", "it is sent away"
+    assert reunion.poll() is None, "the last one has gone"
+    with SharedVectors.create(15) as memory:
+        connection = find_learner(name, memory.fd)
+        assert connection is not None
+        found = reunion.poll()
+        assert found is not None
+        assert not reunion.is_open
+        vectors, _ = found.attach(15)
+        memory.shift.fill_(7.0)
+        assert torch.equal(vectors.shift, memory.shift), "both have the same memory"
+        vectors.close()
+        connection.close()
