@@ -286,6 +286,10 @@ class SimulatedLinks:
         finally:
             del self._questions[done]
 
+    def blame(self, peer: PeerId) -> None:
+        """``peer`` sent what cannot be read: nobody does, here."""
+        self._host.world.checks.violated(5, f"{self._host.name[-6:]} cannot read what {peer[-6:]} sent")
+
     # -- what the network tells ----------------------------------------------------------------------------------------
 
     def stands(self, peer: PeerId, connection: Connection) -> None:
