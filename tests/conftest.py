@@ -18,6 +18,8 @@ from p2pdiloco.runtime import logs
 
 DURATIONS = Path(__file__).parent / "durations.json"
 """Seconds of the slowest tests, by their ids."""
+UNKNOWN_S = 30.0
+"""Of tests that start processes and are not recorded."""
 LIGHT = ("tests/unit", "tests/property", "tests/golden")
 """Tests that wait for nothing and start nothing."""
 DEAR = ("complete", "report", "story")
@@ -35,7 +37,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.nodeid.startswith("tests/chaos"):
             return 0, 0.0
         is_light = item.nodeid.startswith(LIGHT) and item.get_closest_marker("heavy") is None
-        return (1, 0.0) if is_light else (2, -seconds.get(item.nodeid, 0.0))
+        return (1, 0.0) if is_light else (2, -seconds.get(item.nodeid, UNKNOWN_S))
 
     items.sort(key=turn)
     for item in items:

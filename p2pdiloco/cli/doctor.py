@@ -19,7 +19,8 @@ import psutil
 from p2pdiloco.node.lookup import LookupFailedError, dial_any, list_runs, observer_transport
 from p2pdiloco.node.session import DirectoryOptions, open_directory
 from p2pdiloco.protocol.manifest import PROTOCOL_VERSION
-from p2pdiloco.runtime.directory import CLOCK, DirectoryError
+from p2pdiloco.runtime.dht import CLOCK
+from p2pdiloco.runtime.directory import DirectoryError
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.shared_clock import SharedClock
 from p2pdiloco.wire import libzstd

@@ -1,4 +1,4 @@
-"""How peers find each other: a hivemind DHT, and the only file that imports hivemind.
+"""How peers find each other: a hivemind DHT (``runtime/dht.py``).
 
 Rules of this file:
 1. The DHT node runs in our own event loop with libp2p's daemon (p2pd) as its child. (hivemind.DHT would fork Python,
@@ -15,14 +15,11 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import random
 import tempfile
-import warnings
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -32,12 +29,26 @@ import msgspec
 from p2pdiloco.protocol.identifiers import PeerId, RunId
 from p2pdiloco.runtime import address_book, addresses, logs, sockets
 from p2pdiloco.runtime.address_book import AddressBook
+from p2pdiloco.runtime.dht import (
+    CLOCK,
+    P2P,
+    ControlFailure,
+    DHTNode,
+    Multiaddr,
+    P2PDaemonError,
+    P2PHandlerError,
+    PeerID,
+    SignedRecords,
+    adopt_logging,
+    channel_tasks,
+    dht_pb2,
+    in_own_session,
+    shorten,
+)
 from p2pdiloco.runtime.identity import Identity, verify
 from p2pdiloco.runtime.record_book import RECORDS_LIMIT, RecordBook
-from p2pdiloco.runtime.shared_clock import SharedClock
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.wire.records import (
-    CLOCK_SKEW_S,
     RUNS_TOPIC,
     TTL_LIMIT_S,
     Envelope,
@@ -46,27 +57,6 @@ from p2pdiloco.wire.records import (
     subkey_of,
     unseal,
 )
-
-os.environ.setdefault("GOLOG_LOG_LEVEL", "error")  # p2pd's own log, which hivemind reads and repeats
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from hivemind.dht import node as dht_node
-    from hivemind.dht import protocol as dht_protocol
-    from hivemind.dht import routing as dht_routing
-    from hivemind.dht.node import DHTNode
-    from hivemind.dht.routing import DHTID
-    from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-    from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
-    from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
-    from hivemind.proto import dht_pb2
-    from hivemind.utils import timed_storage
-    from hivemind.utils.logging import use_hivemind_log_handler
-    from hivemind.utils.multiaddr import Multiaddr
-
-CLOCK = SharedClock()
-"""This process's. hivemind has the wall clock's function in each of these modules."""
-for _module in (dht_node, dht_protocol, dht_routing, timed_storage):
-    _module.get_dht_time = CLOCK.now
 
 log = logs.get("directory")
 Result = TypeVar("Result")
@@ -85,7 +75,6 @@ KEPT_PEERS = 32
 SAVE_ROUNDS = 5
 CLOCK_ROUNDS = (10, 20)
 """At least and at most, between two looks at the others' clocks; drawn, so that nodes do not move all at once."""
-VERIFIED_LIMIT = 8192
 SILENT_ROUNDS = 3
 RESTART_LIMIT_S = 30.0
 
@@ -140,7 +129,7 @@ class Directory:
             DirectoryError: p2pd does not start, or no peer answers although some were given.
             OSError: a port to listen on is taken.
         """
-        _adopt_logging()
+        adopt_logging()
         for text in self._listen:
             _require_free(addresses.parse(text))
         if self._cache_path is not None:
@@ -305,7 +294,7 @@ class Directory:
         if identity_path is None:
             identity_path, is_temporary = await asyncio.to_thread(_write_temporary_identity, self._identity), True
         try:
-            with _in_own_session():
+            with in_own_session():
                 self._p2p = await P2P.create(
                     host_maddrs=self._listen,
                     announce_maddrs=self._announce or None,
@@ -321,7 +310,7 @@ class Directory:
         finally:
             if is_temporary:
                 identity_path.unlink(missing_ok=True)
-        for task in _channel_tasks(self._p2p):
+        for task in channel_tasks(self._p2p):
             # They fail when p2pd dies; we learn that in _supervise and _keep_round.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._node = await DHTNode.create(
@@ -404,7 +393,7 @@ class Directory:
         except TimeoutError:
             return f"no answer within {timeout_s:g} s"
         except (ControlFailure, P2PDaemonError, OSError, EOFError, ValueError) as error:
-            return _shorten(str(error) or type(error).__name__)
+            return shorten(str(error) or type(error).__name__)
         if answer is None:
             return "it is there, but is no node of this directory"
         return None
@@ -493,7 +482,7 @@ class Directory:
             return
         try:
             await self._note_connected(p2p)
-            if any(task.done() for task in _channel_tasks(p2p)):
+            if any(task.done() for task in channel_tasks(p2p)):
                 raise DirectoryError("the channel to p2pd broke")
             self._silent_rounds = 0
         except DirectoryError:
@@ -523,85 +512,10 @@ class Directory:
             await asyncio.to_thread(address_book.save, self._cache_path, self._book.encode())
 
 
-class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
-    """Every node of our DHT stores and gives back only records that their publisher signed for that very place."""
-
-    def __init__(self) -> None:
-        self.refused = 0
-        self._verified: dict[DHTRecord, None] = {}
-
-    def validate(self, record: DHTRecord) -> bool:
-        """Called for each record that is stored here or read from another node."""
-        if record in self._verified:
-            return True
-        if not self._holds(record):
-            self.refused += 1
-            log.debug("refused a record", bytes=len(record.value))
-            return False
-        self._verified[record] = None
-        while len(self._verified) > VERIFIED_LIMIT:
-            del self._verified[next(iter(self._verified))]
-        return True
-
-    def _holds(self, record: DHTRecord) -> bool:
-        try:
-            value = msgspec.msgpack.decode(record.value, type=bytes)
-            subkey = msgspec.msgpack.decode(record.subkey, type=str)
-        except (msgspec.MsgspecError, RecursionError):
-            return False
-        envelope = unseal(value, verify)
-        return (
-            envelope is not None
-            and subkey == subkey_of(envelope)
-            and record.key == _key_of(envelope.topic)
-            and record.expiration_time == envelope.expires_s
-            and record.expiration_time <= CLOCK.now() + TTL_LIMIT_S + CLOCK_SKEW_S
-        )
-
-
-@lru_cache(maxsize=256)
-def _key_of(topic: str) -> bytes:
-    key: bytes = DHTID.generate(source=topic).to_bytes()
-    return key
-
-
-class _Forward(logging.Handler):
-    """hivemind's log, into ours: its errors are about others, so they are warnings here."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        logging.getLogger("p2pdiloco.hivemind").warning("%s", _shorten(record.getMessage()))
-
-
-def _adopt_logging() -> None:
-    use_hivemind_log_handler("nowhere")
-    logger = logging.getLogger("hivemind")
-    logger.handlers = [_Forward(level=logging.WARNING)]
-    logger.propagate = False
-    logger.setLevel(logging.WARNING)
-
-
-@contextmanager
-def _in_own_session() -> Iterator[None]:
-    """Ctrl+C reaches the terminal's whole process group. p2pd must outlive it, so that we can leave in order; hivemind
-    has no option for that."""
-    start = asyncio.subprocess.create_subprocess_exec
-    asyncio.subprocess.create_subprocess_exec = partial(start, start_new_session=True)
-    try:
-        yield
-    finally:
-        asyncio.subprocess.create_subprocess_exec = start
-
-
 def _require_free(address: addresses.Address) -> None:
     """p2pd listens with SO_REUSEPORT: on a taken port it would start, and share the connections with whoever has it."""
     if address.port and address.family in ("ip4", "ip6"):
         sockets.listen(address).close()
-
-
-def _channel_tasks(p2p: Any) -> list[asyncio.Task[None]]:
-    """hivemind's reader and writer of the one channel over which all DHT calls go to p2pd."""
-    control = p2p._client.control
-    return [task for task in (control._read_task, control._write_task) if task is not None]
 
 
 def _write_temporary_identity(identity: Identity) -> Path:
@@ -617,11 +531,6 @@ def _explain(failures: dict[str, str]) -> str:
         f"none of the initial peers answers ({tried}): check that one of them is running and that its port can be "
         "reached from here; it prints its addresses when it starts. To found your own network, give no initial peers"
     )
-
-
-def _shorten(text: str, limit: int = 300) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
 def _is_loopback(text: str) -> bool:

@@ -239,7 +239,8 @@ time.time = lambda: wall() + shift
 import uvloop
 from p2pdiloco.cli.doctor import _clock
 from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.directory import CLOCK, Directory
+from p2pdiloco.runtime.dht import CLOCK
+from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity
 
 logs.configure()

@@ -1,0 +1,146 @@
+"""hivemind as the directory uses it: what is imported, what nodes of our DHT accept, and what is bent to our needs.
+
+Rules of this file:
+1. ``runtime/directory.py`` takes hivemind's names from here; nothing else imports hivemind.
+2. What is changed in hivemind is changed here: its clock, its log, the session of its daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any
+
+import msgspec
+
+from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.identity import verify
+from p2pdiloco.runtime.shared_clock import SharedClock
+from p2pdiloco.wire.records import CLOCK_SKEW_S, TTL_LIMIT_S, subkey_of, unseal
+
+os.environ.setdefault("GOLOG_LOG_LEVEL", "error")  # p2pd's own log, which hivemind reads and repeats
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from hivemind.dht import node as dht_node
+    from hivemind.dht import protocol as dht_protocol
+    from hivemind.dht import routing as dht_routing
+    from hivemind.dht.node import DHTNode
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+    from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
+    from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+    from hivemind.proto import dht_pb2
+    from hivemind.utils import timed_storage
+    from hivemind.utils.logging import use_hivemind_log_handler
+    from hivemind.utils.multiaddr import Multiaddr
+
+CLOCK = SharedClock()
+"""This process's. hivemind has the wall clock's function in each of these modules."""
+for _module in (dht_node, dht_protocol, dht_routing, timed_storage):
+    _module.get_dht_time = CLOCK.now
+
+__all__ = [
+    "CLOCK",
+    "P2P",
+    "ControlFailure",
+    "DHTNode",
+    "Multiaddr",
+    "P2PDaemonError",
+    "P2PHandlerError",
+    "PeerID",
+    "SignedRecords",
+    "adopt_logging",
+    "channel_tasks",
+    "dht_pb2",
+    "in_own_session",
+    "shorten",
+]
+
+log = logs.get("directory")
+
+VERIFIED_LIMIT = 8192
+
+
+class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
+    """Every node of our DHT stores and gives back only records that their publisher signed for that very place."""
+
+    def __init__(self) -> None:
+        self.refused = 0
+        self._verified: dict[DHTRecord, None] = {}
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Called for each record that is stored here or read from another node."""
+        if record in self._verified:
+            return True
+        if not self._holds(record):
+            self.refused += 1
+            log.debug("refused a record", bytes=len(record.value))
+            return False
+        self._verified[record] = None
+        while len(self._verified) > VERIFIED_LIMIT:
+            del self._verified[next(iter(self._verified))]
+        return True
+
+    def _holds(self, record: DHTRecord) -> bool:
+        try:
+            value = msgspec.msgpack.decode(record.value, type=bytes)
+            subkey = msgspec.msgpack.decode(record.subkey, type=str)
+        except (msgspec.MsgspecError, RecursionError):
+            return False
+        envelope = unseal(value, verify)
+        return (
+            envelope is not None
+            and subkey == subkey_of(envelope)
+            and record.key == _key_of(envelope.topic)
+            and record.expiration_time == envelope.expires_s
+            and record.expiration_time <= CLOCK.now() + TTL_LIMIT_S + CLOCK_SKEW_S
+        )
+
+
+@lru_cache(maxsize=256)
+def _key_of(topic: str) -> bytes:
+    key: bytes = DHTID.generate(source=topic).to_bytes()
+    return key
+
+
+class _Forward(logging.Handler):
+    """hivemind's log, into ours: its errors are about others, so they are warnings here."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logging.getLogger("p2pdiloco.hivemind").warning("%s", shorten(record.getMessage()))
+
+
+def adopt_logging() -> None:
+    use_hivemind_log_handler("nowhere")
+    logger = logging.getLogger("hivemind")
+    logger.handlers = [_Forward(level=logging.WARNING)]
+    logger.propagate = False
+    logger.setLevel(logging.WARNING)
+
+
+@contextmanager
+def in_own_session() -> Iterator[None]:
+    """Ctrl+C reaches the terminal's whole process group. p2pd must outlive it, so that we can leave in order; hivemind
+    has no option for that."""
+    start = asyncio.subprocess.create_subprocess_exec
+    asyncio.subprocess.create_subprocess_exec = partial(start, start_new_session=True)
+    try:
+        yield
+    finally:
+        asyncio.subprocess.create_subprocess_exec = start
+
+
+def channel_tasks(p2p: Any) -> list[asyncio.Task[None]]:
+    """hivemind's reader and writer of the one channel over which all DHT calls go to p2pd."""
+    control = p2p._client.control
+    return [task for task in (control._read_task, control._write_task) if task is not None]
+
+
+def shorten(text: str, limit: int = 300) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"
