@@ -25,6 +25,8 @@ MAX_HELD = 64
 """Blocks of data that a learner has in hand, or trained and not seen merged."""
 MOST_WEIGHT = 2.0
 """In medians of the candidates' weights."""
+SLOW_TRIPS = 8
+"""Median round trips that the slowest one may count for, beside a heartbeat: a peer that answers late on purpose."""
 PASSED_OVER = 1e-12
 """The weight of an owner that let the takeover time pass, as a share of the least of the others'."""
 MISSES_COUNTED = 4
@@ -261,6 +263,9 @@ class Membership:
         if self.my_candidacy is not None and not (self.is_leaving and candidates):
             candidates.append((self.me, self.my_candidacy))
         self._median_s = None
+        if slowest_s > interval_s:
+            trips = sorted(self.peers[peer].round_trip_s for peer in live)
+            slowest_s = min(slowest_s, interval_s + SLOW_TRIPS * trips[(len(trips) - 1) // 2])
         self.slowest_round_trip_s = slowest_s
         self.fastest_step_s = 0.0 if step_s == float("inf") else step_s
         before = self.live

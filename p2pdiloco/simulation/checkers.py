@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from p2pdiloco.simulation.world import World
 
 
+BY_FAITH = (1, 2, 3)
+"""Invariants that hold as long as all peers are honest."""
+
+
 class Known(NamedTuple):
     """One commit, as the omniscient checker knows it."""
 
@@ -51,7 +55,10 @@ class Checks:
         """By learner, the blocks of data that it has trained, with its tokens at their ends."""
 
     def violated(self, invariant: int, sentence: str) -> None:
-        """Note a violation and stop."""
+        """Note a violation and stop. Among liars what a chain holds is what somebody said."""
+        if self.world.liars is not None and invariant in BY_FAITH:
+            self.world.liars.believed += 1
+            return
         self.violations.append(f"invariant {invariant}, at {self.world.now:.3f} s: {sentence}")
         self.is_over = True
 

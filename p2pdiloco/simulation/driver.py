@@ -55,6 +55,8 @@ class PeerSetting(msgspec.Struct, frozen=True, kw_only=True):
     """Steps that a block of data takes."""
     failed_share: float = 0.0
     """Of jobs that may fail, those that do."""
+    lies: float = 0.0
+    """Share of its messages that are lies."""
     poison: Literal["", "encode", "merge"] = ""
     """The learner's values are never finite: nothing of it can be encoded, or merged by anybody."""
 

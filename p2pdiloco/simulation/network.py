@@ -131,6 +131,14 @@ class Network:
 
     def send(self, link: Link, message: Message, payload: Payload | None, payload_bytes: int) -> None:
         """Put a message on its way."""
+        liars = self.world.liars
+        if liars is None:
+            self._send(link, message, payload, payload_bytes)
+            return
+        for said in liars.said(link.source.name, message, link.source.setting.lies):
+            self._send(link, said, payload, payload_bytes)
+
+    def _send(self, link: Link, message: Message, payload: Payload | None, payload_bytes: int) -> None:
         self.messages += 1
         if self.is_measured:
             self.control_bytes += len(msgspec.msgpack.encode(message)) + 16
@@ -175,6 +183,8 @@ class Network:
         link = delivery.link
         if link.connection.is_open:
             target, message = link.target, delivery.message
+            if self.world.liars is not None and not self.world.liars.is_passed(message):
+                return
             if delivery.payload is not None:
                 target.store[payload_named(message)] = delivery.payload
             target.tell(Received(link.source.name, message))

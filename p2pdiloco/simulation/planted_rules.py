@@ -193,6 +193,14 @@ BUGS = (
         "test_plausibility.py::test_who_was_asked_in_vain_is_not_asked_again_at_once",
     ),
     _bug(
+        "one late answer makes all wait",
+        "membership",
+        "slowest_s = min(slowest_s, interval_s + SLOW_TRIPS * trips[(len(trips) - 1) // 2])",
+        "slowest_s = trips[-1]",
+        "a peer that echoes late keeps all from taking over and from catching up",
+        "test_plausibility.py::test_one_peer_that_answers_late_does_not_make_all_wait",
+    ),
+    _bug(
         "any state is installed",
         "chain",
         "if min(counts) < 0 or max(counts) > MAX_COUNT or mark.version > head.version:",

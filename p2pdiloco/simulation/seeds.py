@@ -18,6 +18,7 @@ from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.identifiers import PeerId, RunId, ShardId
 from p2pdiloco.simulation.driver import PeerSetting, Process
 from p2pdiloco.simulation.faults import Fault, FaultRates, draw_faults, schedule_faults, storm
+from p2pdiloco.simulation.liars import Liars
 from p2pdiloco.simulation.network import LinkQuality, NetworkSetting
 from p2pdiloco.simulation.transcript import Transcript
 from p2pdiloco.simulation.world import World
@@ -83,6 +84,7 @@ SCENARIOS: dict[str, FaultRates] = {
     "cuts": FaultRates(cut=6.0, mute=3.0, break_=6.0),
     "pauses": FaultRates(pause=4.0, slow=3.0),
     "leaves": FaultRates(leave=3.0, crash=1.0),
+    "liars": FaultRates(),
 }
 """Runs with only some kinds of faults, for ``simulate --scenario``; ``mixed`` draws all kinds from the seed."""
 
@@ -188,7 +190,19 @@ def draw_scene(seed: int, scenario: str = MIXED) -> Scene:
         faults_s=faults_s,
         ending=ending,
     )
-    return with_rarities(scene) if scenario == MIXED else scene
+    return with_liars(scene) if scenario == "liars" else with_rarities(scene) if scenario == MIXED else scene
+
+
+def with_liars(scene: Scene) -> Scene:
+    """Eight peers of the scene's kind, of which one or two lie now and then, or always."""
+    random = Random(f"liars {scene.seed}")
+    honest = [setting for _, setting, _ in scene.peers if setting.step_s < GLACIAL_S and setting.has_learner]
+    peers = [(PeerId(f"p{i}"), honest[i % len(honest)], 0.5 * i) for i in range(8)]
+    for i in range(random.choice((1, 2))):
+        name, setting, comes_at = peers[-1 - i]
+        peers[-1 - i] = (name, msgspec.structs.replace(setting, lies=random.choice((0.05, 0.3, 1.0))), comes_at)
+    config = msgspec.structs.replace(scene.config, min_quorum=min(2, scene.config.min_quorum), total_steps=10**5)
+    return msgspec.structs.replace(scene, peers=tuple(peers), config=config, ending="rest")
 
 
 def with_rarities(scene: Scene) -> Scene:
@@ -239,6 +253,8 @@ def build_world(scene: Scene, transcript: Transcript | None = None) -> World:
         return msgspec.structs.replace(scene.config, peer=name, weight=setting.weight)
 
     world = World(scene.seed, make_config, scene.network, transcript)
+    if any(setting.lies for _, setting, _ in scene.peers):
+        world.liars = Liars(scene.seed)
     world.clock_drift = scene.clock_drift
     world.directory_lag_s = scene.directory_lag_s
     world.network.default = scene.default_link
@@ -319,12 +335,15 @@ def _run_phases(world: World, scene: Scene) -> None:
         _leave_one_by_one(world, scene)
     if scene.ending == "finish" and not checks.is_over:
         _finish(world, scene)
+    for name, setting in world.settings.items():
+        if setting.lies and name in world.processes:
+            world.crash(name, keeps_disk=False, restart_s=float("inf"))  # what it might still say is no rest
     if not checks.is_over:
         world.is_frozen = True
         world.run_until(world.now + REST_S)
     if not checks.is_over:
         checks.heads_equal()
-    if not checks.is_over:
+    if not checks.is_over and world.liars is None:
         _count_tokens(world, scene)
 
 

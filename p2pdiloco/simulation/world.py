@@ -18,6 +18,7 @@ from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
 from p2pdiloco.simulation.checkers import Checks
 from p2pdiloco.simulation.driver import Checkpoint, PeerSetting, Process
+from p2pdiloco.simulation.liars import Liars
 from p2pdiloco.simulation.network import Network, NetworkSetting
 from p2pdiloco.simulation.shards import EMPTY, GlobalShard, Payload, outer_step
 
@@ -57,6 +58,7 @@ class World:
         """Whoever leaves must have merged everything: nothing failed since it began to."""
         self.is_frozen = False
         """Learners make no steps, so that everything comes to rest."""
+        self.liars: Liars | None = None
         self.clock_drift = 0.0
         self.directory_lag_s = 0.5
         self._heap: list[tuple[float, int, Process | None, Callable[[Any], None], Any]] = []
@@ -178,8 +180,8 @@ class World:
         return bool(others) or bool(self.coming_back - {name})
 
     def living(self) -> list[Process]:
-        """Processes, by name."""
-        return [self.processes[name] for name in sorted(self.processes)]
+        """Processes of honest peers, by name."""
+        return [self.processes[name] for name in sorted(self.processes) if not self.settings[name].lies]
 
     # -- numbers -------------------------------------------------------------------------------------------------------
 

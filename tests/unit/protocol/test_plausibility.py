@@ -371,6 +371,20 @@ def test_who_was_asked_in_vain_is_not_asked_again_at_once() -> None:
     assert C in asked_within(2 * stage.config.request_s)
 
 
+def test_one_peer_that_answers_late_does_not_make_all_wait() -> None:
+    """P7d: what it echoes late, or says that it does."""
+    stage = Stage(B, C, D)
+    views = stage.machine.core.membership.peers
+    for peer, trip_s in ((B, 0.1), (C, 0.2), (D, 30.0)):
+        views[peer].round_trip_s = trip_s
+        stage.beats.pop(peer)
+    stage.tell(ev.PeerDisconnected(PeerId("nobody"), "makes the machine look"))
+    assert stage.machine.core.membership.slowest_round_trip_s == pytest.approx(0.5 + 8 * 0.2)
+    views[D].round_trip_s = 1.5
+    stage.tell(ev.PeerDisconnected(PeerId("nobody"), "makes the machine look"))
+    assert stage.machine.core.membership.slowest_round_trip_s == 1.5, "an honest slow line counts in full"
+
+
 IMPOSSIBLE = {
     "step": {"step": 10 * LEAD + 1},
     "step beyond the run": {"step": 10**6 + LEAD + 1, "head": Head(SHARD, 2**40, digest("h"), 1000)},
