@@ -193,9 +193,11 @@ class Checks:
                 return
 
     def merging(self, process: Process, contributions: int) -> None:
-        """Nobody merges less than the quorum: K, or all participants if they are fewer."""
+        """Nobody merges less than the quorum: K, or all who participate and stay if they are fewer."""
         core = process.machine.core
-        quorum = min(core.config.min_quorum, len(core.membership.participating) + core.is_participating())
+        stay = sum(not core.membership.is_departing(peer) for peer in core.membership.participating)
+        stay += core.is_participating() and not core.departure
+        quorum = min(core.config.min_quorum, stay)
         if contributions < quorum:
             self.violated(5, f"{process.name} merges {contributions} contributions, the quorum is {quorum}")
 
