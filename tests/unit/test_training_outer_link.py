@@ -306,10 +306,14 @@ def test_what_it_is_asked_for_reaches_the_loop_and_is_answered_in_order(bench: B
 
 def test_times_of_copies_are_told_once(bench: Bench) -> None:
     bench.do(link.Load(step=0))
-    bench.do(link.Shift(shards=bench.flat.everything, replace=False))
-    told = [m.exchange_s for m in bench.do(link.Save()) + bench.do() if isinstance(m, link.Progress)]
-    assert 0.0 < told[0] < 10.0
-    assert told[-1] == 0.0
+    shift = link.Shift(shards=bench.flat.everything, replace=False)
+    told = [
+        [m.exchange_s for m in bench.do(*what) if isinstance(m, link.Progress)] for what in ([shift], [link.Save()], [])
+    ]
+    assert [len(times) for times in told] == [1, 1, 1]
+    assert 0.0 < told[0][0] < 10.0
+    assert 0.0 < told[1][0] < 10.0
+    assert told[2] == [0.0]
 
 
 def test_the_global_step_never_falls_and_at_the_runs_last_step_training_ends(bench: Bench) -> None:
