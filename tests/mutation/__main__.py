@@ -122,10 +122,10 @@ def _again(arguments: argparse.Namespace) -> int:
 
 def _is_lower(card: ScoreCard, known: baseline.Baseline) -> bool:
     """Below the baseline by more than the chance of sampling (two standard errors)? Accepted survivors do not count."""
-    mine = [r for r in card.results if r.mutant.id not in known.accepted]
+    mine = [r for r in card.results if known.accepted.get(r.mutant.id, baseline.NO_REASON) == baseline.NO_REASON]
     if not mine:
         return False
-    score, was = sum(r.is_killed for r in mine) / len(mine), known.packages[card.package]["score_but_accepted"]
+    score, was = sum(r.is_killed for r in mine) / len(mine), known.score(card.package)
     margin = 2 * math.sqrt(max(was * (1 - was), 0.01) / len(mine)) if len(mine) < card.reached else 0.0
     print(f"  without accepted survivors {score:.1%}, baseline {was:.1%}, chance {margin:.1%}")
     return score < was - margin

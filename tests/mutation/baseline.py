@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.mutation.operators import mutants_of
+from tests.mutation.workers import ROOT
+
 HERE = Path(__file__).parent
 SCORES = HERE / "baseline.json"
 KILLED = HERE / "killed.json"
@@ -16,7 +19,15 @@ NO_REASON = "not looked at yet"
 class Baseline(NamedTuple):
     """``accepted``: survivors by id, with a reason each; ``killed``: mutants by id, with the test that killed each."""
 
+    def score(self, package: str) -> float:
+        """Of all that was ever judged of it, without survivors that have a reason."""
+        mine = f"p2pdiloco.{'training' if package == 'link' else package}."
+        dead = sum(name.startswith(mine) for name in self.killed)
+        alive = sum(name.startswith(mine) and why == NO_REASON for name, why in self.accepted.items())
+        return dead / max(1, dead + alive)
+
     packages: dict[str, dict[str, float]]
+    """Of each package's last run."""
     accepted: dict[str, str]
     killed: dict[str, str]
 
@@ -30,7 +41,7 @@ def read() -> Baseline:
 
 def accept(runs: Iterable[dict[str, Any]]) -> None:
     """Take runs into the baseline: later ones count where they judged the same mutant. New survivors have no reason
-    yet, and do not count as accepted before somebody gives one."""
+    yet, and do not count as accepted before somebody gives one. What the code no longer has is forgotten."""
     known = read()
     packages, accepted, killed = dict(known.packages), dict(known.accepted), dict(known.killed)
     for run in runs:
@@ -42,17 +53,21 @@ def accept(runs: Iterable[dict[str, Any]]) -> None:
                 accepted.setdefault(name, NO_REASON)
             killed.update(card["killed"])
             dead, alive = len(card["killed"]), card["survived"]
-            counted = [name for name in alive if accepted[name] == NO_REASON]
             packages[card["package"]] = {
                 "score": round(dead / max(1, dead + len(alive)), 4),
-                "score_but_accepted": round(dead / max(1, dead + len(counted)), 4),
                 "judged": dead + len(alive),
                 "reached": card["reached"],
                 "mutants": card["total"],
                 "seed": run["seed"],
             }
-    _write(SCORES, {"packages": packages, "accepted": accepted})
-    _write(KILLED, killed)
+    there = _mutants_of({name.partition(":")[0] for name in (*accepted, *killed)})
+    _write(SCORES, {"packages": packages, "accepted": {n: why for n, why in accepted.items() if n in there}})
+    _write(KILLED, {n: by for n, by in killed.items() if n in there})
+
+
+def _mutants_of(modules: set[str]) -> set[str]:
+    paths = {module: ROOT / (module.replace(".", "/") + ".py") for module in modules}
+    return {m.id for module, p in paths.items() if p.exists() for m in mutants_of(module, p.read_text())}
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

@@ -246,6 +246,17 @@ def test_what_the_ledger_cannot_tell_apart_resets_the_learner_with_a_warning() -
     assert carry(effects) == [((), (), True)]
     assert "loses its unmerged progress" in notes(effects, "carry")[0]
 
+    stage = Stage(B, weight=0.0)
+    stage.give()
+    effects = stage.take(stage.commit(tokens(A, 0, 30)))  # as well, if a commit does it
+    assert carry(effects) == [((), (), True)]
+    assert "loses its unmerged progress" in notes(effects, "carry")[0]
+
+    stage = Stage(B, weight=0.0, is_overwrite=True)  # and always where runs are to throw it away
+    [(_, given)] = sent(stage.give(), msg.Contribution)
+    assert carry(stage.take(stage.commit(given.contributor))) == [((), (), True)]
+    assert carry(install(stage, state(heavy(stage.head())))) == [((), (), True)]
+
 
 def test_what_a_chain_forgot_for_its_age_stays_merged() -> None:
     """A4e: a state that is more than a mark's life further on and does not name the learner; an earlier one takes its
