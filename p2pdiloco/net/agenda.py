@@ -28,11 +28,14 @@ class Deadlines:
         self._current: dict[Hashable, int] = {}
         """The entry that counts, of each key."""
         self._counter = itertools.count()
+        self.has_new = False
+        """Something was set since ``next`` was asked."""
 
     def __len__(self) -> int:
         return len(self._current)
 
     def set(self, key: Hashable, at: float) -> None:
+        self.has_new = True
         number = self._current[key] = next(self._counter)
         heapq.heappush(self._heap, (at, number, key))
         if len(self._heap) > 64 + 4 * len(self._current):
@@ -44,6 +47,7 @@ class Deadlines:
 
     def next(self) -> float | None:
         """When something is due; None: nothing is waited for."""
+        self.has_new = False
         while self._heap and self._current.get(self._heap[0][2]) != self._heap[0][1]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None

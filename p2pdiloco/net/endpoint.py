@@ -25,16 +25,12 @@ endpoints in virtual time, with one connection whose bytes take no time:
                 there.receive(ends[there], piece.head + piece.chunk, now)
         now = earliest(ann.next_deadline(), bob.next_deadline())
 
-(``tests/property/test_net_endpoint.py`` does that with delays, cuts and many connections; ``runtime/transport.py`` does
-it with asyncio.)
+(``tests/property/two_endpoints.py`` does that with delays and cuts, ``runtime/pump.py`` with asyncio.)
 
 Rules of this file:
-1. No I/O: no socket, clock, thread, file or random number is touched here or below; ``nonce`` and the keys come from
-   outside. Nothing is called upwards: what happens is an event.
-2. One connection per pair of peers serves. If both dial at once, the one dialled by the smaller peer id stays and the
-   other finishes what it has begun. A peer that was started anew (``Hello.life``) replaces its old connection.
-3. Connected and Disconnected come in turns for each peer, whatever happens to connections below.
-4. Nothing waits here: what does not fit is refused at once.
+1. No I/O here or below: no socket, clock, thread, file or random number. What happens is an event; nobody is called.
+2. One connection per pair of peers serves (net/peers.py).
+3. Nothing waits: what does not fit is refused.
 """
 
 from __future__ import annotations
@@ -90,7 +86,7 @@ class Endpoint:
 
     @property
     def serving(self) -> Mapping[PeerId, Connection]:
-        """The connection that serves, per peer. It may be parting."""
+        """The connection that serves each peer. It may be parting."""
         return self._peers.serving
 
     @property
@@ -111,8 +107,7 @@ class Endpoint:
     def begin(
         self, role: Role, now: float, *, host: str, expected: PeerId | None = None, lane: int = 0, bond: bytes = b""
     ) -> Connection:
-        """A connection to a machine at the numeric address ``host`` was dialled or accepted; it is not encrypted yet.
-        ``expected``: who must be there. ``lane``, ``bond``: as LaneWanted says."""
+        """A connection to the numeric address ``host`` is there, not encrypted yet; ``expected``: to whom."""
         self._agenda.now = now
         if role is Role.LISTENER and len(self._strangers) >= self._limits.handshakes:
             places = {connection: (machine_of(connection.host), at) for connection, at in self._strangers.items()}
@@ -282,6 +277,11 @@ class Endpoint:
             first = bulk_at
         return credit_at if credit_at is not None and (first is None or credit_at < first) else first
 
+    @property
+    def has_new_deadline(self) -> bool:
+        """``next_deadline`` may be sooner than it was; ``to_send`` may make it so, too."""
+        return self._agenda.deadlines.has_new or self._shared.crediting.due_at is not None
+
     def wake(self, now: float) -> None:
         """Time has passed."""
         self._agenda.now = now
@@ -298,7 +298,8 @@ class Endpoint:
         while True:
             while agenda.events:
                 event = agenda.events.popleft()
-                self._note(event)
+                if isinstance(event, (Proved, Ended)):
+                    self._note(event)
                 yield event
             if not agenda.unread:
                 return
@@ -358,7 +359,7 @@ class Endpoint:
         for connection, rate in self._shared.shaper.news().items():
             self._agenda.tell(Paced(connection, rate))
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: Proved | Ended) -> None:
         """What the endpoint itself has to do with an event."""
         match event:
             case Proved(connection):

@@ -44,7 +44,7 @@ class Pump:
         """Hand out what happened and write what is to be written, until there is nothing; then set the timer."""
         if self._is_in_turn:
             return
-        self._is_in_turn, endpoint = True, self._endpoint
+        self._is_in_turn, endpoint, has_sent = True, self._endpoint, False
         try:
             while (has_events := endpoint.has_events) or bulk_bytes or endpoint.has_control:
                 now = self._loop.time()
@@ -52,12 +52,14 @@ class Pump:
                     for event in endpoint.events(now):
                         self._tell(event)
                 if bulk_bytes or endpoint.has_control:
+                    has_sent = True
                     for connection, piece in endpoint.to_send(now, bulk_bytes):
                         self._write(connection, piece)
                 bulk_bytes = 0
         finally:
             self._is_in_turn = False
-            self._set_timer()
+            if has_sent or endpoint.has_new_deadline or endpoint.has_events:
+                self._set_timer()
 
     def turn_soon(self) -> None:
         """A turn with bulk, when the event loop comes round."""
