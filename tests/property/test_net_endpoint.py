@@ -13,8 +13,8 @@ from two_endpoints import FINGERPRINT, Peer, World, book, check_quiet, small_par
 
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.conversation import Conversation
-from p2pdiloco.net.events import Closing, Failed
-from p2pdiloco.net.frames import HEADER, Kind, encode_frame, parse_header
+from p2pdiloco.net.events import Closing, Failed, Message, Offered
+from p2pdiloco.net.frames import HEADER, Kind, Part, Start, Use, encode_frame, encode_header, encode_start, parse_header
 from p2pdiloco.net.handshake import Role
 from p2pdiloco.net.inbox import Inbox
 from p2pdiloco.net.parts import Spreader
@@ -304,6 +304,33 @@ def test_a_silent_stranger_is_gone_at_its_deadline() -> None:
     (closing,) = drive(world, connection)[1]
     assert closing == Closing(connection, False)
     assert connection.reason == "the handshake took too long"
+
+
+def test_a_payload_that_was_handed_over_is_nobody_elses() -> None:
+    world = World(3, lanes=2)
+    world.meet()
+    world.run(10.0)
+    endpoint = world.bob.endpoint
+    primary = endpoint.serving[world.ann.id]
+    lane = next(member for member in primary.conversation.lanes.members if member is not primary)
+    payloads: list[memoryview] = []
+
+    def hear(connection: Connection, data: bytes) -> None:
+        endpoint.receive(connection, data, world.now)
+        for event in endpoint.events(world.now):
+            match event:
+                case Offered():
+                    endpoint.accept(event)
+                case Message(_, _, payload) if payload is not None:
+                    payloads.append(payload)
+
+    begin = encode_start(50, Start(Use.MESSAGE, 0, 100, Part(900, 100, 0)), b"") + encode_header(Kind.CHUNK, 50, 100)
+    hear(lane, begin + b"a" * 60)
+    hear(primary, begin + b"b" * 100)
+    hear(lane, b"a" * 40)
+    assert [bytes(payload) for payload in payloads] == [b"b" * 100]
+    assert primary.is_open
+    assert lane.is_open
 
 
 BUGS = {
