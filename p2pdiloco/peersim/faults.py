@@ -33,6 +33,9 @@ Kind = Literal[
     "slow-work",  # one job on tensors takes very long
     "flip-file",
     "flip-state",  # a bit of the node's parameters or momentum
+    "flip-learner",  # a bit of the learner's parameters
+    "poison",  # the learner's parameters are not numbers any more
+    "storm",  # everybody's learner and every other node are killed, one after the other
     "rollback",  # killed, and the disk is put back to an older copy
     "wipe",
 ]
@@ -95,6 +98,7 @@ def _learner(world: World, fault: Fault) -> None:
     learner = world.processes.get(fault.peer)
     if learner is not None and fault.peer in world.hosts:
         learner.kill()
+        world.excused.add(fault.peer)  # too many in a row, and it gives up
 
 
 def _pause(world: World, fault: Fault) -> None:
@@ -209,6 +213,29 @@ def _flip_state(world: World, fault: Fault) -> None:
     whole[element] ^= 1 << bit
 
 
+def _flip_learner(world: World, fault: Fault) -> None:
+    learner = world.processes.get(fault.peer)
+    if learner is not None and fault.peer in world.hosts:
+        world.checks.spoilt.add(fault.peer)
+        vector = world.random.choice(learner.parameters).view(-1)
+        vector.view(torch.int32)[world.random.randrange(vector.numel())] ^= 1 << world.random.randrange(30)
+
+
+def _poison(world: World, fault: Fault) -> None:
+    learner = world.processes.get(fault.peer)
+    if learner is not None and fault.peer in world.hosts:
+        learner.is_poisoned = True
+        world.excused.add(fault.peer)
+
+
+def _storm(world: World, fault: Fault) -> None:
+    for number, name in enumerate(world.identities):
+        one = msgspec.structs.replace(fault, peer=name, seconds=0.5 + 3.0 * world.random.random())
+        _learner(world, one)
+        if number % 2:
+            world.at(world.now + number * world.random.random(), partial(_node, world, one))
+
+
 def _rollback(world: World, fault: Fault) -> None:
     disk = world.disks[fault.peer]
     old = disk.keep()
@@ -246,6 +273,9 @@ _STRIKES: dict[Kind, Callable[[World, Fault], None]] = {
     "slow-work": _slow_queue("tensors", 20000.0),
     "flip-file": _flip_file,
     "flip-state": _flip_state,
+    "flip-learner": _flip_learner,
+    "poison": _poison,
+    "storm": _storm,
     "rollback": _rollback,
     "wipe": _wipe,
 }
