@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import msgspec
 import torch
 
+from p2pdiloco.peersim.host import WORK_S
 from p2pdiloco.peersim.world import World
 from p2pdiloco.protocol.identifiers import PeerId
 
@@ -190,6 +191,7 @@ def _slow_queue(queue: Literal["tensors", "disk"], factor: float) -> Callable[[W
         if host is not None:
             host.slowness[queue] = factor
             world.excused.update(world.identities)  # what it owns, or has to give, may come too late for the end
+            world.harm_until(world.now + 2 * factor * WORK_S[queue])  # one job that has begun ends no sooner
             longest_s = 2.0 if queue == "tensors" else fault.seconds
             world.at(world.now + min(fault.seconds, longest_s), lambda: host.slowness.pop(queue, None))
 
