@@ -121,14 +121,15 @@ def _again(arguments: argparse.Namespace) -> int:
 
 
 def _is_lower(card: ScoreCard, known: baseline.Baseline) -> bool:
-    """Below the baseline by more than the chance of sampling (two standard errors)? Accepted survivors do not count."""
-    mine = [r for r in card.results if known.accepted.get(r.mutant.id, baseline.NO_REASON) == baseline.NO_REASON]
-    if not mine:
+    """Below the baseline by more than the chance of sampling, twice, allows (two standard errors)?"""
+    before = known.packages[card.package]
+    was, judged = before["score"], len(card.results)
+    if not judged:
         return False
-    score, was = sum(r.is_killed for r in mine) / len(mine), known.score(card.package)
-    margin = 2 * math.sqrt(max(was * (1 - was), 0.01) / len(mine)) if len(mine) < card.reached else 0.0
-    print(f"  without accepted survivors {score:.1%}, baseline {was:.1%}, chance {margin:.1%}")
-    return score < was - margin
+    margin = 2 * math.sqrt(max(was * (1 - was), 0.01) * (1 / judged + 1 / max(1, before["judged"])))
+    new = [r.mutant.id for r in card.results if not r.is_killed and r.mutant.id not in known.accepted]
+    print(f"  baseline {was:.1%}, chance {margin:.1%}; {len(new)} survivors are not in the baseline")
+    return card.score < was - margin
 
 
 def _say_survivor(result: Result) -> None:

@@ -19,13 +19,6 @@ NO_REASON = "not looked at yet"
 class Baseline(NamedTuple):
     """``accepted``: survivors by id, with a reason each; ``killed``: mutants by id, with the test that killed each."""
 
-    def score(self, package: str) -> float:
-        """Of all that was ever judged of it, without survivors that have a reason."""
-        mine = f"p2pdiloco.{'training' if package == 'link' else package}."
-        dead = sum(name.startswith(mine) for name in self.killed)
-        alive = sum(name.startswith(mine) and why == NO_REASON for name, why in self.accepted.items())
-        return dead / max(1, dead + alive)
-
     packages: dict[str, dict[str, float]]
     """Of each package's last run."""
     accepted: dict[str, str]
