@@ -204,7 +204,7 @@ class OuterLink:
 
     def wait(self) -> None:
         """Sleep until the node says something. Not while training."""
-        if self.is_alone:
+        if self._reunion is not None and self._reunion.is_open:
             time.sleep(_LOOK_S)
         elif self._answers:
             time.sleep(_COPY_S)
@@ -352,8 +352,8 @@ class OuterLink:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the node is lost, and its next life is looked for."""
-        return self._reunion is not None and self._reunion.is_open
+        """Whether the node is lost, and no other has given the swarm's parameters yet."""
+        return self._anchor is not None
 
     def _look_out(self, reunion: Meeting) -> bool:
         """Is the node's next life there? False when it is too late for that."""

@@ -103,14 +103,22 @@ def test_a_node_that_was_killed_comes_back_to_its_script_as_the_same_peer(tmp_pa
                 print(f"node of {name}: back after {events(folder, 'learner-ready')[-1]['time'] - began:.1f} s")
                 assert {event["peer"] for event in events(folder, "started")} == {peer}
                 assert script.poll() is None
+            kill_node(tmp_path / "b")
+            used = psutil.Process(other.pid).cpu_times().user
+            wait_until(lambda: psutil.Process(other.pid).cpu_times().user > used + 0.1, START_S, "training alone")
         finally:
-            for script in scripts.values():
+            outputs = []
+            for script in (other, founder):  # the founder is there for what the other gives last
                 script.send_signal(signal.SIGINT)
-            outputs = [script.communicate(timeout=END_S)[0] for script in scripts.values()]
+                outputs.insert(0, script.communicate(timeout=END_S)[0])
     for out in outputs:
         assert "training goes on while it is started again" in out
         assert "the node is back" in out
     assert "to join from another machine:  p2pdiloco join " in outputs[0], "the founder tells how to join"
+    last = report(tmp_path / "b")
+    merged = [one for one in events(tmp_path / "b", "commit") if last["learner"] in one["contributors"]]
+    assert merged, "who is interrupted without a node waits for it, and gives what was trained meanwhile"
+    assert last["tokens_unmerged"] == 0
 
 
 @pytest.mark.timeout(900)

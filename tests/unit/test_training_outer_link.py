@@ -271,8 +271,10 @@ def test_a_learner_that_is_adopted_keeps_its_progress_since_the_loss_and_counts_
         bench.socket, bench.decoder = found, link.Decoder[link.FromLearner](link.FromLearner)
         assert bench.link.boundary()
         bench.step(2.0)
+        assert bench.link.is_alone, "a node that was told to leave now would know of no progress"
         bench.socket.sendall(link.encode(link.Load(step=20)))
         assert bench.link.boundary()
+        assert not bench.link.is_alone
         assert bench.link.boundary()
         heard = bench.hear()
         assert [type(m) for m in heard] == [link.Ready, link.Progress, link.Shifted], "nothing that the last was told"
