@@ -49,8 +49,11 @@ lint: $(READY) ## format, lint, types, layers
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-simulate: $(READY) ## 10,000 seeds of the protocol's simulator, and every planted bug (minutes)
+simulate: $(READY) ## 10,000 seeds of the protocol, 1,000 of whole peers, fresh ones of both, every planted bug (half an hour)
 	@$(BIN)/p2pdiloco simulate --seeds 0-9999
+	@$(BIN)/p2pdiloco simulate --fresh 2000
+	@$(BIN)/p2pdiloco simulate --whole --seeds 0-999
+	@$(BIN)/p2pdiloco simulate --whole --fresh 200
 	@$(BIN)/p2pdiloco simulate --mutants
 
 # SAMPLE mutants of each package (0: all, a day of one core); the seed makes the sample repeatable.
