@@ -6,13 +6,13 @@ sockets, disks and processes, slower by a hundred times."""
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import re
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 from p2pdiloco.cli.complaints import FAILED, REPAIR, Complaint
 from p2pdiloco.peersim import report as whole
@@ -39,8 +39,8 @@ async def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.whole:
         if arguments.mutants:
-            return _whole_mutants(seeds, arguments.jobs, is_json=arguments.json)
-        return _whole(seeds, arguments.jobs, is_json=arguments.json)
+            return await _whole_mutants(seeds, arguments.jobs, is_json=arguments.json)
+        return await _whole(seeds, arguments.jobs, is_json=arguments.json)
     if arguments.mutants:
         return _mutants(arguments.jobs, is_json=arguments.json)
     return _seeds(seeds, arguments.scenario, arguments.jobs, is_json=arguments.json)
@@ -71,11 +71,11 @@ def fresh_seeds(count: int) -> range:
     return range(first, first + count)
 
 
-def _whole(seeds: range, jobs: int, *, is_json: bool) -> int:
+async def _whole(seeds: range, jobs: int, *, is_json: bool) -> int:
     total = {"seeds": 0, "violations": 0, "commits": 0, "contributions": 0, "forks": 0, "lives": 0, "faults": 0}
     began, most = time.perf_counter(), WHOLE_BATCH * jobs
     for first in range(seeds.start, seeds.stop, most):
-        for outcome in whole.outcomes(range(first, min(first + most, seeds.stop)), jobs=jobs):
+        async for outcome in whole.outcomes(range(first, min(first + most, seeds.stop)), jobs=jobs):
             total["seeds"] += 1
             for key in ("commits", "contributions", "forks", "lives", "faults"):
                 total[key] += getattr(outcome, key)
@@ -89,16 +89,21 @@ def _whole(seeds: range, jobs: int, *, is_json: bool) -> int:
     return FAILED if total["violations"] else 0
 
 
-def _whole_mutants(seeds: range, jobs: int, *, is_json: bool) -> int:
+async def _whole_mutants(seeds: range, jobs: int, *, is_json: bool) -> int:
     """Every planted bug outside the protocol, and the first of ``seeds`` that finds it."""
-    survivors = []
-    with ThreadPoolExecutor(jobs) as threads:
-        for found in threads.map(lambda bug: whole.find(bug.name, seeds), BUGS):
-            if found.seed is None:
-                survivors.append(found.name)
-            if not is_json:
-                first = "SURVIVED" if found.seed is None else f"seed {found.seed:>4}"
-                print(f"{found.name:<62} {first:<10} {found.sentence[:90]}", flush=True)
+    survivors, free = [], asyncio.Semaphore(jobs)
+
+    async def find(name: str) -> whole.BugFound:
+        async with free:
+            return await whole.find(name, seeds)
+
+    for task in asyncio.as_completed([find(bug.name) for bug in BUGS]):
+        found = await task
+        if found.seed is None:
+            survivors.append(found.name)
+        if not is_json:
+            first = "SURVIVED" if found.seed is None else f"seed {found.seed:>4}"
+            print(f"{found.name:<62} {first:<10} {found.sentence[:90]}", flush=True)
     print(json.dumps({"mutants": len(BUGS), "survivors": survivors}))
     return FAILED if survivors else 0
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
+import asyncio
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import AsyncIterator
 
 import msgspec
 
@@ -36,39 +35,57 @@ class BugFound(msgspec.Struct, frozen=True, kw_only=True):
     sentence: str
 
 
-def outcomes(seeds: range, *, jobs: int) -> Iterator[Outcome]:
-    """Of every seed, as they come, from ``jobs`` processes.
+async def outcomes(seeds: range, *, jobs: int) -> AsyncIterator[Outcome]:
+    """Of every seed, as they come, from ``jobs`` processes, which end with whoever reads this.
 
     Raises:
         RuntimeError: a worker failed; the end of what it said.
     """
     jobs = max(1, min(jobs, len(seeds)))
-    with ThreadPoolExecutor(jobs) as threads:
-        parts = [threads.submit(_part, range(seeds.start + i, seeds.stop, jobs), None) for i in range(jobs)]
-        for part in as_completed(parts):
-            yield from part.result()
+    parts = [asyncio.create_task(_part(range(seeds.start + i, seeds.stop, jobs), None)) for i in range(jobs)]
+    try:
+        for part in asyncio.as_completed(parts):
+            for outcome in await part:
+                yield outcome
+    finally:
+        for task in parts:
+            task.cancel()
+        await asyncio.gather(*parts, return_exceptions=True)
 
 
-def find(bug: str, seeds: range, *, batch: int = 25) -> BugFound:
+async def find(bug: str, seeds: range, *, batch: int = 25) -> BugFound:
     """The first seed that finds a planted bug."""
     for first in range(seeds.start, seeds.stop, batch):
-        for outcome in _part(range(first, min(first + batch, seeds.stop)), bug):
+        for outcome in await _part(range(first, min(first + batch, seeds.stop)), bug):
             if outcome.violations:
                 return BugFound(name=bug, seed=outcome.seed, sentence=outcome.violations[0])
     return BugFound(name=bug, seed=None, sentence="")
 
 
-def _part(seeds: range, bug: str | None) -> list[Outcome]:
+async def _part(seeds: range, bug: str | None) -> list[Outcome]:
     arguments = [str(seeds.start), str(seeds.stop), str(seeds.step), *([bug] if bug else [])]
-    command = [sys.executable, "-m", "p2pdiloco.peersim.worker", *arguments]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "p2pdiloco.peersim.worker",
+        *arguments,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SEED_S + 20.0 * len(seeds), check=False)
-    except subprocess.TimeoutExpired as error:
-        seen = len((error.stdout or b"").splitlines())
-        return [Outcome(seed=seeds[min(seen, len(seeds) - 1)], violations=("5: the worker hangs",))]
-    found = [msgspec.json.decode(line, type=Outcome) for line in done.stdout.splitlines()]
-    if done.returncode and bug:  # the bug took the worker with it
-        return [*found, Outcome(seed=seeds[len(found)], violations=(f"5: {done.stderr.strip()[-200:]}",))]
-    if done.returncode:
-        raise RuntimeError(f"seed {seeds[len(found)]}: {done.stderr.strip()[-2000:]}")
+        async with asyncio.timeout(SEED_S + 20.0 * len(seeds)):
+            said, complained = await process.communicate()
+    except TimeoutError:
+        return [Outcome(seed=seeds[0], violations=(f"5: the worker hangs in one of {len(seeds)} seeds from here",))]
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    found = [msgspec.json.decode(line, type=Outcome) for line in said.splitlines()]
+    complaint = complained.decode(errors="replace").strip()
+    if process.returncode and bug:  # the bug took the worker with it
+        return [*found, Outcome(seed=seeds[len(found)], violations=(f"5: {complaint[-200:]}",))]
+    if process.returncode:
+        raise RuntimeError(f"seed {seeds[len(found)]}: {complaint[-2000:]}")
     return found
