@@ -1,4 +1,4 @@
-"""Whole peers in simulated worlds: the same seeds each time, and worlds that once failed (fresh ones: `make simulate`)."""
+"""Whole peers in simulated worlds: the same seeds each time, worlds that once failed (fresh ones: `make simulate`)."""
 
 from __future__ import annotations
 
