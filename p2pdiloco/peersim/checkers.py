@@ -245,7 +245,7 @@ class Checks:
         learner = self.world.learners.get(peer.supervision.learner or LearnerId(""))
         if ending.status or learner is None or name in self.spoilt or self.world.manifest.config.outer.adopt != "carry":
             return
-        if any(kind is not Kind.NONE for kind in peer.state._in_queue):
+        if any(kind is not Kind.NONE for kind in (*peer.state._in_flight, *peer.state._in_queue)):
             return  # it left before its learner could take the last commits, which nobody needs any more
         truth = self.world.truths[peer.supervision.learner]  # type: ignore[index]
         trained = truth.tokens[-1] if truth.tokens else 0
