@@ -240,7 +240,7 @@ class Node:
             blocked_s=self.metrics.blocked_s,
             epochs=status.epochs,
             blocks_repeated=status.blocks_repeated,
-            trouble=self.peer.supervision.trouble,
+            trouble=self.peer.trouble,
         )
 
     async def _tell_progress(self) -> None:

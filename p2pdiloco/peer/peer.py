@@ -42,7 +42,7 @@ from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.tensors.digests import list_bytes
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire.answers import Answer
-from p2pdiloco.wire.bodies import SIGNATURE_BYTES, PeerStatus, StateProof, decode_message
+from p2pdiloco.wire.bodies import SIGNATURE_BYTES, TROUBLE_LIMIT, PeerStatus, StateProof, decode_message
 from p2pdiloco.wire.compression import payload_limit
 
 log = logs.get("node")
@@ -200,11 +200,16 @@ class Peer:
     def _ordinary_ending(self, reason: str) -> Ending:
         unmerged = self.machine.core.unmerged_tokens()
         if unmerged:
-            why = self.supervision.trouble or "--leave-s allows longer"
+            why = self.trouble or "--leave-s allows longer"
             return Ending(1, f"{reason}; {unmerged:,} tokens were not merged in time and are lost ({why})")
         if self.supervision.trouble:
             return Ending(1, f"{reason}; {self.supervision.trouble}")
         return Ending(0, reason)
+
+    @property
+    def trouble(self) -> str:
+        """What a person should look at, the learner's or the swarm's; empty if there is nothing."""
+        return (self.supervision.trouble or "; ".join(self.machine.status().troubles))[:TROUBLE_LIMIT]
 
     @property
     def is_over(self) -> bool:
