@@ -78,7 +78,7 @@ class Chain:
         mark, limits = self.marks.get(c.learner, NO_MARK), self.limits
         if self.is_merged(c):
             return "its tokens are merged already"
-        if c.tokens_to > mark.tokens + self._run_tokens or c.steps_to > mark.steps + limits.run_steps:
+        if c.tokens_to > mark.tokens + self._run_tokens or c.steps_to > mark.steps + limits.learner_steps:
             return "it counts further than a learner can come in the whole run"
         if self.head is not None and self.head.tokens > self._most_tokens:
             return "the chain cannot count further"

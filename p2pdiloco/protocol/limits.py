@@ -12,6 +12,8 @@ import msgspec
 
 RANGE_TURNS = 64
 """A contribution counts for at most the steps of so many turns; who holds more declares the last of them."""
+AGAIN = 8
+"""Times that a learner may make the steps of a whole run."""
 LEAD_TURNS = 16
 """A commit's global step lies at most so many turns beyond its parent's."""
 MAX_COUNT = 2**56
@@ -34,7 +36,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     lead_steps: int = LEAD_TURNS
     """How far a commit's step may lie beyond its parent's."""
     run_steps: int = 2**40
-    """Of a whole run; no learner makes more."""
+    """Of a whole run."""
 
     @property
     def range_tokens(self) -> int:
@@ -44,7 +46,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def run_tokens(self) -> int:
         """Most tokens that one learner trains in a run."""
-        return min(self.run_steps * self.step_tokens, MAX_COUNT // 16)
+        return min(self.learner_steps * self.step_tokens, MAX_COUNT // 16)
+
+    @property
+    def learner_steps(self) -> int:
+        """Most inner steps of one learner: it may outlive its node, and make the steps again that a run has lost."""
+        return AGAIN * self.run_steps
 
     def most_tokens(self, steps: int) -> int:
         """Of a contribution of so many steps."""

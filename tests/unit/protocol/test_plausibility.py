@@ -181,6 +181,16 @@ def test_a_commit_that_holds_what_no_learner_can_make_is_not_taken(contributor: 
     assert stage.head().version == 1
 
 
+@pytest.mark.parametrize(("runs", "is_merged"), [(2, True), (8, True), (9, False)])
+def test_a_learner_may_make_the_steps_of_a_run_again_but_not_for_ever(runs: int, is_merged: bool) -> None:
+    """P3a: it outlived its node, whose state was of the run's beginning (whole peers, seed 2299)."""
+    stage = Stage(B, C, owners="abc", has_learner=False, **LIMITS)
+    steps = runs * 1000
+    late = Contributor(life(B), 10 * steps - 100, 10 * steps, steps - 10, steps)
+    refused = sent(stage.hear(B, stage.contribution(B, 0, 40, contributor=late)), msg.Refused)
+    assert not refused if is_merged else refused
+
+
 def test_no_chain_counts_beyond_what_a_message_can_hold() -> None:
     """P3b: near the end of the range nothing is merged any more."""
     stage = Stage(B, C, owners="abc", has_learner=False, is_founder=False)
