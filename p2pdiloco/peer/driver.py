@@ -262,10 +262,14 @@ class Driver:
         """Our own state is not what it should be: get it again, at the same head."""
         self.around.fault(self.identity.peer_id, "memory", str(error))
         self.feed(ev.Failed("state", error.shard, None, str(error)))
+        self.accept_if_nobody_has_it(error.shard)
+
+    def accept_if_nobody_has_it(self, shard: ShardId) -> None:
+        """A spoilt shard that nobody is asked for any more is taken as it is: the run goes on with it."""
         adopting = self.machine.adopting
-        if error.shard not in adopting.repairing and error.shard not in adopting.asked:
-            log.error("own state is spoilt and nobody else has it: the run goes on with it", shard=error.shard)
-            self.job(lambda: self.state.accept(error.shard), lambda _: None)
+        if shard not in adopting.repairing and shard not in adopting.asked and shard not in adopting.applying:
+            log.error("own state is spoilt and nobody else has it: the run goes on with it", shard=shard)
+            self.job(lambda: self.state.accept(shard), lambda _: None)
 
     def _encode(self, effect: ef.Encode) -> None:
         rung = self.codecs.choose("up", effect.shard)

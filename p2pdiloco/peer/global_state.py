@@ -220,6 +220,10 @@ class GlobalState:
             return []
         return [chunk for chunk in range(chunks) if chunk not in verified]
 
+    def is_spoilt(self, shard: ShardId) -> bool:
+        """Whether it is to be installed anew, or accepted as it is."""
+        return shard in self._spoilt
+
     def look_again(self) -> None:
         """What was verified may have changed since."""
         for verified in self._verified:

@@ -10,6 +10,9 @@ from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.identifiers import ShardId
 from p2pdiloco.protocol.merging import Merging
 
+TRIES = 8
+"""Askings, a heartbeat apart and more, after which nobody has the head of a spoilt shard: the peer goes on with it."""
+
 
 class Repair:
     """Of all shards."""
@@ -18,6 +21,8 @@ class Repair:
         self.core = core
         self.adopting = adopting
         self.merging = merging
+        self.tries: dict[ShardId, int] = {}
+        """Since the shard was last sound."""
 
     def begin(self, shard: ShardId, reason: str) -> None:
         """Ask somebody for the state, if anybody may have it; contributions that are here wait."""
@@ -25,7 +30,8 @@ class Repair:
         self.core.note("warning", "repair", f"shard {shard}: {reason}")
         self.merging.jobs.pop(shard, None)
         self.merging.close(shard)
-        donors = [p for p in self.core.membership.live if adopting.is_donor(p)]
+        tries = self.tries[shard] = self.tries.get(shard, 0) + 1
+        donors = [p for p in self.core.membership.live if adopting.is_donor(p)] if tries <= TRIES else []
         is_busy = shard in adopting.asked or shard in adopting.applying
         if donors or is_busy:
             adopting.repairing.add(shard)
@@ -37,6 +43,7 @@ class Repair:
 
     def go_on(self) -> None:
         """Ask again for what has not come: who was asked did not have it, or is gone."""
+        self.tries = {shard: tries for shard, tries in self.tries.items() if shard in self.adopting.repairing}
         for shard in sorted(self.adopting.repairing):
             if shard not in self.adopting.asked and shard not in self.adopting.applying:
                 self.begin(shard, "its state has not come yet")

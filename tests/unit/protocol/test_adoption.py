@@ -328,6 +328,12 @@ def test_a_repair_is_asked_for_until_it_comes_and_who_is_alone_goes_on() -> None
     stage.tell(ev.Failed("fetch", SHARD, first.peer, "it has gone"))
     assert only(stage.wait(3.0), ef.Fetch)
 
+    for _ in range(40):
+        stage.tell(ev.Failed("fetch", SHARD, first.peer, "it has another head"))
+        stage.wait(1.0)
+    assert not stage.machine.adopting.repairing, "nobody has this head"
+    assert not only(stage.wait(5.0), ef.Fetch)
+
     alone = Stage()
     assert not only(alone.tell(SPOILT) + alone.wait(3.0), ef.Fetch)
     assert not alone.machine.adopting.repairing
