@@ -230,7 +230,9 @@ class GlobalState:
             verified.clear()
 
     def accept(self, shard: ShardId) -> None:
-        """Take the shard's state as it is: nobody else has it."""
+        """Take a spoilt shard's state as it is, unless it was installed anew meanwhile: nobody else has it."""
+        if shard not in self._spoilt:
+            return
         self._spoilt.discard(shard)
         self.digests[shard] = digests.digest_list(self._range(self.theta, shard), self._range(self.momentum, shard))
 
