@@ -156,7 +156,9 @@ class Runner:
                 if peer.member is not None and peer.is_up:
                     peer.member.process.send_signal(signal.SIGTERM)
             deadline = self._now() + END_S
-            while any(peer.is_up for peer in group) and self._now() < deadline:
+            while (
+                any(peer.member is not None for peer in group) and self._now() < deadline
+            ):  # until its end is written down
                 await self._tick()
         self._swarm.bootstrap.process.send_signal(signal.SIGTERM)
         deadline = self._now() + GONE_S
