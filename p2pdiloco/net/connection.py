@@ -199,11 +199,15 @@ class Connection:
             self._set_deadline(None)
             self._agenda.tell(Closing(self, is_flushed=False))
 
+    def turn_away(self, parting: Parting, reason: str) -> None:
+        """It never served, and will not: say why, and listen no longer."""
+        self._deafen()
+        self.part(parting, reason)
+
     def break_off(self, reason: str) -> None:
         """The peer broke the rules: tell it, and listen no longer."""
-        self._deafen()
         self.conversation.forget()
-        self.part(Parting.BROKEN, reason)
+        self.turn_away(Parting.BROKEN, reason)
 
     def buffer(self) -> memoryview:
         """Where the next bytes are to be read. Never empty; valid until ``advance``."""

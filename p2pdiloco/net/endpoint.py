@@ -76,7 +76,7 @@ class Endpoint:
         """Every one that has not ended, unproved and retiring ones included."""
         self._strangers: dict[Connection, float] = {}
         """Accepted and not proved; since when."""
-        self._peers = Peers(self._shared, limits.connections)
+        self._peers = Peers(self._shared, limits.connections, self.connections)
         self._watch = Watch(self._shared, limits, self.connections)
         self._accounts: dict[Account, Connection] = {}
         self._past = Traffic()

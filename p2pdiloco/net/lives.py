@@ -31,7 +31,8 @@ class PastLives:
     def end(self, peer: PeerId, life: bytes) -> None:
         """Another life takes its place."""
         past = self._past.pop(peer, None) or deque(maxlen=LIVES)
-        past.append(life)
+        if life not in past:
+            past.append(life)
         self._past[peer] = past
         while len(self._past) > PEERS:
             oldest = next(iter(self._past))

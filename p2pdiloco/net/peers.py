@@ -4,11 +4,15 @@ Rules of this file:
 1. One connection per pair of peers serves. If both dial at once, the one dialled by the smaller peer id stays and the
    other finishes what it has begun. A peer that was started anew (``Hello.life``) replaces its old connection, and
    its old life does not come back while the new one is here (net/lives.py).
-2. Connected and Disconnected are told in turns for each peer, whatever happens to connections below.
-3. Places are bounded; who takes one when all are taken is net/admission.py's.
+2. What is heard of a peer is of the life that serves: another life's connections end when this one's comes, and one
+   that is turned away is not listened to. (Heartbeats of two processes in turns would make both look dead.)
+3. Connected and Disconnected are told in turns for each peer, whatever happens to connections below.
+4. Places are bounded; who takes one when all are taken is net/admission.py's.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from p2pdiloco.net.admission import displaced, machine_of
 from p2pdiloco.net.connection import Connection
@@ -24,22 +28,23 @@ TWIN = "another process with this identity is connected: a copy of the state fol
 
 
 class Peers:
-    """See the module's rules. ``places``: peers at once."""
+    """See the module's rules. ``places``: peers at once. ``connections``: all that there are, as they come and go."""
 
-    def __init__(self, shared: Shared, places: int) -> None:
+    def __init__(self, shared: Shared, places: int, connections: Iterable[Connection]) -> None:
         self.serving: dict[PeerId, Connection] = {}
         self.is_leaving = False
         self._past = PastLives()
         self._shared = shared
         self._places = places
+        self._connections = connections
 
     def proved(self, connection: Connection) -> bool:
         """A connection is there. Whether it serves now."""
         peer, old = connection.peer, self.serving.get(connection.peer)
         if self.is_leaving:
-            connection.part(Parting.LEAVING, LEAVING)
+            connection.turn_away(Parting.LEAVING, LEAVING)
         elif self._shared.scores.is_shut_out(peer, self._shared.agenda.now):
-            connection.part(Parting.BROKEN, "you sent too much that could not be read; try again in a minute")
+            connection.turn_away(Parting.BROKEN, "you sent too much that could not be read; try again in a minute")
         elif connection.greeting.lane:
             bind(connection, [old] if old is not None else [])
         elif old is None:
@@ -50,7 +55,7 @@ class Peers:
                 return self._replace(old, connection)
             if self._past.is_news(peer):
                 self._shared.agenda.tell(TwinRefused(connection, old))
-            connection.part(Parting.LEAVING, TWIN)
+            connection.turn_away(Parting.LEAVING, TWIN)
         elif not old.is_open:
             return self._replace(old, connection)
         elif self._rank(connection) > self._rank(old):
@@ -78,11 +83,14 @@ class Peers:
             places = {other: (machine_of(other.host), other.heard_at) for other in self.serving.values()}
             out = displaced(places, machine_of(connection.host), takes_from_equals=False)
             if out is None:
-                connection.part(Parting.LEAVING, f"{len(self.serving)} peers are connected already")
+                connection.turn_away(Parting.LEAVING, f"{len(self.serving)} peers are connected already")
                 return False
             reason = "it made room: too many peers of its address are connected"
             self.gone(out, reason)
             out.part(Parting.LEAVING, reason)
+        for other in [c for c in self._connections if c.is_open and c.peer == connection.peer]:
+            if _life_of(other) != _life_of(connection):
+                other.abort("another life of the peer is here")
         self.serving[connection.peer] = connection
         self._shared.agenda.tell(Connected(connection))
         return True

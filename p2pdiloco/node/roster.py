@@ -4,6 +4,8 @@ Rules of this file:
 1. The directory gives addresses, nothing else. Who is live is the protocol's decision, from connections.
 2. Of two peers the one with the smaller id dials first; the other dials only if nothing came for a while.
 3. Addresses are remembered on disk, so that a restarted peer finds the run again without any bootstrap node.
+4. It looks before it announces, and announces at once where another process's record stands in the place of its own:
+   so of two with one identity (twins.py) each sees the other, in whatever order they look and announce.
 """
 
 from __future__ import annotations
@@ -101,8 +103,8 @@ class Roster:
             self._learn(PeerId(peer), tuple(addresses), loop.time())
         async with Tasks() as tasks:
             while True:
-                await self._quietly(self._announce(loop.time()))
                 await self._quietly(self._look(loop.time()))
+                await self._quietly(self._announce(loop.time()))
                 for peer in self._due(loop.time()):
                     tasks.spawn(self._dial(peer), name=f"dial {peer}")
                 await asyncio.sleep(LOOK_S)
@@ -140,6 +142,7 @@ class Roster:
                 log.debug("malformed record ignored", peer=peer)
                 continue
             if peer == self._transport.peer_id and told.life not in ("", self._transport.life):
+                self._announced_at = now - ANNOUNCE_S
                 self._twin_seen(told)
             self._learn(peer, told.addresses, now)
         await self._save()

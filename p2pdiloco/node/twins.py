@@ -3,10 +3,10 @@ identity's file, and that of the run's folder, keep a second one out.)
 
 Rules of this file:
 1. Who starts looks whether a process that has its key answers at the address in its own record, and does not begin.
-2. Two that started at once see each other's record in the place of their own; the one that began later ends. Nobody's
-   word is taken for it: whoever cannot prove to have the key is no twin.
-3. Other peers keep to the life that they saw last, and refuse one that had to give way before
-   (``runtime/transport.py``), so that nothing flaps meanwhile.
+2. Two that started at once see each other's record in the place of their own (``roster.py``, rule 4); the one that
+   began later ends. Nobody's word is taken for it: whoever cannot prove to have the key is no twin.
+3. Other peers keep to the life that they saw last, refuse one that had to give way before, and hear nothing from it
+   (``net/peers.py``), so that nothing flaps meanwhile.
 """
 
 from __future__ import annotations

@@ -177,6 +177,8 @@ class GlobalState:
         """Chunks that had the digests of their shard's present head when they were looked at."""
         self._spoilt: set[ShardId] = set()
         """Shards with a chunk that has not; nothing is given, merged or handed on from them."""
+        self._unsigned: set[ShardId] = set()
+        """Accepted though spoilt: they are not what their head's owner signed, and are not handed on."""
         self._staged: dict[ShardId, _Staged] = {}
         self._prepared: dict[ShardId, _Prepared] = {}
         self._own: dict[ShardId, _Own] = {}
@@ -230,10 +232,12 @@ class GlobalState:
             verified.clear()
 
     def accept(self, shard: ShardId) -> None:
-        """Take a spoilt shard's state as it is, unless it was installed anew meanwhile: nobody else has it."""
+        """Take a spoilt shard's state as it is, unless it was installed anew meanwhile: nobody else has it. Others get
+        it with its next version, whose digests are signed here."""
         if shard not in self._spoilt:
             return
         self._spoilt.discard(shard)
+        self._unsigned.add(shard)
         self.digests[shard] = digests.digest_list(self._range(self.theta, shard), self._range(self.momentum, shard))
 
     def copy(self, shard: ShardId, out: Tensor, chunks: range | None = None) -> tuple[Digest, bytes]:
@@ -241,12 +245,14 @@ class GlobalState:
         (only ``chunks``, by default all); returns its head and the list of its digests.
 
         Raises:
-            StaleBaseError: the shard has no state yet.
+            StaleBaseError: the shard has no state yet, or none that can be proved.
             SpoiltStateError: it is not what its head stands for.
         """
         head = self.heads[shard]
         if head is None or shard in self._spoilt:
             raise StaleBaseError(f"shard {shard} is not here{'' if head is None else ' as it should be'}")
+        if shard in self._unsigned:
+            raise StaleBaseError(f"shard {shard} is not as it was signed, its next version will be")
         for chunk in self.unverified(shard):
             if chunks is None or chunk in chunks:
                 self.verify(shard, chunk)
@@ -302,6 +308,7 @@ class GlobalState:
         self.digests[shard] = listed
         self._verified[shard].clear()
         self._spoilt.discard(shard)
+        self._unsigned.discard(shard)
         self._own.pop(shard, None)
 
     def _checked(self, header: CommitHeader, head: Digest, payload: Payload, listed: bytes) -> Sequence[Body]:

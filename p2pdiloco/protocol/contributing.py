@@ -9,6 +9,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+from p2pdiloco.protocol.chain import is_heavier
 from p2pdiloco.protocol.core import Core, LearnerView
 from p2pdiloco.protocol.effects import AdoptStep, Encode, Snapshot
 from p2pdiloco.protocol.events import Encoded, Snapshotted
@@ -46,7 +47,7 @@ class FragmentTurn:
 class Pending:
     """A contribution that has not been merged or superseded."""
 
-    __slots__ = ("asked", "contribution", "rank", "target")
+    __slots__ = ("asked", "beyond", "contribution", "rank", "target")
 
     def __init__(self, contribution: Contribution) -> None:
         self.contribution = contribution
@@ -54,6 +55,8 @@ class Pending:
         """How many owners have let it wait."""
         self.asked: set[PeerId] = set()
         """On this lap through the owners."""
+        self.beyond: set[PeerId] = set()
+        """Those that refused it because their head wins over its base: they cannot merge it any more."""
         self.target = PeerId("")
 
 
@@ -245,17 +248,19 @@ class Contributing:
         return Contributor(learner.id, tokens_to - tokens, tokens_to, steps_to - steps, steps_to, blocks)
 
     def _offer(self, shard: ShardId) -> None:
-        """Give the pending contribution to the owner of its rank."""
+        """Give the pending contribution to the owner of its rank, if there is one who may merge it."""
         core, pending = self.core, self.pending[shard]
         version = pending.contribution.base.version + 1
         ranked = ranked_owners(core.config.run, shard, version, core.membership.candidates)
-        if pending.asked.issuperset(ranked):
-            pending.asked.clear()
-        pending.target = next(peer for peer in ranked if peer not in pending.asked)
-        pending.asked.add(pending.target)
         if pending.contribution.contributor.tokens:
             laps = 1 + pending.rank // len(ranked)
             core.alarms.set(("takeover", shard), core.now + laps * self.merging.takeover_s())
+        if pending.beyond.issuperset(ranked):
+            return
+        if pending.asked.union(pending.beyond).issuperset(ranked):
+            pending.asked.clear()
+        pending.target = next(peer for peer in ranked if peer not in pending.asked and peer not in pending.beyond)
+        pending.asked.add(pending.target)
         if pending.target == core.config.peer:
             self.merging.collect(pending.target, pending.contribution)
         else:
@@ -266,7 +271,8 @@ class Contributing:
         pending = self.pending.get(shard)
         if pending is not None:
             pending.rank += 1
-            self.core.membership.missed(pending.target, self.core.now, self.merging.takeover_s())
+            if pending.target not in pending.beyond:
+                self.core.membership.missed(pending.target, self.core.now, self.merging.takeover_s())
             self.core.note(
                 "info",
                 "takeover",
@@ -277,15 +283,19 @@ class Contributing:
     def candidates_changed(self) -> None:
         """Owners that are gone, or on their way out: their contributions go to the new owners at once."""
         able = {peer for peer, _ in self.core.membership.candidates}
+        for pending in self.pending.values():
+            pending.beyond &= able  # who comes back may have less
         for shard in [s for s, p in self.pending.items() if p.target not in able]:
             pending = self.pending[shard]
             self.core.note("info", "takeover", f"shard {shard}: owner {pending.target} is gone, offering again")
             self._offer(shard)
 
-    def refused(self, shard: ShardId, base: Digest, head: Head, reason: str) -> None:
+    def refused(self, peer: PeerId, shard: ShardId, base: Digest, head: Head, reason: str) -> None:
         """An owner refused: the learner keeps its progress and contributes it on the next turn."""
         pending = self.pending.get(shard)
         if pending is not None and pending.contribution.base.id == base:
+            if is_heavier(head, pending.contribution.base):
+                pending.beyond.add(peer)
             self.core.note(
                 "debug", "contribution", f"shard {shard} refused ({reason}), their version is {head.version}"
             )

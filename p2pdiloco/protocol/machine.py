@@ -263,7 +263,7 @@ class Machine:
                         self.adopting.saw(peer, message.base)
             case msg.Refused():
                 if message.shard < len(core.chains) and message.head.shard == message.shard:
-                    self.contributing.refused(message.shard, message.base, message.head, message.reason)
+                    self.contributing.refused(peer, message.shard, message.base, message.head, message.reason)
                     self.adopting.saw(peer, message.head)
 
     # -- membership ----------------------------------------------------------------------------------------------------

@@ -149,6 +149,12 @@ class Membership:
         self.fastest_step_s = 0.0
         """Smallest step time that a live participating peer reports; 0 if none does."""
 
+    @property
+    def may_own(self) -> bool:
+        """Whether this peer merges at all: on its way out only if nobody else may, since whoever gave to it gives to
+        another owner at once, and a merge here would be a fork."""
+        return not self.is_leaving or any(peer == self.me for peer, _ in self.candidates)
+
     def connect(self, peer: PeerId, now: float) -> bool:
         """Note a connection; False if there are too many."""
         if peer not in self.peers and len(self.peers) >= MAX_PEERS:

@@ -172,6 +172,8 @@ class Merging:
         collection, core = self.collections[shard], self.core
         if collection.is_closed or shard in self.jobs or not collection.given or collection.opened_at is None:
             return
+        if not core.membership.may_own:
+            return
         head = core.head(shard)
         if collection.quorum_at is None and len(collection.given) >= self.quorum(collection):
             collection.quorum_at = core.now

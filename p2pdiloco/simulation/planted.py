@@ -1,4 +1,5 @@
-"""Bugs outside the protocol: driver, shift queue, retention, transfers, checkpoints, supervision, the learner's link.
+"""Bugs outside the protocol: driver, shift queue, retention, transfers, checkpoints, supervision, connections, the
+learner's link.
 
 Each names tests that must fail with it (``python -m tests.mutation planted``, and tests/mutation/test_planted.py), and
 can be planted in any process that has not imported its module yet (``planting.plant``). Bugs of the protocol itself are
@@ -8,6 +9,7 @@ in ``mutants``, and found by seeds.
 from __future__ import annotations
 
 from p2pdiloco.simulation.planted_learner import BUGS as LEARNER_BUGS
+from p2pdiloco.simulation.planted_net import BUGS as NET_BUGS
 from p2pdiloco.simulation.planting import Bug
 
 _DRIVER = "p2pdiloco.peer.driver"
@@ -358,5 +360,22 @@ BUGS = (
         harm="the user hears of the mistake in the configuration half a minute later, four times",
         killed_by=(f"{_SUPERVISION_TESTS}::test_a_learner_that_the_user_must_repair_is_not_started_again",),
     ),
+    Bug(
+        name="a state that nobody signed is handed on",
+        module=_STATE,
+        old="        self._unsigned.add(shard)\n",
+        new="",
+        harm="newcomers take the only donor for a liar, and leave it alone",
+        killed_by=(f"{_STATE_TESTS}::test_a_spoilt_state_that_is_accepted_is_handed_on_with_its_next_version",),
+    ),
+    Bug(
+        name="a state that was accepted is never handed on",
+        module=_STATE,
+        old="        self._unsigned.discard(shard)\n",
+        new="",
+        harm="nobody can join any more",
+        killed_by=(f"{_STATE_TESTS}::test_a_spoilt_state_that_is_accepted_is_handed_on_with_its_next_version",),
+    ),
     *LEARNER_BUGS,
+    *NET_BUGS,
 )

@@ -49,11 +49,6 @@ def test_who_starts_on_a_copied_folder_does_not_begin(tmp_path: Path) -> None:
         assert not any("disconnected" in line for line in log_lines(ann) + log_lines(bob))
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="now and then neither ends: the others refuse the later one, which goes on alone, and the first one is "
-    "connected to them but not live (docs/lab-notes.md, twins)",
-)
 @pytest.mark.timeout(300)
 def test_of_two_that_start_at_once_one_ends_and_says_why(tmp_path: Path) -> None:
     config = write_config(tmp_path, inner_steps=1_000_000)

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from two_endpoints import FINGERPRINT, Peer, World, book, check_quiet, small_parts
+from two_endpoints import FINGERPRINT, Peer, Wire, World, book, check_quiet, small_parts
 
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.conversation import Conversation
@@ -18,7 +18,7 @@ from p2pdiloco.net.frames import HEADER, Kind, Part, Start, Use, encode_frame, e
 from p2pdiloco.net.handshake import Role
 from p2pdiloco.net.inbox import Inbox
 from p2pdiloco.net.parts import Spreader
-from p2pdiloco.net.peers import Peers
+from p2pdiloco.net.peers import TWIN, Peers
 from p2pdiloco.wire.answers import RequestError, RequestRefused, Response
 
 SEEDS = st.integers(0, 2**32)
@@ -99,6 +99,59 @@ def test_nothing_comes_twice_and_everything_ends_whatever_is_cut(seed: int) -> N
         assert world.ann.send(world.bob, b"after all", bytes(5000))
         world.run(world.now + QUIET_S)
         assert world.bob.messages[before:] == [(b"after all", bytes(5000))]
+
+
+@given(seed=SEEDS)
+@settings(max_examples=60, deadline=None)
+def test_of_two_processes_with_one_identity_only_the_one_that_serves_is_heard(seed: int) -> None:
+    """Both dial and are dialled, are refused, come again, and speak as soon as they are connected."""
+    with small_parts():
+        world = World(seed)
+        rng, twin = world.rng, world.come("bob", life="twin")
+        for peer in (world.bob, twin):
+            peer.greeting = peer.life
+        for _ in range(40):
+            other = rng.choice([world.bob, twin])
+            match rng.choice(["dial", "dialled", "say", "bulk", "ask", "cut", "wait", "wait"]):
+                case "dial":
+                    world.dial(world.ann, other)
+                case "dialled":
+                    world.dial(other, world.ann)
+                case "say" | "bulk" as what:
+                    other.send(world.ann, other.life, bytes(20_000) if what == "bulk" else None)
+                case "ask" if world.ann.id in other.endpoint.serving:  # what retires meanwhile stays for the answer
+                    with suppress(RequestError):
+                        other.ask(world.ann, b"20000", 5.0)
+                case "cut" if world.wires:
+                    rng.choice(world.wires).cut()
+                case _:
+                    world.run(world.now + rng.choice([0.001, 0.02, 0.1, 1.0]))
+        world.run(world.now + QUIET_S)
+        assert all(life == body for life, body in world.ann.voices)
+        check_quiet(world.ann)
+
+
+def test_what_comes_with_a_proof_that_is_turned_away_is_not_heard() -> None:
+    """Not even what is read together with it."""
+    world = World(1)
+    twin = world.come("bob", life="twin")
+    world.dial(world.bob, world.ann)
+    world.run(1.0)
+    world.dial(twin, world.ann)
+    world.run(2.0)
+    assert world.ann.connections == ["up", "down", "up"], "the later one serves"
+    world.bob.greeting = b"it is me"
+    wire = world.dial(world.bob, world.ann)
+    held: list[bytes] = []
+    wire.write = lambda peer, data: held.append(data) if peer is world.bob else Wire.write(wire, peer, data)  # type: ignore[method-assign]
+    world.run(3.0)
+    assert len(held) == 2, "a proof, and a greeting"
+    world.ann.endpoint.receive(wire.ends[world.ann], b"".join(held), world.now)
+    world.ann.turn()
+    world.run(4.0)
+    assert not world.ann.messages
+    assert world.bob.ended[-1] == TWIN
+    assert world.ann.connections == ["up", "down", "up"]
 
 
 @given(seed=SEEDS)

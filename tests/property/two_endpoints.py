@@ -46,6 +46,8 @@ PIPE_BYTES = 20_000
 INBOX_BYTES = 2_000_000
 """More than all that a test sends: what has no room is refused, and does not come."""
 STEPS_LIMIT = 300_000
+BUSY_SHARE = 0.3
+"""Of arrivals, those that are read together with the next."""
 
 
 @contextmanager
@@ -72,6 +74,8 @@ class Wire:
         self.is_cut = False
         self._world = world
         self._queued: Counter[Peer] = Counter()
+        self._unread: dict[Peer, bytes] = dict.fromkeys(ends, b"")
+        """What has arrived of a writer's, and is read with what comes next."""
         self._arrives_at: dict[Peer, float] = dict.fromkeys(ends, 0.0)
         """When the last that was written arrives."""
 
@@ -111,7 +115,11 @@ class Wire:
             return
         there = self.other(peer)
         self._queued[peer] -= len(piece)
-        there.endpoint.receive(self.ends[there], piece, self._world.now)
+        self._unread[peer] += piece
+        if self._queued[peer] and self._world.rng.random() < BUSY_SHARE:
+            return  # the reader is busy, and more is on its way
+        data, self._unread[peer] = self._unread[peer], b""
+        there.endpoint.receive(self.ends[there], data, self._world.now)
         there.turn()
         if self._queued[peer] <= PIPE_BYTES // 2 and not self.is_cut:
             peer.endpoint.resume(self.ends[peer])
@@ -121,11 +129,15 @@ class Wire:
 class Peer:
     """An endpoint, and a user of it who writes down what happens."""
 
-    def __init__(self, world: World, name: str, limits: TransportLimits) -> None:
+    def __init__(self, world: World, name: str, limits: TransportLimits, life: str = "") -> None:
         self.world = world
         self.id = PeerId(name)
         self.wires: dict[Connection, Wire] = {}
         self.messages: list[tuple[bytes, bytes | None]] = []
+        self.voices: list[tuple[bytes, bytes]] = []
+        """Of each message, the life that was told to be connected last, and the body."""
+        self.greeting = b""
+        """What it says as soon as somebody is connected."""
         self.connections: list[str] = []
         """"up" and "down", in the order in which they were told."""
         self.ended: list[str] = []
@@ -136,17 +148,19 @@ class Peer:
         self.answering: dict[Asking, bytes] = {}
         self.holds = 0.0
         """How likely a payload is taken only later."""
+        self.life = (life or name).encode().ljust(16, b".")
         nonces = itertools.count()
         self.greeter = Greeter(
             peer=self.id,
             run="run",
             version=1,
-            life=name.encode().ljust(16, b"."),
+            life=self.life,
             sign=lambda data: signature(self.id, data),
             verify=lambda peer, data, proof: proof == signature(peer, data),
             nonce=lambda: hashlib.sha256(f"{name} {next(nonces)}".encode()).digest(),
         )
         self.endpoint = Endpoint(self.greeter, limits)
+        self._life = b""
 
     def turn(self) -> None:
         """As a driver does after everything that happens."""
@@ -172,13 +186,18 @@ class Peer:
         match event:
             case Message():
                 self.messages.append((event.body, None if event.payload is None else bytes(event.payload)))
+                self.voices.append((self._life, event.body))
                 if event.payload is not None and world.rng.random() < self.holds:
                     hold = self.endpoint.hold(event)
                     world.after(world.rng.random(), lambda: self._release(hold))
             case Offered() if self.admits(event.body):
                 self.endpoint.accept(event)
-            case Connected():
+            case Connected(connection):
                 self.connections.append("up")
+                assert connection.remote is not None
+                self._life = connection.remote.life
+                if self.greeting:
+                    self.endpoint.send(connection.peer, self.greeting, None, 0.0, None)
             case Disconnected():
                 self.connections.append("down")
             case Asked(asking, body):
@@ -249,7 +268,13 @@ class World:
             inbox_bytes=inbox_bytes, window_bytes=70_000, answers=4, requests=8, answer_s=5.0, handshake_s=10.0
         )
         self.limits = TransportLimits(**{"connection": connection, "lanes": 3, "lane_idle_s": 20.0, **limits})
-        self.ann, self.bob = (Peer(self, name, self.limits) for name in ("ann", "bob"))
+        self.peers: list[Peer] = []
+        self.ann, self.bob = (self.come(name) for name in ("ann", "bob"))
+
+    def come(self, name: str, life: str = "") -> Peer:
+        """A peer more; a ``life`` of its own tells it from another process with that name."""
+        self.peers.append(Peer(self, name, self.limits, life))
+        return self.peers[-1]
 
     def at(self, when: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._calls, (when, next(self._order), action))
@@ -283,7 +308,7 @@ class World:
             when, _, action = heapq.heappop(self._calls)
             self.now = max(self.now, when)
             action()
-            for peer in (self.ann, self.bob):
+            for peer in self.peers:
                 check_bounds(peer)
         self.now = until
 
@@ -304,7 +329,7 @@ class World:
 
     def dial_lane(self, peer: Peer, wanted: LaneWanted) -> None:
         """Some fail."""
-        other = self.bob if peer is self.ann else self.ann
+        other = peer.wires[wanted.primary].other(peer)
         is_there = self.rng.random() < 0.8 and not wanted.primary.is_ending
         if is_there:
             self.dial(peer, other, wanted.lane, wanted.bond)

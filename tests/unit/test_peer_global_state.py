@@ -330,6 +330,22 @@ def test_a_repair_moves_the_learner_only_if_it_may_have_seen_the_difference(
     spoilt.state.verify(shard, 0)
 
 
+def test_a_spoilt_state_that_is_accepted_is_handed_on_with_its_next_version(peers: tuple[Peer, Peer]) -> None:
+    """Until then its digests are not those that were signed: whoever got it would take this peer for a liar."""
+    alone, _ = peers
+    out = torch.empty(2 * ELEMENTS)
+    alone.state.theta[3] += 1.0
+    with pytest.raises(SpoiltStateError):
+        alone.state.copy(SHARD, out)
+    alone.state.accept(SHARD)
+    with pytest.raises(StaleBaseError, match="its next version will be"):
+        alone.state.copy(SHARD, out)
+    header, merged = alone.merge([alone.contribute(bell(5))])
+    alone.apply(header, merged)
+    _, listed = alone.state.copy(SHARD, out)
+    assert digest_of(listed) == header.result
+
+
 def test_malformed_payloads_change_nothing(peers: tuple[Peer, Peer]) -> None:
     owner, other = peers
     header, merged = owner.merge([owner.contribute(bell(5))])

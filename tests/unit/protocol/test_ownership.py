@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from stage import SHARD, A, B, C, D, Stage, only, sent
+from stage import SHARD, A, B, C, D, Stage, head_of, life, only, sent, tokens
 
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -44,6 +44,21 @@ def test_who_leaves_owns_only_if_nobody_else_may() -> None:
     assert owners(stage) == [B]
     stage.tell(ev.PeerDisconnected(B, "gone"))
     assert owners(stage) == [A]
+
+
+def test_who_leaves_merges_nothing_while_others_may() -> None:
+    """O1c: what it holds it merges once it is the last."""
+    stage = Stage(B, C, owners="abc", has_learner=False)
+    stage.says(C, is_participating=True)
+    stage.announce(B, 4)
+    stage.offer(B)
+    stage.tell(ev.LearnerStarted(life(A)))  # with nothing to leave for it would be gone
+    stage.train(1)
+    stage.tell(ev.LeaveRequested("asked to"))
+    stage.tell(ev.LearnerPaused(1, 10))
+    assert not only(stage.offer(C) + stage.wait(4.0), ef.Merge), "B and C may"
+    effects = stage.says(B, phase="leaving") + stage.says(C, phase="leaving")
+    assert [merge.shard for merge in only(effects, ef.Merge)] == [SHARD]
 
 
 def test_owners_are_ranked_by_weighted_rendezvous_hashing() -> None:
@@ -112,6 +127,39 @@ def test_a_commit_that_comes_in_time_stops_the_takeover() -> None:
     [(_, given)] = sent(stage.give(), msg.Contribution)
     stage.take(stage.commit(given.contributor))
     assert not sent(stage.wait(10.0), msg.Contribution)
+
+
+def test_what_an_owner_with_a_heavier_head_refused_is_not_offered_to_it_again() -> None:
+    """O3d: B has committed already, on its own; it has answered, and stays the first owner. A refusal for another
+    reason is no such answer."""
+    stage = Stage(B, owners="ba")
+    [(_, given)] = sent(stage.give(), msg.Contribution)
+    theirs = head_of(stage.commit(tokens(B, 0, 40)))
+    stage.hear(B, msg.Refused(SHARD, given.base.id, "stale", theirs))
+    takeover_s = stage.machine.merging.takeover_s()
+    effects = stage.wait(20 * takeover_s)
+    assert not sent(effects, msg.Contribution)
+    assert only(effects, ef.Merge), "this peer itself is next in rank"
+    assert stage.machine.core.membership.peers[B].missed == 0
+
+    stage = Stage(B, owners="ba")
+    [(_, given)] = sent(stage.give(), msg.Contribution)
+    stage.hear(B, msg.Refused(SHARD, given.base.id, "too much waits", stage.head()))
+    assert (B, given) in sent(stage.wait(20 * takeover_s), msg.Contribution)
+    assert stage.machine.core.membership.peers[B].missed
+
+
+def test_an_owner_that_refused_and_comes_back_is_offered_it_again() -> None:
+    """O3d: its head may be an older one now. This peer is on its way out, and no owner itself."""
+    stage = Stage(B, owners="ba")
+    stage.train(1)
+    stage.tell(ev.LeaveRequested("asked to"))
+    stage.wait(0.6)
+    [(_, given)] = sent(stage.work(stage.tell(ev.LearnerPaused(1, 10))), msg.Contribution)
+    stage.hear(B, msg.Refused(SHARD, given.base.id, "stale", head_of(stage.commit(tokens(B, 0, 40)))))
+    assert not sent(stage.wait(3.0), msg.Contribution)
+    stage.tell(ev.PeerDisconnected(B, "gone"))
+    assert (B, given) in sent(stage.meet(B), msg.Contribution)
 
 
 def test_rank_r_merges_no_sooner_than_r_takeover_times_after_it_heard_of_the_turn() -> None:

@@ -1,0 +1,117 @@
+"""How peers of a run are kept, and how two processes with one identity find each other; in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from p2pdiloco.node.roster import RECORD_LIFE_S, PeerRecord, Roster
+from p2pdiloco.peersim.loop import VirtualLoop
+from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.runtime.directory import Directory
+from p2pdiloco.runtime.transport import Transport
+
+ME, RUN = PeerId("me"), RunId("run")
+LATENCY_S = 0.05
+RESOLVED_S = 6.0
+"""A few looks."""
+
+
+class Board:
+    """A directory: of one publisher's records the one that expires last stands."""
+
+    def __init__(self) -> None:
+        self.standing: dict[PeerId, tuple[float, bytes]] = {}
+
+    @staticmethod
+    def now_s() -> float:
+        return asyncio.get_running_loop().time()
+
+    async def publish_peer(self, run: RunId, record: bytes, ttl_s: float) -> None:
+        expires_s = self.now_s() + ttl_s
+        await asyncio.sleep(LATENCY_S)
+        self.standing[ME] = max(self.standing.get(ME, (0.0, b"")), (expires_s, record))
+
+    async def peers(self, run: RunId) -> dict[PeerId, bytes]:
+        await asyncio.sleep(LATENCY_S)
+        return {peer: record for peer, (_, record) in self.standing.items()}
+
+
+class Lines:
+    """Connections to nobody."""
+
+    peer_id = ME
+
+    def __init__(self, life: str) -> None:
+        self.life = life
+
+    def peers(self) -> list[PeerId]:
+        return []
+
+
+class Process:
+    """One that takes part as ME, and the twins that it saw."""
+
+    def __init__(self, board: Board, life: str, folder: Path) -> None:
+        self.seen: dict[str, float] = {}
+        self.roster = Roster(
+            RUN,
+            cast(Directory, board),
+            cast(Transport, Lines(life)),
+            lambda: [f"/ip4/127.0.0.1/tcp/1/p2p/{life}"],
+            folder / f"{life}.json",
+            self._saw,
+        )
+
+    def _saw(self, record: PeerRecord) -> None:
+        self.seen.setdefault(record.life, Board.now_s())
+
+
+def in_virtual_time(main: Callable[[], Awaitable[None]]) -> None:
+    loop = VirtualLoop()
+    try:
+        loop.run_until_complete(asyncio.ensure_future(main(), loop=loop))
+    finally:
+        loop.close()
+
+
+async def running(*processes: Process, apart_s: float, for_s: float) -> None:
+    tasks = []
+    for process in processes:
+        tasks.append(asyncio.ensure_future(process.roster.keep()))
+        await asyncio.sleep(apart_s)
+    await asyncio.sleep(for_s)
+    for task in tasks:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+@pytest.mark.parametrize("apart_s", [0.0, 0.01, 0.2, 1.0, 1.99, 2.1, 5.0, 9.9])
+def test_two_that_started_at_once_see_each_other(apart_s: float, tmp_path: Path) -> None:
+    """Their rounds are as long as each other's, so that one always announces just after the other."""
+
+    async def main() -> None:
+        board = Board()
+        first, second = Process(board, "first", tmp_path), Process(board, "second", tmp_path)
+        await running(first, second, apart_s=apart_s, for_s=RESOLVED_S)
+        assert set(second.seen) == {"first"}, "the one that has to give way"
+        assert set(first.seen) <= {"second"}
+
+    in_virtual_time(main)
+
+
+def test_who_is_alone_sees_nobody_and_stays_announced(tmp_path: Path) -> None:
+    async def main() -> None:
+        board = Board()
+        only = Process(board, "only", tmp_path)
+        await running(only, apart_s=0.0, for_s=3 * RECORD_LIFE_S)
+        assert not only.seen
+        assert board.standing[ME][0] > Board.now_s() + RECORD_LIFE_S / 2
+
+    in_virtual_time(main)
