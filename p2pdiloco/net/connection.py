@@ -295,9 +295,13 @@ class Connection:
         assert self._handshake is not None
         match kind:
             case Kind.HELLO:
-                self.conversation.put(encode_frame(Kind.PROOF, 0, self._handshake.proof_after(body)))
+                proof = self._handshake.proof_after(body)
+                if self.role is Role.DIALLER:
+                    self.conversation.put(encode_frame(Kind.PROOF, 0, proof))
             case Kind.PROOF:
                 self.remote = self._handshake.finish(body)
+                if self.role is Role.LISTENER:
+                    self.conversation.put(encode_frame(Kind.PROOF, 0, self._handshake.proof))
                 self._set_deadline(None)
                 self.conversation.open(self.peer)
                 self._shared.shaper.open(self.peer, self)

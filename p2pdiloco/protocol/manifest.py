@@ -37,6 +37,7 @@ CodecChoice = Literal["auto", "int4", "int8", "bf16", "int2", "e3m0"]
 Coarsest = Literal["bf16", "int8", "int4", "int4-coarse", "int2"]
 Step = Annotated[float, Meta(ge=0.0, le=16.0)]
 MergeRule = Literal["rda", "direct"]
+Access = Literal["open", "invite", "list"]
 
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -185,6 +186,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """What a founder writes: one TOML file a run."""
 
     name: Name
+    access: Access = "invite"
+    """Who may take part: ``invite``: whoever has an invite; ``list``: whom the founder or an admin has named; ``open``:
+    everybody who reaches a peer. A run that is not open tells strangers nothing (wire/members.py)."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()

@@ -1,9 +1,7 @@
 """Who a peer is: an Ed25519 key in libp2p's private-key format, shared with the DHT daemon.
 
 Rules of this file:
-1. The peer id is the multihash "identity" of the libp2p public key, so the public key can be read out of the id itself
-   and a signature can be checked by anyone who knows the id alone.
-   https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
+1. A signature can be checked by anyone who knows the peer id alone (wire/peer_ids.py).
 2. The file has mode 0600, appears whole or not at all, and is never overwritten.
 3. One identity serves one running peer: ``hold`` takes a lock that the kernel frees if the process dies.
 """
@@ -16,22 +14,17 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
-import base58
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime.files import LockedError, lock, sync_folder, write_temporary
+from p2pdiloco.wire.peer_ids import KEY_BYTES, key_of, peer_id_of
 
 SIGNATURE_BYTES = 64
-KEY_BYTES = 32
 FILE_PREFIX = b"\x08\x01\x12\x40"
 """Protobuf: key type Ed25519, then 64 bytes of data (private key, public key)."""
 FILE_BYTES = len(FILE_PREFIX) + 2 * KEY_BYTES
-ID_PREFIX = b"\x00\x24\x08\x01\x12\x20"
-"""Multihash "identity" with 36 bytes, then protobuf: key type Ed25519, then 32 bytes of data."""
-ID_TEXT_LIMIT = 64
-"""Characters; an Ed25519 peer id has 52. Longer text is refused before base58, whose cost is quadratic."""
 RSA_PREFIX = b"\x08\x00"
 
 
@@ -106,11 +99,6 @@ class Identity:
             os.close(descriptor)
 
 
-def peer_id_of(public_key: bytes) -> PeerId:
-    """The peer id (``12D3KooW...``) of 32 bytes of public key."""
-    return PeerId(base58.b58encode(ID_PREFIX + public_key).decode("ascii"))
-
-
 @lru_cache(maxsize=4096)
 def public_key_of(peer: PeerId) -> Ed25519PublicKey:
     """The public key inside ``peer``.
@@ -118,12 +106,7 @@ def public_key_of(peer: PeerId) -> Ed25519PublicKey:
     Raises:
         ValueError: not the id of an Ed25519 key.
     """
-    if len(peer) > ID_TEXT_LIMIT:
-        raise ValueError("a peer id has at most 64 characters")
-    raw = base58.b58decode(peer)
-    if len(raw) != len(ID_PREFIX) + KEY_BYTES or not raw.startswith(ID_PREFIX):
-        raise ValueError(f"{peer!r} is not the peer id of an Ed25519 key (12D3KooW...)")
-    return Ed25519PublicKey.from_public_bytes(raw[len(ID_PREFIX) :])
+    return Ed25519PublicKey.from_public_bytes(key_of(peer))
 
 
 def verify(peer: PeerId, data: bytes, signature: bytes) -> bool:

@@ -21,8 +21,9 @@ import msgspec
 
 from p2pdiloco.net import events as ev
 from p2pdiloco.net.connection import Connection
+from p2pdiloco.net.doors import Door
 from p2pdiloco.net.endpoint import Endpoint
-from p2pdiloco.net.handshake import NONCE_BYTES, Greeter, Role
+from p2pdiloco.net.handshake import NONCE_BYTES, Greeter, Hello, Role
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits, UpBudget
 from p2pdiloco.net.traffic import Traffic
 from p2pdiloco.protocol.identifiers import PeerId
@@ -58,7 +59,8 @@ class Transport:
     """All connections of this process. ``async with Transport(...) as transport``.
 
     listen: a multiaddr (``/ip4/0.0.0.0/tcp/0``), or "" not to listen (an observer).
-    run: the run's id, or "" while it is not known. version: the protocol's.
+    run: the run's id, or "" while it is not known. version: the protocol's. door: who is let in; None: everybody.
+    observes: it only asks.
     """
 
     def __init__(
@@ -70,6 +72,8 @@ class Transport:
         version: int,
         handler: TransportHandler,
         limits: TransportLimits | None = None,
+        door: Door | None = None,
+        observes: bool = False,
     ) -> None:
         self._limits = limits or TransportLimits()
         self._listen = addresses.parse(listen) if listen else None
@@ -85,6 +89,8 @@ class Transport:
             sign=identity.sign,
             verify=verify,
             nonce=lambda: os.urandom(NONCE_BYTES),
+            door=door,
+            observes=observes,
         )
         self._endpoint = Endpoint(self._greeter, self._limits)
         self._pump = Pump(self._endpoint, self._tell, lambda connection, piece: self._channels[connection].write(piece))
@@ -366,14 +372,14 @@ class Transport:
     def _connected(self, channel: Channel) -> None:
         connection, peer, address = channel.connection, channel.connection.peer, str(channel.address)
         inbound = connection.role is Role.LISTENER
-        is_observer = connection.remote is not None and not connection.remote.run
+        is_observer = _observes(connection.remote)
         self._congestion.note(channel.path())
         self._say(connection)("connected", peer=peer, address=address, inbound=inbound, observer=is_observer)
         self._handler.connected(peer, address, is_observer, inbound)
 
     def _say(self, connection: Connection) -> Callable[..., None]:
         """Observers come and go by the dozen: what is about them is for debugging."""
-        is_observed = not self._greeter.run or (connection.remote is not None and not connection.remote.run)
+        is_observed = not self._greeter.run or _observes(connection.remote)
         return log.debug if is_observed else log.info
 
     def _hold(self, message: ev.Message, taken: asyncio.Future[Any]) -> None:
@@ -408,3 +414,8 @@ class Transport:
         finally:
             self._endpoint.lane_dialled(wanted, is_there, self._pump.now())
             self._pump.turn()
+
+
+def _observes(hello: Hello | None) -> bool:
+    """It only asks, or does not know its run yet."""
+    return hello is not None and (hello.observes or not (hello.run or hello.tag))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from p2pdiloco.simulation.planted_learner import BUGS as LEARNER_BUGS
 from p2pdiloco.simulation.planted_net import BUGS as NET_BUGS
+from p2pdiloco.simulation.planted_members import BUGS as MEMBERS_BUGS
 from p2pdiloco.simulation.planting import Bug
 
 _DRIVER = "p2pdiloco.peer.driver"
@@ -378,4 +379,5 @@ BUGS = (
     ),
     *LEARNER_BUGS,
     *NET_BUGS,
+    *MEMBERS_BUGS,
 )

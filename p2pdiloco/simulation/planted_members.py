@@ -1,0 +1,225 @@
+"""Bugs of membership: certificates, bans, invites, the greeting (``planted`` tells how they are used)."""
+
+from __future__ import annotations
+
+from p2pdiloco.simulation.planting import Bug
+
+_CERTIFICATES = "p2pdiloco.wire.certificates"
+_STATEMENTS = "p2pdiloco.wire.statements"
+_MEMBERS = "p2pdiloco.wire.members"
+_INVITES = "p2pdiloco.wire.invites"
+_HANDSHAKE = "p2pdiloco.net.handshake"
+_CONNECTION = "p2pdiloco.net.connection"
+
+_TESTS = "tests/unit/test_wire_members.py"
+_INVITE_TESTS = "tests/unit/test_wire_invites.py"
+_DOORS_TESTS = "tests/unit/test_net_doors.py"
+
+BUGS = (
+    # -- certificates --------------------------------------------------------------------------------------------------
+    Bug(
+        name="certificate's signature not verified",
+        module=_CERTIFICATES,
+        old="if not verify(grant.subject, signed_bytes(run, grant.subject, certificate), certificate.signature):",
+        new="if False:",
+        harm="anybody writes a certificate for itself",
+        killed_by=(f"{_TESTS}::test_every_changed_bit_of_a_chain_is_noticed",),
+    ),
+    Bug(
+        name="run not under the certificate's signature",
+        module=_CERTIFICATES,
+        old='return CONTEXT + run.encode() + b"\\x00" + key_of(signer)',
+        new='return CONTEXT + b"\\x00" + key_of(signer)',
+        harm="an invite to one run of a founder opens all of them",
+        killed_by=(f"{_TESTS}::test_a_certificate_for_another_run_is_refused",),
+    ),
+    Bug(
+        name="everybody may sign everything",
+        module=_CERTIFICATES,
+        old="if not may_sign(grant, certificate):",
+        new="if False:",
+        harm="a learner makes itself an admin",
+        killed_by=(
+            f"{_TESTS}::test_who_may_sign_what",
+            f"{_TESTS}::test_nothing_is_granted_that_was_not_granted_before",
+        ),
+    ),
+    Bug(
+        name="an invite signs invites",
+        module=_CERTIFICATES,
+        old="return certificate.kind is Kind.PEER and certificate.role <= signer.role",
+        new="return certificate.role <= signer.role",
+        harm="a leaked invite breeds others, each with its own number of peers",
+        killed_by=(f"{_TESTS}::test_who_may_sign_what",),
+    ),
+    Bug(
+        name="a chain's end prolonged",
+        module=_CERTIFICATES,
+        old="not_after=min(grant.not_after, certificate.not_after),",
+        new="not_after=certificate.not_after,",
+        harm="whoever holds an invite lets it last for ever",
+        killed_by=(f"{_TESTS}::test_nothing_is_granted_that_was_not_granted_before",),
+    ),
+    Bug(
+        name="a chain's cap raised",
+        module=_CERTIFICATES,
+        old="cap=min(grant.cap, certificate.cap),",
+        new="cap=certificate.cap,",
+        harm="whoever holds an invite owns as much as it likes",
+        killed_by=(f"{_TESTS}::test_nothing_is_granted_that_was_not_granted_before",),
+    ),
+    Bug(
+        name="chains of any depth",
+        module=_CERTIFICATES,
+        old="if anchor.depth + len(certificates) > DEPTH_LIMIT:",
+        new="if False:",
+        harm="chains grow with each that begins at a known admin",
+        killed_by=(f"{_TESTS}::test_a_chain_is_of_bounded_depth_and_goes_in_no_circle",),
+    ),
+    # -- members -------------------------------------------------------------------------------------------------------
+    Bug(
+        name="another's certificate taken",
+        module=_MEMBERS,
+        old="if grant.subject != peer or grant.kind is not Kind.PEER:",
+        new="if grant.kind is not Kind.PEER:",
+        harm="whoever has seen a member's certificate is that member",
+        killed_by=(f"{_TESTS}::test_the_certificate_of_another_key_is_refused",),
+    ),
+    Bug(
+        name="an invite taken for a peer",
+        module=_MEMBERS,
+        old="if grant.subject != peer or grant.kind is not Kind.PEER:",
+        new="if grant.subject != peer:",
+        harm="all who hold an invite are one peer, and nobody counts them",
+        killed_by=(f"{_TESTS}::test_an_invite_is_no_peer",),
+    ),
+    Bug(
+        name="expiry not looked at",
+        module=_MEMBERS,
+        old="if grant.not_after != NEVER and now_s > grant.not_after:",
+        new="if False:",
+        harm="an invite for a day is one for ever",
+        killed_by=(f"{_TESTS}::test_an_expired_membership_ends_at_its_second",),
+    ),
+    Bug(
+        name="only the peer's own key looked up among the banned",
+        module=_MEMBERS,
+        old="        for step in grant.path:\n            for ban in",
+        new="        for step in grant.path[-1:]:\n            for ban in",
+        harm="whoever holds a revoked invite comes back with another key",
+        killed_by=(f"{_TESTS}::test_revoking_an_invite_revokes_what_came_from_it",),
+    ),
+    Bug(
+        name="every admin bans every admin",
+        module=_MEMBERS,
+        old="return target.role is not Role.ADMIN or by.depth < target.depth",
+        new="return True",
+        harm="an admin gone bad ends those who appointed it",
+        killed_by=(f"{_TESTS}::test_who_bans_whom_does_not_depend_on_the_order",),
+    ),
+    Bug(
+        name="bans by the banned count",
+        module=_MEMBERS,
+        old="if self._may_ban(ban.by, step) and self.ban_of(ban.by) is None:",
+        new="if self._may_ban(ban.by, step):",
+        harm="what an admin gone bad did cannot be undone",
+        killed_by=(f"{_TESTS}::test_the_founder_ends_what_a_rogue_admin_did",),
+    ),
+    Bug(
+        name="invites count in a list",
+        module=_MEMBERS,
+        old='if self.access == "list" and any(',
+        new="if False and any(",
+        harm="whoever holds an invite is on the list",
+        killed_by=(f"{_TESTS}::test_in_a_list_only_who_was_certified_by_name_is_let_in",),
+    ),
+    Bug(
+        name="an invite brings any number of peers",
+        module=_MEMBERS,
+        old="if inviter.kind is Kind.INVITE and self._invited[inviter.subject] >= INVITED_LIMIT:",
+        new="if False:",
+        harm="whoever holds an invite is a majority",
+        killed_by=(f"{_TESTS}::test_an_invite_brings_so_many_peers",),
+    ),
+    Bug(
+        name="everybody may ban",
+        module=_STATEMENTS,
+        old="if by.subject != signer or by.kind is not Kind.PEER or by.role is not Role.ADMIN:",
+        new="if by.subject != signer:",
+        harm="one member ends the membership of all others",
+        killed_by=(f"{_TESTS}::test_only_admins_ban_and_the_ban_names_run_signer_and_subject",),
+    ),
+    Bug(
+        name="ban's signature not verified",
+        module=_STATEMENTS,
+        old="if not verify(signer, _banned_bytes(run, signer, subject), data[KEY_BYTES:signer_at]):",
+        new="if False:",
+        harm="one member ends the membership of all others",
+        killed_by=(f"{_TESTS}::test_only_admins_ban_and_the_ban_names_run_signer_and_subject",),
+    ),
+    # -- the greeting --------------------------------------------------------------------------------------------------
+    Bug(
+        name="nobody asked for a certificate",
+        module=_HANDSHAKE,
+        old="            self._door.admit(peer, chain)\n",
+        new="            pass\n",
+        harm="whoever knows the run's id is a member",
+        killed_by=(
+            f"{_DOORS_TESTS}::test_who_knows_the_run_and_has_no_certificate_is_refused",
+            f"{_DOORS_TESTS}::test_the_revoked_and_the_banned_are_refused",
+            f"{_DOORS_TESTS}::test_an_open_run_refuses_whom_its_founder_has_banned",
+        ),
+    ),
+    Bug(
+        name="the tag not looked at",
+        module=_HANDSHAKE,
+        old="if remote.tag != tag_of(self._run, self._role.other, self._fingerprint, remote.nonce):",
+        new="if False:",
+        harm="strangers are shown certificates, and told of more than an invite",
+        killed_by=(
+            f"{_DOORS_TESTS}::test_a_stranger_is_told_to_ask_for_an_invite_and_nothing_else",
+            f"{_DOORS_TESTS}::test_who_dials_a_stranger_shows_it_nothing",
+        ),
+    ),
+    Bug(
+        name="a private run named in the greeting",
+        module=_HANDSHAKE,
+        old='run="" if is_private else self.run,',
+        new="run=self.run,",
+        harm="whoever dials a peer learns the run's id, by which its peers are found",
+        killed_by=(f"{_DOORS_TESTS}::test_a_stranger_is_told_to_ask_for_an_invite_and_nothing_else",),
+    ),
+    Bug(
+        name="the tag not bound to its channel",
+        module=_HANDSHAKE,
+        old="digest_of(TAG_CONTEXT, role.value, fingerprint, nonce, run.encode())",
+        new="digest_of(TAG_CONTEXT, role.value, nonce, run.encode())",
+        harm="a tag that was seen opens other members' mouths",
+        killed_by=(f"{_DOORS_TESTS}::test_a_man_in_the_middle_with_a_certificate_of_his_own_reads_nothing",),
+    ),
+    Bug(
+        name="the listener proves itself first",
+        module=_CONNECTION,
+        old="                if self.role is Role.DIALLER:\n",
+        new="                if True:\n",
+        harm="who knows the run's id is shown its members' certificates, and takes a refusal for a connection",
+        killed_by=(f"{_DOORS_TESTS}::test_a_certificate_that_does_not_hold_is_refused_at_both_ends",),
+    ),
+    # -- invites -------------------------------------------------------------------------------------------------------
+    Bug(
+        name="an invite's checksum not compared",
+        module=_INVITES,
+        old="if checksum != _checksum(body):",
+        new="if False:",
+        harm="a typo is told as a refusal by nobody in particular, much later",
+        killed_by=(f"{_INVITE_TESTS}::test_every_typo_is_told_as_one",),
+    ),
+    Bug(
+        name="an invite's names not looked at",
+        module=_INVITES,
+        old="            _packed_address(address)  # which complains of a name that is none\n",
+        new="            pass\n",
+        harm="an invite names a machine with a slash, and means something else once it is written as an address",
+        killed_by=(f"{_INVITE_TESTS}::test_whoever_makes_the_checksum_right_gets_no_further",),
+    ),
+)

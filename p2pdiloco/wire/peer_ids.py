@@ -1,0 +1,41 @@
+"""Peer ids of libp2p: the text of an Ed25519 public key, and back.
+
+The peer id is the multihash "identity" of the libp2p public key, so the public key can be read out of the id itself.
+https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import base58
+
+from p2pdiloco.protocol.identifiers import PeerId
+
+KEY_BYTES = 32
+ID_PREFIX = b"\x00\x24\x08\x01\x12\x20"
+"""Multihash "identity" with 36 bytes, then protobuf: key type Ed25519, then 32 bytes of data."""
+ID_TEXT_LIMIT = 64
+"""Characters; an Ed25519 peer id has 52. Longer text is refused before base58, whose cost is quadratic."""
+
+
+@lru_cache(maxsize=4096)
+def peer_id_of(public_key: bytes) -> PeerId:
+    """The peer id (``12D3KooW...``) of 32 bytes of public key."""
+    assert len(public_key) == KEY_BYTES
+    return PeerId(base58.b58encode(ID_PREFIX + public_key).decode("ascii"))
+
+
+@lru_cache(maxsize=4096)
+def key_of(peer: PeerId) -> bytes:
+    """The 32 bytes of public key in ``peer``.
+
+    Raises:
+        ValueError: not the id of an Ed25519 key.
+    """
+    if len(peer) > ID_TEXT_LIMIT:
+        raise ValueError("a peer id has at most 64 characters")
+    raw: bytes = base58.b58decode(peer)
+    if len(raw) != len(ID_PREFIX) + KEY_BYTES or not raw.startswith(ID_PREFIX):
+        raise ValueError(f"{peer!r} is not the peer id of an Ed25519 key (12D3KooW...)")
+    return raw[len(ID_PREFIX) :]

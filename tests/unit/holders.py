@@ -1,0 +1,80 @@
+"""Keys with their chains, for tests of membership."""
+
+from __future__ import annotations
+
+from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.protocol.manifest import Access
+from p2pdiloco.runtime.identity import Identity, verify
+from p2pdiloco.wire import statements
+from p2pdiloco.wire.certificates import (
+    NEVER,
+    NO_CAP,
+    Certificate,
+    Chain,
+    Grant,
+    Kind,
+    Role,
+    certify,
+    hint_of,
+)
+from p2pdiloco.wire.members import Members
+
+RUN = RunId("ab" * 20)
+FOUNDER = Identity.ephemeral()
+NOW = 1_000_000
+
+
+class Holder:
+    """A key with its chain."""
+
+    def __init__(self, identity: Identity, chain: tuple[Certificate, ...] = (), run: RunId = RUN) -> None:
+        self.identity, self.certificates, self.run = identity, chain, run
+
+    @property
+    def peer(self) -> PeerId:
+        return self.identity.peer_id
+
+    @property
+    def chain(self) -> bytes:
+        return Chain(hint_of(FOUNDER.peer_id), self.certificates).encode() if self.certificates else b""
+
+    @property
+    def grant(self) -> Grant:
+        grant = Grant(subject=FOUNDER.peer_id)
+        for one in self.certificates:
+            grant = Grant(
+                subject=one.subject,
+                kind=one.kind,
+                role=one.role,
+                steps=grant.path,
+                certificates=(*grant.certificates, one),
+            )
+        return grant
+
+    def certifies(
+        self,
+        identity: Identity | None = None,
+        kind: Kind = Kind.PEER,
+        role: Role = Role.LEARNER,
+        *,
+        cap: int = NO_CAP,
+        not_after: int = NEVER,
+    ) -> Holder:
+        identity = identity or Identity.ephemeral()
+        bare = Certificate(kind=kind, role=role, subject=identity.peer_id, cap=cap, not_after=not_after)
+        signed = certify(self.run, self.peer, bare, self.identity.sign)
+        return Holder(identity, (*self.certificates, signed), self.run)
+
+    def invites(self, role: Role = Role.LEARNER, *, cap: int = NO_CAP, not_after: int = NEVER) -> Holder:
+        return self.certifies(None, Kind.INVITE, role, cap=cap, not_after=not_after)
+
+    def bans(self, other: Holder) -> bytes:
+        return statements.ban(RUN, other.peer, self.grant, self.identity.sign)
+
+
+def the_founder() -> Holder:
+    return Holder(FOUNDER)
+
+
+def members(access: Access = "invite") -> Members:
+    return Members(RUN, FOUNDER.peer_id, access, verify)

@@ -1,0 +1,346 @@
+"""Members: what a chain grants, what a ban takes, and that neither can be forged, moved or stretched."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+
+import pytest
+
+from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.runtime.identity import Identity, verify
+from p2pdiloco.wire import members as rules
+from p2pdiloco.wire import statements
+from p2pdiloco.wire.certificates import (
+    DEPTH_LIMIT,
+    Chain,
+    Grant,
+    Role,
+    decode_chain,
+    hint_of,
+)
+from p2pdiloco.wire.members import Members, NotAMemberError
+from tests.unit.holders import FOUNDER, NOW, Holder, members, the_founder
+
+ANN, BOB = (Identity.ephemeral() for _ in range(2))
+
+
+def admitted(known: Members, holder: Holder, now: float = NOW) -> Grant:
+    return known.admit(holder.peer, holder.chain, now)
+
+
+def is_let_in(known: Members, holder: Holder, now: float = NOW) -> bool:
+    try:
+        admitted(known, holder, now)
+    except NotAMemberError:
+        return False
+    return True
+
+
+# -------------------------------------------------------------------------------------------------------- certificates
+
+
+def test_who_holds_an_invite_certifies_its_own_key_and_is_let_in() -> None:
+    ann = the_founder().invites().certifies(ANN)
+    assert admitted(members(), ann).role is Role.LEARNER
+    assert admitted(members(), the_founder()).role is Role.ADMIN
+
+
+def test_a_stranger_is_refused_in_a_sentence() -> None:
+    with pytest.raises(NotAMemberError, match=r"takes members only.*ask its founder for an invite"):
+        members().admit(ANN.peer_id, b"", NOW)
+
+
+def test_in_an_open_run_everybody_is_a_learner_but_who_is_banned() -> None:
+    known = members("open")
+    assert known.admit(ANN.peer_id, b"", NOW).role is Role.LEARNER
+    assert known.is_member(ANN.peer_id, NOW)
+    assert known.learn(the_founder().bans(Holder(ANN)))
+    with pytest.raises(NotAMemberError, match="is banned"):
+        known.admit(ANN.peer_id, b"", NOW)
+    assert not known.is_member(ANN.peer_id, NOW)
+
+
+def test_in_a_list_only_who_was_certified_by_name_is_let_in() -> None:
+    known = members("list")
+    assert admitted(known, the_founder().certifies(ANN)).role is Role.LEARNER
+    with pytest.raises(NotAMemberError, match="by name only"):
+        admitted(known, the_founder().invites().certifies(BOB))
+
+
+def test_the_certificate_of_another_key_is_refused() -> None:
+    ann = the_founder().invites().certifies(ANN)
+    with pytest.raises(NotAMemberError, match="another key"):
+        members().admit(BOB.peer_id, ann.chain, NOW)
+
+
+def test_an_invite_is_no_peer() -> None:
+    invite = the_founder().invites()
+    with pytest.raises(NotAMemberError, match="another key"):
+        members().admit(invite.peer, invite.chain, NOW)
+
+
+def test_a_certificate_for_another_run_is_refused() -> None:
+    elsewhere = Holder(FOUNDER, run=RunId("cd" * 20)).invites().certifies(ANN)
+    with pytest.raises(NotAMemberError, match=r"has not signed .* for this run"):
+        admitted(members(), elsewhere)
+
+
+def test_a_chain_that_begins_at_nobody_known_is_refused() -> None:
+    mine = Holder(BOB).invites().certifies(ANN)
+    for hint in (hint_of(BOB.peer_id), hint_of(FOUNDER.peer_id)):
+        with pytest.raises(NotAMemberError, match="does not hold"):
+            members().admit(ANN.peer_id, Chain(hint, mine.certificates).encode(), NOW)
+
+
+def test_an_expired_membership_ends_at_its_second() -> None:
+    known, ann = members(), the_founder().invites(not_after=NOW).certifies(ANN)
+    assert is_let_in(known, ann, NOW)
+    assert known.is_member(ann.peer, NOW)
+    with pytest.raises(NotAMemberError, match="expired at 1970-01-12 13:46 UTC"):
+        admitted(known, ann, NOW + 1)
+    assert not known.is_member(ann.peer, NOW + 1)
+    assert known.grant_of(ann.peer) is not None, "what it did before stays valid"
+
+
+def test_nothing_is_granted_that_was_not_granted_before() -> None:
+    greedy = the_founder().invites(cap=1500, not_after=NOW + 5).certifies(ANN, cap=9000, not_after=NOW + 99)
+    grant = admitted(members(), greedy)
+    assert (grant.most_weight, grant.not_after) == (1.5, NOW + 5)
+    assert not is_let_in(members(), the_founder().invites().certifies(ANN, role=Role.ADMIN))
+    assert not is_let_in(members(), the_founder().invites(Role.FOLLOWER).certifies(ANN, role=Role.LEARNER))
+    assert (
+        admitted(members(), the_founder().invites(Role.FOLLOWER).certifies(ANN, role=Role.FOLLOWER)).most_weight == 0.0
+    )
+
+
+def test_who_may_sign_what() -> None:
+    learner = the_founder().invites().certifies(ANN)
+    admin = the_founder().certifies(ANN, role=Role.ADMIN)
+    assert is_let_in(members(), learner.certifies(role=Role.OBSERVER))
+    assert not is_let_in(members(), learner.certifies(role=Role.FOLLOWER))
+    assert not is_let_in(members(), learner.certifies(role=Role.OBSERVER).certifies(role=Role.OBSERVER))
+    assert not is_let_in(members(), learner.invites().certifies())
+    assert not is_let_in(members(), the_founder().invites().invites().certifies())
+    assert is_let_in(members(), admin.invites().certifies())
+    assert is_let_in(members(), the_founder().invites(Role.ADMIN).certifies(role=Role.ADMIN).invites().certifies())
+    assert not is_let_in(members(), the_founder().invites(Role.ADMIN).invites().certifies())
+
+
+def test_a_chain_is_of_bounded_depth_and_goes_in_no_circle() -> None:
+    long = the_founder()
+    for _ in range(DEPTH_LIMIT):
+        long = long.certifies(role=Role.ADMIN)
+    assert is_let_in(members(), long)
+    assert not is_let_in(members(), long.certifies())
+    known, last = members(), long.certifies(role=Role.ADMIN).certificates[-1:]
+    known.learn(statements.introduction(long.grant))
+    with pytest.raises(NotAMemberError, match="more than 7"):
+        known.admit(last[0].subject, Chain(hint_of(long.peer), last).encode(), NOW)
+    admin = the_founder().certifies(ANN, role=Role.ADMIN)
+    assert not is_let_in(members(), admin.certifies(role=Role.ADMIN).certifies(ANN, role=Role.ADMIN))
+
+
+def test_a_chain_may_begin_at_an_admin_who_is_known() -> None:
+    admin = the_founder().certifies(ANN, role=Role.ADMIN)
+    bob = admin.invites().certifies(BOB)
+    short = Chain(hint_of(ANN.peer_id), bob.certificates[1:]).encode()
+    known = members()
+    with pytest.raises(NotAMemberError, match="no admin that is known"):
+        known.admit(BOB.peer_id, short, NOW)
+    assert known.learn(statements.introduction(admin.grant))
+    assert known.admit(BOB.peer_id, short, NOW).chain().encode() == bob.chain, "it is complete now"
+
+
+def test_every_changed_bit_of_a_chain_is_noticed() -> None:
+    ann = the_founder().invites(cap=5, not_after=NOW).certifies(ANN)
+    for bit in range(0, 8 * len(ann.chain), 3):
+        changed = bytearray(ann.chain)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(NotAMemberError):
+            members().admit(ANN.peer_id, bytes(changed), NOW)
+
+
+# ---------------------------------------------------------------------------------------------------------------- bans
+
+
+def test_a_ban_wins_over_every_certificate_older_or_newer() -> None:
+    known, ann = members(), the_founder().invites().certifies(ANN)
+    admitted(known, ann)
+    assert known.learn(the_founder().bans(ann))
+    assert not known.is_member(ann.peer, NOW)
+    assert not is_let_in(known, the_founder().invites().certifies(ANN))
+
+
+def test_revoking_an_invite_revokes_what_came_from_it() -> None:
+    known, invite = members(), the_founder().invites(Role.ADMIN)
+    ann = invite.certifies(ANN, role=Role.ADMIN)
+    bob = ann.invites().certifies(BOB)
+    assert is_let_in(known, bob)
+    known.learn(the_founder().bans(invite))
+    with pytest.raises(NotAMemberError, match="which is revoked"):
+        admitted(known, bob)
+    assert not is_let_in(known, ann)
+    assert not is_let_in(known, bob.certifies(role=Role.OBSERVER))
+    assert is_let_in(known, the_founder().invites().certifies(BOB)), "another invite is another matter"
+    assert known.is_member(BOB.peer_id, NOW), "and takes the revoked one's place"
+
+
+def test_only_admins_ban_and_the_ban_names_run_signer_and_subject() -> None:
+    ann, bob = the_founder().invites().certifies(ANN), the_founder().invites().certifies(BOB)
+    with pytest.raises(ValueError, match="may not ban"):
+        members().learn(ann.bans(bob))
+    with pytest.raises(ValueError, match="may not ban"):
+        members().learn(the_founder().invites(Role.ADMIN).bans(bob))
+    good = the_founder().bans(ann)
+    for at in range(len(good)):
+        changed = bytearray(good)
+        changed[at] ^= 1
+        with pytest.raises(ValueError):
+            members().learn(bytes(changed))
+    with pytest.raises(ValueError):
+        Members(RunId("cd" * 20), FOUNDER.peer_id, "invite", verify).learn(good)
+
+
+def test_who_bans_whom_does_not_depend_on_the_order() -> None:
+    near = the_founder().certifies(ANN, role=Role.ADMIN)
+    far = near.certifies(BOB, role=Role.ADMIN)
+    learner, victim = near.invites().certifies(), the_founder().invites().certifies()
+    said = [near.bans(far), far.bans(near), far.bans(victim), near.bans(learner), near.bans(the_founder())]
+    for order in itertools.permutations(said):
+        known = members()
+        for one in order:
+            known.learn(one)
+        standing = [is_let_in(known, who) for who in (the_founder(), near, far, learner, victim)]
+        assert standing == [True, True, False, False, True], "the ban of one who is banned does not count"
+
+
+def test_the_founder_ends_what_a_rogue_admin_did() -> None:
+    rogue = the_founder().certifies(ANN, role=Role.ADMIN)
+    victim, friend = the_founder().invites().certifies(), rogue.invites().certifies()
+    known = members()
+    known.learn(rogue.bans(victim))
+    assert not is_let_in(known, victim)
+    known.learn(the_founder().bans(rogue))
+    assert is_let_in(known, victim)
+    assert not is_let_in(known, friend)
+
+
+# -------------------------------------------------------------------------------------------------- a set that grows
+
+
+def test_peers_that_exchange_what_the_other_lacks_know_the_same() -> None:
+    rng = random.Random(3)
+    admin = the_founder().certifies(role=Role.ADMIN)
+    invite = the_founder().invites()
+    guests = [invite.certifies() for _ in range(12)]
+    said = [statements.introduction(g.grant) for g in (admin, *guests)]
+    said += [rng.choice([the_founder(), admin]).bans(g) for g in guests[:5]]
+    sides = (members(), members())
+    for one in said:
+        rng.choice(sides).learn(one)
+    rounds = 0
+    while sides[0].marks() != sides[1].marks():
+        rounds += 1
+        for here, there in (sides, sides[::-1]):
+            for one in statements.split_statements(
+                statements.join_statements(there.beyond(here.marks(), most_bytes=1000))
+            ):
+                here.learn(one)
+    assert 1 < rounds < 20
+    assert [sides[0].is_member(g.peer, NOW) for g in guests] == 5 * [False] + 7 * [True]
+    assert [sides[1].is_member(g.peer, NOW) for g in guests] == 5 * [False] + 7 * [True]
+
+
+def test_a_peer_is_introduced_by_whoever_met_it_and_observers_are_not() -> None:
+    known, other, ann = members(), members(), the_founder().invites().certifies(ANN)
+    admitted(known, ann)
+    admitted(known, ann.certifies(role=Role.OBSERVER))
+    (said,) = known.statements()
+    assert other.learn(said)
+    assert not other.learn(said), "no news"
+    assert other.is_member(ANN.peer_id, NOW)
+    assert other.role_of(ANN.peer_id) is Role.LEARNER
+    assert other.role_of(BOB.peer_id) is Role.OBSERVER
+
+
+def test_of_two_chains_of_a_peer_the_one_that_grants_more_is_kept() -> None:
+    follower = the_founder().invites(Role.FOLLOWER).certifies(ANN, role=Role.FOLLOWER)
+    learner = the_founder().invites().certifies(ANN)
+    for order in itertools.permutations((follower, learner)):
+        known = members()
+        assert [admitted(known, one).role for one in order][-1] is Role.LEARNER
+        assert known.role_of(ANN.peer_id) is Role.LEARNER
+        assert len(list(known.statements())) == 1
+
+
+def test_an_invite_brings_so_many_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "INVITED_LIMIT", 3)
+    known, invite = members(), the_founder().invites()
+    guests = [invite.certifies() for _ in range(4)]
+    assert [is_let_in(known, guest) for guest in guests] == [True, True, True, False]
+    assert is_let_in(known, guests[0]), "who was let in comes back"
+    assert is_let_in(known, the_founder().invites().certifies())
+
+
+def test_what_is_known_is_bounded_and_the_near_displace_the_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "KNOWN_LIMIT", 3)
+    known, admin = members(), the_founder().certifies(role=Role.ADMIN)
+    for holder in (admin, admin.certifies(), admin.certifies()):
+        assert is_let_in(known, holder)
+    assert not is_let_in(known, admin.certifies())
+    assert is_let_in(known, the_founder().certifies())
+    assert len(known.known()) == 4
+    assert len(list(known.statements())) == 3
+    assert known.is_member(admin.peer, NOW)
+
+
+def test_bans_are_bounded_but_the_founders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "BANS_LIMIT", 2)
+    monkeypatch.setattr(rules, "ALL_BANS_LIMIT", 3)
+    monkeypatch.setattr(rules, "SIGNERS_LIMIT", 1)
+    ann, bob = the_founder().certifies(role=Role.ADMIN), the_founder().certifies(role=Role.ADMIN)
+    keys = [Holder(Identity.ephemeral()) for _ in range(5)]
+    known = members()
+    assert [known.learn(ann.bans(key)) for key in keys[:3]] == [True, True, False]
+    assert [known.learn(bob.bans(key)) for key in (keys[0], keys[3], keys[4])] == [False, True, False]
+    assert all(known.learn(the_founder().bans(key)) for key in keys)
+    assert known.learn(the_founder().bans(keys[0])) is False
+
+
+# ------------------------------------------------------------------------------------------------------------- garbage
+
+
+def test_garbage_is_refused_with_a_reason() -> None:
+    rng = random.Random(11)
+    good = [the_founder().invites().certifies(ANN).chain, the_founder().bans(Holder(BOB))]
+    good.append(statements.introduction(the_founder().invites().certifies(ANN).grant))
+    known = members()
+    for _ in range(3000):
+        data = bytearray(rng.choice(good))
+        for _ in range(rng.randrange(1, 4)):
+            match rng.randrange(4):
+                case 0:
+                    del data[rng.randrange(len(data) + 1) :]
+                case 1:
+                    data[rng.randrange(len(data) + 1) : 0] = rng.randbytes(rng.randrange(1, 200))
+                case 2 if data:
+                    data[rng.randrange(len(data))] = rng.randrange(256)
+                case _:
+                    data += data[: rng.randrange(len(data) + 1)]
+        if bytes(data) in good:
+            continue
+        for read in (decode_chain, known.learn, statements.split_statements):
+            with contextlib.suppress(ValueError):
+                read(bytes(data))
+        with pytest.raises(NotAMemberError):
+            known.admit(ANN.peer_id, bytes(data), NOW)
+    assert len(known.known()) == 1
+
+
+def test_what_decodes_encodes_to_the_same_bytes() -> None:
+    chain = the_founder().invites(cap=7, not_after=9).certifies(ANN).chain
+    assert decode_chain(chain).encode() == chain
+    kept = [b"x", b"yy" * 40]
+    assert statements.split_statements(statements.join_statements(kept)) == kept
