@@ -9,8 +9,8 @@ in ``mutants``, and found by seeds.
 from __future__ import annotations
 
 from p2pdiloco.simulation.planted_learner import BUGS as LEARNER_BUGS
-from p2pdiloco.simulation.planted_net import BUGS as NET_BUGS
 from p2pdiloco.simulation.planted_members import BUGS as MEMBERS_BUGS
+from p2pdiloco.simulation.planted_net import BUGS as NET_BUGS
 from p2pdiloco.simulation.planting import Bug
 
 _DRIVER = "p2pdiloco.peer.driver"
