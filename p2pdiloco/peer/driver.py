@@ -4,10 +4,7 @@ Rules of this file:
 1. All events go through ``feed``, one at a time; effects run in the order in which the machine gave them.
 2. Tensor work goes to the host's ``tensors`` queue, in order (``global_state``); checking what others sent goes to
    another, so that a flood of payloads does not delay our own merges.
-3. A payload is kept while the machine may still need it, and no longer (``retention``). A contribution stays in the
-   memory that it was received in.
-4. What a peer sent is fed to the machine only when it is whole, matches its digests, and (a commit) bears its owner's
-   signature.
+3. What a peer sent is fed to the machine only when what came with it was found sound (``cargo``).
 """
 
 from __future__ import annotations
@@ -16,14 +13,13 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol, TypeVar, assert_never
 
-from p2pdiloco.peer import retention
 from p2pdiloco.peer.adapting import Adapting
+from p2pdiloco.peer.cargo import Cargo, Keep
 from p2pdiloco.peer.global_state import (
     ContributionError,
     DigestMismatchError,
     GlobalState,
     MergeResult,
-    Moves,
     Payload,
     Shifts,
     SpoiltStateError,
@@ -37,9 +33,8 @@ from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId, digest_of, peer_of
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.identity import Identity, verify
-from p2pdiloco.tensors.digests import list_bytes
-from p2pdiloco.wire.bodies import COMMIT_CONTEXT, CommitParts, encode, join_commit, split_commit
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.wire.bodies import encode
 
 log = logs.get("protocol")
 T = TypeVar("T")
@@ -94,11 +89,7 @@ class Driver:
         self.host = host
         self.around = around
         self.codecs = codecs
-        self.payloads: dict[Digest, Payload] = {}
-        self.proofs: dict[Digest, tuple[msg.CommitHeader, bytes]] = {}
-        """Commits by id with their owners' signatures: of the logs, and of each shard's head."""
-        self.digests: dict[Digest, bytes] = {}
-        """The digests of the chunks of their results, by ``result``."""
+        self.cargo = Cargo(state.layout, identity)
         self.traffic = PayloadTraffic([s.elements for s in state.layout.shards])
         self._timer: Handle | None = None
         self._swept_at = 0.0
@@ -129,7 +120,7 @@ class Driver:
         self._set_timer()
         if now - self._swept_at > SWEEP_S:
             self._swept_at = now
-            self._sweep()
+            self.cargo.sweep(self.machine)
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -138,19 +129,6 @@ class Driver:
         deadline = self.machine.next_deadline()
         if deadline is not None and not self.is_closed:
             self._timer = self.host.call_at(deadline, lambda: self.feed(ev.Woke()))
-
-    def _sweep(self) -> None:
-        sizes = {digest: len(data) for digest, data in self.payloads.items()}
-        needed = retention.needed(self.machine, sizes, self.state.layout.elements)
-        self.payloads = {digest: data for digest, data in self.payloads.items() if digest in needed}
-        commits = {commit for chain in self.machine.core.chains for commit in chain.log_ids}
-        commits.update(chain.head.id for chain in self.machine.core.chains if chain.head is not None)
-        commits.update(state.head.id for state in self.machine.adopting.staged.values())
-        commits.update(target for target, _ in self.machine.adopting.applying.values())
-        commits.update(msg.commit_id(h) for w in self.machine.adopting.waiting.values() for h in w.values())
-        self.proofs = {commit: proof for commit, proof in self.proofs.items() if commit in commits}
-        results = {header.result for header, _ in self.proofs.values()}
-        self.digests = {result: digests for result, digests in self.digests.items() if result in results}
 
     # -- effects -------------------------------------------------------------------------------------------------------
 
@@ -190,13 +168,13 @@ class Driver:
         match message:
             case msg.Contribution():
                 if message.payload:
-                    payload = self.payloads.get(message.payload)
+                    payload = self.cargo.payloads.get(message.payload)
                     if payload is None:
                         return
                     self.traffic.sent_up(message.shard, payload, len(effect.peers))
                     topic = f"contribution {message.shard}"  # A later one covers an earlier one's tokens (rule T5).
             case msg.Commit():
-                shard, payload = message.header.shard, self._signed(message.header)
+                shard, payload = message.header.shard, self.cargo.joined(message.header)
                 if payload is None:
                     message = msg.FetchAdvised(shard, self.machine.core.head(shard))
                 else:
@@ -205,14 +183,6 @@ class Driver:
         for peer in effect.peers:
             if not self.host.links.send(peer, body, payload, topic=topic):
                 log.debug("message not sent: not connected, or too much waits", peer=peer)
-
-    def _signed(self, header: msg.CommitHeader) -> bytes | None:
-        """What travels with a commit, if it is all here."""
-        payload, digests = self.payloads.get(header.payload), self.digests.get(header.result)
-        _, signature = self.proofs.get(msg.commit_id(header), (None, None))
-        if payload is None or digests is None or signature is None:
-            return None
-        return join_commit(CommitParts(signature, digests, payload))
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -280,7 +250,7 @@ class Driver:
 
         def done(result: tuple[bytes, Digest, float]) -> None:
             payload, digest, error = result
-            self.payloads[digest] = payload
+            self.cargo.payloads[digest] = payload
             if rung is not None:
                 self.codecs.used("up", effect.shard, rung, len(payload), error)
             self.feed(ev.Encoded(effect.shard, effect.base.id, digest, len(payload)))
@@ -288,7 +258,7 @@ class Driver:
         self.job(work, done, self._failed("encode", effect.shard))
 
     def _merge(self, effect: ef.Merge) -> None:
-        given = [(c.contributor, self.payloads[c.payload]) for c in effect.contributions if c.payload in self.payloads]
+        given = [(c.contributor, self.cargo.payloads[c.payload]) for c in effect.contributions if c.payload in self.cargo.payloads]
         if len(given) < len(effect.contributions):
             self.feed(ev.Failed("merge", effect.shard, None, "a contribution's payload is gone"))
             return
@@ -308,26 +278,18 @@ class Driver:
 
     def _merged(self, effect: ef.Merge, merged: MergeResult) -> None:
         result = digest_of(merged.digests)
-        self.payloads[merged.payload_digest] = merged.payload
-        self.digests[result] = merged.digests
+        self.cargo.payloads[merged.payload_digest] = merged.payload
+        self.cargo.digests[result] = merged.digests
         self.feed(ev.Merged(effect.shard, effect.base.id, merged.payload_digest, result))
-
-    def _moves(self, effect: ef.Apply | ef.Install) -> Moves:
-        """Own contributions by their payloads; one that is gone makes the learner's delta unknown, hence a reset."""
-        settled = [self.payloads[p] for p in effect.settled if p in self.payloads]
-        restored = [self.payloads[p] for p in effect.restored if p in self.payloads]
-        is_whole = len(settled) == len(effect.settled) and len(restored) == len(effect.restored)
-        return Moves(effect.learner, settled, restored, effect.is_reset or not is_whole)
 
     def _apply(self, effect: ef.Apply) -> None:
         header = effect.header
-        payload, digests = self.payloads.get(header.payload), self.digests.get(header.result)
+        payload, digests = self.cargo.payloads.get(header.payload), self.cargo.digests.get(header.result)
         if payload is None or digests is None:
             self.feed(ev.Failed("apply", header.shard, None, f"the payload of commit {effect.id[:8]} is gone"))
             return
-        if header.owner == self.identity.peer_id and effect.id not in self.proofs:
-            self.proofs[effect.id] = (header, self.identity.sign(COMMIT_CONTEXT + effect.id.encode()))
-        moves = self._moves(effect)
+        self.cargo.sign(effect.id, header)
+        moves = self.cargo.moves(effect)
         self.job(
             lambda: self.state.apply(header, effect.id, payload, digests, moves),
             lambda shifts: self._applied(header.shard, effect.id, shifts),
@@ -335,7 +297,7 @@ class Driver:
         )
 
     def _install(self, effect: ef.Install) -> None:
-        head, moves = effect.state.head, self._moves(effect)
+        head, moves = effect.state.head, self.cargo.moves(effect)
         self.job(
             lambda: self.state.install(head.shard, head.id, moves),
             lambda shifts: self._applied(head.shard, head.id, shifts),
@@ -350,16 +312,16 @@ class Driver:
 
     def received(
         self, peer: PeerId, message: msg.Message, payload: memoryview | None
-    ) -> asyncio.Future[Callable[[], None]] | None:
+    ) -> asyncio.Future[Keep] | None:
         """A decoded message; payloads are checked beside the loop before the machine hears of it. The future ends
         when that is done: until then the peer gets no credit for as many bytes."""
         if self.is_closed:
             return None
         match message:
             case msg.Contribution(payload=digest) if digest:
-                return self._inspect(peer, message, payload, lambda data: self._kept_contribution(data, digest))
+                return self._inspect(peer, message, payload, lambda data: self.cargo.contribution(data, digest))
             case msg.Commit(header=header):
-                return self._inspect(peer, message, payload, lambda data: self._kept_commit(data, header))
+                return self._inspect(peer, message, payload, lambda data: self.cargo.commit(data, header))
             case _:
                 self.feed(ev.Received(peer, message))
                 return None
@@ -369,14 +331,14 @@ class Driver:
         peer: PeerId,
         message: msg.Contribution | msg.Commit,
         data: memoryview | None,
-        check: Callable[[memoryview], Callable[[], None]],
-    ) -> asyncio.Future[Callable[[], None]] | None:
+        check: Callable[[memoryview], Keep],
+    ) -> asyncio.Future[Keep] | None:
         """``check`` what came beside the loop; it returns what keeps it, or raises ValueError."""
         if data is None:
             self.around.fault(peer, "payload", "the message came without its payload")
             return None
 
-        def checked(future: asyncio.Future[Callable[[], None]]) -> None:
+        def checked(future: asyncio.Future[Keep]) -> None:
             if self.is_closed or future.cancelled():
                 return
             error = future.exception()
@@ -389,25 +351,3 @@ class Driver:
         checking = self.host.work("checks", lambda: check(data))
         checking.add_done_callback(checked)
         return checking
-
-    def _kept_contribution(self, data: memoryview, digest: Digest) -> Callable[[], None]:
-        if digest_of(data) != digest:
-            raise ValueError("its digest does not match")
-        return lambda: self.payloads.update({digest: data})
-
-    def _kept_commit(self, data: memoryview, header: msg.CommitHeader) -> Callable[[], None]:
-        if header.shard >= len(self.state.layout.shards):
-            raise ValueError(f"there is no shard {header.shard}")
-        parts = split_commit(data, list_bytes(self.state.layout.shards[header.shard].elements))
-        if digest_of(parts.gradient) != header.payload or digest_of(parts.digests) != header.result:
-            raise ValueError("its digests do not match")
-        commit = msg.commit_id(header)
-        if not verify(header.owner, COMMIT_CONTEXT + commit.encode(), parts.signature):
-            raise ValueError("it does not bear its owner's signature")
-
-        def keep() -> None:
-            self.payloads[header.payload] = parts.gradient
-            self.digests[header.result] = parts.digests
-            self.proofs[commit] = (header, parts.signature)
-
-        return keep

@@ -105,7 +105,7 @@ class Fetching:
 
         def staged(_: None) -> None:
             if offer.proof.header is not None:
-                self._driver.proofs[state.head.id] = (offer.proof.header, offer.proof.signature)
+                self._driver.cargo.proofs[state.head.id] = (offer.proof.header, offer.proof.signature)
             self._driver.feed(ev.Fetched(peer, state))
 
         self._driver.job(lambda: self._driver.state.stage(shard, state.head.id, chunks, offer.digests), staged)

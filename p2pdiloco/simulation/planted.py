@@ -13,6 +13,7 @@ from p2pdiloco.simulation.planted_members import BUGS as MEMBERS_BUGS
 from p2pdiloco.simulation.planted_net import BUGS as NET_BUGS
 from p2pdiloco.simulation.planting import Bug
 
+_CARGO = "p2pdiloco.peer.cargo"
 _DRIVER = "p2pdiloco.peer.driver"
 _STATE = "p2pdiloco.peer.global_state"
 _CHECKPOINT = "p2pdiloco.peer.checkpoint"
@@ -32,7 +33,7 @@ BUGS = (
     # -- the driver ----------------------------------------------------------------------------------------------------
     Bug(
         name="commit signature not verified",
-        module=_DRIVER,
+        module=_CARGO,
         old="if not verify(header.owner, COMMIT_CONTEXT + commit.encode(), parts.signature):",
         new="if False:",
         harm="anybody commits in anybody's name",
@@ -40,7 +41,7 @@ BUGS = (
     ),
     Bug(
         name="commit's gradient not compared with its digest",
-        module=_DRIVER,
+        module=_CARGO,
         old="if digest_of(parts.gradient) != header.payload or digest_of(parts.digests) != header.result:",
         new="if digest_of(parts.digests) != header.result:",
         harm="a payload that was spoilt on its way is applied where the sample does not look",
@@ -48,7 +49,7 @@ BUGS = (
     ),
     Bug(
         name="commit's digests not compared with its result",
-        module=_DRIVER,
+        module=_CARGO,
         old="if digest_of(parts.gradient) != header.payload or digest_of(parts.digests) != header.result:",
         new="if digest_of(parts.gradient) != header.payload:",
         harm="whoever relays a commit says what its state is",
@@ -56,7 +57,7 @@ BUGS = (
     ),
     Bug(
         name="contribution's payload not compared with its digest",
-        module=_DRIVER,
+        module=_CARGO,
         old="if digest_of(data) != digest:",
         new="if False:",
         harm="a learner's ledger and the swarm's merge hold different things",
@@ -64,7 +65,7 @@ BUGS = (
     ),
     Bug(
         name="missing own payloads ignored",
-        module=_DRIVER,
+        module=_CARGO,
         old="return Moves(effect.learner, settled, restored, effect.is_reset or not is_whole)",
         new="return Moves(effect.learner, settled, restored, effect.is_reset)",
         harm="what was merged stays in the learner's delta and is merged again",
@@ -80,8 +81,8 @@ BUGS = (
     ),
     Bug(
         name="proof of a head without a log is swept",
-        module=_DRIVER,
-        old="commits.update(chain.head.id for chain in self.machine.core.chains if chain.head is not None)",
+        module=_CARGO,
+        old="commits.update(chain.head.id for chain in machine.core.chains if chain.head is not None)",
         new="commits.update(())",
         harm="checkpoints after a restart hold a head without its signature: unreadable, and offers are lies",
         killed_by=(f"{_DRIVER_TESTS}::test_the_proof_of_a_head_is_kept_without_a_log",),

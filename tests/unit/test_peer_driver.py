@@ -144,7 +144,7 @@ def test_a_learner_whose_merged_payload_is_gone_takes_the_global_parameters(tmp_
                 for effect in effects:
                     if isinstance(effect, ef.Apply) and effect.settled:
                         resets.append(effect.is_reset)
-                        del bob.driver.payloads[effect.settled[0]]
+                        del bob.driver.cargo.payloads[effect.settled[0]]
 
             bob.before = forget
             for _ in range(2):
@@ -170,7 +170,7 @@ def test_a_merge_whose_payload_is_gone_fails(tmp_path: Path) -> None:
 
             def forget(event: ev.Event, effects: list[ef.Effect]) -> None:
                 if any(isinstance(effect, ef.Merge) for effect in effects):
-                    ann.driver.payloads.clear()
+                    ann.driver.cargo.payloads.clear()
 
             ann.before = forget
             await stage.train(ann, 1.0, 1.0)
@@ -214,14 +214,14 @@ def test_payloads_that_nobody_needs_are_dropped(tmp_path: Path) -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
             await stage.train(ann, *[1.0] * 8)
-            ann.driver.payloads["unknown"] = b"left over"  # type: ignore[index]
+            ann.driver.cargo.payloads["unknown"] = b"left over"  # type: ignore[index]
             await stage.wait(2 * SWEEP_S)
-            assert "unknown" not in ann.driver.payloads
-            assert set(ann.driver.payloads) == ann.machine.payloads()
+            assert "unknown" not in ann.driver.cargo.payloads
+            assert set(ann.driver.cargo.payloads) == ann.machine.payloads()
             logs = [header for chain in ann.machine.core.chains for header in chain.log]
             assert len(logs) == 4
-            assert set(ann.driver.proofs) == {msg.commit_id(header) for header in logs}
-            assert set(ann.driver.digests) == {header.result for header in logs}
+            assert set(ann.driver.cargo.proofs) == {msg.commit_id(header) for header in logs}
+            assert set(ann.driver.cargo.digests) == {header.result for header in logs}
 
     act(story)
 
