@@ -258,7 +258,11 @@ class Driver:
         self.job(work, done, self._failed("encode", effect.shard))
 
     def _merge(self, effect: ef.Merge) -> None:
-        given = [(c.contributor, self.cargo.payloads[c.payload]) for c in effect.contributions if c.payload in self.cargo.payloads]
+        given = [
+            (c.contributor, self.cargo.payloads[c.payload])
+            for c in effect.contributions
+            if c.payload in self.cargo.payloads
+        ]
         if len(given) < len(effect.contributions):
             self.feed(ev.Failed("merge", effect.shard, None, "a contribution's payload is gone"))
             return
@@ -310,9 +314,7 @@ class Driver:
 
     # -- messages from peers -------------------------------------------------------------------------------------------
 
-    def received(
-        self, peer: PeerId, message: msg.Message, payload: memoryview | None
-    ) -> asyncio.Future[Keep] | None:
+    def received(self, peer: PeerId, message: msg.Message, payload: memoryview | None) -> asyncio.Future[Keep] | None:
         """A decoded message; payloads are checked beside the loop before the machine hears of it. The future ends
         when that is done: until then the peer gets no credit for as many bytes."""
         if self.is_closed:

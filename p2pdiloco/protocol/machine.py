@@ -14,31 +14,26 @@ One turn, top to bottom: ``Stepped`` -> ``contributing.open`` -> ``Snapshot`` / 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from typing import assert_never
 
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.adopting import Adopting
-from p2pdiloco.protocol.alarms import Key
 from p2pdiloco.protocol.contributing import Contributing
 from p2pdiloco.protocol.core import BEAT, Core, LearnerView, ProtocolConfig
 from p2pdiloco.protocol.departing import Departing
-from p2pdiloco.protocol.effects import Effect, Evaluate, Send
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, ShardId
+from p2pdiloco.protocol.effects import Effect, Evaluate
+from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
 from p2pdiloco.protocol.invariants import check_chains, check_work
-from p2pdiloco.protocol.membership import PeerView
 from p2pdiloco.protocol.merging import Merging
+from p2pdiloco.protocol.presence import Presence
 from p2pdiloco.protocol.repair import Repair
 from p2pdiloco.protocol.status import Status, status_of
 from p2pdiloco.protocol.workload import Workload
 
-NEWS_SHARE = 1 / 16
-"""Of a heartbeat's interval: what several heartbeats change is looked at once. Deciding anew for each of N first
-heartbeats would cost N^2 at the start of a large run. A connection that ends is looked at immediately."""
 ROUNDED_S = 1e-6
 """More than is lost when a sum of times is taken apart again: a deadline that is kept must have passed."""
-_NEWS: Key = ("news", 0)
 
 
 class Machine:
@@ -51,6 +46,7 @@ class Machine:
         self.contributing = Contributing(self.core, self.merging, self.workload)
         self.adopting = Adopting(self.core, self.merging, self.contributing)
         self.repair = Repair(self.core, self.adopting, self.merging)
+        self.presence = Presence(self.core, self.merging, self.contributing, self.adopting, self.workload)
         self.departing = Departing(self.core, self.contributing)
         self.evaluation: msg.Evaluation | None = None
         self.weight_averaged = 0
@@ -100,9 +96,9 @@ class Machine:
             case ev.Failed():
                 self._failed(event)
             case ev.PeerConnected():
-                self._connected(event.peer)
+                self.presence.connected(event.peer)
             case ev.PeerDisconnected():
-                self._disconnected(event.peer, event.reason)
+                self.presence.lost(event.peer, event.reason)
             case ev.LearnerStarted():
                 self._learner_started(event)
             case ev.LearnerStopped():
@@ -213,7 +209,7 @@ class Machine:
             return
         match message:
             case msg.Heartbeat():  # most messages
-                self._heard(peer, message)
+                self.presence.heard(peer, message)
             case msg.Commit():
                 if message.header.shard < len(core.chains):
                     self.adopting.receive(peer, message.header)
@@ -236,7 +232,7 @@ class Machine:
                 if is_newer and core.plausible(message.step) == message.step:
                     self.evaluation = message
             case msg.Leaving():
-                self._lost(peer, f"{peer} left: {message.reason}", said_goodbye=True)
+                self.presence.lost(peer, f"{peer} left: {message.reason}", said_goodbye=True)
             case _:
                 assert_never(message)
 
@@ -266,57 +262,15 @@ class Machine:
                     self.contributing.refused(peer, message.shard, message.base, message.head, message.reason)
                     self.adopting.saw(peer, message.head)
 
-    # -- membership ----------------------------------------------------------------------------------------------------
-
-    def _connected(self, peer: PeerId) -> None:
-        if self.core.membership.connect(peer, self.core.now):
-            self._greet((self.core.membership.peers[peer],))
-
-    def _disconnected(self, peer: PeerId, why: str) -> None:
-        self._lost(peer, why, said_goodbye=False)
-
-    def _lost(self, peer: PeerId, why: str, *, said_goodbye: bool) -> None:
-        self.core.membership.disconnect(peer)
-        self.merging.forget(peer)
-        self._refresh(why, said_goodbye=said_goodbye)
-
-    def _heard(self, peer: PeerId, beat: msg.Heartbeat) -> None:
-        core = self.core
-        view = core.membership.peers[peer]
-        before = view.beat
-        is_news = core.membership.hear(peer, beat, core.now)
-        if beat.phase != "joining":
-            # While turns go on their announcements compare heads. What stands still and differs is a fork, or a loss.
-            is_still = before is not None and before.heads_mark == beat.heads_mark
-            view.mismatches = view.mismatches + 1 if is_still and beat.heads_mark != core.heads_mark else 0
-        if is_news and _NEWS not in core.alarms:
-            core.alarms.set(_NEWS, core.now + NEWS_SHARE * core.config.heartbeat_s)
-
-    def _refresh(self, why_lost: str, *, said_goodbye: bool = False) -> None:
-        """Who is live may have changed."""
-        core = self.core
-        appeared, lost = core.membership.refresh(core.now)
-        if lost:
-            if not said_goodbye:
-                core.membership.silently_lost_at = core.now
-            core.note("info", "peers", f"lost {', '.join(lost)}: {why_lost}; {len(core.membership.live)} live")
-            self.adopting.peers_lost(lost)
-        if appeared:
-            core.note("info", "peers", f"found {', '.join(appeared)}; {len(core.membership.live)} live")
-            self.adopting.look_for_donors(appeared)
-            for fragment, turn in enumerate(self.contributing.turns):
-                if turn.open:
-                    core.send(appeared, self.contributing.announcement(FragmentId(fragment)))
-        self.contributing.candidates_changed()
-        self.merging.consider_all()
+    # -- time ---------------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
         """Heartbeats to all connected peers, and a look at whose heads differ from ours."""
         core = self.core
         membership = core.membership
         core.alarms.set(BEAT, core.now + core.config.heartbeat_s)
-        self._greet(membership.peers.values())
-        self._refresh("silent")
+        self.presence.greet(membership.peers.values())
+        self.presence.refresh("silent")
         self.workload.take()
         self.repair.go_on()
         if not core.is_current:
@@ -334,26 +288,12 @@ class Machine:
         if core.learner is None and not core.departure and is_over:
             self.departing.finish()
 
-    def _greet(self, views: Iterable[PeerView]) -> None:
-        """A heartbeat to each."""
-        core, learner = self.core, self.core.learner
-        sequence = core.membership.next_sequence(core.now)
-        phase, is_participating = core.phase(), core.is_participating()
-        step_time_s = 0.0 if learner is None else learner.step_time_s
-        mark, weight, claims = core.heads_mark, core.config.weight, self.workload.claims()
-        for view in views:
-            held_s = core.membership.held_s(view, core.now)
-            beat = msg.Heartbeat(
-                sequence, view.sequence, held_s, phase, is_participating, core.step, step_time_s, mark, weight, claims
-            )
-            core.effects.append(Send((view.peer,), beat))
-
     def _ring(self, topic: str, shard: int) -> None:
         match topic:
             case "beat":
                 self._beat()
             case "news":
-                self._refresh("silent")
+                self.presence.refresh("silent")
             case "close":
                 self.merging.consider(ShardId(shard))
             case "takeover":

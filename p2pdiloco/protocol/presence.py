@@ -1,0 +1,95 @@
+"""Who comes, speaks and goes, and what follows from it; heartbeats, by which a peer says that it is there itself.
+
+Who is live ``membership`` decides. Rules of this file:
+1. What several heartbeats change is looked at together (rule W8); a connection that ends, immediately.
+2. While turns go on their announcements compare heads. Heads that stand still and differ are a fork, or a loss: whose
+   heartbeats say so is counted, and asked at the next beat (rule W1c).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from p2pdiloco.protocol.adopting import Adopting
+from p2pdiloco.protocol.alarms import Key
+from p2pdiloco.protocol.contributing import Contributing
+from p2pdiloco.protocol.core import Core
+from p2pdiloco.protocol.effects import Send
+from p2pdiloco.protocol.identifiers import FragmentId, PeerId
+from p2pdiloco.protocol.membership import PeerView
+from p2pdiloco.protocol.merging import Merging
+from p2pdiloco.protocol.messages import Heartbeat
+from p2pdiloco.protocol.workload import Workload
+
+NEWS_SHARE = 1 / 16
+"""Of a heartbeat's interval: what several heartbeats change is looked at once. Deciding anew for each of N first
+heartbeats would cost N^2 at the start of a large run. A connection that ends is looked at immediately."""
+_NEWS: Key = ("news", 0)
+
+
+class Presence:
+    """Of this peer and of all others."""
+
+    def __init__(
+        self, core: Core, merging: Merging, contributing: Contributing, adopting: Adopting, workload: Workload
+    ) -> None:
+        self.core = core
+        self.merging = merging
+        self.contributing = contributing
+        self.adopting = adopting
+        self.workload = workload
+
+    def connected(self, peer: PeerId) -> None:
+        """There is a connection: say who we are."""
+        if self.core.membership.connect(peer, self.core.now):
+            self.greet((self.core.membership.peers[peer],))
+
+    def lost(self, peer: PeerId, why: str, *, said_goodbye: bool = False) -> None:
+        """The connection has ended, or the peer says that it goes."""
+        self.core.membership.disconnect(peer)
+        self.merging.forget(peer)
+        self.refresh(why, said_goodbye=said_goodbye)
+
+    def heard(self, peer: PeerId, beat: Heartbeat) -> None:
+        """A connected peer's heartbeat."""
+        core = self.core
+        view = core.membership.peers[peer]
+        before = view.beat
+        is_news = core.membership.hear(peer, beat, core.now)
+        if beat.phase != "joining":
+            is_still = before is not None and before.heads_mark == beat.heads_mark
+            view.mismatches = view.mismatches + 1 if is_still and beat.heads_mark != core.heads_mark else 0
+        if is_news and _NEWS not in core.alarms:
+            core.alarms.set(_NEWS, core.now + NEWS_SHARE * core.config.heartbeat_s)
+
+    def refresh(self, why_lost: str, *, said_goodbye: bool = False) -> None:
+        """Who is live may have changed."""
+        core = self.core
+        appeared, lost = core.membership.refresh(core.now)
+        if lost:
+            if not said_goodbye:
+                core.membership.silently_lost_at = core.now
+            core.note("info", "peers", f"lost {', '.join(lost)}: {why_lost}; {len(core.membership.live)} live")
+            self.adopting.peers_lost(lost)
+        if appeared:
+            core.note("info", "peers", f"found {', '.join(appeared)}; {len(core.membership.live)} live")
+            self.adopting.look_for_donors(appeared)
+            for fragment, turn in enumerate(self.contributing.turns):
+                if turn.open:
+                    core.send(appeared, self.contributing.announcement(FragmentId(fragment)))
+        self.contributing.candidates_changed()
+        self.merging.consider_all()
+
+    def greet(self, views: Iterable[PeerView]) -> None:
+        """A heartbeat to each."""
+        core, learner = self.core, self.core.learner
+        sequence = core.membership.next_sequence(core.now)
+        phase, is_participating = core.phase(), core.is_participating()
+        step_time_s = 0.0 if learner is None else learner.step_time_s
+        mark, weight, claims = core.heads_mark, core.config.weight, self.workload.claims()
+        for view in views:
+            held_s = core.membership.held_s(view, core.now)
+            beat = Heartbeat(
+                sequence, view.sequence, held_s, phase, is_participating, core.step, step_time_s, mark, weight, claims
+            )
+            core.effects.append(Send((view.peer,), beat))
