@@ -47,11 +47,6 @@ class Sharing(Generic[Member]):
     def bytes_per_s(self) -> float | None:
         return self._total.bytes_per_s
 
-    @property
-    def is_idle(self) -> bool:
-        """Nobody has anything to send."""
-        return not self._ready
-
     def set_budget(self, bytes_per_s: float | None, now: float) -> None:
         self._total.set_rate(bytes_per_s, now)
 

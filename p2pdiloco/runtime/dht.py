@@ -1,7 +1,7 @@
 """hivemind as the directory uses it: what is imported, what nodes of our DHT accept, and what is bent to our needs.
 
 Rules of this file:
-1. ``runtime/directory.py`` takes hivemind's names from here; nothing else imports hivemind.
+1. ``runtime/daemon.py`` takes hivemind's names from here; nothing else imports hivemind.
 2. What is changed in hivemind is changed here: its clock, its log, the session of its daemon.
 """
 
@@ -70,7 +70,6 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
     """Every node of our DHT stores and gives back only records that their publisher signed for that very place."""
 
     def __init__(self) -> None:
-        self.refused = 0
         self._verified: dict[DHTRecord, None] = {}
 
     def validate(self, record: DHTRecord) -> bool:
@@ -78,7 +77,6 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         if record in self._verified:
             return True
         if not self._holds(record):
-            self.refused += 1
             log.debug("refused a record", bytes=len(record.value))
             return False
         self._verified[record] = None

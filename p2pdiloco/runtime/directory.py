@@ -1,8 +1,7 @@
 """How peers find each other: a hivemind DHT (``runtime/dht.py``).
 
 Rules of this file:
-1. The DHT node runs in our own event loop with libp2p's daemon (p2pd) as its child. (hivemind.DHT would fork Python,
-   and leave ghosts behind a killed parent.)
+1. The DHT node runs in our own event loop with libp2p's daemon (p2pd) as its child (``daemon.py``).
 2. Records are hints: signed by their publisher (wire/records.py), refused by every honest node if forged, bounded in
    size and number, gone when they expire. Nothing here decides who is alive.
 3. Every call has a deadline. A read that fails gives what was read before and has not expired; a write raises.
@@ -15,56 +14,26 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import tempfile
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
-
-import msgspec
+from typing import Self
 
 from p2pdiloco.protocol.identifiers import PeerId, RunId
-from p2pdiloco.runtime import address_book, addresses, logs, sockets
+from p2pdiloco.runtime import address_book, addresses, logs
 from p2pdiloco.runtime.address_book import AddressBook
-from p2pdiloco.runtime.dht import (
-    CLOCK,
-    P2P,
-    ControlFailure,
-    DHTNode,
-    Multiaddr,
-    P2PDaemonError,
-    P2PHandlerError,
-    PeerID,
-    SignedRecords,
-    adopt_logging,
-    channel_tasks,
-    dht_pb2,
-    in_own_session,
-    shorten,
-)
-from p2pdiloco.runtime.identity import Identity, verify
-from p2pdiloco.runtime.record_book import RECORDS_LIMIT, RecordBook
+from p2pdiloco.runtime.daemon import CALL_S, Daemon, DirectoryError, is_loopback
+from p2pdiloco.runtime.dht import CLOCK, adopt_logging
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.record_book import RecordBook
 from p2pdiloco.runtime.tasks import Tasks
-from p2pdiloco.wire.records import (
-    RUNS_TOPIC,
-    TTL_LIMIT_S,
-    Envelope,
-    peers_topic,
-    seal,
-    subkey_of,
-    unseal,
-)
+from p2pdiloco.wire.records import RUNS_TOPIC, TTL_LIMIT_S, Envelope, peers_topic, seal
+
+__all__ = ["Directory", "DirectoryError"]
 
 log = logs.get("directory")
-Result = TypeVar("Result")
 
-CALL_S = 5.0
-"""Deadline of a read or a write."""
-PING_S = 0.7
-"""A DHT node that says nothing for so long is skipped; with hivemind's 3 s and every third frozen a store took 10 s."""
 CONNECT_S = 5.0
 STRAGGLERS_S = 1.0
 """When we join and one peer has answered, the others have so long."""
@@ -77,10 +46,6 @@ CLOCK_ROUNDS = (10, 20)
 """At least and at most, between two looks at the others' clocks; drawn, so that nodes do not move all at once."""
 SILENT_ROUNDS = 3
 RESTART_LIMIT_S = 30.0
-
-
-class DirectoryError(Exception):
-    """The directory cannot be reached or used; the text says what was tried and what to do."""
 
 
 class Directory:
@@ -102,19 +67,19 @@ class Directory:
         nat_port_map: bool = False,
     ) -> None:
         self._identity = identity
-        self._listen = [str(addresses.parse(text)) for text in listen]
-        self._announce = [str(addresses.parse(text)) for text in announce]
         self._initial_peers = list(initial_peers)
         self._cache_path = cache_path
         self._startup_timeout_s = startup_timeout_s
-        self._nat_port_map = nat_port_map
+        self._daemon = Daemon(
+            identity,
+            listen=listen,
+            announce=announce,
+            startup_timeout_s=startup_timeout_s,
+            nat_port_map=nat_port_map,
+        )
         self._book = AddressBook()
         self._initial: list[PeerId] = []
-        self._validator = SignedRecords()
         self._tasks = Tasks()
-        self._p2p: Any = None
-        self._node: Any = None
-        self._visible: list[str] = []
         self._records = RecordBook()
         self._writing = asyncio.Lock()
         self._next_kept = 0
@@ -130,19 +95,18 @@ class Directory:
             OSError: a port to listen on is taken.
         """
         adopt_logging()
-        for text in self._listen:
-            _require_free(addresses.parse(text))
+        self._daemon.require_free_ports()
         if self._cache_path is not None:
             await asyncio.to_thread(self._book.load, self._cache_path)
         try:
             async with asyncio.timeout(self._startup_timeout_s + CONNECT_S + CALL_S):
-                await self._start()
+                await self._daemon.start()
                 await self._join()
         except TimeoutError:
-            await self._stop()
+            await self._daemon.stop()
             raise DirectoryError(f"the directory did not start within {self._startup_timeout_s:g} s") from None
         except BaseException:
-            await self._stop()
+            await self._daemon.stop()
             raise
         await self._tasks.__aenter__()
         self._tasks.spawn(self._supervise(), name="directory supervisor")
@@ -153,7 +117,7 @@ class Directory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._tasks.__aexit__(kind, error, trace)
-        await self._stop()
+        await self._daemon.stop()
         await self._save()
 
     # -- for the user ------------------------------------------------------------------------------------------------
@@ -163,11 +127,6 @@ class Directory:
         """Ours; the transport's too."""
         return self._identity.peer_id
 
-    @property
-    def refused_records(self) -> int:
-        """Forged or malformed records that were seen so far."""
-        return self._validator.refused
-
     @staticmethod
     def now_s() -> float:
         """Seconds since 1970 by the clock that the directory's nodes share."""
@@ -175,15 +134,11 @@ class Directory:
 
     def visible_addresses(self) -> list[str]:
         """Multiaddrs with our peer id, those that others may reach first."""
-        return list(self._visible)
+        return list(self._daemon.visible)
 
     def bootstrap_lines(self) -> list[str]:
         """What to give to newcomers, one address a line: no loopback, if there is anything else."""
-        return [text for text in self._visible if not _is_loopback(text)] or self.visible_addresses()
-
-    def known_peers(self) -> list[PeerId]:
-        """DHT nodes that we have met, bootstraps included, most recent first."""
-        return self._book.peers()
+        return [text for text in self._daemon.visible if not is_loopback(text)] or self.visible_addresses()
 
     async def publish_run(self, run: RunId, record: bytes, ttl_s: float) -> None:
         """Say that ``run`` exists. ``record``: at most 12 KiB. Renew it before ``ttl_s`` (at most a day) is over.
@@ -243,90 +198,25 @@ class Directory:
 
     async def _store(self, envelope: Envelope) -> None:
         value = seal(envelope, self._identity.sign)
-        await self._call(lambda: self._store_in_turn(envelope, value), "publishing")
+        await self._daemon.call(lambda: self._store_in_turn(envelope, value), "publishing")
 
     async def _store_in_turn(self, envelope: Envelope, value: bytes) -> None:
         """One write at a time: the DHT refuses a record that it has already, and that would look like a failure."""
         async with self._writing:
             self._records.publish(envelope)
-            if self._node is None:
-                raise DirectoryError("the directory is restarting; it will publish this when it is back")
-            subkey = subkey_of(envelope)
-            is_stored = await self._node.store(envelope.topic, value, envelope.expires_s, subkey=subkey)
-            # hivemind reports what the last replica said; one that says no is no reason to worry if another has it.
-            if not is_stored and envelope not in await self._fetch(envelope.topic):
-                raise DirectoryError("no node of the directory took the record: do others reach this one?")
-
-    async def _fetch(self, topic: str) -> list[Envelope]:
-        """What the DHT holds under ``topic`` now."""
-        if self._node is None:
-            raise DirectoryError("the directory is restarting")
-        found = await self._node.get(topic, latest=True)
-        records = found.value if found is not None and isinstance(found.value, dict) else {}
-        values = [item.value for item in list(records.values())[:RECORDS_LIMIT] if isinstance(item.value, bytes)]
-        envelopes = [unseal(value, verify) for value in values]
-        return [envelope for envelope in envelopes if envelope is not None and envelope.topic == topic]
+            await self._daemon.store(envelope, value)
 
     async def _read(self, topic: str) -> list[Envelope]:
         """The newest unexpired envelopes under ``topic``: those in the DHT now, and those read before."""
         try:
-            for envelope in await self._call(lambda: self._fetch(topic), "reading"):
+            for envelope in await self._daemon.call(lambda: self._daemon.fetch(topic), "reading"):
                 if self._records.see(envelope) and envelope.peer != self.peer_id and envelope.addresses:
                     self._book.met(PeerId(envelope.peer), list(envelope.addresses))
         except DirectoryError as error:
             log.warning("giving what is known already", topic=topic, reason=error)
         return self._records.current(topic, CLOCK.now())
 
-    async def _call(self, action: Callable[[], Awaitable[Result]], doing: str) -> Result:
-        """``action`` with a deadline; whatever goes wrong inside hivemind is a DirectoryError."""
-        try:
-            async with asyncio.timeout(CALL_S):
-                return await action()
-        except TimeoutError:
-            raise DirectoryError(f"{doing} took longer than {CALL_S:g} s") from None
-        except (OSError, EOFError, RuntimeError, ValueError, AssertionError, P2PDaemonError, ControlFailure) as error:
-            raise DirectoryError(f"{doing} failed: {error or type(error).__name__}") from error
-
     # -- starting and joining ----------------------------------------------------------------------------------------
-
-    async def _start(self) -> None:
-        identity_path, is_temporary = self._identity.path, False
-        if identity_path is None:
-            identity_path, is_temporary = await asyncio.to_thread(_write_temporary_identity, self._identity), True
-        try:
-            with in_own_session():
-                self._p2p = await P2P.create(
-                    host_maddrs=self._listen,
-                    announce_maddrs=self._announce or None,
-                    identity_path=str(identity_path),
-                    check_if_identity_free=False,
-                    startup_timeout=self._startup_timeout_s,
-                    nat_port_map=self._nat_port_map,
-                    auto_nat=False,
-                    use_relay=False,
-                )
-        except (P2PDaemonError, ValueError, OSError) as error:
-            raise DirectoryError(f"the libp2p daemon does not start (listening on {self._listen}): {error}") from error
-        finally:
-            if is_temporary:
-                identity_path.unlink(missing_ok=True)
-        for task in channel_tasks(self._p2p):
-            # They fail when p2pd dies; we learn that in _supervise and _keep_round.
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._node = await DHTNode.create(
-            p2p=self._p2p, wait_timeout=PING_S, record_validator=self._validator, cache_refresh_before_expiry=0
-        )
-        found = sorted((str(text) for text in await self._p2p.get_visible_maddrs(latest=True)), key=_is_loopback)
-        self._visible = found
-        self._pin_port()
-
-    def _pin_port(self) -> None:
-        """After a restart of p2pd others must find us where we were."""
-        ports = [port for text in self._visible if (port := _port_of(text))]
-        self._listen = [
-            str(msgspec.structs.replace(parsed, port=parsed.port or (ports[0] if ports else 0)))
-            for parsed in map(addresses.parse, self._listen)
-        ]
 
     async def _join(self) -> None:
         """Connect to the given and the remembered peers. If some were given, one of all of them must answer."""
@@ -359,7 +249,7 @@ class Directory:
             log.warning(CLOCK.sentence())
         if answered:
             with suppress(DirectoryError):
-                await self._call(lambda: self._node.find_nearest_nodes([self._node.node_id]), "looking around")
+                await self._daemon.look_around()
         log.info("directory is up", peers=len(answered), address=(self.bootstrap_lines() or ["-"])[0])
 
     async def _meet_some(self, peers: list[PeerId]) -> dict[PeerId, str | None]:
@@ -380,79 +270,31 @@ class Directory:
         return {peer: late if task in waiting else task.result() for task, peer in tasks.items()}
 
     async def _meet(self, peer: PeerId, timeout_s: float = KEEP_CONNECT_S) -> str | None:
-        """Connect to ``peer`` and add it to the routing table. None, or why not."""
-        p2p, node = self._p2p, self._node
-        if p2p is None or node is None:
-            return "the directory is restarting"
-        try:
-            target = PeerID.from_base58(peer)
-            where = [Multiaddr(text) for text in self._book.addresses_of(peer)]
-            async with asyncio.timeout(timeout_s):
-                await p2p._client.connect(target, where)
-                answer = await node.protocol.call_ping(target)
-        except TimeoutError:
-            return f"no answer within {timeout_s:g} s"
-        except (ControlFailure, P2PDaemonError, OSError, EOFError, ValueError) as error:
-            return shorten(str(error) or type(error).__name__)
-        if answer is None:
-            return "it is there, but is no node of this directory"
-        return None
+        """Connect to ``peer`` where it was seen. None, or why not."""
+        return await self._daemon.meet(peer, self._book.addresses_of(peer), timeout_s)
 
     async def _clocks_of(self, peers: list[PeerId]) -> list[float]:
         """How far the clocks of those who tell are ahead of ours, in seconds."""
-        told = await asyncio.gather(*(self._clock_of(peer) for peer in peers[:KEPT_PEERS]))
+        told = await asyncio.gather(*(self._daemon.clock_of(peer) for peer in peers[:KEPT_PEERS]))
         return [ahead for ahead in told if ahead is not None]
-
-    async def _clock_of(self, peer: PeerId) -> float | None:
-        node = self._node
-        if node is None:
-            return None
-        try:
-            asked = CLOCK.now()
-            stub = node.protocol.get_stub(PeerID.from_base58(peer))
-            async with asyncio.timeout(PING_S):
-                answer = await stub.rpc_ping(dht_pb2.PingRequest())
-            return float(answer.dht_time) - (asked + CLOCK.now()) / 2
-        except (TimeoutError, P2PHandlerError, P2PDaemonError, ControlFailure, OSError, EOFError, ValueError):
-            return None
-
-    async def _stop(self) -> None:
-        """End the node and p2pd; kill it if it does not go."""
-        node, p2p, self._node, self._p2p = self._node, self._p2p, None, None
-        is_running = p2p is not None and p2p._child.returncode is None
-        if node is not None:
-            node.is_alive = False
-            if node.cache_refresh_task is not None:
-                node.cache_refresh_task.cancel()
-        if node is not None and is_running:
-            with suppress(DirectoryError):
-                await self._call(node.shutdown, "leaving the DHT")
-        if p2p is not None:
-            try:
-                await self._call(p2p.shutdown, "stopping p2pd")
-            except DirectoryError:
-                with suppress(ProcessLookupError):
-                    p2p._child.kill()
-                await p2p._child.wait()
 
     # -- keeping it alive --------------------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
         pause_s = 0.1
         while True:
-            if self._p2p is not None:
-                await self._p2p._child.wait()
+            if await self._daemon.ended():
                 log.error("the libp2p daemon died; starting it again")
-            await self._stop()
+            await self._daemon.stop()
             try:
                 async with asyncio.timeout(self._startup_timeout_s + CONNECT_S):
-                    await self._start()
+                    await self._daemon.start()
                 await asyncio.gather(*(self._meet(peer) for peer in self._to_keep()))
                 await self._publish_again()
                 pause_s = 0.1
             except (DirectoryError, TimeoutError) as error:
                 log.error("the directory does not come back; trying again", reason=error, pause_s=pause_s)
-                await self._stop()
+                await self._daemon.stop()
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, RESTART_LIMIT_S)
 
@@ -477,28 +319,25 @@ class Directory:
                 log.failure("a keeping round failed", error)
 
     async def _keep_round(self) -> None:
-        p2p = self._p2p
-        if p2p is None or self._node is None:
+        if not self._daemon.is_up:
             return
         try:
-            await self._note_connected(p2p)
-            if any(task.done() for task in channel_tasks(p2p)):
+            await self._note_connected()
+            if self._daemon.is_broken:
                 raise DirectoryError("the channel to p2pd broke")
             self._silent_rounds = 0
         except DirectoryError:
             self._silent_rounds += 1
-            if self._silent_rounds >= SILENT_ROUNDS and p2p._child.returncode is None:
+            if self._silent_rounds >= SILENT_ROUNDS:
                 log.error("the libp2p daemon does not answer; killing it", rounds=self._silent_rounds)
-                p2p._child.kill()
+                self._daemon.kill()
                 self._silent_rounds = 0
             return
         await asyncio.gather(*(self._meet(peer) for peer in self._to_keep()))
 
-    async def _note_connected(self, p2p: Any) -> None:
-        for info in await self._call(p2p.list_peers, "asking p2pd"):
-            peer = PeerId(info.peer_id.to_base58())
-            is_new = not self._book.addresses_of(peer)
-            self._book.met(peer, [str(address) for address in info.addrs] if is_new else [])
+    async def _note_connected(self) -> None:
+        for peer, where in (await self._daemon.connected()).items():
+            self._book.met(peer, [] if self._book.addresses_of(peer) else where)
 
     def _to_keep(self) -> list[PeerId]:
         """The initial peers always, and the others in turns."""
@@ -512,32 +351,9 @@ class Directory:
             await asyncio.to_thread(address_book.save, self._cache_path, self._book.encode())
 
 
-def _require_free(address: addresses.Address) -> None:
-    """p2pd listens with SO_REUSEPORT: on a taken port it would start, and share the connections with whoever has it."""
-    if address.port and address.family in ("ip4", "ip6"):
-        sockets.listen(address).close()
-
-
-def _write_temporary_identity(identity: Identity) -> Path:
-    descriptor, name = tempfile.mkstemp(prefix="p2pdiloco-identity-")
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(identity.to_file_bytes())
-    return Path(name)
-
-
 def _explain(failures: dict[str, str]) -> str:
     tried = "; ".join(f"{text}: {reason}" for text, reason in failures.items())
     return (
         f"none of the initial peers answers ({tried}): check that one of them is running and that its port can be "
         "reached from here; it prints its addresses when it starts. To found your own network, give no initial peers"
     )
-
-
-def _is_loopback(text: str) -> bool:
-    return text.startswith(("/ip4/127.", "/ip6/::1/"))
-
-
-def _port_of(text: str) -> int:
-    with suppress(ValueError):
-        return addresses.parse(text).port
-    return 0

@@ -253,7 +253,7 @@ def test_a_command_that_is_stopped_while_it_looks_around(tmp_path: Path) -> None
                 stdout=PIPE,
                 stderr=PIPE,
             )
-            await until(lambda: directory.known_peers() or (tmp_path / "identity.key").exists(), PROCESS_S)
+            await until(lambda: directory._book.peers() or (tmp_path / "identity.key").exists(), PROCESS_S)
             assert process.stderr is not None
             async with asyncio.timeout(PROCESS_S):
                 assert b"directory is up" in await process.stderr.readline()

@@ -17,6 +17,7 @@ import uvloop
 from waiting import until, until_async
 
 from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.runtime import daemon, dht
 from p2pdiloco.runtime import directory as module
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.identity import Identity
@@ -59,7 +60,7 @@ def where(directory: Directory) -> str:
 
 
 def daemon_of(directory: Directory) -> int:
-    pid: int = directory._p2p._child.pid
+    pid: int = directory._daemon._p2p._child.pid
     return pid
 
 
@@ -103,12 +104,12 @@ def test_records_expire(run: Callable[[Main], None]) -> None:
     run(main())
 
 
-def test_forged_records_are_refused_and_counted(run: Callable[[Main], None]) -> None:
+def test_forged_records_are_refused_and_not_stored(run: Callable[[Main], None]) -> None:
     async def main() -> None:
         async with member() as boot, member(where(boot)) as victim, member(where(boot)) as forger:
             await victim.publish_peer(RUN, b"genuine", 60.0)
-            forger._node.protocol.record_validator = None
-            topic, later = peers_topic(RUN), module.CLOCK.now() + 600.0
+            forger._daemon._node.protocol.record_validator = None
+            topic, later = peers_topic(RUN), dht.CLOCK.now() + 600.0
             thief = Identity.ephemeral()
             fake = Envelope(topic=topic, name="", peer=victim.peer_id, expires_s=later, addresses=(), body=b"forged")
             mine = Envelope(topic=topic, name="", peer=thief.peer_id, expires_s=later, addresses=(), body=b"thief")
@@ -119,10 +120,12 @@ def test_forged_records_are_refused_and_counted(run: Callable[[Main], None]) -> 
                 ("x", b"garbage", later),
                 (None, b"in the place of all", later),
             ]:
-                await forger._node.store(topic, value, expires, subkey=subkey, exclude_self=True)
+                await forger._daemon._node.store(topic, value, expires, subkey=subkey, exclude_self=True)
             for reader in (boot, victim):
                 assert await reader.peers(RUN) == {victim.peer_id: b"genuine"}
-            assert boot.refused_records + victim.refused_records >= 5
+                stored = reader._daemon._node.protocol.storage.get(dht.DHTID.generate(source=topic))
+                assert stored is not None
+                assert list(stored.value.data) == [subkey_of(fake)]  # the victim's own, in its place
 
     run(main())
 
@@ -170,7 +173,7 @@ def test_a_restart_works_from_the_cache_with_the_bootstrap_gone(run: Callable[[M
     async def until_gone(boot: Directory) -> None:
         await boot._tasks.__aexit__(None, None, None)
         os.kill(daemon_of(boot), signal.SIGKILL)
-        await boot._p2p._child.wait()
+        await boot._daemon._p2p._child.wait()
 
     run(main())
 
@@ -181,7 +184,7 @@ def test_a_killed_daemon_is_started_again(run: Callable[[Main], None]) -> None:
             await ann.publish_peer(RUN, b"ann", 60.0)
             before, pid = ann.visible_addresses(), daemon_of(ann)
             os.kill(pid, signal.SIGKILL)
-            await until(lambda: ann._node is not None and daemon_of(ann) != pid, what="another daemon")
+            await until(lambda: ann._daemon.is_up and daemon_of(ann) != pid, what="another daemon")
             await until_async(lambda: _sees(boot, ann.peer_id))
             assert ann.visible_addresses() == before
             await ann.publish_peer(RUN, b"ann is back", 90.0)
@@ -202,11 +205,11 @@ def test_a_frozen_daemon_gives_what_was_known_and_errors_in_time(
         async with member() as boot, member(where(boot)) as ann:
             await ann.publish_peer(RUN, b"ann", 60.0)
             assert await boot.peers(RUN)
-            monkeypatch.setattr(module, "CALL_S", 0.5)  # not before: a busy machine may take longer to publish
+            monkeypatch.setattr(daemon, "CALL_S", 0.5)  # not before: a busy machine may take longer to publish
             os.kill(daemon_of(boot), signal.SIGSTOP)
             pid = daemon_of(boot)
             assert await boot.peers(RUN) == {ann.peer_id: b"ann"}
-            await until(lambda: boot._node is not None and daemon_of(boot) != pid, 20.0, "another daemon")
+            await until(lambda: boot._daemon.is_up and daemon_of(boot) != pid, 20.0, "another daemon")
 
     run(main())
 
@@ -219,10 +222,10 @@ def test_nodes_that_lost_each_other_find_together_again(
     async def main() -> None:
         async with member() as boot, member(where(boot)) as ann:
             for here, there in ((boot, ann), (ann, boot)):
-                target = module.PeerID.from_base58(there.peer_id)
-                node_id = here._node.protocol.routing_table.get(peer_id=target)
-                del here._node.protocol.routing_table[node_id]
-                await here._p2p._client.disconnect(target)
+                target = dht.PeerID.from_base58(there.peer_id)
+                node_id = here._daemon._node.protocol.routing_table.get(peer_id=target)
+                del here._daemon._node.protocol.routing_table[node_id]
+                await here._daemon._p2p._client.disconnect(target)
             await ann.publish_peer(RUN, b"ann", 60.0)
             await until_async(lambda: _sees(boot, ann.peer_id))
 

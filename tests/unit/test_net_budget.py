@@ -143,7 +143,7 @@ def test_without_a_budget_everybody_may_always_send() -> None:
     assert chosen == ["a1", "b1"] * 3
     sharing.remove("a", "a1")
     sharing.forget("b")
-    assert sharing.is_idle
+    assert sharing.next(1.0) is None
     assert sharing.next_at() is None
 
 

@@ -1,0 +1,273 @@
+"""One life of the libp2p daemon (p2pd, our child) and the DHT node that talks through it, in our own event loop.
+
+Rules of this file:
+1. Every call has a deadline, and whatever goes wrong inside hivemind is a DirectoryError.
+2. A daemon that ends or falls silent is started again by whoever owns this (``directory.py``), with the same identity
+   and on the same port: others must find us where we were.
+(hivemind.DHT would fork Python, and leave ghosts behind a killed parent.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.runtime import addresses, sockets
+from p2pdiloco.runtime.dht import (
+    CLOCK,
+    P2P,
+    ControlFailure,
+    DHTNode,
+    Multiaddr,
+    P2PDaemonError,
+    P2PHandlerError,
+    PeerID,
+    SignedRecords,
+    channel_tasks,
+    dht_pb2,
+    in_own_session,
+    shorten,
+)
+from p2pdiloco.runtime.identity import Identity, verify
+from p2pdiloco.runtime.record_book import RECORDS_LIMIT
+from p2pdiloco.wire.records import Envelope, subkey_of, unseal
+
+Result = TypeVar("Result")
+
+CALL_S = 5.0
+"""Deadline of a read or a write."""
+PING_S = 0.7
+"""A DHT node that says nothing for so long is skipped; with hivemind's 3 s and every third frozen a store took 10 s."""
+
+
+class DirectoryError(Exception):
+    """The directory cannot be reached or used; the text says what was tried and what to do."""
+
+
+class Daemon:
+    """See the module's rules. ``listen``, ``announce``: multiaddrs, as for ``Directory``."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        listen: list[str],
+        announce: list[str],
+        startup_timeout_s: float,
+        nat_port_map: bool,
+    ) -> None:
+        self._identity = identity
+        self._listen = [str(addresses.parse(text)) for text in listen]
+        self._announce = [str(addresses.parse(text)) for text in announce]
+        self._startup_timeout_s = startup_timeout_s
+        self._nat_port_map = nat_port_map
+        self._validator = SignedRecords()
+        self._p2p: Any = None
+        self._node: Any = None
+        self.visible: list[str] = []
+        """Multiaddrs with our peer id, those that others may reach first."""
+
+    # -- its life ----------------------------------------------------------------------------------------------------
+
+    def require_free_ports(self) -> None:
+        """p2pd listens with SO_REUSEPORT: on a taken port it would start, and share connections with whoever has it.
+
+        Raises:
+            OSError: a port to listen on is taken.
+        """
+        for text in self._listen:
+            address = addresses.parse(text)
+            if address.port and address.family in ("ip4", "ip6"):
+                sockets.listen(address).close()
+
+    async def start(self) -> None:
+        """Start p2pd and join nobody yet.
+
+        Raises:
+            DirectoryError: p2pd does not start.
+        """
+        identity_path, is_temporary = self._identity.path, False
+        if identity_path is None:
+            identity_path, is_temporary = await asyncio.to_thread(_write_temporary_identity, self._identity), True
+        try:
+            with in_own_session():
+                self._p2p = await P2P.create(
+                    host_maddrs=self._listen,
+                    announce_maddrs=self._announce or None,
+                    identity_path=str(identity_path),
+                    check_if_identity_free=False,
+                    startup_timeout=self._startup_timeout_s,
+                    nat_port_map=self._nat_port_map,
+                    auto_nat=False,
+                    use_relay=False,
+                )
+        except (P2PDaemonError, ValueError, OSError) as error:
+            raise DirectoryError(f"the libp2p daemon does not start (listening on {self._listen}): {error}") from error
+        finally:
+            if is_temporary:
+                identity_path.unlink(missing_ok=True)
+        for task in channel_tasks(self._p2p):
+            # They fail when p2pd dies; whoever owns this learns that by ``ended`` and ``is_broken``.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._node = await DHTNode.create(
+            p2p=self._p2p, wait_timeout=PING_S, record_validator=self._validator, cache_refresh_before_expiry=0
+        )
+        found = [str(text) for text in await self._p2p.get_visible_maddrs(latest=True)]
+        self.visible = sorted(found, key=is_loopback)
+        self._pin_port()
+
+    def _pin_port(self) -> None:
+        """After a restart of p2pd others must find us where we were."""
+        ports = [port for text in self.visible if (port := _port_of(text))]
+        self._listen = [
+            str(msgspec.structs.replace(parsed, port=parsed.port or (ports[0] if ports else 0)))
+            for parsed in map(addresses.parse, self._listen)
+        ]
+
+    async def stop(self) -> None:
+        """End the node and p2pd; kill it if it does not go."""
+        node, p2p, self._node, self._p2p = self._node, self._p2p, None, None
+        is_running = p2p is not None and p2p._child.returncode is None
+        if node is not None:
+            node.is_alive = False
+            if node.cache_refresh_task is not None:
+                node.cache_refresh_task.cancel()
+        if node is not None and is_running:
+            with suppress(DirectoryError):
+                await self.call(node.shutdown, "leaving the DHT")
+        if p2p is not None:
+            try:
+                await self.call(p2p.shutdown, "stopping p2pd")
+            except DirectoryError:
+                with suppress(ProcessLookupError):
+                    p2p._child.kill()
+                await p2p._child.wait()
+
+    async def ended(self) -> bool:
+        """Wait for p2pd's end; False at once if it does not run."""
+        if self._p2p is None:
+            return False
+        await self._p2p._child.wait()
+        return True
+
+    @property
+    def is_up(self) -> bool:
+        """It runs, as far as is known."""
+        return self._p2p is not None and self._node is not None
+
+    @property
+    def is_broken(self) -> bool:
+        """The one channel over which all calls go to p2pd is closed."""
+        return self._p2p is not None and any(task.done() for task in channel_tasks(self._p2p))
+
+    def kill(self) -> None:
+        """End a p2pd that does not answer."""
+        if self._p2p is not None and self._p2p._child.returncode is None:
+            self._p2p._child.kill()
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    async def call(self, action: Callable[[], Awaitable[Result]], doing: str) -> Result:
+        """``action`` with a deadline; whatever goes wrong inside hivemind is a DirectoryError."""
+        try:
+            async with asyncio.timeout(CALL_S):
+                return await action()
+        except TimeoutError:
+            raise DirectoryError(f"{doing} took longer than {CALL_S:g} s") from None
+        except (OSError, EOFError, RuntimeError, ValueError, AssertionError, P2PDaemonError, ControlFailure) as error:
+            raise DirectoryError(f"{doing} failed: {error or type(error).__name__}") from error
+
+    async def store(self, envelope: Envelope, value: bytes) -> None:
+        """Put a sealed record into the DHT.
+
+        Raises:
+            DirectoryError: no node took it, or there is no daemon.
+        """
+        node = self._there()
+        is_stored = await node.store(envelope.topic, value, envelope.expires_s, subkey=subkey_of(envelope))
+        # hivemind reports what the last replica said; one that says no is no reason to worry if another has it.
+        if not is_stored and envelope not in await self.fetch(envelope.topic):
+            raise DirectoryError("no node of the directory took the record: do others reach this one?")
+
+    async def fetch(self, topic: str) -> list[Envelope]:
+        """What the DHT holds under ``topic`` now."""
+        found = await self._there().get(topic, latest=True)
+        records = found.value if found is not None and isinstance(found.value, dict) else {}
+        values = [item.value for item in list(records.values())[:RECORDS_LIMIT] if isinstance(item.value, bytes)]
+        envelopes = [unseal(value, verify) for value in values]
+        return [envelope for envelope in envelopes if envelope is not None and envelope.topic == topic]
+
+    def _there(self) -> Any:
+        if self._node is None:
+            raise DirectoryError("the directory is restarting")
+        return self._node
+
+    async def look_around(self) -> None:
+        """Fill the routing table with our neighbours."""
+        node = self._there()
+        await self.call(lambda: node.find_nearest_nodes([node.node_id]), "looking around")
+
+    async def connected(self) -> dict[PeerId, list[str]]:
+        """Whom p2pd is connected to, and where."""
+        if self._p2p is None:
+            raise DirectoryError("the directory is restarting")
+        infos = await self.call(self._p2p.list_peers, "asking p2pd")
+        return {PeerId(info.peer_id.to_base58()): [str(address) for address in info.addrs] for info in infos}
+
+    async def meet(self, peer: PeerId, where: Sequence[str], timeout_s: float) -> str | None:
+        """Connect to ``peer`` and add it to the routing table. None, or why not."""
+        p2p, node = self._p2p, self._node
+        if p2p is None or node is None:
+            return "the directory is restarting"
+        try:
+            target = PeerID.from_base58(peer)
+            async with asyncio.timeout(timeout_s):
+                await p2p._client.connect(target, [Multiaddr(text) for text in where])
+                answer = await node.protocol.call_ping(target)
+        except TimeoutError:
+            return f"no answer within {timeout_s:g} s"
+        except (ControlFailure, P2PDaemonError, OSError, EOFError, ValueError) as error:
+            return shorten(str(error) or type(error).__name__)
+        if answer is None:
+            return "it is there, but is no node of this directory"
+        return None
+
+    async def clock_of(self, peer: PeerId) -> float | None:
+        """How far the peer's clock is ahead of ours, in seconds; None if it does not tell."""
+        node = self._node
+        if node is None:
+            return None
+        try:
+            asked = CLOCK.now()
+            stub = node.protocol.get_stub(PeerID.from_base58(peer))
+            async with asyncio.timeout(PING_S):
+                answer = await stub.rpc_ping(dht_pb2.PingRequest())
+            return float(answer.dht_time) - (asked + CLOCK.now()) / 2
+        except (TimeoutError, P2PHandlerError, P2PDaemonError, ControlFailure, OSError, EOFError, ValueError):
+            return None
+
+
+def _write_temporary_identity(identity: Identity) -> Path:
+    descriptor, name = tempfile.mkstemp(prefix="p2pdiloco-identity-")
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(identity.to_file_bytes())
+    return Path(name)
+
+
+def is_loopback(text: str) -> bool:
+    """Whether a multiaddr is of this machine alone."""
+    return text.startswith(("/ip4/127.", "/ip6/::1/"))
+
+
+def _port_of(text: str) -> int:
+    with suppress(ValueError):
+        return addresses.parse(text).port
+    return 0
