@@ -181,9 +181,8 @@ class ExchangePeer(Node):
         for shard in self.peer.layout.shards:
             for start in range(shard.start, shard.stop, BLOCK):
                 span = slice(start, min(start + BLOCK, shard.stop))
-                torch.sub(
-                    self.peer.state.theta[span], block[: span.stop - span.start], out=self.peer.state.snapshot[span]
-                )
+                state = self.peer.state
+                torch.sub(state.theta[span], block[: span.stop - span.start], out=state.shifts.snapshot[span])
 
 
 class Sampler:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from p2pdiloco.peer import retention
-from p2pdiloco.peer.global_state import Moves, Payload
+from p2pdiloco.peer.shift_queue import Moves, Payload
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.identifiers import Digest, digest_of

@@ -20,12 +20,11 @@ from p2pdiloco.peer.global_state import (
     DigestMismatchError,
     GlobalState,
     MergeResult,
-    Payload,
-    Shifts,
-    SpoiltStateError,
     StaleBaseError,
 )
 from p2pdiloco.peer.host import Handle, Host
+from p2pdiloco.peer.integrity import SpoiltStateError
+from p2pdiloco.peer.shift_queue import Payload, Shifts
 from p2pdiloco.peer.traffic import PayloadTraffic
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -140,7 +139,10 @@ class Driver:
                 # Who has said goodbye is told nothing more; that this looks like silence is no news for the user.
                 getattr(log, "debug" if self._has_left else effect.level)(effect.topic, reason=effect.reason)
             case ef.Snapshot():
-                self.job(lambda: self.state.snapshot_asked(effect.fragment), lambda _: self.around.tell_learner(effect))
+                self.job(
+                    lambda: self.state.shifts.snapshot_asked(effect.fragment),
+                    lambda _: self.around.tell_learner(effect),
+                )
             case ef.AdoptStep() | ef.Train() | ef.PauseLearner() | ef.Evaluate():
                 self.around.tell_learner(effect)
             case ef.Encode():

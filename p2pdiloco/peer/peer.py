@@ -21,13 +21,14 @@ from p2pdiloco.peer.answering import Answering
 from p2pdiloco.peer.arrivals import Arrivals
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.fetching import Fetching
-from p2pdiloco.peer.global_state import GlobalState, Shifts
+from p2pdiloco.peer.global_state import GlobalState
 from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.incoming import INCOMING
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.saving import Saving
 from p2pdiloco.peer.scrub import Scrub
+from p2pdiloco.peer.shift_queue import Shifts
 from p2pdiloco.peer.supervision import Supervision
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev

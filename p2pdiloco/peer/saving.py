@@ -102,7 +102,7 @@ class Saving:
         except ValueError as error:
             log.error("checkpoint not written, the last one stays", folder=self._folder, reason=str(error))
             self._metrics.write("checkpoint-failed", reason=str(error))
-            self._driver.job(self._driver.state.look_again, lambda _: None)  # it is found and mended
+            self._driver.job(self._driver.state.integrity.look_again, lambda _: None)  # it is found and mended
             return False
         self._saved_mark = mark
         self._metrics.write("checkpoint", is_last=is_last)

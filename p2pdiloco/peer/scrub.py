@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 
 from p2pdiloco.peer.driver import Driver
-from p2pdiloco.peer.global_state import SpoiltStateError
 from p2pdiloco.peer.host import within
+from p2pdiloco.peer.integrity import SpoiltStateError
 from p2pdiloco.protocol.identifiers import ShardId
 
 SHARE = 0.05
@@ -40,9 +40,9 @@ class Scrub:
         while True:
             took_s = 0.0
             for shard in range(len(state.layout.shards)):
-                if state.is_spoilt(ShardId(shard)):
+                if state.integrity.is_spoilt(ShardId(shard)):
                     self._driver.accept_if_nobody_has_it(ShardId(shard))
-                for chunk in state.unverified(ShardId(shard)):
+                for chunk in state.integrity.unverified(ShardId(shard)):
                     began = self._host.now()
                     if not await self._is_whole(ShardId(shard), chunk):
                         break
@@ -50,7 +50,7 @@ class Scrub:
                     await self._host.sleep(took_s / SHARE)
             if self._host.now() - self._began_at > AGAIN_S:
                 self._began_at = self._host.now()
-                self._driver.job(state.look_again, lambda _: None)
+                self._driver.job(state.integrity.look_again, lambda _: None)
             await self._host.sleep(max(LOOK_S, took_s / SHARE))
 
     async def _is_whole(self, shard: ShardId, chunk: int) -> bool:

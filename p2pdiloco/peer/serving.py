@@ -18,8 +18,8 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from p2pdiloco.peer.driver import Driver
-from p2pdiloco.peer.global_state import SpoiltStateError
 from p2pdiloco.peer.host import within
+from p2pdiloco.peer.integrity import SpoiltStateError
 from p2pdiloco.peer.offers import CHUNK_BYTES, chunk_sizes
 from p2pdiloco.protocol.identifiers import Digest, ShardId
 from p2pdiloco.protocol.manifest import Layout

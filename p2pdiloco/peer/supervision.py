@@ -20,10 +20,10 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from p2pdiloco.peer.driver import Driver
-from p2pdiloco.peer.global_state import Shifts
 from p2pdiloco.peer.host import LearnerLife, within
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.options import PeerOptions
+from p2pdiloco.peer.shift_queue import Shifts
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.identifiers import LearnerId, PeerId, digest_of, learner_id
@@ -118,7 +118,7 @@ class Supervision:
                 return
             self._is_ready = self._is_loaded = False
             self._be_in_trouble("")
-            self._driver.job(self._driver.state.unload, lambda _: None)
+            self._driver.job(self._driver.state.shifts.unload, lambda _: None)
             self._metrics.write("learner-lost", reason=reason, status=status)
             if was_loaded:
                 self._driver.feed(ev.LearnerStopped(reason))
@@ -170,10 +170,10 @@ class Supervision:
             case link.BlockFinished():
                 driver.feed(ev.BlockFinished(message.block, message.tokens))
             case link.Shifted():
-                driver.job(lambda: state.shifted(message.shards), self.shifts_ready)
+                driver.job(lambda: state.shifts.shifted(message.shards), self.shifts_ready)
             case link.Snapshotted():
                 event = ev.Snapshotted(message.fragment, message.step, message.steps, message.tokens)
-                driver.job(lambda: state.snapshot_taken(message.fragment), lambda _: driver.feed(event))
+                driver.job(lambda: state.shifts.snapshot_taken(message.fragment), lambda _: driver.feed(event))
             case link.Paused():
                 driver.feed(ev.LearnerPaused(message.steps, message.tokens))
             case link.Evaluated():
@@ -221,7 +221,7 @@ class Supervision:
                     self.wait_for_nobody()
                     driver.feed(ev.LearnerStarted(learner, self._has_blocks))
 
-            driver.job(lambda: driver.state.load(learner), loaded)
+            driver.job(lambda: driver.state.shifts.load(learner, driver.state.theta), loaded)
 
     def shifts_ready(self, shifts: Shifts) -> None:
         """Tell the learner which shifts to take."""

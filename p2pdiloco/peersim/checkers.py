@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from p2pdiloco.peer.global_state import Kind
 from p2pdiloco.peersim.knobs import CHUNK
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.identifiers import Digest, LearnerId, PeerId, ShardId
@@ -245,7 +244,7 @@ class Checks:
         learner = self.world.learners.get(peer.supervision.learner or LearnerId(""))
         if ending.status or learner is None or name in self.spoilt or self.world.manifest.config.outer.adopt != "carry":
             return
-        if any(kind is not Kind.NONE for kind in (*peer.state._in_flight, *peer.state._in_queue)):
+        if not peer.state.shifts.is_empty:
             return  # it left before its learner could take the last commits, which nobody needs any more
         truth = self.world.truths[peer.supervision.learner]  # type: ignore[index]
         trained = truth.tokens[-1] if truth.tokens else 0

@@ -16,6 +16,7 @@ from p2pdiloco.simulation.planting import Bug
 _CARGO = "p2pdiloco.peer.cargo"
 _DRIVER = "p2pdiloco.peer.driver"
 _STATE = "p2pdiloco.peer.global_state"
+_SHIFTS = "p2pdiloco.peer.shift_queue"
 _CHECKPOINT = "p2pdiloco.peer.checkpoint"
 _SAVING = "p2pdiloco.peer.saving"
 _FETCHING = "p2pdiloco.peer.fetching"
@@ -98,7 +99,7 @@ BUGS = (
     # -- the shift queue -----------------------------------------------------------------------------------------------
     Bug(
         name="snapshot without queued shifts",
-        module=_STATE,
+        module=_SHIFTS,
         old="waiting = ((self._in_flight[shard], self.shift), (self._in_queue[shard], self.queued))",
         new="waiting = ((self._in_flight[shard], self.shift),)",
         harm="the contribution takes the swarm's queued progress back",
@@ -109,17 +110,17 @@ BUGS = (
     ),
     Bug(
         name="only the first of several settled",
-        module=_STATE,
-        old="[self._bodies(shard, payload) for payload in moves.settled] if is_mine else (),",
-        new="[self._bodies(shard, payload) for payload in moves.settled[:1]] if is_mine else (),",
+        module=_SHIFTS,
+        old="[bodies(payload) for payload in moves.settled] if is_mine else (),",
+        new="[bodies(payload) for payload in moves.settled[:1]] if is_mine else (),",
         harm="what was merged stays in the learner's delta and is merged again",
         killed_by=(f"{_STATE_TESTS}::test_several_contributions_are_settled_and_restored_at_once", _CONSERVATION),
     ),
     Bug(
         name="only the first of several restored",
-        module=_STATE,
-        old="[self._bodies(shard, payload) for payload in moves.restored] if is_mine else (),",
-        new="[self._bodies(shard, payload) for payload in moves.restored[:1]] if is_mine else (),",
+        module=_SHIFTS,
+        old="[bodies(payload) for payload in moves.restored] if is_mine else (),",
+        new="[bodies(payload) for payload in moves.restored[:1]] if is_mine else (),",
         harm="tokens that a fork takes back are lost",
         killed_by=(f"{_STATE_TESTS}::test_several_contributions_are_settled_and_restored_at_once", _CONSERVATION),
     ),
@@ -133,7 +134,7 @@ BUGS = (
     ),
     Bug(
         name="reset that does not void the snapshot",
-        module=_STATE,
+        module=_SHIFTS,
         old="self._has_snapshot[shard] = False  # what was copied there, the learner has lost",
         new="pass",
         harm="progress that the learner has lost is contributed, and settled from what it has not",
@@ -141,7 +142,7 @@ BUGS = (
     ),
     Bug(
         name="snapshot taken before a replacement counts",
-        module=_STATE,
+        module=_SHIFTS,
         old="self._has_snapshot[shard] = all(kind is not Kind.REPLACE for kind, _ in waiting)",
         new="self._has_snapshot[shard] = True",
         harm="progress that the learner is about to lose is contributed",
@@ -149,7 +150,7 @@ BUGS = (
     ),
     Bug(
         name="snapshot not kept up to date by a commit",
-        module=_STATE,
+        module=_SHIFTS,
         old="self.snapshot if self._has_snapshot[shard] else None,",
         new="None,",
         harm="the contribution takes the commit back that came before it was encoded",
@@ -157,7 +158,7 @@ BUGS = (
     ),
     Bug(
         name="queued shift overwritten by the next",
-        module=_STATE,
+        module=_SHIFTS,
         old="is_added = not is_first and not moves.is_reset",
         new="is_added = False",
         harm="of several commits during one learner step all but the last are lost to the learner",
@@ -165,7 +166,7 @@ BUGS = (
     ),
     Bug(
         name="queued shifts outlive their learner",
-        module=_STATE,
+        module=_SHIFTS,
         old="self._in_queue[shard] = Kind.NONE\n            self._has_snapshot[shard] = False",
         new="self._has_snapshot[shard] = self._has_snapshot[shard]\n            self._has_snapshot[shard] = False",
         harm="a new learner takes a commit that its parameters hold already",
@@ -173,7 +174,7 @@ BUGS = (
     ),
     Bug(
         name="a dead learner's contributions settled for the next",
-        module=_STATE,
+        module=_SHIFTS,
         old="is_mine = moves.learner == self.learner and not moves.is_reset",
         new="is_mine = not moves.is_reset",
         harm="the new learner is moved by what it never trained",
@@ -190,8 +191,8 @@ BUGS = (
     Bug(
         name="momentum of a fetched state dropped",
         module=_STATE,
-        old="            self.momentum[span].copy_(momentum)\n            self._hand_over(handover",
-        new="            momentum.copy_(momentum)\n            self._hand_over(handover",
+        old="            self.momentum[span].copy_(momentum)\n            handover.take(",
+        new="            momentum.copy_(momentum)\n            handover.take(",
         harm="the next commit gives another state than everybody else's",
         killed_by=(f"{_STATE_TESTS}::test_a_fetched_state_gives_back_what_a_fork_had_merged", _CONSERVATION),
     ),
@@ -317,15 +318,15 @@ BUGS = (
     Bug(
         name="shifts that waited are not told",
         module=_SUPERVISION,
-        old="driver.job(lambda: state.shifted(message.shards), self.shifts_ready)",
-        new="driver.job(lambda: state.shifted(message.shards), lambda _: None)",
+        old="driver.job(lambda: state.shifts.shifted(message.shards), self.shifts_ready)",
+        new="driver.job(lambda: state.shifts.shifted(message.shards), lambda _: None)",
         harm="a learner that is slower than the swarm never hears of a second version",
         killed_by=(f"{_SUPERVISION_TESTS}::test_what_the_learner_could_not_take_at_once_it_takes_later",),
     ),
     Bug(
         name="snapshots are never brought up to date",
         module=_SUPERVISION,
-        old="driver.job(lambda: state.snapshot_taken(message.fragment), lambda _: driver.feed(event))",
+        old="driver.job(lambda: state.shifts.snapshot_taken(message.fragment), lambda _: driver.feed(event))",
         new="driver.job(lambda: None, lambda _: driver.feed(event))",
         harm="nothing that a learner trains is ever contributed",
         killed_by=(f"{_SUPERVISION_TESTS}::test_a_snapshot_counts_when_it_was_taken_in_full",),

@@ -21,7 +21,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from p2pdiloco.peer.global_state import GlobalState, Moves, Shifts, StaleBaseError
+from p2pdiloco.peer.global_state import GlobalState, StaleBaseError
+from p2pdiloco.peer.shift_queue import Moves, Shifts
 from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.identifiers import FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
@@ -146,7 +147,7 @@ class Conservation:
         """Its own era."""
         self.copied_in = dict.fromkeys(self.shards, -1)
         """And when it copied: what an earlier era trained may not be given."""
-        self.state.load(self.learner)
+        self.state.shifts.load(self.learner, self.state.theta)
         for shard in self.shards:
             self.told[shard].append(0)
         self.tell(link.Load(step=0))
@@ -202,9 +203,9 @@ class Conservation:
         for _ in range(min(most, len(self.unread))):
             match self.unread.pop(0):
                 case link.Shifted(shards=shards):
-                    self.pass_on(self.state.shifted(shards))
+                    self.pass_on(self.state.shifts.shifted(shards))
                 case link.Snapshotted(fragment=fragment):
-                    self.state.snapshot_taken(fragment)
+                    self.state.shifts.snapshot_taken(fragment)
                     self.is_asked[fragment] = False
                     for shard in self.layout.fragments[fragment]:
                         self.has_copy[shard] = True
@@ -215,7 +216,7 @@ class Conservation:
         """A snapshot, one at a time."""
         if not self.is_asked[fragment]:
             self.is_asked[fragment] = True
-            self.state.snapshot_asked(FragmentId(fragment))
+            self.state.shifts.snapshot_asked(FragmentId(fragment))
             for shard in self.layout.fragments[fragment]:
                 self.has_copy[shard] = False
             self.tell(link.Snapshot(fragment=FragmentId(fragment), step=0))
@@ -314,7 +315,7 @@ class Conservation:
 
     def dies(self) -> None:
         """The learner's process ends, and another begins, over a link of its own."""
-        self.state.unload()
+        self.state.shifts.unload()
         self.connect()
         self.begin()
 

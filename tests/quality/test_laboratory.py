@@ -17,7 +17,8 @@ from benchmarks.quality.exchange import Exchange, pack
 from benchmarks.quality.laboratory import Laboratory, Result
 from benchmarks.quality.settings import Setting, from_row, to_row
 from benchmarks.quality.stacked import Stack
-from p2pdiloco.peer.global_state import GlobalState, Moves
+from p2pdiloco.peer.global_state import GlobalState
+from p2pdiloco.peer.shift_queue import Moves
 from p2pdiloco.protocol.identifiers import FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
@@ -194,9 +195,9 @@ class Node:
     vectors: SharedVectors
 
     def encode(self, snapshot: Tensor) -> bytes:
-        self.state.snapshot_asked(FragmentId(0))
+        self.state.shifts.snapshot_asked(FragmentId(0))
         self.vectors.snapshot.copy_(snapshot)
-        self.state.snapshot_taken(FragmentId(0))
+        self.state.shifts.snapshot_taken(FragmentId(0))
         head = self.state.heads[0]
         assert head is not None
         return self.state.encode(ShardId(0), head)[0]
@@ -218,8 +219,8 @@ def test_the_exchange_is_the_nodes(up: Any, down: Any, merge: Any) -> None:
         outer = OuterConfig(learning_rate=0.7, momentum=0.4, merge=merge)
         node = Node(LearnerId(f"{name}/1"), GlobalState(layout, outer, CodecConfig(up=up, down=down), vectors), vectors)
         node.state.put(shard, digest_of(b"version 0"), start, torch.zeros(elements))
-        node.state.load(node.learner)
-        node.state.shifted((shard,))
+        node.state.shifts.load(node.learner, node.state.theta)
+        node.state.shifts.shifted((shard,))
         nodes.append(node)
     learners = [start.clone() for _ in nodes]
     counts = [(1, 64), (2, 128), (4, 1024)]  # steps and tokens of each
@@ -243,7 +244,7 @@ def test_the_exchange_is_the_nodes(up: Any, down: Any, merge: Any) -> None:
             assert torch.equal(node.state.momentum, exchange.momentum)
             assert torch.equal(node.vectors.shift, change + parcel.values)
             learner.add_(node.vectors.shift)
-            node.state.shifted((shard,))
+            node.state.shifts.shifted((shard,))
     assert not torch.equal(exchange.theta, start)
 
 

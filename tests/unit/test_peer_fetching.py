@@ -38,7 +38,7 @@ def has_all_of(one: Member, other: Member) -> bool:
         one.state.heads == other.state.heads
         and torch.equal(one.state.theta, other.state.theta)
         and torch.equal(one.state.momentum, other.state.momentum)
-        and one.state.digests == other.state.digests
+        and one.state.integrity.digests == other.state.integrity.digests
     )
 
 

@@ -11,11 +11,10 @@ from p2pdiloco.peer.global_state import (
     DigestMismatchError,
     GlobalState,
     MergeResult,
-    Moves,
-    Shifts,
-    SpoiltStateError,
     StaleBaseError,
 )
+from p2pdiloco.peer.integrity import SpoiltStateError
+from p2pdiloco.peer.shift_queue import Moves, Shifts
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
@@ -54,9 +53,9 @@ class Peer:
 
     def copy(self, gradient: Tensor) -> None:
         """As if the learner had moved by -gradient, and is asked for a snapshot."""
-        self.state.snapshot_asked(FRAGMENT)
+        self.state.shifts.snapshot_asked(FRAGMENT)
         self.vectors.snapshot.copy_(self.state.theta - gradient)
-        self.state.snapshot_taken(FRAGMENT)
+        self.state.shifts.snapshot_taken(FRAGMENT)
 
     def contribute(self, gradient: Tensor) -> bytes:
         """What it gives then."""
@@ -103,19 +102,19 @@ def test_all_peers_get_the_same_bits_and_the_owners_digests(peers: tuple[Peer, P
             peer.apply(header, merged)
             assert torch.equal(peer.state.theta, theta)
             assert torch.equal(peer.state.momentum, momentum)
-            assert peer.state.digests[SHARD] == merged.digests == digests.digest_list(theta, momentum)
+            assert peer.state.integrity.digests[SHARD] == merged.digests == digests.digest_list(theta, momentum)
             assert peer.state.digest(SHARD) == header.result
 
 
 def test_the_learner_keeps_what_was_not_merged(peers: tuple[Peer, Peer]) -> None:
     """A shift is the global change plus what was settled; what comes before it is taken is queued, and summed."""
     owner, mine = peers
-    mine.state.load(ME)
-    mine.state.shifted((SHARD,))
+    mine.state.shifts.load(ME, mine.state.theta)
+    mine.state.shifts.shifted((SHARD,))
     before = mine.state.theta.clone()
     payloads = [mine.contribute(bell(1)), mine.contribute(bell(2)), mine.contribute(bell(3))]
-    mine.state.snapshot_asked(FRAGMENT)
-    mine.state.snapshot_taken(FRAGMENT)
+    mine.state.shifts.snapshot_asked(FRAGMENT)
+    mine.state.shifts.snapshot_taken(FRAGMENT)
     learner = mine.vectors.snapshot.clone()
     expected: list[Tensor] = []
     for payload in payloads:
@@ -126,17 +125,17 @@ def test_the_learner_keeps_what_was_not_merged(peers: tuple[Peer, Peer]) -> None
         expected.append(mine.state.theta - before + decoded(payload))
         before = mine.state.theta.clone()
     assert torch.equal(mine.vectors.shift, expected[0])
-    assert torch.equal(mine.state.queued, expected[1] + expected[2])
+    assert torch.equal(mine.state.shifts.queued, expected[1] + expected[2])
     moved = learner + expected[0] + expected[1] + expected[2]
     assert torch.equal(mine.vectors.snapshot, moved)
-    assert mine.state.shifted((SHARD,)) == Shifts((SHARD,), ())
+    assert mine.state.shifts.shifted((SHARD,)) == Shifts((SHARD,), ())
     assert torch.equal(mine.vectors.shift, expected[1] + expected[2])
 
 
 def test_a_reset_replaces(peers: tuple[Peer, Peer]) -> None:
     owner, mine = peers
-    mine.state.load(ME)
-    mine.state.shifted((SHARD,))
+    mine.state.shifts.load(ME, mine.state.theta)
+    mine.state.shifts.shifted((SHARD,))
     header, merged = owner.merge([mine.contribute(bell(1))])
     assert mine.apply(header, merged, Moves(ME, (), (), True)) == Shifts((), (SHARD,))
     assert torch.equal(mine.vectors.shift, mine.state.theta)
@@ -144,8 +143,8 @@ def test_a_reset_replaces(peers: tuple[Peer, Peer]) -> None:
 
 def test_a_reset_voids_a_snapshot_that_waits_to_be_encoded(peers: tuple[Peer, Peer]) -> None:
     owner, mine = peers
-    mine.state.load(ME)
-    mine.state.shifted((SHARD,))
+    mine.state.shifts.load(ME, mine.state.theta)
+    mine.state.shifts.shifted((SHARD,))
     mine.copy(bell(2))
     mine.apply(*owner.merge([owner.contribute(bell(1))]), Moves(ME, (), (), True))
     with pytest.raises(StaleBaseError):
@@ -154,39 +153,39 @@ def test_a_reset_voids_a_snapshot_that_waits_to_be_encoded(peers: tuple[Peer, Pe
 
 def test_a_snapshot_from_before_a_replacement_is_void(peers: tuple[Peer, Peer]) -> None:
     owner, mine = peers
-    mine.state.load(ME)
-    mine.state.shifted((SHARD,))
+    mine.state.shifts.load(ME, mine.state.theta)
+    mine.state.shifts.shifted((SHARD,))
     mine.apply(*owner.merge([owner.contribute(bell(1))]), Moves(ME, (), (), True))
     mine.copy(bell(2))  # the learner has not taken the replacement
     with pytest.raises(StaleBaseError):
         mine.state.encode(SHARD, mine.head)
-    mine.state.shifted((SHARD,))
+    mine.state.shifts.shifted((SHARD,))
     mine.copy(bell(2))
     mine.state.encode(SHARD, mine.head)
 
 
 def test_a_snapshot_is_brought_up_to_date_with_what_is_in_flight_and_queued(peers: tuple[Peer, Peer]) -> None:
     owner, mine = peers
-    mine.state.load(ME)
-    mine.state.shifted((SHARD,))
+    mine.state.shifts.load(ME, mine.state.theta)
+    mine.state.shifts.shifted((SHARD,))
     before, shifts = mine.state.theta.clone(), []
     for seed in (1, 2):
         header, merged = owner.merge([owner.contribute(bell(seed))])
         owner.apply(header, merged)
         shifts.append(mine.apply(header, merged))
     assert shifts == [Shifts((SHARD,), ()), Shifts((), ())], "the second waits until the learner has taken the first"
-    mine.state.snapshot_asked(FRAGMENT)
+    mine.state.shifts.snapshot_asked(FRAGMENT)
     mine.vectors.snapshot.copy_(before - bell(3))  # it has taken neither
-    mine.state.snapshot_taken(FRAGMENT)
-    assert torch.equal(mine.vectors.snapshot, before - bell(3) + mine.vectors.shift + mine.state.queued)
+    mine.state.shifts.snapshot_taken(FRAGMENT)
+    assert torch.equal(mine.vectors.snapshot, before - bell(3) + mine.vectors.shift + mine.state.shifts.queued)
     assert torch.allclose(mine.state.theta - mine.vectors.snapshot, bell(3), atol=1e-6)
 
 
 def test_several_contributions_are_settled_and_restored_at_once(peers: tuple[Peer, Peer]) -> None:
     """A heavier chain may have merged several of what ours has not, or lack several that ours has."""
     donor, mine = peers
-    mine.state.load(ME)
-    mine.state.shifted((SHARD,))
+    mine.state.shifts.load(ME, mine.state.theta)
+    mine.state.shifts.shifted((SHARD,))
     payloads = [mine.contribute(bell(seed)) for seed in (1, 2, 3, 4)]
     before = mine.state.theta.clone()
     donor.apply(*donor.merge([payloads[0]]))
@@ -201,8 +200,8 @@ def test_several_contributions_are_settled_and_restored_at_once(peers: tuple[Pee
 def test_another_learners_contributions_do_not_move_this_one(peers: tuple[Peer, Peer]) -> None:
     """Those of the life before this one, whose commit comes late."""
     owner, mine = peers
-    mine.state.load(ME)
-    mine.state.shifted((SHARD,))
+    mine.state.shifts.load(ME, mine.state.theta)
+    mine.state.shifts.shifted((SHARD,))
     payload, before = mine.contribute(bell(1)), mine.state.theta.clone()
     mine.apply(*owner.merge([payload]), Moves(LearnerId("me/0"), (payload,), (), False))
     assert torch.equal(mine.vectors.shift, mine.state.theta - before)
@@ -210,16 +209,16 @@ def test_another_learners_contributions_do_not_move_this_one(peers: tuple[Peer, 
 
 def test_a_new_learner_takes_nothing_of_what_waited_for_the_last(peers: tuple[Peer, Peer]) -> None:
     owner, mine = peers
-    mine.state.load(ME)
-    mine.state.shifted((SHARD,))
+    mine.state.shifts.load(ME, mine.state.theta)
+    mine.state.shifts.shifted((SHARD,))
     for seed in (1, 2):
         header, merged = owner.merge([owner.contribute(bell(seed))])
         owner.apply(header, merged)
         mine.apply(header, merged)
-    mine.state.unload()
-    mine.state.load(LearnerId("me/2"))
+    mine.state.shifts.unload()
+    mine.state.shifts.load(LearnerId("me/2"), mine.state.theta)
     assert torch.equal(mine.vectors.shift, mine.state.theta)
-    assert mine.state.shifted((SHARD,)) == Shifts((), ())
+    assert mine.state.shifts.shifted((SHARD,)) == Shifts((), ())
 
 
 def test_an_owner_that_was_forestalled_takes_the_other_commit(peers: tuple[Peer, Peer]) -> None:
@@ -239,13 +238,13 @@ def test_what_is_put_is_what_is_there(peers: tuple[Peer, Peer]) -> None:
     state = peers[0].state
     assert torch.equal(state.theta, bell(99, 0.02))
     assert torch.equal(state.momentum, bell(98))
-    assert state.digests[SHARD] == digests.digest_list(bell(99, 0.02), bell(98))
+    assert state.integrity.digests[SHARD] == digests.digest_list(bell(99, 0.02), bell(98))
 
 
 def test_a_fetched_state_gives_back_what_a_fork_had_merged(peers: tuple[Peer, Peer]) -> None:
     donor, mine = peers
-    mine.state.load(ME)
-    mine.state.shifted((SHARD,))
+    mine.state.shifts.load(ME, mine.state.theta)
+    mine.state.shifts.shifted((SHARD,))
     payload = mine.contribute(bell(1))
     before = mine.state.theta.clone()
     donor.apply(*donor.merge([mine.contribute(bell(2))]))
@@ -257,7 +256,7 @@ def test_a_fetched_state_gives_back_what_a_fork_had_merged(peers: tuple[Peer, Pe
     assert mine.state.install(SHARD, head, Moves(ME, (), (payload,), False)) == Shifts((SHARD,), ())
     assert torch.equal(mine.state.theta, donor.state.theta)
     assert torch.equal(mine.state.momentum, donor.state.momentum)
-    assert mine.state.digests == donor.state.digests
+    assert mine.state.integrity.digests == donor.state.integrity.digests
     assert torch.equal(mine.vectors.shift, mine.state.theta - before - decoded(payload))
 
 
@@ -308,14 +307,14 @@ def test_a_repair_moves_the_learner_only_if_it_may_have_seen_the_difference(
     spoilt, donor = peers
     shard, head = SHARD, spoilt.state.heads[SHARD]
     assert head is not None
-    spoilt.state.load(ME)
-    spoilt.state.shifted((shard,))
+    spoilt.state.shifts.load(ME, spoilt.state.theta)
+    spoilt.state.shifts.shifted((shard,))
     if was_verified:
-        for chunk in spoilt.state.unverified(shard):
+        for chunk in spoilt.state.integrity.unverified(shard):
             spoilt.state.verify(shard, chunk)
     spoilt.state.theta[3] += 1.0
     if not was_verified:
-        spoilt.state.look_again()
+        spoilt.state.integrity.look_again()
     with pytest.raises(SpoiltStateError):
         spoilt.state.verify(shard, 0)
     with pytest.raises(StaleBaseError):

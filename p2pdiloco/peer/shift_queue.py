@@ -1,0 +1,206 @@
+"""What the learner is still to be told: its parameters move by *shifts*, which it adds at a step boundary.
+
+Rules of this file:
+1. The learner's parameters are never read or written here. A shift is (new global - old global), plus own contributions
+   that were merged, minus those that a fork took back. So the learner keeps every step it made meanwhile (``carry``).
+2. A shard has one shift in flight at a time; what comes before the learner has added it waits in a queue, added up.
+3. A snapshot is brought up to date with all shifts that the learner had not added when it was taken. An outer gradient
+   is therefore always relative to the head it claims.
+4. All of it runs on the thread of ``global_state``, in the order in which it was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from p2pdiloco.protocol.identifiers import FragmentId, LearnerId, ShardId
+from p2pdiloco.protocol.manifest import Layout
+from p2pdiloco.tensors import quantize
+from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.wire.compression import Body
+
+Payload = bytes | memoryview
+"""Of a contribution or a commit, compressed; not to be changed."""
+
+
+class Shifts(NamedTuple):
+    """Shards whose part of the shift buffer the learner is to take now."""
+
+    added: tuple[ShardId, ...]
+    """parameters += shift"""
+    replaced: tuple[ShardId, ...]
+    """parameters = shift"""
+
+
+class Kind(Enum):
+    """What a shift in a buffer is for."""
+
+    NONE = 0
+    ADD = 1
+    REPLACE = 2
+
+
+class Moves(NamedTuple):
+    """What an own learner's delta gains and loses with a new head (payloads of its own contributions)."""
+
+    learner: LearnerId | None
+    settled: Sequence[Payload]
+    restored: Sequence[Payload]
+    is_reset: bool
+
+
+class Handover(NamedTuple):
+    """Where changes of one shard's parameters go, besides into them."""
+
+    shifts: Shifts
+    """What to tell the learner of."""
+    buffer: Tensor | None
+    """The shift buffer, or the queue; None without a learner."""
+    is_added: bool
+    """To what the buffer holds; else it takes its place."""
+    is_reset: bool
+    """It takes new parameters, not changes."""
+    snapshot: Tensor | None
+    """The snapshot buffer, if the shard's part of it is to be kept up to date."""
+    settled: Sequence[Iterator[Body]]
+    restored: Sequence[Iterator[Body]]
+    """Own contributions, by chunks."""
+
+    def take(self, span: slice, theta: Tensor, change: Tensor) -> None:
+        """One chunk's new parameters, and what they changed by; ``change`` loses its content."""
+        if self.buffer is None:
+            return
+        if self.is_reset:
+            self.buffer[span].copy_(theta)
+            return
+        for bodies in self.settled:
+            quantize.add_chunk(next(bodies), 1.0, change)
+        for bodies in self.restored:
+            quantize.add_chunk(next(bodies), -1.0, change)
+        if self.is_added:
+            self.buffer[span].add_(change)
+        else:
+            self.buffer[span].copy_(change)
+        if self.snapshot is not None:
+            self.snapshot[span].add_(change)
+
+
+class ShiftQueue:
+    """Of one peer's learner, over all parameters in the layout's flat order."""
+
+    def __init__(self, layout: Layout, vectors: SharedVectors) -> None:
+        self._layout = layout
+        self.shift = vectors.shift
+        self.snapshot = vectors.snapshot
+        self.queued = torch.from_numpy(np.zeros(layout.elements, np.float32))
+        """Shifts that wait until the learner has added the last one; any content where none waits. Few ever wait, and
+        numpy's zeros take no memory before they are written, which torch's do."""
+        self.learner: LearnerId | None = None
+        self._in_flight = [Kind.NONE] * len(layout.shards)
+        self._in_queue = [Kind.NONE] * len(layout.shards)
+        self._has_snapshot = [False] * len(layout.shards)
+        """The shard's part of the snapshot buffer holds what the learner has trained, brought up to date."""
+
+    def _range(self, vector: Tensor, shard: ShardId) -> Tensor:
+        piece = self._layout.shards[shard]
+        return vector[piece.start : piece.stop]
+
+    @property
+    def is_empty(self) -> bool:
+        """The learner has added all that there was."""
+        return all(kind is Kind.NONE for kind in (*self._in_flight, *self._in_queue))
+
+    # -- a learner's life ----------------------------------------------------------------------------------------------
+
+    def load(self, learner: LearnerId, theta: Tensor) -> None:
+        """Put all global parameters where a new learner takes them from. It must acknowledge with ``shifted``."""
+        self.learner = learner
+        self.shift.copy_(theta)
+        for shard in range(len(self._layout.shards)):
+            self._in_flight[shard] = Kind.REPLACE
+            self._in_queue[shard] = Kind.NONE
+            self._has_snapshot[shard] = False
+
+    def unload(self) -> None:
+        """The learner is gone."""
+        self.learner = None
+
+    # -- shifts --------------------------------------------------------------------------------------------------------
+
+    def begin(self, shard: ShardId, moves: Moves, bodies: Callable[[Payload], Iterator[Body]]) -> Handover:
+        """Begin to move the learner: its buffer if it has taken the last shift, else the queue. ``bodies`` opens a
+        payload."""
+        if self.learner is None:
+            return Handover(Shifts((), ()), None, False, False, None, (), ())
+        kind = Kind.REPLACE if moves.is_reset else Kind.ADD
+        if moves.is_reset:
+            self._has_snapshot[shard] = False  # what was copied there, the learner has lost
+        shifts, buffer, is_added = Shifts((), ()), self.queued, False
+        if self._in_flight[shard] is Kind.NONE:
+            assert self._in_queue[shard] is Kind.NONE, "what waits, waits for something"
+            self._in_flight[shard] = kind
+            shifts = Shifts((), (shard,)) if moves.is_reset else Shifts((shard,), ())
+            buffer = self.shift
+        else:
+            is_first = self._in_queue[shard] is Kind.NONE
+            is_added = not is_first and not moves.is_reset
+            if is_first or moves.is_reset:
+                self._in_queue[shard] = kind
+        is_mine = moves.learner == self.learner and not moves.is_reset
+        return Handover(
+            shifts,
+            buffer,
+            is_added,
+            moves.is_reset,
+            self.snapshot if self._has_snapshot[shard] else None,
+            [bodies(payload) for payload in moves.settled] if is_mine else (),
+            [bodies(payload) for payload in moves.restored] if is_mine else (),
+        )
+
+    def next_shifts(self, shards: Sequence[ShardId]) -> Shifts:
+        """Hand queued shifts of ``shards`` over where the learner has taken the last; returns what to tell it of."""
+        ready: dict[Kind, list[ShardId]] = {Kind.ADD: [], Kind.REPLACE: []}
+        for shard in shards:
+            kind = self._in_queue[shard]
+            if kind is not Kind.NONE and self._in_flight[shard] is Kind.NONE:
+                self._range(self.shift, shard).copy_(self._range(self.queued, shard))
+                self._in_queue[shard] = Kind.NONE
+                self._in_flight[shard] = kind
+                ready[kind].append(shard)
+        return Shifts(tuple(ready[Kind.ADD]), tuple(ready[Kind.REPLACE]))
+
+    def shifted(self, shards: Sequence[ShardId]) -> Shifts:
+        """The learner has taken these shifts; returns the next ones to tell it of."""
+        for shard in shards:
+            self._in_flight[shard] = Kind.NONE
+        return self.next_shifts(shards)
+
+    # -- snapshots -----------------------------------------------------------------------------------------------------
+
+    def has_snapshot(self, shard: ShardId) -> bool:
+        """Whether there is one to encode."""
+        return self._has_snapshot[shard]
+
+    def snapshot_asked(self, fragment: FragmentId) -> None:
+        """From now on the fragment's part of the snapshot buffer is the learner's."""
+        for shard in self._layout.fragments[fragment]:
+            self._has_snapshot[shard] = False
+
+    def snapshot_taken(self, fragment: FragmentId) -> None:
+        """The learner has written the fragment: add the shifts that it had not added by then."""
+        for shard in self._layout.fragments[fragment]:
+            waiting = ((self._in_flight[shard], self.shift), (self._in_queue[shard], self.queued))
+            self._has_snapshot[shard] = all(kind is not Kind.REPLACE for kind, _ in waiting)
+            for kind, buffer in waiting:
+                if kind is Kind.ADD:
+                    self._range(self.snapshot, shard).add_(self._range(buffer, shard))
+
+    def snapshot_encoded(self, shard: ShardId) -> None:
+        """The next contribution has a snapshot of its own: no need to keep this one up."""
+        self._has_snapshot[shard] = False
