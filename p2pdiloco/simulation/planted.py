@@ -365,7 +365,7 @@ BUGS = (
     ),
     Bug(
         name="a state that nobody signed is handed on",
-        module=_STATE,
+        module="p2pdiloco.peer.integrity",
         old="        self._unsigned.add(shard)\n",
         new="",
         harm="newcomers take the only donor for a liar, and leave it alone",
@@ -373,7 +373,7 @@ BUGS = (
     ),
     Bug(
         name="a state that was accepted is never handed on",
-        module=_STATE,
+        module="p2pdiloco.peer.integrity",
         old="        self._unsigned.discard(shard)\n",
         new="",
         harm="nobody can join any more",
