@@ -33,6 +33,7 @@ from p2pdiloco.runtime.channel import Channel
 from p2pdiloco.runtime.handler import TransportHandler
 from p2pdiloco.runtime.identity import Identity, verify
 from p2pdiloco.runtime.pump import Pump
+from p2pdiloco.runtime.requests import Requests
 from p2pdiloco.runtime.sockets import DialError, PeerRefused
 from p2pdiloco.runtime.strangers import Strangers
 from p2pdiloco.runtime.tasks import Tasks
@@ -105,8 +106,7 @@ class Transport:
             tasks=self._tasks,
         )
         self._channels: dict[Connection, Channel] = {}
-        self._asked: dict[ev.Question, asyncio.Future[Response]] = {}
-        self._answering: dict[ev.Asking, asyncio.Task[None]] = {}
+        self._requests = Requests(self._endpoint, self._pump, self._tasks, handler)
         self._congestion = congestion.Congestion(self._limits.congestion)
         self._listener: socket.socket | None = None
 
@@ -233,16 +233,7 @@ class Transport:
             RequestError: not connected, disconnected, timed out, too large.
             ValueError: ``body`` is longer than 1 MiB.
         """
-        question = self._endpoint.ask(peer, body, self._pump.now(), timeout_s=timeout_s, max_payload=max_payload)
-        answered: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-        self._asked[question] = answered
-        self._pump.turn()
-        try:
-            return await answered
-        finally:
-            if self._asked.pop(question, None) is not None:
-                self._endpoint.withdraw(question)
-                self._pump.turn()
+        return await self._requests.ask(peer, body, timeout_s, max_payload)
 
     def disconnect(self, peer: PeerId, reason: str) -> None:
         """Part from ``peer``: what is queued is flushed for ``part_s`` seconds; it is told ``reason``."""
@@ -336,19 +327,8 @@ class Transport:
             case ev.Offered():
                 if self._handler.admit(event.connection.peer, event.body, event.size):
                     self._endpoint.accept(event)
-            case ev.Asked(asking, body):
-                task = self._tasks.spawn(self._answer(asking, body), name=f"answer {asking.number}")
-                self._answering[asking] = task
-                task.add_done_callback(lambda _: self._answering.pop(asking, None))
-            case ev.Withdrawn(asking):
-                if (running := self._answering.get(asking)) is not None:
-                    running.cancel()
-            case ev.Answered(question, response):
-                if (answered := self._asked.pop(question, None)) is not None and not answered.done():
-                    answered.set_result(response)
-            case ev.Unanswered(question, error):
-                if (answered := self._asked.pop(question, None)) is not None and not answered.done():
-                    answered.set_exception(error)
+            case ev.Asked() | ev.Withdrawn() | ev.Answered() | ev.Unanswered():
+                self._requests.tell(event)
             case ev.Connected(connection):
                 self._connected(self._channels[connection])
             case ev.Disconnected(connection, reason):
@@ -390,17 +370,6 @@ class Transport:
             self._pump.turn()
 
         taken.add_done_callback(release)
-
-    async def _answer(self, asking: ev.Asking, body: bytes) -> None:
-        try:
-            self._endpoint.answer(asking, await self._handler.answer(asking.connection.peer, body))
-        except RequestRefused as refusal:
-            self._endpoint.refuse(asking, str(refusal))
-        except Exception:
-            self._endpoint.refuse(asking, "an internal error; the peer's log has it")
-            raise
-        finally:
-            self._pump.turn()
 
     async def _dial_lane(self, wanted: ev.LaneWanted) -> None:
         is_there = False

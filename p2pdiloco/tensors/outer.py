@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from p2pdiloco.tensors import kernels, quantize
+from p2pdiloco.tensors import chunk_bodies, kernels, quantize
 from p2pdiloco.tensors.recipes import CHUNK
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_NOTHING = quantize.Packed(np.empty(0, np.int8), np.empty(0, np.float32), 0)
+_NOTHING = chunk_bodies.Packed(np.empty(0, np.int8), np.empty(0, np.float32), 0)
 _NOWHERE = np.empty(0, np.float32)
 
 
@@ -82,7 +82,7 @@ def step_aside(
     Raises:
         ValueError: the body is malformed.
     """
-    if (fast := quantize.opened_int4(body, theta.numel())) is not None:
+    if (fast := chunk_bodies.opened_int4(body, theta.numel())) is not None:
         vectors = (theta.numpy(), momentum.numpy(), new[0].numpy(), new[1].numpy())
         kernels.step_aside_int4(*fast, *vectors, learning_rate, momentum_factor)
         return
@@ -110,8 +110,8 @@ def step_and_hand_over(
     Raises:
         ValueError: a body is malformed; nothing is done.
     """
-    fast = quantize.opened_int4(body, theta.numel())
-    mine = _NOTHING if own is None else quantize.opened_int4(own, theta.numel(), slot=1)
+    fast = chunk_bodies.opened_int4(body, theta.numel())
+    mine = _NOTHING if own is None else chunk_bodies.opened_int4(own, theta.numel(), slot=1)
     if fast is None or mine is None or (own is not None and mine.block != fast.block):
         return False
     kernels.step_int4(

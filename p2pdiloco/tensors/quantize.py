@@ -1,14 +1,6 @@
 """Blockwise quantizers: a float32 vector to a stream of small bodies and back.
 
-A vector is cut into chunks of 256 Ki elements; every chunk becomes one body that says all a decoder needs (all integers
-little-endian)::
-
-    version  uint8    2
-    codec    uint8    1 = int4, 2 = int8, 3 = bf16, 4 = int2, 5 = e3m0
-    block    uint16   elements that share one scale (bf16: 0)
-    elements uint32   n, at most 256 Ki
-    symbols  padded with zeros to whole blocks, packed as ``packing`` says   (bf16: n high bytes, n low bytes)
-    scales   bfloat16[ceil(n / block)]                                       (bf16: none)
+What a body is in bytes ``chunk_bodies`` says.
 
 Rules of this file:
 1. value = symbol * scale: exactly one float32 multiply, so every machine decodes the same bits. Encoding need not be
@@ -16,10 +8,8 @@ Rules of this file:
 2. A scale is rounded to bfloat16 *before* it divides, so its rounding costs no accuracy. Scales come last because zstd
    then codes the symbols with one table: 0.9 % fewer bytes than scales first. bf16's high bytes, of which alone
    entropy coding can make use, are kept apart from its low ones for the same reason: 14 % fewer bytes.
-3. A body comes from a hostile peer. ``decode_chunk`` reads nothing before the header, the length and every scale are
-   checked, and what it returns is finite.
-4. A thread's calls share its scratch, and its torch is set to one thread (see ``scratch``).
-5. Where numba is installed (``p2pdiloco[fast]``) int4 takes ``kernels``: decoding has the same bits, a scale may differ
+3. A thread's calls share its scratch, and its torch is set to one thread (see ``scratch``).
+4. Where numba is installed (``p2pdiloco[fast]``) int4 takes ``kernels``: decoding has the same bits, a scale may differ
    in the last bit of the sum that it comes from.
 
 4-bit outer gradients cost no measurable quality (arXiv 2501.18512, section 3.4; arXiv 2604.21428).
@@ -28,9 +18,8 @@ Rules of this file:
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -38,11 +27,19 @@ from torch import Tensor
 
 from p2pdiloco.protocol.manifest import Codec
 from p2pdiloco.tensors import kernels, packing
-from p2pdiloco.tensors.recipes import BLOCK, BLOCKS, CHUNK, FORMATS, Recipe, recipe
-from p2pdiloco.tensors.scratch import HEADER, LARGEST_BODY, Cut, Part, body_bytes, scratch
+from p2pdiloco.tensors.chunk_bodies import (
+    LARGEST,
+    LARGEST_BITS,
+    VERSION,
+    chunk_count,
+    largest_bits,
+    opened,
+    opened_int4,
+)
+from p2pdiloco.tensors.recipes import BLOCK, CHUNK, FORMATS, Recipe, recipe
+from p2pdiloco.tensors.scratch import HEADER, LARGEST_BODY, Cut, Part, scratch
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from typing_extensions import Buffer
 
 __all__ = [
@@ -61,25 +58,10 @@ __all__ = [
     "squared_norm",
 ]
 
-if sys.byteorder != "little":
-    raise ImportError("p2pdiloco's payloads are little-endian, this machine is not")
-
-VERSION: Final = 2
-
-_CODECS: Final[dict[int, Codec]] = {form.number: codec for codec, form in FORMATS.items()}
 _SMALLEST_SCALE: Final = 1e-30
 """A block whose scale is smaller is all zeros."""
-_LARGEST: Final = 2.0**119
-"""Values and scales; 128 times as much is still finite."""
-_LARGEST_BITS: Final = (119 + 127) << 7
-_INFINITE_BITS: Final = 255 << 7
 _SAFE_NORMS: Final = (1e-15, 1e18)
 """Outside, the squares may have vanished or overflowed."""
-
-
-def chunk_count(elements: int) -> int:
-    """How many bodies a vector of ``elements`` becomes."""
-    return -(-elements // CHUNK)
 
 
 # ---------------------------------------------------------------------------------------------------------- encoding
@@ -140,20 +122,14 @@ def _encode_bf16(piece: Tensor) -> memoryview:
     view = scratch.bytes.data[:size]
     HEADER.pack_into(view, 0, VERSION, FORMATS["bf16"].number, 0, elements)
     symbols = scratch.narrow[:elements].copy_(piece)
-    _require_finite(_largest_bits(symbols) <= _LARGEST_BITS)
+    _require_finite(largest_bits(symbols) <= LARGEST_BITS)
     packing.split_bytes(symbols.view(torch.int16), scratch.body[HEADER.size : size].view(2, -1))
     return view
 
 
-def _largest_bits(symbols: Tensor) -> int:
-    """The bits of the largest absolute value of bfloat16 ``symbols``; those of infinity and NaN are larger still."""
-    magnitudes = scratch.work.view(torch.int16)[: symbols.numel()]
-    return int(torch.bitwise_and(symbols.view(torch.int16), 0x7FFF, out=magnitudes).max())
-
-
 def _require_finite(is_finite: bool) -> None:
     if not is_finite:
-        raise ValueError(f"not finite: the vector has a NaN, an infinity, or a value beyond {_LARGEST:.0e}")
+        raise ValueError(f"not finite: the vector has a NaN, an infinity, or a value beyond {LARGEST:.0e}")
 
 
 def _encode_int4(recipe: Recipe, piece: Tensor, cut: Cut) -> bool:
@@ -204,7 +180,7 @@ def _scales_by_rms(recipe: Recipe, rows: Tensor, part: Part) -> None:
 def _scales_by_largest(recipe: Recipe, rows: Tensor, part: Part, known: Tensor) -> None:
     """``known`` are scales to keep where they are positive; it may be ``part.wanted``, of which nothing is kept."""
     absmax = torch.amax(torch.abs(rows, out=part.work), dim=1)
-    _require_finite(float(absmax.max()) <= _LARGEST)  # NaN compares false
+    _require_finite(float(absmax.max()) <= LARGEST)  # NaN compares false
     wanted = absmax.div_(FORMATS[recipe.codec].largest)
     if known is not part.wanted:
         wanted = torch.where(known > 0.0, known, wanted)
@@ -266,7 +242,7 @@ def decode_chunk(body: Buffer, out: Tensor) -> Tensor:
     if (fast := opened_int4(body, out.numel())) is not None:
         kernels.unpack_int4(*fast, out.numpy())
         return out
-    cut, codec, block = _opened(body, out.numel())
+    cut, codec, block = opened(body, out.numel())
     if cut is None:
         out.copy_(scratch.narrow[: out.numel()])
     else:
@@ -297,7 +273,7 @@ def squared_norm(body: Buffer, elements: int) -> float:
         squares = scratch.squares[: len(fast.scales)]
         kernels.square_int4(fast.packed, fast.block, squares)
         return float((squares * np.square(fast.scales, dtype=np.float64)).sum())
-    cut, codec, block = _opened(body, elements)
+    cut, codec, block = opened(body, elements)
     if cut is None:
         return float(torch.linalg.vector_norm(scratch.narrow[:elements], dtype=torch.float64)) ** 2
     _unpack(cut, codec)
@@ -313,7 +289,7 @@ def check_chunk(body: Buffer, elements: int) -> None:
         ValueError: it would not.
     """
     if opened_int4(body, elements) is None:
-        _opened(body, elements)
+        opened(body, elements)
 
 
 def _require_chunk(out: Tensor) -> None:
@@ -321,82 +297,11 @@ def _require_chunk(out: Tensor) -> None:
         raise ValueError(f"a chunk is a contiguous float32 vector of 1 to {CHUNK} elements")
 
 
-class Packed(NamedTuple):
-    """An int4 body as ``kernels`` take it: checked, and not copied."""
-
-    packed: NDArray[np.int8]
-    scales: NDArray[np.float32]
-    """In this thread's scratch."""
-    block: int
-
-
-def opened_int4(body: Buffer, elements: int, slot: int = 0) -> Packed | None:
-    """The body of a chunk, if it is int4 and there are kernels for it. The scales of each ``slot`` (0 or 1) last until
-    its next use.
-
-    Raises:
-        ValueError: as ``decode_chunk``.
-    """
-    if not scratch.is_fast:
-        return None
-    raw = memoryview(body).cast("B")
-    codec, block = _checked_header(raw, elements)
-    if codec != "int4":
-        return None
-    blocks = -(-elements // block)
-    symbols = len(raw) - HEADER.size - 2 * blocks
-    scales = scratch.scales[slot][:blocks]
-    found = np.frombuffer(raw, np.uint8, 2 * blocks, HEADER.size + symbols)
-    if not kernels.widen_scales(found, scales.view(np.int32), _LARGEST_BITS):
-        raise ValueError("the body has a scale that is negative, too large or not a number")
-    return Packed(np.frombuffer(raw, np.int8, symbols, HEADER.size), scales, block)
-
-
-def _opened(body: Buffer, elements: int) -> tuple[Cut | None, Codec, int]:
-    """The checked body's cut, with packed symbols and scales, its codec and its block. bf16 has no cut: its values are
-    in ``scratch.narrow``."""
-    raw = memoryview(body).cast("B")
-    codec, block = _checked_header(raw, elements)
-    # The copy aligns the symbols and protects them: torch cannot read a read-only buffer without a warning.
-    np.copyto(scratch.bytes[: len(raw)], np.frombuffer(raw, dtype=np.uint8))
-    if codec == "bf16":
-        symbols = scratch.narrow[:elements]
-        packing.join_bytes(scratch.body[HEADER.size : len(raw)].view(2, -1), symbols.view(torch.int16), scratch.work)
-        if _largest_bits(symbols) >= _INFINITE_BITS:
-            raise ValueError("the body has a value that is not finite")
-        return None, codec, block
-    cut = scratch.cut(FORMATS[codec].bits, block, elements)
-    lowest, highest = torch.aminmax(cut.scale_bits)
-    if int(lowest) < 0 or int(highest) > _LARGEST_BITS:
-        raise ValueError("the body has a scale that is negative, too large or not a number")
-    cut.wide.copy_(cut.scales)
-    return cut, codec, block
-
-
 def _unpack(cut: Cut, codec: Codec) -> None:
     """The cut's symbols, to be multiplied with its scales."""
     packing.unpack(cut.packed, FORMATS[codec].bits, cut.symbols)
     if codec == "e3m0":
         packing.from_exponents(cut.symbols, scratch.narrow.view(torch.uint8)[: 2 * cut.symbols.numel()])
-
-
-def _checked_header(raw: memoryview, elements: int) -> tuple[Codec, int]:
-    if len(raw) < HEADER.size:
-        raise ValueError(f"the body has {len(raw)} bytes, its header alone needs {HEADER.size}")
-    version, number, block, claimed = HEADER.unpack_from(raw)
-    if version != VERSION:
-        raise ValueError(f"the body has version {version}, this release reads version {VERSION}")
-    codec = _CODECS.get(number)
-    if codec is None:
-        raise ValueError(f"the body names codec {number}, which does not exist")
-    if claimed != elements:
-        raise ValueError(f"the body claims {claimed} elements, expected {elements}")
-    if block not in ((0,) if codec == "bf16" else BLOCKS):
-        raise ValueError(f"the body has blocks of {block}, {codec} cannot")
-    expected = body_bytes(FORMATS[codec].bits, block, elements)
-    if len(raw) != expected:
-        raise ValueError(f"the body has {len(raw)} bytes, {elements} elements in {codec} have {expected}")
-    return codec, block
 
 
 def _multiply(cut: Cut, block: int, out: Tensor) -> None:

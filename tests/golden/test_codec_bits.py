@@ -2,7 +2,7 @@
 
 The vector's values are small integers times a power of two for each block, so that sums of squares are exact in float32
 whatever their order: even encoding, which need not be reproducible in general, is so here. A change of these hashes is
-a change of the format (``quantize.VERSION``) or of the arithmetic, and two releases could not merge together.
+a change of the format (``chunk_bodies.VERSION``) or of the arithmetic, and two releases could not merge together.
 """
 
 import hashlib
