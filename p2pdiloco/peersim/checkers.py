@@ -237,8 +237,9 @@ class Checks:
         self.endings[name] = ending
         self._ended_at[name] = self.world.now
         if self.world.now - self.world.harmed_at > CALM_S:
-            self._together += [(name, other) for other in peer.machine.core.membership.live]
-        if ending.status and not self.world.may_fail(name):
+            live = peer.machine.core.membership.live
+            self._together += [(name, other) for other in live if self._is_waited_for(other)]
+        if ending.status and not self.world.may_fail(name) and not self._stands_still(name):
             self.violated(5, f"{name[-6:]} ended with status {ending.status}: {ending.reason}")
             return
         learner = self.world.learners.get(peer.supervision.learner or LearnerId(""))
@@ -261,6 +262,19 @@ class Checks:
             if self.world.is_exact and trained and learner.has_ended and left > NEARLY * max(1, len(truth.tokens)):
                 self.violated(4, f"{name[-6:]} ended in order, its learner differs by {left:.3f} in shard {shard}")
                 return
+
+    def _is_waited_for(self, name: PeerId) -> bool:
+        """Whether nobody should end before this peer has merged everything. Not promised of one whose learner gives
+        nothing that can be used, or does not answer (rules N1c, N3a): it may begin again when the others are gone."""
+        host = self.world.hosts.get(name)
+        learner = None if host is None else host.peer.machine.core.learner
+        return learner is None or learner.is_able
+
+    def _stands_still(self, name: PeerId) -> bool:
+        """Whether this peer's learner does nothing while its peer ends. Not promised of one that stands still until
+        ``finish_s`` or ``leave_s`` has passed: what it has not given is lost."""
+        learner = self.world.processes.get(name)
+        return learner is not None and learner.is_paused
 
     def finished(self) -> None:
         """Everybody has ended."""

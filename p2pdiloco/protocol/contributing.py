@@ -27,7 +27,7 @@ NO_PAYLOAD = Digest("")
 class FragmentTurn:
     """One fragment's turns."""
 
-    __slots__ = ("encoding", "failure", "is_snapshotting", "open", "step", "steps", "tokens")
+    __slots__ = ("asked_at", "encoding", "failure", "is_snapshotting", "open", "step", "steps", "tokens")
 
     def __init__(self) -> None:
         self.step = 0
@@ -35,6 +35,8 @@ class FragmentTurn:
         self.open: dict[ShardId, tuple[Digest, float]] = {}
         """Shards whose turn is open: the heads they had when it opened, and when that was."""
         self.is_snapshotting = False
+        self.asked_at = 0.0
+        """When that was asked for."""
         self.encoding: dict[ShardId, Digest] = {}
         """Shards being encoded, with the heads that their outer gradients are relative to."""
         self.failure = ""
@@ -170,7 +172,7 @@ class Contributing:
         if self.core.learner is None or turn.is_snapshotting or turn.encoding:
             return
         if not all(map(self.has_given, turn.open)):
-            turn.is_snapshotting = True
+            turn.is_snapshotting, turn.asked_at = True, self.core.now
             self.core.effects.append(Snapshot(fragment, turn.step))
 
     def snapshotted(self, event: Snapshotted) -> None:
@@ -179,6 +181,7 @@ class Contributing:
         if core.learner is None or not turn.is_snapshotting:
             return
         turn.is_snapshotting = False
+        self.trouble.answered()
         turn.steps, turn.tokens = event.steps, event.tokens
         turn.failure = ""
         for shard in turn.open:
@@ -189,6 +192,13 @@ class Contributing:
                 core.effects.append(Encode(shard, core.head(shard)))
             else:
                 self._contribute(shard, NO_PAYLOAD, 0)
+
+    def look(self) -> None:
+        """Now and then: is anybody to be told of trouble?"""
+        asked = [turn.asked_at for turn in self.turns if turn.is_snapshotting]
+        if asked:
+            self.trouble.unanswered(self.core.now - min(asked))
+        self.trouble.look()
 
     def has_given(self, shard: ShardId) -> bool:
         """Whether tokens of ours are on offer for the shard's next version."""

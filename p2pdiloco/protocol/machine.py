@@ -283,7 +283,7 @@ class Machine:
             core.send((peer,), msg.HeadsRequest())
         if core.learner is None or core.learner.is_paused:
             self.contributing.adopt_step(membership.furthest_step())
-        self.contributing.trouble.look()
+        self.contributing.look()
         is_over = core.step >= core.config.total_steps and not membership.participating
         if core.learner is None and not core.departure and is_over:
             self.departing.finish()

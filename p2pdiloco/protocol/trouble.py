@@ -1,4 +1,4 @@
-"""What a person must be told: this learner gives nothing that can be used, or versions do not come.
+"""What a person must be told: this learner gives nothing that can be used, or does not answer, or versions do not come.
 
 Rules of this file:
 1. A trouble is said once when it begins and once when it is over, and stands in the status meanwhile.
@@ -15,6 +15,10 @@ POISONED_TURNS = 2
 STUCK_PERIODS = 4
 """Periods of H steps without a new version of a shard, but at least ``stuck_s``."""
 
+SILENT_S = 20.0
+"""A learner that leaves a question for a snapshot unanswered for so long stands still,"""
+SILENT_STEPS = 8
+"""or for so many of its own steps, if that is longer: it answers between two."""
 LOOKS = 20
 """While ``stuck_s`` passes."""
 
@@ -25,6 +29,7 @@ class Trouble:
     def __init__(self, core: Core) -> None:
         self.core = core
         self.poisoned = ""
+        self.silent = ""
         self.stuck = ""
         self._failed_turns = 0
         self._moved_at = [0.0] * len(core.chains)
@@ -34,20 +39,20 @@ class Trouble:
 
     def told(self) -> tuple[str, ...]:
         """For the status."""
-        return tuple(filter(None, (self.poisoned, self.stuck)))
+        return tuple(filter(None, (self.poisoned, self.silent, self.stuck)))
 
     # -- the learner ---------------------------------------------------------------------------------------------------
 
     def learner_changed(self) -> None:
         """Another one: what the last one could not give says nothing of it."""
-        self._failed_turns, self.poisoned = 0, ""
+        self._failed_turns, self.poisoned, self.silent = 0, "", ""
 
     def encoded(self) -> None:
         """An outer gradient of the learner's is sound."""
         self._failed_turns = 0
         if self.poisoned:
             self.poisoned = ""
-            self._participate(is_able=True)
+            self._participate()
             self.core.note("info", "poisoned", "the learner's outer gradients can be encoded again")
 
     def turn_failed(self, reason: str) -> None:
@@ -58,13 +63,32 @@ class Trouble:
                 f"the learner's outer gradients cannot be encoded, {self._failed_turns} turns in a row ({reason}): "
                 "what it trains is not merged, and the others go on without it. Look at its loss, and restart it"
             )
-            self._participate(is_able=False)
+            self._participate()
             self.core.note("warning", "poisoned", self.poisoned)
 
-    def _participate(self, *, is_able: bool) -> None:
+    def answered(self) -> None:
+        """A snapshot came."""
+        if self.silent:
+            self.silent = ""
+            self._participate()
+            self.core.note("info", "silent", "the learner answers again")
+
+    def unanswered(self, since_s: float) -> None:
+        """A snapshot was asked for so long ago, and has not come: nobody waits for this learner until it does."""
+        learner = self.core.learner
+        if learner is None or self.silent or since_s <= max(SILENT_S, SILENT_STEPS * learner.step_time_s):
+            return
+        self.silent = (
+            f"the learner has not answered for {since_s:.0f} s: the others go on without it. Look at its process, and "
+            "restart it if it hangs"
+        )
+        self._participate()
+        self.core.note("warning", "silent", self.silent)
+
+    def _participate(self) -> None:
         learner = self.core.learner
         if learner is not None:
-            learner.is_able = is_able
+            learner.is_able = not (self.poisoned or self.silent)
 
     # -- the swarm -----------------------------------------------------------------------------------------------------
 

@@ -84,6 +84,45 @@ def test_the_others_go_on_without_a_poisoned_learner() -> None:
     assert len(only(effects, ef.Merge)) == 1
 
 
+def test_a_learner_that_does_not_answer_does_not_participate() -> None:
+    """N3a: with K = 2 the other one of two learners is enough then, and people are told once."""
+    stage = Stage(B, C, owners="abc", min_quorum=2)
+    stage.says(C, is_participating=False)
+    assert only(stage.train(4), ef.Snapshot)
+    effects = stage.offer(B) + stage.wait(19.0)
+    assert not only(effects, ef.Merge), "one of two"
+    assert stage.machine.status().troubles == ()
+    effects = stage.wait(2.0)
+    [told] = notes(effects, "silent")
+    assert stage.machine.status().troubles == (told,)
+    assert not any(beat.is_participating for _, beat in sent(stage.wait(1.1), msg.Heartbeat))
+    assert len(only(effects, ef.Merge)) == 1
+    assert not notes(stage.wait(60.0), "silent")
+    slow = Stage(B, owners="ba")
+    slow.steps = 4
+    slow.tell(ev.Stepped(slow.steps, slow.tokens, 5.0))
+    assert not notes(slow.wait(39.0), "silent"), "8 steps of 5 s"
+    assert notes(slow.wait(2.0), "silent")
+
+
+def test_a_learner_that_answers_again_participates() -> None:
+    """N3b: or another one in its place."""
+    stage = Stage(B, owners="ba")
+    asked = stage.train(4)
+    stage.wait(30.0)
+    assert A not in stage.machine.status().participating
+    assert notes(stage.work(asked, ef.Snapshot, ef.Encode), "silent")
+    assert A in stage.machine.status().participating
+    assert stage.machine.status().troubles == ()
+    other = Stage(B, owners="ba")
+    other.train(4)
+    other.wait(30.0)
+    other.tell(ev.LearnerStopped("killed"))
+    other.tell(ev.LearnerStarted(life(A, 2)))
+    assert A in other.machine.status().participating
+    assert other.machine.status().troubles == ()
+
+
 def test_without_versions_for_long_a_peer_says_that_it_is_stuck() -> None:
     """N2a: 10 s here, or four periods."""
     stage = Stage(B, owners="bac", min_quorum=2, stuck_s=10.0)
