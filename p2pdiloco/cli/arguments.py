@@ -87,6 +87,8 @@ def _simulate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--scenario", choices=[MIXED, *SCENARIOS], default=MIXED, help="kinds of faults (default: all)")
     sub.add_argument("--story", choices=sorted(STORIES), help="tell one scripted situation instead of running seeds")
     sub.add_argument("--mutants", action="store_true", help="find every planted bug")
+    sub.add_argument("--piece", default="1/1", metavar="K/N", help="of whole peers' bugs every N-th, from the K-th")
+    sub.add_argument("--record", type=Path, metavar="FILE", help="what finds each of whole peers' bugs, as JSON")
     sub.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
     sub.add_argument("--json", action="store_true", help="nothing but JSON on standard output")
 

@@ -6,13 +6,14 @@ sockets, disks and processes, slower by a hundred times."""
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 from p2pdiloco.cli.complaints import FAILED, REPAIR, Complaint
 from p2pdiloco.peersim import report as whole
@@ -39,7 +40,9 @@ async def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.whole:
         if arguments.mutants:
-            return await _whole_mutants(seeds, arguments.jobs, is_json=arguments.json)
+            return await _whole_mutants(
+                seeds, arguments.jobs, pieces=arguments.piece, record=arguments.record, is_json=arguments.json
+            )
         return await _whole(seeds, arguments.jobs, is_json=arguments.json)
     if arguments.mutants:
         return _mutants(arguments.jobs, is_json=arguments.json)
@@ -73,39 +76,59 @@ def fresh_seeds(count: int) -> range:
 
 async def _whole(seeds: range, jobs: int, *, is_json: bool) -> int:
     total = {"seeds": 0, "violations": 0, "commits": 0, "contributions": 0, "forks": 0, "lives": 0, "faults": 0}
+    happened: Counter[str] = Counter()
     began, most = time.perf_counter(), WHOLE_BATCH * jobs
     for first in range(seeds.start, seeds.stop, most):
         async for outcome in whole.outcomes(range(first, min(first + most, seeds.stop)), jobs=jobs):
             total["seeds"] += 1
             for key in ("commits", "contributions", "forks", "lives", "faults"):
                 total[key] += getattr(outcome, key)
+            happened.update(outcome.happened)
             if outcome.violations:
                 total["violations"] += 1
                 repeat = f"p2pdiloco simulate --whole --seeds {outcome.seed}"
                 print(f"seed {outcome.seed}: {outcome.violations[0]}\n  repeat: {repeat}", file=sys.stderr)
         if not is_json and len(seeds) > most:
             print(f"{total['seeds']:>7,} seeds  {total['violations']} violations", flush=True)
-    print(json.dumps({**total, "seconds": round(time.perf_counter() - began, 1)}))
+    told = {"happened": dict(sorted(happened.items())), "seconds": round(time.perf_counter() - began, 1)}
+    print(json.dumps({**total, **told}))
     return FAILED if total["violations"] else 0
 
 
-async def _whole_mutants(seeds: range, jobs: int, *, is_json: bool) -> int:
-    """Every planted bug outside the protocol, and the first of ``seeds`` that finds it."""
-    survivors, free = [], asyncio.Semaphore(jobs)
-
-    async def find(name: str) -> whole.BugFound:
-        async with free:
-            return await whole.find(name, seeds)
-
-    for task in asyncio.as_completed([find(bug.name) for bug in BUGS]):
-        found = await task
+async def _whole_mutants(seeds: range, jobs: int, *, pieces: str, record: Path | None, is_json: bool) -> int:
+    """Planted bugs outside the protocol, and the first of ``seeds`` that finds each; ``pieces`` such as 1/4."""
+    part, of = parse_pieces(pieces)
+    names = [bug.name for bug in BUGS][part - 1 :: of]
+    survivors = []
+    async for found in whole.hunt(names, seeds, jobs=jobs):
         if found.seed is None:
             survivors.append(found.name)
+        if record is not None:
+            _record(record, found)
         if not is_json:
             first = "SURVIVED" if found.seed is None else f"seed {found.seed:>4}"
             print(f"{found.name:<62} {first:<10} {found.sentence[:90]}", flush=True)
-    print(json.dumps({"mutants": len(BUGS), "survivors": survivors}))
+    print(json.dumps({"mutants": len(names), "survivors": sorted(survivors)}))
     return FAILED if survivors else 0
+
+
+def _record(path: Path, found: whole.BugFound) -> None:
+    """Into the file that has all that were hunted so far."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    known[found.name] = {"seed": found.seed, "tried": found.tried, "sentence": found.sentence}
+    path.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+
+
+def parse_pieces(text: str) -> tuple[int, int]:
+    """``K/N``.
+
+    Raises:
+        Complaint: it is not, or there is no such piece.
+    """
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise Complaint(f"--piece {text}: give one of several, such as 1/4", REPAIR)
+    return int(found[1]), int(found[2])
 
 
 def _batches(seeds: range) -> Iterator[range]:

@@ -4,13 +4,14 @@ Rules of this file:
 1. What a process wrote is there for its next life, synced or not; a power cut leaves what was synced, and of the rest
    anything: the old bytes, the new ones, a part of them.
 2. A rename survives a power cut for sure only when its folder was synced.
-3. Every operation may be the last of its process (``dies_in``), or fail (``failures``).
+3. Every operation may be the last of its process (``dies_in``), or fail (``room``, ``is_failing``), or do what it does
+   not say (``lie``).
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from random import Random
 
@@ -35,6 +36,10 @@ class SimulatedDisk:
         self.is_failing = False
         """fsync says EIO."""
         self.written_bytes = 0
+        self.lie = ""
+        """What becomes of the next file that is written: "lost" (zeros are read back) or "misdirected" (the same, and
+        its bytes are in the place of another file's)."""
+        self.lied: Callable[[], object] = lambda: None
 
     # -- peer.disk.Disk ------------------------------------------------------------------------------------------------
 
@@ -63,7 +68,17 @@ class SimulatedDisk:
         if self.dies_in == 1:
             self.files[str(path)] = data[: self._random.randrange(len(data) + 1)]
         self._operation()
+        if self.lie:
+            self._misdirect(data, {*self.files} - {str(path)} if self.lie == "misdirected" else set())
+            data, self.lie = bytes(len(data)), ""
+            self.lied()
         self.files[str(path)] = data
+
+    def _misdirect(self, data: bytes, others: set[str]) -> None:
+        if others:
+            other = self._random.choice(sorted(others))
+            there = self.files[other]
+            self.files[other] = self._durable[other] = data[: len(there)] + there[len(data) :]
 
     def sync(self, path: Path) -> None:
         """The file's bytes are durable."""

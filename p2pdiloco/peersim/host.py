@@ -56,12 +56,17 @@ class SimulatedHost:
         self.name = name
         self.disk = disk
         self.links = SimulatedLinks(self)
+        self.version = world.versions[name]
+        """Of the wire, which its release speaks."""
+        self.life = world.lives
         self.start_learner: StartLearner
         self._offset_s, self._rate = clock
         self.is_dead = False
         self.is_paused = False
         self._held: deque[Callable[[], None]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._timers: dict[Timer, float] = {}
+        """Those that are due, and when, by this process's clock."""
         self._free_at: dict[Queue, float] = {}
         self.slowness: dict[Queue, float] = {}
         """Factors of the typical time of work."""
@@ -90,10 +95,17 @@ class SimulatedHost:
         while self._held and not self.is_paused and not self.is_dead:
             self.do(self._held.popleft())
 
+    def jump(self, seconds: float) -> None:
+        """This process's clock is suddenly later: what is due by then is due now."""
+        self._offset_s += seconds
+        for timer, when in list(self._timers.items()):
+            self._set(timer, when)
+
     def die(self) -> None:
         """SIGKILL. What the dead process's coroutines still do has no effect."""
         self.is_dead = True
         self._held.clear()
+        self._timers.clear()
         for task in list(self._tasks):
             task.cancel()
 
@@ -113,8 +125,16 @@ class SimulatedHost:
     def call_at(self, when: float, action: Callable[[], None]) -> Timer:
         """``action`` at time ``when``."""
         timer = Timer(action)
-        self.world.at((when - self._offset_s) / self._rate + 1e-6, lambda: self.do(timer.ring))  # rounding: not before
+        self._timers[timer] = when
+        self._set(timer, when)
         return timer
+
+    def _set(self, timer: Timer, when: float) -> None:
+        def ring() -> None:
+            self._timers.pop(timer, None)
+            timer.ring()
+
+        self.world.at((when - self._offset_s) / self._rate + 1e-6, lambda: self.do(ring))  # rounding: not before
 
     async def sleep(self, seconds: float) -> None:
         """Wait."""

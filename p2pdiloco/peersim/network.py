@@ -6,6 +6,8 @@ Rules of this file:
    time, ``connected`` and ``disconnected`` in turns.
 2. A payload's memory is admitted before it is taken.
 3. What is cut is held back, and lost when an end's patience ends.
+4. Two lives meet by the real greeting: of two releases that do not understand each other both are told so.
+5. What a peer sends may come once more, later, also to the next life of who got it (``repeating``).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from p2pdiloco.net.handshake import NONCE_BYTES, Greeter, MismatchError, Role
 from p2pdiloco.peer.host import within
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.wire.answers import RequestError, RequestRefused, Response
@@ -59,8 +62,13 @@ class Connection:
 class Network:
     """All connections of a world."""
 
+    REPEATED_S = 20.0
+    """How much later a message comes once more, at most."""
+
     def __init__(self, world: World) -> None:
         self.world = world
+        self.repeating: dict[PeerId, float] = {}
+        """Peers of which what they send comes once more, and until when they do that."""
         self.blocked: dict[tuple[PeerId, PeerId], int] = {}
         """Directions that are cut, with how many cuts hold them."""
         self.slow: dict[PeerId, float] = {}
@@ -91,7 +99,29 @@ class Network:
         if connection.is_open:
             direction.target.do(lambda: arrive() if connection.is_open else None)
 
+    def repeat(self, source: SimulatedHost, target: SimulatedHost, message: list[object]) -> None:
+        """Whether or not they live on: if they, or their next lives, are connected then."""
+        world = self.world
+        if self.repeating.get(source.name, 0.0) < world.now or world.random.random() < 0.5:
+            return
+
+        def come() -> None:
+            there = world.hosts.get(target.name)
+            connection = None if there is None else there.links.connections.get(source.name)
+            if there is None or connection is None or not connection.is_open:
+                return
+            world.happened["repeated"] += 1
+            if there is not target or world.hosts.get(source.name) is not source:
+                world.happened["repeated-to-another-life"] += 1
+            there.do(partial(deliver, there, source.name, message))
+
+        world.at(world.now + self.REPEATED_S * world.random.random() ** 3, come)
+
     # -- connections ---------------------------------------------------------------------------------------------------
+
+    def is_dialling(self, a: PeerId, b: PeerId) -> bool:
+        """Whether the pair tries to meet."""
+        return (min(a, b), max(a, b)) in self._dialling
 
     def dial(self, a: PeerId, b: PeerId, after_s: float) -> None:
         """The pair tries to meet after this time."""
@@ -113,6 +143,11 @@ class Network:
         if is_cut or a.is_paused or b.is_paused or pair[0] in b.links.connections:
             self.dial(*pair, REDIAL_S * (0.5 + world.random.random()))
             return
+        if (reason := greeting(a, b)) is not None:
+            world.happened["refused-release"] += 1
+            if str(a.version) not in reason or str(b.version) not in reason:
+                world.checks.violated(5, f"who meets another release is told no more than: {reason}")
+            return  # the directory brings them together again
         connection = Connection(a, b, world.setting.delay_s * (0.2 + world.random.random()), world.setting.bytes_per_s)
         for here, there in ((a, b), (b, a)):
             here.links.connections[there.name] = connection
@@ -185,6 +220,41 @@ class Network:
                     self.carry(connection, key[0], size, arrive)
 
 
+def greeting(a: SimulatedHost, b: SimulatedHost) -> str | None:
+    """What both are told when they cannot work together; None: they can."""
+    halves = [
+        Greeter(
+            peer=host.name,
+            run=host.world.manifest.run,
+            version=host.version,
+            life=f"{host.life:08d}".encode(),
+            sign=lambda _: b"",
+            verify=lambda *_: True,
+            nonce=lambda: bytes(NONCE_BYTES),
+        ).handshake(role, b"", other.name, 0, b"")
+        for host, other, role in ((a, b, Role.DIALLER), (b, a, Role.LISTENER))
+    ]
+    try:
+        for half, other in (halves, halves[::-1]):
+            half.proof_after(other.hello_body)
+    except MismatchError as error:
+        return str(error)
+    return None
+
+
+def deliver(target: SimulatedHost, source: PeerId, message: list[object]) -> None:
+    """A message is whole at the other end."""
+    body, payload = message
+    assert isinstance(body, bytes)
+    taken = None
+    if payload is not None:
+        assert isinstance(payload, bytes | memoryview)
+        if not target.peer.admit(source, body, len(payload)):
+            return
+        taken = memoryview(bytearray(payload))
+    target.peer.message(source, body, taken)
+
+
 class SimulatedLinks:
     """One life's connections (``peer.host.Links``)."""
 
@@ -234,15 +304,8 @@ class SimulatedLinks:
         network, source, target = self._host.world.network, self._host.name, direction.target
 
         def arrive() -> None:
-            body, payload = message
-            assert isinstance(body, bytes)
-            taken = None
-            if payload is not None:
-                assert isinstance(payload, bytes | memoryview)
-                if not target.peer.admit(source, body, len(payload)):
-                    return
-                taken = memoryview(bytearray(payload))
-            target.peer.message(source, body, taken)
+            network.repeat(self._host, target, list(message))
+            deliver(target, source, message)
 
         network.carry(connection, source, size, arrive)
         return True

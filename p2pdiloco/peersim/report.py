@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
@@ -22,6 +22,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     forks: int = 0
     lives: int = 0
     faults: int = 0
+    happened: dict[str, int] = {}
+    """Faults that hit somebody, by kind, and what came of some (``repeated``, ``refused-release``, ``misled-dial``)."""
     seconds: float = 0.0
     """Of virtual time."""
 
@@ -33,16 +35,18 @@ class BugFound(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None
     """None: it survived."""
     sentence: str
+    tried: int
+    """Seeds."""
 
 
-async def outcomes(seeds: range, *, jobs: int) -> AsyncIterator[Outcome]:
+async def outcomes(seeds: Sequence[int], *, jobs: int) -> AsyncIterator[Outcome]:
     """Of every seed, as they come, from ``jobs`` processes, which end with whoever reads this.
 
     Raises:
         RuntimeError: a worker failed; the end of what it said.
     """
     jobs = max(1, min(jobs, len(seeds)))
-    parts = [asyncio.create_task(_part(range(seeds.start + i, seeds.stop, jobs), None)) for i in range(jobs)]
+    parts = [asyncio.create_task(_part(seeds[i::jobs])) for i in range(jobs)]
     try:
         for part in asyncio.as_completed(parts):
             for outcome in await part:
@@ -53,22 +57,63 @@ async def outcomes(seeds: range, *, jobs: int) -> AsyncIterator[Outcome]:
         await asyncio.gather(*parts, return_exceptions=True)
 
 
-async def find(bug: str, seeds: range, *, batch: int = 25) -> BugFound:
-    """The first seed that finds a planted bug."""
-    for first in range(seeds.start, seeds.stop, batch):
-        for outcome in await _part(range(first, min(first + batch, seeds.stop)), bug):
-            if outcome.violations:
-                return BugFound(name=bug, seed=outcome.seed, sentence=outcome.violations[0])
-    return BugFound(name=bug, seed=None, sentence="")
+async def hunt(bugs: Sequence[str], seeds: range, *, jobs: int) -> AsyncIterator[BugFound]:
+    """The first seed that finds each of these planted bugs, as they come, from ``jobs`` processes.
+
+    Raises:
+        RuntimeError: a hunting process failed; the end of what it said.
+    """
+    found: asyncio.Queue[BugFound | None] = asyncio.Queue()
+    jobs = max(1, min(jobs, len(bugs)))
+    hunts = [asyncio.create_task(_hunt(bugs[i::jobs], seeds, found)) for i in range(jobs)]
+    try:
+        ended = 0
+        while ended < jobs:
+            bug = await found.get()
+            if bug is None:
+                ended += 1
+            else:
+                yield bug
+        for one in hunts:
+            one.result()
+    finally:
+        for one in hunts:
+            one.cancel()
+        await asyncio.gather(*hunts, return_exceptions=True)
 
 
-async def _part(seeds: range, bug: str | None) -> list[Outcome]:
-    arguments = [str(seeds.start), str(seeds.stop), str(seeds.step), *([bug] if bug else [])]
+async def _hunt(bugs: Sequence[str], seeds: range, found: asyncio.Queue[BugFound | None]) -> None:
+    """Of these, one after the other; None at the end."""
+    arguments = ("-m", "p2pdiloco.peersim.hunt", str(seeds.start), str(seeds.stop), *bugs)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        assert process.stdout is not None
+        try:
+            async for line in process.stdout:
+                found.put_nowait(msgspec.json.decode(line, type=BugFound))
+            if await process.wait():
+                raise RuntimeError(f"hunting planted bugs ended with status {process.returncode}")
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    finally:
+        found.put_nowait(None)
+
+
+async def _part(seeds: Sequence[int]) -> list[Outcome]:
+    """Of ``seeds``, in this order, from a process of their own."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "p2pdiloco.peersim.worker",
-        *arguments,
+        *map(str, seeds),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -84,8 +129,6 @@ async def _part(seeds: range, bug: str | None) -> list[Outcome]:
             await process.wait()
     found = [msgspec.json.decode(line, type=Outcome) for line in said.splitlines()]
     complaint = complained.decode(errors="replace").strip()
-    if process.returncode and bug:  # the bug took the worker with it
-        return [*found, Outcome(seed=seeds[len(found)], violations=(f"5: {complaint[-200:]}",))]
     if process.returncode:
         raise RuntimeError(f"seed {seeds[len(found)]}: {complaint[-2000:]}")
     return found

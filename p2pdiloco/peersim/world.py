@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,14 @@ import msgspec
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.peer import checkpoint, incoming
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import InitialState, Peer
 from p2pdiloco.peersim.checkers import Checks
+from p2pdiloco.peersim.directory import Directory
 from p2pdiloco.peersim.disk import SimulatedDisk
 from p2pdiloco.peersim.host import SimulatedHost
 from p2pdiloco.peersim.knobs import CHUNK
@@ -99,7 +102,9 @@ class World:
         self.identities = {identity.peer_id: identity for identity in identities}
         self.settings = dict(zip(self.identities, setting.peers, strict=True))
         self.disks = {name: SimulatedDisk(Random(f"{seed}/{name}/disk")) for name in self.identities}
+        self.versions = dict.fromkeys(self.identities, WIRE_VERSION)
         self.network = Network(self)
+        self.directory = Directory(self)
         self.checks = Checks(self)
         self.hosts: dict[PeerId, SimulatedHost] = {}
         """Lives under way."""
@@ -113,6 +118,8 @@ class World:
         self._lanes = 0
         self._over: asyncio.Future[None] = self.loop.create_future()
         self.lives = 0
+        self.happened: Counter[str] = Counter()
+        """Faults that hit somebody, by kind."""
         self.harmed_at = 0.0
         """When the last fault ended, or the last life began."""
 
@@ -232,9 +239,7 @@ class World:
         if is_founding:
             self.checks.founded(peer)
         host.spawn(self._live(host, peer), name="peer")
-        for other in self.hosts:
-            if other != host.name:
-                self.network.dial(host.name, other, 0.05 + 0.5 * self.random.random())
+        self.directory.begin(host)
 
     async def _live(self, host: SimulatedHost, peer: Peer) -> None:
         ending = await peer.live()
@@ -245,6 +250,7 @@ class World:
         self.checks.ended(peer, ending)
         peer.driver.close()
         self.network.close(host)
+        self.directory.withdraw(host.name)
         del self.hosts[host.name]
         host.die()
         if not self.hosts and len(self.checks.endings) == len(self.identities):

@@ -259,8 +259,8 @@ BUGS = (
     _bug(
         "a recovered learner stays out",
         "trouble",
-        "            self.poisoned = \"\"\n            self._participate()\n",
-        "            self.poisoned = \"\"\n",
+        '            self.poisoned = ""\n            self._participate()\n',
+        '            self.poisoned = ""\n',
         "one bad turn and a learner is never waited for again",
         "test_trouble.py::test_a_poisoned_learner_participates_again_when_something_can_be_encoded",
     ),
@@ -275,8 +275,8 @@ BUGS = (
     _bug(
         "a learner that answers again stays out",
         "trouble",
-        "            self.silent = \"\"\n            self._participate()\n",
-        "            self.silent = \"\"\n",
+        '            self.silent = ""\n            self._participate()\n',
+        '            self.silent = ""\n',
         "one long pause and a learner is never waited for again",
         "test_trouble.py::test_a_learner_that_answers_again_participates",
     ),

@@ -1,0 +1,242 @@
+"""Faults of processes, clocks and connections, done to a world. Those of disks and memory: ``damage``.
+
+Rules of this file:
+1. Nobody is harmed whose loss would end the run (the last who has all states): nothing is promised after that.
+2. A fault that had nobody to hit did not happen: a strike returns whether it did, and the world counts those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import msgspec
+
+from p2pdiloco.peersim import damage
+from p2pdiloco.peersim.faults import Fault, Kind
+from p2pdiloco.peersim.host import WORK_S
+from p2pdiloco.peersim.restarts import again
+from p2pdiloco.peersim.world import World
+
+Strike = Callable[[World, Fault], bool]
+
+CUT_MOST_S = 30.0
+FORKED_S = 4.0
+"""After a cut, both sides have versions of their own."""
+
+
+def schedule(world: World, faults: list[Fault]) -> None:
+    """Let them happen."""
+    for fault in faults:
+        world.at(fault.at, partial(strike, world, fault))
+
+
+def strike(world: World, fault: Fault) -> None:
+    """One fault happens now."""
+    world.harm_until(world.now + fault.seconds)
+    if STRIKES[fault.kind](world, fault):
+        world.happened[fault.kind] += 1
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def _node(world: World, fault: Fault) -> bool:
+    if fault.peer not in world.hosts:
+        return False
+    if not world.survives_without({fault.peer}) and not world.disks[fault.peer].files:
+        return False
+    world.kill(fault.peer)
+    again(world, fault)
+    return True
+
+
+def _peer(world: World, fault: Fault) -> bool:
+    if fault.peer not in world.hosts or not world.survives_without({fault.peer}):
+        return False
+    world.kill(fault.peer, with_learner=True)
+    again(world, fault)
+    return True
+
+
+def _learner(world: World, fault: Fault) -> bool:
+    learner = world.processes.get(fault.peer)
+    if learner is None or learner.is_dead or fault.peer not in world.hosts:
+        return False
+    learner.kill()
+    world.excused.add(fault.peer)  # too many in a row, and it gives up
+    return True
+
+
+def _pause(world: World, fault: Fault) -> bool:
+    host = world.hosts.get(fault.peer)
+    if host is None or host.is_paused:
+        return False
+    host.pause()
+    world.at(world.now + fault.seconds, host.resume)
+    return True
+
+
+def _pause_learner(world: World, fault: Fault) -> bool:
+    learner = world.processes.get(fault.peer)
+    if learner is None or learner.is_dead or learner.is_paused:
+        return False
+    learner.is_paused = True
+
+    def resume() -> None:
+        learner.is_paused = False
+
+    world.at(world.now + fault.seconds, resume)
+    return True
+
+
+def _storm(world: World, fault: Fault) -> bool:
+    hit = False
+    for number, name in enumerate(world.identities):
+        one = msgspec.structs.replace(fault, peer=name, seconds=0.5 + 3.0 * world.random.random())
+        hit |= _learner(world, one)
+        if number % 2:
+            world.at(world.now + number * world.random.random(), partial(_node, world, one))
+    return hit
+
+
+def _upgrade(world: World, fault: Fault) -> bool:
+    """One release after the other, as people do it: nobody is asked, and each restarts its own peer."""
+    spread_s = min(fault.seconds, CUT_MOST_S)
+    for name in world.identities:
+        one = msgspec.structs.replace(fault, peer=name, seconds=0.5 + world.random.random())
+        world.at(world.now + spread_s * world.random.random(), partial(_restart_newer, world, one))
+    return len(world.hosts) > 1
+
+
+def _restart_newer(world: World, fault: Fault) -> None:
+    world.versions[fault.peer] += 1
+    if fault.peer in world.hosts and not _node(world, fault):
+        world.versions[fault.peer] -= 1  # who has the only state is not restarted
+
+        world.at(world.now + 1.0, partial(_restart_newer, world, fault))
+
+
+def _jump(world: World, fault: Fault) -> bool:
+    host = world.hosts.get(fault.peer)
+    if host is None:
+        return False
+    host.jump(fault.seconds)
+    return True
+
+
+# -- connections and the directory -------------------------------------------------------------------------------------
+
+
+def _cut(world: World, fault: Fault) -> bool:
+    others = [name for name in world.identities if name != fault.peer]
+    directions = [(fault.peer, other) for other in others]
+    if world.random.random() < 0.7:
+        directions += [(other, fault.peer) for other in others]
+    world.network.cut(directions, min(fault.seconds, CUT_MOST_S))
+    return bool(others) and fault.peer in world.hosts
+
+
+def _break(world: World, fault: Fault) -> bool:
+    host = world.hosts.get(fault.peer)
+    connections = [] if host is None else list(host.links.connections.values())
+    for connection in connections:
+        world.network.break_connection(connection, "broken", is_silent=world.random.random() < 0.3)
+    return bool(connections)
+
+
+def _slow(world: World, fault: Fault) -> bool:
+    world.network.slow[fault.peer] = 1e4
+    world.at(world.now + min(fault.seconds, CUT_MOST_S), lambda: world.network.slow.pop(fault.peer, None))
+    return fault.peer in world.hosts
+
+
+def _repeat(world: World, fault: Fault) -> bool:
+    world.network.repeating[fault.peer] = world.now + fault.seconds
+    world.harm_until(world.now + fault.seconds + world.network.REPEATED_S)
+    return fault.peer in world.hosts
+
+
+def _join_in_fork(world: World, fault: Fault) -> bool:
+    others = [name for name in world.hosts if name != fault.peer]
+    if len(others) < 2 or not world.survives_without({fault.peer}):
+        return False
+    world.random.shuffle(others)
+    half = len(others) // 2
+    pairs = [(one, other) for one in others[:half] for other in others[half:]]
+    seconds = min(max(fault.seconds, 2 * FORKED_S), CUT_MOST_S)
+    world.network.cut(pairs + [(other, one) for one, other in pairs], seconds)
+    world.harm_until(world.now + seconds)
+    world.kill(fault.peer, with_learner=True)
+    world.disks[fault.peer].put_back({})
+
+    def come() -> None:
+        heads = {tuple(c.head for c in world.hosts[n].peer.machine.core.chains) for n in others if n in world.hosts}
+        if fault.peer not in world.hosts and len(heads) > 1:
+            world.happened["join-in-fork"] += 1
+        world.begin(fault.peer)
+
+    world.at(world.now + FORKED_S, come)
+    return False  # it is counted when there is a fork
+
+
+def _directory(mood: Literal["empty", "forgets", "lies"]) -> Strike:
+    def strike(world: World, fault: Fault) -> bool:
+        world.directory.be(mood, min(fault.seconds, CUT_MOST_S))
+        return True
+
+    return strike
+
+
+# -- work --------------------------------------------------------------------------------------------------------------
+
+
+def _slow_queue(queue: Literal["tensors", "disk"], factor: float) -> Strike:
+    def strike(world: World, fault: Fault) -> bool:
+        host = world.hosts.get(fault.peer)
+        if host is None:
+            return False
+        host.slowness[queue] = factor
+        world.excused.update(world.identities)  # what it owns, or has to give, may come too late for the end
+        world.harm_until(world.now + 2 * factor * WORK_S[queue])  # one job that has begun ends no sooner
+        longest_s = 2.0 if queue == "tensors" else fault.seconds
+        world.at(world.now + min(fault.seconds, longest_s), lambda: host.slowness.pop(queue, None))
+        return True
+
+    return strike
+
+
+STRIKES: dict[Kind, Strike] = {
+    "node": _node,
+    "peer": _peer,
+    "learner": _learner,
+    "pause": _pause,
+    "pause-learner": _pause_learner,
+    "cut": _cut,
+    "break": _break,
+    "slow": _slow,
+    "power": damage.power,
+    "in-write": damage.in_write,
+    "full": damage.full,
+    "fsync": damage.fsync,
+    "slow-disk": _slow_queue("disk", 100.0),
+    "slow-work": _slow_queue("tensors", 20000.0),
+    "flip-file": damage.flip_file,
+    "flip-state": damage.flip_state,
+    "flip-learner": damage.flip_learner,
+    "poison": damage.poison,
+    "storm": _storm,
+    "rollback": damage.rollback,
+    "wipe": damage.wipe,
+    "directory-empty": _directory("empty"),
+    "directory-forgets": _directory("forgets"),
+    "directory-lies": _directory("lies"),
+    "repeat": _repeat,
+    "join-in-fork": _join_in_fork,
+    "upgrade": _upgrade,
+    "lost-write": damage.lost_write,
+    "misdirected-write": damage.misdirected_write,
+    "jump": _jump,
+    "encode": damage.encode,
+}
