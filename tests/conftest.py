@@ -22,7 +22,7 @@ UNKNOWN_S = 30.0
 """Of tests that start processes and are not recorded."""
 LIGHT = ("tests/unit", "tests/property", "tests/golden")
 """Tests that wait for nothing and start nothing."""
-DEAR = ("complete", "report", "story")
+DEAR = ("complete", "report", "story", "found")
 """Fixtures of a module that take long to make."""
 
 

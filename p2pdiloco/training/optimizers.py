@@ -1,6 +1,15 @@
-"""The inner optimizers of the built-in learner, by name."""
+"""The inner optimizers of the built-in learner, by name.
+
+Rules of this file:
+1. torch's optimizers load its compiler, at their first step at the latest, to tell it where graphs break: a second and
+   40 MB of each learner's start. A learner compiles nothing, so here the methods beneath are called.
+"""
 
 from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +36,22 @@ def inner_optimizers(model: nn.Module, inner: InnerConfig) -> list[torch.optim.O
         {"params": [p for p in rest if p.dim() <= 1], "weight_decay": 0.0},
     ]
     betas = (inner.beta1, inner.beta2)
-    return [*found, torch.optim.AdamW(groups, lr=inner.learning_rate, betas=betas, fused=True)]
+    return [*found, AdamW(groups, lr=inner.learning_rate, betas=betas, fused=True)]
+
+
+_step = inspect.unwrap(torch.optim.AdamW.step)
+for _method in vars(torch.optim.Optimizer).values():
+    if (_beneath := getattr(_method, "__wrapped__", None)) is not None:
+        _beneath.__dynamo_disable = _beneath  # where torch's wrapper looks for what it calls
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's, step for step."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """See ``torch.optim.AdamW``."""
+        return _step(self, closure)
 
 
 def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:

@@ -10,6 +10,7 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,15 +54,27 @@ class Job(NamedTuple):
     """Of computing."""
 
 
+SLOW = (
+    *("anyio.pytest_plugin", "xdist.plugin", "xdist.looponfail", "pytest_timeout", "_hypothesis_pytestplugin"),
+    *("_pytest.junitxml", "hypothesis", "torch", "numba", "scipy.linalg", "zstandard", "safetensors.torch", "blake3"),
+    *("cryptography.hazmat.primitives.asymmetric.ed25519", "msgspec.json", "msgspec.msgpack", "msgspec.toml", "uvloop"),
+)
+"""What the fast tests import that is not ours: a second and a half of each process that does it itself."""
+
+
 def import_slow() -> None:
     """What every process needs and none changes. To be called once, before ``judge``."""
-    import hypothesis  # noqa: F401
-    import torch
-    from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: F401
-
+    for name in SLOW:
+        with contextlib.suppress(ImportError):
+            import_module(name)
     with contextlib.suppress(ImportError):
-        import numba  # noqa: F401
-    torch.set_num_threads(1)
+        from numba.core.registry import cpu_target
+
+        cpu_target.typing_context.refresh()  # its own types and functions, which the first kernel would load
+        cpu_target.target_context.refresh()
+    import_module("torch").set_num_threads(1)
+    gc.freeze()  # what is there is nobody's garbage, and no child copies it to look
+    gc.disable()
     ours = [name for name in sys.modules if name.startswith("p2pdiloco.") and "simulation" not in name]
     assert not ours, f"imported too early: {ours}"
 

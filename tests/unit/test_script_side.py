@@ -33,6 +33,27 @@ print(json.dumps({"modules": sorted(sys.modules), "peak_kb": int(peak)}))
 """
 
 
+TRAIN = """
+import sys
+import torch
+from p2pdiloco.protocol.manifest import InnerConfig, ModelConfig
+from p2pdiloco.training.optimizers import inner_optimizers
+from p2pdiloco.training.transformer import build_model, loss
+model = build_model(ModelConfig(width=16, depth=1, heads=2, context=8), 1)
+optimizers = inner_optimizers(model, InnerConfig(optimizer="muon"))
+loss(model, torch.zeros(2, 9, dtype=torch.long)).backward()
+for optimizer in optimizers:
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+print([name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor"))])
+"""
+
+
+def test_a_learner_loads_no_compiler() -> None:
+    assert subprocess.run([sys.executable, "-c", TRAIN], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
 def test_a_script_loads_neither_node_nor_directory_nor_transport() -> None:
     found = json.loads(subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, check=True).stdout)
     assert "p2pdiloco.diloco" in found["modules"]

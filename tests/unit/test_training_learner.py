@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+import forked
 import pytest
 import torch
 
@@ -58,7 +59,7 @@ def make_manifest(*, steps: int = FOREVER) -> Manifest:
 class Node:
     """This test's side of one learner's process."""
 
-    def __init__(self, manifest: Manifest, folder: Path, *extra: str) -> None:
+    def __init__(self, manifest: Manifest, folder: Path, *extra: str, is_forked: bool = True) -> None:
         self.layout = Layout.of(manifest)
         self.vectors = SharedVectors.create(self.layout.elements)
         path = folder / "manifest.msgpack"
@@ -68,14 +69,13 @@ class Node:
         self.seen: list[link.FromLearner] = []
         self.unread = 0
         fds = (theirs.fileno(), self.vectors.fd)
-        self.process = subprocess.Popen(
-            [
-                *(*COMMAND, "--socket-fd", str(fds[0]), "--memory-fd", str(fds[1])),
-                *("--manifest", str(path), "--incarnation", "founder/1", "--threads", "1", *extra),
-            ],
-            cwd=ROOT,
-            pass_fds=fds,
-        )
+        words = ("--manifest", str(path), "--incarnation", "founder/1", "--threads", "1", *extra)
+        self.process: subprocess.Popen[bytes] | forked.Learner
+        if is_forked:
+            self.process = forked.Learner(words, socket_fd=fds[0], memory_fd=fds[1])
+        else:
+            command = [*COMMAND, "--socket-fd", str(fds[0]), "--memory-fd", str(fds[1]), *words]
+            self.process = subprocess.Popen(command, cwd=ROOT, pass_fds=fds)
         theirs.close()
 
     def send(self, *messages: link.FromNode) -> None:
@@ -131,8 +131,8 @@ def data(tmp_path: Path) -> Path:
 def start(tmp_path: Path, data: Path) -> Iterator[Callable[..., Node]]:
     nodes = []
 
-    def begin(*extra: str, steps: int = FOREVER) -> Node:
-        nodes.append(Node(make_manifest(steps=steps), tmp_path, "--data", str(data), *extra))
+    def begin(*extra: str, steps: int = FOREVER, is_forked: bool = True) -> Node:
+        nodes.append(Node(make_manifest(steps=steps), tmp_path, "--data", str(data), *extra, is_forked=is_forked))
         return nodes[-1]
 
     yield begin
@@ -143,7 +143,7 @@ def start(tmp_path: Path, data: Path) -> Iterator[Callable[..., Node]]:
 def test_a_life(start: Callable[..., Node]) -> None:
     """Load, shift, replace, snapshot and evaluate with every number checked, while the learner does not train; then
     training, without a moment of blocking."""
-    node = start()
+    node = start(is_forked=False)
     elements = node.layout.elements
     assert node.until(link.Ready) == link.Ready(device="cpu", parameters=elements)
     vectors, everything = node.vectors, tuple(s.shard for s in node.layout.shards)

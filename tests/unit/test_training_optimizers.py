@@ -22,6 +22,21 @@ def test_adamw_has_everything_once() -> None:
     assert len(own) == len(list(model.parameters()))
 
 
+def test_adamw_steps_as_pytorchs() -> None:
+    torch.manual_seed(0)
+    batch, parameters = torch.randint(0, 64, (4, 17)), []
+    for kind in (None, torch.optim.AdamW):
+        model = build_model(MODEL, 1)
+        [adamw] = inner_optimizers(model, InnerConfig())
+        optimizer = adamw if kind is None else kind(adamw.param_groups, fused=True)
+        for _ in range(3):
+            loss(model, batch).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        parameters.append(nn.utils.parameters_to_vector(model.parameters()))
+    assert torch.equal(*parameters)
+
+
 def test_muon_has_the_hidden_matrices_and_adamw_the_rest() -> None:
     model = build_model(MODEL, 1)
     names = {id(p): name for name, p in model.named_parameters()}
