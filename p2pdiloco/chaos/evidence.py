@@ -64,6 +64,17 @@ class Life(msgspec.Struct, frozen=True, kw_only=True):
     """Unmerged when it left."""
 
 
+class Twin(msgspec.Struct, frozen=True, kw_only=True):
+    """A copy of a peer's folder that was started beside it."""
+
+    peer: str
+    given_s: float
+    """Time that it had."""
+    status: int | None
+    """None: it had not ended."""
+    said: str
+
+
 class LearnerLife(msgspec.Struct, frozen=True, kw_only=True):
     """One life of a learner."""
 
@@ -96,6 +107,8 @@ class PeerEvidence(msgspec.Struct, frozen=True, kw_only=True):
     left: Left | None = None
     marks: dict[str, tuple[int, ...]] = {}
     """Of its last checkpoint: learner -> merged tokens, by shard."""
+    told_of_clock: int = 0
+    """Lives that were told that their machine's clock is wrong."""
     journal_events: int = 0
     journal_problem: str = ""
     """The first journal that does not replay, and why."""
@@ -111,6 +124,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     settled: float
     faults: tuple[Struck, ...]
     skipped: int
+    twins: tuple[Twin, ...]
     peers: tuple[PeerEvidence, ...]
     last: str
     """Who left last."""
@@ -145,7 +159,8 @@ def read_evidence(out: Path) -> Evidence:
         settled=first["settled"].time,
         faults=tuple(_struck(schedule.faults, happened)),
         skipped=sum(line.what == "skipped" for line in happened),
-        peers=tuple(_peer(out, name, happened, leaves) for name in schedule.plan.names),
+        twins=tuple(_twins(happened)),
+        peers=tuple(_peer(out, name, happened, leaves, schedule.plan.clock_off_s(name)) for name in schedule.plan.names),
         last=[line.peer for line in happened if line.what == "leaving"][-1],
         leftovers=tuple(json.loads(first["over"].text)),
     )
@@ -164,10 +179,19 @@ def _struck(faults: tuple[Fault, ...], happened: list[Happening]) -> Iterator[St
             yield Struck(number=fault.number, kind=fault.kind, peers=fault.peers, began=line.time, ended=ended)
 
 
-def _peer(out: Path, name: str, happened: list[Happening], leaves: dict[str, set[int]]) -> PeerEvidence:
+def _twins(happened: list[Happening]) -> Iterator[Twin]:
+    began = {line.fault: line.time for line in happened if line.what == "struck"}
+    for line in happened:
+        if line.what == "twin":
+            yield Twin(peer=line.peer, given_s=line.time - began[line.fault], status=line.status, said=line.text)
+
+
+def _peer(
+    out: Path, name: str, happened: list[Happening], leaves: dict[str, set[int]], clock_off_s: float
+) -> PeerEvidence:
     """``leaves``: the numbers of the faults that asked each peer to leave."""
     folder = out / f"peer-{name}"
-    events = sorted(_events(folder), key=lambda line: line["time"])
+    events = sorted(_events(folder, clock_off_s), key=lambda line: line["time"])
     asked = [line.time for line in happened if line.what == "struck" and line.fault in leaves.get(name, ())]
     lives = list(_lives(name, happened, events, asked, _reports(folder)))
     events_read, problem = _replay_all(folder)
@@ -179,12 +203,19 @@ def _peer(out: Path, name: str, happened: list[Happening], leaves: dict[str, set
         learners=tuple(_learners(events)),
         left=None if report is None else msgspec.json.decode(report.read_bytes(), type=Left),
         marks=_marks(folder),
+        told_of_clock=_told_of_clock(folder),
         journal_events=events_read,
         journal_problem=problem,
     )
 
 
-def _events(folder: Path) -> Iterator[dict[str, Any]]:
+def _told_of_clock(folder: Path) -> int:
+    path = folder / "log.txt"
+    return path.read_text(errors="replace").count("this machine's clock is ") if path.exists() else 0
+
+
+def _events(folder: Path, clock_off_s: float) -> Iterator[dict[str, Any]]:
+    """With times as they were."""
     for path in (file for last in folder.glob("*/metrics.jsonl") for file in [*older(last), last]):
         for line in path.read_bytes().splitlines():
             try:
@@ -192,7 +223,7 @@ def _events(folder: Path) -> Iterator[dict[str, Any]]:
             except ValueError:
                 continue
             if isinstance(event, dict) and "time" in event and "event" in event:
-                yield event
+                yield {**event, "time": event["time"] - clock_off_s}
 
 
 def _reports(folder: Path) -> list[tuple[float, Left]]:

@@ -148,6 +148,10 @@ class Hand:
                 folder = _checkpoints(hit[0])
                 self._copies[fault.number] = {path.name: path.read_bytes() for path in folder.iterdir()}
                 return f"the checkpoints of {who} are copied, to be put back"
+            case "twins":
+                self._others_must_go_on(fault.peers)
+                _copy_folder(hit[0], twin_of(fault))
+                return f"the state folder of {who} is copied, and started beside it"
             case "learner":
                 hit[0].learner().kill()
                 return f"SIGKILL to the learner of {who}"
@@ -233,6 +237,23 @@ class Hand:
         process = self._stopped.pop(number, None)
         if process is not None and process.is_running():
             process.resume()
+
+
+def twin_of(fault: Fault) -> str:
+    """What the copy is called that a fault starts beside its peer."""
+    return f"{fault.peers[0]}-twin-{fault.number}"
+
+
+def _copy_folder(peer: Peer, name: str) -> None:
+    """What a user copies who moves a peer to another machine, and leaves the first one running."""
+    assert peer.member is not None
+    to = peer.member.folder.with_name(f"peer-{name}")
+    for path in sorted(peer.member.folder.rglob("*")):
+        if path.is_file() and not path.match("journal*.bin") and path.name not in ("log.txt", "learner.log"):
+            with contextlib.suppress(FileNotFoundError):  # the peer goes on writing
+                data, copy = path.read_bytes(), to / path.relative_to(peer.member.folder)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_bytes(data)
 
 
 def _kill(peer: Peer) -> None:

@@ -7,7 +7,18 @@ from typing import Literal
 import msgspec
 
 What = Literal[
-    "began", "launched", "struck", "undone", "skipped", "back", "ended", "settling", "settled", "leaving", "over"
+    "began",
+    "launched",
+    "struck",
+    "undone",
+    "skipped",
+    "back",
+    "ended",
+    "twin",
+    "settling",
+    "settled",
+    "leaving",
+    "over",
 ]
 
 
@@ -19,12 +30,13 @@ class Happening(msgspec.Struct, frozen=True, kw_only=True):
     what: What
     peer: str = ""
     fault: int = 0
-    """Number in the schedule, for struck, undone and skipped."""
+    """Number in the schedule, for struck, undone, skipped and twin."""
     status: int | None = None
-    """Exit status, for ended."""
+    """Exit status, for ended and twin (None: it had not ended)."""
     is_expected: bool = True
     """For ended: it was killed or asked to leave."""
     text: str = ""
+    """What was done, or what a twin said."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,6 +25,13 @@ BLOCKED_SHARE = 0.01
 MIN_COMPARED = 3
 """Versions that several peers must have taken in the quiet time."""
 
+TWIN_S = 50.0
+"""What a copy has to start, to find out, and to end."""
+TWIN_STATUS = 2
+TWIN_SENTENCE = "another process takes part with this peer's identity"
+CLOCK_S = 10.0
+"""From then on a clock is wrong."""
+
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """One promise."""
@@ -53,6 +60,8 @@ def judge(evidence: Evidence) -> list[Verdict]:
         _never_blocked(evidence),
         _orderly(evidence),
         _all_take_part(evidence),
+        _twins(evidence),
+        _clocks(evidence),
         _replay(evidence),
         _no_leftovers(evidence),
         _goodput(evidence),
@@ -226,6 +235,27 @@ def _all_take_part(evidence: Evidence) -> Verdict:
         elif peer.left is not None and not any(marks.get(peer.left.learner or "", ())):
             problems.append(f"nothing of {peer.name}'s last learner was merged")
     return _verdict("everybody came back", problems, f"all {len(evidence.peers)} peers train and merge at the end")
+
+
+def _twins(evidence: Evidence) -> Verdict:
+    """Of a peer and the copy of its folder that was started beside it, the copy ends and says why; a copy that was ended
+    before it had time to is not judged."""
+    judged = [twin for twin in evidence.twins if twin.status is not None or twin.given_s >= TWIN_S]
+    problems = [
+        f"a copy of {twin.peer} that was started beside it "
+        + (f"went on for {twin.given_s:.0f} s" if twin.status is None else f"ended with {twin.status}: {twin.said!r}")
+        for twin in judged
+        if twin.status != TWIN_STATUS or TWIN_SENTENCE not in twin.said
+    ]
+    return _verdict("twins ended", problems, f"{len(judged)} copies started beside their originals, all ended, and said why")
+
+
+def _clocks(evidence: Evidence) -> Verdict:
+    """Whoever's clock is wrong hears of it; all else is judged as for everybody."""
+    plan = evidence.schedule.plan
+    wrong = [peer for peer in evidence.peers if abs(plan.clock_off_s(peer.name)) > CLOCK_S]
+    problems = [f"{peer.name} was never told that its clock is wrong" for peer in wrong if not peer.told_of_clock]
+    return _verdict("wrong clocks told", problems, f"{len(wrong)} peers with a wrong clock, each told")
 
 
 def _replay(evidence: Evidence) -> Verdict:

@@ -23,6 +23,7 @@ Kind = Literal[
     "kill",
     "kill-saving",
     "rollback",
+    "twins",
     "learner",
     "stop",
     "freeze",
@@ -44,6 +45,7 @@ DURATIONS_S: dict[Kind, tuple[float, float]] = {
     "kill": (1.0, 8.0),
     "kill-saving": (0.0, 0.0),
     "rollback": (5.0, 20.0),
+    "twins": (60.0, 60.0),
     "learner": (0.0, 0.0),
     "stop": (1.0, 12.0),
     "freeze": (61.0, 80.0),
@@ -59,7 +61,8 @@ DURATIONS_S: dict[Kind, tuple[float, float]] = {
     "corrupt": (0.0, 0.0),
     "break": (0.0, 0.0),
 }
-"""Shortest and longest. For what ends processes: until they are started again; for ``rollback``: the copy's age."""
+"""Shortest and longest. For what ends processes: until they are started again; for ``rollback``: the copy's age;
+for ``twins``: what the copy that is started beside its original is given to start, find out, and end."""
 RECOVERY_S = 12.0
 """What starting again, and catching up, is given before a peer's processes are hit again."""
 LEARNER_LIVES = 3
@@ -67,6 +70,7 @@ LEARNER_LIVES = 3
 BLACKOUT_CALM_S = 30.0
 """Without faults after a blackout: everything starts again, one after the other."""
 
+MOST_CLOCK_S = 10 * 365 * 86_400.0
 LEAVE_S = 20.0
 """What a peer that is asked to leave is given to have everything merged."""
 
@@ -113,6 +117,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Least share of all tokens trained, those of learners that were killed included, that must be merged."""
     weights: dict[Kind, Weight] = msgspec.field(default_factory=lambda: dict.fromkeys(_drawn_kinds(), 1.0))
     """How often each kind is drawn, in proportion; what is left out never is."""
+    clocks_off_s: Annotated[tuple[float, ...], Meta(max_length=26)] = ()
+    """How far the peers' wall clocks are off, in their order, from the start on; 0 for those that are not named."""
     slow: Slow = Slow()
     config: str = ""
     """A run's TOML file, relative to the plan's folder; or ..."""
@@ -127,6 +133,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def region_of(self, name: str) -> str:
         """Where a peer is."""
         return self.regions[self.names.index(name) % len(self.regions)]
+
+    def clock_off_s(self, name: str) -> float:
+        """How far a peer's wall clock is ahead."""
+        index = self.names.index(name)
+        return self.clocks_off_s[index] if index < len(self.clocks_off_s) else 0.0
 
     def members_of(self, region: str) -> tuple[str, ...]:
         """Who is there."""
@@ -222,6 +233,10 @@ def plan_problems(plan: Plan) -> list[str]:
         found.append("regions: two have the same name")
     if len(plan.regions) > plan.peers:
         found.append(f"regions: {len(plan.regions)} of them need at least as many peers, not {plan.peers}")
+    if len(plan.clocks_off_s) > plan.peers:
+        found.append(f"clocks_off_s: {len(plan.clocks_off_s)} of them for {plan.peers} peers")
+    if not all(abs(off_s) < MOST_CLOCK_S for off_s in plan.clocks_off_s):
+        found.append(f"clocks_off_s: less than {MOST_CLOCK_S:.0f} s each")
     if "blackout" in plan.weights:
         found.append("weights: blackout is not drawn; say blackouts = N")
     if not any(plan.weights.values()) and not plan.blackouts:

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 import msgspec
 import psutil
 
-from p2pdiloco.chaos.faults import Hand, NotNow, Peer
+from p2pdiloco.chaos.faults import Hand, NotNow, Peer, twin_of
 from p2pdiloco.chaos.happenings import Happening, Status, What
 from p2pdiloco.chaos.plan import LEAVE_S, Fault, Schedule
 from p2pdiloco.chaos.reaper import reaper
@@ -73,6 +73,8 @@ class Runner:
         self._coming_back: dict[str, int] = {}
         self._hunted: dict[str, int] = {}
         """Peers that are killed in their next checkpoint, with the faults."""
+        self._twins: dict[int, Member] = {}
+        """Copies that run beside their originals, by fault."""
         self._began = time.monotonic()
         self._looked_at = 0.0
         self._phase = "starting"
@@ -214,6 +216,8 @@ class Runner:
         self._active.append(fault)
         if fault.kind == "kill-saving":
             self._hunted[fault.peers[0]] = fault.number
+        if fault.kind == "twins":
+            self._twins[fault.number] = self._swarm.join(twin_of(fault), self._address)
         if fault.kind in ("kill", "region", "blackout", "leave"):
             for name in fault.peers:
                 self._coming_back[name] = fault.number
@@ -239,7 +243,19 @@ class Runner:
             self._hand.undo(fault)
             if fault.kind == "rollback":
                 self._coming_back[fault.peers[0]] = fault.number
+        if fault.kind == "twins":
+            self._end_twin(fault, self._twins.pop(fault.number))
         self._note("undone", fault=fault.number)
+
+    def _end_twin(self, fault: Fault, twin: Member) -> None:
+        """It should have ended by itself, and said why."""
+        status, said = twin.status, twin.said("p2pdiloco: ") or ""
+        if twin.is_running:
+            for process in psutil.Process(twin.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    process.kill()  # its learner would wait for it
+            twin.kill()
+        self._note("twin", peer=fault.peers[0], fault=fault.number, status=status, text=said)
 
     def _ended(self, peer: Peer, member: Member) -> None:
         """Its node is gone: written down once, and started again unless it was the end of the run."""
@@ -279,7 +295,8 @@ class Runner:
             command = ["join", self._address]
         where = "/ip4/127.0.0.1/tcp/{}"
         listen = ["--listen", where.format(peer.port), "--announce", where.format(self._network.port(peer.name))]
-        peer.member = self._swarm.launch(peer.name, command, *listen)
+        clock_off_s = self.plan.clock_off_s(peer.name)
+        peer.member = self._swarm.launch(peer.name, command, *listen, clock_off_s=clock_off_s)
         self._note("launched", peer=peer.name, text=command[0])
         return peer.member
 

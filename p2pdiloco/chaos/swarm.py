@@ -4,7 +4,9 @@ event log says about it. The demo, the chaos runs and the integration tests are 
 Rules of this file:
 1. Every process carries the swarm's mark in its environment, so that what is left of it can be counted, and ended.
 2. They die with whoever started them, even by SIGKILL (Linux); a stopped one needs ``reaper.py``.
-3. A peer's folder outlives its processes: the next process on it is the same peer. What the next one would overwrite
+3. A clock is wrong where ``wrong_clock/`` comes first in a process's import path: Python's, which is what a peer's
+   program reads; nothing else of the machine, and nothing of ours is changed for it.
+4. A peer's folder outlives its processes: the next process on it is the same peer. What the next one would overwrite
    (journal, report) is kept under a number.
 """
 
@@ -29,6 +31,8 @@ from p2pdiloco.runtime.parent import die_with_parent
 
 MARK = "P2PDILOCO_SWARM"
 """Environment variable that every process of one swarm inherits."""
+CLOCK_OFF_S = "P2PDILOCO_SWARM_CLOCK_OFF_S"
+"""Read by wrong_clock/sitecustomize.py alone."""
 START_S = 60.0
 STOP_S = 30.0
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -88,13 +92,17 @@ class View:
 class Member:
     """One process of the swarm."""
 
-    def __init__(self, name: str, arguments: Sequence[str], folder: Path, mark: str) -> None:
+    def __init__(
+        self, name: str, arguments: Sequence[str], folder: Path, mark: str, clock_off_s: float = 0.0
+    ) -> None:
+        """``clock_off_s``: how far its wall clock is ahead."""
         self.name = name
         self.folder = folder
         self.log_path = folder / "log.txt"
         self.view = View()
         self.was_killed = False
         self.began_unix = time.time()
+        self._clock_off_s = clock_off_s
         self._read: dict[Path, int] = {}
         folder.mkdir(parents=True, exist_ok=True)
         self._log_began = self.log_path.stat().st_size if self.log_path.exists() else 0
@@ -104,7 +112,7 @@ class Member:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, MARK: mark},
+                env={**os.environ, MARK: mark, **_clock(clock_off_s)},
                 start_new_session=True,  # Ctrl+C reaches whoever started it, who then ends it
                 preexec_fn=die_with_parent,
             )
@@ -156,7 +164,8 @@ class Member:
         self._read[folder] = self._read.get(folder, 0) + len(whole)
         for line in whole.splitlines():
             with contextlib.suppress(ValueError):  # torn by a kill or a full disk
-                self.view.take(json.loads(line))
+                event = json.loads(line)
+                self.view.take({**event, "time": event["time"] - self._clock_off_s})
 
     def report(self) -> dict[str, Any] | None:
         """What it wrote at its end."""
@@ -209,11 +218,11 @@ class Swarm:
         """Start a peer that knows one address."""
         return self.launch(name, ["join", address], *more)
 
-    def launch(self, name: str, command: Sequence[str], *more: str) -> Member:
+    def launch(self, name: str, command: Sequence[str], *more: str, clock_off_s: float = 0.0) -> Member:
         """Start a peer, or start it again on its folder: it then takes the place of the process that was."""
         folder = self.out / f"peer-{name}"
         _keep_what_is_there(folder)
-        member = Member(name, [*command, *_PEER, *self._options, *more], folder, self.mark)
+        member = Member(name, [*command, *_PEER, *self._options, *more], folder, self.mark, clock_off_s)
         self.members.append(member)
         return member
 
@@ -279,6 +288,14 @@ def _name(process: psutil.Process) -> str:
         return str(process.name())
     except psutil.Error:
         return "gone"
+
+
+def _clock(off_s: float) -> dict[str, str]:
+    """The environment of a process whose wall clock is off."""
+    if not off_s:
+        return {}
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parent / "wrong_clock"), os.environ.get("PYTHONPATH"))))
+    return {"PYTHONPATH": path, CLOCK_OFF_S: str(off_s)}
 
 
 def _keep_what_is_there(folder: Path) -> None:

@@ -20,6 +20,7 @@ LOOKS: dict[Kind, tuple[str, str, str]] = {
     "kill": ("X", "#d62728", "node killed (SIGKILL)"),
     "kill-saving": ("X", "#f28e2b", "node killed in a checkpoint"),
     "rollback": ("<", "#59a14f", "old checkpoints put back"),
+    "twins": ("D", "#4e79a7", "started twice, from a copy"),
     "region": ("X", "#8c1515", "whole region killed"),
     "blackout": ("X", "#000000", "everybody killed, then resume"),
     "learner": ("v", "#e377c2", "learner killed (SIGKILL)"),

@@ -123,7 +123,7 @@ class LearnerView:
 
     def unmerged(self, shard: ShardId) -> int:
         """Own tokens that the shard's chain does not hold."""
-        return self.tokens - self.merged(shard).tokens
+        return self.tokens - self.marks[shard].tokens + self.skipped[shard].tokens
 
     def merged(self, shard: ShardId) -> Counters:
         """Of its own tokens and steps, those that the shard's chain holds."""

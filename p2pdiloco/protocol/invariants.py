@@ -23,7 +23,7 @@ def check_chains(core: Core) -> None:
             assert chain.log[-1].tokens == chain.head.tokens
     assert mark == core.heads_mark
     if core.learner is not None:
-        assert all(0 <= core.learner.merged(c.shard).tokens <= core.learner.tokens for c in core.chains)
+        assert all(0 <= core.learner.unmerged(c.shard) <= core.learner.tokens for c in core.chains)
 
 
 def check_work(core: Core, merging: Merging, contributing: Contributing, adopting: Adopting) -> None:

@@ -174,10 +174,10 @@ class Merging:
             return
         if not core.membership.may_own:
             return
-        head = core.head(shard)
-        if collection.quorum_at is None and len(collection.given) >= self.quorum(collection):
+        head, quorum = core.head(shard), self.quorum(collection)
+        if collection.quorum_at is None and len(collection.given) >= quorum:
             collection.quorum_at = core.now
-        decision = decide(self._view(shard, collection))
+        decision = decide(self._view(shard, collection, quorum))
         if not decision.is_close:
             if decision.look_again_at is None:
                 core.alarms.cancel(("close", shard))
@@ -197,7 +197,7 @@ class Merging:
             if collection.given:
                 self.consider(ShardId(shard))
 
-    def _view(self, shard: ShardId, collection: Collection) -> QuorumView:
+    def _view(self, shard: ShardId, collection: Collection, quorum: int) -> QuorumView:
         core = self.core
         config, membership = core.config, core.membership
         assert collection.opened_at is not None
@@ -227,7 +227,7 @@ class Merging:
             quorum_at=collection.quorum_at,
             given=len(collection.given),
             missing=len(absent) + is_waiting_for_me,
-            min_quorum=self.quorum(collection),
+            min_quorum=quorum,
             rank=rank,
             takeover_s=takeover_s,
             grace_s=grace_s,
@@ -236,14 +236,11 @@ class Merging:
     def quorum(self, collection: Collection) -> int:
         """K, or all who can give if they are fewer: with one live learner versions advance, and at the run's end two
         learners of which each has progress left for another shard do not wait for each other."""
-        core = self.core
-        givers = {peer_of(learner) for learner in collection.given}
-        empty = collection.answered - givers
-        able = {
-            peer for peer in core.membership.participating if not (peer in empty and core.membership.is_departing(peer))
-        }
+        core, departing = self.core, self.core.membership.is_departing
+        empty = collection.answered.difference(map(peer_of, collection.given))
+        gone = sum(peer in empty and departing(peer) for peer in core.membership.participating)
         is_able = core.is_participating() and not (core.config.peer in empty and bool(core.departure))
-        return max(1, min(core.config.min_quorum, len(able) + is_able))
+        return max(1, min(core.config.min_quorum, len(core.membership.participating) - gone + is_able))
 
     # -- commit --------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from p2pdiloco.chaos.evidence import Commit, Evidence, LearnerLife, Left, Life, PeerEvidence, Struck
+from p2pdiloco.chaos.evidence import Commit, Evidence, LearnerLife, Left, Life, PeerEvidence, Struck, Twin
 from p2pdiloco.chaos.plan import Fault, Plan, Schedule
 from p2pdiloco.protocol.manifest import InnerConfig, ModelConfig, RunConfig
 
@@ -14,6 +14,7 @@ BEGAN = 1000.0
 SETTLING, SETTLED, OVER = BEGAN + 60.0, BEGAN + 80.0, BEGAN + 90.0
 SHARDS = 2
 TOKENS = 80_000
+SAID = "p2pdiloco: another process takes part with this peer's identity (12D3..., at /ip4/...)"
 RUN = RunConfig(name="made-up", model=ModelConfig(context=100), inner=InnerConfig(batch=10, steps=1000))
 PLAN = Plan(name="made-up", peers=3, seconds=60.0, settle_s=20.0, run=RUN)
 
@@ -75,6 +76,7 @@ def evidence(**changes: Any) -> Evidence:
         settled=SETTLED,
         faults=faults,
         skipped=0,
+        twins=(Twin(peer="A", given_s=60.0, status=2, said=SAID),),
         peers=tuple(peer(name) for name in PLAN.names),
         last="C",
         leftovers=(),

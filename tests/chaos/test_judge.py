@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
-from evidences import BEGAN, OVER, PLAN, SETTLED, SETTLING, TOKENS, commits, evidence, peer, struck, with_peer
+from evidences import BEGAN, OVER, PLAN, SAID, SETTLED, SETTLING, TOKENS, commits, evidence, peer, struck, with_peer
 
-from p2pdiloco.chaos.evidence import Evidence, EvidenceError, LearnerLife, Life, read_evidence
+from p2pdiloco.chaos.evidence import Evidence, EvidenceError, LearnerLife, Life, Twin, read_evidence
 from p2pdiloco.chaos.judge import goodput, judge, quiet_windows
 from p2pdiloco.chaos.timeline import draw
 
@@ -40,7 +41,7 @@ def without(began: float, ended: float, *names: str) -> Evidence:
     return msgspec.structs.replace(whole, peers=peers)
 
 
-def demanding(**least: float) -> Evidence:
+def demanding(**least: Any) -> Evidence:
     whole = evidence()
     plan = msgspec.structs.replace(PLAN, **least)
     return msgspec.structs.replace(whole, schedule=msgspec.structs.replace(whole.schedule, plan=plan))
@@ -78,6 +79,10 @@ BROKEN = {
     "did not come back": (without(SETTLING, OVER, "B"), "everybody came back"),
     "a journal that replays to something else": (with_peer("A", journal_problem="event 7"), "journals replay"),
     "a process left": (evidence(leftovers=("77 python",)), "no leftovers"),
+    "a copy goes on": (evidence(twins=(Twin(peer="A", given_s=60.0, status=None, said=""),)), "twins ended"),
+    "a copy fails": (evidence(twins=(Twin(peer="A", given_s=9.0, status=1, said=SAID),)), "twins ended"),
+    "a copy says something else": (evidence(twins=(Twin(peer="A", given_s=9.0, status=2, said="no"),)), "twins ended"),
+    "nobody is told of its clock": (demanding(clocks_off_s=(0.0, 3600.0)), "wrong clocks told"),
     "little goodput": (demanding(min_goodput=0.95), "goodput"),
 }
 
@@ -113,6 +118,18 @@ def test_a_stopped_learner_may_seem_blocked_for_as_long_as_it_was_stopped() -> N
 def test_a_leaver_that_is_cut_off_may_give_up_when_its_time_is_over() -> None:
     lives = (*of_life(ended=BEGAN + 25, status=1, leave_s=20.2, lost_tokens=7), LIFE)
     assert all(verdict.is_kept for verdict in judge(with_peer("A", lives=lives)))
+
+
+def test_a_copy_that_was_ended_before_its_time_is_not_judged() -> None:
+    judged = judge(evidence(twins=(Twin(peer="A", given_s=20.0, status=None, said=""),)))
+    assert all(verdict.is_kept for verdict in judged)
+
+
+def test_who_is_told_of_its_clock_is_judged_as_everybody() -> None:
+    told = with_peer("B", told_of_clock=1)
+    plan = msgspec.structs.replace(PLAN, clocks_off_s=(0.0, 3600.0))
+    judged = judge(msgspec.structs.replace(told, schedule=msgspec.structs.replace(told.schedule, plan=plan)))
+    assert all(verdict.is_kept for verdict in judged)
 
 
 def test_quiet_windows_begin_a_while_after_the_last_fault_has_ended() -> None:

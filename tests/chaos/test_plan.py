@@ -92,6 +92,8 @@ def test_a_run_may_lie_in_a_file_of_its_own(tmp_path: Path) -> None:
         (GOOD + "[weights]\nkill = 0\n", "at least one must be more than 0"),
         (GOOD + "[weights]\nkill = 1\nregion = 1\n", "need two regions"),
         (GOOD + "[weights]\nblackout = 1\n", "say blackouts = N"),
+        (GOOD.replace("seconds = 60", "seconds = 60\nclocks_off_s = [1, 2, 3, 4]"), "4 of them for 3 peers"),
+        (GOOD.replace("seconds = 60", "seconds = 60\nclocks_off_s = [1e12]"), "clocks_off_s: less than"),
         (GOOD.replace(RUN, ""), "name a run's file"),
         (GOOD.replace("seconds = 60", 'seconds = 60\nconfig = "nowhere.toml"').replace(RUN, ""), "nowhere.toml"),
         (GOOD.replace("warmup = 0", "warmup = 5000"), "run: "),
