@@ -160,7 +160,9 @@ def read_evidence(out: Path) -> Evidence:
         faults=tuple(_struck(schedule.faults, happened)),
         skipped=sum(line.what == "skipped" for line in happened),
         twins=tuple(_twins(happened)),
-        peers=tuple(_peer(out, name, happened, leaves, schedule.plan.clock_off_s(name)) for name in schedule.plan.names),
+        peers=tuple(
+            _peer(out, name, happened, leaves, schedule.plan.clock_off_s(name)) for name in schedule.plan.names
+        ),
         last=[line.peer for line in happened if line.what == "leaving"][-1],
         leftovers=tuple(json.loads(first["over"].text)),
     )

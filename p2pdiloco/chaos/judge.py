@@ -238,8 +238,8 @@ def _all_take_part(evidence: Evidence) -> Verdict:
 
 
 def _twins(evidence: Evidence) -> Verdict:
-    """Of a peer and the copy of its folder that was started beside it, the copy ends and says why; a copy that was ended
-    before it had time to is not judged."""
+    """Of a peer and the copy of its folder that was started beside it, the copy ends and says why; a copy that was
+    ended before it had time to is not judged."""
     judged = [twin for twin in evidence.twins if twin.status is not None or twin.given_s >= TWIN_S]
     problems = [
         f"a copy of {twin.peer} that was started beside it "
@@ -247,7 +247,9 @@ def _twins(evidence: Evidence) -> Verdict:
         for twin in judged
         if twin.status != TWIN_STATUS or TWIN_SENTENCE not in twin.said
     ]
-    return _verdict("twins ended", problems, f"{len(judged)} copies started beside their originals, all ended, and said why")
+    return _verdict(
+        "twins ended", problems, f"{len(judged)} copies started beside their originals, all ended, and said why"
+    )
 
 
 def _clocks(evidence: Evidence) -> Verdict:

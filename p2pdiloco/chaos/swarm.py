@@ -92,9 +92,7 @@ class View:
 class Member:
     """One process of the swarm."""
 
-    def __init__(
-        self, name: str, arguments: Sequence[str], folder: Path, mark: str, clock_off_s: float = 0.0
-    ) -> None:
+    def __init__(self, name: str, arguments: Sequence[str], folder: Path, mark: str, clock_off_s: float = 0.0) -> None:
         """``clock_off_s``: how far its wall clock is ahead."""
         self.name = name
         self.folder = folder

@@ -1,5 +1,5 @@
 """A process whose import path begins with this folder has a wall clock that is off by ``P2PDILOCO_SWARM_CLOCK_OFF_S``
-seconds (Python imports this module at its start). Monotonic clocks, files' times and other programs are as they were."""
+seconds (Python imports this module at its start). Monotonic clocks, files' times and other programs are as they are."""
 
 import os
 import time
