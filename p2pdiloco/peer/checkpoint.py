@@ -37,7 +37,7 @@ from p2pdiloco.wire.bodies import StateProof
 log = logs.get("node")
 
 MANIFEST = "manifest.msgpack"
-FORMAT = 2
+FORMAT = 3
 PREFIX = "state-"
 PLACES = ("checkpoint", "*/checkpoint")
 """Where checkpoints lie in the folder that a user names (a run's folder, a peer's state), if it is not one itself."""

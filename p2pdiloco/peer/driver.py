@@ -88,7 +88,7 @@ class Driver:
         self.host = host
         self.around = around
         self.codecs = codecs
-        self.cargo = Cargo(state.layout, identity)
+        self.cargo = Cargo(state.layout, identity, machine.core.config.run)
         self.traffic = PayloadTraffic([s.elements for s in state.layout.shards])
         self._timer: Handle | None = None
         self._swept_at = 0.0
@@ -246,16 +246,17 @@ class Driver:
     def _encode(self, effect: ef.Encode) -> None:
         rung = self.codecs.choose("up", effect.shard)
 
-        def work() -> tuple[bytes, Digest, float]:
+        def work() -> tuple[bytes, Digest, msg.Contributor, float]:
             payload, digest = self.state.encode(effect.shard, effect.base.id, rung and rung.recipe)
-            return payload, digest, self.state.encode_error(effect.shard, payload) if rung else 0.0
+            given = self.cargo.signed(effect, digest)
+            return payload, digest, given, self.state.encode_error(effect.shard, payload) if rung else 0.0
 
-        def done(result: tuple[bytes, Digest, float]) -> None:
-            payload, digest, error = result
+        def done(result: tuple[bytes, Digest, msg.Contributor, float]) -> None:
+            payload, digest, given, error = result
             self.cargo.payloads[digest] = payload
             if rung is not None:
                 self.codecs.used("up", effect.shard, rung, len(payload), error)
-            self.feed(ev.Encoded(effect.shard, effect.base.id, digest, len(payload)))
+            self.feed(ev.Encoded(effect.shard, effect.base.id, given, len(payload)))
 
         self.job(work, done, self._failed("encode", effect.shard))
 
@@ -322,8 +323,8 @@ class Driver:
         if self.is_closed:
             return None
         match message:
-            case msg.Contribution(payload=digest) if digest:
-                return self._inspect(peer, message, payload, lambda data: self.cargo.contribution(data, digest))
+            case msg.Contribution() if message.payload:
+                return self._inspect(peer, message, payload, lambda data: self.cargo.contribution(data, message))
             case msg.Commit(header=header):
                 return self._inspect(peer, message, payload, lambda data: self.cargo.commit(data, header))
             case _:

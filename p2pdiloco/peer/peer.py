@@ -38,12 +38,13 @@ from p2pdiloco.protocol.identifiers import PeerId, ShardId
 from p2pdiloco.protocol.limits import STEP_TOKENS
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
+from p2pdiloco.protocol.messages import SIGNATURE_BYTES
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.tensors.digests import list_bytes
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire.answers import Answer
-from p2pdiloco.wire.bodies import SIGNATURE_BYTES, TROUBLE_LIMIT, PeerStatus, StateProof, decode_message
+from p2pdiloco.wire.bodies import TROUBLE_LIMIT, PeerStatus, StateProof, decode_message
 from p2pdiloco.wire.compression import payload_limit
 
 log = logs.get("node")

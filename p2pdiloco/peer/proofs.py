@@ -2,32 +2,47 @@
 
 from __future__ import annotations
 
-from p2pdiloco.protocol.chain import genesis_head
+from p2pdiloco.peer.signatures import IsMember, check_commit, everybody
+from p2pdiloco.protocol.blocks import BlockLedger, Trained
+from p2pdiloco.protocol.chain import genesis_head, record_of
 from p2pdiloco.protocol.identifiers import Digest
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.protocol.messages import commit_id
-from p2pdiloco.runtime.identity import verify
-from p2pdiloco.wire.bodies import COMMIT_CONTEXT, StateProof
+from p2pdiloco.wire.bodies import StateProof
 
 
-def proven_digest(manifest: Manifest, proof: StateProof) -> Digest:
-    """The digest that the shard's state must have: the commit's that its owner signed (the manifest's, at version 0).
+def proven_digest(manifest: Manifest, proof: StateProof, is_member: IsMember = everybody) -> Digest:
+    """The digest that the shard's tensors must have: the commit's that its owner signed (the manifest's, at version 0).
+    Nothing of a state stands beside that: step, marks and trained blocks are the commit's, too.
 
     Raises:
-        ValueError: the proof does not prove its head.
+        ValueError: the proof does not prove its state.
     """
-    head, header = proof.state.head, proof.header
+    state, header = proof.state, proof.header
+    head = state.head
     if head.version == 0:
         genesis = manifest.genesis[head.shard]
         if head != genesis_head(manifest.run, head.shard, genesis):
             raise ValueError(f"version 0 of shard {head.shard} is not this run's")
+        if state.step or state.marks or state.trained not in (Trained(), _nothing(manifest)):
+            raise ValueError(f"version 0 of shard {head.shard} counts what nobody has trained")
         return genesis
     if header is None or commit_id(header) != head.id or header.shard != head.shard or header.tokens != head.tokens:
         raise ValueError(f"the head of shard {head.shard} is not the commit that came with it")
-    if header.step != proof.state.step:
+    if header.step != state.step:
         raise ValueError(f"the state of shard {head.shard} is of another step than its commit")
     if header.version != head.version:
         raise ValueError(f"the head of shard {head.shard} has another version than its commit")
-    if not verify(header.owner, COMMIT_CONTEXT + head.id.encode(), proof.signature):
-        raise ValueError(f"the commit of shard {head.shard} does not bear its owner's signature")
+    if header.record != record_of(dict(state.marks), state.trained):
+        raise ValueError(f"the state of shard {head.shard} counts other tokens or blocks than its commit")
+    try:
+        check_commit(manifest.run, header, proof.signature, is_member)
+    except ValueError as error:
+        raise ValueError(f"the commit of shard {head.shard}: {error}") from error
     return header.result
+
+
+def _nothing(manifest: Manifest) -> Trained:
+    """Of a run whose data are in blocks."""
+    blocks = manifest.blocks.number
+    return BlockLedger(blocks).state() if blocks else Trained()

@@ -179,12 +179,12 @@ class Checks:
 
     def _encoded(self, peer: Peer, event: ev.Encoded) -> None:
         pending = peer.machine.contributing.pending.get(event.shard)
-        if pending is None or pending.contribution.payload != event.payload:
+        if pending is None or pending.contribution.contributor != event.contributor:
             return
         self.contributions += 1
         contribution: Contribution = pending.contribution
         c, shard = contribution.contributor, event.shard
-        vector = self.decoded(shard, peer.driver.cargo.payloads[event.payload])
+        vector = self.decoded(shard, peer.driver.cargo.payloads[contribution.payload])
         key = (shard, c.learner, c.tokens_from, c.tokens_to, event.base)
         self.given[key] = Given(event.base, vector, c.tokens, c.steps)
         learner, truth = self.world.learners.get(c.learner), self.world.truths.get(c.learner)

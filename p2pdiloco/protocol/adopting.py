@@ -82,12 +82,22 @@ class Adopting:
 
     def _apply_if_sound(self, sender: PeerId | None, header: CommitHeader, new_id: Digest) -> None:
         chain = self.core.chains[header.shard]
-        problem = chain.problem(header)
+        problem = chain.problem(header) or self._own_problem(header)
         if problem is None:
             self.apply(header, new_id)
         else:
             origin = sender or header.owner
             self.core.note("warning", "commit", f"shard {header.shard} commit of {origin} not taken: {problem}")
+
+    def _own_problem(self, target: CommitHeader | ShardState) -> str | None:
+        """Why what it says of this peer's learner is not so, or None."""
+        learner = self.core.learner
+        if learner is None:
+            return None
+        if isinstance(target, ShardState):
+            return self.carry.problem(target.head.shard, self.carry.mark_in(learner, target).tokens)
+        mine = next((c for c in target.contributors if c.learner == learner.id), None)
+        return None if mine is None else self.carry.problem(target.shard, mine.tokens_to)
 
     def _wait(self, header: CommitHeader) -> None:
         waiting = self.waiting.setdefault(header.shard, {})
@@ -256,7 +266,7 @@ class Adopting:
     def fetched(self, peer: PeerId, state: ShardState) -> None:
         """A state is here: install it if it is still the better one."""
         shard = state.head.shard
-        problem = self.core.chains[shard].state_problem(state)
+        problem = self.core.chains[shard].state_problem(state) or self._own_problem(state)
         if problem is not None:
             self.fetch_failed(shard, peer, problem)
             return

@@ -2,7 +2,7 @@
 
 Rules of this file:
 1. The learner's own marks decide, by the edges of its ledger.
-2. Nobody can stop a learner by speaking in its name: tokens that a chain holds and the learner never gave are skipped.
+2. Nobody can speak in a learner's name: a chain that holds tokens which it never gave is not taken.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from p2pdiloco.protocol.contributing import Contributing
 from p2pdiloco.protocol.core import Core, LearnerView
 from p2pdiloco.protocol.events import Mark, ShardState
 from p2pdiloco.protocol.identifiers import ShardId
-from p2pdiloco.protocol.ledger import STAY, Walk
+from p2pdiloco.protocol.ledger import Walk
 from p2pdiloco.protocol.messages import CommitHeader
 
 
@@ -23,21 +23,20 @@ class Carry:
         self.core = core
         self.contributing = contributing
 
+    def problem(self, shard: ShardId, to_tokens: int) -> str | None:
+        """Why no chain can count this peer's learner up to ``to_tokens``, or None."""
+        learner = self.core.learner
+        assert learner is not None
+        if to_tokens <= max(learner.marks[shard].tokens, self.contributing.ledgers[shard].last):
+            return None
+        return f"it holds tokens of this peer's learner that it has not given, up to {to_tokens}"
+
     def walk(self, shard: ShardId, to_tokens: int) -> Walk | None:
         """What leaves the learner's delta, and what returns to it, when the shard's chain counts its tokens up to
         ``to_tokens``; None if that cannot be told."""
         learner = self.core.learner
         assert learner is not None
         ledger = self.contributing.ledgers[shard]
-        if to_tokens > max(learner.marks[shard].tokens, ledger.last):
-            self.core.note(
-                "warning",
-                "carry",
-                f"shard {shard}: somebody has tokens of this learner merged that it has not given, up to {to_tokens}; "
-                "it keeps its progress, and counts on from there",
-            )
-            ledger.edges.clear()
-            return STAY
         walk = ledger.walk(learner.marks[shard].tokens, to_tokens)
         if walk is None:
             self.core.note(
@@ -58,7 +57,7 @@ class Carry:
             own = self.mark_in(learner, target)
         else:
             own = learner.marks[shard] if mark is None else mark
-        learner.marked(shard, own)
+        learner.marks[shard] = own
         if self.core.config.is_overwrite:
             learner.threw_away(shard)
 

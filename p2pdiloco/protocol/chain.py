@@ -11,10 +11,13 @@ Rules of this file:
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Mapping
+
+import msgspec
 
 from p2pdiloco.protocol.blocks import BlockLedger, Trained
 from p2pdiloco.protocol.events import Mark, ShardState
-from p2pdiloco.protocol.identifiers import Digest, LearnerId, RunId, ShardId, digest_of
+from p2pdiloco.protocol.identifiers import Digest, LearnerId, PeerId, RunId, ShardId, digest_of, peer_of
 from p2pdiloco.protocol.limits import MAX_COUNT, Limits
 from p2pdiloco.protocol.messages import MAX_CONTRIBUTORS, CommitHeader, Contributor, Head
 
@@ -31,6 +34,14 @@ def genesis_head(run: RunId, shard: ShardId, result: Digest) -> Head:
 def is_heavier(a: Head, b: Head) -> bool:
     """The fork rule: whether head ``a`` wins over head ``b`` of the same shard."""
     return (a.tokens, a.id) > (b.tokens, b.id)
+
+
+def record_of(marks: Mapping[LearnerId, Mark], trained: Trained) -> Digest:
+    """The digest of all that a state holds besides its tensors, its head and its step."""
+    return digest_of(_encoder.encode((sorted(marks.items()), trained)))
+
+
+_encoder = msgspec.msgpack.Encoder()
 
 
 class Chain:
@@ -84,6 +95,24 @@ class Chain:
             return "the chain cannot count further"
         return limits.range_problem(c.tokens, c.steps, len(c.blocks))
 
+    def record_after(self, version: int, contributors: Iterable[Contributor]) -> Digest:
+        """What an owner signs of the chain's counts after a commit with these: the digest of marks and blocks."""
+        marks, ledger = self._marks_after(version, contributors), self.ledger
+        if ledger is None:
+            return record_of(marks, Trained())
+        after = BlockLedger(ledger.blocks)
+        after.restore(ledger.state())
+        for c in contributors:
+            after.add(c.blocks)
+        return record_of(marks, after.state())
+
+    def _marks_after(self, version: int, contributors: Iterable[Contributor]) -> dict[LearnerId, Mark]:
+        oldest = version - MARK_LIFE_LOGS * self.length
+        marks = {learner: mark for learner, mark in self.marks.items() if mark.version >= oldest}
+        for c in contributors:
+            marks[c.learner] = Mark(c.tokens_to, c.steps_to, version)
+        return marks
+
     def latest_step(self) -> int:
         """The largest that the next commit may have."""
         return min(self.step, self.limits.run_steps) + self.limits.lead_steps
@@ -93,11 +122,13 @@ class Chain:
         if self.head is None or not self.extends(header):
             return f"its parent {header.parent[:8]} is not the head"
         tokens = 0
-        previous = ""
+        previous, givers = "", set[PeerId]()
         for c in header.contributors:
-            if c.learner <= previous:
+            giver = peer_of(c.learner)
+            if c.learner <= previous or giver in givers:
                 return "its contributors are not sorted and distinct"
             previous = c.learner
+            givers.add(giver)
             if c.tokens <= 0 or c.steps <= 0:
                 return f"learner {c.learner} has an empty range"
             problem = self.range_problem(c)
@@ -110,6 +141,8 @@ class Chain:
             return "its cumulative tokens are wrong"
         if header.step > self.latest_step():
             return f"its step {header.step} is too far from its parent's, {self.step}"
+        if header.record != self.record_after(header.version, header.contributors):
+            return "its record is not what the chain counts with it"
         return None
 
     def advance(self, header: CommitHeader, new_id: Digest) -> None:
@@ -118,15 +151,10 @@ class Chain:
         self.log_ids.append(new_id)
         self.head = Head(self.shard, header.version, new_id, header.tokens)
         self.step = header.step
-        for c in header.contributors:
-            self.marks[c.learner] = Mark(c.tokens_to, c.steps_to, header.version)
-            if self.ledger is not None:
+        self.marks = self._marks_after(header.version, header.contributors)
+        if self.ledger is not None:
+            for c in header.contributors:
                 self.ledger.add(c.blocks)
-        oldest = header.version - MARK_LIFE_LOGS * self.length
-        if oldest > 0:
-            stale = [learner for learner, mark in self.marks.items() if mark.version < oldest]
-            for learner in stale:
-                del self.marks[learner]
 
     def state_problem(self, state: ShardState) -> str | None:
         """Why no chain of this run has this state, or None."""

@@ -9,10 +9,12 @@ Rules of this file:
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from p2pdiloco.protocol.chain import is_heavier
 from p2pdiloco.protocol.core import Core, LearnerView
 from p2pdiloco.protocol.effects import AdoptStep, Encode, Snapshot
-from p2pdiloco.protocol.events import Encoded, Snapshotted
+from p2pdiloco.protocol.events import Encoded, Mark, Snapshotted
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.ledger import Ledger
 from p2pdiloco.protocol.merging import Merging
@@ -20,8 +22,6 @@ from p2pdiloco.protocol.messages import Contribution, Contributor, Head, Turn
 from p2pdiloco.protocol.ownership import ranked_owners
 from p2pdiloco.protocol.trouble import Trouble
 from p2pdiloco.protocol.workload import Workload
-
-NO_PAYLOAD = Digest("")
 
 
 class FragmentTurn:
@@ -37,8 +37,8 @@ class FragmentTurn:
         self.is_snapshotting = False
         self.asked_at = 0.0
         """When that was asked for."""
-        self.encoding: dict[ShardId, Digest] = {}
-        """Shards being encoded, with the heads that their outer gradients are relative to."""
+        self.encoding: dict[ShardId, tuple[Digest, Contributor]] = {}
+        """Shards being encoded: the heads that their outer gradients are relative to, and the ranges."""
         self.failure = ""
         """Why none of the last snapshot's could be; empty if one could, or the head moved."""
         self.steps = 0
@@ -187,11 +187,12 @@ class Contributing:
         for shard in turn.open:
             if self.has_given(shard) or self.merging.collections[shard].is_closed:
                 continue
-            if turn.tokens > core.learner.merged(shard).tokens:
-                turn.encoding[shard] = core.head(shard).id
-                core.effects.append(Encode(shard, core.head(shard)))
+            if turn.tokens > core.learner.marks[shard].tokens:
+                head, contributor = core.head(shard), self._range(core.learner, shard, turn)
+                turn.encoding[shard] = (head.id, contributor)
+                core.effects.append(Encode(shard, head, contributor))
             else:
-                self._contribute(shard, NO_PAYLOAD, 0)
+                self._give_nothing(shard)
 
     def look(self) -> None:
         """Now and then: is anybody to be told of trouble?"""
@@ -207,20 +208,22 @@ class Contributing:
 
     def encoded(self, event: Encoded) -> None:
         """A shard's outer gradient is ready: offer it, unless its base is history."""
-        turn = self.turns[self.core.fragment_of[event.shard]]
-        if event.shard in turn.encoding:
+        shard, given = event.shard, event.contributor
+        turn = self.turns[self.core.fragment_of[shard]]
+        if turn.encoding.get(shard) == (event.base, replace(given, payload=b"", signature=b"")):
             self.trouble.encoded()
-            if event.shard in turn.open and event.base == self.core.head(event.shard).id:
-                self._contribute(event.shard, event.payload, event.payload_bytes)
-            self._finished_encoding(turn, event.shard)
+            if shard in turn.open and event.base == self.core.head(shard).id:
+                self.ledgers[shard].record(self._mark(shard).tokens, given.tokens_to, Digest(given.payload.hex()))
+                self._contribute(shard, given, event.payload_bytes)
+            self._finished_encoding(turn, shard)
 
     def encode_failed(self, shard: ShardId, reason: str) -> None:
         """Nothing to offer this time; the learner keeps its progress, and says so, that nobody waits for it."""
         turn = self.turns[self.core.fragment_of[shard]]
         if shard in turn.encoding:
             self.core.note("debug", "contribution", f"shard {shard} not encoded: {reason}")
-            if shard in turn.open and turn.encoding[shard] == self.core.head(shard).id:
-                self._contribute(shard, NO_PAYLOAD, 0)
+            if shard in turn.open and turn.encoding[shard][0] == self.core.head(shard).id:
+                self._give_nothing(shard)
                 turn.failure = reason
             self._finished_encoding(turn, shard)
 
@@ -233,29 +236,29 @@ class Contributing:
 
     # -- offer ---------------------------------------------------------------------------------------------------------
 
-    def _contribute(self, shard: ShardId, payload: Digest, payload_bytes: int) -> None:
-        core = self.core
-        turn, learner = self.turns[core.fragment_of[shard]], core.learner
-        assert learner is not None
-        mark = learner.marks[shard]
-        if payload:
-            contributor = self._range(learner, shard, turn)
-            self.ledgers[shard].record(mark.tokens, contributor.tokens_to, payload)
-        else:
-            contributor = Contributor(learner.id, mark.tokens, mark.tokens, mark.steps, mark.steps)
-        base = core.head(shard)
-        self.pending[shard] = Pending(Contribution(shard, base, turn.step, contributor, payload, payload_bytes))
+    def _mark(self, shard: ShardId) -> Mark:
+        assert self.core.learner is not None
+        return self.core.learner.marks[shard]
+
+    def _give_nothing(self, shard: ShardId) -> None:
+        assert self.core.learner is not None
+        mark = self._mark(shard)
+        self._contribute(shard, Contributor(self.core.learner.id, mark.tokens, mark.tokens, mark.steps, mark.steps), 0)
+
+    def _contribute(self, shard: ShardId, contributor: Contributor, payload_bytes: int) -> None:
+        turn = self.turns[self.core.fragment_of[shard]]
+        base = self.core.head(shard)
+        self.pending[shard] = Pending(Contribution(shard, base, turn.step, contributor, payload_bytes))
         self._offer(shard)
 
     def _range(self, learner: LearnerView, shard: ShardId, turn: FragmentTurn) -> Contributor:
         """All that the chain has not merged; of more than anybody believes, the last."""
-        limits, merged, skipped = self.core.chains[shard].limits, learner.merged(shard), learner.skipped[shard]
-        all_steps, all_tokens = max(1, turn.steps - merged.steps), turn.tokens - merged.tokens
+        limits, mark = self.core.chains[shard].limits, learner.marks[shard]
+        all_steps, all_tokens = max(1, turn.steps - mark.steps), turn.tokens - mark.tokens
         steps = min(all_steps, limits.range_steps)
         tokens = min(all_tokens * steps // all_steps, limits.most_tokens(steps))
         blocks = self.workload.between(shard, turn.tokens - tokens, turn.tokens)[-limits.most_blocks(tokens) :]
-        steps_to, tokens_to = turn.steps + skipped.steps, turn.tokens + skipped.tokens
-        return Contributor(learner.id, tokens_to - tokens, tokens_to, steps_to - steps, steps_to, blocks)
+        return Contributor(learner.id, turn.tokens - tokens, turn.tokens, turn.steps - steps, turn.steps, blocks)
 
     def _offer(self, shard: ShardId) -> None:
         """Give the pending contribution to the owner of its rank, if there is one who may merge it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
@@ -90,20 +90,10 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
         return fragment * self.sync_every // len(self.fragments)
 
 
-class Counters(NamedTuple):
-    """A learner's, over its whole life."""
-
-    tokens: int
-    steps: int
-
-
-NOTHING = Counters(0, 0)
-
-
 class LearnerView:
     """This peer's learner: its counters over its whole life, and how far each shard's chain has merged them."""
 
-    __slots__ = ("id", "is_able", "is_paused", "marks", "reached", "skipped", "step_time_s", "steps", "tokens")
+    __slots__ = ("id", "is_able", "is_paused", "marks", "reached", "step_time_s", "steps", "tokens")
 
     def __init__(self, learner: LearnerId, shards: int, step: int) -> None:
         self.id = learner
@@ -111,9 +101,6 @@ class LearnerView:
         """The global step at its last step boundary."""
         self.marks = [NO_MARK] * shards
         """By shard, as the chain counts. Kept here too because chains forget learners that were not merged for long."""
-        self.skipped = [NOTHING] * shards
-        """By shard, tokens and steps by which the chain counts further than this learner has come: others spoke in its
-        name."""
         self.steps = 0
         self.tokens = 0
         self.step_time_s = 0.0
@@ -123,28 +110,11 @@ class LearnerView:
 
     def unmerged(self, shard: ShardId) -> int:
         """Own tokens that the shard's chain does not hold."""
-        return self.tokens - self.marks[shard].tokens + self.skipped[shard].tokens
-
-    def merged(self, shard: ShardId) -> Counters:
-        """Of its own tokens and steps, those that the shard's chain holds."""
-        mark, skipped = self.marks[shard], self.skipped[shard]
-        return Counters(mark.tokens - skipped.tokens, mark.steps - skipped.steps)
-
-    def marked(self, shard: ShardId, mark: Mark) -> None:
-        """The shard's chain now counts up to ``mark``: what lies beyond all that was trained is skipped, so that it
-        can be neither missed nor waited for."""
-        before = self.merged(shard)
-        self.marks[shard] = mark
-        now = self.merged(shard)
-        if now.tokens > self.tokens or now.steps > self.steps:
-            self.skipped[shard] = Counters(mark.tokens - before.tokens, mark.steps - before.steps)
-        elif now.tokens < 0 or now.steps < 0:
-            self.skipped[shard] = Counters(mark.tokens, mark.steps)
+        return self.tokens - self.marks[shard].tokens
 
     def threw_away(self, shard: ShardId) -> None:
         """What the shard's chain does not hold is gone (``overwrite``)."""
-        skipped, version = self.skipped[shard], self.marks[shard].version
-        self.marks[shard] = Mark(self.tokens + skipped.tokens, self.steps + skipped.steps, version)
+        self.marks[shard] = Mark(self.tokens, self.steps, self.marks[shard].version)
 
 
 class Core:

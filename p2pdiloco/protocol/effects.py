@@ -9,7 +9,7 @@ import msgspec
 from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.events import ShardState
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, ShardId
-from p2pdiloco.protocol.messages import CommitHeader, Contribution, Head, Message
+from p2pdiloco.protocol.messages import CommitHeader, Contribution, Contributor, Head, Message
 
 
 class Send(msgspec.Struct, frozen=True, array_like=True, tag="send"):
@@ -33,10 +33,13 @@ class Train(msgspec.Struct, frozen=True, array_like=True, tag="train"):
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True, tag="encode"):
-    """Quantize and compress the shard's outer gradient (base minus the snapshot). Ends in ``Encoded`` or ``Failed``."""
+    """Quantize and compress the shard's outer gradient (base minus the snapshot), and sign for its range. Ends in
+    ``Encoded`` or ``Failed``."""
 
     shard: ShardId
     base: Head
+    contributor: Contributor
+    """The range, without payload and signature."""
 
 
 class Merge(msgspec.Struct, frozen=True, array_like=True, tag="merge"):

@@ -6,7 +6,7 @@ import msgspec
 
 from p2pdiloco.protocol.blocks import Block, Trained
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, ShardId
-from p2pdiloco.protocol.messages import Head, Message
+from p2pdiloco.protocol.messages import Contributor, Head, Message
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
@@ -105,11 +105,12 @@ class Snapshotted(msgspec.Struct, frozen=True, array_like=True, tag="snapshotted
 
 
 class Encoded(msgspec.Struct, frozen=True, array_like=True, tag="encoded"):
-    """A shard's outer gradient against ``base`` is quantized and compressed."""
+    """A shard's outer gradient against ``base`` is quantized, compressed, and signed for."""
 
     shard: ShardId
     base: Digest
-    payload: Digest
+    contributor: Contributor
+    """As it was asked for, with payload and signature."""
     payload_bytes: int
 
 

@@ -265,6 +265,7 @@ class Merging:
             tokens=head.tokens + sum(c.tokens for c in contributors),
             payload=event.payload,
             result=event.result,
+            record=core.chains[event.shard].record_after(head.version + 1, contributors),
         )
 
     def merge_failed(self, shard: ShardId, culprit: PeerId | None, reason: str) -> None:

@@ -12,9 +12,18 @@ import msgspec
 from msgspec import Meta
 
 from p2pdiloco.protocol.blocks import Block
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, ShardId, digest_of
+from p2pdiloco.protocol.identifiers import (
+    DIGEST_BYTES,
+    Digest,
+    FragmentId,
+    LearnerId,
+    PeerId,
+    ShardId,
+    digest_of,
+)
 
 MAX_CLAIMS = 256
+SIGNATURE_BYTES = 64
 Count = Annotated[int, Meta(ge=0, le=2**56)]
 Hex = Annotated[Digest, Meta(min_length=1, max_length=40)]
 Shard = Annotated[ShardId, Meta(ge=0, le=2**24)]
@@ -43,6 +52,10 @@ class Contributor(msgspec.Struct, frozen=True, array_like=True):
     steps_to: Count
     blocks: Blocks = ()
     """Blocks of data whose last token is in the range, sorted; of shard 0 alone."""
+    payload: Annotated[bytes, Meta(max_length=DIGEST_BYTES)] = b""
+    """The digest of the outer gradient, as bytes; empty: there is none, the learner has nothing to give."""
+    signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)] = b""
+    """Of the learner's peer, over ``signing.contribution``: all of this, the run, and the head it is relative to."""
 
     @property
     def tokens(self) -> int:
@@ -81,6 +94,8 @@ class CommitHeader(msgspec.Struct, frozen=True, array_like=True):
     payload: Hex
     result: Hex
     """Digest of the shard's global parameters and outer momentum after this commit."""
+    record: Hex
+    """Digest of what the chain counts after this commit: marks and trained blocks (``Chain.record_after``)."""
 
 
 def commit_id(header: CommitHeader) -> Digest:
@@ -126,8 +141,12 @@ class Contribution(msgspec.Struct, frozen=True, array_like=True, tag="contributi
     base: Head
     step: Count
     contributor: Contributor
-    payload: Annotated[Digest, Meta(max_length=40)]
     payload_bytes: Count
+
+    @property
+    def payload(self) -> Digest:
+        """What names the outer gradient; empty if there is none."""
+        return Digest(self.contributor.payload.hex())
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):

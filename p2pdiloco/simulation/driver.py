@@ -228,7 +228,10 @@ class Process:
         payload = ((learner.name, base.of(learner.name) - own),)
         digest = payload_digest(shard, effect.base.id, payload)
         self.store[digest] = payload
-        return ev.Encoded(shard, effect.base.id, digest, self.setting.payload_bytes)
+        given = msgspec.structs.replace(effect.contributor, payload=bytes.fromhex(digest))
+        if self.world.liars is not None:
+            self.world.liars.signs(self.name, shard, effect.base.id, given, payload)
+        return ev.Encoded(shard, effect.base.id, given, self.setting.payload_bytes)
 
     def _merge_later(self, effect: ef.Merge) -> None:
         self.world.checks.merging(self, len(effect.contributions))

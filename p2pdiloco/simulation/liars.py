@@ -3,10 +3,11 @@
 Rules of this file:
 1. A lie is a real message with one or more fields changed, often to an extreme, or an earlier message of anybody. What
    would not decode is not sent: honest peers drop it before the machine hears of it.
-2. So are commits that do not bear their owner's signature, and payloads that are not what was announced: the driver's
+2. A signature is a value that only its peer can make: a liar signs whatever it says of itself, and nothing in another's
+   name. What does not bear its signatures, or comes with another payload than it names, goes no further: the driver's
    checks are taken as given.
-3. Without signed contributions a lie within the bounds is believed (docs/protocol.md, P). What is demanded of honest
-   peers is that nothing breaks, the run does not end, versions go on, and heads become equal.
+3. Taken as given is, too, that a commit's values are the merge of the contributions that it names: nothing proves it.
+4. All is demanded that is demanded without liars; only of what liars said of themselves nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import Any
 
 import msgspec
 
-from p2pdiloco.protocol.identifiers import Digest
-from p2pdiloco.protocol.messages import Commit, Contribution, Heads, Message, commit_id
+from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId, peer_of
+from p2pdiloco.protocol.messages import Commit, CommitHeader, Contribution, Contributor, Heads, Message, commit_id
+from p2pdiloco.simulation.shards import Payload, merged, payload_digest
 
 REMEMBERED = 200
 EXTREMES = (0, 1, 2, 1000, 2**20, 2**40, 2**55, 2**56)
@@ -36,9 +38,19 @@ class Liars:
         self.heard: deque[Message] = deque(maxlen=REMEMBERED)
         self.signed: set[Digest] = set()
         """Commits by whose owner they were sent."""
+        self.given: set[tuple[ShardId, Digest, Contributor]] = set()
+        """Contributions that their learners' peers signed, by shard and the head that they are relative to."""
+        self.payloads: dict[bytes, Payload] = {}
+        """Theirs."""
         self.told = 0
-        self.believed = 0
-        """What would be a violation, were all peers honest."""
+        self.refused = 0
+        """Of lies, those that did not bear the signatures that they need."""
+
+    def signs(self, name: PeerId, shard: ShardId, base: Digest, given: Contributor, payload: Payload) -> None:
+        """``name`` gives this to the shard's next version."""
+        assert peer_of(given.learner) == name
+        self.given.add((shard, base, given))
+        self.payloads[given.payload] = payload
 
     def said(self, name: str, message: Message, lies: float) -> list[Message]:
         """What ``name`` sends instead of ``message``; ``lies`` is the share that it changes."""
@@ -49,9 +61,20 @@ class Liars:
             said = [message, lie] if self.random.random() < 0.5 else [lie]
             self.told += 1
         for one in said:
-            if isinstance(one, Commit) and one.header.owner == name:
-                self.signed.add(commit_id(one.header))
+            self._sign(name, one)
         return said
+
+    def _sign(self, name: str, message: Message) -> None:
+        """Whatever is said in the speaker's own name bears its signature."""
+        match message:
+            case Contribution(shard=shard, base=base, contributor=mine) if peer_of(mine.learner) == name:
+                self.given.add((shard, base.id, mine))
+            case Commit(header=header) if header.owner == name:
+                self.signed.add(commit_id(header))
+                own = (c for c in header.contributors if peer_of(c.learner) == name)
+                self.given.update((header.shard, header.parent, c) for c in own)
+            case _:
+                pass
 
     def lie(self, message: Message) -> Message:
         """``message``, changed; what cannot be changed into something well formed stays as it is."""
@@ -71,7 +94,22 @@ class Liars:
 
     def is_passed(self, message: Message) -> bool:
         """Whether the receiver's driver hands it on."""
-        return not isinstance(message, Commit) or commit_id(message.header) in self.signed
+        match message:
+            case Contribution() if message.payload:
+                is_sound = (message.shard, message.base.id, message.contributor) in self.given
+            case Commit(header=header):
+                is_signed = commit_id(header) in self.signed
+                is_given = all((header.shard, header.parent, c) in self.given for c in header.contributors)
+                is_sound = is_signed and is_given and self._is_merged(header)
+            case _:
+                return True
+        self.refused += not is_sound
+        return is_sound
+
+    def _is_merged(self, header: CommitHeader) -> bool:
+        """Whether its payload is that of the contributions that it names."""
+        payloads = [self.payloads.get(c.payload, ()) for c in header.contributors]
+        return header.payload == payload_digest(header.shard, header.parent, merged(payloads))
 
     def _changed(self, value: Any) -> Any:
         """Another value of the same kind."""

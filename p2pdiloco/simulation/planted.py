@@ -22,6 +22,7 @@ _SAVING = "p2pdiloco.peer.saving"
 _FETCHING = "p2pdiloco.peer.fetching"
 _SUPERVISION = "p2pdiloco.peer.supervision"
 
+_SIGNATURES = "p2pdiloco.peer.signatures"
 _DRIVER_TESTS = "tests/unit/test_peer_driver.py"
 _STATE_TESTS = "tests/unit/test_peer_global_state.py"
 _SAVING_TESTS = "tests/unit/test_peer_saving.py"
@@ -34,11 +35,35 @@ BUGS = (
     # -- the driver ----------------------------------------------------------------------------------------------------
     Bug(
         name="commit signature not verified",
-        module=_CARGO,
-        old="if not verify(header.owner, COMMIT_CONTEXT + commit.encode(), parts.signature):",
+        module=_SIGNATURES,
+        old="if not verify(header.owner, signing.commit(commit_id(header)), signature):",
         new="if False:",
         harm="anybody commits in anybody's name",
         killed_by=(f"{_DRIVER_TESTS}::test_a_commit_that_its_owner_did_not_sign_is_dropped",),
+    ),
+    Bug(
+        name="commits' contributions not verified",
+        module=_SIGNATURES,
+        old="check_contributor(run, header.shard, header.parent, contributor, is_member)",
+        new="pass",
+        harm="an owner speaks in the name of every learner",
+        killed_by=(f"{_DRIVER_TESTS}::test_a_commit_that_names_what_its_learners_did_not_give_is_dropped",),
+    ),
+    Bug(
+        name="contributions not verified by who merges them",
+        module=_CARGO,
+        old="check_contributor(self._run, message.shard, message.base.id, message.contributor, self.is_member)",
+        new="pass",
+        harm="an honest owner's commit is refused for one bad signature in it",
+        killed_by=(f"{_DRIVER_TESTS}::test_a_contribution_that_is_not_what_it_names_is_dropped",),
+    ),
+    Bug(
+        name="marks of a state not compared with its commit",
+        module="p2pdiloco.peer.proofs",
+        old="if header.record != record_of(dict(state.marks), state.trained):",
+        new="if False:",
+        harm="a newcomer believes what its donor says of tokens and blocks",
+        killed_by=("tests/unit/test_peer_proofs.py::test_what_does_not_prove_its_head_is_refused",),
     ),
     Bug(
         name="commit's gradient not compared with its digest",

@@ -343,7 +343,7 @@ def _run_phases(world: World, scene: Scene) -> None:
         world.run_until(world.now + REST_S)
     if not checks.is_over:
         checks.heads_equal()
-    if not checks.is_over and world.liars is None:
+    if not checks.is_over:
         _count_tokens(world, scene)
 
 

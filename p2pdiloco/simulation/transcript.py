@@ -68,7 +68,7 @@ def describe_event(event: ev.Event) -> str:
         case ev.Snapshotted():
             return f"snapshot of fragment {event.fragment} for turn {event.step} at {event.tokens} tokens"
         case ev.Encoded():
-            return f"encoded shard {event.shard} on {event.base[:6]}: payload {event.payload[:6]}"
+            return f"encoded shard {event.shard} on {event.base[:6]}: payload {event.contributor.payload.hex()[:6]}"
         case ev.Merged():
             return f"merged shard {event.shard} on {event.base[:6]}: payload {event.payload[:6]}"
         case ev.Applied():
@@ -117,7 +117,7 @@ def describe_effect(effect: ef.Effect) -> str:
         case ef.Snapshot():
             return f"snapshot fragment {effect.fragment} for turn {effect.step}"
         case ef.Encode():
-            return f"encode shard {effect.shard} on {effect.base.id[:6]}"
+            return f"encode shard {effect.shard} on {effect.base.id[:6]}: {_range(effect.contributor)}"
         case ef.Merge():
             ranges = ", ".join(_range(c.contributor) for c in effect.contributions)
             return f"merge shard {effect.shard} on {effect.base.id[:6]}: {ranges}"

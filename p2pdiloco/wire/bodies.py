@@ -17,12 +17,18 @@ from msgspec import Meta
 from p2pdiloco.protocol.events import ShardState
 from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.protocol.manifest import Name
-from p2pdiloco.protocol.messages import CommitHeader, Count, Evaluation, Heartbeat, Hex, Message, Shard
+from p2pdiloco.protocol.messages import (
+    SIGNATURE_BYTES,
+    CommitHeader,
+    Count,
+    Evaluation,
+    Heartbeat,
+    Hex,
+    Message,
+    Shard,
+)
 
-SIGNATURE_BYTES = 64
 TROUBLE_LIMIT = 500
-COMMIT_CONTEXT = b"p2pdiloco commit\0"
-"""What an owner signs is this followed by the commit's id."""
 
 
 class GetManifest(msgspec.Struct, frozen=True, array_like=True, tag="manifest?"):

@@ -26,16 +26,19 @@ from p2pdiloco.chaos.swarm import Member
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.lookup import Observer, list_runs
 from p2pdiloco.node.roster import PeerRecord
+from p2pdiloco.peer.signatures import signed
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.identifiers import DIGEST_BYTES, PeerId, RunId, digest_of, learner_id
+from p2pdiloco.protocol import signing
+from p2pdiloco.protocol.identifiers import DIGEST_BYTES, Digest, PeerId, RunId, ShardId, digest_of, learner_id
+from p2pdiloco.protocol.messages import SIGNATURE_BYTES
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import Transport
-from p2pdiloco.wire.bodies import COMMIT_CONTEXT, SIGNATURE_BYTES, CommitParts, decode_message, encode, join_commit
+from p2pdiloco.wire.bodies import CommitParts, decode_message, encode, join_commit
 from p2pdiloco.wire.compression import compress
 
 GARBAGE = (b"no zstd at all", compress(bytes(1000)), compress(b"\xff" * 1000))
-KINDS = {"message", "payload", "contribution", "commit"}
+KINDS = {"message", "payload", "contribution"}
 HEAVY = 30_000
 """Tokens that a lying head claims: as many as a step of the largest batch that is believed."""
 
@@ -45,6 +48,7 @@ class Hostile(Observer):
 
     def __init__(self, identity: Identity, run: RunId) -> None:
         self.identity = identity
+        self.run = run
         self.learner = learner_id(identity.peer_id, "evil")
         self.transport = Transport(identity, listen=LOOPBACK, run=run, version=WIRE_VERSION, handler=self)
         self._sequence = 0
@@ -83,23 +87,29 @@ class Hostile(Observer):
     def _contribute(self, peer: PeerId, head: msg.Head, step: int) -> None:
         """Payloads that are garbage, that are not what was announced, that are missing; and another's learner."""
         payload = next(self._garbage)
-        mine = msg.Contributor(self.learner, 0, 1000, 0, 1)
-        good = msg.Contribution(head.shard, head, step, mine, digest_of(payload), len(payload))
+        good = msg.Contribution(head.shard, head, step, self._given(head.shard, head.id, payload), len(payload))
         self.transport.send(peer, encode(good), payload)
         self.transport.send(peer, encode(good), b"something else")
         self.transport.send(peer, encode(good))
-        stolen = msgspec.structs.replace(mine, learner=learner_id(peer, "stolen"))
-        self.transport.send(peer, encode(msgspec.structs.replace(good, contributor=stolen)), payload)
+        for lie in ({"learner": learner_id(peer, "stolen")}, {"tokens_to": 10**9}):
+            said = msgspec.structs.replace(good.contributor, **lie)
+            self.transport.send(peer, encode(msgspec.structs.replace(good, contributor=said)), payload)
+
+    def _given(self, shard: ShardId, base: Digest, payload: bytes) -> msg.Contributor:
+        """Tokens of our own, signed as they should be."""
+        mine = msg.Contributor(self.learner, 0, HEAVY, 0, 1)
+        return signed(self.identity, self.run, shard, base, mine, digest_of(payload))
 
     def _commit(self, peer: PeerId, header: msg.CommitHeader, honest: CommitParts) -> None:
-        """The next version: in order but for its signature; signed by nobody and spoilt; signed by us, and spoilt; and
-        a head that does not exist."""
+        """The next version: in order but for its signature; signed by nobody and spoilt; signed by us, with what others
+        gave to the version before; with tokens of others' learners; and a head that does not exist."""
         payload = honest.gradient[:-2] + b"\xff\xff"
+        parent = msg.commit_id(header)
         following = msgspec.structs.replace(
             header,
             version=header.version + 1,
-            parent=msg.commit_id(header),
-            contributors=(msg.Contributor(self.learner, 0, HEAVY, 0, 1),),
+            parent=parent,
+            contributors=(self._given(header.shard, parent, payload),),
             tokens=header.tokens + HEAVY,
             payload=digest_of(payload),
         )
@@ -108,8 +118,12 @@ class Hostile(Observer):
         nobody = CommitParts(bytes(SIGNATURE_BYTES), honest.digests, payload)
         self.transport.send(peer, encode(msg.Commit(following)), join_commit(nobody))
         ours = msgspec.structs.replace(following, owner=self.identity.peer_id)
-        signature = self.identity.sign(COMMIT_CONTEXT + msg.commit_id(ours).encode())
-        self.transport.send(peer, encode(msg.Commit(ours)), join_commit(nobody._replace(signature=signature)))
+        (mine,) = following.contributors
+        theirs = msgspec.structs.replace(mine, learner=learner_id(peer, "stolen"), tokens_to=2**50)
+        for named in ((mine,), header.contributors, (theirs,)):
+            said = msgspec.structs.replace(ours, contributors=named)
+            signature = self.identity.sign(signing.commit(msg.commit_id(said)))
+            self.transport.send(peer, encode(msg.Commit(said)), join_commit(nobody._replace(signature=signature)))
         head = msg.Head(header.shard, header.version + 9, digest_of(b"nothing"), header.tokens + HEAVY)
         self.transport.send(peer, encode(msg.Heads((head,), header.step)))
 
@@ -180,5 +194,9 @@ def test_a_hostile_peer_does_no_harm(tmp_path: Path) -> None:
     assert set(reports[0]["faults"]) | set(reports[1]["faults"]) >= KINDS
     for member in (ann, bob):
         assert {peer for peer, _ in faults(member)} == {evil}, "nobody answers for what another said in its name"
-        assert not any("Traceback" in line or "defect" in line for line in log_lines(member))
+        told = "\n".join(log_lines(member))
+        assert "does not bear its peer's signature" in told
+        assert f"commit of {evil} not taken: its record is not what the chain counts with it" in told
+        assert "Traceback" not in told
+        assert "defect" not in told
         assert len(log_lines(member)) < 500

@@ -32,8 +32,11 @@ from p2pdiloco.node.run_folder import (
 )
 from p2pdiloco.peer.checkpoint import CheckpointError, load, save
 from p2pdiloco.peer.peer import InitialState
-from p2pdiloco.protocol.chain import genesis_head
-from p2pdiloco.protocol.events import ShardState
+from p2pdiloco.peer.signatures import signed
+from p2pdiloco.protocol import signing
+from p2pdiloco.protocol.blocks import Trained
+from p2pdiloco.protocol.chain import genesis_head, record_of
+from p2pdiloco.protocol.events import Mark, ShardState
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, RunId
 from p2pdiloco.protocol.manifest import (
     InnerConfig,
@@ -47,7 +50,7 @@ from p2pdiloco.protocol.manifest import (
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.tensors.digests import state_digest
-from p2pdiloco.wire.bodies import COMMIT_CONTEXT, StateProof
+from p2pdiloco.wire.bodies import StateProof
 
 OURS = Identity.ephemeral()
 ELEMENTS = 64
@@ -92,20 +95,23 @@ class Peer:
         before = self.shards[shard].state
         piece, version = LAYOUT.shards[shard], before.head.version + 1
         self.theta[piece.start : piece.stop] = self.world.random.random()
+        mine = Contributor(LearnerId(f"{OURS.peer_id}/1"), 0, 10, 0, 1)
+        marks = ((mine.learner, Mark(10, 1, version)),)
         header = CommitHeader(
             shard=piece.shard,
             version=version,
             parent=before.head.id,
             step=min(STEPS, 4 * version),
             owner=OURS.peer_id,
-            contributors=(Contributor(LearnerId(f"{OURS.peer_id}/1"), 0, 10, 0, 1),),
+            contributors=(signed(OURS, self.manifest.run, piece.shard, before.head.id, mine, Digest("2" * 40)),),
             tokens=before.head.tokens + 10,
             payload=Digest("1" * 40),
             result=state_digest(self.theta[piece.start : piece.stop], self.momentum[piece.start : piece.stop]),
+            record=record_of(dict(marks), Trained()),
         )
         head = Head(piece.shard, version, commit_id(header), header.tokens)
-        signature = OURS.sign(COMMIT_CONTEXT + head.id.encode())
-        self.shards[shard] = StateProof(ShardState(head, header.step, ()), header, signature)
+        signature = OURS.sign(signing.commit(head.id))
+        self.shards[shard] = StateProof(ShardState(head, header.step, marks), header, signature)
         self.world.signed.append((shard, version, head.id))
 
     def save(self) -> None:

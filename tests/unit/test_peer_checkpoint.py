@@ -14,15 +14,18 @@ import torch
 from p2pdiloco.peer import checkpoint
 from p2pdiloco.peer.checkpoint import CheckpointError, best_of, load, load_all, save
 from p2pdiloco.peer.disk import Buffer
-from p2pdiloco.protocol.chain import genesis_head
-from p2pdiloco.protocol.events import ShardState
+from p2pdiloco.peer.signatures import signed
+from p2pdiloco.protocol import signing
+from p2pdiloco.protocol.blocks import Trained
+from p2pdiloco.protocol.chain import genesis_head, record_of
+from p2pdiloco.protocol.events import Mark, ShardState
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest, ModelConfig, RunConfig, ScheduleConfig, TensorSpec
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
 from p2pdiloco.runtime.files import LOCAL
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.tensors.digests import state_digest
-from p2pdiloco.wire.bodies import COMMIT_CONTEXT, StateProof
+from p2pdiloco.wire.bodies import StateProof
 
 OWNER = Identity.ephemeral()
 ELEMENTS = 64
@@ -54,19 +57,22 @@ def write(folder: Path, versions: tuple[int, int], manifest: Manifest | None = N
 def proof_of(manifest: Manifest, shard: ShardId, version: int, result: Digest) -> StateProof:
     if version == 0:
         return StateProof(ShardState(genesis_head(manifest.run, shard, manifest.genesis[shard]), 0, ()), None, b"")
+    mine = Contributor(LearnerId(f"{OWNER.peer_id}/1"), 0, 10, 0, 1)
+    marks = ((mine.learner, Mark(10, 1, version)),)
     header = CommitHeader(
         shard=shard,
         version=version,
         parent=Digest("0" * 40),
         step=4 * version,
         owner=OWNER.peer_id,
-        contributors=(Contributor(LearnerId(f"{OWNER.peer_id}/1"), 0, 10, 0, 1),),
+        contributors=(signed(OWNER, manifest.run, shard, Digest("0" * 40), mine, Digest("2" * 40)),),
         tokens=10 * version,
         payload=Digest("1" * 40),
         result=result,
+        record=record_of(dict(marks), Trained()),
     )
     head = Head(shard, version, commit_id(header), header.tokens)
-    return StateProof(ShardState(head, header.step, ()), header, OWNER.sign(COMMIT_CONTEXT + head.id.encode()))
+    return StateProof(ShardState(head, header.step, marks), header, OWNER.sign(signing.commit(head.id)))
 
 
 def versions_of(found: checkpoint.Checkpoint | None) -> list[int]:

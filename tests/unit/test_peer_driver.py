@@ -12,13 +12,17 @@ from troupe import Member, Stage, act
 from p2pdiloco.peer.checkpoint import load
 from p2pdiloco.peer.driver import SWEEP_S
 from p2pdiloco.peer.peer import InitialState
+from p2pdiloco.peer.signatures import signed
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.identifiers import PeerId, ShardId, digest_of
+from p2pdiloco.protocol import signing
+from p2pdiloco.protocol.blocks import Block
+from p2pdiloco.protocol.identifiers import PeerId, ShardId, digest_of, learner_id
+from p2pdiloco.protocol.messages import SIGNATURE_BYTES
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.tensors.digests import list_bytes
-from p2pdiloco.wire.bodies import COMMIT_CONTEXT, SIGNATURE_BYTES, CommitParts, encode, join_commit, split_commit
+from p2pdiloco.wire.bodies import CommitParts, encode, join_commit, split_commit
 
 
 def test_a_peer_alone_trains_and_every_token_stands_in_the_parameters_once(tmp_path: Path) -> None:
@@ -69,7 +73,7 @@ def test_a_commit_that_its_owner_did_not_sign_is_dropped(tmp_path: Path) -> None
             renamed = msgspec.structs.replace(header, owner=stranger.peer_id)
             unsigned = (
                 (header, bytes(SIGNATURE_BYTES)),
-                (header, stranger.sign(COMMIT_CONTEXT + msg.commit_id(header).encode())),
+                (header, stranger.sign(signing.commit(msg.commit_id(header)))),
                 (header, stranger.sign(msg.commit_id(header).encode())),
                 (renamed, parts.signature),
             )
@@ -80,6 +84,34 @@ def test_a_commit_that_its_owner_did_not_sign_is_dropped(tmp_path: Path) -> None
             await stage.deliver(bob, ann.id, msg.Commit(header), join_commit(parts))
             assert bob.versions == [0, 1]
             assert bob.faults() == {"payload": len(unsigned)}
+
+    act(story)
+
+
+def test_a_commit_that_names_what_its_learners_did_not_give_is_dropped(tmp_path: Path) -> None:
+    """G1c: its owner signed it, and speaks in others' names, or says more of them than they did."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann, bob, header, parts = await with_commit(stage)
+            (genuine,) = header.contributors
+            stranger = Identity.ephemeral()
+            lies = (
+                msgspec.structs.replace(genuine, tokens_to=genuine.tokens_to + 1),
+                msgspec.structs.replace(genuine, blocks=(Block(7),)),
+                msgspec.structs.replace(genuine, learner=learner_id(bob.id, "1")),
+                msgspec.structs.replace(genuine, learner=learner_id(stranger.peer_id, "1")),
+                msgspec.structs.replace(genuine, signature=b""),
+            )
+            for number, lie in enumerate(lies, 1):
+                said = msgspec.structs.replace(header, contributors=(lie,), owner=stranger.peer_id)
+                signature = stranger.sign(signing.commit(msg.commit_id(said)))
+                sent = join_commit(parts._replace(signature=signature))
+                await stage.deliver(bob, ann.id, msg.Commit(said), sent)
+                assert bob.faults() == {"payload": number}
+                assert bob.versions == [0, 0]
+            await stage.deliver(bob, ann.id, msg.Commit(header), join_commit(parts))
+            assert bob.versions == [0, 1]
 
     act(story)
 
@@ -122,6 +154,11 @@ def test_a_contribution_that_is_not_what_it_names_is_dropped(tmp_path: Path) -> 
             other[-1] ^= 1
             await stage.deliver(ann, bob.id, caught.message, bytes(other))
             assert ann.faults() == {"payload": 1}
+            assert isinstance(caught.message, msg.Contribution)
+            more = msgspec.structs.replace(caught.message.contributor, tokens_to=10**6)  # G1c
+            unsigned = msgspec.structs.replace(caught.message, contributor=more)
+            await stage.deliver(ann, bob.id, unsigned, caught.payload)
+            assert ann.faults() == {"payload": 2}
             assert ann.versions == [0, 0]
             await stage.deliver(ann, bob.id, caught.message, caught.payload)
             assert ann.versions == [0, 1]
@@ -274,7 +311,8 @@ def test_a_payload_that_cannot_be_merged_is_its_senders_fault_and_the_others_are
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
-            bob = await stage.add("bob", genesis(stage.manifest), is_unreachable=True)
+            key = Identity.ephemeral()
+            bob = await stage.add("bob", genesis(stage.manifest), identity=key, is_unreachable=True)
             await stage.ready(bob)
             await stage.wait(3.0)
             stage.catch = lambda sender, to, message: sender == bob.id and isinstance(message, msg.Contribution)
@@ -286,7 +324,9 @@ def test_a_payload_that_cannot_be_merged_is_its_senders_fault_and_the_others_are
             given = stage.caught[0].message
             assert isinstance(given, msg.Contribution)
             payload = b"no gradient"
-            spoilt = msgspec.structs.replace(given, payload=digest_of(payload), payload_bytes=len(payload))
+            run, named = stage.manifest.run, digest_of(payload)
+            mine = signed(key, run, given.shard, given.base.id, given.contributor, named)
+            spoilt = msgspec.structs.replace(given, contributor=mine, payload_bytes=len(payload))
             stage.catch = lambda sender, to, message: False
             await stage.deliver(ann, bob.id, spoilt, payload)
             await stage.rest(ann)

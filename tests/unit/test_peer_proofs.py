@@ -12,15 +12,18 @@ from actors import FOUNDER, make_manifest
 from p2pdiloco.peer import incoming
 from p2pdiloco.peer.offers import checked_offer, chunk_sizes
 from p2pdiloco.peer.proofs import proven_digest
-from p2pdiloco.protocol.chain import genesis_head
-from p2pdiloco.protocol.events import ShardState
+from p2pdiloco.peer.signatures import signed
+from p2pdiloco.protocol import signing
+from p2pdiloco.protocol.blocks import Block, Trained
+from p2pdiloco.protocol.chain import genesis_head, record_of
+from p2pdiloco.protocol.events import Mark, ShardState
 from p2pdiloco.protocol.identifiers import Digest, LearnerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.tensors.digests import digest_list
 from p2pdiloco.tensors.recipes import CHUNK
-from p2pdiloco.wire.bodies import COMMIT_CONTEXT, StateOffer, StateProof, encode
+from p2pdiloco.wire.bodies import StateOffer, StateProof, encode
 
 ELEMENTS = CHUNK + 100
 MANIFEST = make_manifest(ELEMENTS)
@@ -29,24 +32,39 @@ SHARD = ShardId(1)
 OWNER = Identity.ephemeral()
 THETA, MOMENTUM = torch.arange(ELEMENTS, dtype=torch.float32), torch.full((ELEMENTS,), 2.0)
 LISTED = digest_list(THETA, MOMENTUM)
+PARENT = Digest("0" * 40)
+MINE = Contributor(LearnerId(f"{OWNER.peer_id}/1"), 0, 30, 0, 3, (Block(2), Block(5)))
+GIVEN = signed(OWNER, MANIFEST.run, SHARD, PARENT, MINE, Digest("2" * 40))
+MARKS = ((MINE.learner, Mark(30, 3, 3)),)
 HEADER = CommitHeader(
     shard=SHARD,
     version=3,
-    parent=Digest("0" * 40),
+    parent=PARENT,
     step=12,
     owner=OWNER.peer_id,
-    contributors=(Contributor(LearnerId(f"{OWNER.peer_id}/1"), 0, 30, 0, 3),),
+    contributors=(GIVEN,),
     tokens=90,
     payload=Digest("1" * 40),
     result=digest_of(LISTED),
+    record=record_of(dict(MARKS), Trained()),
 )
 
 
 def proof_of(header: CommitHeader = HEADER, signer: Identity = OWNER, **head: object) -> StateProof:
     """A sound proof of ``header``, but for changes of its head."""
     named = Head(header.shard, header.version, commit_id(header), header.tokens)
-    signature = signer.sign(COMMIT_CONTEXT + named.id.encode())
-    return StateProof(ShardState(msgspec.structs.replace(named, **head), header.step, ()), header, signature)
+    signature = signer.sign(signing.commit(named.id))
+    return StateProof(ShardState(msgspec.structs.replace(named, **head), header.step, MARKS), header, signature)
+
+
+def state_of(**changes: object) -> StateProof:
+    """A genuine commit with another state beside it."""
+    return msgspec.structs.replace(proof_of(), state=msgspec.structs.replace(proof_of().state, **changes))
+
+
+def given(**changes: object) -> StateProof:
+    """A commit that its owner signed, with what its learner's peer did not."""
+    return proof_of(msgspec.structs.replace(HEADER, contributors=(msgspec.structs.replace(GIVEN, **changes),)))
 
 
 def test_a_commits_state_is_proved_by_its_owners_signature() -> None:
@@ -63,7 +81,18 @@ def test_a_commits_state_is_proved_by_its_owners_signature() -> None:
         (proof_of(version=4), "another version"),
         (proof_of(signer=FOUNDER), "signature"),
         (msgspec.structs.replace(proof_of(), signature=b""), "signature"),
-        (msgspec.structs.replace(proof_of(), state=ShardState(proof_of().state.head, 13, ())), "another step"),
+        (state_of(step=13), "another step"),
+        (state_of(marks=()), "counts other tokens"),
+        (state_of(marks=((MINE.learner, Mark(31, 3, 3)),)), "counts other tokens"),
+        (state_of(marks=(*MARKS, (LearnerId("x/1"), Mark(1, 1, 1)))), "counts other tokens"),
+        (state_of(trained=Trained(1)), "counts other tokens or blocks"),
+        (given(tokens_to=40), "its peer's signature"),
+        (given(steps_from=1), "its peer's signature"),
+        (given(blocks=(Block(2),)), "its peer's signature"),
+        (given(payload=bytes(20)), "its peer's signature"),
+        (given(signature=b""), "its peer's signature"),
+        (given(learner=LearnerId(f"{FOUNDER.peer_id}/1")), "its peer's signature"),
+        (given(learner=LearnerId("nobody/1")), "its peer's signature"),
     ],
 )
 def test_what_does_not_prove_its_head_is_refused(proof: StateProof, reason: str) -> None:
@@ -77,6 +106,9 @@ def test_version_0_is_the_manifests() -> None:
     for wrong in (msgspec.structs.replace(sound, tokens=1), msgspec.structs.replace(sound, id=Digest("3" * 40))):
         with pytest.raises(ValueError, match="not this run's"):
             proven_digest(MANIFEST, StateProof(ShardState(wrong, 0, ()), None, b""))
+    for counted in (ShardState(sound, 1, ()), ShardState(sound, 0, MARKS), ShardState(sound, 0, (), Trained(1))):
+        with pytest.raises(ValueError, match="nobody has trained"):
+            proven_digest(MANIFEST, StateProof(counted, None, b""))
 
 
 def test_an_offer_is_of_the_shard_that_was_asked_for_and_lists_what_was_signed() -> None:

@@ -5,13 +5,17 @@ from p2pdiloco.protocol.chain import Chain
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader
 
+NONE = Digest("")
+
 
 def chain_of(shard: int, versions: int) -> Chain:
     chain = Chain(ShardId(shard), 32)
     for version in range(1, versions + 1):
         payload = Digest(f"{shard}/{version}")
         chain.log.append(
-            CommitHeader(ShardId(shard), version, Digest(""), 0, PeerId("owner"), (), 0, payload, Digest(""))
+            CommitHeader(
+                ShardId(shard), version, Digest(""), 0, PeerId("owner"), (), 0, payload, Digest(""), Digest("")
+            )
         )
     return chain
 

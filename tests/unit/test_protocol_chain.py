@@ -32,6 +32,7 @@ def child(chain: Chain, *contributors: Contributor) -> CommitHeader:
         tokens=chain.head.tokens + sum(c.tokens for c in contributors),
         payload=Digest("p"),
         result=Digest("r"),
+        record=chain.record_after(chain.head.version + 1, contributors),
     )
 
 

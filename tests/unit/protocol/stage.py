@@ -14,7 +14,8 @@ import msgspec
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.chain import genesis_head
+from p2pdiloco.protocol.blocks import Trained
+from p2pdiloco.protocol.chain import genesis_head, record_of
 from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, RunId, ShardId, digest_of, learner_id
 from p2pdiloco.protocol.machine import Machine
@@ -74,6 +75,16 @@ def tokens(peer: PeerId, start: int, stop: int) -> msg.Contributor:
     return msg.Contributor(life(peer), start, stop, start // TOKENS, stop // TOKENS)
 
 
+def with_payload(contributor: msg.Contributor, name: str) -> msg.Contributor:
+    """The range with an outer gradient of this name."""
+    return msgspec.structs.replace(contributor, payload=bytes.fromhex(digest(name)))
+
+
+def bare(contributor: msg.Contributor) -> msg.Contributor:
+    """The range alone."""
+    return msgspec.structs.replace(contributor, payload=b"", signature=b"")
+
+
 def digest(name: str) -> Digest:
     """Any digest."""
     return digest_of(name.encode())
@@ -94,7 +105,8 @@ def genesis(config: ProtocolConfig) -> tuple[ev.ShardState, ...]:
 
 
 def commit_on(parent: msg.Head, *contributors: msg.Contributor, **changes: Any) -> msg.CommitHeader:
-    """A sound child of ``parent``, but for ``changes``."""
+    """A sound child of ``parent``, whose chain counts nobody else, but for ``changes``."""
+    marks = {c.learner: ev.Mark(c.tokens_to, c.steps_to, parent.version + 1) for c in contributors}
     header = msg.CommitHeader(
         shard=parent.shard,
         version=parent.version + 1,
@@ -105,6 +117,7 @@ def commit_on(parent: msg.Head, *contributors: msg.Contributor, **changes: Any) 
         tokens=parent.tokens + sum(c.tokens for c in contributors),
         payload=digest(f"payload on {parent.id} of {contributors}"),
         result=digest(f"result on {parent.id} of {contributors}"),
+        record=record_of(marks, Trained()),
     )
     return msgspec.structs.replace(header, **changes)
 
@@ -219,8 +232,8 @@ class Stage:
             case ef.Snapshot():
                 return ev.Snapshotted(effect.fragment, effect.step, self.steps, self.tokens)
             case ef.Encode():
-                payload = digest(f"own {effect.shard} {effect.base.id} {self.tokens}")
-                return ev.Encoded(effect.shard, effect.base.id, payload, 100)
+                given = with_payload(effect.contributor, f"own {effect.shard} {effect.base.id} {self.tokens}")
+                return ev.Encoded(effect.shard, effect.base.id, given, 100)
             case ef.Merge():
                 name = f"{effect.base.id} {sorted(c.payload for c in effect.contributions)}"
                 return ev.Merged(effect.shard, effect.base.id, digest(f"merged {name}"), digest(f"result {name}"))
@@ -247,9 +260,10 @@ class Stage:
         self, peer: PeerId, start: int = 0, stop: int = 40, *, base: msg.Head | None = None, **changes: Any
     ) -> msg.Contribution:
         """What ``peer`` gives to the shard's next version."""
-        given = tokens(peer, start, stop)
-        payload = digest(f"of {peer} {start} {stop}") if stop > start else Digest("")
-        contribution = msg.Contribution(SHARD, base or self.head(), 4, given, payload, 100 if payload else 0)
+        given = changes.pop("contributor", tokens(peer, start, stop))
+        if stop > start:
+            given = with_payload(given, f"of {given}")
+        contribution = msg.Contribution(SHARD, base or self.head(), 4, given, 100 if given.payload else 0)
         return msgspec.structs.replace(contribution, **changes)
 
     def offer(self, peer: PeerId, start: int = 0, stop: int = 40) -> list[ef.Effect]:
@@ -262,7 +276,8 @@ class Stage:
 
     def commit(self, *contributors: msg.Contributor, **changes: Any) -> msg.CommitHeader:
         """A sound child of the head."""
-        return commit_on(self.head(), *contributors, **changes)
+        record = self.machine.core.chains[SHARD].record_after(self.head().version + 1, contributors)
+        return commit_on(self.head(), *contributors, **{"record": record, **changes})
 
     def take(self, header: msg.CommitHeader, sender: PeerId = B) -> list[ef.Effect]:
         """A commit comes and is applied."""

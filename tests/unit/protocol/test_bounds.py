@@ -93,7 +93,9 @@ def test_the_driver_may_drop_every_payload_that_payloads_does_not_name() -> None
 def brought_by(event: ev.Event) -> set[str]:
     """Payloads that the driver holds from now on."""
     match event:
-        case ev.Encoded() | ev.Merged():
+        case ev.Encoded():
+            return {event.contributor.payload.hex()}
+        case ev.Merged():
             return {event.payload}
         case ev.Received(message=msg.Contribution(payload=payload)):
             return {payload}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import permutations, product
 
-from stage import SHARD, A, B, Stage, commit_on, digest, head_of, only, sent, tokens
+from stage import SHARD, A, B, Stage, bare, commit_on, digest, head_of, only, sent, tokens
 
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -93,7 +93,7 @@ def test_what_a_losing_chain_had_merged_is_contributed_again() -> None:
     stage, winner, given = forked()
     assert stage.machine.status().tokens_unmerged == 40
     [(_, again)] = sent(stage.give(), msg.Contribution)
-    assert (again.base, again.contributor) == (winner, tokens(A, 0, 80))
+    assert (again.base, bare(again.contributor)) == (winner, tokens(A, 0, 80))
     [apply] = only(stage.hear(B, msg.Commit(stage.commit(again.contributor))), ef.Apply)
     assert apply.settled == (again.payload,), "and not the old one besides"
     assert given.payload != again.payload

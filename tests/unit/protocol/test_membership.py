@@ -91,10 +91,11 @@ def test_a_peer_participates_while_its_learner_holds_unmerged_tokens() -> None:
     """L3b: a paused learner does until the last of them is merged, and says so."""
     stage = Stage(B, weight=0.0)
     stage.train(2)
-    beats = sent(stage.tell(ev.LearnerPaused(stage.steps, stage.tokens)), msg.Heartbeat)
+    effects = stage.tell(ev.LearnerPaused(stage.steps, stage.tokens))
+    beats = sent(effects, msg.Heartbeat)
     assert [(beat.phase, beat.is_participating) for _, beat in beats] == [("finished", True)]
     assert A in stage.machine.status().participating
-    stage.work(stage.wait(0.1), ef.Snapshot, ef.Encode)
+    stage.work(effects + stage.wait(0.1), ef.Snapshot, ef.Encode)
     effects = stage.take(stage.commit(tokens(A, 0, 20))) + stage.wait(0.6)
     assert A not in stage.machine.status().participating
     assert not sent(effects, msg.Heartbeat)[-1][1].is_participating

@@ -6,7 +6,25 @@ from typing import Any
 
 import msgspec
 import pytest
-from stage import SHARD, TOKENS, A, B, C, D, Stage, commit_on, digest, genesis, head_of, life, notes, only, sent, tokens
+from stage import (
+    SHARD,
+    A,
+    B,
+    C,
+    D,
+    Stage,
+    bare,
+    commit_on,
+    digest,
+    genesis,
+    head_of,
+    life,
+    notes,
+    only,
+    sent,
+    tokens,
+    with_payload,
+)
 
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -206,45 +224,40 @@ def test_who_holds_more_than_a_contribution_declares_the_last_of_it() -> None:
     """P3c: and all of it leaves its delta."""
     stage = Stage(B, owners="ba", total_steps=10**6)
     [(_, given)] = sent(stage.give(1000), msg.Contribution)
-    assert given.contributor == Contributor(life(A), 10_000 - 2560, 10_000, 1000 - RANGE, 1000)
+    assert bare(given.contributor) == Contributor(life(A), 10_000 - 2560, 10_000, 1000 - RANGE, 1000)
     effects = stage.work(stage.take(stage.commit(given.contributor)))
     assert [apply.settled for apply in only(effects, ef.Apply)] == [(given.payload,)]
     assert stage.machine.status().tokens_unmerged == 0
     stage.work(stage.train(4))
     later = stage.machine.contributing.pending[SHARD].contribution
-    assert later.contributor == Contributor(life(A), 10_000, 10_040, 1000, 1004)
+    assert bare(later.contributor) == Contributor(life(A), 10_000, 10_040, 1000, 1004)
 
 
-def test_a_learner_in_whose_name_others_spoke_keeps_its_progress_and_counts_on() -> None:
-    """P3d: it is not locked out, and no token of its own is missing."""
+def test_a_commit_that_holds_what_a_learner_never_gave_is_not_taken_by_its_peer() -> None:
+    """P3d."""
     stage = Stage(B, C, owners="bac", total_steps=10**6)
     stage.train(3)
-    lie = tokens(A, 0, 2000)
-    effects = stage.take(stage.commit(lie))
-    assert stage.head().version == 1
-    assert [(a.settled, a.restored, a.is_reset) for a in only(effects, ef.Apply)] == [((), (), False)]
-    assert len(notes(effects, "carry")) == 1
-    assert stage.machine.status().tokens_unmerged == 3 * TOKENS
+    effects = stage.take(stage.commit(tokens(A, 0, 2000)))
+    assert stage.head().version == 0
+    assert "has not given, up to 2000" in notes(effects, "commit")[0]
     effects = stage.give(5)
-    [given] = [g for _, g in sent(effects, msg.Contribution)] or [
-        p.contribution for p in stage.machine.contributing.pending.values()
-    ]
-    assert given.contributor == Contributor(life(A), 2000, 2080, 200, 208)
-    other = Stage(B, C, has_learner=False, total_steps=10**6)
-    other.take(commit_on(other.head(), lie))
-    assert not sent(other.hear(A, given), msg.Refused)
+    [(_, given)] = sent(effects, msg.Contribution)
+    stage.take(stage.commit(given.contributor))
+    assert stage.head().version == 1
+    assert stage.machine.status().tokens_unmerged == 0
 
 
-def test_a_learner_whose_chain_was_replaced_by_one_without_the_lie_goes_on() -> None:
-    """P3d: it takes the global parameters then, as after any fork that its ledger does not reach."""
+def test_a_state_that_holds_what_a_learner_never_gave_is_not_taken_by_its_peer() -> None:
+    """P3d: one that has what it gave is."""
     stage = Stage(B, C, owners="bac", total_steps=10**6)
-    stage.train(3)
-    stage.take(stage.commit(tokens(A, 0, 2000)))
+    [(_, given)] = sent(stage.give(4), msg.Contribution)
     heavier = Head(SHARD, 3, digest("heavier"), 5000)
-    effects = stage.work(stage.tell(ev.Fetched(B, ev.ShardState(heavier, 4, ()))))
-    assert [install.is_reset for install in only(effects, ef.Install)] == [True]
-    stage.train(20)
-    assert 0 <= stage.machine.status().tokens_unmerged <= stage.tokens
+    for mark, is_taken in ((given.contributor.tokens_to + 1, False), (given.contributor.tokens_to, True)):
+        marks = ((life(A), ev.Mark(mark, 4, 1)),)
+        effects = stage.work(stage.tell(ev.Fetched(B, ev.ShardState(heavier, 4, marks))))
+        assert bool(only(effects, ef.Install)) == is_taken
+        assert (stage.head() == heavier) == is_taken
+        assert any("has not given" in note for note in notes(effects, "fetch")) != is_taken
 
 
 # -- ownership, data ---------------------------------------------------------------------------------------------------
@@ -306,8 +319,8 @@ def test_of_a_peers_claims_no_more_count_than_a_learner_holds() -> None:
 
 def ahead(stage: Stage, peer: PeerId, shard: int, size: int) -> msg.Contribution:
     head = Head(ShardId(shard), 9, digest(f"ahead {shard}"), 9999)
-    payload = digest(f"{peer} {shard} {size}")
-    return stage.contribution(peer, 0, 40, base=head, shard=ShardId(shard), payload=payload, payload_bytes=size)
+    given = with_payload(tokens(peer, 0, 40), f"{peer} {shard} {size}")
+    return stage.contribution(peer, 0, 40, base=head, shard=ShardId(shard), payload_bytes=size, contributor=given)
 
 
 def test_what_waits_for_a_later_head_has_few_bytes() -> None:

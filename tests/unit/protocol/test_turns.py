@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stage import SHARD, TOKENS, A, B, C, Stage, digest, life, only, sent, tokens
+from stage import SHARD, TOKENS, A, B, C, Stage, bare, life, only, sent, tokens, with_payload
 
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -137,13 +137,13 @@ def test_a_contribution_covers_all_tokens_that_the_bases_chain_has_not_merged() 
     """T5: the first four steps were not merged, so the next contribution holds all eight; then come later ones."""
     stage = Stage(B, weight=0.0)
     [(_, first)] = sent(stage.give(), msg.Contribution)
-    assert first.contributor == tokens(A, 0, 40)
+    assert bare(first.contributor) == tokens(A, 0, 40)
     stage.take(stage.commit(tokens(B, 0, 40)))
     [(_, second)] = sent(stage.give(), msg.Contribution)
-    assert (second.contributor, second.base) == (tokens(A, 0, 80), stage.head())
+    assert (bare(second.contributor), second.base) == (tokens(A, 0, 80), stage.head())
     stage.take(stage.commit(tokens(A, 0, 80)))
     [(_, third)] = sent(stage.give(), msg.Contribution)
-    assert third.contributor == tokens(A, 80, 120)
+    assert bare(third.contributor) == tokens(A, 80, 120)
 
 
 def test_tokens_trained_while_the_snapshot_is_encoded_are_not_in_the_contribution() -> None:
@@ -151,7 +151,9 @@ def test_tokens_trained_while_the_snapshot_is_encoded_are_not_in_the_contributio
     stage = Stage(B, owners="ba")
     encode = only(stage.work(stage.train(4), ef.Snapshot), ef.Encode)[0]
     stage.train(2)
-    [(_, given)] = sent(stage.tell(ev.Encoded(SHARD, encode.base.id, digest("x"), 100)), msg.Contribution)
+    [(_, given)] = sent(
+        stage.tell(ev.Encoded(SHARD, encode.base.id, with_payload(encode.contributor, "x"), 100)), msg.Contribution
+    )
     assert given.contributor.tokens_to == 4 * TOKENS
 
 

@@ -1,0 +1,150 @@
+"""Rules G of docs/protocol.md: who may say what. Real keys; what a driver does with it is in test_peer_driver.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from stage import SHARD, A, B, C, Stage, commit_on, digest, life, notes, tokens
+
+from p2pdiloco.peer.signatures import check_commit, check_contributor, signed
+from p2pdiloco.protocol import signing
+from p2pdiloco.protocol.blocks import Block, Trained
+from p2pdiloco.protocol.chain import record_of
+from p2pdiloco.protocol.events import Mark
+from p2pdiloco.protocol.identifiers import PeerId, RunId, ShardId, learner_id
+from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.simulation.report import simulate
+
+RUN = RunId("run")
+ANN, BOB = Identity.ephemeral(), Identity.ephemeral()
+BASE = Head(SHARD, 3, digest("base"), 90)
+
+
+def given(by: Identity = ANN, *, signer: Identity | None = None, **says: Any) -> Contributor:
+    """Tokens 0 to 30 of ``by``'s learner, as ``signer`` signed them."""
+    said = {"tokens_from": 0, "tokens_to": 30, "steps_from": 0, "steps_to": 3, "blocks": (Block(2), Block(5)), **says}
+    mine = Contributor(learner_id(by.peer_id, "1"), **said)
+    return signed(signer or by, RUN, SHARD, BASE.id, mine, digest("payload"))
+
+
+def committed(*contributors: Contributor, by: Identity = ANN) -> tuple[CommitHeader, bytes]:
+    """A commit of these, and its owner's signature."""
+    header = commit_on(BASE, *sorted(contributors, key=lambda c: c.learner), owner=by.peer_id)
+    return header, by.sign(signing.commit(commit_id(header)))
+
+
+def test_a_contribution_is_signed_for_its_run_its_shard_and_its_base() -> None:
+    """G1a."""
+    check_contributor(RUN, SHARD, BASE.id, given())
+    for run, shard, base in (
+        (RunId("another"), SHARD, BASE.id),
+        (RUN, ShardId(1), BASE.id),
+        (RUN, SHARD, digest("another")),
+    ):
+        with pytest.raises(ValueError, match="its peer's signature"):
+            check_contributor(run, shard, base, given())
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"tokens_from": 1},
+        {"tokens_to": 31},
+        {"steps_from": 1},
+        {"steps_to": 4},
+        {"blocks": ()},
+        {"payload": bytes(20)},
+        {"signature": bytes(64)},
+        {"signature": b""},
+        {"learner": learner_id(BOB.peer_id, "1")},
+        {"learner": learner_id(ANN.peer_id, "2")},
+        {"learner": life(A)},
+    ],
+    ids=lambda lie: "-".join(lie),
+)
+def test_a_contribution_is_signed_for_all_that_it_says(lie: dict[str, Any]) -> None:
+    """G1a, G2a: as it comes, and as a commit names it."""
+    said = msgspec.structs.replace(given(), **lie)
+    with pytest.raises(ValueError, match="its peer's signature"):
+        check_contributor(RUN, SHARD, BASE.id, said)
+    with pytest.raises(ValueError, match="its peer's signature"):
+        check_commit(RUN, *committed(said))
+
+
+def test_nobody_signs_in_anothers_name() -> None:
+    """G1b."""
+    for signer in (BOB, Identity.ephemeral()):
+        with pytest.raises(ValueError, match="in the name of"):
+            check_contributor(RUN, SHARD, BASE.id, given(ANN, signer=signer))
+        with pytest.raises(ValueError, match="in the name of"):
+            check_commit(RUN, *committed(given(BOB), given(ANN, signer=BOB), by=BOB))
+
+
+def test_a_commit_is_its_owners_and_names_what_was_given_on_its_parent() -> None:
+    """G2a: by anybody, to anybody."""
+    header, signature = committed(given(ANN), given(BOB))
+    check_commit(RUN, header, signature)
+    with pytest.raises(ValueError, match="its owner's signature"):
+        check_commit(RUN, header, BOB.sign(signing.commit(commit_id(header))))
+    later = msgspec.structs.replace(header, parent=digest("another"))
+    with pytest.raises(ValueError, match="in the name of"):
+        check_commit(RUN, later, ANN.sign(signing.commit(commit_id(later))))
+
+
+def test_owner_and_givers_are_members() -> None:
+    """G2b."""
+    header, signature = committed(given(BOB))
+
+    def members(*those: Identity) -> Any:
+        return lambda peer: peer in {one.peer_id for one in those}
+
+    check_commit(RUN, header, signature, members(ANN, BOB))
+    with pytest.raises(ValueError, match=f"its owner {ANN.peer_id} is not a member"):
+        check_commit(RUN, header, signature, members(BOB))
+    with pytest.raises(ValueError, match=f"^{BOB.peer_id} is not a member"):
+        check_commit(RUN, header, signature, members(ANN))
+
+
+def test_a_commit_names_one_learner_of_a_peer() -> None:
+    """G2c: else one peer would weigh as much as it has names."""
+    stage = Stage(B, C, has_learner=False)
+    twice = (tokens(B, 0, 40), msgspec.structs.replace(tokens(B, 0, 40), learner=life(B, 2)))
+    effects = stage.take(stage.commit(*twice))
+    assert stage.head().version == 0
+    assert "not sorted and distinct" in notes(effects, "commit")[0]
+    stage.take(stage.commit(tokens(B, 0, 40), tokens(C, 0, 40)))
+    assert stage.head().version == 1
+
+
+def test_a_commit_is_signed_for_what_the_chain_counts_with_it() -> None:
+    """G3a: with another record it is not taken, whoever signed it."""
+    stage = Stage(B, C, has_learner=False, blocks=10, log_length=2)
+    stage.take(stage.commit(tokens(B, 0, 40)))
+    first = Mark(40, 4, 1)
+    for marks in (
+        {life(B): first},
+        {life(C): Mark(40, 4, 2)},
+        {life(B): first, life(C): Mark(50, 4, 2)},
+        {life(B): first, life(C): Mark(40, 4, 2), life(PeerId("x")): first},
+    ):
+        effects = stage.take(stage.commit(tokens(C, 0, 40), record=record_of(marks, Trained())))
+        assert stage.head().version == 1
+        assert "its record is not what the chain counts" in notes(effects, "commit")[0]
+    mine = msgspec.structs.replace(tokens(C, 0, 40), blocks=(Block(3),))
+    without = stage.commit(tokens(C, 0, 40)).record
+    assert "record" in notes(stage.take(stage.commit(mine, record=without)), "commit")[0]
+    stage.take(stage.commit(mine))
+    assert stage.head().version == 2
+    state = stage.machine.core.chains[SHARD].state()
+    assert record_of(dict(state.marks), state.trained) == stage.machine.core.chains[SHARD].log[-1].record
+
+
+def test_honest_tokens_are_conserved_beside_liars() -> None:
+    """G4: eight peers, of which one or two send whatever is well formed, and sign what they say of themselves."""
+    report = simulate(range(3), "liars", jobs=1)
+    assert not report.violations
+    assert report.tokens_lost == 0
+    assert report.versions > 50
