@@ -22,11 +22,12 @@ Rules of this file:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -53,6 +54,7 @@ from p2pdiloco.protocol.soundness import config_problems
 from p2pdiloco.training import foundation
 from p2pdiloco.training.outer_link import Meeting, OuterLink, Visit
 from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.training.swarm_view import SwarmView
 from p2pdiloco.training.tally import Tally
 from p2pdiloco.training.trainable import embedding_names, trainable
 
@@ -63,6 +65,10 @@ log = logging.getLogger("p2pdiloco")
 
 LEAVE_S = 90.0
 """How long leaving may take: the node's own deadlines are 20 s, and 60 s at the end of a run."""
+WAIT_S = 600.0
+"""How long ``wait_for_peers`` waits."""
+KNOWN_S = 5.0
+"""How long a script waits to hear who trains, at most."""
 _LOOK_S = 0.05
 
 
@@ -70,7 +76,7 @@ class DiLoCoError(Exception):
     """The run cannot be founded or joined; the message says why and what to do."""
 
 
-class DiLoCo:
+class DiLoCo(SwarmView):
     """Decoupled DiLoCo around an inner training loop; see the module.
 
     Use it as a context manager. ``model`` and ``optimizer`` must be as they are trained: after ``.to(device)``, DDP,
@@ -96,6 +102,8 @@ class DiLoCo:
         outer_momentum: float = 0.7,
         codec: str = "int4",
         state: str | os.PathLike[str] | None = None,
+        wait_for_peers: int = 1,
+        stay_s: float = 0.0,
         node_options: Sequence[str] = (),
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -114,6 +122,8 @@ class DiLoCo:
             outer_lr, outer_momentum: of the outer optimizer, SGD with Nesterov momentum.
             codec: of the outer gradients, both ways: "int4", "int8", "bf16", "int2", "e3m0", "auto".
             state: the peer's folder: identity, checkpoints, logs. Default: ``~/.local/state/p2pdiloco/RUN``.
+            wait_for_peers: peers, this one included, that must train before this one begins; waited for ten minutes.
+            stay_s: how long the script stays after the run's end, to serve the result to those who come later.
             node_options: further arguments of ``p2pdiloco join``, such as ``("--up", "20mbit")``.
             process_group: the ranks that are this peer, if torch.distributed has more than one. None: all.
 
@@ -122,14 +132,16 @@ class DiLoCo:
         Raises:
             DiLoCoError: the settings are impossible together, or the model has nothing to train.
         """
+        super().__init__(model, has_run=run is not None)
         self._optimizer = optimizer
-        self._model = model
         self._named = trainable(model)
         self._run = run
         self._peers = tuple(initial_peers)
         self._is_founder = not self._peers if found is None else found
         self._state = Path(state) if state is not None else Path.home() / ".local" / "state" / "p2pdiloco" / (run or "")
-        self._node_options = tuple(node_options)
+        self._node_options = (*node_options, *(("--stay-s", str(stay_s)) if stay_s else ()))
+        self._stay_s = stay_s
+        self._wait_for_peers = wait_for_peers
         self._process_group = process_group
         self._config = RunConfig(
             name=run or "unnamed",
@@ -152,7 +164,6 @@ class DiLoCo:
         self._island: Island | None = None
         self._companion: Companion | None = None
         self._visit: Visit | None = None
-        self._link: OuterLink | None = None
         self._is_linked = False
         """A node is there, or looked for."""
         self._hook: Any = None
@@ -177,6 +188,7 @@ class DiLoCo:
             raise
         self._stepped_at = time.perf_counter()
         self._hook = self._optimizer.register_step_post_hook(self._on_step)
+        self._begin_to_look()
         self._tally.begin()
         return self
 
@@ -237,6 +249,24 @@ class DiLoCo:
         if not self._link.is_loaded:
             ending = "" if self._companion is None else self._companion.ending
             raise DiLoCoError(ending or f"the node left before the run was joined; its log is {self._log}")
+        self._wait_for_swarm()
+
+    def _wait_for_swarm(self) -> None:
+        """Until enough peers train; at least until it is known who does."""
+        link, since, told = self._link, time.monotonic(), False
+        assert link is not None
+        while self._is_linked and link.is_training:
+            waited_s = time.monotonic() - since
+            there = len(link.swarm.peers) if link.swarm is not None else 0
+            if there >= max(1, self._wait_for_peers) or waited_s > (WAIT_S if there else KNOWN_S):
+                break
+            if there and not told:
+                log.warning("%s of %s peers are here: waiting for the others", there, self._wait_for_peers)
+                told = True
+            self._is_linked = link.boundary()
+            time.sleep(_LOOK_S)
+        if told and self._is_linked and len(self.peers) < self._wait_for_peers:
+            log.warning("training begins with %s of %s peers", len(self.peers), self._wait_for_peers)
 
     @property
     def _log(self) -> Path:
@@ -251,6 +281,7 @@ class DiLoCo:
             self._hook.remove()
             self._hook = None
             self._tally.end()
+        self._look_no_more()
         if self._island is not None and error is not None:
             self._is_linked = False
             if self._companion is not None:
@@ -283,7 +314,7 @@ class DiLoCo:
             return
         if number is not None:
             companion.end(number)
-        status = companion.wait(LEAVE_S)
+        status = companion.wait(LEAVE_S + self._stay_s)
         if status and number is None:
             log.warning("the node ended with status %s: see %s", status, self._log)
 
@@ -315,6 +346,19 @@ class DiLoCo:
         if self._link is not None:
             self._link.load_global()
 
+    @contextlib.contextmanager
+    def global_parameters(self) -> Iterator[None]:
+        """Inside the block the model holds the swarm's parameters, for evaluation or to be saved; after it its own
+        again. No optimizer steps inside. All ranks of an island enter it."""
+        own = [p.detach().clone() for _, p in self._named] if self._link is not None else []
+        try:
+            self.load_global()
+            yield
+        finally:
+            with torch.no_grad():
+                for (_, p), before in zip(self._named, own, strict=False):
+                    p.copy_(before)
+
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         link = self._link
         if link is None or not self._is_linked:
@@ -326,6 +370,7 @@ class DiLoCo:
             is_step, loss = ranks > 0, losses / known if known else None
         if link.is_training and is_step:
             link.stepped(tokens, loss, now - self._stepped_at)
+        self._look_at_batches(link)
         self._is_linked = link.boundary()
         if not self._is_linked and not link.is_dismissed:
             log.warning("the node is gone: training goes on alone (see %s)", self._log)

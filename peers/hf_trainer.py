@@ -6,12 +6,13 @@
     python -m peers.hf_trainer --state b --run tuned --peer ADDRESS --lora      # adapters of peft, on a frozen base
 
 A Llama of two small layers learns to continue random walks. With ``--lora`` its random base stands for a pretrained
-one, and only the adapters travel. The integration tests run this file.
+one, and only the adapters travel. All have the same data; each draws samples of its own. The integration tests run this file.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 import time
@@ -45,6 +46,17 @@ class Walks(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"input_ids": self._walks[index], "labels": self._walks[index]}
+
+
+class Seen:
+    """Digests of the batches that a model is trained on; a forward hook."""
+
+    def __init__(self) -> None:
+        self.batches: list[str] = []
+
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """The model is called."""
+        self.batches.append(hashlib.sha256(kwargs["input_ids"].cpu().numpy().tobytes()).hexdigest()[:16])
 
 
 class Slowly(TrainerCallback):  # type: ignore[misc]
@@ -107,9 +119,11 @@ def main() -> int:
             disable_tqdm=True,
             use_cpu=not torch.cuda.is_available(),
         ),
-        train_dataset=Walks(options.seed, 4096),
+        train_dataset=Walks(0, 4096),
         callbacks=[callback, Slowly()],
     )
+    seen = Seen()
+    model.register_forward_pre_hook(seen, with_kwargs=True)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     travelled = [p for p in model.parameters() if p.requires_grad]
@@ -120,6 +134,8 @@ def main() -> int:
         "travelled": sum(p.numel() for p in travelled),
         "frozen_moved": frozen != float(sum(p.double().sum() for p in model.parameters() if not p.requires_grad)),
         "steps": trainer.state.global_step,
+        "batches": seen.batches,
+        "logged": trainer.state.log_history[-2],
     }
     (options.state / "result.json").write_text(json.dumps(report))
     return 0

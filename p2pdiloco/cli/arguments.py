@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from p2pdiloco.cli.quantities import at_least, between, cloud
 from p2pdiloco.cli.rates import bytes_per_second, up_budget
 
 
@@ -75,6 +76,64 @@ def _status(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("address", nargs="+", metavar="ADDR", help="multiaddr of any directory node or peer, with /p2p/ID")
     sub.add_argument("--run", metavar="NAME", help="only this one")
     sub.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+
+
+def _fetch(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "address",
+        nargs="+",
+        metavar="RUN|ADDR",
+        help="multiaddr of any directory node or peer, with /p2p/ID; or a run's name, if this state folder has met the "
+        "directory before",
+    )
+    sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if the directory knows several runs")
+    _add_network(sub)
+    sub.set_defaults(
+        device="cpu",
+        threads=0,
+        data=None,
+        tokenizer=None,
+        model=None,
+        checkpoint_s=1e6,
+        keep_checkpoints=2,
+        leave_s=20.0,
+        reattach_s=0.0,
+        learner="",
+        journal=False,
+    )
+
+
+def _export(sub: argparse.ArgumentParser) -> None:
+    _add_source(sub)
+    sub.add_argument(
+        "--format",
+        choices=["hf", "safetensors", "peft"],
+        help="default: hf; peft for adapters (LoRA), safetensors for runs of scripts",
+    )
+    sub.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: ./NAME)")
+    sub.add_argument(
+        "--like", metavar="DIR", help="for a run of training scripts: folder with the configuration of the same model"
+    )
+
+
+def _generate(sub: argparse.ArgumentParser) -> None:
+    _add_source(sub)
+    sub.add_argument("--prompt", default="", metavar="TEXT", help="what is continued (default: a line's end)")
+    sub.add_argument("--tokens", type=at_least(1), default=200, metavar="N", help="at most (default: %(default)s)")
+    sub.add_argument(
+        "--temperature", type=between(0, 100), default=0.7, metavar="T", help="0: the likeliest token (default: 0.7)"
+    )
+    sub.add_argument("--seed", type=at_least(0), default=0, metavar="S", help="of what is drawn (default: %(default)s)")
+
+
+def _add_source(sub: argparse.ArgumentParser) -> None:
+    """A run's state on this machine."""
+    sub.add_argument(
+        "source", metavar="RUN", help="a peer's state folder, or the name (or beginning of the id) of a run in --state"
+    )
+    sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if the folder holds several runs")
+    sub.add_argument("--tokenizer", metavar="DIR", help="folder with the run's tokenizer.json")
+    sub.add_argument("--model", metavar="DIR", help="folder with the safetensors that the run's adapters are for")
 
 
 def _simulate(sub: argparse.ArgumentParser) -> None:
@@ -150,7 +209,7 @@ def _doctor(sub: argparse.ArgumentParser) -> None:
 def _add_peer(sub: argparse.ArgumentParser) -> None:
     """What they share."""
     sub.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps (default: %(default)s)")
-    sub.add_argument("--threads", type=int, default=0, help="torch threads for training; 0: torch's choice")
+    sub.add_argument("--threads", type=at_least(0), default=0, help="torch threads for training; 0: torch's choice")
     sub.add_argument(
         "--data", metavar="DIR", help="folder (or file of documents) to train on; a run cannot name one for you"
     )
@@ -158,6 +217,43 @@ def _add_peer(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--model", metavar="DIR", help="folder with the safetensors that the run's adapters (LoRA) are trained on"
     )
+    _add_network(sub)
+    sub.add_argument(
+        "--checkpoint-s",
+        type=between(1, 1e6, "seconds"),
+        default=60.0,
+        metavar="T",
+        help="at most between checkpoints; cheap ones are written after every turn (default: %(default)s)",
+    )
+    sub.add_argument(
+        "--keep-checkpoints", type=at_least(1), default=2, metavar="N", help="newest ones that stay (default: 2)"
+    )
+    sub.add_argument(
+        "--leave-s", type=between(0, 3600, "seconds"), default=20.0, metavar="T", help="an orderly leave's longest"
+    )
+    sub.add_argument(
+        "--reattach-s",
+        type=between(0, 86400, "seconds"),
+        default=60.0,
+        metavar="T",
+        help="seconds that training goes on when the node was killed, waiting for its restart with the same --state; "
+        "0: end with it (default: %(default)s)",
+    )
+    sub.add_argument(
+        "--stay-s",
+        type=between(0, 1e9, "seconds"),
+        metavar="T",
+        help="seconds that this peer serves the model after the run's end (default: 600; 0: go at once)",
+    )
+    sub.add_argument(
+        "--spot", type=cloud, metavar="CLOUD", help="aws, gcp or azure: leave when it takes this machine back"
+    )
+    sub.add_argument("--learner", default="", metavar="NAME", help=argparse.SUPPRESS)  # p2pdiloco.DiLoCo's node
+    sub.add_argument("--journal", action="store_true", help="record every event, for p2pdiloco replay")
+
+
+def _add_network(sub: argparse.ArgumentParser) -> None:
+    """How a peer is reached, and as whom."""
     sub.add_argument(
         "--listen", default="/ip4/0.0.0.0/tcp/0", metavar="MULTIADDR", help="data port (default: %(default)s)"
     )
@@ -185,24 +281,6 @@ def _add_peer(sub: argparse.ArgumentParser) -> None:
         help="send at most this, e.g. 2.5gbit, 100mbit, none (default: auto, 90 %% of what the link is seen to carry)",
     )
     sub.add_argument("--down", type=bytes_per_second, metavar="RATE", help="let others send at most this")
-    sub.add_argument(
-        "--checkpoint-s",
-        type=float,
-        default=60.0,
-        metavar="T",
-        help="at most between checkpoints; cheap ones are written after every turn (default: %(default)s)",
-    )
-    sub.add_argument("--keep-checkpoints", type=int, default=2, metavar="N", help="newest ones that stay (default: 2)")
-    sub.add_argument("--leave-s", type=float, default=20.0, help="seconds that an orderly leave may take")
-    sub.add_argument(
-        "--reattach-s",
-        type=float,
-        default=60.0,
-        help="seconds that training goes on when the node was killed, waiting for its restart with the same --state; "
-        "0: end with it (default: %(default)s)",
-    )
-    sub.add_argument("--learner", default="", metavar="NAME", help=argparse.SUPPRESS)  # p2pdiloco.DiLoCo's node
-    sub.add_argument("--journal", action="store_true", help="record every event, for p2pdiloco replay")
 
 
 def _add_bootstrap(sub: argparse.ArgumentParser) -> None:
@@ -243,6 +321,9 @@ COMMANDS = {
     "start": Command("found a run and train it", _start),
     "join": Command("join a running run", _join),
     "resume": Command("go on with a run whose peers have all died", _resume),
+    "fetch": Command("get what a run has come to, finished or not, without taking part", _fetch, is_quiet=True),
+    "export": Command("make files of a run's model that other programs load", _export, is_quiet=True),
+    "generate": Command("have a run's model continue a text", _generate, is_quiet=True),
     "status": Command("show runs and their peers", _status, is_quiet=True),
     "simulate": Command("prove the protocol in a simulated world", _simulate, is_quiet=True),
     "chaos": Command("hurt a real swarm on this machine and judge what it makes of that", _chaos, is_quiet=True),

@@ -23,7 +23,7 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
         tokenizer=arguments.tokenizer,
         model=arguments.model,
         threads=arguments.threads,
-        is_follower=getattr(arguments, "follow", False),
+        is_follower=getattr(arguments, "follow", False) or arguments.command == "fetch",
         is_unreachable=arguments.unreachable,
         up_bytes_per_s=arguments.up,
         down_bytes_per_s=arguments.down,
@@ -32,6 +32,9 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
         leave_s=arguments.leave_s,
         learner=arguments.learner,
         reattach_s=arguments.reattach_s,
+        stay_s=getattr(arguments, "stay_s", 0.0),
+        is_fetching=arguments.command == "fetch",
+        spot=getattr(arguments, "spot", None),
         has_journal=arguments.journal,
     )
 

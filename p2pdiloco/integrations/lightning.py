@@ -8,12 +8,17 @@
 Needs the extra ``p2pdiloco[lightning]``. With several devices all ranks are one peer.
 
 Rules of this file:
-1. One optimizer: with several (manual optimization), the last one's steps are the run's.
-2. At the end the module holds the swarm's parameters.
+1. Each peer trains samples of its own: the sampler of torch's that the loader has is replaced (``share_data=False``: it
+   is not; nor is one of its user's own).
+2. What is logged (``trainer.logged_metrics``, and so TensorBoard, W&B) has the swarm's figures, as ``swarm/...``. A
+   founder's ``total_steps`` are the Trainer's, where it knows them.
+3. One optimizer: with several (manual optimization), the last one's steps are the run's.
+4. At the end the module holds the swarm's parameters.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +32,9 @@ except ImportError as missing:
     raise ImportError(
         "p2pdiloco.integrations.lightning needs the extra lightning: pip install 'p2pdiloco[lightning]'"
     ) from missing
+
+
+log = logging.getLogger("p2pdiloco")
 
 
 class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed for mypy here
@@ -43,9 +51,11 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
         run: str | None,
         tokens: Callable[[Any], int] | None = None,
         load_global: bool = True,
+        share_data: bool = True,
         **options: Any,
     ) -> None:
         self._run = run
+        self._share_data = share_data
         self._tokens = tokens
         self._load_global = load_global
         self._options = options
@@ -56,11 +66,19 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
         """Join. Raises DiLoCoError if that fails."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         options = {"grad_scaler": scaler, **self._options}
+        if (steps := trainer.max_steps) > 0:
+            options.setdefault("total_steps", steps)
         self.outer = DiLoCo(pl_module, trainer.optimizers[-1], run=self._run, **options).__enter__()
+        loader = trainer.train_dataloader
+        if self._run is not None and self._share_data and not self.outer.share(loader):
+            log.warning("the Trainer's data are drawn by a sampler of its own: see that each peer has other ones")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count the batch; accumulated ones add up."""
-        if self.outer is not None and self._tokens is not None:
+        if self.outer is None:
+            return
+        self.outer.saw(batch)
+        if self._tokens is not None:
             self.outer.count(self._tokens(batch))
 
     def on_train_batch_end(
@@ -72,6 +90,8 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor):
             self.outer.report(loss)
+        if figures := self.outer.swarm:
+            pl_module.log_dict({f"swarm/{name}": value for name, value in figures.items()})
         if self.outer.is_complete:
             trainer.should_stop = True
 

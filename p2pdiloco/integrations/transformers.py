@@ -7,12 +7,17 @@
 Needs the extra ``p2pdiloco[hf]``. Under torchrun all ranks are one peer.
 
 Rules of this file:
-1. Tokens are those that the model sees while it trains: the size of its inputs, padding included, in this process.
-2. At the end the model holds the swarm's parameters, so that ``save_model`` saves those.
+1. Each peer trains samples of its own: the Trainer's sampler, which would draw the same at all of them, is replaced
+   (``share_data=False``: it is not; nor is one that is not torch's or accelerate's random or sequential one).
+2. Tokens are those that the model sees while it trains: the size of its inputs, padding included, in this process.
+3. What the Trainer logs has the swarm's figures, as ``swarm/...``. A founder's ``total_steps`` are the Trainer's.
+4. At the end the model holds the swarm's parameters, so that ``save_model`` saves those.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
 from typing import Any
 
 import torch
@@ -21,11 +26,13 @@ from torch import Tensor, nn
 from p2pdiloco.diloco import DiLoCo
 
 try:
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ImportError as missing:
     raise ImportError(
         "p2pdiloco.integrations.transformers needs the extra hf: pip install 'p2pdiloco[hf]'"
     ) from missing
+
+log = logging.getLogger("p2pdiloco")
 
 _INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features")
 
@@ -37,8 +44,9 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     swarm's parameters at the end (else this peer's own).
     """
 
-    def __init__(self, *, run: str | None, load_global: bool = True, **options: Any) -> None:
+    def __init__(self, *, run: str | None, load_global: bool = True, share_data: bool = True, **options: Any) -> None:
         self._run = run
+        self._share_data = share_data
         self._options = options
         self._load_global = load_global
         self._handle: Any = None
@@ -50,9 +58,15 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     ) -> None:
         """Join. Raises DiLoCoError if that fails."""
         model, wrapped = kwargs["model"], kwargs["optimizer"]
+        _go_first(self)
         optimizer = getattr(wrapped, "optimizer", wrapped)  # inside accelerate's
         options = {"grad_scaler": getattr(wrapped, "scaler", None), **self._options}
+        if state is not None and state.max_steps > 0:
+            options.setdefault("total_steps", state.max_steps)
         self.outer = DiLoCo(model, optimizer, run=self._run, **options).__enter__()
+        loader = kwargs.get("train_dataloader")
+        if self._run is not None and self._share_data and not self.outer.share(loader):
+            log.warning("the Trainer's data are drawn by a sampler of its own: see that each peer has other ones")
         if self._run is not None:
             self._handle = model.register_forward_pre_hook(self._count, with_kwargs=True)
 
@@ -68,6 +82,9 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         loss = (kwargs.get("logs") or {}).get("loss")
         if self.outer is not None and loss is not None:
             self.outer.report(float(loss))
+            figures = {f"swarm/{name}": value for name, value in self.outer.swarm.items()}
+            kwargs["logs"].update(figures)
+            state.log_history[-1].update(figures)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -89,3 +106,12 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             outer.__exit__(None, None, None)
             if self._load_global:
                 outer.load_global()
+
+
+def _go_first(callback: TrainerCallback) -> None:
+    """Put ``callback`` before those that report (TensorBoard, W&B), so that they see what it adds to the logs. The
+    Trainer puts its users' callbacks last, and shows its list to none of them."""
+    for callbacks in gc.get_referrers(callback):
+        if isinstance(callbacks, list) and any(isinstance(one, DefaultFlowCallback) for one in callbacks):
+            callbacks.remove(callback)
+            callbacks.insert(0, callback)

@@ -9,14 +9,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from contextlib import AsyncExitStack
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
 from p2pdiloco.net.handshake import WIRE_VERSION
+from p2pdiloco.node.figures import Figures
 from p2pdiloco.node.local_host import LocalHost
+from p2pdiloco.node.lookup import ask_status
+from p2pdiloco.node.outlook import Outlook, duration
+from p2pdiloco.node.results import farewell
 from p2pdiloco.node.roster import PeerRecord, Roster
 from p2pdiloco.node.twins import gives_way, reach, sentence
 from p2pdiloco.peer.metrics import Metrics, progress_fields
@@ -25,6 +30,7 @@ from p2pdiloco.peer.peer import Ending, InitialState, Peer
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory
@@ -41,6 +47,11 @@ TWIN_LOOK_S = 5.0
 """Between two looks at a process that seems to have this peer's identity."""
 PROGRESS_S = 5.0
 """Between two lines of the log about progress."""
+STAY_S = 600.0
+"""How long a peer serves what has come out of a run, unless its user says otherwise."""
+FETCH_S = 20.0
+"""Whoever only fetches a state that goes on changing has the newest after so long."""
+LOOK_S = 0.2
 
 
 class Node:
@@ -61,6 +72,8 @@ class Node:
         self._initial = initial
         self.metrics = Metrics(options.folder / "metrics.jsonl")
         self._stack = AsyncExitStack()
+        self._sent_away = asyncio.Event()
+        """Nobody wants it to stay."""
         self._live_told = 1
         self._gives_way = False
         """Another process has this peer's identity, and began earlier."""
@@ -135,16 +148,61 @@ class Node:
         initial, self._initial = self._initial, None
         self.peer.begin(initial)
 
-    async def run(self) -> Ending:
-        """Take part until something ends it."""
+    async def run(self, say: Callable[[str], None]) -> Ending:
+        """Take part until something ends it; ``say`` tells the user what came out."""
         self.begin()
         self.host.spawn(self.roster.keep(), name="roster")
         self.host.spawn(self._tell_progress(), name="progress")
+        if self.options.learner:
+            self.host.spawn(Figures(self.peer, self.status, self._ask_status).keep(), name="figures")
+        if self.options.is_fetching:
+            self.host.spawn(self._go_when_fetched(), name="fetch")
         ending = await self.peer.live()
+        self._report(ending)
+        has_finished = self.peer.machine.core.departure == "finished"
+        if ending.status == 0 and (has_finished or self.options.is_fetching):
+            for line in farewell(self.status(), self.options.folder):
+                say(line)
+            if has_finished:
+                await self._stay(say)
         if not self._gives_way:  # the record is the other one's
             await self.roster.withdraw()
-        self._report(ending)
         return ending
+
+    async def _ask_status(self, peer: PeerId) -> PeerStatus | None:
+        return await ask_status(self.transport, peer)
+
+    def leave(self, reason: str) -> None:
+        """Leave in order; of a run that is over, at once."""
+        self._sent_away.set()
+        self.peer.request_leave(reason)
+
+    def abandon(self, reason: str) -> None:
+        """Leave at once: nothing more is contributed or saved."""
+        self._sent_away.set()
+        self.peer.abandon(reason)
+
+    async def _stay(self, say: Callable[[str], None]) -> None:
+        """What came out is served to those who come after the end: machine, connections and records go on as before."""
+        stay_s = self.options.stay_s
+        if stay_s is None:
+            stay_s = 0.0 if self.options.learner else STAY_S
+        if stay_s and not self._sent_away.is_set():
+            say(f"it is served to whoever comes, for {duration(stay_s)} (--stay-s); Ctrl+C ends that")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._sent_away.wait(), stay_s)
+
+    async def _go_when_fetched(self) -> None:
+        """Leave as soon as one of those who are there holds what this peer holds."""
+        core, waited_s = self.peer.machine.core, 0.0
+        while waited_s < FETCH_S:
+            await asyncio.sleep(LOOK_S)
+            beats = [core.membership.peers[peer].beat for peer in core.membership.live]
+            marks = [beat.heads_mark for beat in beats if beat is not None and beat.phase != "joining"]
+            if core.is_current and core.heads_mark in marks:
+                break
+            waited_s += LOOK_S if core.is_current and marks else 0.0
+        self.leave("what the run has come to is here")
 
     # -- twins ---------------------------------------------------------------------------------------------------------
 
@@ -163,6 +221,7 @@ class Node:
         told = sentence(self.identity.peer_id, address)
         if gives_way(self.roster.began_s, self.transport.life, to=record):
             self._gives_way = True
+            self._sent_away.set()
             self.peer.end_at_once(Ending(2, told))
         elif record.life != self._twin_told:
             self._twin_told = record.life
@@ -241,14 +300,17 @@ class Node:
             epochs=status.epochs,
             blocks_repeated=status.blocks_repeated,
             trouble=self.peer.trouble,
+            first_batches=self.peer.supervision.first_batches,
         )
 
     async def _tell_progress(self) -> None:
         """For the person who watches."""
+        outlook = Outlook()
         while True:
             await asyncio.sleep(PROGRESS_S)
             if self.peer.machine.core.is_current and not self.peer.is_over:
-                log.info("progress", **progress_fields(self.status()))
+                status = self.status()
+                log.info("progress", **progress_fields(status), **outlook.look(self.host.now(), status))
 
     def _tokens_merged(self) -> int:
         """Cumulative tokens of the chains, averaged over the shards by their size."""

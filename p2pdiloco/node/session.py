@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,6 +24,8 @@ from p2pdiloco.node.lookup import (
     observer_transport,
 )
 from p2pdiloco.node.node import Node
+from p2pdiloco.node.notices import leave_when_asked
+from p2pdiloco.node.results import finished
 from p2pdiloco.node.run_folder import (
     chosen_run,
     folder_of,
@@ -204,7 +205,7 @@ async def _join(
         except CheckpointError as error:
             log.warning("checkpoint not used, the state comes from the swarm", reason=str(error))
             own = None
-        return await take_part(manifest, mine, identity, directory, own)
+        return await take_part(manifest, mine, identity, directory, own, say)
 
 
 async def _go_on(
@@ -233,15 +234,13 @@ async def _go_on(
         initial = own
         say(told(manifest, own))
         if not options.learner and has_finished(manifest, own.shards) and not await is_live(directory, manifest.run):
-            return Ending(
-                0,
-                f"run {manifest.config.name} ({manifest.run[:12]}) is finished, all {manifest.config.inner.steps} "
-                f"steps of it, and its state lies in {folder}; to train another one, give it another name",
-            )
+            if not options.stay_s:
+                return Ending(0, finished(manifest, folder))
+            options = msgspec.structs.replace(options, is_follower=True)  # it only serves
     for address in directory.visible_addresses():
         say(invitation(address, manifest.config.name))
     mine = msgspec.structs.replace(options, folder=folder)
-    return await take_part(manifest, mine, identity, directory, initial)
+    return await take_part(manifest, mine, identity, directory, initial, say)
 
 
 def _needed(directory_options: DirectoryOptions, options: PeerOptions, manifest: Manifest) -> DirectoryOptions:
@@ -289,7 +288,12 @@ def pick_runs(runs: dict[RunId, RunRecord], wanted: str | None) -> dict[RunId, R
 
 
 async def take_part(
-    manifest: Manifest, options: PeerOptions, identity: Identity, directory: Directory, initial: InitialState | None
+    manifest: Manifest,
+    options: PeerOptions,
+    identity: Identity,
+    directory: Directory,
+    initial: InitialState | None,
+    say: Callable[[str], None],
 ) -> Ending:
     """Run a node until it ends, with the run announced and signals heeded.
 
@@ -301,35 +305,11 @@ async def take_part(
     async with Node(manifest, options, identity, directory, initial) as node:
         announcing = asyncio.create_task(_announce(manifest, directory), name="announce run")
         try:
-            with leave_on_signals(node):
-                return await node.run()
+            with leave_when_asked(node, options.spot):
+                return await node.run(say)
         finally:
             announcing.cancel()
             await asyncio.gather(announcing, return_exceptions=True)
-
-
-@contextlib.contextmanager
-def leave_on_signals(node: Node) -> Iterator[None]:
-    """SIGINT and SIGTERM leave in order; a second one ends the process at once."""
-    loop = asyncio.get_running_loop()
-    heard = 0
-
-    def on_signal(name: str) -> None:
-        nonlocal heard
-        heard += 1
-        if heard == 1:
-            log.info("leaving in order; once more to leave at once", signal=name)
-            node.peer.request_leave(name)
-        else:
-            node.peer.abandon(name)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number.name)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
 
 
 async def _announce(manifest: Manifest, directory: Directory) -> None:

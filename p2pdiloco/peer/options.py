@@ -46,5 +46,12 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Name under which a training script waits for its node; empty: the built-in learner is started."""
     reattach_s: Annotated[float, Meta(ge=0.0, le=86400.0)] = 60.0
     """How long a learner whose node died goes on training and waits for the node's next life; 0: it ends with it."""
+    stay_s: Annotated[float, Meta(ge=0.0)] | None = None
+    """How long a peer of a run that is complete stays, for those who come later. None: ten minutes after the end
+    (``node/node.py``), a script's node not at all."""
+    is_fetching: bool = False
+    """It goes as soon as it holds what its peers hold."""
+    spot: str | None = None
+    """Cloud whose notices are heeded (``node/notices.py``)."""
     has_journal: bool = False
     """Record every event for ``p2pdiloco replay``."""

@@ -77,6 +77,8 @@ class Supervision:
         self._lost_lives = 0
         self.trouble = ""
         """Why nothing that the learner trains can be merged; empty: it can."""
+        self.first_batches: tuple[str, ...] = ()
+        """Digests of what a training script has trained first."""
         self._met: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """The learner has got the global parameters, or nobody waits for that any more."""
         self.is_over = False
@@ -192,6 +194,8 @@ class Supervision:
             case link.Trouble():
                 self._metrics.write("learner-trouble", reason=message.reason)
                 log.warning("learner in trouble, it goes on", reason=message.reason)
+            case link.Batches():
+                self.first_batches = tuple(digest[:16] for digest in message.digests[:4])
             case link.Unable():
                 self._be_in_trouble(message.reason)
             case link.Failed():
@@ -235,6 +239,11 @@ class Supervision:
         """Have the inner optimizer's state written."""
         if self._process is not None and self._is_loaded:
             self._process.send(link.Save())
+
+    def tell_swarm(self, told: link.Swarm) -> None:
+        """Tell a training script of the others."""
+        if self._process is not None and self._is_loaded:
+            self._process.send(told)
 
     def tell(self, effect: ef.ForLearner) -> None:
         """Pass a command on."""

@@ -201,13 +201,22 @@ def _with_adapters(model: nn.Module, lora: LoraConfig, seed: int) -> nn.Module:
     return adapted
 
 
-def _transformers(model_type: str) -> Any:
+def import_transformers(why: str) -> Any:
+    """The library, offline.
+
+    Raises:
+        ArchitectureError: it is not here, with ``why`` it is needed.
+    """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         import transformers
     except ImportError as error:
-        raise ArchitectureError(f"the run's model is a Hugging Face {model_type}: {EXTRA}") from error
+        raise ArchitectureError(f"{why}: {EXTRA}") from error
     return transformers
+
+
+def _transformers(model_type: str) -> Any:
+    return import_transformers(f"the run's model is a Hugging Face {model_type}")
 
 
 def _known(transformers: Any, model_type: str) -> set[str]:

@@ -35,6 +35,7 @@ from p2pdiloco.training.shared_memory import Vectors
 from p2pdiloco.training.side_stream import Finished
 from p2pdiloco.wire.link import (
     AdoptStep,
+    Batches,
     BlockFinished,
     Evaluate,
     Evaluated,
@@ -52,6 +53,7 @@ from p2pdiloco.wire.link import (
     Shifted,
     Snapshot,
     Snapshotted,
+    Swarm,
     Train,
     Trouble,
     Unable,
@@ -147,6 +149,8 @@ class OuterLink:
         """It has got the global parameters, once."""
         self.is_dismissed = False
         """The node has said that it is over."""
+        self.swarm: Swarm | None = None
+        """What a script's node said last of the others."""
         self.global_step = 0
         self.steps = 0
         self.tokens = 0
@@ -190,6 +194,10 @@ class OuterLink:
     def block_finished(self, block: Block) -> None:
         """A whole block of data is trained, at the count of tokens of now."""
         self._answer(BlockFinished(block=block, tokens=self.tokens))
+
+    def batches(self, digests: tuple[str, ...]) -> None:
+        """Of the first ones that were trained."""
+        self._channel.post(Batches(digests=digests))
 
     def trouble(self, reason: str) -> None:
         """Something failed that training survives."""
@@ -251,6 +259,8 @@ class OuterLink:
                 self._trainer.train(block)
             case Save():
                 self._save()
+            case Swarm():
+                self.swarm = command
             case Exit():
                 pass
             case _:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from p2pdiloco.protocol.manifest import ModelConfig, TensorSpec
 from p2pdiloco.training.parameters import check_tensors
 
-_ROTARY_BASE = 10_000.0
+ROTARY_BASE = 10_000.0
+NORM_EPS = 1e-6
 _INIT_STD = 0.02
 
 
@@ -44,11 +45,11 @@ class Attention(nn.Module):
 
 
 class Feed(nn.Module):
-    """SwiGLU; its hidden side is 8/3 of the width, rounded up to a multiple of 32."""
+    """SwiGLU; its hidden side (``feed_width``) is 8/3 of the width, rounded up to a multiple of 32."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        hidden = -(-8 * width // (3 * 32)) * 32
+        hidden = feed_width(width)
         self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
@@ -64,9 +65,9 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(width, eps=1e-6)
+        self.attention_norm = nn.RMSNorm(width, eps=NORM_EPS)
         self.attention = Attention(width, heads)
-        self.feed_norm = nn.RMSNorm(width, eps=1e-6)
+        self.feed_norm = nn.RMSNorm(width, eps=NORM_EPS)
         self.feed = Feed(width)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -86,7 +87,7 @@ class Transformer(nn.Module):
         nothing = torch.empty(config.vocabulary, config.width)
         self.embedding = nn.Embedding.from_pretrained(nothing, freeze=False)  # type: ignore[no-untyped-call]
         self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.depth))
-        self.norm = nn.RMSNorm(config.width, eps=1e-6)
+        self.norm = nn.RMSNorm(config.width, eps=NORM_EPS)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         cosine, sine = _rotary_tables(config.context, config.width // config.heads)
         self.register_buffer("cosine", cosine, persistent=False)
@@ -129,6 +130,11 @@ def build_model(config: ModelConfig, seed: int, tensors: Sequence[TensorSpec] | 
                 std = _INIT_STD / (2 * config.depth) ** 0.5 if is_projection else _INIT_STD
                 parameter.normal_(0.0, std, generator=generator)
     return model
+
+
+def feed_width(width: int) -> int:
+    """The hidden side of a block's SwiGLU."""
+    return -(-8 * width // (3 * 32)) * 32
 
 
 def is_embedding(name: str) -> bool:
@@ -175,7 +181,7 @@ def generate(model: nn.Module, prompt: bytes, tokens: int, temperature: float, s
 
 def _rotary_tables(context: int, side: int) -> tuple[Tensor, Tensor]:
     """Cosine and sine, each [context, side / 2] (RoFormer, arXiv 2104.09864)."""
-    frequencies = _ROTARY_BASE ** (-torch.arange(0, side, 2, dtype=torch.float32, device="cpu") / side)
+    frequencies = ROTARY_BASE ** (-torch.arange(0, side, 2, dtype=torch.float32, device="cpu") / side)
     angles = torch.arange(context, dtype=torch.float32, device="cpu").unsqueeze(1) * frequencies
     return angles.cos(), angles.sin()
 

@@ -104,6 +104,8 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks of data that were trained again, as a share of those trained."""
     trouble: Annotated[str, Meta(max_length=TROUBLE_LIMIT)] = ""
     """Why nothing that this peer's learner trains can be merged; empty: it can."""
+    first_batches: Annotated[tuple[Annotated[str, Meta(max_length=16)], ...], Meta(max_length=4)] = ()
+    """Digests of the first batches that a training script has trained, so that others see if theirs are the same."""
 
 
 class CommitParts(NamedTuple):

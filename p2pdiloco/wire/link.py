@@ -82,6 +82,19 @@ class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Write the inner optimizer's state and the data's position to the learner's file, beside training."""
 
 
+class Swarm(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """For a training script: who trains, and how all of them stand. Not answered."""
+
+    me: str
+    """This peer."""
+    peers: tuple[str, ...]
+    """Those that train, this one included, in order."""
+    figures: dict[str, float]
+    """By name (``node/figures.py``)."""
+    same_batches: str = ""
+    """A peer that trains the same batches; empty: none is known."""
+
+
 class Exit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End the learner's process."""
 
@@ -152,6 +165,12 @@ class Paused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tokens: int
 
 
+class Batches(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Digests of the first batches that a script has trained."""
+
+    digests: tuple[str, ...]
+
+
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The learner ends; ``reason`` is a sentence for a person."""
 
@@ -170,8 +189,10 @@ class Unable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-FromNode = Load | Shift | Snapshot | Train | AdoptStep | Evaluate | Pause | Save | Exit
-FromLearner = Ready | Progress | BlockFinished | Shifted | Snapshotted | Evaluated | Paused | Trouble | Unable | Failed
+FromNode = Load | Shift | Snapshot | Train | AdoptStep | Evaluate | Pause | Save | Swarm | Exit
+FromLearner = (
+    Ready | Progress | BlockFinished | Shifted | Snapshotted | Evaluated | Paused | Batches | Trouble | Unable | Failed
+)
 
 MessageT = TypeVar("MessageT")
 

@@ -94,6 +94,6 @@ def test_a_finished_run_is_said_to_be_finished(tmp_path: Path) -> None:
         for command in (["start", config], ["resume", str(swarm["A"].folder)]):
             member = swarm.launch("A", command)
             assert ended(member) == 0, log_lines(member)
-            assert "is finished, all 20 steps of it, and its state lies in" in str(member.said("ended: "))
+            assert "is finished, all 20 steps of it, and its model lies in" in str(member.said("ended: "))
             assert saved(member) == before
             assert len(run_folders(member)) == 1

@@ -77,6 +77,10 @@ def test_two_hugging_face_trainers_train_one_model(tmp_path: Path) -> None:
     assert all(result["last"] < 0.8 * result["first"] for result in results)
     for result, told in zip(results, reports, strict=True):  # two micro-batches of 8 texts of 16 tokens a step
         assert told["tokens_trained"] == result["steps"] * 2 * 8 * 16
+    batches = [set(result["batches"]) for result in results]
+    assert len(batches[0]) > 200
+    assert not batches[0] & batches[1], "one dataset, and no batch in common"
+    assert {"swarm/loss", "swarm/peers", "swarm/version", "swarm/share", "swarm/sent_mb"} <= set(results[0]["logged"])
     shown = losses_shown(tmp_path / "a")
     assert shown[0] is None or shown[0] > 0.0, "no loss is known before the Trainer logs one"
     assert shown[-1] == pytest.approx(results[0]["last"], rel=0.3)

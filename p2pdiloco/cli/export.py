@@ -1,0 +1,52 @@
+"""``p2pdiloco export``: Make files of a run's model that others load: a folder for Hugging Face's transformers (hf),
+adapters for peft, or plain safetensors. The run may go on meanwhile; from another machine's peers, fetch it first."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from p2pdiloco.cli import peer
+from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.node.results import find_result
+from p2pdiloco.peer.checkpoint import CheckpointError
+from p2pdiloco.training.export import WEIGHTS, Format, export
+
+
+async def run(arguments: argparse.Namespace) -> int:
+    """Write, and say how to load it."""
+    with complaining(repair=(CheckpointError, ValueError), nobody=()):
+        await asyncio.to_thread(_export, arguments)
+        return 0
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    result = find_result(arguments.source, arguments.state, arguments.run)
+    config = result.checkpoint.manifest.config
+    wanted: Format = arguments.format or ("peft" if config.model.lora is not None else "hf")
+    if config.model.kind == "external" and not arguments.format:
+        wanted = "safetensors"
+    about = result.about(wanted)
+    folder: Path = arguments.out or Path(config.name)
+    files = export(
+        result.checkpoint.manifest,
+        result.checkpoint.theta,
+        folder,
+        about,
+        base=arguments.model,
+        tokenizer=arguments.tokenizer,
+        like=arguments.like,
+    )
+    peer.say(f"{folder}: run {config.name} at step {about.step}, {about.tokens:,} tokens merged ({', '.join(files)})")
+    if wanted == "hf":
+        peer.say(f"  to load it   transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+        if config.model.kind == "huggingface" and "tokenizer.json" not in files:
+            peer.say("  its tokenizer is not there: give --tokenizer FOLDER, with the run's tokenizer.json")
+    elif wanted == "peft":
+        peer.say(f"  to load it   peft.PeftModel.from_pretrained(base_model, {str(folder)!r})")
+    elif config.model.kind == "transformer":
+        peer.say(f"  to load it   p2pdiloco.load_model({str(folder)!r})")
+    else:
+        weights = str(folder / WEIGHTS)
+        peer.say(f"  to load it   model.load_state_dict(safetensors.torch.load_file({weights!r}), strict=False)")

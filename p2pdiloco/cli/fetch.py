@@ -1,0 +1,49 @@
+"""``p2pdiloco fetch``: Get what a run has come to from whoever holds it, finished or not, and go. It then lies in
+--state, for p2pdiloco generate and export."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from p2pdiloco.cli import peer
+from p2pdiloco.cli.complaints import REPAIR, Complaint, complaining
+from p2pdiloco.cli.join import choose
+from p2pdiloco.node.founding import ConfigError
+from p2pdiloco.node.lookup import LookupFailedError
+from p2pdiloco.node.run_folder import FolderInUseError
+from p2pdiloco.node.session import join
+from p2pdiloco.runtime.directory import DirectoryError
+from p2pdiloco.runtime.identity import IdentityError
+
+
+async def run(arguments: argparse.Namespace) -> int:
+    """Join as one who does not train, and leave with the state."""
+    addresses, wanted = _asked(arguments)
+    with complaining(
+        repair=(ConfigError, FolderInUseError, IdentityError, ValueError), nobody=(DirectoryError, LookupFailedError)
+    ):
+        identity = peer.open_identity(arguments)
+        with identity.hold():
+            options = peer.peer_options(arguments, arguments.state)
+            directory = peer.directory_options(arguments, addresses)
+            ending = await join(wanted, options, directory, identity, choose, peer.say)
+    return ending.status if not ending.status else peer.end(ending)
+
+
+def _asked(arguments: argparse.Namespace) -> tuple[list[str], str | None]:
+    """Addresses, and the run's name, which may stand in their place where the directory has been met before."""
+    addresses = [word for word in arguments.address if word.startswith("/")]
+    names = [word for word in arguments.address if not word.startswith("/")] + (
+        [arguments.run] if arguments.run else []
+    )
+    if len(names) > 1:
+        raise Complaint(f"one run at a time, not {' and '.join(names)}: fetch them one after the other", REPAIR)
+    known: Path = arguments.state / "directory.json"
+    if not addresses and not known.is_file():
+        raise Complaint(
+            f"{names[0]}: {arguments.state} has met no directory yet: give an address, as p2pdiloco bootstrap and "
+            "p2pdiloco start print it (p2pdiloco fetch ADDR --run NAME)",
+            REPAIR,
+        )
+    return addresses, names[0] if names else None

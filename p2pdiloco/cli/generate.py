@@ -1,0 +1,31 @@
+"""``p2pdiloco generate``: Have a run's model continue a text. The run may go on meanwhile: what is read is its newest
+checkpoint. What ``p2pdiloco export`` has written is read, too."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from p2pdiloco.cli import peer
+from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.node.results import find_result
+from p2pdiloco.peer.checkpoint import CheckpointError
+from p2pdiloco.training.export import ABOUT
+from p2pdiloco.training.generating import Sampling, continue_with, continue_with_export
+
+
+async def run(arguments: argparse.Namespace) -> int:
+    """Write to standard output."""
+    with complaining(repair=(CheckpointError, ValueError), nobody=()):
+        peer.say(await asyncio.to_thread(_generate, arguments))
+        return 0
+
+
+def _generate(arguments: argparse.Namespace) -> str:
+    how = Sampling(tokens=arguments.tokens, temperature=arguments.temperature, seed=arguments.seed)
+    if (Path(arguments.source) / ABOUT).is_file():
+        return continue_with_export(Path(arguments.source), arguments.prompt, how)
+    found = find_result(arguments.source, arguments.state, arguments.run).checkpoint
+    places = {"model": arguments.model, "tokenizer": arguments.tokenizer}
+    return continue_with(found.manifest, found.theta, arguments.prompt, how, **places)

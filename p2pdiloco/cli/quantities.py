@@ -1,0 +1,41 @@
+"""Values as options take them, each with its bounds in its complaint. For argparse."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+
+
+def at_least(lowest: int) -> Callable[[str], int]:
+    """A whole number, ``lowest`` or more."""
+
+    def whole(text: str) -> int:
+        if not text.lstrip("-").isdecimal() or int(text) < lowest:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {lowest} or more")
+        return int(text)
+
+    return whole
+
+
+def between(lowest: float, highest: float, unit: str = "") -> Callable[[str], float]:
+    """A number in these bounds, of ``unit``."""
+
+    def number(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = math.nan
+        if not lowest <= found <= highest:
+            of = f" of {unit}" if unit else ""
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number{of} from {lowest:g} to {highest:g}")
+        return found
+
+    return number
+
+
+def cloud(text: str) -> str:
+    """A cloud that gives notice before it takes a machine back; ``=ADDRESS`` to ask it elsewhere."""
+    if text.partition("=")[0] not in ("aws", "gcp", "azure"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a cloud whose notices are known: aws, gcp, azure")
+    return text

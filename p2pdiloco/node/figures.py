@@ -1,0 +1,115 @@
+"""What a training script is told of the others: who trains, and how all of them stand.
+
+Rules of this file:
+1. Who trains is this peer's own view (heartbeats), told as soon as it changes. How the others stand, they are asked, a
+   few of them at a time; what they answer is shown and never decides anything.
+2. That peers train the same batches shows in the first ones of their scripts: one that two have is one too many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+
+from p2pdiloco.peer.peer import Peer
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.runtime import logs
+from p2pdiloco.wire import link
+from p2pdiloco.wire.bodies import PeerStatus
+
+log = logs.get("node")
+
+LOOK_S = 0.5
+TELL_S = 2.0
+"""Between two times that nothing but figures has changed."""
+ASK_S = 10.0
+ASKED = 16
+"""Peers that are asked at once; of more, all in turns."""
+MOST_PEERS = 1024
+"""That a script is told of."""
+
+
+class Figures:
+    """One node's."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        status: Callable[[], PeerStatus],
+        ask: Callable[[PeerId], Awaitable[PeerStatus | None]],
+    ) -> None:
+        """``status``: this peer's own; ``ask`` gets another one's."""
+        self._peer = peer
+        self._status = status
+        self._ask = ask
+        self._others: dict[PeerId, PeerStatus] = {}
+        self._turn = 0
+        self._same = ""
+
+    async def keep(self) -> None:
+        """Run until cancelled."""
+        now = self._peer.host.now
+        asked_at = told_at = -math.inf
+        peers: tuple[str, ...] = ()
+        batches: tuple[str, ...] = ()
+        while True:
+            mine = self._peer.supervision.first_batches
+            if now() - asked_at >= ASK_S or mine != batches:
+                asked_at, batches = now(), mine
+                await self._look_round()
+            told = self.told()
+            if told.peers != peers or now() - told_at >= TELL_S:
+                peers, told_at = told.peers, now()
+                self._peer.supervision.tell_swarm(told)
+            await asyncio.sleep(LOOK_S)
+
+    def told(self) -> link.Swarm:
+        """For the script, now."""
+        core, own = self._peer.machine.core, self._status()
+        me = core.config.peer
+        training = sorted({*core.membership.participating, me})[:MOST_PEERS]
+        return link.Swarm(
+            me=me,
+            peers=tuple(training),
+            figures=figures(own, [self._others[p] for p in training if p in self._others]),
+            same_batches=self._same,
+        )
+
+    async def _look_round(self) -> None:
+        """Ask some of the live peers how they stand."""
+        live = self._peer.machine.core.membership.live
+        asked = [live[(self._turn + i) % len(live)] for i in range(min(ASKED, len(live)))]
+        self._turn += len(asked)
+        answers = await asyncio.gather(*map(self._ask, asked))
+        self._others |= {peer: one for peer, one in zip(asked, answers, strict=True) if one is not None}
+        self._others = {peer: one for peer, one in self._others.items() if peer in live}
+        mine = set(self._peer.supervision.first_batches)
+        same = sorted(peer for peer, one in self._others.items() if mine.intersection(one.first_batches))
+        if same and not self._same:
+            log.warning("another peer trains the same batches: it adds nothing", peer=same[0])
+        self._same = same[0] if same else ""
+
+
+def figures(own: PeerStatus, others: list[PeerStatus]) -> dict[str, float]:
+    """Numbers for a script's own log, of this peer and those of the others that are known."""
+    known = [one for one in (own, *others) if math.isfinite(one.tokens_per_second) and one.tokens_per_second > 0.0]
+    rate = sum(one.tokens_per_second for one in known)
+    found = {
+        "peers": float(own.participating),
+        "version": float(own.version_min),
+        "step": float(own.step),
+        "tokens": float(own.tokens_merged),
+        "tokens_per_s": rate,
+        "sent_mb": own.bytes_up / 1e6,
+        "received_mb": own.bytes_down / 1e6,
+    }
+    if rate:
+        found["share"] = own.tokens_per_second / rate
+    with_loss = [one for one in known if one.train_loss is not None and math.isfinite(one.train_loss)]
+    if with_loss:
+        weights = sum(one.tokens_per_second for one in with_loss)
+        found["loss"] = sum((one.train_loss or 0.0) * one.tokens_per_second for one in with_loss) / weights
+    if own.held_out_loss is not None:
+        found["held_out"] = own.held_out_loss
+    return found

@@ -1,0 +1,99 @@
+"""What came out of a run, as it lies on this machine: found by a folder, or by the run's name in the state folder. A
+peer that uses the folder now is not disturbed: checkpoints appear whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from p2pdiloco.node.run_folder import chosen_run
+from p2pdiloco.peer.checkpoint import Checkpoint, CheckpointError, best_of, load_all
+from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.training.export import About, Format
+from p2pdiloco.wire.bodies import PeerStatus
+
+TRIES = 3
+"""A checkpoint that a running peer replaces while it is read is looked for again."""
+
+
+class Result(NamedTuple):
+    """A run's state."""
+
+    checkpoint: Checkpoint
+    step: int
+    tokens: int
+    """Merged in it, averaged over the shards by their size."""
+
+    def about(self, wanted: Format) -> About:
+        """For those who load an export in that format."""
+        manifest = self.checkpoint.manifest
+        return About(
+            run=manifest.run,
+            name=manifest.config.name,
+            step=self.step,
+            tokens=self.tokens,
+            format=wanted,
+            model=manifest.config.model,
+        )
+
+
+def find_result(source: str, state: Path, wanted: str | None) -> Result:
+    """The heaviest state of the run that is meant by ``source``: a folder (a peer's state, a run's), or a run's name or
+    the beginning of its id, looked for in ``state``.
+
+    Raises:
+        CheckpointError: there is none, or there are several runs; the message says what to do.
+    """
+    is_folder = Path(source).is_dir()
+    if not is_folder and not state.is_dir():
+        raise CheckpointError(_nothing(source, state))
+    folders = [Path(source) if is_folder else state]
+    try:
+        manifest = chosen_run(folders, wanted if is_folder else source)
+    except CheckpointError as error:
+        raise CheckpointError(str(error) if is_folder else f"{_nothing(source, state)} ({error})") from error
+    for left in reversed(range(TRIES)):
+        try:
+            return _result(best_of(load_all(folders, manifest.run)))
+        except CheckpointError:
+            if not left:
+                raise
+    raise AssertionError("unreachable")
+
+
+def farewell(status: PeerStatus, folder: Path) -> list[str]:
+    """For the user of a peer that holds what the run has come to: what it is, where it lies, what to do with it."""
+    is_complete = status.step >= status.total_steps and not status.participating
+    stands = "is complete:" if is_complete else "as it is now:"
+    loss = "" if status.held_out_loss is None else f"held-out loss {status.held_out_loss:.3f} nats a token, "
+    mine = status.tokens_trained / status.tokens_merged if status.tokens_merged else 0.0
+    here = f", {status.tokens_trained:,} ({min(1.0, mine):.0%}) of them trained here" if status.tokens_trained else ""
+    step = min(status.step, status.total_steps)
+    return [
+        f"run {status.name} {stands} step {step}, {loss}{status.tokens_merged:,} tokens merged{here}",
+        f"  the model lies in   {folder}",
+        f"  have it write       p2pdiloco generate {folder}",
+        f"  make files of it    p2pdiloco export {folder} --out {status.name}",
+    ]
+
+
+def finished(manifest: Manifest, folder: Path) -> str:
+    """Why a run does not go on, and where its model is."""
+    return (
+        f"run {manifest.config.name} ({manifest.run[:12]}) is finished, all {manifest.config.inner.steps} steps of it, "
+        f"and its model lies in {folder}. To have it write: p2pdiloco generate {folder}. To serve it to others for an "
+        f"hour: p2pdiloco resume {folder} --stay-s 3600. To train another one: give it another name"
+    )
+
+
+def _result(checkpoint: Checkpoint) -> Result:
+    layout = Layout.of(checkpoint.manifest)
+    tokens = sum(p.state.head.tokens * layout.shards[p.state.head.shard].elements for p in checkpoint.shards)
+    return Result(checkpoint, max(p.state.step for p in checkpoint.shards), tokens // layout.elements)
+
+
+def _nothing(source: str, state: Path) -> str:
+    return (
+        f"{source} is no folder, and {state} has no run of that name: give a peer's state folder, name that with "
+        "--state, or get the run from its peers: p2pdiloco fetch ADDR"
+    )

@@ -1,0 +1,342 @@
+"""A run's global parameters as files that others load: a model for Hugging Face's transformers, adapters for peft, or
+tensors under the model's own names.
+
+Rules of this file:
+1. What is written is data: safetensors and JSON. No code goes with a model, and none is needed to load it.
+2. The built-in transformer is a Llama (RMSNorm, rotary halves, SwiGLU, no biases): its matrices are cut and renamed,
+   and none of its numbers change. For that neither transformers nor tokenizers have to be here.
+3. A folder appears whole or not at all. Only an earlier export is replaced.
+4. Every export says what it is of (``ABOUT``): the run, its step, how many tokens are merged in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import safetensors.torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from p2pdiloco.protocol.manifest import Layout, Manifest, ModelConfig
+from p2pdiloco.training.models import build
+from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.training.trainable import trainable
+from p2pdiloco.training.transformer import NORM_EPS, ROTARY_BASE, build_model, feed_width
+
+Format = Literal["hf", "safetensors", "peft"]
+ABOUT = "p2pdiloco.json"
+WEIGHTS = "model.safetensors"
+ADAPTERS = "adapter_model.safetensors"
+_BYTES = 256
+_CONFIG_FILES = (
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+
+
+class ExportError(ValueError):
+    """That cannot be written, or loaded; the message says why and what to do."""
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True):
+    """What an export is of."""
+
+    run: str
+    name: str
+    step: int
+    """Global step."""
+    tokens: int
+    """Merged in it."""
+    format: Format
+    model: ModelConfig
+
+
+def tensors_of(manifest: Manifest, theta: Tensor) -> dict[str, Tensor]:
+    """The trainable tensors by name, in the model's own order: views of ``theta``, the run's flat vector, float32."""
+    layout = Layout.of(manifest)
+    starts = dict(zip(layout.order, layout.starts, strict=True))
+    return {
+        spec.name: theta[starts[i] : starts[i] + spec.elements].view(spec.shape)
+        for i, spec in enumerate(manifest.tensors)
+    }
+
+
+def built(manifest: Manifest, theta: Tensor, base: str | None = None) -> nn.Module:
+    """The run's model with these parameters, float32 on the CPU, in evaluation mode; ``base``: the folder with the
+    weights that adapters are for.
+
+    Raises:
+        ValueError: the model is a script's, or cannot be built here.
+    """
+    if manifest.config.model.kind == "external":
+        raise ExportError(
+            f"the model of run {manifest.config.name} is its training scripts' own: load what export --format "
+            "safetensors writes into it (model.load_state_dict(..., strict=False))"
+        )
+    model = build(manifest.config.model, manifest.config.seed, manifest.tensors, base)
+    flat = FlatParameters(trainable(model), manifest.tensors, Layout.of(manifest))
+    flat.copy_from(theta, flat.everything)
+    return model.eval()
+
+
+def export(
+    manifest: Manifest,
+    theta: Tensor,
+    folder: Path,
+    about: About,
+    *,
+    base: str | None = None,
+    tokenizer: str | None = None,
+    like: str | None = None,
+) -> list[str]:
+    """Write ``folder`` in ``about.format``; the names of its files. ``base``: as for ``built``. ``tokenizer``: a folder
+    whose tokenizer goes with it. ``like``: for runs of scripts, a folder with the configuration of the same model.
+
+    Raises:
+        ExportError: this run has no such format, or ``folder`` holds something else.
+        ValueError: the model cannot be built here.
+        OSError: it cannot be written.
+    """
+    config, half = manifest.config.model, folder.with_name(f"{folder.name}.{os.getpid()}.part")
+    _check_replaceable(folder)
+    write = _writer(config, about.format)
+    half.mkdir(parents=True)
+    try:
+        write(manifest, theta, half, about, base)
+        for place in (like, tokenizer):
+            _copy_configs(place, half, only_tokenizer=place is tokenizer)
+        if (
+            config.kind == "external"
+            and about.format != "safetensors"
+            and not (half / _config_name(about.format)).exists()
+        ):
+            raise ExportError(
+                f"the model of run {manifest.config.name} is its training scripts' own, and the run does not say what "
+                f"it is: give --like FOLDER, with its {_config_name(about.format)} (model.save_pretrained writes it)"
+            )
+        (half / ABOUT).write_bytes(msgspec.json.format(msgspec.json.encode(about)))
+        shutil.rmtree(folder, ignore_errors=True)
+        half.rename(folder)
+    finally:
+        shutil.rmtree(half, ignore_errors=True)
+    return sorted(path.name for path in folder.iterdir())
+
+
+def load_model(folder: str | os.PathLike[str]) -> nn.Module:
+    """The built-in transformer that ``export --format safetensors`` has written: float32 on the CPU, in evaluation
+    mode; tokens int64 [batch, time] to logits [batch, time, vocabulary], and bytes are tokens.
+
+    Raises:
+        ExportError: there is none, or it is of another kind.
+        OSError: it cannot be read.
+    """
+    path = Path(folder)
+    path = path / WEIGHTS if path.is_dir() else path
+    try:
+        with safe_open(path, framework="pt") as file:
+            told = (file.metadata() or {}).get("p2pdiloco", "")
+        config = msgspec.json.decode(told, type=About).model
+        if config.kind != "transformer":
+            raise ExportError(f"{path} is a {config.kind} model: load it with the library that it is of")
+        model = build_model(config, 0)
+        model.load_state_dict(safetensors.torch.load_file(path))
+    except (SafetensorError, msgspec.DecodeError, RuntimeError) as error:
+        raise ExportError(f"{path} is not what `p2pdiloco export --format safetensors` writes: {error}") from error
+    return model.eval()
+
+
+# -- formats -----------------------------------------------------------------------------------------------------------
+
+_Write = Callable[[Manifest, Tensor, Path, About, str | None], None]
+
+
+def _writer(config: ModelConfig, wanted: Format) -> _Write:
+    if wanted == "safetensors":
+        return _write_tensors
+    if config.kind == "external":
+        return _write_adapters if wanted == "peft" else _write_tensors
+    if wanted == "peft":
+        if config.lora is None:
+            raise ExportError("the run trains a whole model, no adapters (LoRA): export it with --format hf")
+        return _write_lora
+    return _write_llama if config.kind == "transformer" else _write_pretrained
+
+
+def _config_name(wanted: Format) -> str:
+    return "adapter_config.json" if wanted == "peft" else "config.json"
+
+
+def _write_tensors(manifest: Manifest, theta: Tensor, folder: Path, about: About, base: str | None) -> None:
+    _save(tensors_of(manifest, theta), folder / WEIGHTS, about)
+
+
+def _write_pretrained(manifest: Manifest, theta: Tensor, folder: Path, about: About, base: str | None) -> None:
+    """By transformers itself; adapters are merged into their base."""
+    model: Any = built(manifest, theta, base)
+    if manifest.config.model.lora is not None:
+        model = model.merge_and_unload()
+    model.config.use_cache = True  # off in training
+    model.save_pretrained(folder)
+
+
+def _write_lora(manifest: Manifest, theta: Tensor, folder: Path, about: About, base: str | None) -> None:
+    lora = manifest.config.model.lora
+    assert lora is not None
+    told = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": list(lora.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+        "base_model_name_or_path": base,
+    }
+    _write_json(folder / "adapter_config.json", told)
+    _write_adapters(manifest, theta, folder, about, base)
+
+
+def _write_adapters(manifest: Manifest, theta: Tensor, folder: Path, about: About, base: str | None) -> None:
+    """peft leaves the adapter's name out of its files."""
+    tensors = tensors_of(manifest, theta)
+    if not any(".lora_" in name for name in tensors):
+        raise ExportError("none of the run's tensors is a low-rank adapter (LoRA): export it with --format safetensors")
+    _save({name.replace(".default.", "."): t for name, t in tensors.items()}, folder / ADAPTERS, about)
+
+
+def _write_llama(manifest: Manifest, theta: Tensor, folder: Path, about: About, base: str | None) -> None:
+    """The built-in transformer, as what it is to transformers."""
+    config = manifest.config.model
+    _save(llama_tensors(tensors_of(manifest, theta)), folder / WEIGHTS, about)
+    _write_json(folder / "config.json", llama_config(config))
+    _write_json(folder / "generation_config.json", {"do_sample": True, "temperature": 0.7})
+    _write_json(folder / "tokenizer.json", byte_tokenizer(config.vocabulary))
+    told = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.context}
+    _write_json(folder / "tokenizer_config.json", told | {"clean_up_tokenization_spaces": False})
+
+
+def llama_config(config: ModelConfig) -> dict[str, Any]:
+    """transformers' config.json of the built-in transformer."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocabulary,
+        "hidden_size": config.width,
+        "intermediate_size": feed_width(config.width),
+        "num_hidden_layers": config.depth,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.heads,
+        "head_dim": config.width // config.heads,
+        "max_position_embeddings": config.context,
+        "hidden_act": "silu",
+        "rms_norm_eps": NORM_EPS,
+        "rope_theta": ROTARY_BASE,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROTARY_BASE},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "dtype": "float32",
+        "torch_dtype": "float32",
+    }
+
+
+_RENAMED = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+_IN_BLOCK = {
+    "attention_norm.weight": ("input_layernorm.weight",),
+    "attention.qkv.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "attention.out.weight": ("self_attn.o_proj.weight",),
+    "feed_norm.weight": ("post_attention_layernorm.weight",),
+    "feed.gate_up.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "feed.down.weight": ("mlp.down_proj.weight",),
+}
+"""What a tensor of a block is in a Llama's layer: one, or the pieces of its rows."""
+
+
+def llama_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The built-in transformer's tensors, as a Llama's."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name in _RENAMED:
+            found[_RENAMED[name]] = tensor
+            continue
+        _, block, rest = name.split(".", 2)
+        pieces = _IN_BLOCK[rest]
+        for piece, part in zip(pieces, tensor.chunk(len(pieces)), strict=True):
+            found[f"model.layers.{block}.{piece}"] = part
+    return found
+
+
+def byte_tokenizer(vocabulary: int) -> dict[str, Any]:
+    """A tokenizer.json whose tokens are bytes: byte-level BPE without merges, bytes written as GPT-2 writes them."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(_BYTES) if byte not in shown]
+    letters = {byte: chr(byte) for byte in shown} | {byte: chr(_BYTES + i) for i, byte in enumerate(hidden)}
+    bytes_as_they_are = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": bytes_as_they_are,
+        "post_processor": None,
+        "decoder": bytes_as_they_are,
+        "model": {
+            "type": "BPE",
+            "vocab": {letters[byte]: byte for byte in range(min(vocabulary, _BYTES))},
+            "merges": [],
+        },
+    }
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path, about: About) -> None:
+    told = {"format": "pt", "p2pdiloco": msgspec.json.encode(about).decode()}
+    safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=told)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+def _check_replaceable(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ExportError(f"--out {folder} is a file: name another folder")
+    if folder.exists() and any(folder.iterdir()) and not (folder / ABOUT).exists():
+        raise ExportError(f"--out {folder} holds something else than an earlier export: name another folder")
+
+
+def _copy_configs(place: str | None, folder: Path, *, only_tokenizer: bool) -> None:
+    """The configuration files of ``place`` that are not there yet."""
+    if place is None:
+        return
+    given = Path(place).expanduser()
+    given = given.parent if given.is_file() else given
+    names = [name for name in _CONFIG_FILES if (given / name).is_file()]
+    if only_tokenizer:
+        names = [name for name in names if name.startswith("tokenizer")]
+    if not names:
+        wanted = "tokenizer.json" if only_tokenizer else "config.json or adapter_config.json"
+        raise ExportError(f"{given} has no {wanted}: name the folder that has it")
+    for name in names:
+        if not (folder / name).exists():
+            shutil.copyfile(given / name, folder / name)

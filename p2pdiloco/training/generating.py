@@ -1,0 +1,92 @@
+"""Text from a run's model, or from an export of it: bytes for the built-in transformer, else transformers' own sampling
+with the run's tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from p2pdiloco.protocol.manifest import Manifest
+from p2pdiloco.training.export import ABOUT, About, ExportError, built, load_model
+from p2pdiloco.training.huggingface import import_transformers
+from p2pdiloco.training.transformer import generate
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How a text is continued."""
+
+    tokens: int = 200
+    temperature: float = 0.7
+    """0: the likeliest token each time."""
+    seed: int = 0
+
+
+def continue_with(manifest: Manifest, theta: torch.Tensor, prompt: str, how: Sampling, **places: str | None) -> str:
+    """``prompt`` and what the run's model makes of it. ``places``: ``model``, the folder of the weights that its
+    adapters are for, and ``tokenizer``.
+
+    Raises:
+        ValueError: the model or its tokenizer are not here; the message says what to do.
+    """
+    kind = manifest.config.model.kind
+    if kind == "huggingface" and places.get("tokenizer") is None:
+        raise ExportError("the run's model reads tokens: give --tokenizer FOLDER, with the run's tokenizer.json")
+    model = built(manifest, theta, places.get("model"))
+    if kind == "transformer":
+        return _bytes(model, prompt, how)
+    return _tokens(model, _tokenizer(Path(str(places["tokenizer"])).expanduser()), prompt, how)
+
+
+def continue_with_export(folder: Path, prompt: str, how: Sampling) -> str:
+    """The same with what ``p2pdiloco export`` has written.
+
+    Raises:
+        ValueError: it cannot be loaded here.
+    """
+    try:
+        about = msgspec.json.decode((folder / ABOUT).read_bytes(), type=About)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ExportError(f"{folder / ABOUT} cannot be read ({error}): export the run again") from error
+    if about.format == "safetensors" and about.model.kind == "transformer":
+        return _bytes(load_model(folder), prompt, how)
+    if about.format != "hf":
+        raise ExportError(
+            f"{folder} has weights alone ({about.format}): generate from the run's state folder, or export --format hf"
+        )
+    transformers = import_transformers(f"{about.name} is exported for transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False, use_safetensors=True
+    )
+    return _tokens(model.eval(), _tokenizer(folder), prompt, how)
+
+
+def _bytes(model: nn.Module, prompt: str, how: Sampling) -> str:
+    given = prompt.encode("utf-8", "surrogateescape")
+    return generate(model, given, how.tokens, how.temperature, how.seed).decode("utf-8", "replace")
+
+
+def _tokenizer(folder: Path) -> Any:
+    transformers = import_transformers("the model reads tokens")
+    path = folder if folder.is_file() else folder / "tokenizer.json"
+    if not path.is_file():
+        raise ExportError(f"{folder} has no tokenizer.json: put the run's there, or name its folder with --tokenizer")
+    return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+
+
+@torch.no_grad()
+def _tokens(model: Any, tokenizer: Any, prompt: str, how: Sampling) -> str:
+    """By transformers. An empty prompt stands for a line's end."""
+    given = torch.tensor([tokenizer.encode(prompt or "\n", add_special_tokens=False)])
+    if not given.numel():
+        raise ExportError(f"the tokenizer makes no token of {prompt!r}: give another --prompt")
+    options: dict[str, Any] = {"max_new_tokens": how.tokens, "use_cache": True, "do_sample": how.temperature > 0.0}
+    if how.temperature > 0.0:
+        options |= {"temperature": how.temperature, "top_k": 0}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(how.seed)
+        found = model.generate(given, attention_mask=torch.ones_like(given), **options)
+    return str(tokenizer.decode(found[0] if prompt else found[0, given.shape[1] :]))

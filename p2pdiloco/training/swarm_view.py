@@ -1,0 +1,98 @@
+"""What a training script sees of the other peers, and does because of them: its samples are not theirs, and if they are
+it is warned."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, Subset
+
+from p2pdiloco.training.outer_link import OuterLink
+from p2pdiloco.training.sharing import FirstBatches, OwnSamples, share_loader
+
+log = logging.getLogger("p2pdiloco")
+
+
+class SwarmView:
+    """One script's; the link to its node is there while it takes part."""
+
+    def __init__(self, model: nn.Module, *, has_run: bool) -> None:
+        self._model = model
+        self._has_run = has_run
+        self._link: OuterLink | None = None
+        self._batches = FirstBatches()
+        self._call_hook: Any = None
+        self._is_warned = False
+        """Of batches that another peer trains, too."""
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Ids of the peers that train, this one included; empty without a run."""
+        swarm = None if self._link is None else self._link.swarm
+        return () if swarm is None else swarm.peers
+
+    @property
+    def swarm(self) -> Mapping[str, float]:
+        """How all peers stand together: ``loss`` (training, weighted by tokens), ``peers``, ``version``, ``step``,
+        ``tokens`` (merged), ``tokens_per_s``, ``share`` (this peer's, of that), ``sent_mb``, ``received_mb`` and, where
+        the run measures it, ``held_out``; those that are known."""
+        swarm = None if self._link is None else self._link.swarm
+        return {} if swarm is None else swarm.figures
+
+    def sampler(self, dataset: Any) -> OwnSamples:
+        """For ``DataLoader(dataset, sampler=...)``: samples that no other peer takes in this epoch of the swarm,
+        following who comes and goes (``sharing.py``). Its passes are as long as ``dataset``."""
+        return OwnSamples(len(dataset), self._known)
+
+    def shard(self, dataset: Dataset[Any]) -> Dataset[Any]:
+        """This peer's part of ``dataset``, by who trains now, for whatever goes through it: it stays the same when
+        others come or go (``sampler`` follows them). Without a run all of it."""
+        if not self._has_run:
+            return dataset
+        return Subset(dataset, list(self.sampler(dataset).epoch(0)))
+
+    def share(self, loader: Any) -> bool:
+        """Have a ``DataLoader``, which nobody goes through yet, draw this peer's samples (``sampler``). False, and
+        nothing is changed, if it has a sampler of its user's own, or no length."""
+        return self._has_run and share_loader(loader, self._known)
+
+    def saw(self, *batch: Any) -> None:
+        """A batch that is trained, as tensors or what holds them: peers that train the same are warned. The first few
+        count; those that the model is called with are seen anyway."""
+        self._batches.saw(*batch)
+
+    def _known(self) -> tuple[str, tuple[str, ...]]:
+        swarm = None if self._link is None else self._link.swarm
+        return ("", ()) if swarm is None else (swarm.me, swarm.peers)
+
+    def _look_at_batches(self, link: OuterLink) -> None:
+        """Tell the first batches, and warn if somebody else trains them."""
+        if news := self._batches.news():
+            link.batches(news)
+        if not self._is_warned and link.swarm is not None and link.swarm.same_batches:
+            self._is_warned = True
+            log.warning(
+                "peer %s trains the same batches in the same order, so one of you adds nothing: draw them with "
+                "DataLoader(data, sampler=outer.sampler(data)), or give each script data or a seed of its own",
+                link.swarm.same_batches,
+            )
+
+    def _on_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The model is called."""
+        if module.training and torch.is_grad_enabled():
+            self._batches.saw(*args, kwargs)
+        if self._batches.is_full:
+            self._look_no_more()
+
+    def _begin_to_look(self) -> None:
+        """At what the model is called with."""
+        self._call_hook = self._model.register_forward_pre_hook(self._on_call, with_kwargs=True)
+
+    def _look_no_more(self) -> None:
+        if self._call_hook is not None:
+            self._call_hook.remove()
+            self._call_hook = None

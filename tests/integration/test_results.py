@@ -1,0 +1,63 @@
+"""What comes out of a run: served after its end, fetched, exported, heard."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from swarm import PEER, START_S, ended, learners_held, log_lines, report_of, swarm_in, write_config
+from waiting import wait_until
+
+from p2pdiloco.peer.checkpoint import load
+
+SERVED = "it is served to whoever comes"
+
+
+def command(*words: object) -> str:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "p2pdiloco", *map(str, words)], capture_output=True, text=True, timeout=START_S
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(300)
+def test_who_comes_after_the_end_gets_the_model(tmp_path: Path) -> None:
+    config = write_config(tmp_path, inner_steps=60)
+    with swarm_in(tmp_path) as swarm:
+        address = swarm.start_bootstrap()
+        ann = swarm.start_founder("A", config, address, "--stay-s", "300")
+        with learners_held(ann):
+            bob = swarm.join("B", address)
+            wait_until(lambda: bob.said("trains on"), START_S, "B")
+        assert ended(bob) == 0
+        wait_until(lambda: ann.said(SERVED), START_S, "the end of the run")
+        told = log_lines(ann)
+        run = ann.run_folder()
+        assert f"p2pdiloco generate {run}" in "\n".join(told)
+
+        state = tmp_path / "later"
+        said = command("fetch", address, "--state", state, *PEER)
+        assert "run tiny is complete: step 60" in said
+        folder = next(state.glob("*/report.json")).parent
+        assert json.loads((folder / "report.json").read_text())["digests"] == report_of(ann)["digests"]
+        heard = command("generate", "tiny", "--state", state, "--prompt", "swarm", "--tokens", "20")
+        assert heard == command("generate", run, "--prompt", "swarm", "--tokens", "20")
+        assert heard.startswith("swarm")
+        found = load(folder / "checkpoint")
+        assert found is not None
+        command("export", folder, "--out", tmp_path / "model")
+        if find_spec("transformers"):
+            from transformers import AutoModelForCausalLM
+
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", local_files_only=True)
+            assert model.num_parameters() == sum(t.elements for t in found.manifest.tensors)
+
+        late = swarm.join("C", address)  # whoever wants to train finds that nothing is left to do
+        assert ended(late) == 0, log_lines(late)
+        assert report_of(late)["digests"] == report_of(ann)["digests"]
+        assert ann.is_running

@@ -1,0 +1,133 @@
+"""``p2pdiloco export`` and ``generate``: from a state folder, or by a run's name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import p2pdiloco
+from p2pdiloco.cli.main import main
+from p2pdiloco.node.founding import make_manifest, version_zero
+from p2pdiloco.node.results import farewell, finished
+from p2pdiloco.node.run_folder import folder_of
+from p2pdiloco.peer.checkpoint import save
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.manifest import Manifest, ModelConfig, RunConfig, ScheduleConfig
+from p2pdiloco.training.trainable import embedding_names, trainable
+from p2pdiloco.training.transformer import build_model
+from p2pdiloco.wire.bodies import PeerStatus
+
+pytestmark = pytest.mark.usefixtures("own_logging")
+SMALL = ModelConfig(width=16, depth=1, heads=2, context=8)
+
+
+def leave(state: Path, name: str, seed: int = 0) -> Manifest:
+    """A peer's folder with version 0 of a run."""
+    model = build_model(SMALL, seed)
+    embeddings, parameters = embedding_names(model), trainable(model)
+    named = [(tensor, p.shape, tensor in embeddings) for tensor, p in parameters]
+    run = RunConfig(name=name, model=SMALL, seed=seed, schedule=ScheduleConfig(fragments=1))
+    manifest, theta, momentum = make_manifest(run, PeerId("founder"), named, parameters)
+    initial = version_zero(manifest, theta, momentum)
+    save(folder_of(state, manifest.run) / "checkpoint", manifest, initial.shards, theta, momentum, keep=2)
+    return manifest
+
+
+def ended(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    status = main([str(word) for word in words])
+    told = capsys.readouterr()
+    return status, told.out, told.err
+
+
+def test_a_run_is_exported_by_its_folder_and_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state, out = tmp_path / "state", tmp_path / "out"
+    manifest, _ = leave(state, "story"), leave(state, "other")
+    for source in (folder_of(state, manifest.run), "story", manifest.run[:8]):
+        status, said, _ = ended(capsys, "export", source, "--state", state, "--out", out)
+        assert status == 0
+        assert f"{out}: run story at step 0, 0 tokens merged (config.json" in said
+        assert f"AutoModelForCausalLM.from_pretrained('{out}')" in said
+    status, said, _ = ended(capsys, "export", state, "--run", "story", "--format", "safetensors", "--out", out)
+    assert (status, f"p2pdiloco.load_model('{out}')" in said) == (0, True)
+    assert p2pdiloco.load_model(out).context == 8
+
+
+def test_a_run_is_heard_by_its_folder_its_name_and_its_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, out = tmp_path / "state", tmp_path / "out"
+    leave(state, "story")
+    ended(capsys, "export", "story", "--state", state, "--out", out, "--format", "safetensors")
+    how = ("--prompt", "def ", "--tokens", "12", "--seed", "5", "--state", state)
+    heard = [ended(capsys, "generate", source, *how) for source in (state, "story", out)]
+    assert heard[0] == heard[1] == heard[2]
+    assert heard[0][0] == 0
+    assert heard[0][1].startswith("def ")
+    assert ended(capsys, "generate", out, *how[:4], "--seed", "6") != heard[0]
+
+
+@pytest.mark.parametrize("command", ["export", "generate"])
+def test_what_is_not_there_is_told_with_what_to_do(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tmp_path / "state"
+    status, _, said = ended(capsys, command, "story", "--state", state)
+    assert status == 2
+    assert "p2pdiloco fetch ADDR" in said
+    leave(state, "story")
+    leave(state, "other", seed=1)
+    status, _, said = ended(capsys, command, "stroy", "--state", state)
+    assert (status, "no run of that name" in said) == (2, True)
+    status, _, said = ended(capsys, command, state)
+    assert (status, "name one with --run" in said) == (2, True)
+    (tmp_path / "empty").mkdir()
+    status, _, said = ended(capsys, command, tmp_path / "empty")
+    assert (status, "there is no checkpoint" in said) == (2, True)
+
+
+def test_the_end_tells_path_loss_tokens_and_the_next_command() -> None:
+    status = PeerStatus(
+        run="a" * 40,
+        name="story",
+        peer="me",
+        phase="finished",
+        step=360,
+        total_steps=360,
+        known=1,
+        live=1,
+        participating=0,
+        weight_averaged=2,
+        version_min=30,
+        version_max=30,
+        heads_mark=1,
+        tokens_trained=250_000,
+        tokens_merged=1_000_000,
+        tokens_per_second=0.0,
+        train_loss=None,
+        held_out_loss=1.5764,
+        held_out_step=360,
+        bytes_up=0,
+        bytes_down=0,
+        blocked_s=0.0,
+    )
+    said = "\n".join(farewell(status, Path("/state/aaaa")))
+    assert said.startswith("run story is complete: ")
+    for told in (
+        "step 360",
+        "1.576 nats",
+        "1,000,000 tokens",
+        "25%",
+        "/state/aaaa\n",
+        "p2pdiloco generate /state/aaaa",
+    ):
+        assert told in said
+    assert "p2pdiloco export /state/aaaa --out story" in said
+    assert farewell(msgspec.structs.replace(status, step=359), Path("/x"))[0].startswith("run story as it is now: ")
+
+
+def test_a_finished_run_says_where_its_model_is_and_how_to_serve_it(tmp_path: Path) -> None:
+    said = finished(leave(tmp_path, "story"), Path("/state/aaaa"))
+    for told in ("is finished, all 1000 steps", "p2pdiloco generate /state/aaaa", "resume /state/aaaa --stay-s 3600"):
+        assert told in said

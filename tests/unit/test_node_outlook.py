@@ -1,0 +1,71 @@
+"""What the line of progress tells of a run's end."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from p2pdiloco.node.outlook import Outlook, duration
+from p2pdiloco.wire.bodies import PeerStatus
+
+STATUS = PeerStatus(
+    run="a" * 40,
+    name="story",
+    peer="me",
+    phase="training",
+    step=0,
+    total_steps=1000,
+    known=1,
+    live=1,
+    participating=1,
+    weight_averaged=1,
+    version_min=0,
+    version_max=0,
+    heads_mark=1,
+    tokens_trained=0,
+    tokens_merged=0,
+    tokens_per_second=0.0,
+    train_loss=None,
+    held_out_loss=None,
+    held_out_step=0,
+    bytes_up=0,
+    bytes_down=0,
+    blocked_s=0.0,
+)
+
+
+def at(step: int, trained: int = 0, merged: int = 0, of: int = 1000) -> PeerStatus:
+    return msgspec.structs.replace(STATUS, step=step, tokens_trained=trained, tokens_merged=merged, total_steps=of)
+
+
+def test_it_tells_percent_time_and_share() -> None:
+    outlook = Outlook()
+    assert outlook.look(0.0, at(100, 5000, 9000)) == {"done": "10.0%"}, "a joiner's swarm is ahead of it"
+    assert outlook.look(5.0, at(110, 5500, 10_000)) == {"done": "11.0%"}, "two looks are too few"
+    assert outlook.look(10.0, at(120, 6000, 11_000)) == {"done": "12.0%", "left": "7m20s", "my_share": "50%"}
+
+
+def test_it_forgets_how_fast_the_run_was_a_while_ago() -> None:
+    outlook = Outlook()
+    for look in range(40):
+        told = outlook.look(5.0 * look, at(min(look, 20) * 10 + max(0, look - 20)))
+    assert told["left"] == duration((1000 - 219) * 5.0)
+
+
+def test_what_is_not_known_is_not_told() -> None:
+    outlook = Outlook()
+    for look in range(3):
+        told = outlook.look(5.0 * look, at(look, of=10**9))
+    assert told == {}, "a script that has said nothing of its end"
+    outlook = Outlook()
+    for look in range(3):
+        told = outlook.look(5.0 * look, at(7))
+    assert told == {"done": "0.7%"}, "it stands still"
+    assert Outlook().look(0.0, at(1010))["done"] == "100.0%"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0s"), (59, "59s"), (60, "1m00s"), (3599, "59m59s"), (7260, "2h01m"), (90000, "1d01h")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,0 +1,202 @@
+"""What a run's model is to other programs: the same numbers, and nothing but data."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+import p2pdiloco
+from p2pdiloco.node.founding import make_manifest
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.manifest import LoraConfig, Manifest, ModelConfig, RunConfig, ScheduleConfig
+from p2pdiloco.training.export import ABOUT, About, ExportError, Format, byte_tokenizer, export
+from p2pdiloco.training.generating import Sampling, continue_with, continue_with_export
+from p2pdiloco.training.trainable import embedding_names, trainable
+from p2pdiloco.training.transformer import build_model
+
+HF = pytest.mark.skipif(
+    not all(map(find_spec, ("transformers", "tokenizers", "peft"))),
+    reason="needs the extra hf: pip install -c constraints.txt '.[hf]'",
+)
+SMALL = ModelConfig(width=24, depth=2, heads=3, context=16)
+TEXT = torch.tensor([list(b"def main(): \x00\xff")])
+
+
+def founded(config: ModelConfig, model: nn.Module) -> tuple[Manifest, Tensor]:
+    """A run of ``model``, in fragments and shards that cut its tensors."""
+    run = RunConfig(name="small", model=config, schedule=ScheduleConfig(fragments=3, max_shard=1024))
+    embeddings, parameters = embedding_names(model), trainable(model)
+    named = [(name, p.shape, name in embeddings) for name, p in parameters]
+    manifest, theta, _ = make_manifest(run, PeerId("founder"), named, parameters)
+    return manifest, theta
+
+
+def spoken(config: ModelConfig = SMALL) -> tuple[Manifest, Tensor, nn.Module]:
+    """A model that is not as it was drawn: a wrong order of its tensors would show in every one."""
+    model = build_model(config, 3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5).add_(0.03 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    return *founded(config, model), model
+
+
+def about(manifest: Manifest, wanted: Format) -> About:
+    return About(run=manifest.run, name="small", step=7, tokens=99, format=wanted, model=manifest.config.model)
+
+
+@torch.no_grad()
+def test_the_built_in_transformer_loads_in_three_lines(tmp_path: Path) -> None:
+    manifest, theta, model = spoken()
+    assert export(manifest, theta, tmp_path / "out", about(manifest, "safetensors")) == ["model.safetensors", ABOUT]
+    loaded = p2pdiloco.load_model(tmp_path / "out")
+    assert torch.equal(loaded(TEXT), model(TEXT))
+
+
+@HF
+@torch.no_grad()
+def test_the_built_in_transformer_is_a_llama_to_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    manifest, theta, model = spoken()
+    export(manifest, theta, tmp_path / "out", about(manifest, "hf"))
+    told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True, output_loading_info=True)
+    loaded, information = told
+    assert not any(information[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert loaded.config.model_type == "llama"
+    torch.testing.assert_close(loaded(TEXT).logits, model(TEXT), rtol=1e-5, atol=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out", local_files_only=True)
+    for text in ("def f(x):\n\treturn x", "naïve ☃ \x00", " two  blanks ", "<|endoftext|>"):
+        assert tokenizer.encode(text) == list(text.encode())
+        assert tokenizer.decode(list(text.encode())) == text
+
+
+@HF
+def test_what_is_generated_is_the_same_from_the_run_and_from_its_exports(tmp_path: Path) -> None:
+    manifest, theta, _ = spoken()
+    for wanted in ("hf", "safetensors"):
+        export(manifest, theta, tmp_path / wanted, about(manifest, wanted))  # type: ignore[arg-type]
+    how = Sampling(tokens=8, temperature=0.0)  # within the context: the built-in model looks at no more than that
+    texts = {continue_with_export(tmp_path / wanted, "def ", how) for wanted in ("hf", "safetensors")}
+    assert texts == {continue_with(manifest, theta, "def ", how)}
+
+
+def test_no_byte_is_lost_in_the_tokenizer() -> None:
+    tokens = byte_tokenizer(256)["model"]["vocab"]
+    assert sorted(tokens.values()) == list(range(256))
+    assert len(tokens) == 256
+    assert max(byte_tokenizer(100)["model"]["vocab"].values()) == 99, "the model has no more symbols"
+
+
+@HF
+@torch.no_grad()
+def test_a_hugging_face_model_goes_out_as_it_came(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from p2pdiloco.training.models import build
+
+    kind = {"model_type": "llama", "vocab_size": 256, "hidden_size": 16, "intermediate_size": 32}
+    shape: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "tie_word_embeddings": True}
+    config = ModelConfig(kind="huggingface", config=kind | shape, context=16)
+    model: Any = build(config, 5)
+    manifest, theta = founded(config, model)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(byte_tokenizer(256)))
+    export(manifest, theta, tmp_path / "out", about(manifest, "hf"), tokenizer=str(tmp_path))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
+    torch.testing.assert_close(loaded(TEXT).logits, model.eval()(TEXT).logits)
+    assert loaded.config.use_cache
+    how = Sampling(tokens=4, seed=3)
+    text = continue_with(manifest, theta, "def ", how, tokenizer=str(tmp_path))
+    assert text == continue_with_export(tmp_path / "out", "def ", how)
+    with pytest.raises(ExportError, match="--tokenizer FOLDER"):
+        continue_with(manifest, theta, "def ", how)
+
+
+@HF
+@torch.no_grad()
+def test_adapters_go_out_for_peft_and_merged(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    from p2pdiloco.training.huggingface import read_folder
+
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=256, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    ).save_pretrained(tmp_path / "base")
+    wanted = ModelConfig(kind="huggingface", folder=str(tmp_path / "base"), lora=LoraConfig(rank=2), context=16)
+    config, adapted = read_folder(wanted, 4)
+    assert adapted is not None
+    for _, p in trainable(adapted):
+        p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(2)))
+    manifest, theta = founded(config, adapted)
+    expected = adapted.eval()(TEXT).logits
+
+    export(manifest, theta, tmp_path / "adapters", about(manifest, "peft"))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", local_files_only=True)
+    assert (base(TEXT).logits - expected).abs().max() > 1e-3, "the adapters do something"
+    torch.testing.assert_close(PeftModel.from_pretrained(base, tmp_path / "adapters")(TEXT).logits, expected)
+
+    export(manifest, theta, tmp_path / "whole", about(manifest, "hf"), base=str(tmp_path / "base"))
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", local_files_only=True)
+    torch.testing.assert_close(whole(TEXT).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_scripts_model_goes_out_under_its_own_names(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3))
+    manifest, theta = founded(ModelConfig(kind="external"), model)
+    with pytest.raises(ExportError, match=r"give --like FOLDER, with its config\.json"):
+        export(manifest, theta, tmp_path / "out", about(manifest, "hf"))
+    assert not list(tmp_path.iterdir()), "nothing is left of a failure"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    files = export(manifest, theta, tmp_path / "out", about(manifest, "hf"), like=str(tmp_path / "mine"))
+    assert files == ["config.json", "model.safetensors", ABOUT]
+    written = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(written[name], p) for name, p in model.state_dict().items())
+    assert len(written) == 4
+
+
+def test_only_an_earlier_export_is_replaced(tmp_path: Path) -> None:
+    manifest, theta, _ = spoken()
+    precious = tmp_path / "home" / "thesis.tex"
+    precious.parent.mkdir()
+    precious.write_text("precious")
+    with pytest.raises(ExportError, match="holds something else"):
+        export(manifest, theta, precious.parent, about(manifest, "safetensors"))
+    with pytest.raises(ExportError, match="is a file"):
+        export(manifest, theta, precious, about(manifest, "safetensors"))
+    assert precious.read_text() == "precious"
+    for _ in range(2):
+        export(manifest, theta, tmp_path / "out", about(manifest, "safetensors"))
+    told = msgspec.json.decode((tmp_path / "out" / ABOUT).read_bytes(), type=About)
+    assert (told.step, told.tokens, told.format) == (7, 99, "safetensors")
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted", "sentence"),
+    [(SMALL, "peft", "--format hf"), (ModelConfig(kind="external"), "peft", "--format safetensors")],
+)
+def test_a_format_that_the_run_has_not_is_refused(
+    config: ModelConfig, wanted: Format, sentence: str, tmp_path: Path
+) -> None:
+    manifest, theta = founded(config, build_model(SMALL, 0))
+    with pytest.raises(ExportError, match=sentence):
+        export(manifest, theta, tmp_path / "out", about(manifest, wanted))
+
+
+def test_what_is_no_export_is_not_loaded(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        p2pdiloco.load_model(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"what is this")
+    with pytest.raises(ExportError, match="is not what"):
+        p2pdiloco.load_model(tmp_path)
+    safetensors.torch.save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ExportError, match="is not what"):
+        p2pdiloco.load_model(tmp_path)
