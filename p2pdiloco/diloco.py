@@ -65,10 +65,6 @@ log = logging.getLogger("p2pdiloco")
 
 LEAVE_S = 90.0
 """How long leaving may take: the node's own deadlines are 20 s, and 60 s at the end of a run."""
-WAIT_S = 600.0
-"""How long ``wait_for_peers`` waits."""
-KNOWN_S = 5.0
-"""How long a script waits to hear who trains, at most."""
 _LOOK_S = 0.05
 
 
@@ -164,8 +160,6 @@ class DiLoCo(SwarmView):
         self._island: Island | None = None
         self._companion: Companion | None = None
         self._visit: Visit | None = None
-        self._is_linked = False
-        """A node is there, or looked for."""
         self._hook: Any = None
         self._stepped_at = 0.0
 
@@ -249,24 +243,7 @@ class DiLoCo(SwarmView):
         if not self._link.is_loaded:
             ending = "" if self._companion is None else self._companion.ending
             raise DiLoCoError(ending or f"the node left before the run was joined; its log is {self._log}")
-        self._wait_for_swarm()
-
-    def _wait_for_swarm(self) -> None:
-        """Until enough peers train; at least until it is known who does."""
-        link, since, told = self._link, time.monotonic(), False
-        assert link is not None
-        while self._is_linked and link.is_training:
-            waited_s = time.monotonic() - since
-            there = len(link.swarm.peers) if link.swarm is not None else 0
-            if there >= max(1, self._wait_for_peers) or waited_s > (WAIT_S if there else KNOWN_S):
-                break
-            if there and not told:
-                log.warning("%s of %s peers are here: waiting for the others", there, self._wait_for_peers)
-                told = True
-            self._is_linked = link.boundary()
-            time.sleep(_LOOK_S)
-        if told and self._is_linked and len(self.peers) < self._wait_for_peers:
-            log.warning("training begins with %s of %s peers", len(self.peers), self._wait_for_peers)
+        self._wait_for_swarm(self._wait_for_peers)
 
     @property
     def _log(self) -> Path:

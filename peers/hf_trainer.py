@@ -6,7 +6,8 @@
     python -m peers.hf_trainer --state b --run tuned --peer ADDRESS --lora      # adapters of peft, on a frozen base
 
 A Llama of two small layers learns to continue random walks. With ``--lora`` its random base stands for a pretrained
-one, and only the adapters travel. All have the same data; each draws samples of its own. The integration tests run this file.
+one, and only the adapters travel. All have the same data; each draws samples of its own. The integration tests run this
+file.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class OwnSamples(Sampler[int]):
 def share_loader(loader: Any, known: Known) -> bool:
     """Give ``loader``, which nobody goes through yet, this peer's samples; False if its samples are not ours to choose
     (an iterable dataset, a sampler of its user's own)."""
-    batches = getattr(loader, "batch_sampler", None)
+    batches: Any = getattr(loader, "batch_sampler", None)
     while isinstance(getattr(batches, "batch_sampler", None), Sampler):  # accelerate's, around torch's
         batches = batches.batch_sampler
     if not isinstance(loader, DataLoader) or type(batches) is not BatchSampler:

@@ -4,6 +4,7 @@ it is warned."""
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,12 @@ from p2pdiloco.training.sharing import FirstBatches, OwnSamples, share_loader
 
 log = logging.getLogger("p2pdiloco")
 
+WAIT_S = 600.0
+"""How long peers are waited for."""
+KNOWN_S = 5.0
+"""How long a script waits to hear who trains, at most."""
+LOOK_S = 0.05
+
 
 class SwarmView:
     """One script's; the link to its node is there while it takes part."""
@@ -24,6 +31,8 @@ class SwarmView:
         self._model = model
         self._has_run = has_run
         self._link: OuterLink | None = None
+        self._is_linked = False
+        """A node is there, or looked for."""
         self._batches = FirstBatches()
         self._call_hook: Any = None
         self._is_warned = False
@@ -64,6 +73,23 @@ class SwarmView:
         """A batch that is trained, as tensors or what holds them: peers that train the same are warned. The first few
         count; those that the model is called with are seen anyway."""
         self._batches.saw(*batch)
+
+    def _wait_for_swarm(self, wanted: int) -> None:
+        """Until so many peers train, this one included; at least until it is known who does."""
+        link, since, told = self._link, time.monotonic(), False
+        assert link is not None
+        while self._is_linked and link.is_training:
+            waited_s = time.monotonic() - since
+            there = len(link.swarm.peers) if link.swarm is not None else 0
+            if there >= max(1, wanted) or waited_s > (WAIT_S if there else KNOWN_S):
+                break
+            if there and not told:
+                log.warning("%s of %s peers are here: waiting for the others", there, wanted)
+                told = True
+            self._is_linked = link.boundary()
+            time.sleep(LOOK_S)
+        if told and self._is_linked and len(self.peers) < wanted:
+            log.warning("training begins with %s of %s peers", len(self.peers), wanted)
 
     def _known(self) -> tuple[str, tuple[str, ...]]:
         swarm = None if self._link is None else self._link.swarm

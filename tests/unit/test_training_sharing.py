@@ -1,0 +1,170 @@
+"""Scripts with the same data train different samples of it; and are told if they do not."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+
+from p2pdiloco.training.sharing import DIGESTS, FirstBatches, OwnSamples, share_loader
+from p2pdiloco.training.swarm_view import SwarmView
+from p2pdiloco.wire.link import Swarm
+
+PEERS = ("ann", "bob", "cid")
+
+
+def own(me: str, samples: int = 5000, peers: tuple[str, ...] = PEERS) -> OwnSamples:
+    return OwnSamples(samples, lambda: (me, peers))
+
+
+def batches(loader: Any) -> set[tuple[int, ...]]:
+    return {tuple(batch[0].tolist()) for batch in loader}
+
+
+@pytest.mark.parametrize("samples", [3, 1000, 5000, 200_000])
+def test_an_epoch_is_parted_among_those_who_train(samples: int) -> None:
+    parts = [list(own(me, samples).epoch(2)) for me in PEERS]
+    assert sorted(index for part in parts for index in part) == list(range(samples))
+    if samples >= 1000:
+        assert all(abs(len(part) / samples - 1 / 3) < 0.06 for part in parts), "fair shares"
+
+
+def test_no_batch_is_the_same_even_where_samples_are() -> None:
+    alone = [OwnSamples(640, lambda me=me: (me, (me,))) for me in ("ann", "bob")]  # type: ignore[misc]
+    data = TensorDataset(torch.arange(640))
+    first, second = (batches(DataLoader(data, sampler=sampler, batch_size=8)) for sampler in alone)
+    assert len(first) == len(second) == 80
+    assert not first & second
+
+
+def test_a_pass_is_as_long_as_the_data_and_goes_on_where_the_last_one_ended() -> None:
+    sampler = own("ann", 3000)
+    assert len(sampler) == 3000
+    taken = [*sampler, *sampler]
+    assert len(taken) == 6000
+    times = Counter(taken).values()
+    assert max(times) <= 6
+    expected = [index for epoch in range(8) for index in own("ann", 3000).epoch(epoch)]
+    assert taken == expected[:6000]
+
+
+def test_who_comes_and_goes_changes_what_is_left_of_the_epoch() -> None:
+    members: list[tuple[str, ...]] = [("ann",)]
+    indices = OwnSamples(4096, lambda: ("ann", members[0])).epoch(0)
+    alone = list(islice(indices, 2048))
+    members[0] = ("ann", "bob")
+    after = list(indices)
+    assert 0.35 * 2048 < len(after) < 0.65 * 2048
+    bobs = set(own("bob", 4096, ("ann", "bob")).epoch(0))
+    assert not bobs & set(after), "from then on no sample is trained twice"
+    assert not set(alone) & set(after)
+
+
+def test_ranks_of_an_island_divide_what_is_their_peers() -> None:
+    ranks = [OwnSamples(999, lambda: ("ann", PEERS), rank=rank, replicas=2) for rank in (0, 1)]
+    drawn = [list(rank) for rank in ranks]
+    both = [index for pair in zip(*drawn, strict=True) for index in pair]
+    assert both == list(islice(own("ann", 999), 998))
+    assert not set(list(ranks[0])[:50]) & set(list(ranks[1])[:50]), "the second pass is in step, too"
+
+
+def test_more_peers_than_samples_still_train() -> None:
+    crowd = tuple(f"peer {i}" for i in range(300))
+    for me in crowd[:3]:
+        assert len(list(own(me, 2, crowd))) == 2
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Any:
+        return iter(torch.arange(8))
+
+
+@pytest.mark.parametrize("how", [{"shuffle": True}, {"shuffle": False}, {"sampler": DistributedSampler}])
+def test_a_loader_is_given_this_peers_samples(how: dict[str, Any]) -> None:
+    data = TensorDataset(torch.arange(2000))
+    if "sampler" in how:
+        how = {"sampler": DistributedSampler(data, num_replicas=2, rank=1)}
+    loader = DataLoader(data, batch_size=10, **how)
+    number = len(loader)
+    assert share_loader(loader, lambda: ("bob", PEERS))
+    drawn = [int(index) for (batch,) in loader for index in batch]
+    assert len(loader) == number
+    assert len(drawn) == (1000 if "sampler" in how else 2000)
+    expected = list(islice(own("bob", 2000), 2000))
+    assert drawn == (expected[1::2] if "sampler" in how else expected)
+
+
+def test_a_loader_whose_samples_are_its_users_own_is_left_alone() -> None:
+    data = TensorDataset(torch.arange(20))
+    weighted = torch.utils.data.WeightedRandomSampler([1.0] * 20, 20)
+    for loader in (DataLoader(Stream()), DataLoader(data, sampler=weighted), [torch.zeros(1)], None):
+        assert not share_loader(loader, lambda: ("bob", PEERS))
+
+
+class Link:
+    """What a view sees of its link."""
+
+    def __init__(self, peers: tuple[str, ...] = PEERS, same: str = "") -> None:
+        self.swarm = Swarm(me="ann", peers=peers, figures={"loss": 1.5}, same_batches=same)
+        self.told: list[tuple[str, ...]] = []
+
+    def batches(self, digests: tuple[str, ...]) -> None:
+        self.told.append(digests)
+
+
+def view(link: Link | None, model: nn.Module | None = None) -> SwarmView:
+    made = SwarmView(model or nn.Linear(4, 1), has_run=link is not None)
+    made._link = link  # type: ignore[assignment]
+    return made
+
+
+def test_a_script_sees_the_swarm() -> None:
+    seen = view(Link())
+    assert (seen.peers, seen.swarm) == (PEERS, {"loss": 1.5})
+    data: Dataset[Any] = TensorDataset(torch.arange(2000))
+    shards = [view(Link())._known() for _ in PEERS]
+    assert shards[0] == ("ann", PEERS)
+    part = seen.shard(data)
+    assert sorted(int(sample[0]) for sample in part) == sorted(own("ann", 2000).epoch(0))  # type: ignore[attr-defined]
+    nobody = view(None)
+    assert nobody.shard(data) is data
+    assert (nobody.peers, nobody.swarm) == ((), {})
+    assert sorted(nobody.sampler(data)) == list(range(2000))
+    assert not nobody.share(DataLoader(data))
+
+
+def test_the_first_batches_are_told_once_and_then_nobody_looks() -> None:
+    model, link = nn.Linear(4, 1), Link()
+    seen = view(link, model)
+    seen._begin_to_look()
+    for i in range(DIGESTS + 3):
+        model.eval()
+        model(torch.full((2, 4), 100.0 + i))
+        model.train()
+        model(torch.full((2, 4), float(i)))
+        seen._look_at_batches(link)  # type: ignore[arg-type]
+    assert [len(told) for told in link.told] == [1, 2, 3, 4]
+    assert not model._forward_pre_hooks
+    same, other = FirstBatches(), FirstBatches()
+    same.saw({"x": torch.zeros(2, 4)})
+    other.saw([torch.zeros(2, 4, dtype=torch.bfloat16)], "no tensor", None)
+    assert same.digests[0] == link.told[-1][0], "however it is wrapped"
+    assert same.digests != other.digests
+    assert all(len(digest) == 16 for digest in link.told[-1])
+
+
+def test_the_same_batches_elsewhere_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    link = Link(same="12D3KooWbob")
+    seen = view(link)
+    with caplog.at_level(logging.WARNING, "p2pdiloco"):
+        seen._look_at_batches(link)  # type: ignore[arg-type]
+        seen._look_at_batches(link)  # type: ignore[arg-type]
+    assert [
+        record.getMessage().startswith("peer 12D3KooWbob trains the same batches") for record in caplog.records
+    ] == [True]
