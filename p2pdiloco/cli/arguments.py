@@ -95,6 +95,7 @@ def _fetch(sub: argparse.ArgumentParser) -> None:
         tokenizer=None,
         model=None,
         checkpoint_s=1e6,
+        write_gb=20.0,
         keep_checkpoints=2,
         leave_s=20.0,
         reattach_s=0.0,
@@ -209,7 +210,7 @@ def _doctor(sub: argparse.ArgumentParser) -> None:
 def _add_peer(sub: argparse.ArgumentParser) -> None:
     """What they share."""
     sub.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps (default: %(default)s)")
-    sub.add_argument("--threads", type=at_least(0), default=0, help="torch threads for training; 0: torch's choice")
+    sub.add_argument("--threads", type=at_least(0), default=0, help="torch threads for training; 0: by measured steps")
     sub.add_argument(
         "--data", metavar="DIR", help="folder (or file of documents) to train on; a run cannot name one for you"
     )
@@ -221,9 +222,15 @@ def _add_peer(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--checkpoint-s",
         type=between(1, 1e6, "seconds"),
-        default=60.0,
         metavar="T",
-        help="at most between checkpoints; cheap ones are written after every turn (default: %(default)s)",
+        help="at most between checkpoints, whatever they write (default: 60, or longer by --write-gb)",
+    )
+    sub.add_argument(
+        "--write-gb",
+        type=between(0.001, 1e6, "gigabytes"),
+        default=20.0,
+        metavar="GB",
+        help="a day, for checkpoints, which are an hour apart at most (default: %(default)g)",
     )
     sub.add_argument(
         "--keep-checkpoints", type=at_least(1), default=2, metavar="N", help="newest ones that stay (default: 2)"

@@ -30,6 +30,9 @@ log = logs.get("learner")
 
 COMMAND = (sys.executable, "-P", "-m", PROGRAM)
 """What the working directory holds is not imported (-P)."""
+PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+"""Threads that wait for each other sleep, unless the user says otherwise: they would spin, on cores that others want,
+while the one that they wait for waits for a core (``benchmarks/training/busy.py``)."""
 READ_BYTES = 1 << 16
 COMMANDS = 4096
 """Commands that may wait beyond what the socket holds. Only the swarm's steps come without waiting for an answer."""
@@ -149,6 +152,7 @@ class LearnerProcess:
                     "--memory-fd",
                     str(self._memory_fd),
                     *self._arguments,
+                    env=PASSIVE | os.environ,
                     pass_fds=(theirs.fileno(), self._memory_fd),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,

@@ -26,7 +26,7 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     """Folder with the weights that the run's adapters are for (``model.lora``)."""
     threads: Annotated[int, Meta(ge=0)] = 0
-    """torch threads of the learner; 0 leaves it to torch."""
+    """torch threads of the learner; 0: as many as make the fastest steps, measured again when the load changes."""
     is_follower: bool = False
     """Track the global model without training."""
     is_unreachable: bool = False
@@ -39,6 +39,9 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     down_bytes_per_s: Annotated[float, Meta(gt=0.0)] | None = None
     """What others may send to this peer."""
     checkpoint_s: Annotated[float, Meta(ge=1.0)] = 60.0
+    """At most between two, unless ``write_bytes_per_day`` asks for longer."""
+    write_bytes_per_day: Annotated[float, Meta(gt=0.0)] | None = None
+    """What checkpoints and the learner's own state may write, as long as they are not more than an hour apart."""
     keep_checkpoints: Annotated[int, Meta(ge=1)] = 2
     """Checkpoints that stay; of a torn one the next is used."""
     leave_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 20.0

@@ -187,7 +187,9 @@ class Peer:
 
     async def live(self) -> Ending:
         """Take part, after ``begin``, until something ends it."""
-        self.host.spawn(self._saving.keep_saving(self.options.checkpoint_s), name="checkpoints")
+        self.host.spawn(
+            self._saving.keep_saving(self.options.checkpoint_s, self.options.write_bytes_per_day), name="checkpoints"
+        )
         self.host.spawn(Scrub(self.driver).keep(), name="scrub")
         async with AsyncExitStack() as lives:
             if not self.options.is_follower:

@@ -21,7 +21,7 @@ from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.host import within
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.protocol.identifiers import Digest, ShardId
-from p2pdiloco.protocol.manifest import Manifest
+from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.runtime import logs
 from p2pdiloco.wire.bodies import StateProof
 
@@ -31,6 +31,11 @@ TRIES = 20
 """Copies that may fall between a shard's new state and the machine's word of it before one checkpoint is skipped."""
 COPY_S = 60.0
 LOOK_S = 0.2
+STATE_BYTES = 8
+"""A parameter's in a checkpoint; so much again, or less, is what the learner writes of its own."""
+DAY_S = 86400.0
+LONGEST_S = 3600.0
+"""Between two checkpoints, whatever they may write."""
 COST_SHARE = 0.02
 """Of the time, that writing checkpoints may take, unless ``every_s`` demands more."""
 
@@ -63,14 +68,16 @@ class Saving:
         self._saved_mark: int | None = None
         """Of the heads in the last checkpoint."""
 
-    async def keep_saving(self, every_s: float) -> None:
-        """Write a checkpoint when there is something new, as often as ``COST_SHARE`` allows and at least every
-        ``every_s`` seconds, until cancelled. The learner saves its own state by the clock alone, since it waits for
-        its copy."""
+    async def keep_saving(self, every_s: float, bytes_per_day: float | None = None) -> None:
+        """Write a checkpoint when there is something new, as often as ``COST_SHARE`` and ``bytes_per_day`` allow and,
+        but for the latter, at least every ``every_s`` seconds, until cancelled. The learner saves its own state by the
+        clock alone, since it waits for its copy."""
+        least_s = shortest_s(Layout.of(self._manifest).elements, bytes_per_day)
+        every_s = max(every_s, least_s)
         learner_saved_at = self._host.now()
         rest_s = 0.0
         while True:
-            await self._host.sleep(max(LOOK_S, min(rest_s, every_s)))
+            await self._host.sleep(max(LOOK_S, least_s, min(rest_s, every_s)))
             began = self._host.now()
             if began - learner_saved_at >= every_s:
                 self._save_learner()
@@ -134,3 +141,11 @@ class Saving:
             if found is not None:
                 return found
         return None
+
+
+def shortest_s(elements: int, bytes_per_day: float | None) -> float:
+    """Between two checkpoints of a model of ``elements`` parameters, and as many savings of its learner, so that both
+    together write no more than that."""
+    if bytes_per_day is None:
+        return 0.0
+    return min(LONGEST_S, 2 * STATE_BYTES * elements * DAY_S / bytes_per_day)

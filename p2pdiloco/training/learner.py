@@ -35,6 +35,7 @@ from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.reunion import Reunion
 from p2pdiloco.training.schedule import learning_rate
 from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.training.threads import ThreadChoice
 from p2pdiloco.training.trainable import trainable
 from p2pdiloco.training.transformer import loss
 
@@ -56,6 +57,7 @@ class Learner:
         base: str | None = None,
         keeper: Keeper | None = None,
         reunion: Reunion | None = None,
+        threads: ThreadChoice | None = None,
     ) -> None:
         """
         Raises:
@@ -97,6 +99,8 @@ class Learner:
         self._inner_steps = 0
         """Steps of the inner optimizer, earlier lives included."""
         self._restore()
+        self._threads = threads
+        """None: torch's threads stay as they are."""
         self._judge: tuple[nn.Module, FlatParameters] | None = None
 
     def run(self) -> None:
@@ -186,7 +190,10 @@ class Learner:
             optimizer.step()
             optimizer.zero_grad()
         self._inner_steps += 1
-        self._link.stepped(batch.shape[0] * (batch.shape[1] - 1), measured, time.perf_counter() - began)
+        took_s = time.perf_counter() - began
+        if self._threads is not None and (number := self._threads.stepped(took_s)) is not None:
+            torch.set_num_threads(number)
+        self._link.stepped(batch.shape[0] * (batch.shape[1] - 1), measured, took_s)
         self._trained_batch()
 
     def _next_batch(self) -> Tensor:

@@ -34,6 +34,7 @@ from p2pdiloco.training.inner_state import Keeper
 from p2pdiloco.training.learner import Learner
 from p2pdiloco.training.reunion import Reunion
 from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.training.threads import ThreadChoice
 from p2pdiloco.wire.link import Failed
 
 _FAREWELL_S = 2.0
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", help="folder, or a file of documents, to train on")
     parser.add_argument("--tokenizer", help="folder with tokenizer.json, if it is not among the data")
     parser.add_argument("--model", help="folder with the weights that the run's adapters are for")
-    parser.add_argument("--threads", type=int, default=0, help="torch's threads; 0: torch's own choice")
+    parser.add_argument("--threads", type=int, default=0, help="torch's threads; 0: by measured steps")
     return parser
 
 
@@ -110,6 +111,7 @@ def _build(options: argparse.Namespace, connection: socket.socket) -> Learner:
         corpus=corpus,
         incarnation=options.incarnation,
         base=options.model,
+        threads=ThreadChoice(torch.get_num_threads()) if device.type == "cpu" and not options.threads else None,
         reunion=Reunion(options.reunion, options.reattach_s) if options.reunion and options.reattach_s else None,
         keeper=None if options.inner_state is None else Keeper(options.inner_state),
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from actors import FOUNDER, genesis
 from troupe import Member, Stage, act
@@ -13,6 +15,8 @@ from troupe import Member, Stage, act
 from p2pdiloco.peer.checkpoint import load
 from p2pdiloco.peer.disk import Buffer
 from p2pdiloco.peer.peer import InitialState
+from p2pdiloco.peer.saving import shortest_s
+from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.runtime.files import LocalDisk
 
 
@@ -101,6 +105,36 @@ def test_a_checkpoint_that_a_full_disk_refused_is_written_later(tmp_path: Path) 
             assert versions_in(tmp_path / "ann") == [1, 1]
 
     act(story)
+
+
+def test_what_is_written_a_day_is_budgeted(tmp_path: Path) -> None:
+    """A checkpoint and the learner's own state are 16 bytes a parameter; an explicit wish goes before."""
+
+    async def written(**options: Any) -> int:
+        async with Stage(tmp_path / str(len(options))) as stage:
+            elements = Layout.of(stage.manifest).elements
+            if options:
+                options["write_bytes_per_day"] = 16 * elements * 86400 / 100.0
+            ann = await stage.found(checkpoint_s=20.0, **options)
+            await stage.wait(1.0)
+            before = ann.metrics.events().count("checkpoint")
+            for _ in range(10):
+                await stage.train(ann, *[1.0] * 4)
+                await stage.wait(30.0)
+            return ann.metrics.events().count("checkpoint") - before
+
+    async def story() -> None:
+        assert await written() >= 9
+        assert 2 <= await written(write_bytes_per_day=1.0) <= 4
+
+    act(story)
+
+
+def test_the_budget_of_writes_is_kept_at_defaults_up_to_ten_million_parameters() -> None:
+    assert shortest_s(10_000_000, None) == 0.0
+    between_s = shortest_s(10_000_000, 20e9)
+    assert 2 * 8 * 10_000_000 * 86400 / between_s == pytest.approx(20e9)
+    assert shortest_s(10_000_000_000, 20e9) == 3600.0, "no more than an hour is lost, whatever it writes"
 
 
 def test_a_copy_that_is_held_up_for_minutes_costs_one_checkpoint_and_not_all_that_follow(tmp_path: Path) -> None:
