@@ -65,7 +65,7 @@ mutants: $(READY) ## planted bugs, and SAMPLE mutants a package against the fast
 chaos: $(READY) ## three minutes of kills, stops, cut and spoilt links to four peers, judged and drawn (out/chaos)
 	@$(BIN)/p2pdiloco chaos --plan quick --out out/chaos
 
-golden: $(READY) ## write the golden transcripts anew, to be read and committed
+golden: $(READY) ## write the golden transcripts, and the pictures of states, anew, to be read and committed
 	@$(BIN)/python -m pytest -q tests/golden --update
 
 bench-wire: $(READY) ## codec, transport and exchange: tables, JSON and plots in out/bench (root for shaped links; long)

@@ -1,0 +1,75 @@
+"""State machines as they are seen at work: what becomes of an object's state, by which of its functions, in a picture.
+
+Rules of this file:
+1. Nothing is declared: a state is what a function says of an object, an arrow is a change that was seen. So the code
+   needs no framework, and a picture cannot show what does not happen.
+2. An arrow has the name of the function in which the change came about.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+NOTHING = "[*]"
+"""What every object comes from, in Mermaid."""
+
+
+class Picture:
+    """The changes that were seen of one kind of object."""
+
+    def __init__(self) -> None:
+        self.arrows: dict[tuple[str, str], set[str]] = {}
+        self._last: dict[int, tuple[object, str]] = {}
+
+    def see(self, whose: object, state: str, cause: str) -> None:
+        """``whose`` is in ``state`` now; ``cause`` has brought it there, if it was in another."""
+        _, before = self._last.get(id(whose), (whose, NOTHING))
+        self._last[id(whose)] = (whose, state)  # kept, so that its id stays its own
+        if state != before:
+            self.arrows.setdefault((before, state), set()).add("" if before == NOTHING else cause)
+
+    def mermaid(self) -> str:
+        """As GitHub draws it."""
+        lines = [
+            f"    {before} --> {after}" + (f" : {', '.join(sorted(causes))}" if causes != {""} else "")
+            for (before, after), causes in sorted(self.arrows.items())
+        ]
+        return "\n".join(["stateDiagram-v2", *lines, ""])
+
+
+@contextmanager
+def attributes_of(kind: type, state_of: Callable[[Any], str | None]) -> Iterator[Picture]:
+    """Look whenever an attribute is set. ``state_of`` says None of what is not whole yet."""
+    picture = Picture()
+
+    def set_attribute(self: object, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        state = state_of(self)
+        if state is not None:
+            picture.see(self, state, sys._getframe(1).f_code.co_name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "__setattr__", set_attribute)
+        yield picture
+
+
+@contextmanager
+def calls_of(kind: type, method: str, state_of: Callable[[Any], str]) -> Iterator[Picture]:
+    """Look after each call of ``method``; the cause is the kind of its first argument."""
+    picture = Picture()
+    called = getattr(kind, method)
+
+    def call(self: object, event: object, *others: object) -> object:
+        answer = called(self, event, *others)
+        inner = getattr(event, "message", event)
+        picture.see(self, state_of(self), type(inner).__name__)
+        return answer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, method, call)
+        yield picture
