@@ -29,7 +29,8 @@ from torch import nn
 from benchmarks import record
 from p2pdiloco.node.founding import SHIPPED
 from p2pdiloco.protocol.manifest import DataConfig, RunConfig
-from p2pdiloco.training.corpus import Batches, Corpus, load_corpus
+from p2pdiloco.training.corpus import Batches, load_corpus
+from p2pdiloco.training.corpus_files import Corpus
 from p2pdiloco.training.evaluation import held_out_loss
 from p2pdiloco.training.optimizers import inner_optimizers
 from p2pdiloco.training.schedule import learning_rate

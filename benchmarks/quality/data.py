@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from p2pdiloco.protocol.manifest import DataConfig
-from p2pdiloco.training.corpus import Corpus, held_out_batches, load_corpus
+from p2pdiloco.training.corpus import held_out_batches, load_corpus
+from p2pdiloco.training.corpus_files import Corpus
 from p2pdiloco.training.transformer import loss
 
 

@@ -35,7 +35,7 @@ from p2pdiloco.protocol.manifest import Layout, make_layout
 from p2pdiloco.protocol.quorum import QuorumView, decide, grace_window_s
 from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.tensors.merging import token_weight
-from p2pdiloco.training.corpus import Corpus
+from p2pdiloco.training.corpus_files import Corpus
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.transformer import build_model, named_tensors
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from benchmarks.wan.pace import Pace
 from p2pdiloco.protocol.manifest import DataConfig, ModelConfig
-from p2pdiloco.training.corpus import Batches, Corpus, load_corpus
+from p2pdiloco.training.corpus import Batches, load_corpus
+from p2pdiloco.training.corpus_files import Corpus
 from p2pdiloco.training.evaluation import held_out_loss
 from p2pdiloco.training.transformer import build_model, loss
 

@@ -27,7 +27,8 @@ from p2pdiloco.protocol.soundness import config_problems, without_places
 from p2pdiloco.tensors.digests import state_digest
 from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.training import foundation
-from p2pdiloco.training.corpus import CorpusError, cut_into_blocks, load_corpus
+from p2pdiloco.training.corpus import cut_into_blocks, load_corpus
+from p2pdiloco.training.corpus_files import CorpusError
 from p2pdiloco.training.huggingface import ArchitectureError, read_folder
 from p2pdiloco.training.models import build
 from p2pdiloco.training.parameters import FlatParameters

@@ -35,7 +35,6 @@ class SimulatedDisk:
         """Bytes that still fit; None: enough."""
         self.is_failing = False
         """fsync says EIO."""
-        self.written_bytes = 0
         self.lie = ""
         """What becomes of the next file that is written: "lost" (zeros are read back) or "misdirected" (the same, and
         its bytes are in the place of another file's)."""
@@ -60,7 +59,6 @@ class SimulatedDisk:
     def write(self, path: Path, parts: Iterable[Buffer]) -> None:
         """A new file; a full disk takes the beginning of it."""
         data = b"".join(bytes(part) for part in parts)
-        self.written_bytes += len(data)
         if self.room is not None and len(data) > self.room:
             self.files[str(path)] = data[: self.room]
             self.room = 0

@@ -20,8 +20,6 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-FINGERPRINT_BYTES = 32
-
 
 class TlsContexts:
     """Both contexts of a process and the fingerprint of its certificate (SHA-256 of the DER)."""

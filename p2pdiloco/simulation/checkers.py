@@ -184,13 +184,6 @@ class Checks:
 
     # -- 5: versions advance -------------------------------------------------------------------------------------------
 
-    def advancing(self, within_s: float) -> None:
-        """Every shard had a new version lately."""
-        for shard, at in self.advanced_at.items():
-            if self.world.now - at > within_s:
-                self.violated(5, f"shard {shard} stands at version {self.newest[shard]} since {at:.1f} s")
-                return
-
     def merging(self, process: Process, contributions: int) -> None:
         """Nobody merges less than the quorum: K, or all who participate and stay if they are fewer."""
         core = process.machine.core

@@ -108,9 +108,9 @@ BUGS = (
     ),
     Bug(
         name="more is read than the welcome",
-        module="p2pdiloco.wire.link",
-        old="            piece = connection.recv(missing)\n",
-        new="            piece = connection.recv(missing + 4096)\n",
+        module="p2pdiloco.training.reunion",
+        old="self._welcome.take(visitor.recv(missing))",
+        new="self._welcome.take(visitor.recv(missing + 4096))",
         harm="the first commands are taken for a piece of the manifest",
         killed_by=(f"{_COMPANION_TESTS}::test_a_script_is_told_the_run_before_it_takes_the_node_however_slowly",),
     ),

@@ -136,25 +136,11 @@ def find_topology(text: str) -> Path:
     return shipped
 
 
-def read_topology(path: Path) -> Topology:
-    """The topology in that file.
-
-    Raises:
-        TopologyError: it cannot be read, or says what cannot be.
-    """
-    try:
-        return parse_topology(path.read_bytes())
-    except OSError as error:
-        raise TopologyError(f"{path}: {error.strerror}") from error
-    except TopologyError as error:
-        raise TopologyError(f"{path}: {error}") from error
-
-
 def parse_topology(data: bytes | str) -> Topology:
     """The topology that TOML describes.
 
     Raises:
-        TopologyError: see ``read_topology``.
+        TopologyError: it says what cannot be.
     """
     try:
         file = msgspec.toml.decode(data, type=_File)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from p2pdiloco.training.corpus import Corpus, held_out_batches
+from p2pdiloco.training.corpus import held_out_batches
+from p2pdiloco.training.corpus_files import Corpus
 from p2pdiloco.training.transformer import loss
 
 

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.training.channel import Channel
-from p2pdiloco.training.corpus import Batches, Blocks, Corpus, data_digest
+from p2pdiloco.training.corpus import Batches, Blocks, data_digest
+from p2pdiloco.training.corpus_files import Corpus
 from p2pdiloco.training.evaluation import held_out_loss
 from p2pdiloco.training.inner_state import InnerStateError, Keeper, put, take
 from p2pdiloco.training.models import build, vocabulary

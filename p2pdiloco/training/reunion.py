@@ -131,7 +131,9 @@ class Reunion:
             if not data or len(fds) != 1:
                 raise ValueError("a visitor brings the shared memory")
             self._memory_fd = fds[0]
-        return not self._is_script or self._welcome.read(visitor)
+        while self._is_script and (missing := self._welcome.missing()):
+            self._welcome.take(visitor.recv(missing))
+        return True
 
     def _dismiss(self) -> None:
         if self._visitor is not None:

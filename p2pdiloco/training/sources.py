@@ -4,7 +4,8 @@ to the user, and looked for, before anything is fetched for it."""
 from __future__ import annotations
 
 from p2pdiloco.protocol.manifest import RunConfig
-from p2pdiloco.training.corpus import PATTERNS, STDLIB_MAX_BYTES, find_files, pattern_of
+from p2pdiloco.training.corpus import STDLIB_MAX_BYTES
+from p2pdiloco.training.corpus_files import PATTERNS, find_files, pattern_of
 from p2pdiloco.training.huggingface import ArchitectureError
 from p2pdiloco.training.tokens import read_tokenizer
 

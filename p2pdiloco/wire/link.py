@@ -14,7 +14,6 @@ Rules of this file:
 
 from __future__ import annotations
 
-import socket
 import struct
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
@@ -209,7 +208,7 @@ def welcome(manifest: bytes) -> bytes:
 
 
 class Welcome:
-    """A welcome as it comes in, from a socket that does not block."""
+    """A welcome as it comes in, piece by piece."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -219,28 +218,28 @@ class Welcome:
         """What has come of the manifest."""
         return bytes(self._data[_LENGTH.size :])
 
-    def read(self, connection: socket.socket) -> bool:
-        """Take what is there, and nothing beyond the welcome; whether it is whole.
+    def missing(self) -> int:
+        """How many bytes may be read now, so that nothing beyond the welcome is; 0: it is whole.
 
         Raises:
-            BlockingIOError: nothing is there.
-            OSError: the connection is lost.
-            ValueError: the frame is too large, or the stream ends in it.
+            ValueError: the frame is too large.
         """
-        while missing := self._missing():
-            piece = connection.recv(missing)
-            if not piece:
-                raise ValueError("the node left before it had said which run it is")
-            self._data += piece
-        return True
-
-    def _missing(self) -> int:
         if len(self._data) < _LENGTH.size:
             return _LENGTH.size - len(self._data)
         (size,) = _LENGTH.unpack_from(self._data)
         if size > MAX_FRAME_BYTES:
             raise ValueError(f"a frame claims {size} bytes, at most {MAX_FRAME_BYTES} are allowed")
         return int(_LENGTH.size + size - len(self._data))
+
+    def take(self, piece: bytes) -> None:
+        """What came.
+
+        Raises:
+            ValueError: the stream ends in it.
+        """
+        if not piece:
+            raise ValueError("the node left before it had said which run it is")
+        self._data += piece
 
 
 def encode(message: FromNode | FromLearner) -> bytes:

@@ -11,7 +11,8 @@ from documents import VOCABULARY, make_texts, write_documents, write_tokenizer
 
 from p2pdiloco.protocol.manifest import DataConfig, RunConfig
 from p2pdiloco.training import tokens
-from p2pdiloco.training.corpus import Corpus, CorpusError, data_digest, load_corpus
+from p2pdiloco.training.corpus import data_digest, load_corpus
+from p2pdiloco.training.corpus_files import Corpus, CorpusError
 from p2pdiloco.training.sources import tell_sources
 from p2pdiloco.training.tokens import with_tokenizer
 

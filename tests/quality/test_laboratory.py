@@ -23,7 +23,7 @@ from p2pdiloco.protocol.identifiers import FragmentId, LearnerId, PeerId, ShardI
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.tensors.merging import token_weight
-from p2pdiloco.training.corpus import Corpus
+from p2pdiloco.training.corpus_files import Corpus
 from p2pdiloco.training.optimizers import inner_optimizers
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.schedule import learning_rate

@@ -19,17 +19,8 @@ from p2pdiloco.protocol.manifest import (
     make_layout,
 )
 from p2pdiloco.tensors.fragments import tensor_specs
-from p2pdiloco.training.corpus import (
-    Batches,
-    Blocks,
-    Corpus,
-    CorpusError,
-    cut_into_blocks,
-    data_digest,
-    held_out_batches,
-    is_held_out,
-    load_corpus,
-)
+from p2pdiloco.training.corpus import Batches, Blocks, cut_into_blocks, data_digest, held_out_batches, load_corpus
+from p2pdiloco.training.corpus_files import Corpus, CorpusError, is_held_out
 from p2pdiloco.training.evaluation import held_out_loss
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.schedule import learning_rate

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from p2pdiloco.protocol.manifest import InnerConfig
-from p2pdiloco.training.corpus import Batches, Corpus
+from p2pdiloco.training.corpus import Batches
+from p2pdiloco.training.corpus_files import Corpus
 from p2pdiloco.training.inner_state import InnerStateError, Keeper, put, take
 from p2pdiloco.training.optimizers import inner_optimizers
 

@@ -1,0 +1,75 @@
+"""Which files are a run's data on this machine, and which of them are held out.
+
+Rules of this file:
+1. A file is held out by a hash of its relative path, so peers with the same files hold out the same ones, whatever
+   order their disks list them in.
+2. What is wrong with the data is said in one sentence with the remedy (``CorpusError``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from pathlib import Path
+
+import msgspec
+from torch import Tensor
+
+from p2pdiloco.protocol.manifest import DataConfig
+
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_BUCKETS = 1 << 32
+PATTERNS = {"text": "*.txt", "jsonl": "*.jsonl", "parquet": "*.parquet"}
+"""Files of documents, by ``data.kind``."""
+
+
+class CorpusError(ValueError):
+    """The data cannot be used; the message is for the person who started the peer."""
+
+
+class Corpus(msgspec.Struct, frozen=True, kw_only=True):
+    """Two disjoint sets of files or documents, each as one vector: bytes (uint8) or tokens (int32)."""
+
+    train: Tensor
+    held_out: Tensor
+
+
+def is_held_out(name: str, share: float) -> bool:
+    """Whether the file with this relative POSIX path is held out."""
+    bucket = int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=4).digest(), "big")
+    return bucket < share * _BUCKETS
+
+
+def pattern_of(config: DataConfig) -> str:
+    """Which files below the data's folder belong to the corpus."""
+    return "*.py" if config.kind == "stdlib" else config.pattern or PATTERNS.get(config.kind, "*.py")
+
+
+def find_files(config: DataConfig, data: str | None) -> tuple[Path, list[Path]]:
+    """The corpus's folder and its files, sorted by relative path. ``data`` was named by the user of this machine; None:
+    the standard library that is here, if the run trains on that.
+
+    Raises:
+        CorpusError: there is no such folder, or nothing in it.
+    """
+    pattern, is_stdlib = pattern_of(config), config.kind == "stdlib" and data is None
+    path = sysconfig.get_paths()["stdlib"] if is_stdlib else data
+    if not path:
+        raise CorpusError(
+            f"the run trains on files ({config.kind}, {pattern}) that each peer has for itself, and none are named "
+            "here: give --data FOLDER (who founds it may set data.path)"
+        )
+    root = Path(path).expanduser()
+    if config.kind in PATTERNS and root.is_file():
+        return root.parent, [root]
+    if not root.is_dir():
+        raise CorpusError(f"{root} is no folder: set data.path, or give --data, with a folder of text files")
+    try:
+        found = [p for p in root.rglob(pattern) if p.is_file()]
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise CorpusError(f"{root} cannot be searched for {pattern!r}: {error}") from error
+    if is_stdlib:
+        found = [p for p in found if not _NOT_LIBRARY.intersection(p.relative_to(root).parts)]
+    if not found:
+        raise CorpusError(f"{root} has no file that matches {pattern!r}: change data.pattern, or give another folder")
+    return root, sorted(found, key=lambda p: p.relative_to(root).as_posix())
