@@ -12,6 +12,7 @@ import argparse
 import gc
 import time
 from collections import defaultdict
+from itertools import pairwise
 
 import msgspec
 
@@ -33,7 +34,7 @@ def world_of(shards: int, fragments: int, peers: int) -> World:
     config = ProtocolConfig(
         run=RunId("loop"),
         peer=names[0],
-        fragments=tuple(tuple(map(ShardId, range(a, b))) for a, b in zip(bounds, bounds[1:], strict=False)),
+        fragments=tuple(tuple(map(ShardId, range(a, b))) for a, b in pairwise(bounds)),
         sync_every=fragments,
         overlap=2,
         min_quorum=peers // 2,
@@ -58,6 +59,7 @@ def label_of(event: ev.Event) -> str:
 
 def events_of(world: World, seconds: float) -> dict[str, list[float]]:
     """Processor seconds of the founder's machine, by kind of event."""
+    world.run_until(0.0)
     times: dict[str, list[float]] = defaultdict(list)
     machine = next(iter(world.processes.values())).machine
     handle = machine.handle
@@ -78,7 +80,7 @@ def sweeps_of(world: World, shards: int) -> list[float]:
     """Processor seconds of single sweeps, with the founder's machine as it is and every payload at hand."""
     process = next(iter(world.processes.values()))
     specs = (TensorSpec(name=f"w{s}", shape=(64,), merge="direct", fragment=FragmentId(s)) for s in range(shards))
-    cargo = Cargo(make_layout(tuple(specs), shards, 64, "direct"), Identity.ephemeral())
+    cargo = Cargo(make_layout(tuple(specs), shards, 64, "direct"), Identity.ephemeral(), RunId("run"))
     times = []
     for shard, shelf in enumerate(cargo.shelves):
         fill(shelf, process.machine.payloads(ShardId(shard)))

@@ -85,5 +85,5 @@ class Answering:
     def proof(self, shard: ShardId) -> StateProof:
         """The machine's state of a shard, with the commit that its owner signed."""
         state = self._driver.machine.core.chains[shard].state()
-        header, signature = self._driver.cargo.proofs.get(state.head.id, (None, b""))
+        header, signature = self._driver.cargo.shelves[state.head.shard].proofs.get(state.head.id, (None, b""))
         return StateProof(state, header, signature)

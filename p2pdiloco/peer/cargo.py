@@ -3,49 +3,92 @@
 Rules of this file:
 1. What a peer sent comes in when it is whole, matches its digests, and bears the signatures that it needs. Checking is
    done on any thread; what was checked is kept by the loop.
-2. It is kept while the machine may still need it, and no longer (``retention``). A contribution stays in the memory
-   that it was received in.
+2. It is kept while the machine may still need it, and no longer (``Machine.payloads``, rule B1e). A contribution stays
+   in the memory that it was received in.
+3. Payloads of commits in the logs serve peers that lag: as many as a shard's share of the memory allows. Who asks for
+   one that is gone is advised to fetch the state, as if the log had been shorter.
+4. It is swept a few shards at a time, so that the event loop is never busy with all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from p2pdiloco.peer import retention
 from p2pdiloco.peer.shift_queue import Moves, Payload
 from p2pdiloco.peer.signatures import IsMember, check_commit, check_contributor, everybody, signed
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol import signing
-from p2pdiloco.protocol.identifiers import Digest, RunId, digest_of
+from p2pdiloco.protocol.identifiers import Digest, RunId, ShardId, digest_of
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.tensors.digests import list_bytes
 from p2pdiloco.wire.bodies import CommitParts, join_commit, split_commit
 
+LOG_BYTES = 256 << 20
+LOG_BYTES_PER_PARAMETER = 2
+"""The larger of the two, in proportion to a shard's size: all 32 versions of a small run, the last four or five of a
+large one in int4. A state has 8 bytes a parameter, so fetching it is not dear compared with many commits."""
+SWEEP_S = 2.0
+"""How often payloads that nobody needs are dropped, in a run of few shards."""
+SWEPT_AT_ONCE = 8
+"""Shards, about 0.05 ms each. More than are moved between two events of any run."""
 Keep = Callable[[], None]
 """Puts what was checked among the rest."""
+
+
+class Shelf:
+    """One shard's."""
+
+    __slots__ = ("digests", "payloads", "proofs")
+
+    def __init__(self) -> None:
+        self.payloads: dict[Digest, Payload] = {}
+        self.proofs: dict[Digest, tuple[msg.CommitHeader, bytes]] = {}
+        """Commits by id with their owners' signatures: of the log, and of the head."""
+        self.digests: dict[Digest, bytes] = {}
+        """The digests of the chunks of their results, by ``result``."""
+
+    def size_of(self, payload: Digest) -> int:
+        """Bytes; 0 if it is not here."""
+        return len(self.payloads.get(payload, b""))
+
+    def those_here(self, payloads: Sequence[Digest]) -> list[Payload]:
+        """Of these, in order."""
+        return [self.payloads[payload] for payload in payloads if payload in self.payloads]
+
+    def keep_only(self, payloads: set[Digest], commits: set[Digest]) -> None:
+        """Drop all others."""
+        if self.payloads.keys() - payloads:
+            self.payloads = {digest: data for digest, data in self.payloads.items() if digest in payloads}
+        if self.proofs.keys() - commits:
+            self.proofs = {commit: proof for commit, proof in self.proofs.items() if commit in commits}
+        results = {header.result for header, _ in self.proofs.values()}
+        if self.digests.keys() - results:
+            self.digests = {result: digests for result, digests in self.digests.items() if result in results}
 
 
 class Cargo:
     """One peer's payloads and what proves them."""
 
     def __init__(self, layout: Layout, identity: Identity, run: RunId) -> None:
-        self._layout = layout
+        self._shards = layout.shards
+        self._log_bytes = max(LOG_BYTES, LOG_BYTES_PER_PARAMETER * layout.elements) / layout.elements
+        """For each parameter."""
         self._identity = identity
         self._run = run
         self.is_member: IsMember = everybody
-        self.payloads: dict[Digest, Payload] = {}
-        self.proofs: dict[Digest, tuple[msg.CommitHeader, bytes]] = {}
-        """Commits by id with their owners' signatures: of the logs, and of each shard's head."""
-        self.digests: dict[Digest, bytes] = {}
-        """The digests of the chunks of their results, by ``result``."""
+        self.shelves = [Shelf() for _ in layout.shards]
+        self._swept_at = 0.0
+        self._next = 0
+        """The shard to be swept next."""
 
     def sign(self, commit: Digest, header: msg.CommitHeader) -> None:
         """Vouch for a commit of our own."""
-        if header.owner == self._identity.peer_id and commit not in self.proofs:
-            self.proofs[commit] = (header, self._identity.sign(signing.commit(commit)))
+        proofs = self.shelves[header.shard].proofs
+        if header.owner == self._identity.peer_id and commit not in proofs:
+            proofs[commit] = (header, self._identity.sign(signing.commit(commit)))
 
     def signed(self, effect: ef.Encode, payload: Digest) -> msg.Contributor:
         """What our learner gives, with our signature."""
@@ -53,22 +96,26 @@ class Cargo:
 
     def joined(self, header: msg.CommitHeader) -> bytes | None:
         """What travels with a commit, if it is all here."""
-        payload, digests = self.payloads.get(header.payload), self.digests.get(header.result)
-        _, signature = self.proofs.get(msg.commit_id(header), (None, None))
+        shelf = self.shelves[header.shard]
+        payload, digests = shelf.payloads.get(header.payload), shelf.digests.get(header.result)
+        _, signature = shelf.proofs.get(msg.commit_id(header), (None, None))
         if payload is None or digests is None or signature is None:
             return None
         return join_commit(CommitParts(signature, digests, payload))
 
-    def moves(self, effect: ef.Apply | ef.Install) -> Moves:
+    def moves(self, shard: ShardId, effect: ef.Apply | ef.Install) -> Moves:
         """Own contributions by their payloads; one that is gone makes the learner's delta unknown, hence a reset."""
-        settled, restored = self._those_here(effect.settled), self._those_here(effect.restored)
+        shelf = self.shelves[shard]
+        settled, restored = shelf.those_here(effect.settled), shelf.those_here(effect.restored)
         is_whole = len(settled) == len(effect.settled) and len(restored) == len(effect.restored)
         return Moves(effect.learner, settled, restored, effect.is_reset or not is_whole)
 
-    def _those_here(self, payloads: Sequence[Digest]) -> list[Payload]:
-        return [self.payloads[payload] for payload in payloads if payload in self.payloads]
-
     # -- what others sent ----------------------------------------------------------------------------------------------
+
+    def _shelf(self, shard: ShardId) -> Shelf:
+        if shard >= len(self.shelves):
+            raise ValueError(f"there is no shard {shard}")
+        return self.shelves[shard]
 
     def contribution(self, data: memoryview, message: msg.Contribution) -> Keep:
         """A contribution's payload.
@@ -76,10 +123,11 @@ class Cargo:
         Raises:
             ValueError: it is not what it names, or not signed by its learner's peer.
         """
+        shelf = self._shelf(message.shard)
         if digest_of(data) != message.payload:
             raise ValueError("its digest does not match")
         check_contributor(self._run, message.shard, message.base.id, message.contributor, self.is_member)
-        return lambda: self.payloads.update({message.payload: data})
+        return lambda: shelf.payloads.update({message.payload: data})
 
     def commit(self, data: memoryview, header: msg.CommitHeader) -> Keep:
         """A commit's payload, signature and digests.
@@ -87,33 +135,33 @@ class Cargo:
         Raises:
             ValueError: they are not what the commit names, or not its owner's, or it names what nobody gave.
         """
-        if header.shard >= len(self._layout.shards):
-            raise ValueError(f"there is no shard {header.shard}")
-        parts = split_commit(data, list_bytes(self._layout.shards[header.shard].elements))
+        shelf = self._shelf(header.shard)
+        parts = split_commit(data, list_bytes(self._shards[header.shard].elements))
         if digest_of(parts.gradient) != header.payload or digest_of(parts.digests) != header.result:
             raise ValueError("its digests do not match")
         check_commit(self._run, header, parts.signature, self.is_member)
         commit = msg.commit_id(header)
 
         def keep() -> None:
-            self.payloads[header.payload] = parts.gradient
-            self.digests[header.result] = parts.digests
-            self.proofs[commit] = (header, parts.signature)
+            shelf.payloads[header.payload] = parts.gradient
+            shelf.digests[header.result] = parts.digests
+            shelf.proofs[commit] = (header, parts.signature)
 
         return keep
 
     # -- what is kept --------------------------------------------------------------------------------------------------
 
-    def sweep(self, machine: Machine) -> None:
-        """Drop what nobody needs any more."""
-        sizes = {digest: len(data) for digest, data in self.payloads.items()}
-        needed = retention.needed(machine, sizes, self._layout.elements)
-        self.payloads = {digest: data for digest, data in self.payloads.items() if digest in needed}
-        commits = {commit for chain in machine.core.chains for commit in chain.log_ids}
-        commits.update(chain.head.id for chain in machine.core.chains if chain.head is not None)
-        commits.update(state.head.id for state in machine.adopting.staged.values())
-        commits.update(target for target, _ in machine.adopting.applying.values())
-        commits.update(msg.commit_id(h) for w in machine.adopting.waiting.values() for h in w.values())
-        self.proofs = {commit: proof for commit, proof in self.proofs.items() if commit in commits}
-        results = {header.result for header, _ in self.proofs.values()}
-        self.digests = {result: digests for result, digests in self.digests.items() if result in results}
+    def sweep(self, machine: Machine, now: float) -> None:
+        """Drop what nobody needs any more of the shards whose time has come; at most ``SWEPT_AT_ONCE``."""
+        due = int(len(self.shelves) * (now - self._swept_at) / SWEEP_S)
+        if not due:
+            return
+        self._swept_at = now
+        for _ in range(min(due, SWEPT_AT_ONCE, len(self.shelves))):
+            self._next = (self._next + 1) % len(self.shelves)
+            self._sweep(machine, ShardId(self._next))
+
+    def _sweep(self, machine: Machine, shard: ShardId) -> None:
+        shelf = self.shelves[shard]
+        most_bytes = int(self._log_bytes * self._shards[shard].elements)
+        shelf.keep_only(machine.payloads(shard, shelf.size_of, most_bytes), machine.commits(shard))

@@ -38,9 +38,6 @@ from p2pdiloco.wire.bodies import encode
 log = logs.get("protocol")
 T = TypeVar("T")
 
-SWEEP_S = 2.0
-"""How often payloads that nobody needs are dropped."""
-
 
 class Surroundings(Protocol):
     """What the driver asks of the node around it."""
@@ -91,7 +88,6 @@ class Driver:
         self.cargo = Cargo(state.layout, identity, machine.core.config.run)
         self.traffic = PayloadTraffic([s.elements for s in state.layout.shards])
         self._timer: Handle | None = None
-        self._swept_at = 0.0
         self.is_closed = False
         self._has_left = False
 
@@ -117,9 +113,7 @@ class Driver:
             self.around.crashed(error)
             return
         self._set_timer()
-        if now - self._swept_at > SWEEP_S:
-            self._swept_at = now
-            self.cargo.sweep(self.machine)
+        self.cargo.sweep(self.machine, now)
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -170,7 +164,7 @@ class Driver:
         match message:
             case msg.Contribution():
                 if message.payload:
-                    payload = self.cargo.payloads.get(message.payload)
+                    payload = self.cargo.shelves[message.shard].payloads.get(message.payload)
                     if payload is None:
                         return
                     self.traffic.sent_up(message.shard, payload, len(effect.peers))
@@ -253,7 +247,7 @@ class Driver:
 
         def done(result: tuple[bytes, Digest, msg.Contributor, float]) -> None:
             payload, digest, given, error = result
-            self.cargo.payloads[digest] = payload
+            self.cargo.shelves[effect.shard].payloads[digest] = payload
             if rung is not None:
                 self.codecs.used("up", effect.shard, rung, len(payload), error)
             self.feed(ev.Encoded(effect.shard, effect.base.id, given, len(payload)))
@@ -261,11 +255,8 @@ class Driver:
         self.job(work, done, self._failed("encode", effect.shard))
 
     def _merge(self, effect: ef.Merge) -> None:
-        given = [
-            (c.contributor, self.cargo.payloads[c.payload])
-            for c in effect.contributions
-            if c.payload in self.cargo.payloads
-        ]
+        payloads = self.cargo.shelves[effect.shard].payloads
+        given = [(c.contributor, payloads[c.payload]) for c in effect.contributions if c.payload in payloads]
         if len(given) < len(effect.contributions):
             self.feed(ev.Failed("merge", effect.shard, None, "a contribution's payload is gone"))
             return
@@ -284,19 +275,19 @@ class Driver:
         self.job(work, done, self._failed("merge", effect.shard))
 
     def _merged(self, effect: ef.Merge, merged: MergeResult) -> None:
-        result = digest_of(merged.digests)
-        self.cargo.payloads[merged.payload_digest] = merged.payload
-        self.cargo.digests[result] = merged.digests
+        result, shelf = digest_of(merged.digests), self.cargo.shelves[effect.shard]
+        shelf.payloads[merged.payload_digest] = merged.payload
+        shelf.digests[result] = merged.digests
         self.feed(ev.Merged(effect.shard, effect.base.id, merged.payload_digest, result))
 
     def _apply(self, effect: ef.Apply) -> None:
-        header = effect.header
-        payload, digests = self.cargo.payloads.get(header.payload), self.cargo.digests.get(header.result)
+        header, shelf = effect.header, self.cargo.shelves[effect.header.shard]
+        payload, digests = shelf.payloads.get(header.payload), shelf.digests.get(header.result)
         if payload is None or digests is None:
             self.feed(ev.Failed("apply", header.shard, None, f"the payload of commit {effect.id[:8]} is gone"))
             return
         self.cargo.sign(effect.id, header)
-        moves = self.cargo.moves(effect)
+        moves = self.cargo.moves(header.shard, effect)
         self.job(
             lambda: self.state.apply(header, effect.id, payload, digests, moves),
             lambda shifts: self._applied(header.shard, effect.id, shifts),
@@ -304,7 +295,8 @@ class Driver:
         )
 
     def _install(self, effect: ef.Install) -> None:
-        head, moves = effect.state.head, self.cargo.moves(effect)
+        head = effect.state.head
+        moves = self.cargo.moves(head.shard, effect)
         self.job(
             lambda: self.state.install(head.shard, head.id, moves),
             lambda shifts: self._applied(head.shard, head.id, shifts),

@@ -105,7 +105,8 @@ class Fetching:
 
         def staged(_: None) -> None:
             if offer.proof.header is not None:
-                self._driver.cargo.proofs[state.head.id] = (offer.proof.header, offer.proof.signature)
+                proofs = self._driver.cargo.shelves[shard].proofs
+                proofs[state.head.id] = (offer.proof.header, offer.proof.signature)
             self._driver.feed(ev.Fetched(peer, state))
 
         self._driver.job(lambda: self._driver.state.stage(shard, state.head.id, chunks, offer.digests), staged)

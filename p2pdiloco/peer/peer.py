@@ -177,7 +177,7 @@ class Peer:
                 span = slice(piece.start, piece.stop)
                 self.state.put(piece.shard, proof.state.head.id, theta[span], momentum[span])
                 if proof.header is not None:
-                    self.driver.cargo.proofs[proof.state.head.id] = (proof.header, proof.signature)
+                    self.driver.cargo.shelves[piece.shard].proofs[proof.state.head.id] = (proof.header, proof.signature)
                 shards.append(proof.state)
         self.metrics.write("started", peer=self.config.peer, run=self.manifest.run, is_new=not shards)
         brought = {state.head.shard for state in shards}

@@ -141,7 +141,7 @@ class Checks:
     def _committed(self, peer: Peer, shard: ShardId, head: Digest, header: CommitHeader) -> Value | None:
         """A commit that nobody has applied before."""
         parent = self.values.get((shard, header.parent))
-        payload = peer.driver.cargo.payloads.get(header.payload)
+        payload = peer.driver.cargo.shelves[header.shard].payloads.get(header.payload)
         if parent is None or payload is None:
             self.violated(1, f"{peer.config.peer[-6:]} commits {head[:8]} of shard {shard} on nothing")
             return None
@@ -184,7 +184,7 @@ class Checks:
         self.contributions += 1
         contribution: Contribution = pending.contribution
         c, shard = contribution.contributor, event.shard
-        vector = self.decoded(shard, peer.driver.cargo.payloads[contribution.payload])
+        vector = self.decoded(shard, peer.driver.cargo.shelves[shard].payloads[contribution.payload])
         key = (shard, c.learner, c.tokens_from, c.tokens_to, event.base)
         self.given[key] = Given(event.base, vector, c.tokens, c.steps)
         learner, truth = self.world.learners.get(c.learner), self.world.truths.get(c.learner)

@@ -387,10 +387,20 @@ class Adopting:
         if ranked_owners(core.config.run, EVALUATION_DUTY, version, candidates)[0] == core.config.peer:
             core.effects.append(Evaluate(version))
 
-    def payloads(self) -> set[Digest]:
+    def payloads(self, shard: ShardId) -> set[Digest]:
         """Payloads of commits that wait or are being applied."""
-        held = {h.payload for waiting in self.waiting.values() for h in waiting.values()}
-        return held | {t.payload for _, t in self.applying.values() if isinstance(t, CommitHeader)}
+        held = {header.payload for header in self.waiting.get(shard, {}).values()}
+        _, target = self.applying.get(shard, (None, None))
+        return held | {target.payload} if isinstance(target, CommitHeader) else held
+
+    def commits(self, shard: ShardId) -> set[Digest]:
+        """Commits, by id, that wait, are being applied, or are staged states' heads."""
+        found = {commit_id(header) for header in self.waiting.get(shard, {}).values()}
+        if (entry := self.applying.get(shard)) is not None:
+            found.add(entry[0])
+        if (staged := self.staged.get(shard)) is not None:
+            found.add(staged.head.id)
+        return found
 
 
 def _mark_bits(head_id: Digest) -> int:

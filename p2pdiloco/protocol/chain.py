@@ -11,7 +11,7 @@ Rules of this file:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
@@ -22,8 +22,15 @@ from p2pdiloco.protocol.limits import MAX_COUNT, Limits
 from p2pdiloco.protocol.messages import MAX_CONTRIBUTORS, CommitHeader, Contributor, Head
 
 NO_MARK = Mark(0, 0, 0)
+SizeOf = Callable[[Digest], int]
+"""Bytes of a payload; 0 if it is not here."""
 MARK_LIFE_LOGS = 8
 """A mark lives for this many log lengths of versions without being touched."""
+
+
+def no_size(_payload: Digest) -> int:
+    """For whoever keeps all of a log."""
+    return 0
 
 
 def genesis_head(run: RunId, shard: ShardId, result: Digest) -> Head:
@@ -189,6 +196,21 @@ class Chain:
             if header.parent == known:
                 return list(self.log)[i:]
         return None
+
+    def payloads(self, size_of: SizeOf, most_bytes: int) -> set[Digest]:
+        """Of the log, the youngest first, as many as have at most ``most_bytes`` together; the head's in any case."""
+        found: set[Digest] = set()
+        total = 0
+        for header in reversed(self.log):
+            total += size_of(header.payload)
+            if found and total > most_bytes:
+                break
+            found.add(header.payload)
+        return found
+
+    def commits(self) -> set[Digest]:
+        """Those of the log, and the head, which a fetched state has without a log."""
+        return {*self.log_ids, self.head.id} if self.head is not None else set(self.log_ids)
 
     def state(self) -> ShardState:
         """What travels with a state transfer."""

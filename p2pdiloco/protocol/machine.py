@@ -20,6 +20,7 @@ from typing import assert_never
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.adopting import Adopting
+from p2pdiloco.protocol.chain import SizeOf, no_size
 from p2pdiloco.protocol.contributing import Contributing
 from p2pdiloco.protocol.core import BEAT, Core, LearnerView, ProtocolConfig
 from p2pdiloco.protocol.departing import Departing
@@ -318,14 +319,18 @@ class Machine:
         is_fitting = contribution.shard < len(core.chains) and contribution.base.shard == contribution.shard
         return is_known and is_fitting and self.merging.wants(peer, contribution)
 
-    def payloads(self) -> set[Digest]:
-        """Payloads that this machine may still send, merge, apply or undo; the driver may drop all others."""
-        held = self.merging.payloads() | self.adopting.payloads()
-        for chain in self.core.chains:
-            held.update(header.payload for header in chain.log)
-        for ledger in self.contributing.ledgers:
-            held.update(edge.payload for edge in ledger.edges)
+    def payloads(self, shard: ShardId, size_of: SizeOf = no_size, most_bytes: int = 0) -> set[Digest]:
+        """A shard's payloads that this machine may still send, merge, apply or undo; the driver may drop all others.
+        Of the log those that have ``most_bytes`` together: what is merged, applied and undone is kept whatever it
+        weighs."""
+        held = self.merging.payloads(shard) | self.adopting.payloads(shard)
+        held.update(edge.payload for edge in self.contributing.ledgers[shard].edges)
+        held.update(self.core.chains[shard].payloads(size_of, most_bytes))
         return held
+
+    def commits(self, shard: ShardId) -> set[Digest]:
+        """A shard's commits, by id, whose owners' signatures this machine may still have to show."""
+        return self.adopting.commits(shard) | self.core.chains[shard].commits()
 
     def status(self) -> Status:
         """For people: the node's status, logs and reports."""

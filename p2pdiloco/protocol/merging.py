@@ -309,8 +309,9 @@ class Merging:
         for early in self.early:
             early.pop(peer, None)
 
-    def payloads(self) -> set[Digest]:
+    def payloads(self, shard: ShardId) -> set[Digest]:
         """Payloads that may still be merged here."""
-        held = {c.payload for collection in self.collections for c in collection.given.values()}
-        held.update(c.payload for job in self.jobs.values() for c in job.contributions)
-        return held | {c.payload for waiting in self.early for c in waiting.values()}
+        held = {c.payload for c in self.collections[shard].given.values()}
+        if (job := self.jobs.get(shard)) is not None:
+            held.update(c.payload for c in job.contributions)
+        return held | {c.payload for c in self.early[shard].values()}

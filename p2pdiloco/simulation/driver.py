@@ -151,7 +151,7 @@ class Process:
             self.tell(WOKE)
 
     def _clear_payloads(self) -> None:
-        held = self.machine.payloads()
+        held = {payload for shard in range(len(self.heads)) for payload in self.machine.payloads(ShardId(shard))}
         self.store = {digest: payload for digest, payload in self.store.items() if digest in held}
 
     # -- messages ------------------------------------------------------------------------------------------------------

@@ -152,8 +152,8 @@ def _fork_without_restore() -> list[Patch]:
 
 
 def _payloads_forgotten() -> list[Patch]:
-    def payloads(self: machine.Machine) -> set[Digest]:
-        return self.merging.payloads() | self.adopting.payloads()
+    def payloads(self: machine.Machine, shard: ShardId) -> set[Digest]:
+        return self.merging.payloads(shard) | self.adopting.payloads(shard)
 
     return [(machine.Machine, "payloads", payloads)]
 

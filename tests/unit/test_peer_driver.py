@@ -9,8 +9,8 @@ import torch
 from actors import genesis
 from troupe import Member, Stage, act
 
+from p2pdiloco.peer.cargo import SWEEP_S, SWEPT_AT_ONCE, Cargo
 from p2pdiloco.peer.checkpoint import load
-from p2pdiloco.peer.driver import SWEEP_S
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.peer.signatures import signed
 from p2pdiloco.protocol import effects as ef
@@ -18,7 +18,9 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol import signing
 from p2pdiloco.protocol.blocks import Block
-from p2pdiloco.protocol.identifiers import PeerId, ShardId, digest_of, learner_id
+from p2pdiloco.protocol.chain import SizeOf
+from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId, ShardId, digest_of, learner_id
+from p2pdiloco.protocol.manifest import TensorSpec, make_layout
 from p2pdiloco.protocol.messages import SIGNATURE_BYTES
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.tensors.digests import list_bytes
@@ -181,7 +183,7 @@ def test_a_learner_whose_merged_payload_is_gone_takes_the_global_parameters(tmp_
                 for effect in effects:
                     if isinstance(effect, ef.Apply) and effect.settled:
                         resets.append(effect.is_reset)
-                        del bob.driver.cargo.payloads[effect.settled[0]]
+                        del bob.driver.cargo.shelves[effect.header.shard].payloads[effect.settled[0]]
 
             bob.before = forget
             for _ in range(2):
@@ -207,7 +209,8 @@ def test_a_merge_whose_payload_is_gone_fails(tmp_path: Path) -> None:
 
             def forget(event: ev.Event, effects: list[ef.Effect]) -> None:
                 if any(isinstance(effect, ef.Merge) for effect in effects):
-                    ann.driver.cargo.payloads.clear()
+                    for shelf in ann.driver.cargo.shelves:
+                        shelf.payloads.clear()
 
             ann.before = forget
             await stage.train(ann, 1.0, 1.0)
@@ -246,19 +249,46 @@ def test_own_contributions_are_kept_until_it_is_known_what_became_of_them(tmp_pa
     act(story)
 
 
+def test_many_shards_are_swept_a_few_at_a_time() -> None:
+    """None is left out, and no call looks at more than a few."""
+    shards = 20
+    specs = tuple(
+        TensorSpec(name=f"w{number}", shape=(16,), merge="direct", fragment=FragmentId(number))
+        for number in range(shards)
+    )
+    cargo = Cargo(make_layout(specs, shards, 16, "direct"), Identity.ephemeral(), RunId("run"))
+    asked: list[int] = []
+
+    class Needless:
+        def payloads(self, shard: ShardId, size_of: SizeOf, most_bytes: int) -> set[Digest]:
+            asked.append(shard)
+            return set()
+
+        def commits(self, shard: ShardId) -> set[Digest]:
+            return set()
+
+    for shelf in cargo.shelves:
+        shelf.payloads[Digest("unknown")] = b"left over"
+    for call in range(1, 5):
+        cargo.sweep(Needless(), 100.0 * call)  # type: ignore[arg-type]
+        assert len(asked) <= SWEPT_AT_ONCE * call
+    assert not any(shelf.payloads for shelf in cargo.shelves)
+
+
 def test_payloads_that_nobody_needs_are_dropped(tmp_path: Path) -> None:
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
             await stage.train(ann, *[1.0] * 8)
-            ann.driver.cargo.payloads["unknown"] = b"left over"  # type: ignore[index]
+            for shelf in ann.driver.cargo.shelves:
+                shelf.payloads[Digest("unknown")] = b"left over"
             await stage.wait(2 * SWEEP_S)
-            assert "unknown" not in ann.driver.cargo.payloads
-            assert set(ann.driver.cargo.payloads) == ann.machine.payloads()
-            logs = [header for chain in ann.machine.core.chains for header in chain.log]
-            assert len(logs) == 4
-            assert set(ann.driver.cargo.proofs) == {msg.commit_id(header) for header in logs}
-            assert set(ann.driver.cargo.digests) == {header.result for header in logs}
+            for shard, shelf in enumerate(ann.driver.cargo.shelves):
+                log = ann.machine.core.chains[shard].log
+                assert len(log) == 2
+                assert set(shelf.payloads) == ann.machine.payloads(ShardId(shard))
+                assert set(shelf.proofs) == {msg.commit_id(header) for header in log}
+                assert set(shelf.digests) == {header.result for header in log}
 
     act(story)
 

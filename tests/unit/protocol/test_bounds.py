@@ -23,7 +23,7 @@ def test_logs_are_bounded_by_the_log_length() -> None:
     answer = sent(stage.hear(B, msg.CommitsRequest(SHARD, headers[-LENGTH].parent)), msg.Commit)
     assert [commit.header for _, commit in answer] == headers[-LENGTH:]
     assert sent(stage.hear(B, msg.CommitsRequest(SHARD, headers[-LENGTH - 1].parent)), msg.FetchAdvised)
-    assert len(stage.machine.payloads()) == LENGTH
+    assert len(stage.machine.payloads(SHARD)) == LENGTH
 
 
 def test_ledgers_are_bounded_by_the_log_length() -> None:
@@ -34,7 +34,7 @@ def test_ledgers_are_bounded_by_the_log_length() -> None:
         [(_, contribution)] = sent(stage.give(), msg.Contribution)
         given.append(contribution.payload)
         stage.take(stage.commit(contribution.contributor))
-    assert stage.machine.payloads() & set(given) == set(given[-LENGTH:])
+    assert stage.machine.payloads(SHARD) & set(given) == set(given[-LENGTH:])
 
 
 def test_waiting_commits_are_bounded_by_the_log_length() -> None:
@@ -46,7 +46,7 @@ def test_waiting_commits_are_bounded_by_the_log_length() -> None:
         headers.append(commit_on(head, tokens(B, 10 * i, 10 * i + 10)))
         head = head_of(headers[-1])
         stage.hear(B, msg.Commit(headers[-1]))
-    assert stage.machine.payloads() == {header.payload for header in headers[-LENGTH:]}
+    assert stage.machine.payloads(SHARD) == {header.payload for header in headers[-LENGTH:]}
 
 
 def test_early_contributions_are_bounded_by_the_number_of_connected_peers() -> None:
@@ -59,9 +59,27 @@ def test_early_contributions_are_bounded_by_the_number_of_connected_peers() -> N
             latest[peer] = stage.contribution(peer, 0, 40 + 10 * i, base=ahead)
             stage.hear(peer, latest[peer])
     stage.hear(PeerId("unconnected"), stage.contribution(PeerId("unconnected"), base=Head(SHARD, 9, digest("x"), 9999)))
-    assert stage.machine.payloads() == {contribution.payload for contribution in latest.values()}
+    assert stage.machine.payloads(SHARD) == {contribution.payload for contribution in latest.values()}
     stage.tell(ev.PeerDisconnected(C, "gone"))
-    assert stage.machine.payloads() == {latest[B].payload}
+    assert stage.machine.payloads(SHARD) == {latest[B].payload}
+
+
+def test_of_a_logs_payloads_the_youngest_that_fit_are_kept() -> None:
+    """B1f: ten bytes each; the head's in any case, and those of no known size weigh nothing."""
+    stage = Stage(B, log_length=LENGTH)
+    log = []
+    for i in range(LENGTH):
+        log.append(stage.commit(tokens(B, 10 * i, 10 * i + 10)))
+        stage.take(log[-1])
+    sizes = {header.payload: 10 for header in log}
+    for most_bytes, kept in ((40, 4), (39, 3), (10, 1), (0, 1)):
+        held = stage.machine.payloads(SHARD, lambda payload: sizes.get(payload, 0), most_bytes)
+        assert held == {header.payload for header in log[-kept:]}, most_bytes
+    assert stage.machine.payloads(SHARD, lambda _: 0, 0) == stage.machine.payloads(SHARD) == set(sizes)
+    given = Stage(B, weight=0.0)
+    [(_, contribution)] = sent(given.give(), msg.Contribution)
+    held = given.machine.payloads(SHARD, lambda _: 1 << 40, 0)
+    assert contribution.payload in held, "own contributions are kept whatever they weigh"
 
 
 def test_the_driver_may_drop_every_payload_that_payloads_does_not_name() -> None:
@@ -75,7 +93,7 @@ def test_the_driver_may_drop_every_payload_that_payloads_does_not_name() -> None
         effects = handle(event, now)
         for effect in effects:
             assert needed_by(effect) <= held, effect
-        held.intersection_update(stage.machine.payloads())
+        held.intersection_update(stage.machine.payloads(SHARD))
         return effects
 
     stage.machine.handle = checked  # type: ignore[method-assign]
@@ -126,7 +144,7 @@ def test_a_contribution_is_held_until_it_can_be_neither_merged_nor_undone() -> N
     """B1e: its own learner's end frees it."""
     stage = Stage(B, owners="ba")
     assert not only(stage.give(), ef.Merge)
-    assert len(stage.machine.payloads()) == 1
+    assert len(stage.machine.payloads(SHARD)) == 1
     stage.tell(ev.LearnerStopped("killed"))
-    assert stage.machine.payloads() == set()
+    assert stage.machine.payloads(SHARD) == set()
     assert A not in stage.machine.status().participating

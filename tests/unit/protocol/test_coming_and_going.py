@@ -123,7 +123,7 @@ def test_what_the_last_learner_had_not_merged_is_gone_with_it() -> None:
     stage.tell(ev.LearnerStarted(life(A, 2)))
     effects = stage.tell(ev.PeerDisconnected(B, "gone")) + stage.wait(10.0)
     assert not sent(effects, msg.Contribution)
-    assert stage.machine.payloads() == set()
+    assert stage.machine.payloads(SHARD) == set()
 
 
 def test_who_leaves_stops_its_learner() -> None:

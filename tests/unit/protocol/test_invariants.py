@@ -55,7 +55,7 @@ class Witness(Transcript):
             process.world.now, process.name, None if head is None else head.id, state, event, tuple(effects)
         )
         self.seen.append(entry)
-        self.largest = max(self.largest, len(process.machine.payloads()))
+        self.largest = max(self.largest, len(process.machine.payloads(SHARD)))
 
 
 class Story(NamedTuple):

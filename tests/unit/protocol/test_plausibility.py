@@ -331,12 +331,14 @@ def test_what_waits_for_a_later_head_has_few_bytes() -> None:
     assert not stage.machine.wants(B, ahead(stage, B, 0, 501))
     for shard in range(4):
         stage.hear(B, ahead(stage, B, shard, 200))
-    assert len(stage.machine.payloads()) == 2
+    assert sum(len(stage.machine.payloads(shard)) for shard in shards) == 2
     assert sent(stage.hear(B, ahead(stage, B, 3, 200)), msg.Refused), "and its sender is told"
     assert not stage.machine.wants(B, ahead(stage, B, 3, 200))
     assert stage.machine.wants(C, ahead(stage, C, 3, 200)), "others have shares of their own"
     stage.hear(B, ahead(stage, B, 0, 300))
-    assert len(stage.machine.payloads()) == 2, "a newer one for the same shard takes the place of the old one"
+    assert sum(len(stage.machine.payloads(shard)) for shard in shards) == 2, (
+        "a newer one for the same shard takes the place of the old one"
+    )
 
 
 def test_no_memory_is_taken_for_what_cannot_be_used() -> None:
@@ -360,7 +362,7 @@ def test_commits_that_wait_are_bounded_over_all_shards() -> None:
         for version in range(2, 10):
             head = Head(shard, version, digest(f"{shard} {version}"), 100 * version)
             stage.hear(B, msg.Commit(commit_on(head, tokens(B, 100 * version, 100 * version + 10))))
-    assert len(stage.machine.adopting.payloads()) == 4 * (8 + 64)
+    assert sum(len(stage.machine.payloads(shard)) for shard in shards) == 4 * (8 + 64)
 
 
 # -- siblings ----------------------------------------------------------------------------------------------------------
