@@ -17,6 +17,7 @@ from itertools import pairwise
 import msgspec
 
 from p2pdiloco.peer.cargo import SWEEP_S, SWEPT_AT_ONCE, Cargo, Shelf
+from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId, ShardId
@@ -64,13 +65,13 @@ def events_of(world: World, seconds: float) -> dict[str, list[float]]:
     machine = next(iter(world.processes.values())).machine
     handle = machine.handle
 
-    def timed(event: ev.Event, now: float) -> list[object]:
+    def timed(event: ev.Event, now: float) -> list[ef.Effect]:
         began = time.thread_time()
         effects = handle(event, now)
         times[label_of(event)].append(time.thread_time() - began)
         return effects
 
-    machine.handle = timed  # type: ignore[method-assign,assignment]
+    machine.handle = timed  # type: ignore[method-assign]
     world.run_until(seconds)
     machine.handle = handle  # type: ignore[method-assign]
     return times
