@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from p2pdiloco.companion import JOIN_S, NODE_LOG, Companion, CompanionError, Return
 from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.manifest import (
+    Access,
     CodecConfig,
     EvaluationConfig,
     InnerConfig,
@@ -97,6 +98,7 @@ class DiLoCo(SwarmView):
         outer_lr: float = 0.4,
         outer_momentum: float = 0.7,
         codec: str = "int4",
+        access: str = "invite",
         state: str | os.PathLike[str] | None = None,
         wait_for_peers: int = 1,
         stay_s: float = 0.0,
@@ -106,7 +108,8 @@ class DiLoCo(SwarmView):
         """
         Args:
             run: the run's name; None: train alone, unchanged.
-            initial_peers: directory addresses, as ``p2pdiloco bootstrap`` and ``p2pdiloco start`` print them.
+            initial_peers: an invite, as the founder prints it; of an open run, directory addresses, as ``p2pdiloco
+                bootstrap`` and ``p2pdiloco start`` print them.
             found: found the run here, from this model's parameters. None: if there are no ``initial_peers``.
             tokens_per_step: what an optimizer step of this process counts for, unless ``count`` says otherwise.
             grad_scaler: with one, tokens counted for a step that it skips are dropped.
@@ -117,13 +120,14 @@ class DiLoCo(SwarmView):
             min_quorum: K, contributions without which nothing is merged, as long as so many peers train.
             outer_lr, outer_momentum: of the outer optimizer, SGD with Nesterov momentum.
             codec: of the outer gradients, both ways: "int4", "int8", "bf16", "int2", "e3m0", "auto".
+            access: who may take part: "invite", "list" or "open".
             state: the peer's folder: identity, checkpoints, logs. Default: ``~/.local/state/p2pdiloco/RUN``.
             wait_for_peers: peers, this one included, that must train before this one begins; waited for ten minutes.
             stay_s: how long the script stays after the run's end, to serve the result to those who come later.
             node_options: further arguments of ``p2pdiloco join``, such as ``("--up", "20mbit")``.
             process_group: the ranks that are this peer, if torch.distributed has more than one. None: all.
 
-        ``total_steps`` to ``codec`` are the founder's choice; who joins takes the run's.
+        ``total_steps`` to ``access`` are the founder's choice; who joins takes the run's.
 
         Raises:
             DiLoCoError: the settings are impossible together, or the model has nothing to train.
@@ -141,6 +145,7 @@ class DiLoCo(SwarmView):
         self._process_group = process_group
         self._config = RunConfig(
             name=run or "unnamed",
+            access=msgspec.convert(access, Access),
             model=ModelConfig(kind="external"),
             inner=InnerConfig(steps=total_steps, warmup=0),
             schedule=ScheduleConfig(

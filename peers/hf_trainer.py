@@ -77,6 +77,7 @@ def main() -> int:
     parser.add_argument("--run")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--found", action="store_true")
+    parser.add_argument("--access", choices=["open", "invite", "list"], default="invite")
     parser.add_argument("--lora", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -98,6 +99,7 @@ def main() -> int:
         run=options.run,
         initial_peers=options.peer,
         found=options.found,
+        access=options.access,
         total_steps=options.steps,
         sync_every=10,
         n_fragments=2,

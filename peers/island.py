@@ -38,6 +38,7 @@ def main() -> int:
     parser.add_argument("--run-name")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--found", action="store_true")
+    parser.add_argument("--access", choices=["open", "invite", "list"], default="invite")
     parser.add_argument("--shard", action="store_true", help="FSDP2 instead of DDP")
     parser.add_argument("--die-at", type=int, default=0, help="rank 1 of the first life kills itself at this step")
     options = parser.parse_args()
@@ -65,6 +66,7 @@ def main() -> int:
         run=options.run_name,
         initial_peers=options.peer,
         found=options.found,
+        access=options.access,
         tokens_per_step=16,
         total_steps=options.steps,
         sync_every=10,

@@ -55,6 +55,7 @@ def main() -> int:
     parser.add_argument("--run")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--found", action="store_true")
+    parser.add_argument("--access", choices=["open", "invite", "list"], default="invite")
     options = parser.parse_args()
     torch.set_num_threads(1)
     seed_everything(options.seed)
@@ -65,6 +66,7 @@ def main() -> int:
         tokens=lambda batch: len(batch[0]),
         initial_peers=options.peer,
         found=options.found,
+        access=options.access,
         total_steps=options.steps,
         sync_every=10,
         n_fragments=2,

@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("--run")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--found", action="store_true")
+    parser.add_argument("--access", choices=["open", "invite", "list"], default="invite")
     parser.add_argument("--spoil-at", type=int, default=0, help="from this step on the loss is NaN")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
@@ -47,6 +48,7 @@ def main() -> int:
         run=options.run,
         initial_peers=options.peer,
         found=options.found,
+        access=options.access,
         tokens_per_step=16,
         total_steps=options.steps,
         sync_every=10,

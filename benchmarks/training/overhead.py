@@ -88,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             optimizer,
             run="overhead",
             found=True,
+            access="open",
             tokens_per_step=options.batch * MODEL.context,
             sync_every=10**9,
             state=folder,

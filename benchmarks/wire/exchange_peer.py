@@ -81,6 +81,7 @@ def run_of(config: line.Message) -> tuple[Manifest, InitialState]:
     )
     run = RunConfig(
         name="exchange",
+        access="open",
         inner=InnerConfig(steps=2**30),
         schedule=ScheduleConfig(fragments=FRAGMENTS, sync_every=SYNC_EVERY, min_quorum=config["peers"]),
         outer=OuterConfig(merge=merge),

@@ -28,7 +28,7 @@ from p2pdiloco.chaos.happenings import Happening, Status, What
 from p2pdiloco.chaos.plan import LEAVE_S, Fault, Schedule
 from p2pdiloco.chaos.reaper import reaper
 from p2pdiloco.chaos.relay import Network
-from p2pdiloco.chaos.swarm import JOINABLE, START_S, Member, Swarm, SwarmError
+from p2pdiloco.chaos.swarm import JOINABLE, OPEN, START_S, Member, Swarm, SwarmError
 from p2pdiloco.protocol.manifest import RunConfig
 from p2pdiloco.runtime.invitation import INVITED
 
@@ -112,7 +112,7 @@ class Runner:
         bootstrap = self._swarm.launch_bootstrap()
         self._address = (await self._said(bootstrap, JOINABLE)).split()[-1]
         first, *others = self._peers.values()
-        self._founding = ["start", str(self.out / "run.toml"), "--bootstrap", self._address]
+        self._founding = ["start", str(self.out / "run.toml"), *OPEN, "--bootstrap", self._address]
         await self._said(self._launch(first), INVITED)
         for peer in others:
             self._launch(peer)

@@ -182,6 +182,10 @@ class Member:
         )
 
 
+OPEN = ("--access", "open")
+"""Everybody joins by the bootstrap node's address."""
+
+
 class Swarm:
     """All processes of one swarm. ``options`` are every peer's, beside those of its command."""
 
@@ -208,7 +212,7 @@ class Swarm:
 
     def start_founder(self, name: str, config: Path, address: str, *more: str) -> Member:
         """Start the peer that founds the run, and wait until it can be joined. ``more``: further options."""
-        member = self.launch(name, ["start", str(config), "--bootstrap", address], *more)
+        member = self.launch(name, ["start", str(config), *OPEN, "--bootstrap", address], *more)
         self._wait_for(member, INVITED)
         return member
 

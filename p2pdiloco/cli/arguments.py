@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from p2pdiloco.cli.quantities import at_least, between, cloud
 from p2pdiloco.cli.rates import bytes_per_second, up_budget
+from p2pdiloco.cli.terms import lifetime
 
 
 class Command(NamedTuple):
@@ -52,12 +53,22 @@ def _bootstrap(sub: argparse.ArgumentParser) -> None:
 def _start(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("config", metavar="CONFIG", help="TOML file, or a shipped one's name, such as stdlib-tiny")
     sub.add_argument("--name", metavar="NAME", help="found it under this name instead of the file's")
+    sub.add_argument(
+        "--access",
+        choices=["open", "invite", "list"],
+        help="who may take part, instead of the file's word: everybody, who has an invite (the default), whom you name",
+    )
     _add_bootstrap(sub)
     _add_peer(sub)
 
 
 def _join(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("address", nargs="+", metavar="ADDR", help="multiaddr of any directory node or peer, with /p2p/ID")
+    sub.add_argument(
+        "address",
+        nargs="+",
+        metavar="INVITE|ADDR",
+        help="an invite; of an open run a directory's multiaddr, with /p2p/ID",
+    )
     sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if the directory knows several runs")
     sub.add_argument("--follow", action="store_true", help="track the global model without training")
     _add_peer(sub)
@@ -73,9 +84,49 @@ def _resume(sub: argparse.ArgumentParser) -> None:
 
 
 def _status(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("address", nargs="+", metavar="ADDR", help="multiaddr of any directory node or peer, with /p2p/ID")
+    sub.add_argument(
+        "address",
+        nargs="+",
+        metavar="INVITE|ADDR",
+        help="an invite; of open runs a directory's multiaddr, with /p2p/ID",
+    )
     sub.add_argument("--run", metavar="NAME", help="only this one")
     sub.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    _add_identity(sub)
+
+
+def _invite(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if --state holds several runs")
+    sub.add_argument("--role", choices=["follower", "learner", "admin"], default="learner", help="default: %(default)s")
+    sub.add_argument(
+        "--expires", type=lifetime, metavar="TIME", help="such as 12h or 30d, membership too (default: never)"
+    )
+    sub.add_argument(
+        "--max-weight", type=float, metavar="W", help="most weight in the drawing of owners; others have 1"
+    )
+    sub.add_argument("--peer", metavar="ID", help="for this peer alone, by its id")
+    sub.add_argument(
+        "--address",
+        action="append",
+        default=[],
+        metavar="MULTIADDR",
+        help="directory node to name (default: the run's)",
+    )
+    _add_identity(sub)
+
+
+def _ban(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "who", metavar="PEER|INVITE", help="a peer's or an invite's id, or an invite: all that came from it"
+    )
+    sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if --state holds several runs")
+    _add_identity(sub)
+
+
+def _members(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--run", metavar="NAME", help="only this one")
+    sub.add_argument("--json", action="store_true", help="JSON instead of a table")
+    _add_identity(sub)
 
 
 def _fetch(sub: argparse.ArgumentParser) -> None:
@@ -278,7 +329,7 @@ def _add_network(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--announce_maddrs", nargs="*", default=[], metavar="MULTIADDR", help="directory addresses to publish"
     )
-    sub.add_argument("--identity_path", type=Path, metavar="FILE", help="key file (default: STATE/identity.key)")
+    _add_identity(sub)
     sub.add_argument("--unreachable", action="store_true", help="behind NAT without forwarding: never own a shard")
     sub.add_argument(
         "--up",
@@ -290,6 +341,10 @@ def _add_network(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--down", type=bytes_per_second, metavar="RATE", help="let others send at most this")
 
 
+def _add_identity(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--identity_path", type=Path, metavar="FILE", help="key file (default: STATE/identity.key)")
+
+
 def _add_bootstrap(sub: argparse.ArgumentParser) -> None:
     """For those who may be the first of a network."""
     sub.add_argument(
@@ -298,7 +353,7 @@ def _add_bootstrap(sub: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[],
         metavar="ADDR",
-        help="first addresses of the directory; none: be the first",
+        help="first addresses of the directory, or an invite; none: be the first",
     )
 
 
@@ -332,6 +387,9 @@ COMMANDS = {
     "export": Command("make files of a run's model that other programs load", _export, is_quiet=True),
     "generate": Command("have a run's model continue a text", _generate, is_quiet=True),
     "status": Command("show runs and their peers", _status, is_quiet=True),
+    "invite": Command("make an invite to a run of yours", _invite, is_quiet=True),
+    "ban": Command("end a peer's membership, or an invite's and of all who came with it", _ban, is_quiet=True),
+    "members": Command("show who is a member of this machine's runs, by whom, until when", _members, is_quiet=True),
     "simulate": Command("prove the protocol in a simulated world", _simulate, is_quiet=True),
     "chaos": Command("hurt a real swarm on this machine and judge what it makes of that", _chaos, is_quiet=True),
     "replay": Command("tell or check a peer's journal", _replay, is_quiet=True),

@@ -15,6 +15,7 @@ from p2pdiloco.node.run_folder import FolderInUseError
 from p2pdiloco.node.session import join
 from p2pdiloco.runtime.directory import DirectoryError
 from p2pdiloco.runtime.identity import IdentityError
+from p2pdiloco.wire.invites import is_invite
 
 
 async def run(arguments: argparse.Namespace) -> int:
@@ -32,18 +33,16 @@ async def run(arguments: argparse.Namespace) -> int:
 
 
 def _asked(arguments: argparse.Namespace) -> tuple[list[str], str | None]:
-    """Addresses, and the run's name, which may stand in their place where the directory has been met before."""
-    addresses = [word for word in arguments.address if word.startswith("/")]
-    names = [word for word in arguments.address if not word.startswith("/")] + (
-        [arguments.run] if arguments.run else []
-    )
+    """Addresses or an invite, and the run's name, which may stand in their place where the directory has been met before."""
+    addresses = [word for word in arguments.address if word.startswith("/") or is_invite(word)]
+    names = [word for word in arguments.address if word not in addresses] + ([arguments.run] if arguments.run else [])
     if len(names) > 1:
         raise Complaint(f"one run at a time, not {' and '.join(names)}: fetch them one after the other", REPAIR)
     known: Path = arguments.state / "directory.json"
     if not addresses and not known.is_file():
         raise Complaint(
-            f"{names[0]}: {arguments.state} has met no directory yet: give an address, as p2pdiloco bootstrap and "
-            "p2pdiloco start print it (p2pdiloco fetch ADDR --run NAME)",
+            f"{names[0]}: {arguments.state} has met no directory yet: give an invite, or an address, as p2pdiloco start "
+            "and p2pdiloco bootstrap print it (p2pdiloco fetch ADDR --run NAME)",
             REPAIR,
         )
     return addresses, names[0] if names else None

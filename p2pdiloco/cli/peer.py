@@ -10,6 +10,7 @@ from p2pdiloco.node.session import DirectoryOptions
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import Ending
 from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.wire.invites import Invite, InviteError, decode_invite, is_invite
 
 
 def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
@@ -46,12 +47,31 @@ def open_identity(arguments: argparse.Namespace) -> Identity:
 
 
 def directory_options(arguments: argparse.Namespace, initial_peers: list[str]) -> DirectoryOptions:
-    """How the peer takes part in the directory."""
+    """How the peer takes part in the directory. ``initial_peers``: addresses; one may be an invite, which has some.
+
+    Raises:
+        InviteError: it is none, or there are several.
+    """
+    invite, addresses = with_invite(initial_peers)
     return DirectoryOptions(
         listen=tuple(arguments.host_maddrs),
         announce=tuple(arguments.announce_maddrs),
-        initial_peers=tuple(initial_peers),
+        initial_peers=addresses,
+        invite=invite,
     )
+
+
+def with_invite(words: list[str]) -> tuple[Invite | None, tuple[str, ...]]:
+    """The invite among the words of a command line, and all addresses, its own first.
+
+    Raises:
+        InviteError: it is none, or there are several.
+    """
+    invites = [decode_invite(word) for word in words if is_invite(word)]
+    if len(invites) > 1:
+        raise InviteError("one invite at a time: each is to one run")
+    addresses = tuple(word for word in words if not is_invite(word))
+    return (invites[0], (*invites[0].initial_peers(), *addresses)) if invites else (None, addresses)
 
 
 def say(line: str) -> None:

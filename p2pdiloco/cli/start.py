@@ -43,6 +43,8 @@ async def run(arguments: argparse.Namespace) -> int:
 
 def _config(arguments: argparse.Namespace) -> RunConfig:
     config = read_config(find_run(arguments.config))
+    if arguments.access is not None:
+        config = msgspec.structs.replace(config, access=arguments.access)
     if arguments.name is None:
         return config
     try:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from p2pdiloco.net.doors import JoinersDoor
 from p2pdiloco.net.handshake import WIRE_VERSION
+from p2pdiloco.node.credentials import Credentials
 from p2pdiloco.node.roster import PeerRecord
 from p2pdiloco.protocol.identifiers import PeerId, RunId
 from p2pdiloco.protocol.manifest import Manifest, Name
@@ -18,6 +21,7 @@ from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import Answer, DialError, PeerRefused, RequestError, RequestRefused, Transport
 from p2pdiloco.wire.bodies import GetManifest, GetStatus, PeerStatus, decode_as, encode
+from p2pdiloco.wire.certificates import Role
 
 log = logs.get("lookup")
 
@@ -25,6 +29,8 @@ RUN_RECORD_LIFE_S = 60.0
 FIND_S = 15.0
 """How long a run or a peer may take to appear in the directory."""
 ASK_S = 8.0
+MOST_DIALS = 64
+"""Of the peers in the directory, at a time; of more, random ones: a directory may lie."""
 
 
 class LookupFailedError(Exception):
@@ -59,9 +65,14 @@ class Observer:
         raise RequestRefused("this peer only observes")
 
 
-def observer_transport(identity: Identity) -> Transport:
-    """A transport that neither listens nor belongs to a run."""
-    return Transport(identity, listen="", run="", version=WIRE_VERSION, handler=Observer())
+def observer_transport(identity: Identity, credentials: Credentials | None = None) -> Transport:
+    """A transport that does not listen, and only asks; in a private run, with a certificate by our ``credentials``."""
+    if credentials is None:
+        return Transport(identity, listen="", run="", version=WIRE_VERSION, handler=Observer())
+    door = JoinersDoor(credentials.extended(identity.peer_id, Role.OBSERVER))
+    return Transport(
+        identity, listen="", run=credentials.run, version=WIRE_VERSION, handler=Observer(), door=door, observes=True
+    )
 
 
 async def list_runs(directory: Directory, *, patience_s: float = FIND_S) -> dict[RunId, RunRecord]:
@@ -99,7 +110,8 @@ async def dial_any(
             records = await directory.peers(run)
         except DirectoryError as error:
             records, reasons[PeerId("directory")] = {}, str(error)
-        reached = await asyncio.gather(*(_dial_one(transport, p, r, reasons) for p, r in sorted(records.items())))
+        chosen = sorted(random.sample(sorted(records.items()), min(len(records), MOST_DIALS)))
+        reached = await asyncio.gather(*(_dial_one(transport, peer, record, reasons) for peer, record in chosen))
         peers = [peer for peer in reached if isinstance(peer, str)]
         if peers:
             return peers
@@ -168,9 +180,9 @@ async def find_namesake(directory: Directory, manifest: Manifest, patience_s: fl
     return None
 
 
-async def has_state(directory: Directory, run: RunId) -> bool:
+async def has_state(directory: Directory, run: RunId, credentials: Credentials | None) -> bool:
     """Whether some peer of the run can give its state."""
-    async with observer_transport(Identity.ephemeral()) as transport:
+    async with observer_transport(Identity.ephemeral(), credentials) as transport:
         try:
             peers = await dial_any(directory, transport, run, patience_s=0.0)
         except LookupFailedError:
@@ -179,9 +191,9 @@ async def has_state(directory: Directory, run: RunId) -> bool:
     return any(answer is not None and answer.phase != "joining" for answer in answers)
 
 
-async def is_live(directory: Directory, run: RunId) -> bool:
+async def is_live(directory: Directory, run: RunId, credentials: Credentials | None = None) -> bool:
     """Whether a peer of the run can be reached."""
-    async with observer_transport(Identity.ephemeral()) as transport:
+    async with observer_transport(Identity.ephemeral(), credentials) as transport:
         try:
             return bool(await dial_any(directory, transport, run, patience_s=0.0))
         except LookupFailedError:

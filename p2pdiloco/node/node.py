@@ -17,6 +17,8 @@ from typing import Self
 import msgspec
 
 from p2pdiloco.net.handshake import WIRE_VERSION
+from p2pdiloco.node.credentials import Credentials, MemberFiles, members_of
+from p2pdiloco.node.fellowship import Fellowship
 from p2pdiloco.node.figures import Figures
 from p2pdiloco.node.local_host import LocalHost
 from p2pdiloco.node.lookup import ask_status
@@ -64,12 +66,15 @@ class Node:
         identity: Identity,
         directory: Directory,
         initial: InitialState | None,
+        mine: Credentials | None = None,
     ) -> None:
+        """``mine`` lets it in to a private run that it has not founded."""
         self.manifest = manifest
         self.options = options
         self.identity = identity
         self.directory = directory
         self._initial = initial
+        self._mine = mine or Credentials(manifest.run, b"", identity)
         self.metrics = Metrics(options.folder / "metrics.jsonl")
         self._stack = AsyncExitStack()
         self._sent_away = asyncio.Event()
@@ -92,6 +97,13 @@ class Node:
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(self.metrics)
             await asyncio.to_thread(write_atomically, folder / "manifest.msgpack", manifest.encode())
+            self.fellowship = Fellowship(
+                members_of(manifest),
+                self._mine,
+                MemberFiles(folder),
+                lambda work, name: self.host.spawn(work, name=name),
+                lambda reason: self.peer.end_in_order(Ending(2, reason)),
+            )
             vectors = stack.enter_context(SharedVectors.create(layout.elements))
             self.host = await stack.enter_async_context(LocalHost(vectors.fd, folder / "learner.log"))
             self.peer = Peer(
@@ -105,6 +117,7 @@ class Node:
                 status=self.status,
                 observed=self._observed,
                 parted=lambda peer: self.roster.disconnected(peer),
+                standing=self.fellowship,
             )
             stack.callback(self.peer.driver.close)
             self._journal: Journal | None = None
@@ -121,9 +134,17 @@ class Node:
                     up_bytes_per_s=self.options.up_bytes_per_s,
                     down_bytes_per_s=self.options.down_bytes_per_s,
                 ),
+                door=self.fellowship.door,
             )
+            self.fellowship.links = self.transport
             self.roster = Roster(
-                manifest.run, self.directory, self.transport, self._addresses, folder / "peers.json", self._twin_seen
+                manifest.run,
+                self.directory,
+                self.transport,
+                self._addresses,
+                folder / "peers.json",
+                self._twin_seen,
+                self.fellowship,
             )
             await stack.enter_async_context(self.transport)
             self._stack = stack.pop_all()
@@ -152,6 +173,7 @@ class Node:
         """Take part until something ends it; ``say`` tells the user what came out."""
         self.begin()
         self.host.spawn(self.roster.keep(), name="roster")
+        self.host.spawn(self.fellowship.keep(), name="members")
         self.host.spawn(self._tell_progress(), name="progress")
         if self.options.learner:
             self.host.spawn(Figures(self.peer, self.status, self._ask_status).keep(), name="figures")
@@ -215,7 +237,8 @@ class Node:
 
     async def _look_at_twin(self, record: PeerRecord) -> None:
         """If it answers, the one of us that began later ends."""
-        address = await reach(record, self.identity.peer_id)
+        credentials = self._mine if self.fellowship.members.is_private else None
+        address = await reach(record, self.identity.peer_id, credentials)
         if address is None:
             return
         told = sentence(self.identity.peer_id, address)

@@ -1,7 +1,8 @@
 """Keeps this peer connected to every other peer of its run: announce, look up, dial, dial again.
 
 Rules of this file:
-1. The directory gives addresses, nothing else. Who is live is the protocol's decision, from connections.
+1. The directory gives addresses, nothing else. Who is live is the protocol's decision, from connections. Of a private
+   run, only members' records are looked at.
 2. Of two peers the one with the smaller id dials first; the other dials only if nothing came for a while.
 3. Addresses are remembered on disk, so that a restarted peer finds the run again without any bootstrap node.
 4. It looks before it announces, and announces at once where another process's record stands in the place of its own:
@@ -19,13 +20,15 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from p2pdiloco.node.fellowship import Fellowship
 from p2pdiloco.protocol.identifiers import PeerId, RunId
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.files import write_atomically
 from p2pdiloco.runtime.tasks import Tasks
-from p2pdiloco.runtime.transport import DialError, Transport
+from p2pdiloco.runtime.transport import DialError, Impostor, PeerRefused, Transport
 from p2pdiloco.wire.bodies import decode_as
+from p2pdiloco.wire.certificates import CHAIN_LIMIT
 
 log = logs.get("roster")
 
@@ -52,10 +55,12 @@ class PeerRecord(msgspec.Struct, frozen=True):
     """Of the process that published it (``Transport.life``)."""
     began_s: float = 0.0
     """When that process began, by the directory's clock."""
+    chain: Annotated[bytes, Meta(max_length=CHAIN_LIMIT)] = b""
+    """Its certificates."""
 
 
 class _Known:
-    __slots__ = ("addresses", "failures", "is_dialling", "next_dial_at", "reached_at", "since")
+    __slots__ = ("addresses", "failures", "is_dialling", "next_dial_at", "reached_at", "refusals", "since")
 
     def __init__(self, since: float) -> None:
         self.addresses: tuple[str, ...] = ()
@@ -64,6 +69,8 @@ class _Known:
         self.reached_at = since - SHORT_S
         """When a dial last succeeded."""
         self.failures = 0
+        self.refusals = 0
+        """Dials that were answered by a no, or by somebody else."""
         self.is_dialling = False
 
 
@@ -78,6 +85,7 @@ class Roster:
         addresses: Callable[[], list[str]],
         cache: Path,
         twin_seen: Callable[[PeerRecord], None],
+        fellowship: Fellowship,
     ) -> None:
         """``twin_seen`` gets a record of this peer's that another process has published."""
         self._run = run
@@ -87,6 +95,7 @@ class Roster:
         self._cache = cache
         self._known: dict[PeerId, _Known] = {}
         self._twin_seen = twin_seen
+        self._fellowship = fellowship
         self.began_s = directory.now_s()
         self._announced_at = -ANNOUNCE_S
         self._saved: dict[str, list[str]] = {}
@@ -98,6 +107,7 @@ class Roster:
 
     async def keep(self) -> None:
         """Run until cancelled."""
+        self._directory.screen_peers(self._run, self._is_of_member)
         loop = asyncio.get_running_loop()
         for peer, addresses in _load(self._cache).items():
             self._learn(PeerId(peer), tuple(addresses), loop.time())
@@ -130,8 +140,8 @@ class Roster:
 
     async def _announce(self, now: float) -> None:
         if now - self._announced_at >= ANNOUNCE_S:
-            record = msgspec.msgpack.encode(PeerRecord(tuple(self._addresses()), self._transport.life, self.began_s))
-            await self._directory.publish_peer(self._run, record, RECORD_LIFE_S)
+            told = PeerRecord(tuple(self._addresses()), self._transport.life, self.began_s, self._fellowship.door.chain)
+            await self._directory.publish_peer(self._run, msgspec.msgpack.encode(told), RECORD_LIFE_S)
             self._announced_at = now
 
     async def _look(self, now: float) -> None:
@@ -146,6 +156,13 @@ class Roster:
                 self._twin_seen(told)
             self._learn(peer, told.addresses, now)
         await self._save()
+
+    def _is_of_member(self, peer: PeerId, record: bytes) -> bool:
+        try:
+            told = decode_as(record, PeerRecord)
+        except ValueError:
+            return False
+        return self._fellowship.is_announced_by_member(peer, told.chain)
 
     def _learn(self, peer: PeerId, addresses: tuple[str, ...], now: float) -> None:
         if peer == self._transport.peer_id:
@@ -178,6 +195,11 @@ class Roster:
                     await self._transport.dial(address, timeout_s=DIAL_S)
                     known.reached_at = asyncio.get_running_loop().time()
                     return
+                except (Impostor, PeerRefused) as error:
+                    known.refusals += 1
+                    if known.refusals.bit_count() == 1:
+                        what = "refuses us" if isinstance(error, PeerRefused) else "is not who answers there"
+                        log.warning(f"a peer {what}", peer=peer, reason=str(error), times=known.refusals)
                 except (DialError, ValueError) as error:
                     log.debug("dial failed", peer=peer, address=address, reason=str(error))
             known.failures += 1

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from p2pdiloco.node.founding import is_founded_from
+from p2pdiloco.node.founding import ConfigError, is_founded_from
 from p2pdiloco.peer import incoming
 from p2pdiloco.peer.checkpoint import (
     MANIFEST,
@@ -35,6 +35,7 @@ from p2pdiloco.peer.disk import sweep
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.identifiers import RunId, digest_of
 from p2pdiloco.protocol.manifest import Manifest, RunConfig
+from p2pdiloco.protocol.soundness import decode_manifest
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.files import LOCAL, LockedError, lock, write_atomically
 from p2pdiloco.wire.bodies import StateProof
@@ -100,6 +101,35 @@ def hold(state: Path, manifest: Manifest) -> Iterator[Path]:
         yield folder
     finally:
         os.close(descriptor)
+
+
+def manifests_here(state: Path) -> list[Manifest]:
+    """Of all runs that have a folder in ``state``."""
+    found = []
+    for path in sorted(state.glob(f"*/{MANIFEST}")):
+        try:
+            data = path.read_bytes()
+            found.append(decode_manifest(data, RunId(digest_of(data))))
+        except (OSError, ValueError) as error:
+            log.warning("a run's folder without a manifest that can be read", folder=path.parent, reason=str(error))
+    return sorted(found, key=lambda manifest: (manifest.config.name, manifest.run))
+
+
+def manifest_here(state: Path, wanted: str | None) -> Manifest:
+    """Of the run of that name, or whose id begins so, with a folder in ``state``; None: of the only one.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    every = manifests_here(state)
+    chosen = [m for m in every if wanted in (None, m.config.name) or m.run.startswith(wanted or "")]
+    if not chosen:
+        what = "no run" if wanted is None else f"no run {wanted}"
+        raise ConfigError(f"{state} has {what}: is --state the folder of the peer that founded or joined it?")
+    if len(chosen) > 1:
+        names = ", ".join(f"{m.config.name} ({m.run[:12]})" for m in chosen)
+        raise ConfigError(f"{state} has several runs ({names}): name one with --run")
+    return chosen[0]
 
 
 def standings(folders: Iterable[Path]) -> dict[RunId, Standing]:

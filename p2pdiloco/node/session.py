@@ -10,7 +10,9 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from p2pdiloco.node.credentials import Credentials, accepted
 from p2pdiloco.node.founding import ConfigError, found, found_from_script, with_own_places
+from p2pdiloco.node.inviting import as_granted, credentials_of, how_to_join, keep_addresses, kept_credentials
 from p2pdiloco.node.lookup import (
     RUN_RECORD_LIFE_S,
     LookupFailedError,
@@ -45,8 +47,8 @@ from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.runtime import addresses, logs
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.invitation import invitation
 from p2pdiloco.training.sources import tell_sources
+from p2pdiloco.wire.invites import Invite
 
 log = logs.get("session")
 
@@ -63,6 +65,8 @@ class DirectoryOptions(msgspec.Struct, frozen=True, kw_only=True):
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
     announce: tuple[str, ...] = ()
     initial_peers: tuple[str, ...] = ()
+    invite: Invite | None = None
+    """With which to join; its addresses are among the initial peers."""
 
 
 @contextlib.asynccontextmanager
@@ -161,9 +165,11 @@ async def join(
             user.
     """
     logs.speak_as(identity.peer_id)
+    invite = directory_options.invite
+    mine = accepted(invite, identity) if invite else kept_credentials(options.folder, wanted, identity)
     async with open_directory(identity, directory_options, options.folder) as directory:
-        run = choose(pick_runs(await list_runs(directory), wanted))
-        return await _join(run, options, identity, directory, say)
+        run = choose(pick_runs(await list_runs(directory), wanted)) if mine is None else mine.run
+        return await _join(run, options, identity, directory, say, mine, wanted)
 
 
 async def resume(
@@ -186,26 +192,35 @@ async def resume(
     with hold(options.folder, manifest):
         directory_options = await asyncio.to_thread(_needed, directory_options, options, manifest)
         async with open_directory(identity, directory_options, options.folder) as directory:
-            return await _go_on(manifest, None, options, identity, directory, say, folders)
+            invite = directory_options.invite
+            return await _go_on(manifest, None, options, identity, directory, say, folders, invite)
 
 
 async def _join(
-    run: RunId, options: PeerOptions, identity: Identity, directory: Directory, say: Callable[[str], None]
+    run: RunId,
+    options: PeerOptions,
+    identity: Identity,
+    directory: Directory,
+    say: Callable[[str], None],
+    mine: Credentials | None = None,
+    wanted: str | None = None,
 ) -> Ending:
-    """Take part in a run that others train."""
-    async with observer_transport(Identity.ephemeral()) as transport:
+    """Take part in a run that others train; of a private one ``mine`` opens the doors."""
+    async with observer_transport(Identity.ephemeral(), mine) as transport:
         peers = await dial_any(directory, transport, run)
         manifest = await fetch_manifest(transport, peers, run)
+    if wanted not in (None, manifest.config.name) and not run.startswith(wanted or ""):
+        raise ConfigError(f"the invite is to run {manifest.config.name} ({run[:12]}), not to {wanted}")
     say(f"joining run {manifest.config.name} ({run[:12]}), {Layout.of(manifest).elements:,} parameters")
     await asyncio.to_thread(_has_what_it_takes, manifest, options, say)
     with hold(options.folder, manifest) as folder:
-        mine = msgspec.structs.replace(options, folder=folder)
+        settings = msgspec.structs.replace(options, folder=folder)
         try:
             own = await asyncio.to_thread(own_state, [options.folder], manifest)
         except CheckpointError as error:
             log.warning("checkpoint not used, the state comes from the swarm", reason=str(error))
             own = None
-        return await take_part(manifest, mine, identity, directory, own, say)
+        return await take_part(manifest, settings, identity, directory, own, mine, say)
 
 
 async def _go_on(
@@ -216,6 +231,7 @@ async def _go_on(
     directory: Directory,
     say: Callable[[str], None],
     folders: Sequence[Path] = (),
+    invite: Invite | None = None,
 ) -> Ending:
     """Take part as one whom others join, from the heaviest state here; ``initial`` is for where there is none. The
     run's folder is held."""
@@ -226,21 +242,22 @@ async def _go_on(
             raise
         log.warning("checkpoint not used, the run goes on from its beginning or its peers", reason=str(error))
         own = None
-    if initial is not None and (own is not None or await has_state(directory, manifest.run)):
+    folder = folder_of(options.folder, manifest.run)
+    mine = credentials_of(manifest, identity, folder, invite)
+    asking = None if manifest.config.access == "open" else mine
+    if initial is not None and (own is not None or await has_state(directory, manifest.run, asking)):
         initial.take()  # nobody has a use for version 0: this very run has come farther, here or elsewhere
         initial = None
-    folder = folder_of(options.folder, manifest.run)
     if own is not None:
         initial = own
         say(told(manifest, own))
-        if not options.learner and has_finished(manifest, own.shards) and not await is_live(directory, manifest.run):
+        is_over = not options.learner and has_finished(manifest, own.shards)
+        if is_over and not await is_live(directory, manifest.run, asking):
             if not options.stay_s:
                 return Ending(0, finished(manifest, folder))
             options = msgspec.structs.replace(options, is_follower=True)  # it only serves
-    for address in directory.visible_addresses():
-        say(invitation(address, manifest.config.name))
-    mine = msgspec.structs.replace(options, folder=folder)
-    return await take_part(manifest, mine, identity, directory, initial, say)
+    settings = msgspec.structs.replace(options, folder=folder)
+    return await take_part(manifest, settings, identity, directory, initial, mine, say, shows_how_to_join=True)
 
 
 def _needed(directory_options: DirectoryOptions, options: PeerOptions, manifest: Manifest) -> DirectoryOptions:
@@ -293,16 +310,27 @@ async def take_part(
     identity: Identity,
     directory: Directory,
     initial: InitialState | None,
+    mine: Credentials | None,
     say: Callable[[str], None],
+    *,
+    shows_how_to_join: bool = False,
 ) -> Ending:
     """Run a node until it ends, with the run announced and signals heeded.
 
     Raises:
         IdentityError: another process takes part with this identity.
+        CredentialsError: this peer is no member, or not any more.
         OSError: a port is taken, a folder is not writable.
     """
-    await refuse_to_be_one(directory, manifest.run, identity.peer_id)
-    async with Node(manifest, options, identity, directory, initial) as node:
+    is_open = manifest.config.access == "open"
+    mine = mine or Credentials(manifest.run, b"", identity)
+    options = await asyncio.to_thread(as_granted, manifest, mine, options, say)
+    await refuse_to_be_one(directory, manifest.run, identity.peer_id, None if is_open else mine)
+    await asyncio.to_thread(keep_addresses, options.folder, directory.meeting_places())
+    if shows_how_to_join:
+        for line in await asyncio.to_thread(how_to_join, manifest, mine, options.folder, directory):
+            say(line)
+    async with Node(manifest, options, identity, directory, initial, mine) as node:
         announcing = asyncio.create_task(_announce(manifest, directory), name="announce run")
         try:
             with leave_when_asked(node, options.spot):
@@ -313,7 +341,9 @@ async def take_part(
 
 
 async def _announce(manifest: Manifest, directory: Directory) -> None:
-    """Keep the run's record alive in the directory."""
+    """Keep the run's record alive in the directory; of a private run there is none."""
+    if manifest.config.access != "open":
+        return
     record = msgspec.msgpack.encode(RunRecord(manifest.config.name, Layout.of(manifest).elements))
     while True:
         try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 
+from p2pdiloco.node.credentials import Credentials
 from p2pdiloco.node.lookup import observer_transport
 from p2pdiloco.node.roster import PeerRecord
 from p2pdiloco.protocol.identifiers import PeerId, RunId
@@ -25,7 +26,7 @@ ANSWER_S = 3.0
 """What a twin has to answer, at all its addresses at once."""
 
 
-async def refuse_to_be_one(directory: Directory, run: RunId, peer: PeerId) -> None:
+async def refuse_to_be_one(directory: Directory, run: RunId, peer: PeerId, credentials: Credentials | None) -> None:
     """Before taking part.
 
     Raises:
@@ -36,16 +37,16 @@ async def refuse_to_be_one(directory: Directory, run: RunId, peer: PeerId) -> No
     if record is None:
         return
     try:
-        address = await reach(decode_as(record, PeerRecord), peer)
+        address = await reach(decode_as(record, PeerRecord), peer, credentials)
     except ValueError:
         return
     if address is not None:
         raise IdentityError(sentence(peer, address))
 
 
-async def reach(record: PeerRecord, peer: PeerId) -> str | None:
+async def reach(record: PeerRecord, peer: PeerId, credentials: Credentials | None) -> str | None:
     """The address at which a process proves to be ``peer``, in the life that the record names; None: there is none."""
-    async with observer_transport(Identity.ephemeral()) as transport:
+    async with observer_transport(Identity.ephemeral(), credentials) as transport:
 
         async def dial(address: str) -> str | None:
             try:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.serving import Serving
+from p2pdiloco.peer.standing import Standing
 from p2pdiloco.protocol.identifiers import PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.wire.answers import Answer, RequestRefused
@@ -14,9 +15,11 @@ from p2pdiloco.wire.bodies import (
     GetChunk,
     GetManifest,
     GetState,
+    GetStatements,
     GetStatus,
     PeerStatus,
     StateProof,
+    TellStatements,
     decode_request,
     encode,
 )
@@ -36,10 +39,13 @@ QUEUED_MOST_BYTES = 64 << 20
 class Answering:
     """Answers of one node."""
 
-    def __init__(self, manifest: Manifest, driver: Driver, status: Callable[[], PeerStatus]) -> None:
+    def __init__(
+        self, manifest: Manifest, driver: Driver, status: Callable[[], PeerStatus], standing: Standing
+    ) -> None:
         self._manifest = manifest
         self._driver = driver
         self._status = status
+        self._standing = standing
         self._turns = asyncio.Lock()
         self._serving = Serving(Layout.of(manifest), driver, self.proof)
 
@@ -58,6 +64,8 @@ class Answering:
                 return Answer(b"", self._manifest.encode())
             case GetStatus():
                 return Answer(encode(self._status()))
+            case GetStatements() | TellStatements():
+                return await self._standing.answer(peer, request)
             case GetState(shard=shard):
                 return Answer(encode(await self._serving.offer(shard)))
             case GetChunk():

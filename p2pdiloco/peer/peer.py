@@ -29,6 +29,7 @@ from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.saving import Saving
 from p2pdiloco.peer.scrub import Scrub
 from p2pdiloco.peer.shift_queue import Shifts
+from p2pdiloco.peer.standing import Everybody, Standing
 from p2pdiloco.peer.supervision import Supervision
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -111,7 +112,7 @@ class InitialState:
 
 class Peer:
     """One peer. ``observed`` sees every event with its effects; ``status`` tells others of this peer; ``parted`` hears
-    whose connection was lost."""
+    whose connection was lost; ``standing`` knows what others may do (None: everything)."""
 
     def __init__(
         self,
@@ -126,6 +127,7 @@ class Peer:
         status: Callable[[], PeerStatus],
         observed: Observed,
         parted: Callable[[PeerId], None],
+        standing: Standing | None = None,
     ) -> None:
         self.manifest = manifest
         self.options = options
@@ -136,6 +138,7 @@ class Peer:
         self.metrics = metrics
         self.observed = observed
         self._parted = parted
+        self._standing: Standing = standing or Everybody()
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._failure: Ending | None = None
         self.state = GlobalState(self.layout, manifest.config.outer, manifest.config.codec, vectors)
@@ -145,7 +148,7 @@ class Peer:
         self.driver = Driver(self.machine, self.state, identity, host, self, codecs)
         self._arrivals = Arrivals(self.layout, options.folder / INCOMING, metrics, host)
         self._fetching = Fetching(manifest, self.layout, self.driver, self._arrivals, self.fault)
-        self._answering = Answering(manifest, self.driver, status)
+        self._answering = Answering(manifest, self.driver, status, self._standing)
         self.supervision = Supervision(
             identity.peer_id,
             self.driver,
@@ -229,6 +232,12 @@ class Peer:
         """Leave at once: nothing more is contributed or saved."""
         self.end_at_once(Ending(1, f"left at once ({reason}); unmerged progress is lost"))
 
+    def end_in_order(self, ending: Ending) -> None:
+        """Save, and go, for a reason of its own."""
+        if not self.is_over:
+            self._failure = ending
+            self.request_leave(ending.reason)
+
     def end_at_once(self, ending: Ending) -> None:
         """Nothing more is contributed or saved."""
         self.supervision.wait_for_nobody()
@@ -290,8 +299,9 @@ class Peer:
 
     def connected(self, peer: PeerId, address: str, is_observer: bool, inbound: bool) -> None:
         """A connection stands; observers only ask."""
-        if not is_observer:
+        if not is_observer and not self._standing.observes(peer):
             self.driver.feed(ev.PeerConnected(peer))
+            self._standing.connected(peer)
 
     def disconnected(self, peer: PeerId, reason: str) -> None:
         """A connection is lost."""
@@ -307,6 +317,15 @@ class Peer:
             self.fault(peer, "message", str(error))
             self.host.links.blame(peer)
             return None
+        match message:
+            case msg.Contribution() if not self._standing.may_contribute(peer):
+                self.fault(peer, "contribution", "its certificate is a follower's")
+                return None
+            case msg.Heartbeat():
+                weight = min(message.weight, self._standing.most_weight(peer))
+                message = message if weight == message.weight else msgspec.structs.replace(message, weight=weight)
+            case _:
+                pass
         return self.driver.received(peer, message, payload)
 
     def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
@@ -318,7 +337,8 @@ class Peer:
         match message:
             case msg.Contribution():
                 shard = message.shard
-                if size != message.payload_bytes or not self.machine.wants(peer, message):
+                may_come = self._standing.may_contribute(peer) and self.machine.wants(peer, message)
+                if size != message.payload_bytes or not may_come:
                     return False
             case msg.Commit():
                 shard = message.header.shard

@@ -32,8 +32,8 @@ from p2pdiloco.runtime.dht import (
     PeerID,
     SignedRecords,
     channel_tasks,
+    confined,
     dht_pb2,
-    in_own_session,
     shorten,
 )
 from p2pdiloco.runtime.identity import Identity, verify
@@ -98,7 +98,7 @@ class Daemon:
         if identity_path is None:
             identity_path, is_temporary = await asyncio.to_thread(_write_temporary_identity, self._identity), True
         try:
-            with in_own_session():
+            with confined():
                 self._p2p = await P2P.create(
                     host_maddrs=self._listen,
                     announce_maddrs=self._announce or None,

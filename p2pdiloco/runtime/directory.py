@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -81,6 +82,8 @@ class Directory:
         self._initial: list[PeerId] = []
         self._tasks = Tasks()
         self._records = RecordBook()
+        self._screens: dict[str, Callable[[PeerId, bytes], bool]] = {}
+        """By topic."""
         self._writing = asyncio.Lock()
         self._next_kept = 0
         self._silent_rounds = 0
@@ -140,6 +143,10 @@ class Directory:
         """What to give to newcomers, one address a line: no loopback, if there is anything else."""
         return [text for text in self._daemon.visible if not is_loopback(text)] or self.visible_addresses()
 
+    def meeting_places(self) -> tuple[str, ...]:
+        """What to write into invites: the initial peers, whose nodes are meant to be found; else our own."""
+        return tuple(self._initial_peers) or tuple(self.bootstrap_lines())
+
     async def publish_run(self, run: RunId, record: bytes, ttl_s: float) -> None:
         """Say that ``run`` exists. ``record``: at most 12 KiB. Renew it before ``ttl_s`` (at most a day) is over.
 
@@ -171,6 +178,10 @@ class Directory:
         for envelope in await self._read(RUNS_TOPIC):
             found.setdefault(RunId(envelope.name), []).append(envelope.body)
         return {run: max(sorted(set(bodies)), key=bodies.count) for run, bodies in found.items()}
+
+    def screen_peers(self, run: RunId, accepts: Callable[[PeerId, bytes], bool]) -> None:
+        """From now on only records that ``accepts(publisher, record)`` are looked at, and take a place, in ``run``."""
+        self._screens[peers_topic(run)] = accepts
 
     async def peers(self, run: RunId) -> dict[PeerId, bytes]:
         """The record of each peer that says it takes part in ``run``, ours included."""
@@ -208,8 +219,13 @@ class Directory:
 
     async def _read(self, topic: str) -> list[Envelope]:
         """The newest unexpired envelopes under ``topic``: those in the DHT now, and those read before."""
+        accepts = self._screens.get(topic)
         try:
             for envelope in await self._daemon.call(lambda: self._daemon.fetch(topic), "reading"):
+                is_own = envelope.peer == self.peer_id
+                if accepts is not None and not (is_own or accepts(PeerId(envelope.peer), envelope.body)):
+                    self._records.drop(envelope)
+                    continue
                 if self._records.see(envelope) and envelope.peer != self.peer_id and envelope.addresses:
                     self._book.met(PeerId(envelope.peer), list(envelope.addresses))
         except DirectoryError as error:

@@ -8,6 +8,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,6 +65,11 @@ class Identity:
     def ephemeral(cls) -> Identity:
         """An identity that lives as long as this process."""
         return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def from_secret(cls, context: bytes, secret: bytes) -> Identity:
+        """The identity that everybody makes of ``secret`` (at least 16 bytes that nobody can guess)."""
+        return cls(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(context + b"\x00" + secret).digest()))
 
     def sign(self, data: bytes) -> bytes:
         """Ed25519 signature of ``data``: 64 bytes."""

@@ -7,5 +7,10 @@ INVITED = "to join from another machine"
 
 
 def invitation(address: str, run: str) -> str:
-    """The line, with a directory address of ours and the run's name."""
+    """The line of an open run, with a directory address of ours and the run's name."""
     return f"{INVITED}:  p2pdiloco join {address} --run {run}"
+
+
+def private_invitation(invite: str) -> str:
+    """The line of a run that takes members only."""
+    return f"{INVITED}:  p2pdiloco join {invite}"

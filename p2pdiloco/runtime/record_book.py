@@ -38,6 +38,10 @@ class RecordBook:
         known[subkey_of(envelope)] = envelope
         return True
 
+    def drop(self, envelope: Envelope) -> None:
+        """It is no record that counts (a withdrawal among them): what its publisher said before goes, too."""
+        self._topics.get(envelope.topic, {}).pop(subkey_of(envelope), None)
+
     def current(self, topic: str, now_s: float) -> list[Envelope]:
         """What is neither expired nor withdrawn."""
         alive = {key: entry for key, entry in self._topics.get(topic, {}).items() if entry.expires_s > now_s}

@@ -43,6 +43,10 @@ class DialError(Exception):
     """A dial failed; the text says why."""
 
 
+class Impostor(DialError):  # noqa: N818
+    """Whoever answers there is not who it should be, or somebody is in between; the text says which."""
+
+
 class PeerRefused(DialError):  # noqa: N818
     """The other side answered, and said no."""
 

@@ -18,7 +18,7 @@ from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import addresses, logs, sockets
 from p2pdiloco.runtime.addresses import Address
 from p2pdiloco.runtime.channel import Channel
-from p2pdiloco.runtime.sockets import DialError, PeerRefused
+from p2pdiloco.runtime.sockets import DialError, Impostor, PeerRefused
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.tls import TlsContexts
 
@@ -65,6 +65,7 @@ class Strangers:
 
         Raises:
             PeerRefused: the other side refused us; its reason.
+            Impostor: somebody else answers there, or is in between.
             DialError: anything else.
         """
         raw = await connect(target, congestion=self._congestion)
@@ -74,7 +75,7 @@ class Strangers:
         except MismatchError as error:
             raise PeerRefused(f"{target}: {error}") from error
         except HandshakeError as error:
-            raise DialError(f"{target}: {error}") from error
+            raise Impostor(f"{target}: {error}") from error
         except TimeoutError:
             raise
         except OSError as error:

@@ -34,7 +34,7 @@ from p2pdiloco.runtime.handler import TransportHandler
 from p2pdiloco.runtime.identity import Identity, verify
 from p2pdiloco.runtime.pump import Pump
 from p2pdiloco.runtime.requests import Requests
-from p2pdiloco.runtime.sockets import DialError, PeerRefused
+from p2pdiloco.runtime.sockets import DialError, Impostor, PeerRefused
 from p2pdiloco.runtime.strangers import Strangers
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.tls import TlsContexts, remote_fingerprint
@@ -44,6 +44,7 @@ __all__ = [
     "Answer",
     "ConnectionLimits",
     "DialError",
+    "Impostor",
     "PeerRefused",
     "RequestError",
     "RequestRefused",

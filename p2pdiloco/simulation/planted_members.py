@@ -12,6 +12,10 @@ _HANDSHAKE = "p2pdiloco.net.handshake"
 _CONNECTION = "p2pdiloco.net.connection"
 
 _TESTS = "tests/unit/test_wire_members.py"
+_PEER = "p2pdiloco.peer.peer"
+_STANDING_TESTS = "tests/unit/test_peer_standing.py"
+_FELLOWSHIP = "p2pdiloco.node.fellowship"
+_FELLOWSHIP_TESTS = "tests/unit/test_node_fellowship.py"
 _INVITE_TESTS = "tests/unit/test_wire_invites.py"
 _DOORS_TESTS = "tests/unit/test_net_doors.py"
 
@@ -204,6 +208,83 @@ BUGS = (
         new="                if True:\n",
         harm="who knows the run's id is shown its members' certificates, and takes a refusal for a connection",
         killed_by=(f"{_DOORS_TESTS}::test_a_certificate_that_does_not_hold_is_refused_at_both_ends",),
+    ),
+    # -- at a peer -----------------------------------------------------------------------------------------------------
+    Bug(
+        name="a follower's contribution taken",
+        module=_PEER,
+        old="            case msg.Contribution() if not self._standing.may_contribute(peer):\n",
+        new="            case msg.Contribution() if False:\n",
+        harm="an invite to look on is one to train",
+        killed_by=(f"{_STANDING_TESTS}::test_what_a_follower_contributes_is_not_taken",),
+    ),
+    Bug(
+        name="a certificate's weight not looked at",
+        module=_PEER,
+        old="weight = min(message.weight, self._standing.most_weight(peer))",
+        new="weight = message.weight",
+        harm="whoever has an invite owns as much as it likes",
+        killed_by=(f"{_STANDING_TESTS}::test_a_weight_counts_for_what_the_certificate_says",),
+    ),
+    Bug(
+        name="an observer taken for a peer",
+        module=_PEER,
+        old="if not is_observer and not self._standing.observes(peer):",
+        new="if not is_observer:",
+        harm="who may ask for the status takes turns, too",
+        killed_by=(f"{_STANDING_TESTS}::test_who_observes_is_no_peer",),
+    ),
+    # -- at a node -----------------------------------------------------------------------------------------------------
+    Bug(
+        name="news of members not passed on",
+        module=_FELLOWSHIP,
+        old="            self._spread(await self._learned(split_statements(request.statements)), but=peer)\n",
+        new="            await self._learned(split_statements(request.statements))\n",
+        harm="a ban ends with the founder's own connections",
+        killed_by=(f"{_FELLOWSHIP_TESTS}::test_a_ban_reaches_everybody_and_ends_connections",),
+    ),
+    Bug(
+        name="who connects is not asked for members",
+        module=_FELLOWSHIP,
+        old='        self._spawn(self._ask(peer), name=f"ask {peer} for members")\n',
+        new="",
+        harm="a newcomer lets in who was banned before it came",
+        killed_by=(f"{_FELLOWSHIP_TESTS}::test_who_connects_learns_of_all_members_and_bans",),
+    ),
+    Bug(
+        name="who is banned goes on alone",
+        module=_FELLOWSHIP,
+        old="                    self._expelled(str(error))\n",
+        new="",
+        harm="who was banned trains for days on a model of its own, and is told nothing",
+        killed_by=(f"{_FELLOWSHIP_TESTS}::test_a_ban_reaches_everybody_and_ends_connections",),
+    ),
+    Bug(
+        name="who is no member any more stays connected",
+        module=_FELLOWSHIP,
+        old="                self.links.disconnect(peer, str(error))\n",
+        new="                pass\n",
+        harm="a ban counts from the next start on",
+        killed_by=(
+            f"{_FELLOWSHIP_TESTS}::test_a_ban_reaches_everybody_and_ends_connections",
+            f"{_FELLOWSHIP_TESTS}::test_who_expires_is_parted_from",
+        ),
+    ),
+    Bug(
+        name="observers told of members",
+        module=_FELLOWSHIP,
+        old="        if self.observes(peer):\n            raise",
+        new="        if False:\n            raise",
+        harm="whoever may ask for the status fills everybody's memory with members",
+        killed_by=(f"{_FELLOWSHIP_TESTS}::test_observers_are_told_nothing_of_members_and_are_not_believed",),
+    ),
+    Bug(
+        name="followers contribute",
+        module=_FELLOWSHIP,
+        old="return self.members.role_of(peer) >= Role.LEARNER",
+        new="return True",
+        harm="an invite to look on is one to train",
+        killed_by=(f"{_FELLOWSHIP_TESTS}::test_a_follower_gives_nothing_and_owns_nothing",),
     ),
     # -- invites -------------------------------------------------------------------------------------------------------
     Bug(

@@ -28,6 +28,7 @@ from p2pdiloco.protocol.messages import (
     Shard,
 )
 
+MARKS_LIMIT = 1 << 18
 TROUBLE_LIMIT = 500
 
 
@@ -54,7 +55,19 @@ class GetStatus(msgspec.Struct, frozen=True, array_like=True, tag="status?"):
     """Answer: ``PeerStatus``."""
 
 
-Request = GetManifest | GetState | GetChunk | GetStatus
+class GetStatements(msgspec.Struct, frozen=True, array_like=True, tag="members?"):
+    """Answer: statements of members (``wire/statements.py``) that are not among ``marks``, as payload."""
+
+    marks: Annotated[bytes, Meta(max_length=MARKS_LIMIT)]
+
+
+class TellStatements(msgspec.Struct, frozen=True, array_like=True, tag="members"):
+    """News of members. Answer: nothing."""
+
+    statements: Annotated[bytes, Meta(max_length=1 << 19)]
+
+
+Request = GetManifest | GetState | GetChunk | GetStatus | GetStatements | TellStatements
 
 
 class StateProof(msgspec.Struct, frozen=True, array_like=True):

@@ -32,6 +32,7 @@ from p2pdiloco.wire.certificates import (
     follow,
     hint_of,
 )
+from p2pdiloco.wire.peer_ids import is_key
 from p2pdiloco.wire.statements import MARK_BYTES, Ban, introduction, mark_of, read_statement
 
 INVITED_LIMIT = 256
@@ -42,12 +43,22 @@ BANS_LIMIT = 1024
 """Of one admin."""
 ALL_BANS_LIMIT = 4096
 """Of all admins; the founder's own are not bounded."""
+FOLLOWED_LIMIT = 8192
+"""Chains whose signatures were looked at."""
 SIGNERS_LIMIT = 8
 """Who ban one key."""
 
 
 class NotAMemberError(ValueError):
     """Somebody is not let in; the text is for both sides' people."""
+
+
+class UnknownInviterError(NotAMemberError):
+    """Nobody is known here who could have signed the chain; somebody else may know."""
+
+
+class UnknownAdminError(CertificateError):
+    """A chain begins at nobody who is known."""
 
 
 class Members:
@@ -58,11 +69,17 @@ class Members:
         self.access = access
         self._founder = Grant(subject=founder)
         self._verify = verify
-        self._known: dict[PeerId, Grant] = {founder: self._founder}
+        self._known: dict[PeerId, Grant] = {}
+        if is_key(founder):
+            self._known[founder] = self._founder
+        elif access != "open":
+            raise ValueError("the run's founder is no peer, so nobody can be its member")
         self._bans: dict[PeerId, dict[PeerId, Ban]] = {}
         self._statements: dict[bytes, bytes] = {}
         self._invited: Counter[PeerId] = Counter()
         self._banned_by: Counter[PeerId] = Counter()
+        self._followed: dict[bytes, Grant] = {}
+        """Chains that hold, whatever else is known: signatures are looked at once."""
 
     # -- who is a member ---------------------------------------------------------------------------------------------
 
@@ -91,14 +108,22 @@ class Members:
 
     def is_member(self, peer: PeerId, now_s: float) -> bool:
         """Whether ``peer``, whose chain was shown here or somewhere else, is in good standing now."""
-        grant = self.grant_of(peer)
-        if grant is None:
-            return False
         try:
-            self._judge(grant, now_s)
+            self.judge(peer, now_s)
         except NotAMemberError:
             return False
         return True
+
+    def judge(self, peer: PeerId, now_s: float) -> None:
+        """As ``is_member``, with the reason.
+
+        Raises:
+            NotAMemberError: it is not.
+        """
+        grant = self.grant_of(peer)
+        if grant is None:
+            raise NotAMemberError(f"{peer} is not known here as a member of the run")
+        self._judge(grant, now_s)
 
     def grant_of(self, peer: PeerId) -> Grant | None:
         """What is known of ``peer``, whether it has expired or is banned or not; None: it was never a member. What a
@@ -134,6 +159,8 @@ class Members:
         """
         if mark_of(statement) in self._statements:
             return False
+        if self._founder.subject not in self._known:
+            raise CertificateError("this run's founder has no key")
         said = read_statement(self.run, self._founder, statement, self._verify)
         return self._introduce(said, statement) if isinstance(said, Grant) else self._ban(said, statement)
 
@@ -178,7 +205,9 @@ class Members:
                 "join with that"
             )
         try:
-            grant = self._follow(data)
+            grant = self._followed.get(data) or self._follow(data)
+        except UnknownAdminError as error:
+            raise UnknownInviterError(f"the certificate of {peer} does not hold: {error}") from None
         except CertificateError as error:
             raise NotAMemberError(f"the certificate of {peer} does not hold: {error}") from None
         if grant.subject != peer or grant.kind is not Kind.PEER:
@@ -191,13 +220,18 @@ class Members:
         chain = decode_chain(data)
         anchors = [g for g in self._known.values() if g.role is Role.ADMIN and hint_of(g.subject) == chain.hint]
         if not anchors:
-            raise CertificateError("whoever signed it is no admin that is known here")
-        for anchor in anchors[:-1]:
+            raise UnknownAdminError("whoever signed it is no admin that is known here")
+        for number, anchor in enumerate(anchors, 1):
             try:
-                return follow(self.run, anchor, chain.certificates, self._verify)
+                grant = follow(self.run, anchor, chain.certificates, self._verify)
+                break
             except CertificateError:
-                continue
-        return follow(self.run, anchors[-1], chain.certificates, self._verify)
+                if number == len(anchors):
+                    raise
+        while len(self._followed) >= FOLLOWED_LIMIT:
+            del self._followed[next(iter(self._followed))]
+        self._followed[data] = grant
+        return grant
 
     def _judge(self, grant: Grant, now_s: float) -> None:
         if grant.not_after != NEVER and now_s > grant.not_after:

@@ -39,3 +39,12 @@ def key_of(peer: PeerId) -> bytes:
     if len(raw) != len(ID_PREFIX) + KEY_BYTES or not raw.startswith(ID_PREFIX):
         raise ValueError(f"{peer!r} is not the peer id of an Ed25519 key (12D3KooW...)")
     return raw[len(ID_PREFIX) :]
+
+
+def is_key(peer: PeerId) -> bool:
+    """Whether it is the id of an Ed25519 key."""
+    try:
+        key_of(peer)
+    except ValueError:
+        return False
+    return True

@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.protocol.identifiers import PeerId, RunId, digest_of
 
 CONTEXT = b"p2pdiloco record 1\x00"
 SIGNATURE_BYTES = 64
@@ -28,6 +28,7 @@ TTL_LIMIT_S = 24 * 3600.0
 CLOCK_SKEW_S = 10.0
 
 RUNS_TOPIC = "p2pdiloco/runs"
+PEERS_CONTEXT = b"p2pdiloco topic 1\x00"
 
 Sign = Callable[[bytes], bytes]
 Verify = Callable[[PeerId, bytes, bytes], bool]
@@ -50,8 +51,9 @@ class Envelope(Struct, frozen=True, kw_only=True):
 
 
 def peers_topic(run: RunId) -> str:
-    """The topic under which the peers of ``run`` publish."""
-    return f"p2pdiloco/peers/{run}"
+    """The topic under which the peers of ``run`` publish. It does not tell the run's id to those who store it: that of
+    a private run only members know, so strangers neither find its topic nor fill it."""
+    return f"p2pdiloco/peers/{digest_of(PEERS_CONTEXT, run.encode())}"
 
 
 def subkey_of(envelope: Envelope) -> str:

@@ -16,6 +16,8 @@ from waiting import wait_until
 
 START_S = 240.0
 """Everything that starts torch several times, on a busy machine."""
+FOUND = ("--found", "--access", "open")
+"""For a script that founds a run which others join by its name."""
 END_S = 400.0
 """A whole run."""
 

@@ -52,6 +52,7 @@ def write_config(folder: Path, **changes: object) -> Path:
     """A run's TOML file with its corpus beside it; ``changes`` like ``inner_steps=60`` replace single values."""
     values: dict[str, object] = {
         "name": "tiny",
+        "access": "open",
         "model.width": 32,
         "model.depth": 1,
         "model.heads": 2,

@@ -217,7 +217,7 @@ def test_a_manifest_cannot_name_anything_on_a_joiners_machine(user: User) -> Non
     tensor = TensorSpec(name="t", shape=(64,), merge="rda", fragment=FragmentId(0))
     sound = Manifest(
         founder=PeerId(NOBODY),
-        config=RunConfig(name="spy", schedule=ScheduleConfig(fragments=1, sync_every=4)),
+        config=RunConfig(name="spy", access="open", schedule=ScheduleConfig(fragments=1, sync_every=4)),
         tensors=(*(msgspec.structs.replace(tensor, name=f"t{i}") for i in range(4)), tensor),
         genesis=(Digest("0" * 40),),
     )
@@ -228,6 +228,7 @@ def test_a_manifest_cannot_name_anything_on_a_joiners_machine(user: User) -> Non
         sound,
         config=RunConfig(
             name="heavy",
+            access="open",
             model=ModelConfig(depth=1),
             schedule=ScheduleConfig(fragments=1, max_shard=2**32, sync_every=4),
         ),

@@ -17,7 +17,7 @@ import uvloop
 from waiting import until, until_async
 
 from p2pdiloco.protocol.identifiers import PeerId, RunId
-from p2pdiloco.runtime import daemon, dht
+from p2pdiloco.runtime import confine, daemon, dht
 from p2pdiloco.runtime import directory as module
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.identity import Identity
@@ -192,6 +192,31 @@ def test_a_killed_daemon_is_started_again(run: Callable[[Main], None]) -> None:
 
     async def _sees(directory: Directory, peer: PeerId) -> bool:
         return peer in await directory.peers(RUN)
+
+    run(main())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_the_daemon_has_few_rights_and_works(run: Callable[[Main], None]) -> None:
+    """What runtime/confine.py promises, as the kernel tells it."""
+
+    async def main() -> None:
+        async with member() as boot, member(where(boot)) as ann:
+            await ann.publish_run(RUN, b"the run", 60.0)
+            assert await boot.runs() == {RUN: b"the run"}
+            told = Path(f"/proc/{daemon_of(boot)}")
+            assert "p2pd" in os.readlink(told / "exe")
+            status = dict(line.split(":\t", 1) for line in (told / "status").read_text().splitlines() if ":\t" in line)
+            assert status["NoNewPrivs"] == "1"
+            limits = {line[:25].strip(): line[25:].split()[:2] for line in (told / "limits").read_text().splitlines()}
+            for name, most in (
+                ("Max address space", confine.ADDRESS_BYTES),
+                ("Max open files", confine.FILES),
+                ("Max file size", 0),
+                ("Max core file size", 0),
+                ("Max processes", 10**6),
+            ):
+                assert all(word.isdecimal() and int(word) <= most for word in limits[name]), (name, limits[name])
 
     run(main())
 

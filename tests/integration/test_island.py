@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from scripts import END_S, START_S, events, held, kill_node, report, until_founded, until_merged, until_ready
+from scripts import END_S, FOUND, START_S, events, held, kill_node, report, until_founded, until_merged, until_ready
 from swarm import swarm_in
 from waiting import wait_until
 
@@ -76,7 +76,7 @@ def test_islands_of_ddp_and_of_fsdp_train_one_model_and_a_rank_dies(tmp_path: Pa
     a, b = tmp_path / "a", tmp_path / "b"
     with swarm_in(tmp_path / "swarm") as swarm:
         address = swarm.start_bootstrap()
-        islands = [start(a, "--run-name", "sines", "--peer", address, "--found", "--steps", "400")]
+        islands = [start(a, "--run-name", "sines", "--peer", address, *FOUND, "--steps", "400")]
         try:
             until_founded(a)
             joins = ("--run-name", "sines", "--peer", address, "--seed", "1", "--shard", "--die-at", "100")
@@ -110,7 +110,17 @@ def test_an_island_whose_node_dies_trains_on_and_gets_it_back(tmp_path: Path) ->
     a = tmp_path / "a"
     with swarm_in(tmp_path / "swarm") as swarm:
         island = start(
-            a, "--run-name", "sines", "--peer", swarm.start_bootstrap(), "--found", "--steps", "100000", "--shard"
+            a,
+            "--run-name",
+            "sines",
+            "--peer",
+            swarm.start_bootstrap(),
+            "--found",
+            "--access",
+            "open",
+            "--steps",
+            "100000",
+            "--shard",
         )
         try:
             until_merged(a, of=a)

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from scripts import (
     END_S,
+    FOUND,
     START_S,
     events,
     heed_interrupts,
@@ -50,7 +51,7 @@ def test_without_a_run_the_script_trains_alone(tmp_path: Path) -> None:
 def test_two_scripts_train_one_model(tmp_path: Path) -> None:
     with swarm_in(tmp_path / "swarm") as swarm:
         address = swarm.start_bootstrap()
-        founder = start(tmp_path / "a", "--run", "sines", "--peer", address, "--found", "--steps", "400")
+        founder = start(tmp_path / "a", "--run", "sines", "--peer", address, *FOUND, "--steps", "400")
         until_founded(tmp_path / "a")
         with held(founder.pid, SCRIPT.name):
             other = start(tmp_path / "b", "--run", "sines", "--peer", address, "--seed", "1")
@@ -87,7 +88,7 @@ def test_a_node_that_was_killed_comes_back_to_its_script_as_the_same_peer(tmp_pa
     """The script trains meanwhile, and what it trained then is merged, too."""
     with swarm_in(tmp_path / "swarm") as swarm:
         address = swarm.start_bootstrap()
-        founder = start(tmp_path / "a", "--run", "sines", "--peer", address, "--found", "--steps", "1000000")
+        founder = start(tmp_path / "a", "--run", "sines", "--peer", address, *FOUND, "--steps", "1000000")
         until_founded(tmp_path / "a")
         other = start(tmp_path / "b", "--run", "sines", "--peer", address, "--seed", "1")
         scripts = {"a": founder, "b": other}
@@ -125,7 +126,7 @@ def test_a_node_that_was_killed_comes_back_to_its_script_as_the_same_peer(tmp_pa
 def test_a_script_whose_loss_is_not_finite_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     with swarm_in(tmp_path / "swarm") as swarm:
         address = swarm.start_bootstrap()
-        sound = start(tmp_path / "a", "--run", "sines", "--peer", address, "--found", "--steps", "1000000")
+        sound = start(tmp_path / "a", "--run", "sines", "--peer", address, *FOUND, "--steps", "1000000")
         until_founded(tmp_path / "a")
         spoilt = start(tmp_path / "b", "--run", "sines", "--peer", address, "--seed", "1", "--spoil-at", "40")
         try:
@@ -158,7 +159,7 @@ def test_a_script_whose_loss_is_not_finite_is_told_and_the_others_go_on(tmp_path
 def test_a_script_that_is_started_after_the_end_finds_the_result(tmp_path: Path) -> None:
     with swarm_in(tmp_path / "swarm") as swarm:
         address = swarm.start_bootstrap()
-        founder = start(tmp_path / "a", "--run", "sines", "--peer", address, "--found", "--steps", "60")
+        founder = start(tmp_path / "a", "--run", "sines", "--peer", address, *FOUND, "--steps", "60")
         until_founded(tmp_path / "a")
         with held(founder.pid, SCRIPT.name):
             other = start(tmp_path / "b", "--run", "sines", "--peer", address, "--seed", "1")
@@ -167,7 +168,17 @@ def test_a_script_that_is_started_after_the_end_finds_the_result(tmp_path: Path)
             assert script.communicate(timeout=END_S)[0] is not None
         result = json.loads((tmp_path / "a" / "result.json").read_text())
     # the bootstrap node has gone, too
-    for name, more in (("a", ("--found",)), ("b", ())):
+    for name, more in (
+        (
+            "a",
+            (
+                "--found",
+                "--access",
+                "open",
+            ),
+        ),
+        ("b", ()),
+    ):
         (tmp_path / name / "result.json").unlink()
         again = start(tmp_path / name, "--run", "sines", "--peer", address, *more, "--steps", "60", "--seed", "2")
         out, _ = again.communicate(timeout=END_S)
@@ -180,7 +191,7 @@ def test_a_script_that_is_started_after_the_end_finds_the_result(tmp_path: Path)
 @pytest.mark.timeout(900)
 def test_a_script_that_was_killed_comes_back_as_the_same_peer(tmp_path: Path) -> None:
     """Its node waits for it; another script on the same folder is refused meanwhile."""
-    arguments = ("--run", "sines", "--found", "--steps", "100000")
+    arguments = ("--run", "sines", *FOUND, "--steps", "100000")
     first = start(tmp_path / "a", *arguments)
     try:
         until_ready(tmp_path / "a")

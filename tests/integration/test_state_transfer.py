@@ -58,7 +58,7 @@ def run() -> tuple[Manifest, torch.Tensor, torch.Tensor]:
     theta = torch.randn(layout.elements, generator=torch.Generator().manual_seed(1))
     momentum = torch.randn(layout.elements, generator=torch.Generator().manual_seed(2))
     genesis = tuple(state_digest(theta[s.start : s.stop], momentum[s.start : s.stop]) for s in layout.shards)
-    config = RunConfig(name="transfer", inner=InnerConfig(steps=10**9), schedule=schedule)
+    config = RunConfig(name="transfer", access="open", inner=InnerConfig(steps=10**9), schedule=schedule)
     manifest = Manifest(founder=PeerId("founder"), config=config, tensors=tensors, genesis=genesis)
     assert len(layout.shards) == SHARDS
     return manifest, theta, momentum

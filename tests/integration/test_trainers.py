@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts import END_S, events, held, report, until_founded, until_ready
+from scripts import END_S, FOUND, events, held, report, until_founded, until_ready
 from swarm import swarm_in
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def train_two(program: str, folder: Path, steps: int, *extra: str) -> tuple[list
     with swarm_in(folder / "swarm") as swarm:
         address = swarm.start_bootstrap()
         common = ("--run", "tiny", "--peer", address, *extra)
-        scripts = [start(program, folder / "a", *common, "--found", "--steps", str(steps))]
+        scripts = [start(program, folder / "a", *common, *FOUND, "--steps", str(steps))]
         try:
             until_founded(folder / "a" / "peer")
             with held(scripts[0].pid, program):

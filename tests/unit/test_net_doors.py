@@ -6,6 +6,7 @@ import os
 from typing import NamedTuple
 
 import pytest
+from holders import NOW, RUN, Holder, members, the_founder
 
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.doors import Door, JoinersDoor, MembersDoor, OpenDoor
@@ -17,7 +18,6 @@ from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime.identity import Identity, verify
 from p2pdiloco.wire.certificates import Role as MemberRole
 from p2pdiloco.wire.members import Members
-from tests.unit.holders import NOW, RUN, Holder, members, the_founder
 
 FINGERPRINT = bytes(32)
 ASK = "ask whoever founded it for an invite"

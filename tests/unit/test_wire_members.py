@@ -7,6 +7,7 @@ import itertools
 import random
 
 import pytest
+from holders import FOUNDER, NOW, Holder, members, the_founder
 
 from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.runtime.identity import Identity, verify
@@ -21,7 +22,6 @@ from p2pdiloco.wire.certificates import (
     hint_of,
 )
 from p2pdiloco.wire.members import Members, NotAMemberError
-from tests.unit.holders import FOUNDER, NOW, Holder, members, the_founder
 
 ANN, BOB = (Identity.ephemeral() for _ in range(2))
 

@@ -44,3 +44,10 @@ def test_a_peer_cannot_publish_without_bounds() -> None:
 
 def test_a_record_that_is_nested_too_deep_is_malformed() -> None:
     assert unseal(bytes(64) + b"\x81\xa1x" + b"\x91" * 3000 + b"\xc0", verify) is None
+
+
+def test_the_topic_does_not_tell_the_run() -> None:
+    run = RunId("ab" * 20)
+    assert run not in peers_topic(run)
+    assert peers_topic(run) != peers_topic(RunId("cd" * 20))
+    assert len(peers_topic(run)) == len(peers_topic(RunId("cd" * 20))) < 128

@@ -53,6 +53,7 @@ class Peer:
             run=RUN,
             initial_peers=[address],
             found=is_founder,
+            access="open",
             tokens_per_step=self._task.tokens,
             sync_every=config["sync_every"],
             n_fragments=config["fragments"],

@@ -1,0 +1,44 @@
+"""``p2pdiloco invite``: Make an invite to a run that this machine's peer has founded, or is an admin of. It is one
+line: whoever has it joins with ``p2pdiloco join``, and nothing else. Nobody is asked, and no peer need be running."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from p2pdiloco.cli import peer
+from p2pdiloco.cli.complaints import REPAIR, Complaint, complaining
+from p2pdiloco.node.founding import ConfigError
+from p2pdiloco.node.inviting import credentials_of, grant_here, invite_text, kept_addresses
+from p2pdiloco.node.run_folder import folder_of, manifest_here
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.runtime.identity import IdentityError
+from p2pdiloco.wire.certificates import NEVER, Role
+from p2pdiloco.wire.peer_ids import key_of
+
+
+async def run(arguments: argparse.Namespace) -> int:
+    """Print it."""
+    with complaining(repair=(ConfigError, IdentityError, ValueError), nobody=()):
+        manifest = manifest_here(arguments.state, arguments.run)
+        folder = folder_of(arguments.state, manifest.run)
+        if arguments.peer is not None:
+            key_of(PeerId(arguments.peer))
+        mine = credentials_of(manifest, peer.open_identity(arguments), folder)
+        now_s = time.time()
+        addresses = tuple(arguments.address) or kept_addresses(folder)
+        if not addresses:
+            raise Complaint("it is not known where newcomers find the run: name a directory node, --address", REPAIR)
+        print(
+            invite_text(
+                manifest,
+                mine,
+                grant_here(manifest, mine, folder, now_s),
+                addresses,
+                role=Role[arguments.role.upper()],
+                max_weight=arguments.max_weight,
+                not_after=NEVER if arguments.expires is None else int(now_s) + arguments.expires,
+                peer=None if arguments.peer is None else PeerId(arguments.peer),
+            )
+        )
+    return 0

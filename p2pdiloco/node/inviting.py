@@ -1,0 +1,170 @@
+"""Invites as people ask for them: who may give which, where newcomers find the run, what is shown at the start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from p2pdiloco.node.credentials import Credentials, CredentialsError, MemberFiles, accepted, make_invite, members_of
+from p2pdiloco.node.run_folder import folder_of, manifests_here
+from p2pdiloco.peer.options import PeerOptions
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.manifest import Manifest
+from p2pdiloco.runtime.directory import Directory
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.invitation import invitation, private_invitation
+from p2pdiloco.wire.certificates import CAP_UNIT, NEVER, NO_CAP, Grant, Role
+from p2pdiloco.wire.invites import SECRET_BYTES, Invite, InviteError, decode_invite, encode_invite
+from p2pdiloco.wire.members import NotAMemberError, UnknownInviterError
+
+ADDRESSES = "addresses"
+"""In STATE/RUN/members: where newcomers find the directory, one a line."""
+
+
+def credentials_of(
+    manifest: Manifest, identity: Identity, run_folder: Path, invite: Invite | None = None
+) -> Credentials:
+    """This peer's by ``invite``, or what lies there.
+
+    Raises:
+        CredentialsError: the run takes members only, and this peer has no certificate.
+    """
+    if invite is not None and invite.run == manifest.run:
+        return accepted(invite, identity)
+    chain = MemberFiles(run_folder).chain()
+    if manifest.config.access != "open" and manifest.founder != identity.peer_id and not chain:
+        raise CredentialsError(
+            f"run {manifest.config.name} ({manifest.run[:12]}) takes members only, and {run_folder} has no certificate "
+            f"for this peer ({identity.peer_id}): join once with an invite, p2pdiloco join INVITE"
+        )
+    return Credentials(manifest.run, chain, identity)
+
+
+def kept_credentials(state: Path, wanted: str | None, identity: Identity) -> Credentials | None:
+    """Of a private run that is called ``wanted`` (a name, or the beginning of an id) and was joined here before."""
+    for manifest in manifests_here(state) if wanted else []:
+        is_wanted = manifest.config.name == wanted or manifest.run.startswith(wanted or "")
+        if is_wanted and manifest.config.access != "open":
+            with contextlib.suppress(CredentialsError):
+                return credentials_of(manifest, identity, folder_of(state, manifest.run))
+    return None
+
+
+def grant_here(manifest: Manifest, mine: Credentials, run_folder: Path, now_s: float) -> Grant:
+    """What this peer may do, by what is known here.
+
+    Raises:
+        CredentialsError: it is no member any more.
+        UnknownInviterError: the admin who invited it is not known here yet.
+    """
+    members = members_of(manifest)
+    MemberFiles(run_folder).load(members)
+    try:
+        return members.admit(mine.identity.peer_id, mine.chain, now_s)
+    except UnknownInviterError:
+        raise
+    except NotAMemberError as error:
+        raise CredentialsError(str(error)) from None
+
+
+def keep_addresses(run_folder: Path, addresses: Sequence[str]) -> None:
+    """Where newcomers find the directory, for invites that are made later."""
+    folder = MemberFiles(run_folder).folder
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ADDRESSES).write_text("".join(f"{address}\n" for address in addresses))
+
+
+def kept_addresses(run_folder: Path) -> tuple[str, ...]:
+    """What ``keep_addresses`` has kept."""
+    try:
+        return tuple((MemberFiles(run_folder).folder / ADDRESSES).read_text().split())
+    except OSError:
+        return ()
+
+
+def invite_text(
+    manifest: Manifest,
+    mine: Credentials,
+    grant: Grant,
+    addresses: tuple[str, ...],
+    *,
+    role: Role = Role.LEARNER,
+    max_weight: float | None = None,
+    not_after: int = NEVER,
+    peer: PeerId | None = None,
+) -> str:
+    """A new invite.
+
+    Raises:
+        CredentialsError: this peer may not invite, or the run has no use for an invite, or for this one.
+    """
+    config = manifest.config
+    if config.access == "open":
+        raise CredentialsError(
+            f"run {config.name} is open: whoever knows an address joins it, with p2pdiloco join ADDR"
+        )
+    if grant.role is not Role.ADMIN:
+        raise CredentialsError(f"this peer is a {grant.role.name.lower()} of run {config.name}: only admins invite")
+    if config.access == "list" and peer is None:
+        raise CredentialsError(
+            f"run {config.name} takes peers by name only: add --peer with the newcomer's id, which p2pdiloco members "
+            "tells on its machine"
+        )
+    cap = NO_CAP if max_weight is None else round(max_weight / CAP_UNIT)
+    if not 0 < cap <= NO_CAP:
+        raise CredentialsError(f"--max-weight {max_weight}: from {CAP_UNIT} to {(NO_CAP - 1) * CAP_UNIT:,.0f}")
+    secret = os.urandom(SECRET_BYTES)
+    invite = make_invite(mine, secret, role=role, cap=cap, not_after=not_after, addresses=addresses, peer=peer)
+    return encode_invite(invite)
+
+
+def shown_invite(
+    manifest: Manifest, mine: Credentials, grant: Grant, run_folder: Path, addresses: tuple[str, ...]
+) -> str:
+    """The invite that a founder's or an admin's terminal shows; the same one as long as its addresses are right."""
+    files = MemberFiles(run_folder)
+    kept = files.invite()
+    try:
+        if kept and set(decode_invite(kept).initial_peers()) <= set(addresses):
+            return kept
+    except InviteError:
+        pass
+    text = invite_text(manifest, mine, grant, addresses)
+    files.keep_invite(text)
+    return text
+
+
+def as_granted(manifest: Manifest, mine: Credentials, options: PeerOptions, say: Callable[[str], None]) -> PeerOptions:
+    """What the peer does, of what it would; its certificate is kept.
+
+    Raises:
+        CredentialsError: it is no member, or not any more.
+    """
+    MemberFiles(options.folder).keep_chain(mine.chain)
+    try:
+        grant = grant_here(manifest, mine, options.folder, time.time())
+    except UnknownInviterError:
+        return options  # others will introduce that admin
+    if grant.role < Role.LEARNER and not options.is_follower:
+        say(f"the invite to run {manifest.config.name} is a follower's: this peer tracks the model and does not train")
+        options = msgspec.structs.replace(options, is_follower=True)
+    if 0.0 < grant.most_weight < options.weight:
+        options = msgspec.structs.replace(options, weight=grant.most_weight)
+    return options
+
+
+def how_to_join(manifest: Manifest, mine: Credentials, folder: Path, directory: Directory) -> list[str]:
+    """For the founder's user."""
+    if manifest.config.access == "open":
+        return [invitation(address, manifest.config.name) for address in directory.visible_addresses()]
+    grant = grant_here(manifest, mine, folder, time.time())
+    if grant.role is not Role.ADMIN:
+        return []
+    if manifest.config.access == "list":
+        return [private_invitation("INVITE, made for a peer by p2pdiloco invite --peer ID")]
+    return [private_invitation(shown_invite(manifest, mine, grant, folder, directory.meeting_places()))]

@@ -1,0 +1,62 @@
+"""Run a program with as little as the system allows: ``python -I -S confine.py PROGRAM ARGUMENT ...``.
+
+p2pd, libp2p's daemon, is a Go binary of others that faces the internet in every peer. It needs memory, sockets and
+threads, and nothing else. What is set here it cannot take back:
+1. No new privileges: what it starts gains none by set-user-id files or file capabilities.
+2. Memory, open files and threads are bounded, so that a flood ends it and not the machine; it is then started again.
+3. It writes no files: not one byte into a regular file, and no core, which would hold this peer's key.
+
+This is a program of its own that imports nothing of ours, so that the child is this one, and becomes the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import sys
+
+PR_SET_NO_NEW_PRIVS = 38
+ADDRESS_BYTES = 8 << 30
+"""Of virtual memory. Go reserves far more than it uses: 0.7 GB at rest."""
+HEAP_BYTES = 1 << 30
+"""Above which Go's collector works harder (GOMEMLIMIT)."""
+FILES = 4096
+"""Sockets, in the main."""
+MORE_TASKS = 1024
+"""Threads that the user's processes may have beyond what they have at the start (the kernel counts them together)."""
+
+
+def main() -> None:
+    """Confine this process, and become the program."""
+    with contextlib.suppress(OSError, AttributeError):  # Linux's; elsewhere the limits have to do
+        ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    limits = {
+        resource.RLIMIT_AS: ADDRESS_BYTES,
+        resource.RLIMIT_NOFILE: FILES,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NPROC: _tasks_of_user() + MORE_TASKS,
+    }
+    for kind, most in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        bound = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (bound, bound))
+    os.environ.setdefault("GOMEMLIMIT", str(HEAP_BYTES))
+    os.execv(sys.argv[1], sys.argv[1:])
+
+
+def _tasks_of_user() -> int:
+    """Processes and threads of this user now."""
+    count, me = 0, os.getuid()
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if name.isdecimal():
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/{name}").st_uid == me:
+                    count += len(os.listdir(f"/proc/{name}/task"))
+    return count
+
+
+if __name__ == "__main__":
+    main()

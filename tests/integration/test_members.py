@@ -1,0 +1,147 @@
+"""A private run of real nodes, as ``p2pdiloco start`` founds it: who has its invite takes part, nobody else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import uvloop
+from swarm import PEER, START_S, advance, contributes, ended, log_lines, swarm_in, until, write_config
+from waiting import wait_until
+
+from p2pdiloco.chaos.swarm import Member
+from p2pdiloco.net.doors import JoinersDoor
+from p2pdiloco.net.handshake import WIRE_VERSION
+from p2pdiloco.node.credentials import Credentials, make_invite
+from p2pdiloco.node.lookup import Observer, observer_transport
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.invitation import INVITED
+from p2pdiloco.runtime.transport import DialError, PeerRefused, Transport
+from p2pdiloco.wire.certificates import NO_CAP, Role
+from p2pdiloco.wire.invites import TEXT_LIMIT, Invite, decode_invite, encode_invite
+
+
+def command(*words: str, state: Path) -> tuple[int, str]:
+    """A command, to its end: exit status and all that it said."""
+    done = subprocess.run(
+        [sys.executable, "-m", "p2pdiloco", *words, "--state", str(state)],
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        stdin=subprocess.DEVNULL,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def has_logged(member: Member, *words: str) -> bool:
+    return any(all(word in line for word in words) for line in log_lines(member))
+
+
+def invited(member: Member) -> str:
+    """The invite that a founder's terminal shows."""
+    wait_until(lambda: member.said(INVITED), START_S, "an invite")
+    return str(member.said(INVITED)).split()[-1]
+
+
+async def refused(transport: Transport, address: str) -> str:
+    """What a stranger who dials is told; it is told nothing else."""
+    async with transport:
+        with pytest.raises(PeerRefused) as told:
+            await transport.dial(address)
+        assert transport.peers() == []
+    return str(told.value)
+
+
+@pytest.mark.timeout(600)
+def test_who_has_the_invite_takes_part_and_nobody_else_learns_of_the_run(tmp_path: Path) -> None:
+    config = write_config(tmp_path, access="invite", inner_steps=1_000_000, schedule_sync_every=8)
+    with swarm_in(tmp_path) as swarm:
+        bootstrap = swarm.start_bootstrap()
+        ann = swarm.launch("A", ["start", str(config), "--bootstrap", bootstrap])
+        text = invited(ann)
+        assert len(text) <= TEXT_LIMIT
+        bob = swarm.launch("B", ["join", text])
+        until(ann, lambda: contributes(ann, bob, 0), what="contributions of who has the invite")
+
+        # Strangers: who asks the directory, who knows a peer's address, and who knows even the run.
+        status, said = command("status", bootstrap, state=tmp_path / "stranger")
+        assert status == 3, said
+        assert "the directory knows no run" in said
+        invite = decode_invite(text)
+        founder = Identity.load_or_create(ann.folder / "identity.key")
+        address = data_address(ann)
+        told = uvloop.run(refused(observer_transport(Identity.ephemeral()), address))
+        assert "ask whoever founded it for an invite" in told
+        me = Identity.ephemeral()
+        knows = Transport(
+            me, listen="", run=invite.run, version=WIRE_VERSION, handler=Observer(), door=JoinersDoor(b"")
+        )
+        assert "shows no certificate" in uvloop.run(refused(knows, address))
+
+        # Expired, and signed by somebody else: their users are told, and we see it in our log.
+        mine = Credentials(invite.run, b"", founder)
+        expired = made(invite, mine, not_after=int(time.time()) - 5)
+        status, said = command("join", expired, *PEER, "--data", str(tmp_path / "corpus"), state=tmp_path / "late")
+        assert (status, "expired" in said) == (3, True), said
+        other = made(invite, Credentials(invite.run, b"", Identity.ephemeral()), not_after=int(time.time()) + 500)
+        status, said = command("join", other, *PEER, "--data", str(tmp_path / "corpus"), state=tmp_path / "other")
+        assert (status, "no admin that is known here" in said) == (3, True), said
+        for words in ("for an invite", "shows no certificate", "expired at", "no admin that is known"):
+            assert has_logged(ann, "dropped a stranger", words) or has_logged(bob, "dropped a stranger", words), words
+
+        # A peer's address that somebody else has taken is noticed by who dials it.
+        async def stolen() -> None:
+            host = address.partition("/p2p/")[0]
+            async with observer_transport(Identity.ephemeral()) as transport:
+                with pytest.raises(DialError, match="expected"):
+                    await transport.dial(f"{host}/p2p/{Identity.ephemeral().peer_id}")
+
+        uvloop.run(stolen())
+
+        # Members ask with the invite, and the invite can be revoked with all that came from it.
+        status, said = command("status", text, state=tmp_path / "asking")
+        assert (status, said.count("training")) == (0, 2), said
+        status, said = command("members", state=ann.folder)
+        assert status == 0, said
+        assert "the founder" in said
+        bob.refresh()
+        wait_until(lambda: bob.view.peer in command("members", state=ann.folder)[1], START_S, "bob among the members")
+        status, said = command("ban", text, state=ann.folder)
+        assert status == 0, said
+        wait_until(lambda: has_logged(ann, "parting from a peer", "is revoked"), START_S, "the end of a membership")
+        assert ended(bob) == 2
+        assert has_logged(bob, "p2pdiloco:", "is revoked")
+        advance(ann, 2)
+        status, said = command("join", text, *PEER, "--data", str(tmp_path / "corpus"), state=tmp_path / "again")
+        assert (status, "is revoked" in said) == (3, True), said
+        assert "its invite is revoked" in command("members", state=ann.folder)[1]
+
+        # Another invite is another matter; its holder learns of the ban.
+        status, said = command("invite", "--expires", "2h", "--max-weight", "0.5", state=ann.folder)
+        assert status == 0, said
+        eve = swarm.launch("E", ["join", said.strip()])
+        until(ann, lambda: contributes(ann, eve, 0), what="contributions of who has the new invite")
+        wait_until(lambda: "its invite is revoked" in command("members", state=eve.folder)[1], START_S, "the ban")
+        for member in (ann, eve):
+            member.process.terminate()
+        for member in (eve, ann):
+            assert ended(member) == 0
+
+
+def data_address(member: Member) -> str:
+    """Where its node listens: it says so to whoever connects, and writes it down for the others."""
+    wait_until(lambda: member.said("connected"), START_S, "a connection")
+    peer = Identity.load_or_create(member.folder / "identity.key").peer_id
+    ports = [c.laddr.port for c in psutil.Process(member.process.pid).net_connections("tcp") if c.status == "LISTEN"]
+    assert len(ports) == 1
+    return f"/ip4/127.0.0.1/tcp/{ports[0]}/p2p/{peer}"
+
+
+def made(invite: Invite, by: Credentials, not_after: int) -> str:
+    """An invite like ``invite``, signed by others or for another time."""
+    terms = {"role": Role.LEARNER, "cap": NO_CAP, "not_after": not_after}
+    return encode_invite(make_invite(by, bytes(16), addresses=invite.initial_peers(), **terms))  # type: ignore[arg-type]

@@ -1,0 +1,287 @@
+"""The members of a run at running nodes: what they tell each other, whom they part from, what is kept; and invites."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from holders import FOUNDER, RUN, Holder, members, the_founder
+
+from p2pdiloco.node.credentials import Credentials, CredentialsError, MemberFiles, accepted, invite_key, make_invite
+from p2pdiloco.node.fellowship import Fellowship
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.runtime.identity import Identity, verify
+from p2pdiloco.wire import statements
+from p2pdiloco.wire.answers import RequestError, RequestRefused, Response
+from p2pdiloco.wire.bodies import GetStatements, TellStatements, decode_request
+from p2pdiloco.wire.certificates import NEVER, NO_CAP, Role
+from p2pdiloco.wire.invites import decode_invite, encode_invite
+from p2pdiloco.wire.members import Members, NotAMemberError
+
+ADDRESS = f"/ip4/127.0.0.1/tcp/4100/p2p/{Identity.ephemeral().peer_id}"
+
+
+class Place:
+    """Fellowships that reach each other, in one loop and one point of time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.there: dict[PeerId, Fellowship] = {}
+        self.links: set[frozenset[PeerId]] = set()
+        self.parted: list[tuple[PeerId, PeerId, str]] = []
+        self.expelled: list[tuple[PeerId, str]] = []
+        self.now_s = 1_000_000.0
+        self._work: list[asyncio.Task[None]] = []
+
+    def enter(self, holder: Holder) -> Fellowship:
+        files = MemberFiles(self.folder / holder.peer)
+        mine = Credentials(RUN, holder.chain, holder.identity)
+        one = Fellowship(
+            members(),
+            mine,
+            files,
+            self._spawn,
+            lambda why: self.expelled.append((holder.peer, why)),
+            lambda: self.now_s,
+        )
+        one.links = Line(self, holder.peer)
+        self.there[holder.peer] = one
+        return one
+
+    def connect(self, ann: Holder, bob: Holder) -> None:
+        for here, there in ((ann, bob), (bob, ann)):
+            self.there[here.peer].door.admit(there.peer, self.there[there.peer].door.chain)
+        self.links.add(frozenset({ann.peer, bob.peer}))
+        for here, there in ((ann, bob), (bob, ann)):
+            self.there[here.peer].connected(there.peer)
+
+    async def settle(self) -> None:
+        while waiting := [task for task in self._work if not task.done()]:
+            await asyncio.wait(waiting)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
+        self._work.append(asyncio.create_task(work, name=name))
+
+
+class Line:
+    """One's links."""
+
+    def __init__(self, place: Place, me: PeerId) -> None:
+        self._place, self._me = place, me
+
+    def peers(self) -> list[PeerId]:
+        return [peer for link in self._place.links if self._me in link for peer in link if peer != self._me]
+
+    async def request(self, peer: PeerId, body: bytes, *, timeout_s: float, max_payload: int = 0) -> Response:
+        await asyncio.sleep(0)
+        if peer not in self.peers():
+            raise RequestError("not connected")
+        request = decode_request(body)
+        assert isinstance(request, GetStatements | TellStatements)
+        answer = await self._place.there[peer].answer(self._me, request)
+        assert len(answer.payload or b"") <= max_payload
+        return Response(answer.body, memoryview(bytes(answer.payload)) if answer.payload else None)  # type: ignore[arg-type]
+
+    def disconnect(self, peer: PeerId, reason: str) -> None:
+        self._place.links.discard(frozenset({self._me, peer}))
+        self._place.parted.append((self._me, peer, reason))
+
+
+def played(folder: Path, story: Callable[[Place], Coroutine[Any, Any, None]]) -> Place:
+    place = Place(folder)
+    asyncio.run(asyncio.wait_for(story(place), 20.0))
+    return place
+
+
+def test_who_connects_learns_of_all_members_and_bans(tmp_path: Path) -> None:
+    invite = the_founder().invites()
+    ann, bob, eve = invite.certifies(), the_founder().invites().certifies(), invite.certifies()
+
+    async def story(place: Place) -> None:
+        first = place.enter(the_founder())
+        first.members.admit(eve.peer, eve.chain, place.now_s)
+        first.members.learn(the_founder().bans(eve))
+        for holder in (ann, bob):
+            place.enter(holder)
+        place.connect(the_founder(), ann)
+        await place.settle()
+        place.connect(ann, bob)
+        await place.settle()
+        known = place.there[bob.peer]
+        assert known.is_member(ann.peer)
+        assert not known.is_member(eve.peer)
+        assert known.members.marks() == place.there[ann.peer].members.marks()
+
+    played(tmp_path, story)
+
+
+def test_a_ban_reaches_everybody_and_ends_connections(tmp_path: Path) -> None:
+    """What a command has left for one node is at all nodes, and who is banned is parted from with the reason."""
+    ann, bob, eve = (the_founder().invites().certifies() for _ in range(3))
+
+    async def story(place: Place) -> None:
+        for holder in (the_founder(), ann, bob, eve):
+            place.enter(holder)
+        for pair in ((the_founder(), ann), (ann, bob), (bob, eve), (ann, eve)):
+            place.connect(*pair)
+        await place.settle()
+        assert not place.parted
+        MemberFiles(tmp_path / the_founder().peer).leave(the_founder().bans(eve))
+        place.there[the_founder().peer].look()
+        await place.settle()
+        assert sorted(here for here, there, _ in place.parted if there == eve.peer) == sorted([ann.peer, bob.peer])
+        assert all("is banned" in reason for _, _, reason in place.parted)
+        assert {peer for peer, _ in place.expelled} == {eve.peer}, "it is told, and ends"
+        assert not list((tmp_path / the_founder().peer / "members" / "new").iterdir()), "it was taken"
+
+    played(tmp_path, story)
+
+
+def test_who_expires_is_parted_from(tmp_path: Path) -> None:
+    ann = the_founder().invites(not_after=1_000_010).certifies()
+
+    async def story(place: Place) -> None:
+        for holder in (the_founder(), ann):
+            place.enter(holder)
+        place.connect(the_founder(), ann)
+        await place.settle()
+        place.now_s += 10.0
+        place.there[the_founder().peer].look()
+        await place.settle()
+        assert not place.parted
+        place.now_s += 1.0
+        place.there[the_founder().peer].look()
+        await place.settle()
+        assert [(there, "expired" in reason) for _, there, reason in place.parted] == [(ann.peer, True)]
+
+    played(tmp_path, story)
+
+
+def test_observers_are_told_nothing_of_members_and_are_not_believed(tmp_path: Path) -> None:
+    ann = the_founder().invites().certifies()
+    asking = ann.certifies(role=Role.OBSERVER)
+
+    async def story(place: Place) -> None:
+        one = place.enter(the_founder())
+        one.door.admit(asking.peer, asking.chain)
+        assert one.observes(asking.peer)
+        for request in (GetStatements(b""), TellStatements(b"")):
+            with pytest.raises(RequestRefused, match="only members"):
+                await one.answer(asking.peer, request)
+
+    played(tmp_path, story)
+
+
+def test_a_follower_gives_nothing_and_owns_nothing(tmp_path: Path) -> None:
+    follower = the_founder().invites(Role.FOLLOWER).certifies(role=Role.FOLLOWER)
+    small = the_founder().invites(cap=250).certifies()
+
+    async def story(place: Place) -> None:
+        one = place.enter(the_founder())
+        for holder in (follower, small):
+            one.door.admit(holder.peer, holder.chain)
+        assert (one.may_contribute(follower.peer), one.most_weight(follower.peer)) == (False, 0.0)
+        assert (one.may_contribute(small.peer), one.most_weight(small.peer)) == (True, 0.25)
+        assert not one.observes(follower.peer)
+        assert one.observes(PeerId("nobody"))
+
+    played(tmp_path, story)
+
+
+def test_malformed_news_are_refused(tmp_path: Path) -> None:
+    ann = the_founder().invites().certifies()
+
+    async def story(place: Place) -> None:
+        one = place.enter(the_founder())
+        one.door.admit(ann.peer, ann.chain)
+        forged = statements.join_statements([Holder(Identity.ephemeral()).bans(ann)])
+        for data in (b"\x00", forged):
+            with pytest.raises(RequestRefused):
+                await one.answer(ann.peer, TellStatements(data))
+        assert one.is_member(ann.peer)
+
+    played(tmp_path, story)
+
+
+def test_a_record_of_the_directory_counts_only_if_it_is_a_members(tmp_path: Path) -> None:
+    ann = the_founder().invites().certifies()
+
+    async def story(place: Place) -> None:
+        one = place.enter(the_founder())
+        assert one.is_announced_by_member(ann.peer, ann.chain)
+        assert not one.is_announced_by_member(ann.peer, b"")
+        assert not one.is_announced_by_member(Identity.ephemeral().peer_id, ann.chain)
+
+    played(tmp_path, story)
+
+
+def test_what_is_known_is_kept_and_damage_is_survived(tmp_path: Path) -> None:
+    files, known = MemberFiles(tmp_path), members()
+    ann = the_founder().invites().certifies()
+    known.admit(ann.peer, ann.chain, 0.0)
+    files.save(known)
+    files.leave(the_founder().bans(ann))
+    (tmp_path / "members" / "new" / "garbage").write_bytes(b"garbage")
+
+    def read() -> Members:
+        found = members()
+        files.load(found)
+        return found
+
+    assert read().grant_of(ann.peer) is not None
+    assert not read().is_member(ann.peer, 0.0)
+    assert len(list(files.take_new(members()))) == 1
+    assert read().is_member(ann.peer, 0.0), "whoever takes a statement keeps it"
+    (tmp_path / "members" / "statements").write_bytes(b"\xff\xff")
+    assert read().grant_of(ann.peer) is None
+    assert (files.chain(), files.invite()) == (b"", "")
+    files.keep_chain(ann.chain)
+    assert files.chain() == ann.chain
+    files.keep_invite("p2pdiloco123")
+    assert files.invite() == "p2pdiloco123"
+    assert (tmp_path / "members" / "invite").stat().st_mode & 0o777 == 0o600
+
+
+# ------------------------------------------------------------------------------------------------------------- invites
+
+
+def made(by: Credentials, peer: PeerId | None = None, role: Role = Role.LEARNER) -> str:
+    terms: dict[str, Any] = {"role": role, "cap": NO_CAP, "not_after": NEVER}
+    return encode_invite(make_invite(by, bytes(range(16)), addresses=(ADDRESS,), peer=peer, **terms))
+
+
+def test_whoever_has_an_invite_makes_its_own_certificate_offline() -> None:
+    founder = Credentials(RUN, b"", FOUNDER)
+    for role in (Role.FOLLOWER, Role.LEARNER, Role.ADMIN):
+        joiner = Identity.ephemeral()
+        mine = accepted(decode_invite(made(founder, role=role)), joiner)
+        grant = members().admit(joiner.peer_id, mine.chain, time.time())
+        assert (grant.role, grant.depth) == (role, 2)
+        assert grant.steps[-1].subject == invite_key(bytes(range(16))).peer_id
+        asking = Identity.ephemeral()
+        observer = members().admit(asking.peer_id, mine.extended(asking.peer_id, Role.OBSERVER), time.time())
+        assert observer.role is Role.OBSERVER
+
+
+def test_an_admins_invite_is_good_where_the_admin_is_known() -> None:
+    founder, admin, joiner = Credentials(RUN, b"", FOUNDER), Identity.ephemeral(), Identity.ephemeral()
+    appointed = accepted(decode_invite(made(founder, admin.peer_id, Role.ADMIN)), admin)
+    mine = accepted(decode_invite(made(appointed)), joiner)
+    known = members()
+    with pytest.raises(NotAMemberError):
+        known.admit(joiner.peer_id, mine.chain, time.time())
+    known.admit(admin.peer_id, appointed.chain, time.time())
+    assert known.admit(joiner.peer_id, mine.chain, time.time()).depth == 3
+
+
+def test_an_invite_for_one_peer_is_of_use_to_no_other() -> None:
+    ann = Identity.ephemeral()
+    invite = decode_invite(made(Credentials(RUN, b"", FOUNDER), ann.peer_id))
+    known = Members(RUN, FOUNDER.peer_id, "list", verify)
+    assert known.admit(ann.peer_id, accepted(invite, ann).chain, time.time()).role is Role.LEARNER
+    with pytest.raises(CredentialsError, match="is for the peer"):
+        accepted(invite, Identity.ephemeral())
