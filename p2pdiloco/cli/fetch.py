@@ -33,7 +33,7 @@ async def run(arguments: argparse.Namespace) -> int:
 
 
 def _asked(arguments: argparse.Namespace) -> tuple[list[str], str | None]:
-    """Addresses or an invite, and the run's name, which may stand in their place where the directory has been met before."""
+    """Addresses or an invite, and the run's name, which may stand in their place where the directory was met before."""
     addresses = [word for word in arguments.address if word.startswith("/") or is_invite(word)]
     names = [word for word in arguments.address if word not in addresses] + ([arguments.run] if arguments.run else [])
     if len(names) > 1:
@@ -41,8 +41,8 @@ def _asked(arguments: argparse.Namespace) -> tuple[list[str], str | None]:
     known: Path = arguments.state / "directory.json"
     if not addresses and not known.is_file():
         raise Complaint(
-            f"{names[0]}: {arguments.state} has met no directory yet: give an invite, or an address, as p2pdiloco start "
-            "and p2pdiloco bootstrap print it (p2pdiloco fetch ADDR --run NAME)",
+            f"{names[0]}: {arguments.state} has met no directory yet: give an invite or an address, as p2pdiloco start "
+            "and bootstrap print it (p2pdiloco fetch ADDR --run NAME)",
             REPAIR,
         )
     return addresses, names[0] if names else None

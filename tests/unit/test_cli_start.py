@@ -53,7 +53,7 @@ def test_without_a_terminal_both_commands_are_told(
 
 
 def test_a_name_on_the_command_line_is_checked_like_the_files() -> None:
-    given = argparse.Namespace(config="stdlib-tiny", name="mine")
+    given = argparse.Namespace(config="stdlib-tiny", name="mine", access="list")
     assert start._config(given).name == "mine"
     given.name = "no spaces please"
     with pytest.raises(ConfigError, match="--name no spaces please: letters"):
