@@ -54,7 +54,8 @@ def test_without_a_terminal_both_commands_are_told(
 
 def test_a_name_on_the_command_line_is_checked_like_the_files() -> None:
     given = argparse.Namespace(config="stdlib-tiny", name="mine", access="list")
-    assert start._config(given).name == "mine"
+    config = start._config(given)
+    assert (config.name, config.access) == ("mine", "list")
     given.name = "no spaces please"
     with pytest.raises(ConfigError, match="--name no spaces please: letters"):
         start._config(given)
