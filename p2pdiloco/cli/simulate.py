@@ -19,7 +19,7 @@ from p2pdiloco.cli.complaints import FAILED, REPAIR, Complaint
 from p2pdiloco.peersim import report as whole
 from p2pdiloco.simulation.mutants import MUTANTS
 from p2pdiloco.simulation.planted import BUGS
-from p2pdiloco.simulation.report import find_mutants, simulate
+from p2pdiloco.simulation.report import find_mutants, look_for_garbage_seldom, simulate
 from p2pdiloco.simulation.scenarios import transcript
 
 MUTANT_SEEDS = range(1000)
@@ -139,6 +139,7 @@ def _batches(seeds: range) -> Iterator[range]:
 def _seeds(seeds: range, scenario: str, jobs: int, *, is_json: bool) -> int:
     total: dict[str, float] = {"seeds": 0, "events": 0, "violations": 0, "tokens_lost": 0}
     seconds = 0.0
+    look_for_garbage_seldom()
     for batch in _batches(seeds):
         report = simulate(batch, scenario, jobs=jobs)
         seconds += report.seconds

@@ -39,8 +39,10 @@ class Checks:
         self.tokens_lost = 0
         self.is_over = False
         self.commits: dict[tuple[ShardId, Digest], Known] = {}
+        self.heaviest: dict[ShardId, int] = {}
+        """Tokens of each shard's heaviest head,"""
         self.newest: dict[ShardId, int] = {}
-        """Highest version of each shard."""
+        """and its version. A fork that lost may have had more of them."""
         self.advanced_at: dict[ShardId, float] = {}
         """When that was reached."""
         self.versions = 0
@@ -60,7 +62,7 @@ class Checks:
     def founded(self, state: ev.ShardState, value: GlobalShard) -> None:
         """Version 0."""
         self.commits[state.head.shard, state.head.id] = Known(0, Digest(""), value, None)
-        self.newest[state.head.shard] = 0
+        self.heaviest[state.head.shard] = self.newest[state.head.shard] = 0
         self.advanced_at[state.head.shard] = 0.0
 
     def applied(
@@ -93,8 +95,8 @@ class Checks:
         self.versions += 1
         siblings = self.children[shard, header.parent] = self.children.get((shard, header.parent), 0) + 1
         self.forks += siblings > 1
-        if header.version > self.newest.get(shard, 0):
-            self.newest[shard] = header.version
+        if header.tokens > self.heaviest[shard]:
+            self.heaviest[shard], self.newest[shard] = header.tokens, header.version
             self.advanced_at[shard] = self.world.now
         self.merged_once(process, header, base, value)
         return known
@@ -183,6 +185,13 @@ class Checks:
                 self.violated(4, f"{process.name} has still no state of shards {missing}")
 
     # -- 5: versions advance -------------------------------------------------------------------------------------------
+
+    def progress_begins(self) -> None:
+        """From now on what grows beyond the heaviest head of the living is progress: heavier ones may have died."""
+        for shard in self.advanced_at:
+            heads = [process.machine.core.chains[shard].head for process in self.world.living()]
+            self.heaviest[shard] = max((head.tokens for head in heads if head is not None), default=0)
+            self.advanced_at[shard] = max(self.advanced_at[shard], self.world.now)
 
     def merging(self, process: Process, contributions: int) -> None:
         """Nobody merges less than the quorum: K, or all who participate and stay if they are fewer."""

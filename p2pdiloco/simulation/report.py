@@ -135,11 +135,12 @@ def find_mutants(seeds: Sequence[int], *, first: Mapping[str, int] | None = None
 
 
 def _processes(jobs: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_look_for_garbage_seldom)
+    return ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=look_for_garbage_seldom)
 
 
-def _look_for_garbage_seldom() -> None:
-    """A world is thrown away as a whole: looking for garbage while it lasts is a tenth of its time."""
+def look_for_garbage_seldom() -> None:
+    """In this process from now on. A world is thrown away as a whole: looking for garbage while it lasts is a tenth of
+    its time."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
 

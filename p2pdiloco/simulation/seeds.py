@@ -320,8 +320,7 @@ def _run_phases(world: World, scene: Scene) -> None:
     is_moving = _can_progress(world, scene)
     if is_moving and scene.ending != "finish":
         started_at = world.now
-        for shard in checks.advanced_at:
-            checks.advanced_at[shard] = max(checks.advanced_at[shard], started_at)
+        checks.progress_begins()
         deadline = started_at + PROGRESS_S + _longest_turn_s(world, scene)
         while world.now < deadline and not checks.is_over:
             world.run_until(world.now + 1.0)
