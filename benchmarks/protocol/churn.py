@@ -127,7 +127,7 @@ def under(rates: FaultRates, hours: float, cut: tuple[float, float] | None = Non
 
 def control_traffic(peers: int) -> Figures:
     """Messages and bytes for a version of a shard, without faults, with 8 shards of 1M parameters."""
-    world = swarm(peers, heartbeat_s=max(2.0, peers / 16), fragments=8)
+    world = swarm(peers, heartbeat_s=2.0 if peers <= 16 else 1.0, fragments=8)
     world.run_until(90.0)
     network, checks = world.network, world.checks
     network.is_measured = True
@@ -194,7 +194,7 @@ def takeover(seconds: float | None) -> Figures:
 
 def large() -> Figures:
     """256 peers until 1,000 versions are made: how long the simulation takes."""
-    world = swarm(256, heartbeat_s=16.0, sync_every=4, step_s=0.5)
+    world = swarm(256, heartbeat_s=1.0, sync_every=4, step_s=0.5)
     began = time.perf_counter()
     while world.checks.versions < 1000 and not world.checks.violations:
         world.run_until(world.now + 1.0)

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import msgspec
 import torch
+from msgspec import UNSET
 from torch import nn
 
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.chain import genesis_head
+from p2pdiloco.protocol.defaults import completed
 from p2pdiloco.protocol.events import ShardState
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import (
@@ -23,7 +25,7 @@ from p2pdiloco.protocol.manifest import (
     TensorSpec,
     make_layout,
 )
-from p2pdiloco.protocol.soundness import config_problems, without_places
+from p2pdiloco.protocol.soundness import config_problems, manifest_problems, without_places
 from p2pdiloco.tensors.digests import state_digest
 from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.training import foundation
@@ -116,6 +118,9 @@ def found(config: RunConfig, founder: PeerId, options: PeerOptions) -> tuple[Man
         raise ConfigError("\n".join(problems))
     blocks = cut_into_blocks(corpus, config.model.context, config.inner.batch, config.data.block)
     manifest, theta, momentum = make_manifest(without_places(config), founder, named, parameters, blocks)
+    problems = manifest_problems(manifest)
+    if problems:
+        raise ConfigError("\n".join(problems))
     return manifest, version_zero(manifest, theta, momentum)
 
 
@@ -138,6 +143,12 @@ def is_founded_from(config: RunConfig, written: RunConfig) -> bool:
     """Whether a run's ``config`` is what somebody has ``written``, but for what founding filled in and left out."""
     data = msgspec.structs.replace(config.data, tokenizer_digest=written.data.tokenizer_digest)
     model = written.model if written.model.folder else config.model
+    schedule, left_out = config.schedule, written.schedule
+    if left_out.heartbeat_s is UNSET:
+        schedule = msgspec.structs.replace(schedule, heartbeat_s=UNSET)
+    if left_out.log_length is UNSET:
+        schedule = msgspec.structs.replace(schedule, log_length=UNSET)
+    config = msgspec.structs.replace(config, schedule=schedule)
     return without_places(msgspec.structs.replace(config, data=data, model=model)) == without_places(written)
 
 
@@ -152,6 +163,7 @@ def make_manifest(
     tells names, shapes and which are embeddings."""
     tensors: tuple[TensorSpec, ...] = tensor_specs(named, config.schedule.fragments)
     layout = make_layout(tensors, config.schedule.fragments, config.schedule.max_shard, config.outer.merge)
+    config = completed(config, len(layout.shards))
     theta, momentum = torch.zeros(layout.elements), torch.zeros(layout.elements)
     flat = FlatParameters(parameters, tensors, layout)
     flat.copy_to(theta, flat.everything)

@@ -35,6 +35,7 @@ from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.core import ProtocolConfig
+from p2pdiloco.protocol.defaults import heartbeat_s, logged
 from p2pdiloco.protocol.identifiers import PeerId, ShardId
 from p2pdiloco.protocol.limits import STEP_TOKENS
 from p2pdiloco.protocol.machine import Machine
@@ -84,6 +85,8 @@ def protocol_config(manifest: Manifest, options: PeerOptions, peer: PeerId) -> P
         early_bytes=max(EARLY_BYTES, EARLY_BYTES_PER_PARAMETER * layout.elements),
         is_overwrite=config.outer.adopt == "overwrite",
         evaluation_every=config.evaluation.every,
+        log_length=logged(config.schedule),
+        heartbeat_s=heartbeat_s(config.schedule),
         weight=0.0 if options.is_unreachable else options.weight,
         leave_s=options.leave_s,
     )

@@ -80,7 +80,6 @@ class WorldSetting(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_s: float
     keep_checkpoints: int = 2
     checkpoint_s: float = 5.0
-    log_length: int = 32
     limit_s: float = 600.0
     """When the run must be over, at the latest."""
 

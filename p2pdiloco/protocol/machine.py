@@ -269,7 +269,7 @@ class Machine:
         """Heartbeats to all connected peers, and a look at whose heads differ from ours."""
         core = self.core
         membership = core.membership
-        core.alarms.set(BEAT, core.now + core.config.heartbeat_s)
+        core.alarms.set(BEAT, core.now + membership.beat_s())
         self.presence.greet(membership.peers.values())
         self.presence.refresh("silent")
         self.workload.take()

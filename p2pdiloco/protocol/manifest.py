@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from p2pdiloco.protocol.blocks import MAX_BLOCKS
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId, ShardId, digest_of
@@ -142,6 +142,12 @@ class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """gamma: share of the remaining overlap that the owner waits for late learners."""
     max_shard: Annotated[int, Meta(ge=1024, le=2**32)] = 1 << 20
     """Largest shard in parameters; a fragment is cut into equal shards no larger than this."""
+    heartbeat_s: Annotated[float, Meta(ge=0.1, le=60.0)] | UnsetType = UNSET
+    """Between two heartbeats of a peer in a small swarm; beyond 16 peers it grows by itself. Who is silent for three is
+    lost. Left out: 1 s."""
+    log_length: Annotated[int, Meta(ge=4, le=1024)] | UnsetType = UNSET
+    """Versions of a shard that every peer can send again, and take back: a network that was cut for longer costs the
+    smaller side what it trained before. Left out: what 768 steps make, at least 32 (``protocol/defaults.py``)."""
 
 
 class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

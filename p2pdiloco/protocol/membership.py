@@ -4,6 +4,7 @@ Rules of this file:
 1. A peer is live while it is connected, was heard within its deadline, and echoes what we sent: a peer that we hear but
    that does not hear us is not live, so a one-way cut looks the same from both ends.
 2. Deadlines follow from measured round trips (RFC 6298's estimator) and the heartbeat interval; no other constant.
+   That interval grows with the number of connected peers, so that what heartbeats cost a peer does not.
 3. Live is not participating: a peer participates while its learner can contribute.
 """
 
@@ -19,7 +20,10 @@ from p2pdiloco.protocol.smoothing import smoothed
 
 SENT_KEPT = 64
 MAX_PEERS = 4096
-
+BEAT_PEERS = 16
+"""Connected peers; with more, a peer beats more slowly in proportion."""
+SLOWER = 4.0
+"""Times our own interval that another's may be: it may know of peers that we do not."""
 
 MAX_HELD = 64
 """Blocks of data that a learner has in hand, or trained and not seen merged."""
@@ -48,7 +52,6 @@ class PeerView:
     __slots__ = (
         "acked_at",
         "beat",
-        "deadline_s",
         "heard_at",
         "is_behind",
         "mismatches",
@@ -61,7 +64,7 @@ class PeerView:
         "variation_s",
     )
 
-    def __init__(self, peer: PeerId, now: float, interval_s: float) -> None:
+    def __init__(self, peer: PeerId, now: float) -> None:
         self.peer = peer
         self.heard_at = now
         self.acked_at = now
@@ -70,8 +73,6 @@ class PeerView:
         self.sequence = 0
         self.round_trip_s = 0.0
         self.variation_s = 0.0
-        self.deadline_s = 3 * interval_s
-        """How long this peer may be silent."""
         self.mismatches = 0
         """Heartbeats in a row whose summary of heads differs from ours."""
         self.missed = 0
@@ -83,10 +84,17 @@ class PeerView:
         self.vain_until = 0.0
         """It was asked for commits and did not answer: what it says of heavier heads does not count until then."""
 
-    def measured(self, sample_s: float, interval_s: float) -> None:
+    def measured(self, sample_s: float) -> None:
         """A round trip took this long."""
         self.round_trip_s, self.variation_s = smoothed(self.round_trip_s, self.variation_s, sample_s)
-        self.deadline_s = 3 * interval_s + 2 * self.round_trip_s + 4 * self.variation_s
+
+    def interval_s(self, own_s: float) -> float:
+        """How long this peer takes between two heartbeats; we take ``own_s``."""
+        return own_s if self.beat is None else max(own_s, min(self.beat.interval_s, SLOWER * own_s))
+
+    def deadline_s(self, own_s: float) -> float:
+        """How long this peer may be silent."""
+        return 3 * self.interval_s(own_s) + 2 * self.round_trip_s + 4 * self.variation_s
 
 
 class Membership:
@@ -117,6 +125,7 @@ class Membership:
     def __init__(self, me: PeerId, interval_s: float) -> None:
         self.me = me
         self.interval_s = interval_s
+        """Between two heartbeats in a small swarm."""
         self.peers: dict[PeerId, PeerView] = {}
         self.sequence = 0
         self.sent_at: deque[float] = deque(maxlen=SENT_KEPT)
@@ -155,11 +164,15 @@ class Membership:
         another owner at once, and a merge here would be a fork."""
         return not self.is_leaving or any(peer == self.me for peer, _ in self.candidates)
 
+    def beat_s(self) -> float:
+        """Between two of this peer's heartbeats now."""
+        return self.interval_s * max(1.0, len(self.peers) / BEAT_PEERS)
+
     def connect(self, peer: PeerId, now: float) -> bool:
         """Note a connection; False if there are too many."""
         if peer not in self.peers and len(self.peers) >= MAX_PEERS:
             return False
-        self.peers[peer] = PeerView(peer, now, self.interval_s)
+        self.peers[peer] = PeerView(peer, now)
         return True
 
     def disconnect(self, peer: PeerId) -> None:
@@ -174,7 +187,7 @@ class Membership:
         previous = view.beat
         if previous is not None and beat.sequence <= view.sequence:
             return False
-        was_quiet = now - view.heard_at > 2 * self.interval_s
+        was_quiet = now - view.heard_at > 2 * view.interval_s(self.beat_s())
         view.heard_at = now
         view.sequence = beat.sequence
         view.beat = beat
@@ -223,7 +236,7 @@ class Membership:
         view.is_behind = False
         sample_s = now - at - beat.echo_held_s
         if sample_s > -self.interval_s:  # else it says that it stood still
-            view.measured(max(0.0, sample_s), self.interval_s)
+            view.measured(max(0.0, sample_s))
 
     def stood_still(self, now: float, seconds: float) -> None:
         """This peer did nothing for so long, until now. Round trips that span this time are no samples, at neither
@@ -249,13 +262,13 @@ class Membership:
         candidates = []
         slowest_s = 0.0
         step_s = float("inf")
-        interval_s = self.interval_s
+        interval_s, beat_s = self.interval_s, self.beat_s()
         for peer, view in self.peers.items():
             beat = view.beat
             if beat is None:
                 continue
-            allowed_s = view.deadline_s
-            if now - view.heard_at > allowed_s or now - view.acked_at > allowed_s + interval_s:
+            allowed_s = view.deadline_s(beat_s)
+            if now - view.heard_at > allowed_s or now - view.acked_at > allowed_s + beat_s:
                 continue
             live.append(peer)
             if view.round_trip_s > slowest_s:

@@ -123,6 +123,8 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     """Share of ownership asked for (upload budget); 0 never owns (not reachable from outside)."""
     claims: Blocks = ()
     """Blocks of data in the learner's hands, or trained and not merged yet: others leave them alone."""
+    interval_s: Seconds = 0.0
+    """How long the sender may take until its next heartbeat; 0: as long as the receiver itself."""
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, tag="turn"):

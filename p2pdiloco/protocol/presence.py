@@ -60,7 +60,7 @@ class Presence:
             is_still = before is not None and before.heads_mark == beat.heads_mark
             view.mismatches = view.mismatches + 1 if is_still and beat.heads_mark != core.heads_mark else 0
         if is_news and _NEWS not in core.alarms:
-            core.alarms.set(_NEWS, core.now + NEWS_SHARE * core.config.heartbeat_s)
+            core.alarms.set(_NEWS, core.now + NEWS_SHARE * core.membership.beat_s())
 
     def refresh(self, why_lost: str, *, said_goodbye: bool = False) -> None:
         """Who is live may have changed."""
@@ -87,9 +87,8 @@ class Presence:
         phase, is_participating = core.phase(), core.is_participating()
         step_time_s = 0.0 if learner is None else learner.step_time_s
         mark, weight, claims = core.heads_mark, core.config.weight, self.workload.claims()
+        interval_s = core.membership.beat_s()
         for view in views:
             held_s = core.membership.held_s(view, core.now)
-            beat = Heartbeat(
-                sequence, view.sequence, held_s, phase, is_participating, core.step, step_time_s, mark, weight, claims
-            )
-            core.effects.append(Send((view.peer,), beat))
+            told = (phase, is_participating, core.step, step_time_s, mark, weight, claims, interval_s)
+            core.effects.append(Send((view.peer,), Heartbeat(sequence, view.sequence, held_s, *told)))

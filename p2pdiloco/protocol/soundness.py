@@ -14,6 +14,7 @@ from __future__ import annotations
 import msgspec
 
 from p2pdiloco.protocol.architecture import architecture_problems
+from p2pdiloco.protocol.defaults import logged, most_logged
 from p2pdiloco.protocol.identifiers import RunId, digest_of
 from p2pdiloco.protocol.manifest import PROTOCOL_VERSION, Manifest, RunConfig
 
@@ -63,6 +64,11 @@ def manifest_problems(manifest: Manifest) -> list[str]:
         return [f"the manifest's tensors have {elements:,} parameters, at most {MAX_PARAMETERS:,} are allowed"]
     if len(manifest.genesis) != _count_shards(manifest):
         return ["the manifest's list of version-0 digests does not fit its shards"]
+    if logged(config.schedule) > most_logged(len(manifest.genesis)):
+        return [
+            f"schedule.log_length = {config.schedule.log_length} must be at most {most_logged(len(manifest.genesis))} "
+            f"with {len(manifest.genesis)} shards: logs are kept in memory"
+        ]
     if blocks.number and (not blocks.samples or blocks.samples % config.inner.batch):
         return [f"the manifest's blocks of {blocks.samples} samples are no whole batches of {config.inner.batch}"]
     return []

@@ -17,6 +17,30 @@ def _bug(name: str, module: str, old: str, new: str, harm: str, killed_by: str) 
 
 BUGS = (
     _bug(
+        "heartbeats do not slow down",
+        "membership",
+        "return self.interval_s * max(1.0, len(self.peers) / BEAT_PEERS)",
+        "return self.interval_s",
+        "what heartbeats cost a peer grows with the swarm",
+        "test_timers.py::test_beyond_16_peers_it_beats_more_slowly",
+    ),
+    _bug(
+        "a slow heartbeat taken for silence",
+        "membership",
+        "return own_s if self.beat is None else max(own_s, min(self.beat.interval_s, SLOWER * own_s))",
+        "return own_s",
+        "peers that know of more peers are lost again and again by those that know of few",
+        "test_timers.py::test_who_beats_more_slowly_may_be_silent_for_longer",
+    ),
+    _bug(
+        "any interval believed",
+        "membership",
+        "max(own_s, min(self.beat.interval_s, SLOWER * own_s))",
+        "max(own_s, self.beat.interval_s)",
+        "who is dead, or says nothing on purpose, stays live for as long as it likes",
+        "test_timers.py::test_who_beats_more_slowly_may_be_silent_for_longer",
+    ),
+    _bug(
         "a failed merge drops everybody",
         "merging",
         "if culprit is None or peer_of(x) == culprit]",

@@ -68,7 +68,7 @@ def test_no_round_trip_that_spans_a_stall_is_a_sample_at_neither_end(stopped: st
     world.run_until(10.0 + STOP_S + 3.0)
     views = [view for p in world.living() for view in p.machine.core.membership.peers.values()]
     assert max(view.round_trip_s for view in views) < max(before) + 0.5
-    assert max(view.deadline_s for view in views) < 4.0
+    assert max(view.deadline_s(0.5) for view in views) < 4.0
     assert max(p.machine.merging.takeover_s() for p in world.living()) < 3.0
     assert len({p.heads[0] for p in world.living()}) == 1, "caught up in 3 s"
     assert not world.checks.violations
@@ -93,7 +93,7 @@ def test_who_is_told_of_a_stall_takes_no_sample() -> None:
     stage = Stage(B)
     stage.wait(2.0)
     view = stage.machine.core.membership.peers[B]
-    view.measured(0.2, stage.config.heartbeat_s)
+    view.measured(0.2)
     before, acked_at = view.round_trip_s, view.acked_at
     beat = stage.beats.pop(B)
     stage.wait(1.0)

@@ -62,6 +62,32 @@ def test_at_its_heartbeat_it_asks_for_heads_that_stay_different() -> None:
     assert {to for to, _ in sent(stage.wait(2.0), msg.HeadsRequest)} == {B}
 
 
+MANY = tuple(PeerId(f"p{i:02}") for i in range(32))
+
+
+@pytest.mark.parametrize(("peers", "interval_s"), [(16, 0.5), (24, 0.75), (32, 1.0)])
+def test_beyond_16_peers_it_beats_more_slowly(peers: int, interval_s: float) -> None:
+    """W1d: in proportion; each heartbeat says so."""
+    stage = Stage(*MANY[:peers], has_learner=False)
+    stage.wait(2.0)
+    beats = [beat for to, beat in sent(stage.wait(6.0), msg.Heartbeat) if to == MANY[0]]
+    assert len(beats) == round(6.0 / interval_s)
+    assert {beat.interval_s for beat in beats} == {interval_s}
+
+
+@pytest.mark.parametrize(("says_s", "silent_s"), [(0.0, 1.5), (0.3, 1.5), (1.2, 3.6), (2.0, 6.0), (1e9, 6.0)])
+def test_who_beats_more_slowly_may_be_silent_for_longer(says_s: float, silent_s: float) -> None:
+    """W1e: three of the intervals that it tells of, at most four times ours (0.5 s), and never less than ours."""
+    stage = Stage(B)
+    stage.says(B, interval_s=says_s)
+    stage.wait(1.0)
+    del stage.beats[B]
+    stage.wait(silent_s - 0.12)  # it beat up to a tenth of a second ago
+    assert is_live(stage, B)
+    stage.wait(0.14)
+    assert not is_live(stage, B)
+
+
 def test_what_several_heartbeats_change_is_looked_at_together() -> None:
     """W8: within a sixteenth of the interval, once; a connection that ends, immediately."""
     stage = Stage(B, C)

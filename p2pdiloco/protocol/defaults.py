@@ -1,0 +1,50 @@
+"""Settings of a run that its founder left out, and that follow from its size. They are put into the manifest when it is
+founded; a manifest without them is of a release that had the ``OLD`` ones.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+from msgspec import UNSET
+
+from p2pdiloco.protocol.manifest import RunConfig, ScheduleConfig
+
+OLD_LOG_LENGTH: Final = 32
+OLD_HEARTBEAT_S: Final = 1.0
+LOG_STEPS: Final = 768
+"""Steps of a fork that heals without loss: at any H as many as 32 versions have at the default H of 24."""
+MOST_LOGGED: Final = 1 << 18
+"""Commits in all logs of a peer: about 1 kB each."""
+
+
+def most_logged(shards: int) -> int:
+    """The largest log length for which all logs together have room."""
+    return max(OLD_LOG_LENGTH, MOST_LOGGED // shards)
+
+
+def log_length(sync_every: int, shards: int) -> int:
+    """Versions that are logged of a shard: what ``LOG_STEPS`` steps make, as far as there is room."""
+    return max(OLD_LOG_LENGTH, min(-(-LOG_STEPS // sync_every), most_logged(shards)))
+
+
+def completed(config: RunConfig, shards: int) -> RunConfig:
+    """``config`` as it is founded: nothing is left out."""
+    schedule = config.schedule
+    filled = msgspec.structs.replace(
+        schedule,
+        heartbeat_s=heartbeat_s(schedule),
+        log_length=log_length(schedule.sync_every, shards) if schedule.log_length is UNSET else schedule.log_length,
+    )
+    return msgspec.structs.replace(config, schedule=filled)
+
+
+def heartbeat_s(schedule: ScheduleConfig) -> float:
+    """A run's, whichever release has founded it."""
+    return OLD_HEARTBEAT_S if schedule.heartbeat_s is UNSET else schedule.heartbeat_s
+
+
+def logged(schedule: ScheduleConfig) -> int:
+    """The log length of a run, whichever release has founded it."""
+    return OLD_LOG_LENGTH if schedule.log_length is UNSET else schedule.log_length

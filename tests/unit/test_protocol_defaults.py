@@ -1,0 +1,88 @@
+"""Settings that follow from a run's size, and old manifests that do not have them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec import UNSET
+
+from p2pdiloco.peer.options import PeerOptions
+from p2pdiloco.peer.peer import protocol_config
+from p2pdiloco.protocol.defaults import MOST_LOGGED, completed, log_length
+from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId, digest_of
+from p2pdiloco.protocol.manifest import Manifest, RunConfig, ScheduleConfig, TensorSpec
+from p2pdiloco.protocol.soundness import decode_manifest
+
+
+def manifest(**schedule: object) -> Manifest:
+    """A run of one small shard."""
+    tensors = (TensorSpec(name="w", shape=(16,), merge="direct", fragment=FragmentId(0)),)
+    config = RunConfig(name="run", schedule=msgspec.structs.replace(ScheduleConfig(fragments=1), **schedule))
+    return Manifest(founder=PeerId("f"), config=config, tensors=tensors, genesis=(Digest("0" * 40),))
+
+
+@pytest.mark.parametrize(
+    ("sync_every", "shards", "versions"),
+    [(24, 24, 32), (500, 10, 32), (12, 24, 64), (1, 24, 768), (1, 960, MOST_LOGGED // 960), (1, 1 << 16, 32)],
+)
+def test_a_log_reaches_as_far_back_in_steps_at_any_h_as_far_as_there_is_room(
+    sync_every: int, shards: int, versions: int
+) -> None:
+    assert log_length(sync_every, shards) == versions
+
+
+def test_what_is_left_out_is_filled_in_and_what_is_said_is_kept() -> None:
+    config = RunConfig(name="run", schedule=ScheduleConfig(fragments=4, sync_every=4))
+    assert (completed(config, 4).schedule.heartbeat_s, completed(config, 4).schedule.log_length) == (1.0, 192)
+    said = msgspec.structs.replace(config, schedule=ScheduleConfig(heartbeat_s=3.0, log_length=7))
+    assert completed(said, 4) == said
+
+
+def test_a_manifest_of_an_older_release_is_taken_and_keeps_its_name() -> None:
+    """It says nothing of these settings; what it meant then it means now."""
+    old = manifest()
+    data = old.encode()
+    assert old.config.schedule.heartbeat_s is UNSET
+    assert b"heartbeat_s" not in data
+    assert b"log_length" not in data
+    read = decode_manifest(data, RunId(digest_of(data)))
+    assert (read, read.run) == (old, digest_of(data))
+    config = protocol_config(read, PeerOptions(folder=Path("state")), PeerId("p"))
+    assert (config.heartbeat_s, config.log_length) == (1.0, 32)
+
+
+def test_a_run_lives_by_its_manifest() -> None:
+    data = manifest(heartbeat_s=2.5, log_length=100).encode()
+    config = protocol_config(
+        decode_manifest(data, RunId(digest_of(data))), PeerOptions(folder=Path("state")), PeerId("p")
+    )
+    assert (config.heartbeat_s, config.log_length) == (2.5, 100)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [({"heartbeat_s": 0.0}, ">= 0.1"), ({"heartbeat_s": 1e9}, "<= 60"), ({"log_length": 3}, ">= 4")],
+)
+def test_what_no_run_can_live_with_is_refused(changes: dict[str, object], told: str) -> None:
+    data = manifest(**changes).encode()
+    with pytest.raises(ValueError, match=told):
+        decode_manifest(data, RunId(digest_of(data)))
+
+
+def test_logs_that_have_no_room_are_refused() -> None:
+    shards = 1 << 10
+    tensors = tuple(
+        TensorSpec(name=f"w{i}", shape=(1024,), merge="direct", fragment=FragmentId(0)) for i in range(shards)
+    )
+    schedule = ScheduleConfig(fragments=1, max_shard=1024, log_length=1 + MOST_LOGGED // shards)
+    sound = Manifest(
+        founder=PeerId("f"),
+        config=RunConfig(name="run", schedule=schedule),
+        tensors=tensors,
+        genesis=(Digest("0" * 40),) * shards,
+    )
+    data = sound.encode()
+    with pytest.raises(ValueError, match="must be at most 256 with 1024 shards"):
+        decode_manifest(data, RunId(digest_of(data)))
