@@ -10,7 +10,7 @@ FAILED = 1
 REPAIR = 2
 NOBODY_THERE = 3
 INTERRUPTED = 130
-PORT_ERRORS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
+PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -40,6 +40,12 @@ def complaining(*, repair: tuple[type[Exception], ...], nobody: tuple[type[Excep
 def _of_system(error: OSError) -> Complaint:
     what = error.strerror or str(error)
     text = f"{error.filename}: {what}" if error.filename else what
+    if error.errno == errno.EADDRNOTAVAIL:
+        return Complaint(
+            f"{text}; that is no address of this machine: listen on one that it has (0.0.0.0: all), and tell others "
+            "the one that they dial with --announce",
+            REPAIR,
+        )
     if error.errno in PORT_ERRORS:
         return Complaint(f"{text}; choose another port (0: any free one), or stop what listens there", REPAIR)
     if error.errno in DISK_ERRORS:

@@ -7,8 +7,6 @@ Exit status: 0 in order; 1 something failed while running; 2 the command, config
 from __future__ import annotations
 
 import argparse
-import ast
-import asyncio
 import gc
 import os
 import signal
@@ -45,6 +43,8 @@ def _load(command: str) -> Callable[[argparse.Namespace], Coroutine[None, None, 
 
 
 def _run(run: Callable[[argparse.Namespace], Coroutine[None, None, int]], arguments: argparse.Namespace) -> int:
+    import asyncio  # which a typo does not wait for
+
     import uvloop
 
     from p2pdiloco.runtime import logs
@@ -65,6 +65,8 @@ def _run(run: Callable[[argparse.Namespace], Coroutine[None, None, int]], argume
 
 async def _until_terminated(work: Coroutine[None, None, int]) -> int:
     """Until a command has a way of its own to leave, SIGTERM cancels it as Ctrl+C does: what is open is closed."""
+    import asyncio
+
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -97,6 +99,8 @@ def _description(name: str) -> str:
     spec = find_spec(f"p2pdiloco.cli.{name}")
     assert spec is not None
     assert spec.origin is not None
+    import ast
+
     text = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
     return " ".join(text.split(": ", 1)[-1].split())
 

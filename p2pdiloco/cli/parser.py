@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
@@ -36,5 +35,7 @@ class Parser(argparse.ArgumentParser):
 
 def meant(word: str, known: Iterable[str]) -> str:
     """``: did you mean ...?`` if one of ``known`` is near."""
+    import difflib
+
     near = difflib.get_close_matches(word, sorted(known), n=1)
     return f": did you mean {near[0]}?" if near else ""

@@ -34,6 +34,7 @@ from p2pdiloco.training.corpus_files import CorpusError
 from p2pdiloco.training.huggingface import ArchitectureError, read_folder
 from p2pdiloco.training.models import build
 from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.training.sources import check_extras
 from p2pdiloco.training.tokens import with_tokenizer
 from p2pdiloco.training.trainable import embedding_names, trainable
 from p2pdiloco.wire.bodies import StateProof
@@ -100,6 +101,7 @@ def found(config: RunConfig, founder: PeerId, options: PeerOptions) -> tuple[Man
         ConfigError: corpus or model cannot be used, or there are more fragments than tensors.
     """
     try:
+        check_extras(config)
         data = with_tokenizer(config.data, options.data, options.tokenizer)
         config = msgspec.structs.replace(config, data=data)
         corpus = load_corpus(data, options.data, options.tokenizer, context=config.model.context)

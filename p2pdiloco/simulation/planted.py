@@ -11,6 +11,7 @@ from __future__ import annotations
 from p2pdiloco.simulation.planted_learner import BUGS as LEARNER_BUGS
 from p2pdiloco.simulation.planted_members import BUGS as MEMBERS_BUGS
 from p2pdiloco.simulation.planted_net import BUGS as NET_BUGS
+from p2pdiloco.simulation.planted_results import BUGS as RESULTS_BUGS
 from p2pdiloco.simulation.planting import Bug
 
 _CARGO = "p2pdiloco.peer.cargo"
@@ -423,4 +424,5 @@ BUGS = (
     *LEARNER_BUGS,
     *NET_BUGS,
     *MEMBERS_BUGS,
+    *RESULTS_BUGS,
 )

@@ -3,10 +3,12 @@ to the user, and looked for, before anything is fetched for it."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from p2pdiloco.protocol.manifest import RunConfig
 from p2pdiloco.training.corpus import STDLIB_MAX_BYTES
 from p2pdiloco.training.corpus_files import PATTERNS, find_files, pattern_of
-from p2pdiloco.training.huggingface import ArchitectureError
+from p2pdiloco.training.huggingface import EXTRA, ArchitectureError
 from p2pdiloco.training.tokens import read_tokenizer
 
 
@@ -19,6 +21,7 @@ def tell_sources(config: RunConfig, data: str | None, tokenizer: str | None, mod
     """
     if config.model.kind == "external":
         return []
+    check_extras(config)
     if config.model.lora is not None and model is None:
         raise ArchitectureError(
             "the run trains adapters (LoRA) on a model whose weights do not travel: give --model FOLDER, with the "
@@ -32,3 +35,18 @@ def tell_sources(config: RunConfig, data: str | None, tokenizer: str | None, mod
     else:
         told = f"trains on {len(files):,} files below {root} that match {pattern_of(config.data)!r} (--data)"
     return [told] if model is None else [told, f"adapters are trained on the weights in {model} (--model)"]
+
+
+def check_extras(config: RunConfig) -> None:
+    """Whether the libraries that a run needs are installed; before anything else is complained of.
+
+    Raises:
+        ArchitectureError: one is not.
+    """
+    needed = ["transformers"] if config.model.kind == "huggingface" else []
+    needed += ["peft"] if config.model.lora is not None else []
+    needed += ["tokenizers"] if config.data.kind in PATTERNS else []
+    needed += ["pyarrow"] if config.data.kind == "parquet" else []
+    missing = [name for name in needed if find_spec(name) is None]
+    if missing:
+        raise ArchitectureError(f"run {config.name} needs {', '.join(missing)}: {EXTRA}")

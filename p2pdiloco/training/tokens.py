@@ -55,6 +55,7 @@ def with_tokenizer(config: DataConfig, data: str | None, tokenizer: str | None) 
     """
     if config.kind not in PATTERNS:
         return config
+    find_files(config, data)  # whoever names no data is told of those first
     return msgspec.structs.replace(config, tokenizer_digest=digest_of(_tokenizer_bytes(data, tokenizer)))
 
 

@@ -1,0 +1,154 @@
+"""What people type wrongly: an exit status, one sentence with cause and remedy, never a traceback. Those that need a
+network are in ``tests/integration/test_bad_input.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from p2pdiloco.cli.main import main
+
+pytestmark = [pytest.mark.usefixtures("own_logging"), pytest.mark.heavy]
+FAILED, REPAIR, NOBODY_THERE = 1, 2, 3
+NOBODY = "12D3KooWFBqHtZsnYhFyqTpV8N2Ynw3YwMxt2TDXZqKpY2Y4RgvC"
+DEAD = f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}"
+LLAMA = "model.kind = 'huggingface'\nmodel.config.model_type = 'llama'\nmodel.config.vocab_size = 64\n"
+FILES = {
+    "broken.toml": "name = \n",
+    "empty.toml": "",
+    "unknown.toml": "name = 'x'\ncolour = 'red'\n",
+    "spaces.toml": "name = 'no spaces please'\n",
+    "negative.toml": "name = 'x'\ninner.steps = -1\n",
+    "words.toml": "name = 'x'\ninner.batch = 'many'\n",
+    "heads.toml": "name = 'x'\nmodel.width = 30\nmodel.heads = 4\n",
+    "multiple.toml": "name = 'x'\nschedule.fragments = 3\nschedule.sync_every = 10\n",
+    "warmup.toml": "name = 'x'\ninner.steps = 10\ninner.warmup = 50\n",
+    "codec.toml": "name = 'x'\ncodec.up = 'int3'\n",
+    "optimizer.toml": "name = 'x'\ninner.optimizer = 'adam'\n",
+    "nowhere.toml": "name = 'x'\ndata.kind = 'files'\ndata.path = '/nowhere'\n",
+    "external.toml": "name = 'x'\nmodel.kind = 'external'\n",
+    "pathless.toml": "name = 'x'\ndata.kind = 'text'\n",
+    "llama.toml": f"name = 'x'\n{LLAMA}data.kind = 'text'\ndata.path = 'docs'\n",
+    "weightless.toml": "name = 'x'\nmodel.kind = 'huggingface'\nmodel.folder = 'docs'\ndata.kind = 'stdlib'\n",
+    "notes.txt": "no journal, no key, no checkpoint",
+    "docs/a.txt": "a document\n",
+    "state-of-nothing/readme.txt": "nothing",
+    "half/checkpoint/state-00000001.json": "{",
+}
+MISUSES: list[tuple[str, int, list[str]]] = [
+    # commands and options
+    ("", REPAIR, ["COMMAND"]),
+    ("strat", REPAIR, ["there is no command strat", "did you mean start?"]),
+    ("jion ADDR", REPAIR, ["did you mean join?"]),
+    ("exprot x", REPAIR, ["did you mean export?"]),
+    ("xyzzy", REPAIR, ["there is no command xyzzy"]),
+    ("start stdlib-tiny --bootsrap x", REPAIR, ["there is no option --bootsrap", "did you mean --bootstrap?"]),
+    ("join x --devcie cuda", REPAIR, ["did you mean --device?"]),
+    ("generate x --temprature 1", REPAIR, ["did you mean --temperature?"]),
+    ("start", REPAIR, ["CONFIG"]),
+    ("join", REPAIR, ["ADDR"]),
+    ("fetch", REPAIR, ["RUN|ADDR"]),
+    ("export", REPAIR, ["RUN"]),
+    ("resume", REPAIR, ["DIR"]),
+    ("status", REPAIR, ["ADDR"]),
+    ("start a.toml b.toml", REPAIR, ["b.toml"]),
+    # values
+    ("join x --threads two", REPAIR, ["--threads", "'two' is not a whole number of 0 or more"]),
+    ("join x --threads -1", REPAIR, ["--threads", "whole number of 0 or more"]),
+    ("join x --leave-s soon", REPAIR, ["--leave-s", "'soon' is not a number of seconds from 0 to 3600"]),
+    ("join x --leave-s 1e9", REPAIR, ["--leave-s", "from 0 to 3600"]),
+    ("join x --checkpoint-s 0", REPAIR, ["--checkpoint-s", "from 1 to"]),
+    ("join x --keep-checkpoints 0", REPAIR, ["--keep-checkpoints", "1 or more"]),
+    ("join x --reattach-s -5", REPAIR, ["--reattach-s", "from 0 to 86400"]),
+    ("join x --stay-s forever", REPAIR, ["--stay-s", "'forever' is not a number of seconds"]),
+    ("join x --write-gb 0", REPAIR, ["--write-gb", "gigabytes"]),
+    ("join x --spot oracle", REPAIR, ["--spot", "aws, gcp, azure"]),
+    ("join x --up 20", REPAIR, ["--up", "write 2.5gbit"]),
+    ("join x --up 20mb", REPAIR, ["--up", "write 2.5gbit"]),
+    ("join x --down fast", REPAIR, ["--down", "write 2.5gbit"]),
+    ("join x --log-level loud", REPAIR, ["--log-level", "debug"]),
+    ("generate x --tokens 0", REPAIR, ["--tokens", "1 or more"]),
+    ("generate x --temperature -1", REPAIR, ["--temperature", "from 0 to 100"]),
+    ("generate x --seed many", REPAIR, ["--seed", "whole number"]),
+    ("export x --format gguf", REPAIR, ["--format", "hf", "safetensors"]),
+    ("simulate --scenario doom", REPAIR, ["--scenario"]),
+    ("start stdlib-tiny --name two/words", REPAIR, ["--name two/words", "letters, digits"]),
+    # configurations
+    ("start nothing.toml", REPAIR, ["nothing.toml: no such file", "shipped with p2pdiloco: llama-125m"]),
+    ("start stdlib-tyni", REPAIR, ["did you mean stdlib-tiny?"]),
+    ("start docs", REPAIR, ["docs"]),
+    ("start broken.toml", REPAIR, ["broken.toml", "line 1"]),
+    ("start empty.toml", REPAIR, ["empty.toml", "name"]),
+    ("start unknown.toml", REPAIR, ["unknown.toml", "colour"]),
+    ("start spaces.toml", REPAIR, ["spaces.toml", "name"]),
+    ("start negative.toml", REPAIR, ["inner.steps"]),
+    ("start words.toml", REPAIR, ["inner.batch", "int"]),
+    ("start heads.toml", REPAIR, ["model.width = 30", "multiple of"]),
+    ("start multiple.toml", REPAIR, ["schedule.sync_every = 10", "multiple of"]),
+    ("start warmup.toml", REPAIR, ["inner.warmup"]),
+    ("start codec.toml", REPAIR, ["int3", "codec.up"]),
+    ("start optimizer.toml", REPAIR, ["adam", "inner.optimizer"]),
+    ("start external.toml", REPAIR, ["p2pdiloco.DiLoCo"]),
+    ("start nowhere.toml", REPAIR, ["/nowhere is no folder", "--data"]),
+    ("start pathless.toml", REPAIR, ["--data FOLDER"]),
+    ("start stdlib-tiny --data nowhere", REPAIR, ["nowhere is no folder", "--data"]),
+    ("start llama.toml", REPAIR, ["tokenizer.json", "--tokenizer"]),
+    ("start weightless.toml", REPAIR, ["config.json"]),
+    # addresses
+    ("join 127.0.0.1:4100", REPAIR, ["write it as /ip4/127.0.0.1/tcp/4100"]),
+    ("join example.org", REPAIR, ["write it as"]),
+    ("join /ip4/127.0.0.1/tcp/4100", REPAIR, ["lacks the peer id", "copy the whole address"]),
+    ("status 127.0.0.1:4100", REPAIR, ["write it as"]),
+    ("fetch /ip4/127.0.0.1/tcp/4100", REPAIR, ["lacks the peer id"]),
+    ("fetch story", REPAIR, ["has met no directory yet", "p2pdiloco fetch ADDR --run NAME"]),
+    (f"fetch story {DEAD} --run other", REPAIR, ["one run at a time"]),
+    ("bootstrap --listen 0.0.0.0:31337", REPAIR, ["write it as"]),
+    ("bootstrap --listen /ip4/203.0.113.7/tcp/4000", REPAIR, ["no address of this machine", "--announce"]),
+    (f"join {DEAD}", NOBODY_THERE, [DEAD, "check that one of them is running"]),
+    (f"status {DEAD}", NOBODY_THERE, [DEAD, "check that one of them is running"]),
+    # files
+    ("resume nowhere", REPAIR, ["nowhere", "give peers' state folders"]),
+    ("resume state-of-nothing", REPAIR, ["there is no checkpoint in state-of-nothing"]),
+    ("resume half", REPAIR, ["state-00000001.json"]),
+    ("export nowhere", REPAIR, ["nowhere is no folder", "p2pdiloco fetch ADDR"]),
+    ("export state-of-nothing", REPAIR, ["there is no checkpoint"]),
+    ("generate half", REPAIR, ["state-00000001.json"]),
+    ("replay nowhere.bin", FAILED, ["nowhere.bin: No such file"]),
+    ("replay notes.txt", REPAIR, ["notes.txt is not a journal"]),
+    (f"join {DEAD} --identity_path notes.txt", REPAIR, ["notes.txt"]),
+    ("chaos --plan nothing", REPAIR, ["nothing"]),
+    ("demo --out notes.txt", REPAIR, ["--out notes.txt is a file"]),
+    ("demo --out docs", REPAIR, ["holds something else than a demo"]),
+]
+
+
+def test_there_are_many() -> None:
+    assert len(MISUSES) >= 60
+    assert len({words for words, _, _ in MISUSES}) == len(MISUSES)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("words", "status", "told"), MISUSES, ids=[words or "nothing" for words, _, _ in MISUSES])
+def test_a_misuse_is_told_in_a_sentence(
+    words: str, status: int, told: list[str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        ended = main(words.split())
+    except SystemExit as error:
+        ended = int(str(error.code))
+    errors = [line for line in capsys.readouterr().err.splitlines() if " info " not in line and " warning " not in line]
+    assert (ended, "Traceback" in "".join(errors)) == (status, False), errors
+    said = [line for line in errors if line.startswith("p2pdiloco")]
+    assert len(said) == 1, errors
+    for word in told:
+        assert word in said[0]
