@@ -236,7 +236,7 @@ class Checks:
         name = peer.config.peer
         self.endings[name] = ending
         self._ended_at[name] = self.world.now
-        if self.world.now - self.world.harmed_at > CALM_S:
+        if self.world.now - self.world.harmed_at > CALM_S and peer.machine.core.departure == "finished":
             live = peer.machine.core.membership.live
             self._together += [(name, other) for other in live if self._is_waited_for(other)]
         if ending.status and not self.world.may_fail(name) and not self._stands_still(name):

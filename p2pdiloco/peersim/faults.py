@@ -42,6 +42,7 @@ FurtherKind = Literal[
     "lost-write",  # the disk says that it has written, and has not
     "misdirected-write",  # what is written lands in another file
     "jump",  # the process's clock is suddenly later
+    "leave",  # somebody asks the peer to leave in order; it may come back later
     "encode",  # nothing that the learner trains can be encoded, in this life of its node
 ]
 Kind = FirstKind | FurtherKind

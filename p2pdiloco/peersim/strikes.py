@@ -91,6 +91,23 @@ def _pause_learner(world: World, fault: Fault) -> bool:
     return True
 
 
+def _leave(world: World, fault: Fault) -> bool:
+    """Not the last who has all states: nobody could go on."""
+    host = world.hosts.get(fault.peer)
+    if host is None or host.peer.is_over or not world.survives_without({fault.peer}):
+        return False
+    host.do(lambda: host.peer.request_leave("asked to"))
+
+    def come_back() -> None:
+        if host.is_dead and fault.peer in world.checks.endings and len(world.hosts) > 0:
+            del world.checks.endings[fault.peer]
+            world.begin(fault.peer)
+
+    if world.random.random() < 0.5:
+        world.at(world.now + fault.seconds, come_back)
+    return True
+
+
 def _storm(world: World, fault: Fault) -> bool:
     hit = False
     for number, name in enumerate(world.identities):
@@ -238,5 +255,6 @@ STRIKES: dict[Kind, Strike] = {
     "lost-write": damage.lost_write,
     "misdirected-write": damage.misdirected_write,
     "jump": _jump,
+    "leave": _leave,
     "encode": damage.encode,
 }
