@@ -37,6 +37,7 @@ FurtherKind = Literal[
     "directory-forgets",  # each record is missing in every other answer
     "directory-lies",  # records lead to other peers
     "repeat",  # what a peer sends comes once more, later, also to the next life of who got it
+    "spoil",  # of what a peer sends with its messages and answers, bits are flipped on the way
     "join-in-fork",  # two halves are cut apart; a newcomer comes who reaches both
     "upgrade",  # everybody is restarted, one after the other, with a release that the one before cannot talk to
     "lost-write",  # the disk says that it has written, and has not
@@ -64,7 +65,7 @@ def draw_faults(random: Random, further: Random, names: list[PeerId], typical_s:
     the worlds of seeds that have none stay as they were."""
     faults = _draw(random, random.choice((0, 1, 2, 3, 5, 8)), get_args(FirstKind), names, typical_s)
     if further.random() < FURTHER_SHARE:
-        faults += _draw(further, further.choice((1, 1, 2, 3)), get_args(FurtherKind), names, typical_s)
+        faults += _draw(further, further.choice((1, 2, 3, 5)), get_args(FurtherKind), names, typical_s)
     return sorted(faults, key=lambda fault: fault.at)
 
 

@@ -7,7 +7,9 @@ Rules of this file:
 2. A payload's memory is admitted before it is taken.
 3. What is cut is held back, and lost when an end's patience ends.
 4. Two lives meet by the real greeting: of two releases that do not understand each other both are told so.
-5. What a peer sends may come once more, later, also to the next life of who got it (``repeating``).
+5. What comes with messages and answers may be spoilt on the way (``spoiling``), behind the greeting and TLS: by the
+   sender's memory.
+6. What a peer sends may come once more, later, also to the next life of who got it (``repeating``).
 """
 
 from __future__ import annotations
@@ -69,6 +71,8 @@ class Network:
         self.world = world
         self.repeating: dict[PeerId, float] = {}
         """Peers of which what they send comes once more, and until when they do that."""
+        self.spoiling: dict[PeerId, float] = {}
+        """The same, of those of whose payloads bits are flipped."""
         self.blocked: dict[tuple[PeerId, PeerId], int] = {}
         """Directions that are cut, with how many cuts hold them."""
         self.slow: dict[PeerId, float] = {}
@@ -116,6 +120,17 @@ class Network:
             there.do(partial(deliver, there, source.name, message))
 
         world.at(world.now + self.REPEATED_S * world.random.random() ** 3, come)
+
+    def copied(self, source: PeerId, payload: bytes | memoryview) -> memoryview:
+        """What comes of a payload: the receiver's own memory."""
+        data, random = bytearray(payload), self.world.random
+        if data and self.spoiling.get(source, 0.0) > self.world.now and random.random() < 0.5:
+            where = random.randrange(
+                min(len(data), random.choice((64, 160, len(data))))
+            )  # a commit's first parts are small
+            data[where] ^= 1 << random.randrange(8)
+            self.world.happened["spoil"] += 1
+        return memoryview(data)
 
     # -- connections ---------------------------------------------------------------------------------------------------
 
@@ -251,7 +266,7 @@ def deliver(target: SimulatedHost, source: PeerId, message: list[object]) -> Non
         assert isinstance(payload, bytes | memoryview)
         if not target.peer.admit(source, body, len(payload)):
             return
-        taken = memoryview(bytearray(payload))
+        taken = target.world.network.copied(source, payload)
     target.peer.message(source, body, taken)
 
 
@@ -334,7 +349,7 @@ class SimulatedLinks:
             result: Response | RequestError
             try:
                 found = await target.peer.answer(host.name, body)
-                payload = None if found.payload is None else memoryview(bytearray(found.payload))
+                payload = None if found.payload is None else network.copied(target.name, found.payload)
                 result = Response(found.body, payload)
             except RequestRefused as error:
                 result = RequestRefused(str(error))

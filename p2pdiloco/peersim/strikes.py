@@ -175,6 +175,11 @@ def _repeat(world: World, fault: Fault) -> bool:
     return fault.peer in world.hosts
 
 
+def _spoil(world: World, fault: Fault) -> bool:
+    world.network.spoiling[fault.peer] = world.now + min(fault.seconds, CUT_MOST_S)
+    return False  # it is counted when something was spoilt
+
+
 def _join_in_fork(world: World, fault: Fault) -> bool:
     others = [name for name in world.hosts if name != fault.peer]
     if len(others) < 2 or not world.survives_without({fault.peer}):
@@ -250,6 +255,7 @@ STRIKES: dict[Kind, Strike] = {
     "directory-forgets": _directory("forgets"),
     "directory-lies": _directory("lies"),
     "repeat": _repeat,
+    "spoil": _spoil,
     "join-in-fork": _join_in_fork,
     "upgrade": _upgrade,
     "lost-write": damage.lost_write,
