@@ -1,8 +1,10 @@
 """What must hold of whole peers, judged from tensors, bytes and what learners did, by none of the program's counters.
 
 1. A head is a value: one head means the same parameters, momentum, marks and step, bit for bit, wherever it is; and
-   they are what its parent's and its payload give (an outer step of our own).
-2. A contribution holds, in its learner's lane and nowhere else, the steps of the range that it names.
+   they are what its parent's and its payload give (an outer step of our own). Where its owner's memory was damaged, and
+   nobody else had the state that it merged on, they are what it signed (A6c), and until a peer finds out, nearly that.
+2. A contribution holds, in its learner's lane and nowhere else, the steps of the range that it names. A learner loses
+   nothing of what it holds, but where a fork goes deeper than the log, or a fault took what was needed.
 3. A commit's payload is the merge of the contributions that it names, which were given for its parent.
 4. A learner that lived to the run's end has every step of its in the model once, and nothing else of its own.
 5. Nothing ends by itself: no task fails, no peer ends but for a reason that a fault gave it.
@@ -23,10 +25,12 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.identifiers import Digest, LearnerId, PeerId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, Contribution
 from p2pdiloco.tensors import quantize
+from p2pdiloco.tensors.digests import state_digest
 from p2pdiloco.wire import compression
 
 if TYPE_CHECKING:
     from p2pdiloco.peer.peer import Ending, Peer
+    from p2pdiloco.peersim.learner import SimulatedLearner
     from p2pdiloco.peersim.world import World
 
 Vector = NDArray[np.float32]
@@ -47,6 +51,9 @@ class Value(NamedTuple):
     """Tokens, of all learners that were ever merged."""
     step: int
     version: int
+    owner: PeerId = PeerId("")
+    result: Digest = Digest("")
+    """As its owner signed it."""
 
 
 class Given(NamedTuple):
@@ -78,6 +85,8 @@ class Checks:
         """Peers whose memory or disk was damaged."""
         self.damaged: set[PeerId] = set()
         """Of them, those whose disk was."""
+        self.forgetful: set[PeerId] = set()
+        """Peers that have dropped payloads which they needed."""
         config = world.manifest.config.outer
         self._rate, self._factor = np.float32(config.learning_rate), np.float32(config.momentum)
 
@@ -129,7 +138,11 @@ class Checks:
         theta, momentum = self._tensors(peer, shard)
         who = f"{peer.config.peer[-6:]} at version {known.version} ({head[:8]}) of shard {shard}"
         if not (np.array_equal(theta, known.theta) and np.array_equal(momentum, known.momentum)):
-            if peer.config.peer not in self.spoilt:
+            if peer.config.peer in self.spoilt:
+                return
+            if known.owner in self.spoilt and state_digest(*map(torch.from_numpy, (theta, momentum))) == known.result:
+                self.values[shard, head] = known._replace(theta=theta.copy(), momentum=momentum.copy())
+            elif known.owner not in self.spoilt or not self._is_near(known, theta, momentum):
                 self.violated(1, f"{who} has other parameters or momentum than this head stands for")
             return
         marks = {learner: mark.tokens for learner, mark in chain.marks.items()}
@@ -158,13 +171,17 @@ class Checks:
                 self.violated(3, f"commit {head[:8]} of shard {shard} merges tokens of {c.learner[-12:]} again")
             marks[c.learner] = c.tokens_to
         actual_theta, actual_momentum = self._tensors(peer, shard)
-        if not np.allclose(theta, actual_theta, atol=1e-4) or not np.allclose(momentum, actual_momentum, atol=1e-4):
+        actual = actual_theta.copy(), actual_momentum.copy()
+        value = Value(*actual, marks, header.step, header.version, header.owner, header.result)
+        if not self._is_near(value, theta, momentum):
             if peer.config.peer in self.spoilt:
                 return None
             self.violated(1, f"commit {head[:8]} of shard {shard} does not give what its payload says")
-        value = Value(actual_theta.copy(), actual_momentum.copy(), marks, header.step, header.version)
         self.values[shard, head] = value
         return value
+
+    def _is_near(self, value: Value, theta: Vector, momentum: Vector) -> bool:
+        return np.allclose(theta, value.theta, atol=1e-4) and np.allclose(momentum, value.momentum, atol=1e-4)
 
     def decoded(self, shard: ShardId, payload: bytes | memoryview) -> Vector:
         """What a payload stands for, float32 [elements of the shard]."""
@@ -203,6 +220,17 @@ class Checks:
                 f"{c.tokens_to}, {steps} steps, and holds {found.min():.3f} to {found.max():.3f}, "
                 f"beside its lane {rest:.3f}",
             )
+
+    def threw_away(self, learner: SimulatedLearner, shards: tuple[ShardId, ...]) -> None:
+        """A learner takes the global parameters in the place of its own."""
+        host = self.world.hosts.get(learner.peer)
+        is_meant = self.world.manifest.config.outer.adopt != "carry" or learner.peer in self.spoilt
+        if is_meant or host is None or not learner.truth.tokens or learner.peer in self.forgetful:
+            return
+        chains = host.peer.machine.core.chains
+        versions = [chains[shard].head.version for shard in shards]  # type: ignore[union-attr]
+        if max(versions) <= self.world.setting.log_length:
+            self.violated(2, f"{learner.peer[-6:]}'s learner loses what it has trained of shards {[*shards]}")
 
     # -- 3: a commit is the merge that it says -------------------------------------------------------------------------
 

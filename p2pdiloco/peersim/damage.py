@@ -162,6 +162,19 @@ def poison(world: World, fault: Fault) -> bool:
     return True
 
 
+def forget(world: World, fault: Fault) -> bool:
+    """Every other payload that the node holds is gone."""
+    host = world.hosts.get(fault.peer)
+    if host is None or not host.peer.driver.cargo.payloads:
+        return False
+    world.checks.forgetful.add(fault.peer)
+    payloads = host.peer.driver.cargo.payloads
+    for digest in sorted(payloads):
+        if world.random.random() < 0.5:
+            del payloads[digest]
+    return True
+
+
 def encode(world: World, fault: Fault) -> bool:
     """Nothing can be encoded in this life of the node."""
     host = world.hosts.get(fault.peer)

@@ -44,6 +44,7 @@ FurtherKind = Literal[
     "misdirected-write",  # what is written lands in another file
     "jump",  # the process's clock is suddenly later
     "leave",  # somebody asks the peer to leave in order; it may come back later
+    "forget",  # payloads that the node holds are gone: memory was short
     "encode",  # nothing that the learner trains can be encoded, in this life of its node
 ]
 Kind = FirstKind | FurtherKind

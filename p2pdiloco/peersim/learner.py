@@ -208,6 +208,7 @@ class SimulatedLearner:
         self.world.truths[name] = self.truth
 
     def _replaced(self, shards: Iterable[ShardId]) -> None:
+        self.world.checks.threw_away(self, tuple(shards))
         for shard in shards:
             self.truth.thrown[shard] = len(self.truth.tokens)
 

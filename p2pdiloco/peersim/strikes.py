@@ -262,5 +262,6 @@ STRIKES: dict[Kind, Strike] = {
     "misdirected-write": damage.misdirected_write,
     "jump": _jump,
     "leave": _leave,
+    "forget": damage.forget,
     "encode": damage.encode,
 }
