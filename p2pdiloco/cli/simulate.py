@@ -96,9 +96,10 @@ async def _whole(seeds: range, jobs: int, *, is_json: bool) -> int:
 
 
 async def _whole_mutants(seeds: range, jobs: int, *, pieces: str, record: Path | None, is_json: bool) -> int:
-    """Planted bugs outside the protocol, and the first of ``seeds`` that finds each; ``pieces`` such as 1/4."""
+    """Planted bugs of what whole peers run beside the protocol, and the first of ``seeds`` that finds each. ``pieces``:
+    such as 1/4."""
     part, of = parse_pieces(pieces)
-    names = [bug.name for bug in BUGS][part - 1 :: of]
+    names = [bug.name for bug in BUGS if bug.module.startswith(whole.DRIVEN)][part - 1 :: of]
     survivors = []
     async for found in whole.hunt(names, seeds, jobs=jobs):
         if found.seed is None:

@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 
 from p2pdiloco.peersim.knobs import CHUNK
 from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import signing
 from p2pdiloco.protocol.identifiers import Digest, LearnerId, PeerId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, Contribution
+from p2pdiloco.runtime.identity import verify
 from p2pdiloco.tensors import quantize
 from p2pdiloco.tensors.digests import state_digest
 from p2pdiloco.wire import compression
@@ -135,6 +137,7 @@ class Checks:
             known = self._committed(peer, shard, head, header)
             if known is None:
                 return
+        self._is_proved(peer, shard, head)
         theta, momentum = self._tensors(peer, shard)
         who = f"{peer.config.peer[-6:]} at version {known.version} ({head[:8]}) of shard {shard}"
         if not (np.array_equal(theta, known.theta) and np.array_equal(momentum, known.momentum)):
@@ -150,6 +153,12 @@ class Checks:
             self.violated(1, f"{who} has other marks than its chain")
         if chain.step != known.step:
             self.violated(1, f"{who} is at step {chain.step}, its chain at {known.step}")
+
+    def _is_proved(self, peer: Peer, shard: ShardId, head: Digest) -> None:
+        """What a peer shows of its head, to newcomers and in its checkpoints, bears the owner's signature."""
+        header, signature = peer.driver.cargo.shelves[shard].proofs.get(head, (None, b""))
+        if header is not None and not verify(header.owner, signing.commit(head), signature):
+            self.violated(1, f"{peer.config.peer[-6:]} is at {head[:8]}, which its owner has not signed")
 
     def _committed(self, peer: Peer, shard: ShardId, head: Digest, header: CommitHeader) -> Value | None:
         """A commit that nobody has applied before."""

@@ -165,14 +165,14 @@ def poison(world: World, fault: Fault) -> bool:
 def forget(world: World, fault: Fault) -> bool:
     """Every other payload that the node holds is gone."""
     host = world.hosts.get(fault.peer)
-    if host is None or not host.peer.driver.cargo.payloads:
+    if host is None:
         return False
     world.checks.forgetful.add(fault.peer)
-    payloads = host.peer.driver.cargo.payloads
-    for digest in sorted(payloads):
+    held = [(shelf.payloads, digest) for shelf in host.peer.driver.cargo.shelves for digest in sorted(shelf.payloads)]
+    for payloads, digest in held:
         if world.random.random() < 0.5:
             del payloads[digest]
-    return True
+    return bool(held)
 
 
 def encode(world: World, fault: Fault) -> bool:
