@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import traceback
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -189,7 +189,7 @@ class Checks:
         self.values[shard, head] = value
         return value
 
-    def _is_near(self, value: Value, theta: Vector, momentum: Vector) -> bool:
+    def _is_near(self, value: Value, theta: NDArray[Any], momentum: NDArray[Any]) -> bool:
         return np.allclose(theta, value.theta, atol=1e-4) and np.allclose(momentum, value.momentum, atol=1e-4)
 
     def decoded(self, shard: ShardId, payload: bytes | memoryview) -> Vector:

@@ -121,7 +121,7 @@ class Network:
 
         world.at(world.now + self.REPEATED_S * world.random.random() ** 3, come)
 
-    def copied(self, source: PeerId, payload: bytes | memoryview) -> memoryview:
+    def copied(self, source: PeerId, payload: bytes | bytearray | memoryview) -> memoryview:
         """What comes of a payload: the receiver's own memory."""
         data, random = bytearray(payload), self.world.random
         if data and self.spoiling.get(source, 0.0) > self.world.now and random.random() < 0.5:
