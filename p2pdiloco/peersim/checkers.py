@@ -238,7 +238,7 @@ class Checks:
             return
         chains = host.peer.machine.core.chains
         versions = [chains[shard].head.version for shard in shards]  # type: ignore[union-attr]
-        if max(versions) <= self.world.setting.log_length:
+        if max(versions) <= host.peer.config.log_length:
             self.violated(2, f"{learner.peer[-6:]}'s learner loses what it has trained of shards {[*shards]}")
 
     # -- 3: a commit is the merge that it says -------------------------------------------------------------------------
@@ -284,6 +284,8 @@ class Checks:
             return
         if not peer.state.shifts.is_empty:
             return  # it left before its learner could take the last commits, which nobody needs any more
+        if not peer.machine.core.is_current:
+            return  # it has left before it had joined
         truth = self.world.truths[peer.supervision.learner]  # type: ignore[index]
         trained = truth.tokens[-1] if truth.tokens else 0
         delta = (learner.vector() - peer.state.theta).numpy()
