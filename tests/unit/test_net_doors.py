@@ -115,7 +115,7 @@ def test_a_stranger_is_told_to_ask_for_an_invite_and_nothing_else(run: str) -> N
 
 
 def test_who_dials_a_stranger_shows_it_nothing() -> None:
-    ann, other = member(the_founder().invites().certifies()), stranger("cd" * 20)
+    ann, other = member(the_founder().invites().certifies()), stranger()
     met = Meeting(ann, other)
     met.refusal(met.mine)
     assert len(ann.wrote) < 700
