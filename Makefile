@@ -8,7 +8,7 @@ EXCHANGE ?= --all
 # Workers of the tests.
 JOBS ?= 2
 
-.PHONY: demo test quick quick-tests test-measured lint simulate mutants chaos golden bench-wire bench-wan bench-quick bench-uml clean help
+.PHONY: demo test quick quick-tests test-measured lint simulate fuzz mutants chaos golden bench-wire bench-wan bench-quick bench-uml clean help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -58,6 +58,9 @@ simulate: $(READY) ## 10,000 seeds of the protocol, 1,000 of whole peers, fresh 
 
 # SAMPLE mutants of each package (0: all, a day of one core); the seed makes the sample repeatable.
 SAMPLE ?= 150
+fuzz: $(READY) ## every decoder of others' bytes, for SECONDS=600, with what is nearly well-formed
+	@$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),600)
+
 mutants: $(READY) ## planted bugs, and SAMPLE mutants a package against the fast tests and seeds (an hour): docs/testing.md
 	@$(BIN)/python -m tests.mutation planted --jobs 2
 	@$(BIN)/python -m tests.mutation run --sample $(SAMPLE) --jobs 2 --json out/mutation/run.json --check

@@ -1,0 +1,190 @@
+"""Everything that reads bytes of others: how it is called, and what it is fed to begin with.
+
+Whoever adds a decoder adds a line to ``DECODERS``; ``test_fuzz.py`` looks for those that are missing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from random import Random
+from typing import Any, NamedTuple
+
+from p2pdiloco.net import frames
+from p2pdiloco.net.doors import OpenDoor
+from p2pdiloco.net.endpoint import Endpoint
+from p2pdiloco.net.handshake import Greeter, Handshake, Hello, Role
+from p2pdiloco.net.limits import TransportLimits
+from p2pdiloco.node.lookup import RunRecord
+from p2pdiloco.node.roster import PeerRecord
+from p2pdiloco.protocol.identifiers import RunId, digest_of
+from p2pdiloco.protocol.manifest import Manifest
+from p2pdiloco.protocol.messages import Message
+from p2pdiloco.protocol.soundness import decode_manifest
+from p2pdiloco.runtime.identity import Identity, verify
+from p2pdiloco.wire import bodies, certificates, compression, invites, records, statements
+from p2pdiloco.wire.certificates import NEVER, NO_CAP, Certificate, Chain, Grant, Kind, certify, hint_of
+from p2pdiloco.wire.members import Members
+from tests.fuzz.wellformed import encoded
+
+FOUNDER, MEMBER, INVITE = (Identity.from_secret(b"fuzz", bytes([number]) * 16) for number in range(3))
+RUN = RunId("ab" * 20)
+MOST_BYTES = 1 << 16
+"""Of what is unpacked."""
+
+
+class Decoder(NamedTuple):
+    """``read`` may raise ValueError, and nothing else."""
+
+    read: Callable[[bytes], object]
+    sample: Callable[[Random], bytes]
+
+
+def _certificate(signer: Identity, subject: Identity, kind: Kind, role: certificates.Role) -> Certificate:
+    bare = Certificate(kind=kind, role=role, subject=subject.peer_id)
+    return certify(RUN, signer.peer_id, bare, signer.sign)
+
+
+def _chain() -> bytes:
+    invite = _certificate(FOUNDER, INVITE, Kind.INVITE, certificates.Role.LEARNER)
+    peer = _certificate(INVITE, MEMBER, Kind.PEER, certificates.Role.LEARNER)
+    return Chain(hint_of(FOUNDER.peer_id), (invite, peer)).encode()
+
+
+CHAIN = _chain()
+BAN = statements.ban(RUN, MEMBER.peer_id, Grant(subject=FOUNDER.peer_id), FOUNDER.sign)
+INTRODUCTION = statements.INTRODUCTION + CHAIN
+
+
+def _invite(rng: Random) -> bytes:
+    invite = invites.Invite(
+        run=RUN,
+        secret=rng.randbytes(16),
+        role=certificates.Role.LEARNER,
+        cap=NO_CAP,
+        not_after=NEVER,
+        hint=bytes(4),
+        signature=bytes(64),
+        directory=FOUNDER.peer_id,
+        addresses=("/ip4/10.0.0.1/tcp/4100", "/dns/example.org/tcp/1"),
+    )
+    return invites.encode_invite(invite).encode()
+
+
+def _record(rng: Random) -> bytes:
+    envelope = records.Envelope(
+        topic="t",
+        name="",
+        peer=FOUNDER.peer_id,
+        expires_s=2e9,
+        addresses=("/ip4/10.0.0.1/tcp/1",),
+        body=rng.randbytes(9),
+    )
+    return records.seal(envelope, FOUNDER.sign)
+
+
+def _greeter() -> Greeter:
+    return Greeter(
+        peer=FOUNDER.peer_id,
+        run=RUN,
+        version=1,
+        life=bytes(16),
+        sign=FOUNDER.sign,
+        verify=verify,
+        nonce=lambda: os.urandom(32),
+        door=OpenDoor(),
+    )
+
+
+def _hello(rng: Random) -> bytes:
+    greeter = _greeter()
+    greeter.peer = MEMBER.peer_id
+    return (
+        greeter.handshake(Role.DIALLER, bytes(32), None, 0, b"").hello_body
+        if rng.random() < 0.5
+        else encoded(Hello, rng)
+    )
+
+
+def _greet(data: bytes) -> None:
+    half: Handshake = _greeter().handshake(Role.LISTENER, bytes(32), None, 0, b"")
+    half.proof_after(data)
+    half.finish(data)
+
+
+def _connection(data: bytes) -> None:
+    """An endpoint whose other side says ``data`` instead of greeting."""
+    endpoint = Endpoint(_greeter(), TransportLimits(lanes=1))
+    connection = endpoint.begin(Role.LISTENER, 0.0, host="10.0.0.1")
+    endpoint.up(connection, bytes(32), 0.0)
+    endpoint.receive(connection, data, 0.0)
+    for _ in range(4):
+        list(endpoint.events(0.0))
+        list(endpoint.to_send(0.0))
+
+
+def _connection_sample(rng: Random) -> bytes:
+    kind, body = rng.choice(list(frames.Kind)), rng.randbytes(rng.randrange(80))
+    said = [frames.encode_frame(frames.Kind.HELLO, 0, _hello(rng))]
+    said += [frames.HEADER.pack(len(body), kind, rng.randrange(3)), body]
+    return b"".join(said)
+
+
+def _frames(data: bytes) -> None:
+    for read in (frames.decode_start, frames.decode_request, frames.decode_credit, frames.decode_goodbye):
+        try:
+            read(data)
+        except ValueError:
+            continue
+    frames.parse_header(data.ljust(frames.HEADER.size, b"\0"))
+
+
+def _frames_sample(rng: Random) -> bytes:
+    start = frames.Start(frames.Use.MESSAGE, 0, 99, frames.Part(1, 200, 100) if rng.random() < 0.5 else None)
+    whole = frames.encode_start(7, start, rng.randbytes(20))
+    return rng.choice([whole, whole[frames.HEADER.size :], frames.encode_goodbye(frames.Parting.LEAVING, "a reason")])
+
+
+def _members(data: bytes) -> None:
+    known = Members(RUN, FOUNDER.peer_id, "invite", verify)
+    for read in (lambda: known.learn(data), lambda: known.admit(MEMBER.peer_id, data, 1.0)):
+        try:
+            read()
+        except ValueError:
+            continue
+    known.marks()
+    known.beyond(data, 100)
+
+
+def _as(kind: Any) -> Decoder:
+    return Decoder(lambda data: bodies.decode_as(data, kind), lambda rng: encoded(kind, rng))
+
+
+DECODERS: dict[str, Decoder] = {
+    "frames": Decoder(_frames, _frames_sample),
+    "connection": Decoder(_connection, _connection_sample),
+    "greeting": Decoder(_greet, _hello),
+    "message": Decoder(bodies.decode_message, lambda rng: encoded(Message, rng)),
+    "request": Decoder(bodies.decode_request, lambda rng: encoded(bodies.Request, rng)),
+    "status": _as(bodies.PeerStatus),
+    "state offer": _as(bodies.StateOffer),
+    "run record": _as(RunRecord),
+    "peer record": _as(PeerRecord),
+    "commit": Decoder(lambda data: bodies.split_commit(memoryview(data), 40), lambda rng: rng.randbytes(200)),
+    "zstd": Decoder(
+        lambda data: compression.decompress(data, MOST_BYTES),
+        lambda rng: compression.compress(rng.choice([bytes(9999), rng.randbytes(500)])),
+    ),
+    "payload": Decoder(
+        lambda data: list(compression.split(data, 2, MOST_BYTES)),
+        lambda rng: compression.join([rng.randbytes(300), bytes(2000)]),
+    ),
+    "directory's record": Decoder(lambda data: records.unseal(data, verify), _record),
+    "manifest": Decoder(lambda data: decode_manifest(data, RunId(digest_of(data))), lambda rng: encoded(Manifest, rng)),
+    "chain": Decoder(certificates.decode_chain, lambda rng: CHAIN),
+    "statements": Decoder(
+        statements.split_statements, lambda rng: statements.join_statements([BAN, INTRODUCTION, rng.randbytes(9)])
+    ),
+    "members": Decoder(_members, lambda rng: rng.choice([BAN, INTRODUCTION, CHAIN])),
+    "invite": Decoder(lambda data: invites.decode_invite(data.decode("latin-1")), _invite),
+}
