@@ -56,11 +56,11 @@ simulate: $(READY) ## 10,000 seeds of the protocol, 1,000 of whole peers, fresh 
 	@$(BIN)/p2pdiloco simulate --whole --fresh 200
 	@$(BIN)/p2pdiloco simulate --mutants
 
-# SAMPLE mutants of each package (0: all, a day of one core); the seed makes the sample repeatable.
-SAMPLE ?= 150
 fuzz: $(READY) ## every decoder of others' bytes, for SECONDS=600, with what is nearly well-formed
 	@$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),600)
 
+# SAMPLE mutants of each package (0: all, a day of one core); the seed makes the sample repeatable.
+SAMPLE ?= 150
 mutants: $(READY) ## planted bugs, and SAMPLE mutants a package against the fast tests and seeds (an hour): docs/testing.md
 	@$(BIN)/python -m tests.mutation planted --jobs 2
 	@$(BIN)/python -m tests.mutation run --sample $(SAMPLE) --jobs 2 --json out/mutation/run.json --check

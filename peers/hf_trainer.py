@@ -1,9 +1,9 @@
 """An example of the Hugging Face Trainer in a run (needs the extra hf)::
 
     p2pdiloco bootstrap --listen /ip4/127.0.0.1/tcp/31337
-    python -m peers.hf_trainer --state a --run tiny --peer ADDRESS --found      # the first
-    python -m peers.hf_trainer --state b --run tiny --peer ADDRESS --seed 1     # any number of others
-    python -m peers.hf_trainer --state b --run tuned --peer ADDRESS --lora      # adapters of peft, on a frozen base
+    python -m peers.hf_trainer --state a --run tiny --peer ADDRESS --found      # the first prints an INVITE
+    python -m peers.hf_trainer --state b --run tiny --peer INVITE --seed 1      # any number of others
+    python -m peers.hf_trainer --state b --run tuned --peer INVITE --lora       # adapters of peft, on a frozen base
 
 A Llama of two small layers learns to continue random walks. With ``--lora`` its random base stands for a pretrained
 one, and only the adapters travel. All have the same data; each draws samples of its own. The integration tests run this

@@ -1,8 +1,8 @@
 """An example of an island: several processes under torchrun are one peer, with DDP or FSDP2 (``fully_shard``)::
 
     p2pdiloco bootstrap --listen /ip4/127.0.0.1/tcp/31337
-    torchrun --nproc-per-node 2 peers/island.py --state a --run-name sines --peer ADDRESS --found
-    torchrun --nproc-per-node 2 --max-restarts 3 peers/island.py --state b --run-name sines --peer ADDRESS --shard
+    torchrun --nproc-per-node 2 peers/island.py --state a --run-name sines --peer ADDRESS --found    # prints an INVITE
+    torchrun --nproc-per-node 2 --max-restarts 3 peers/island.py --state b --run-name sines --peer INVITE --shard
 
 Every rank has the same lines; rank 0 talks to the node. A rank's death ends the island; torchrun starts it again, and
 it goes on as the same peer (with torch 2.13 and gloo, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: else the second life

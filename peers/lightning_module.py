@@ -1,8 +1,8 @@
 """An example of Lightning's Trainer in a run (needs the extra lightning)::
 
     p2pdiloco bootstrap --listen /ip4/127.0.0.1/tcp/31337
-    python -m peers.lightning_module --state a --run sines --peer ADDRESS --found      # the first
-    python -m peers.lightning_module --state b --run sines --peer ADDRESS --seed 1     # any number of others
+    python -m peers.lightning_module --state a --run sines --peer ADDRESS --found      # the first prints an INVITE
+    python -m peers.lightning_module --state b --run sines --peer INVITE --seed 1      # any number of others
 
 A small network learns a sum of sines. The integration tests run this file.
 """

@@ -1,8 +1,8 @@
 """An example of a training script with a model, data and loop of its own, which trains together with others::
 
     p2pdiloco bootstrap --listen /ip4/127.0.0.1/tcp/31337
-    python -m peers.own_script --state a --run sines --peer ADDRESS --found      # the first
-    python -m peers.own_script --state b --run sines --peer ADDRESS --seed 1     # any number of others
+    python -m peers.own_script --state a --run sines --peer ADDRESS --found      # the first prints an INVITE
+    python -m peers.own_script --state b --run sines --peer INVITE --seed 1      # any number of others
     python -m peers.own_script --state c                                         # alone: nothing changes
 
 A small network learns a sum of sines; one of its layers is frozen, as the base of a LoRA would be. The integration

@@ -197,8 +197,8 @@ class Fellowship:
     def _part_from_others(self) -> None:
         now_s, me = self._now_s(), self.mine.identity.peer_id
         for peer in (me, *self.links.peers()):
-            if self.members.grant_of(peer) is None:
-                continue  # it observes, for as long as it takes, or nobody has introduced us yet
+            if peer == me and self.members.grant_of(me) is None:
+                continue  # nobody has introduced us yet
             try:
                 self.members.judge(peer, now_s)
             except NotAMemberError as error:

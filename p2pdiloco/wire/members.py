@@ -45,6 +45,8 @@ ALL_BANS_LIMIT = 4096
 """Of all admins; the founder's own are not bounded."""
 FOLLOWED_LIMIT = 8192
 """Chains whose signatures were looked at."""
+OBSERVING_LIMIT = 1024
+"""Observers that are remembered: more than connections."""
 SIGNERS_LIMIT = 8
 """Who ban one key."""
 
@@ -78,6 +80,8 @@ class Members:
         self._statements: dict[bytes, bytes] = {}
         self._invited: Counter[PeerId] = Counter()
         self._banned_by: Counter[PeerId] = Counter()
+        self._observing: dict[PeerId, Grant] = {}
+        """Those who were let in to ask, the latest."""
         self._followed: dict[bytes, Grant] = {}
         """Chains that hold, whatever else is known: signatures are looked at once."""
 
@@ -96,6 +100,10 @@ class Members:
         """
         grant = self._granted(peer, chain)
         self._judge(grant, now_s)
+        if grant.role is Role.OBSERVER:
+            while len(self._observing) >= OBSERVING_LIMIT:
+                del self._observing[next(iter(self._observing))]
+            self._observing[peer] = grant
         if not grant.depth or grant.role is Role.OBSERVER:
             return grant
         self._introduce(grant, introduction(grant))
@@ -112,15 +120,15 @@ class Members:
             self.judge(peer, now_s)
         except NotAMemberError:
             return False
-        return True
+        return self.grant_of(peer) is not None
 
     def judge(self, peer: PeerId, now_s: float) -> None:
-        """As ``is_member``, with the reason.
+        """Whether ``peer`` may be connected: as ``is_member``, with the reason, and of observers, too.
 
         Raises:
-            NotAMemberError: it is not.
+            NotAMemberError: it may not.
         """
-        grant = self.grant_of(peer)
+        grant = self.grant_of(peer) or self._observing.get(peer)
         if grant is None:
             raise NotAMemberError(f"{peer} is not known here as a member of the run")
         self._judge(grant, now_s)

@@ -176,6 +176,26 @@ def test_observers_are_told_nothing_of_members_and_are_not_believed(tmp_path: Pa
     played(tmp_path, story)
 
 
+def test_an_observer_whose_invite_is_revoked_is_parted_from(tmp_path: Path) -> None:
+    invite = the_founder().invites()
+    asking = invite.certifies(role=Role.OBSERVER)
+
+    async def story(place: Place) -> None:
+        one = place.enter(the_founder())
+        one.door.admit(asking.peer, asking.chain)
+        place.links.add(frozenset({the_founder().peer, asking.peer}))
+        one.look()
+        await place.settle()
+        assert not place.parted
+        assert not one.is_member(asking.peer), "it only asks"
+        MemberFiles(tmp_path / the_founder().peer).leave(the_founder().bans(invite))
+        one.look()
+        await place.settle()
+        assert [(there, "is revoked" in why) for _, there, why in place.parted] == [(asking.peer, True)]
+
+    played(tmp_path, story)
+
+
 def test_a_follower_gives_nothing_and_owns_nothing(tmp_path: Path) -> None:
     follower = the_founder().invites(Role.FOLLOWER).certifies(role=Role.FOLLOWER)
     small = the_founder().invites(cap=250).certifies()
