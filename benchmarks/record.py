@@ -17,10 +17,11 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 DISTRIBUTIONS = ("p2pdiloco", "torch", "numpy", "zstandard", "uvloop", "hivemind", "cryptography", "numba")
 
-Row = Mapping[str, object]
+Row = Mapping[str, Any]
 
 
 def row(benchmark: str, settings: Mapping[str, object], figures: Mapping[str, object]) -> dict[str, object]:

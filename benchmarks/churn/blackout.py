@@ -16,7 +16,6 @@ Rules of this file:
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -27,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks import record
+from benchmarks import bench
 from benchmarks.churn.soak import toml
 from p2pdiloco.chaos.swarm import Member, Swarm
 from p2pdiloco.peer.checkpoint import best_of, load_all
@@ -131,13 +130,12 @@ def _marks(folders: list[Path]) -> dict[str, float]:
 
 def main() -> int:
     """Measure, print, write; exit status 1 if a learner lost more than H steps."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = bench.parser(__doc__, has_plot=False)
     parser.add_argument("--peers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of training before it (default: %(default)s)")
-    parser.add_argument("--checkpoint-s", type=float, default=60.0, help="the peers' (default: %(default)s)")
-    parser.add_argument("--overlap", type=int, default=6, help="schedule.overlap, in steps (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="append a row of results here")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of training before it")
+    parser.add_argument("--checkpoint-s", type=float, default=60.0, help="the peers'")
+    parser.add_argument("--overlap", type=int, default=6, help="schedule.overlap, in steps")
     options = parser.parse_args()
     lost = []
     for number in range(options.rounds):
@@ -149,9 +147,7 @@ def main() -> int:
         lost += [f["lost"] for f in found]
     figures = {"lost_steps_median": statistics.median(lost), "lost_steps_most": max(lost), "sync_every": SYNC_EVERY}
     print(json.dumps(figures))
-    if options.json is not None:
-        settings = {name: getattr(options, name) for name in ("peers", "rounds", "seconds", "checkpoint_s", "overlap")}
-        record.append(options.json, [record.row("churn/blackout", settings, figures)])
+    bench.write(options, "churn/blackout", {}, figures)
     return int(max(lost) > SYNC_EVERY)
 
 

@@ -13,7 +13,6 @@ Rules of this file:
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import math
@@ -26,7 +25,8 @@ import msgspec
 import torch
 from torch import nn
 
-from benchmarks import record
+from benchmarks import bench
+from benchmarks.plots import figure
 from p2pdiloco.node.founding import SHIPPED
 from p2pdiloco.protocol.manifest import DataConfig, RunConfig
 from p2pdiloco.training.corpus import Batches, load_corpus
@@ -107,44 +107,29 @@ def gaps(found: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
 
 def plot(path: Path, figures: dict[str, Any]) -> None:
     """Gaps over steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shown, axes = pyplot.subplots(figsize=(7, 4))
-    for way in WAYS[1:]:
-        errors = [100 * (error or 0.0) for error in figures[f"{way}: error"]]
-        axes.errorbar(AT, [100 * gap for gap in figures[way]], errors, label=way, marker="o", capsize=3)
-    axes.set_xscale("log")
-    axes.set_xticks(AT, [str(at) for at in AT])
-    axes.axhline(0.0, color="#9aa5b1", linewidth=0.8)
-    axes.set_xlabel("inner steps after coming back")
-    axes.set_ylabel("held-out loss against the own state, %")
-    axes.legend(frameon=False)
-    shown.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    shown.savefig(path, dpi=150)
-    pyplot.close(shown)
+    with figure(path, size=(7, 4)) as axes:
+        for way in WAYS[1:]:
+            errors = [100 * (error or 0.0) for error in figures[f"{way}: error"]]
+            axes.errorbar(AT, [100 * gap for gap in figures[way]], errors, label=way, marker="o", capsize=3)
+        axes.set(xscale="log", xlabel="inner steps after coming back", ylabel="held-out loss against the own state, %")
+        axes.set_xticks(AT, [str(at) for at in AT])
+        axes.axhline(0.0, color="#9aa5b1", linewidth=0.8)
+        axes.legend()
 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = bench.parser(__doc__)
     parser.add_argument("--config", type=Path, default=SHIPPED / "stdlib-tiny.toml")
-    parser.add_argument("--before", type=int, default=400, help="steps before it goes (default: %(default)s)")
+    parser.add_argument("--before", type=int, default=400, help="steps before it goes")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="append a row of results here")
-    parser.add_argument("--plot", type=Path, help="write a PNG here")
     options = parser.parse_args()
     torch.set_num_threads(1)
     config = msgspec.toml.decode(options.config.read_bytes(), type=RunConfig)
     corpus = load_corpus(DataConfig(kind="stdlib"), context=config.model.context)
     figures = gaps([one(config, corpus, seed, options.before) for seed in range(options.seeds)])
     print(json.dumps(figures, indent=1))
-    if options.json is not None:
-        settings = {"config": options.config.name, "before": options.before, "seeds": options.seeds}
-        record.append(options.json, [record.row("churn/fresh_optimizer", settings, figures)])
+    bench.write(options, "churn/fresh_optimizer", {"config": options.config.name}, figures)
     if options.plot is not None:
         plot(options.plot, figures)
 

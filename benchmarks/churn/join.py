@@ -27,11 +27,12 @@ import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import record
+from benchmarks import bench
+from benchmarks.plots import bars, figure
 from benchmarks.wire import links
 from benchmarks.wire.line import Message
 
@@ -261,28 +262,21 @@ COLUMNS = (
 )
 
 
-def table(settings: Message, figures: Message) -> str:
-    """For people."""
-    lines = [f"{settings['link']}, bottleneck {settings['bottleneck']}, {figures['bytes'] / 1e6:.0f} MB"]
-    for title, name, form in COLUMNS:
-        value = figures[name]
-        lines.append(f"  {title:17} {'-' if value is None else format(value, form):>8}")
-    lines.append("  donors' shares    " + " ".join(f"{share:.2f}" for share in figures["donor_shares"]))
+def told(figures: Message) -> str:
+    """What is not in the table."""
+    lines = ["donors' shares: " + " ".join(f"{share:.2f}" for share in figures["donor_shares"])]
     for calm, busy in figures["steps_per_s"]:
-        told = (f"{unit} {busy[unit] / calm[unit]:.3f}" for unit in ("per_s", "per_cpu_s"))
-        lines.append("  steps beside a donor that serves, against before: " + ", ".join(told))
+        ratios = (f"{unit} {busy[unit] / calm[unit]:.3f}" for unit in ("per_s", "per_cpu_s"))
+        lines.append("steps beside a donor that serves, against before: " + ", ".join(ratios))
     return "\n".join(lines)
 
 
-def plot(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def plot(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """All rows of the JSON file as bars."""
-    from benchmarks.wire import plots
-
     names = [f"{row['settings']['link']} {row['settings']['bottleneck']}" for row in rows]
-    seconds = {name: [row["figures"][key] or 0.0 for row in rows] for name, key in TIMES.items()}
-    ratios = {name: [row["figures"][key] or 0.0 for row in rows] for name, key in RATIOS.items()}
-    draw = {0: lambda axes: plots.bars(axes, names, seconds, "s"), 1: lambda axes: plots.bars(axes, names, ratios, "")}
-    plots.save(path, 2, draw, "joining a run from three donors")
+    with figure(path, 2, size=(12, 5), title="joining a run from three donors") as both:
+        for axes, series, unit in zip(both, (TIMES, RATIOS), ("s", ""), strict=True):
+            bars(axes, names, {name: [r["figures"][key] or 0.0 for r in rows] for name, key in series.items()}, unit)
 
 
 TIMES = {"raw copy": "raw_s", "join": "join_s", "join, a donor killed": "killed_s"}
@@ -291,7 +285,7 @@ RATIOS = {"join / raw copy (target 1.3)": "join_per_raw", "killed / join (target
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.churn.join", description=__doc__.splitlines()[0])
+    parser = bench.parser(__doc__)
     parser.add_argument("--link", choices=links.RATES, default="1gbit")
     parser.add_argument("--bottleneck", choices=["down", "up"], default="down")
     parser.add_argument("--parameters", type=float, default=100e6)
@@ -299,8 +293,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--calm", action="store_true", help="kill nobody")
     parser.add_argument("--load", type=float, default=0.0, metavar="S", help="train beside donor 0, S seconds before")
-    parser.add_argument("--json", type=Path, help="append one object")
-    parser.add_argument("--plot", type=Path, help="write a PNG of all objects in the JSON file here")
     parser.add_argument("--verbose", action="store_true", help="let the peers write to standard error")
     options = parser.parse_args()
     try:
@@ -308,16 +300,13 @@ def main() -> int:
     except (BenchmarkError, links.LinkError) as error:
         print(error, file=sys.stderr)
         return 1
-    settings = {name: getattr(options, name) for name in ("link", "bottleneck", "parameters", "donors", "rounds")}
-    row = record.row("churn/join", settings, figures)
-    if options.json:
-        record.append(options.json, [row])
+    rows = [bench.write(options, "churn/join", {}, figures)]
     if options.plot:
-        rows = [row]
         if options.json:
             rows = [json.loads(text) for text in options.json.read_text(encoding="utf-8").splitlines()]
         plot(options.plot, rows)
-    print(table(settings, figures))
+    print(f"{figures['bytes'] / 1e6:.0f} MB\n" + bench.table("link", COLUMNS, {options.link: figures}))
+    print(told(figures))
     return 0
 
 

@@ -15,7 +15,6 @@ Rules of this file:
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -29,7 +28,7 @@ from typing import Any
 import psutil
 import uvloop
 
-from benchmarks import record
+from benchmarks import bench
 from p2pdiloco.chaos.swarm import Member, Swarm
 from p2pdiloco.node.lookup import dial_any, fetch_manifest, list_runs, observer_transport
 from p2pdiloco.node.node import Node
@@ -165,15 +164,13 @@ async def listed(address: str) -> int:
 
 def main() -> None:
     """Measure, print, write; exit status 1 if those that stay grew, or something is left."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cycles", type=int, default=1000, help="(default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="append a row of results here")
-    arguments = parser.parse_args()
+    parser = bench.parser(__doc__, has_plot=False)
+    parser.add_argument("--cycles", type=int, default=1000)
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="p2pdiloco-soak-") as folder:
-        figures = uvloop.run(soak(arguments.cycles, Path(folder)))
+        figures = uvloop.run(soak(options.cycles, Path(folder)))
     print(json.dumps(figures, indent=1))
-    if arguments.json is not None:
-        record.append(arguments.json, [record.row("soak", {"cycles": arguments.cycles}, figures)])
+    bench.write(options, "soak", {}, figures)
     is_clean = not figures["leftovers"] and figures["peers_in_the_directory"] == len(figures["live_at_the_end"])
     if max(figures["growth"][name] for name in ("rss_mb", "descriptors")) > 1.05 or not is_clean:
         sys.exit(1)

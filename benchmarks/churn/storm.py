@@ -15,7 +15,6 @@ Rules of this file:
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -25,7 +24,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import record
+from benchmarks import bench
+from benchmarks.plots import figure
 from p2pdiloco.chaos.swarm import Swarm
 
 TAIL = 8
@@ -91,23 +91,11 @@ def calm(config: Path, peers: int, tokens: int, folder: Path) -> list[Point]:
 
 def plot(path: Path, curves: dict[str, Sequence[Point]], title: str) -> None:
     """Both curves."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for name, points in curves.items():
-        axes.plot([t / 1e6 for t, _ in points], [loss for _, loss in points], label=name, linewidth=1.6)
-    axes.set_xlabel("merged tokens, millions")
-    axes.set_ylabel("held-out loss, nats a byte")
-    axes.set_title(title, loc="left")
-    axes.grid(color="#e4e7eb")
-    axes.legend(frameon=False)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with figure(path, size=(8, 4.5), title=title) as axes:
+        for name, points in curves.items():
+            axes.plot([t / 1e6 for t, _ in points], [loss for _, loss in points], label=name, linewidth=1.6)
+        axes.set(xlabel="merged tokens, millions", ylabel="held-out loss, nats a byte")
+        axes.legend()
 
 
 def compare(storm: Sequence[Point], still: Sequence[Point]) -> dict[str, Any]:
@@ -124,12 +112,8 @@ def compare(storm: Sequence[Point], still: Sequence[Point]) -> dict[str, Any]:
 
 def main(arguments: Iterable[str] | None = None) -> int:
     """Measure, print, write; exit status 1 beyond the target."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.churn.storm", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = bench.parser(__doc__)
     parser.add_argument("storm", type=Path, help="folder of a finished chaos run")
-    parser.add_argument("--json", type=Path, help="append a row of results here")
-    parser.add_argument("--plot", type=Path, help="write a PNG of both curves here")
     options = parser.parse_args(None if arguments is None else list(arguments))
     plan = json.loads((options.storm / "schedule.json").read_bytes())["plan"]
     storm = curve(options.storm)
@@ -139,10 +123,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         still = calm(options.storm / "run.toml", plan["peers"], storm[-1][0], Path(folder))
     figures = compare(storm, still)
     print(json.dumps(figures, indent=1))
-    if options.json is not None:
-        record.append(
-            options.json, [record.row("churn/storm", {"plan": plan["name"], "peers": plan["peers"]}, figures)]
-        )
+    bench.write(options, "churn/storm", {"plan": plan["name"], "peers": plan["peers"]}, figures)
     if options.plot is not None:
         title = f"plan {plan['name']}: {figures['gap']:+.1%} at {figures['tokens'] / 1e6:.1f}M tokens"
         plot(options.plot, {"with faults": storm, "without": still}, title)

@@ -1,22 +1,19 @@
 """What churn costs the protocol: forks, tokens, control traffic, differing views. Simulated time, one core.
 
-    python benchmarks/protocol/churn.py [--json FILE] [--hours 4] [--only NAME]
+    python -m benchmarks.protocol.churn [--json FILE] [--hours 4] [--only NAME]
 
 The figures are in docs/protocol.md, "Measured".
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
-from typing import Any
 
 import msgspec
 
+from benchmarks import bench
 from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.identifiers import PeerId, RunId, ShardId
 from p2pdiloco.simulation.driver import PeerSetting
@@ -236,18 +233,15 @@ def measurements(hours: float) -> dict[str, Callable[[], Figures]]:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--hours", type=float, default=4.0, help="simulated hours of churn (default: %(default)s)")
+    parser = bench.parser(__doc__, has_plot=False)
+    parser.add_argument("--hours", type=float, default=4.0, help="simulated hours of churn")
     parser.add_argument("--only", help="measure only what has this in its name")
-    arguments = parser.parse_args()
-    results: dict[str, Any] = {}
-    for name, measure in measurements(arguments.hours).items():
-        if arguments.only is None or arguments.only in name:
-            results[name] = measure()
-            print(name, results[name], flush=True)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    options = parser.parse_args()
+    for name, measure in measurements(options.hours).items():
+        if options.only is None or options.only in name:
+            figures = measure()
+            print(name, figures, flush=True)
+            bench.write(options, "protocol/churn", {"name": name}, figures)
 
 
 if __name__ == "__main__":

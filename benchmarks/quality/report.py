@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.plots import figure
 from benchmarks.quality import sweeps
 from benchmarks.quality.runner import rows
 from benchmarks.quality.settings import Setting, to_row
@@ -138,12 +139,6 @@ def print_tables() -> None:
 
 def draw(folder: Path) -> None:
     """The plots."""
-    import matplotlib  # heavy, and optional
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    folder.mkdir(parents=True, exist_ok=True)
     found = rows()
     cells = by_seed(found)
 
@@ -154,38 +149,39 @@ def draw(folder: Path) -> None:
         return [(s, statistics.fmean(g), statistics.stdev(g) if len(g) > 1 else 0.0) for s, g in measured if g]
 
     usual = MUON.final_share, MUON.learning_rate, MUON.batch
-    _draw_outer(pyplot, points(["muon", "gain"], lambda s: (s.final_share, s.learning_rate, s.batch) == usual), folder)
+    _draw_outer(points(["muon", "gain"], lambda s: (s.final_share, s.learning_rate, s.batch) == usual), folder)
     by_batch = ["inner", "batches", "learners", "muon", "gain"]
-    _draw_batches(pyplot, points(by_batch, lambda s: s.method == "diloco" and s.final_share == 0.1), folder)
-    _draw_codecs(pyplot, cells, points(["codec"], lambda s: s.up == s.down and s.feedback), folder)
+    _draw_batches(points(by_batch, lambda s: s.method == "diloco" and s.final_share == 0.1), folder)
+    _draw_codecs(cells, points(["codec"], lambda s: s.up == s.down and s.feedback), folder)
 
 
-def _draw_outer(pyplot: Any, points: Sequence[tuple[Setting, float, float]], folder: Path) -> None:
-    figure, axes = pyplot.subplots(figsize=(7, 4.2))
-    shapes = {
-        ("rda", 2): "^",
-        ("rda", 4): "o",
-        ("rda", 8): "s",
-        ("direct", 2): "^",
-        ("direct", 4): "o",
-        ("direct", 8): "s",
-    }
-    for (merge, learners), shape in shapes.items():
-        here = [(s, gap) for s, gap, _ in points if (s.merge, s.learners) == (merge, learners) and s.method == "diloco"]
-        reach = [s.outer_rate / (1.0 - s.outer_momentum) for s, _ in here]
-        colour = "tab:blue" if merge == "rda" else "tab:orange"
-        axes.plot(reach, [gap for _, gap in here], shape, color=colour, label=f"{merge}, M = {learners}", markersize=5)
-        if learners == 4:
-            for at, (s, gap) in zip(reach, here, strict=True):
-                if (s.outer_rate, s.outer_momentum) in NAMED:
-                    name = f"{s.outer_rate:g} / {s.outer_momentum:g}"
-                    axes.annotate(name, (at, gap), textcoords="offset points", xytext=(6, -9), fontsize=8)
-    axes.set(xlabel="outer rate / (1 - momentum)", ylabel="gap to data parallel, %")
-    _scale(axes, (0.7, 1, 1.4, 2, 3, 5, 7))
-    axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(folder / "quality-outer.png", dpi=110)
+def _draw_outer(points: Sequence[tuple[Setting, float, float]], folder: Path) -> None:
+    with figure(folder / "quality-outer.png", size=(7, 4.2)) as axes:
+        shapes = {
+            ("rda", 2): "^",
+            ("rda", 4): "o",
+            ("rda", 8): "s",
+            ("direct", 2): "^",
+            ("direct", 4): "o",
+            ("direct", 8): "s",
+        }
+        for (merge, learners), shape in shapes.items():
+            here = [
+                (s, gap) for s, gap, _ in points if (s.merge, s.learners) == (merge, learners) and s.method == "diloco"
+            ]
+            reach = [s.outer_rate / (1.0 - s.outer_momentum) for s, _ in here]
+            colour = "tab:blue" if merge == "rda" else "tab:orange"
+            axes.plot(
+                reach, [gap for _, gap in here], shape, color=colour, label=f"{merge}, M = {learners}", markersize=5
+            )
+            if learners == 4:
+                for at, (s, gap) in zip(reach, here, strict=True):
+                    if (s.outer_rate, s.outer_momentum) in NAMED:
+                        name = f"{s.outer_rate:g} / {s.outer_momentum:g}"
+                        axes.annotate(name, (at, gap), textcoords="offset points", xytext=(6, -9), fontsize=8)
+        axes.set(xlabel="outer rate / (1 - momentum)", ylabel="gap to data parallel, %")
+        _scale(axes, (0.7, 1, 1.4, 2, 3, 5, 7))
+        axes.legend(fontsize=8)
 
 
 def _scale(axes: Any, ticks: Sequence[float]) -> None:
@@ -195,46 +191,43 @@ def _scale(axes: Any, ticks: Sequence[float]) -> None:
     axes.minorticks_off()
 
 
-def _draw_batches(pyplot: Any, points: Sequence[tuple[Setting, float, float]], folder: Path) -> None:
+def _draw_batches(points: Sequence[tuple[Setting, float, float]], folder: Path) -> None:
     """The best inner rate of each number of learners, batch and optimizer."""
     best: dict[tuple[str, int, int], tuple[float, float]] = {}
     for s, gap, error in points:
         key = (s.inner, s.learners, s.batch)
         best[key] = min(best.get(key, (gap, error)), (gap, error))
-    figure, axes = pyplot.subplots(figsize=(7, 4.2))
-    for inner, marker in (("adamw", "o--"), ("muon", "s-")):
-        for learners, colour in ((2, "tab:green"), (4, "tab:blue"), (8, "tab:red")):
-            here = sorted((batch, *best[i, m, batch]) for i, m, batch in best if (i, m) == (inner, learners))
-            if here:
-                sizes, heights, errors = zip(*here, strict=True)
-                axes.errorbar(
-                    sizes, heights, yerr=errors, fmt=marker, color=colour, label=f"M = {learners}, {inner}", capsize=3
-                )
-    axes.axhline(0.0, color="black", linewidth=0.8)
-    axes.set(
-        xlabel="windows of 32 tokens a step, all learners together",
-        ylabel="gap to data parallel with the same optimizer, %",
-    )
-    _scale(axes, (16, 64, 256))
-    axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(folder / "quality-batch.png", dpi=110)
-    pyplot.close(figure)
+    with figure(folder / "quality-batch.png", size=(7, 4.2)) as axes:
+        for inner, marker in (("adamw", "o--"), ("muon", "s-")):
+            for learners, colour in ((2, "tab:green"), (4, "tab:blue"), (8, "tab:red")):
+                here = sorted((batch, *best[i, m, batch]) for i, m, batch in best if (i, m) == (inner, learners))
+                if here:
+                    sizes, heights, errors = zip(*here, strict=True)
+                    axes.errorbar(
+                        sizes,
+                        heights,
+                        yerr=errors,
+                        fmt=marker,
+                        color=colour,
+                        label=f"M = {learners}, {inner}",
+                        capsize=3,
+                    )
+        axes.axhline(0.0, color="black", linewidth=0.8)
+        axes.set(
+            xlabel="windows of 32 tokens a step, all learners together",
+            ylabel="gap to data parallel with the same optimizer, %",
+        )
+        _scale(axes, (16, 64, 256))
+        axes.legend(fontsize=8)
 
 
-def _draw_codecs(
-    pyplot: Any, cells: Mapping[Setting, Any], points: Sequence[tuple[Setting, float, float]], folder: Path
-) -> None:
-    figure, axes = pyplot.subplots(figsize=(7, 4.2))
-    sized = [(next(iter(cells[s].values()))["up_bytes_per_parameter"], s, gap, error) for s, gap, error in points]
-    for number, (size, setting, gap, error) in enumerate(sorted(sized, key=lambda one: one[0])):
-        axes.errorbar([size], [gap], yerr=[error], fmt="o")
-        above = (6, 5) if number % 2 else (6, -11)  # neighbours may lie close together
-        axes.annotate(setting.up, (size, gap), textcoords="offset points", xytext=above, fontsize=8)
-    axes.set(xlabel="bytes a parameter, one way", ylabel="gap to data parallel with the same optimizer, %")
-    _scale(axes, (0.2, 0.3, 0.5, 1, 2, 4))
-    axes.margins(0.1)
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(folder / "quality-codecs.png", dpi=110)
+def _draw_codecs(cells: Mapping[Setting, Any], points: Sequence[tuple[Setting, float, float]], folder: Path) -> None:
+    with figure(folder / "quality-codecs.png", size=(7, 4.2)) as axes:
+        sized = [(next(iter(cells[s].values()))["up_bytes_per_parameter"], s, gap, error) for s, gap, error in points]
+        for number, (size, setting, gap, error) in enumerate(sorted(sized, key=lambda one: one[0])):
+            axes.errorbar([size], [gap], yerr=[error], fmt="o")
+            above = (6, 5) if number % 2 else (6, -11)  # neighbours may lie close together
+            axes.annotate(setting.up, (size, gap), textcoords="offset points", xytext=above, fontsize=8)
+        axes.set(xlabel="bytes a parameter, one way", ylabel="gap to data parallel with the same optimizer, %")
+        _scale(axes, (0.2, 0.3, 0.5, 1, 2, 4))
+        axes.margins(0.1)

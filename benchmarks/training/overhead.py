@@ -15,7 +15,6 @@ Rules of this file:
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -28,7 +27,8 @@ import torch
 from torch import Tensor
 
 import p2pdiloco
-from benchmarks.record import append, row
+from benchmarks import bench
+from benchmarks.plots import bars, figure
 from p2pdiloco.protocol.identifiers import FragmentId
 from p2pdiloco.protocol.manifest import ModelConfig, make_layout
 from p2pdiloco.tensors.fragments import tensor_specs
@@ -59,13 +59,11 @@ def clocked(call: Callable[[], object]) -> Took:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, record."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.training.overhead")
+    parser = bench.parser(__doc__)
     parser.add_argument("--steps", type=int, default=40, help="pairs of steps")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--fragments", type=int, default=24)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -111,10 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures = summarize(hooked, plain, calls, *copies)
     show(figures)
     parameters = sum(p.numel() for p in model.parameters())
-    settings = {"parameters": parameters, "batch": options.batch, "steps": options.steps}
-    settings |= {"fragments": options.fragments, "threads": options.threads}
-    if options.json:
-        append(options.json, [row("training.overhead", settings, figures)])
+    bench.write(options, "training.overhead", {"parameters": parameters}, figures)
     if options.plot:
         draw(figures, options.plot)
     return 0
@@ -204,20 +199,12 @@ def show(figures: dict[str, float]) -> None:
 
 def draw(figures: dict[str, float], path: Path) -> None:
     """Two bars against their limits."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 3))
-    names = ["nothing due", "snapshot + shift of a fragment"]
-    axes.barh(names, [100 * figures["idle_share"], 100 * figures["exchange_share"]])
-    for index, limit in enumerate((1.0, 5.0)):
-        axes.plot([limit, limit], [index - 0.4, index + 0.4], color="red")
-    axes.set_xlabel("percent of a training step (red: the limit)")
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with figure(path, size=(6, 3)) as axes:
+        names = ["nothing due", "snapshot + shift of a fragment"]
+        shares = [100 * figures["idle_share"], 100 * figures["exchange_share"]]
+        bars(axes, names, {"": shares}, "percent of a training step (red: the limit)")
+        for index, limit in enumerate((1.0, 5.0)):
+            axes.plot([limit, limit], [index - 0.4, index + 0.4], color="red")
 
 
 if __name__ == "__main__":

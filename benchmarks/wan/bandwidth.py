@@ -19,14 +19,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import record
-from benchmarks.wan import figures, formula, plots, sites, task
+from benchmarks import bench
+from benchmarks.wan import formula, plots, sites, task
 from benchmarks.wan.commits import Commits, commits_between
 from p2pdiloco.testbed import verify
 from p2pdiloco.testbed.namespaces import TestbedError
@@ -197,13 +196,12 @@ COLUMNS = (
 def main() -> int:
     """The command line."""
     options = _options()
-    sites.on_sigterm()
     results: dict[str, dict[str, Any]] = {}
     try:
-        with tempfile.TemporaryDirectory(prefix="p2pdiloco-wan-") as folder, sites.network(topology(options)) as made:
+        with sites.stage(options, topology(options)) as (made, folder):
             for name in options.cases:
                 case = Case(name, options)
-                results[name] = Bisection(made, case, options, Path(options.keep or folder)).find()
+                results[name] = Bisection(made, case, options, folder).find()
     except (sites.BenchmarkError, TestbedError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -220,35 +218,27 @@ def _report(options: argparse.Namespace, results: dict[str, dict[str, Any]]) -> 
         if ddp is not None:
             one["less_than_ddp"] = ddp["rate_bps"] / one["rate_bps"]
             one["less_bytes"] = ddp["sent_kb_a_step"] / one["sent_kb_a_step"]
-    settings = {k: v for k, v in vars(options).items() if k not in ("json", "plot", "keep")}
-    if options.json:
-        record.append(
-            options.json, [record.row("wan/bandwidth", {**settings, "case": n}, one) for n, one in results.items()]
-        )
+    for name, one in results.items():
+        bench.write(options, "wan/bandwidth", {"case": name}, one)
     print(f"\nSlowest line for {WANTED:.0%}; {options.step_s:g} s a step, round trip {options.round_trip_ms:g} ms\n")
-    print(figures.markdown("system", COLUMNS, results))
+    print(bench.table("system", COLUMNS, results))
     if options.plot:
         plots.bandwidth(options.plot, results)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.wan.bandwidth", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = bench.parser(__doc__, rows="system", has_keep=True)
     parser.add_argument(
         "--cases",
         nargs="*",
         default=["ddp", "diloco", "p2pdiloco 24/24/4", "p2pdiloco 48/24/8"],
-        help="ddp, diloco, 'p2pdiloco H/P/tau' (default: %(default)s)",
+        help="ddp, diloco, 'p2pdiloco H/P/tau'",
     )
-    parser.add_argument("--step-s", type=float, default=0.6, help="an accelerator's step (default: %(default)s)")
-    parser.add_argument("--sync-every", type=int, default=100, help="DiLoCo's H (default: %(default)s)")
-    parser.add_argument("--round-trip-ms", type=float, default=2.0, help="of each pair (default: %(default)s)")
-    parser.add_argument("--window-s", type=float, default=8.0, help="least time at a rate (default: %(default)s)")
-    parser.add_argument("--probes", type=int, default=12, help="rates tried at most (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="append one object a system")
-    parser.add_argument("--plot", type=Path, help="write a PNG here")
-    parser.add_argument("--keep", help="leave logs and state in this folder")
+    parser.add_argument("--step-s", type=float, default=0.6, help="an accelerator's step")
+    parser.add_argument("--sync-every", type=int, default=100, help="DiLoCo's H")
+    parser.add_argument("--round-trip-ms", type=float, default=2.0, help="of each pair")
+    parser.add_argument("--window-s", type=float, default=8.0, help="least time at a rate")
+    parser.add_argument("--probes", type=int, default=12, help="rates tried at most")
     return parser.parse_args()
 
 

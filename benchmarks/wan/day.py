@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import record
-from benchmarks.wan import figures, plots, sites, task
+from benchmarks import bench
+from benchmarks.wan import plots, sites, task
 from benchmarks.wan.commits import events
 from benchmarks.wan.hardware import LONG, config_of
 from p2pdiloco.testbed import testbed, trace, verify
@@ -152,11 +152,9 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     rows = summary(found, options)
-    settings = {k: v for k, v in vars(options).items() if k not in ("json", "plot", "keep")}
-    if options.json:
-        record.append(options.json, [record.row("wan/day", settings, {**found, "sites": rows})])
+    bench.write(options, "wan/day", {}, {**found, "sites": rows})
     print(f"\n{options.seconds:g} s, {task.PARAMETERS / 1e6:.1f}M parameters\n")
-    print(figures.markdown("site", COLUMNS, rows))
+    print(bench.table("site", COLUMNS, rows))
     if found["loss"]:
         print(
             f"\nheld-out loss {found['loss'][0][1]:.3f} -> {found['loss'][-1][1]:.3f}, {len(found['commits'])} commits"
@@ -167,13 +165,10 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.wan.day", description=(__doc__ or "").split(".")[0])
-    parser.add_argument("--step-s", type=float, default=0.5, help="an accelerator's step (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=300.0, help="of the whole day (default: %(default)s)")
-    parser.add_argument("--snapshot-every", type=int, default=10, help="steps (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="append one object")
-    parser.add_argument("--plot", type=Path, help="write a PNG here")
-    parser.add_argument("--keep", help="leave logs and state in this folder")
+    parser = bench.parser(__doc__, rows="day", has_keep=True)
+    parser.add_argument("--step-s", type=float, default=0.5, help="an accelerator's step")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of the whole day")
+    parser.add_argument("--snapshot-every", type=int, default=10, help="steps")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""What follows from workers' words: rates, utilisation, time to a loss; and tables.
+"""What follows from workers' words: rates, utilisation, time to a loss.
 
 Rules of this file:
 1. Pure, but for reading what workers said.
@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from benchmarks.wan.sites import Worker
-
-Column = tuple[str, str, str]
-"""Title, name of the figure, format."""
 
 
 def of_series(workers: Sequence[Worker], step_s: float, tokens: int, *, is_lockstep: bool = False) -> dict[str, Any]:
@@ -74,16 +71,3 @@ def brief(one: Mapping[str, Any]) -> str:
         f"{one['utilisation']:.1%}, blocked {one['blocked_s']:.2f} s, {one['sent_kb_a_step']:.1f} kB a step, "
         f"late {late}, lowest loss {lowest}"
     )
-
-
-def markdown(corner: str, columns: Sequence[Column], rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """A table; what was not measured is a dash."""
-    lines = ["| " + " | ".join([corner, *(title for title, _, _ in columns)]) + " |", "|" + "---|" * (len(columns) + 1)]
-    for name, one in rows.items():
-        cells = [_cell(one.get(key), form) for _, key, form in columns]
-        lines.append("| " + " | ".join([name, *cells]) + " |")
-    return "\n".join(lines)
-
-
-def _cell(value: Any, form: str) -> str:
-    return "-" if value is None else format(value, form)

@@ -19,14 +19,13 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks import record
-from benchmarks.wan import figures, formula, plots, sites
+from benchmarks import bench
+from benchmarks.wan import formula, plots, sites
 from p2pdiloco.testbed import verify
 from p2pdiloco.testbed.namespaces import TestbedError
 from p2pdiloco.testbed.testbed import Testbed
@@ -152,43 +151,36 @@ COLUMNS = (
 def main() -> int:
     """The command line."""
     options = _options()
-    sites.on_sigterm()
     pairs = {(a, b): options.round_trip_ms for a in range(PEERS) for b in range(a + 1, PEERS)}
     toml = sites.topology_toml("wan-fragments", [("1gbit", "1gbit")] * PEERS, pairs)
     results: dict[str, dict[str, Any]] = {}
     status = 0
     try:
-        with tempfile.TemporaryDirectory(prefix="p2pdiloco-wan-") as folder, sites.network(toml) as made:
+        with sites.stage(options, toml) as (made, folder):
             for gbps in options.gbps:
                 for in_flight in options.in_flight:
-                    one = measure(made, gbps * 1e9, in_flight, options, Path(options.keep or folder))
+                    one = measure(made, gbps * 1e9, in_flight, options, folder)
                     results[f"{gbps:g} Gbit/s, {in_flight} in flight"] = one
                     print(json.dumps(one), file=sys.stderr, flush=True)
     except (sites.BenchmarkError, TestbedError) as error:
         print(error, file=sys.stderr)
         status = 1
-    settings = {k: v for k, v in vars(options).items() if k not in ("json", "plot", "keep")}
-    if options.json:
-        record.append(options.json, [record.row("wan/fragments", settings, one) for one in results.values()])
+    for one in results.values():
+        bench.write(options, "wan/fragments", {}, one)
     print(f"\n{options.parameters / 1e6:.0f}M parameters, int4, {PEERS} sites, {options.round_trip_ms:g} ms\n")
-    print(figures.markdown("line", COLUMNS, results))
+    print(bench.table("line", COLUMNS, results))
     if options.plot and results:
         plots.fragments(options.plot, results)
     return status
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.wan.fragments", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--parameters", type=float, default=42e6, help="of a fragment (default: %(default)s)")
+    parser = bench.parser(__doc__, rows="line", has_keep=True)
+    parser.add_argument("--parameters", type=float, default=42e6, help="of a fragment")
     parser.add_argument("--gbps", type=float, nargs="*", default=[2.0, 2.5, 5.0])
     parser.add_argument("--in-flight", type=int, nargs="*", default=[1, 3])
     parser.add_argument("--round-trip-ms", type=float, default=60.0)
-    parser.add_argument("--rounds", type=int, default=5, help="after one warm-up (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="append one object a line")
-    parser.add_argument("--plot", type=Path, help="write a PNG here")
-    parser.add_argument("--keep", help="leave logs in this folder")
+    parser.add_argument("--rounds", type=int, default=5, help="after one warm-up")
     return parser.parse_args()
 
 

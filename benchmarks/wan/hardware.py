@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import record
+from benchmarks import bench
 from benchmarks.wan import figures, plots, sites, task
 from p2pdiloco.testbed.namespaces import TestbedError
 from p2pdiloco.testbed.testbed import Testbed
@@ -136,46 +135,37 @@ COLUMNS = (
 def main() -> int:
     """The command line."""
     options = _options()
-    sites.on_sigterm()
     pairs = {(a, b): ROUND_TRIP_MS for a in range(SITES) for b in range(a + 1, SITES)}
     toml = sites.topology_toml("wan-hardware", [LINE] * SITES, pairs)
     results: dict[str, dict[str, Any]] = {}
     try:
-        with tempfile.TemporaryDirectory(prefix="p2pdiloco-wan-") as temporary, sites.network(toml) as made:
+        with sites.stage(options, toml) as (made, folder):
             for name in options.scenarios:
-                folder = Path(options.keep or temporary) / name.replace(":", "-")
-                results[name] = measure(name, made, options, folder)
+                results[name] = measure(name, made, options, folder / name.replace(":", "-"))
                 print(f"{name}: lowest loss {results[name]['lowest']:.3f}", file=sys.stderr, flush=True)
     except (sites.BenchmarkError, TestbedError) as error:
         print(error, file=sys.stderr)
         return 1
     loss = judged(results, options.loss)
-    settings = {k: v for k, v in vars(options).items() if k not in ("json", "plot", "keep")} | {"loss": loss}
-    if options.json:
-        rows = [record.row("wan/hardware", {**settings, "scenario": n}, one) for n, one in results.items()]
-        record.append(options.json, rows)
+    for name, one in results.items():
+        bench.write(options, "wan/hardware", {"scenario": name, "loss": loss}, one)
     print(f"\nTime to a held-out loss of {loss:.3f} nats, {options.step_s:g} s a step\n")
-    print(figures.markdown("scenario", COLUMNS, results))
+    print(bench.table("scenario", COLUMNS, results))
     if options.plot:
         plots.hardware(options.plot, results, loss)
     return 0
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.wan.hardware", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = bench.parser(__doc__, rows="scenario", has_keep=True)
     parser.add_argument("--scenarios", nargs="*", choices=SCENARIOS, default=list(SCENARIOS))
-    parser.add_argument("--step-s", type=float, default=0.5, help="an accelerator's step (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=240.0, help="of a scenario (default: %(default)s)")
-    parser.add_argument("--kill-s", type=float, default=30.0, help="between two kills (default: %(default)s)")
+    parser.add_argument("--step-s", type=float, default=0.5, help="an accelerator's step")
+    parser.add_argument("--seconds", type=float, default=240.0, help="of a scenario")
+    parser.add_argument("--kill-s", type=float, default=30.0, help="between two kills")
     parser.add_argument(
         "--loss", type=float, help="the fixed held-out loss (default: the lowest that all reach + 1 %%)"
     )
-    parser.add_argument("--snapshot-every", type=int, default=10, help="steps (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="append one object a scenario")
-    parser.add_argument("--plot", type=Path, help="write a PNG here")
-    parser.add_argument("--keep", help="leave logs and state in this folder")
+    parser.add_argument("--snapshot-every", type=int, default=10, help="steps")
     return parser.parse_args()
 
 

@@ -10,6 +10,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -17,6 +18,7 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,6 +62,18 @@ def topology_toml(
 def rate_text(bps: float) -> str:
     """For a topology."""
     return f"{bps / 1e3:.0f}kbit"
+
+
+@contextlib.contextmanager
+def stage(options: argparse.Namespace, toml: str) -> Iterator[tuple[Testbed, Path]]:
+    """The network, and a folder for what is written: ``--keep``, or one that goes.
+
+    Raises:
+        TestbedError: as ``network``.
+    """
+    on_sigterm()
+    with tempfile.TemporaryDirectory(prefix="p2pdiloco-wan-") as folder, network(toml) as made:
+        yield made, Path(options.keep or folder)
 
 
 @contextlib.contextmanager

@@ -19,12 +19,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import record
+from benchmarks import bench
 from benchmarks.wan import figures, plots, ratio, sites, task
 from p2pdiloco.testbed.namespaces import TestbedError
 from p2pdiloco.testbed.topology import Topology
@@ -65,7 +64,7 @@ def topology(step_s: float, name: str = "wan-speed") -> tuple[str, Topology]:
     return sites.topology_toml(name, lines, trips), regions
 
 
-def config_of(system: str, options: argparse.Namespace, folder: str) -> dict[str, object]:
+def config_of(system: str, options: argparse.Namespace, folder: Path) -> dict[str, object]:
     """A worker's configuration, the same for all of a system's."""
     return {
         "system": system,
@@ -77,7 +76,7 @@ def config_of(system: str, options: argparse.Namespace, folder: str) -> dict[str
     }
 
 
-def measure(system: str, made: Any, options: argparse.Namespace, folder: str) -> dict[str, Any]:
+def measure(system: str, made: Any, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One system's figures.
 
     Raises:
@@ -85,7 +84,7 @@ def measure(system: str, made: Any, options: argparse.Namespace, folder: str) ->
     """
     configs = [config_of(system, options, folder)] * ratio.PEERS
     cap = options.ddp_s if system == "ddp" else options.cap_s
-    with sites.Series(made, configs, Path(folder) / "logs") as series:
+    with sites.Series(made, configs, folder / "logs") as series:
         series.train(options.steps, cap)
         return figures.of_series(
             series.workers, options.step_s, task.step_tokens(options.batch), is_lockstep=system == "ddp"
@@ -156,18 +155,17 @@ def main() -> int:
         return 1
     wanted, results = judged(found, curve, options)
     settings = {
-        **{k: v for k, v in vars(options).items() if k not in ("json", "plot", "keep", "judge")},
         "loss": wanted,
         "ratios": [least, most],
         "rates_bps": [s.up_bps * ratio.scale(task.PARAMETERS, options.step_s) for s in regions.sites],
     }
-    rows = [record.row(ROW, {**settings, "system": name, **SETTINGS[name]}, one) for name, one in results.items()]
-    if curve:
-        rows.append(record.row(REFERENCE_ROW, settings, {"curve": curve}))
-    if options.json and not options.judge:
-        record.append(options.json, rows)
+    if not options.judge:
+        for name, one in results.items():
+            bench.write(options, ROW, {**settings, "system": name, **SETTINGS[name]}, one)
+        if curve:
+            bench.write(options, REFERENCE_ROW, settings, {"curve": curve})
     print(f"\nTime to a held-out loss of {wanted:.3f} nats:\n")
-    print(figures.markdown("system", COLUMNS, {LABELS[name]: one for name, one in results.items()}))
+    print(bench.table("system", COLUMNS, {LABELS[name]: one for name, one in results.items()}))
     if options.plot:
         plots.speed(options.plot, {LABELS[name]: one for name, one in results.items()}, curve, wanted)
     return 0 if options.judge or len(found) == len(options.systems) else 1
@@ -177,13 +175,12 @@ def _measured(
     toml: str, options: argparse.Namespace, ratios: tuple[float, float]
 ) -> tuple[dict[str, dict[str, Any]], list[tuple[int, float]]]:
     """Each system's figures, as far as it came; data parallel's reference."""
-    sites.on_sigterm()
     found: dict[str, dict[str, Any]] = {}
     print(f"communication to computation of data parallel: {ratios[0]:.0f} to {ratios[1]:.0f}", file=sys.stderr)
     try:
-        with tempfile.TemporaryDirectory(prefix="p2pdiloco-wan-") as folder, sites.network(toml) as made:
+        with sites.stage(options, toml) as (made, folder):
             for system in options.systems:
-                found[system] = measure(system, made, options, options.keep or folder)
+                found[system] = measure(system, made, options, folder)
                 print(f"{system}: {figures.brief(found[system])}", file=sys.stderr, flush=True)
     except (sites.BenchmarkError, TestbedError) as error:
         print(error, file=sys.stderr)
@@ -201,23 +198,18 @@ def _read(path: Path) -> tuple[dict[str, dict[str, Any]], list[tuple[int, float]
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.wan.speed", description=(__doc__ or "").splitlines()[0])
+    parser = bench.parser(__doc__, rows="system", has_keep=True)
     parser.add_argument("--systems", nargs="*", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--step-s", type=float, default=0.4, help="an accelerator's step (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=task.BATCH, help="windows of its batch (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=400, help="of each worker (default: %(default)s)")
-    parser.add_argument("--cap-s", type=float, default=600.0, help="most seconds of one system (default: %(default)s)")
-    parser.add_argument(
-        "--ddp-s", type=float, default=300.0, help="seconds that DDP is measured (default: %(default)s)"
-    )
+    parser.add_argument("--step-s", type=float, default=0.4, help="an accelerator's step")
+    parser.add_argument("--batch", type=int, default=task.BATCH, help="windows of its batch")
+    parser.add_argument("--steps", type=int, default=400, help="of each worker")
+    parser.add_argument("--cap-s", type=float, default=600.0, help="most seconds of one system")
+    parser.add_argument("--ddp-s", type=float, default=300.0, help="seconds that DDP is measured")
     parser.add_argument(
         "--loss", type=float, help="the fixed held-out loss (default: the lowest that all reach + 1 %%)"
     )
     parser.add_argument("--judge", type=Path, help="measure nothing: judge an earlier run's --json, by another --loss")
-    parser.add_argument("--snapshot-every", type=int, default=10, help="steps (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="append one object a system")
-    parser.add_argument("--plot", type=Path, help="write a PNG here")
-    parser.add_argument("--keep", help="leave logs and state in this folder")
+    parser.add_argument("--snapshot-every", type=int, default=10, help="steps")
     return parser.parse_args()
 
 

@@ -24,8 +24,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import record
-from benchmarks.wan import figures, formula, plots, sites, task
+from benchmarks import bench
+from benchmarks.wan import formula, plots, sites, task
 from benchmarks.wan.commits import commits_between
 from p2pdiloco.testbed import trace
 from p2pdiloco.testbed.namespaces import TestbedError
@@ -215,9 +215,8 @@ def main() -> int:
     sites.on_sigterm()
     table = {cell.name: {**predicted(cell, options.step_s), "cell": cell._asdict()} for cell in cells()}
     if options.formula:
-        print(figures.markdown("cell", COLUMNS[:1] + COLUMNS[3:4], table))
+        print(bench.table("cell", COLUMNS[:1] + COLUMNS[3:4], table))
         return 0
-    settings = {k: v for k, v in vars(options).items() if k not in ("json", "plot", "keep")}
     kind = "wan/utilisation shipped" if options.shipped else "wan/utilisation"
     results: dict[str, dict[str, Any]] = {}
     is_whole = True
@@ -227,33 +226,27 @@ def main() -> int:
             for name, one in (measure_shipped if options.shipped else measure_cells)(options, folder):
                 results[name] = one
                 print(f"{name}: {one}", file=sys.stderr, flush=True)
-                if options.json:
-                    record.append(options.json, [record.row(kind, {**settings, "name": name}, one)])
+                bench.write(options, kind, {"name": name}, one)
     except (sites.BenchmarkError, TestbedError) as error:
         print(error, file=sys.stderr)
         is_whole = False
         if not results:
             return 1
     print(f"\np2pdiloco, {task.PARAMETERS / 1e6:.1f}M parameters, {options.step_s:g} s a step\n")
-    print(figures.markdown("topology" if options.shipped else "cell", COLUMNS, results))
+    print(bench.table("topology" if options.shipped else "cell", COLUMNS, results))
     if options.plot:
         plots.utilisation(options.plot, results)
     return 0 if is_whole else 1
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.wan.utilisation", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = bench.parser(__doc__, rows="cell", has_keep=True)
     parser.add_argument("--shipped", action="store_true", help="on the shipped topologies instead of the cells")
     parser.add_argument("--formula", action="store_true", help="print the formula's whole table, measure nothing")
     parser.add_argument("--topologies", nargs="*", default=sorted(p.stem for p in SHIPPED.glob("*.toml")))
     parser.add_argument("--cells", type=int, default=len(MEASURED), help="measure the first so many")
-    parser.add_argument("--step-s", type=float, default=0.5, help="an accelerator's step (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=24.0, help="measured in a cell (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="append one object a cell")
-    parser.add_argument("--plot", type=Path, help="write a PNG here")
-    parser.add_argument("--keep", help="leave logs and state in this folder")
+    parser.add_argument("--step-s", type=float, default=0.5, help="an accelerator's step")
+    parser.add_argument("--seconds", type=float, default=24.0, help="measured in a cell")
     return parser.parse_args()
 
 

@@ -16,7 +16,6 @@ standard library, trained here. ``bell`` is Gaussian, ``tails`` Student's t with
 
 from __future__ import annotations
 
-import argparse
 import math
 import struct
 import time
@@ -27,7 +26,8 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from benchmarks import record
+from benchmarks import bench
+from benchmarks.plots import bars, figure
 from p2pdiloco.protocol.manifest import DataConfig, ModelConfig
 from p2pdiloco.tensors import kernels, packing
 from p2pdiloco.tensors.digests import chunk_digest
@@ -190,71 +190,44 @@ def name_of(how: Recipe) -> str:
     )
 
 
-HEADINGS = (
-    "codec",
-    "bytes/p",
-    "bound",
-    "over",
-    "error",
-    "encode",
-    "quantize",
-    "zstd",
-    "decode",
-    "dequantize",
-    "unzstd",
-    "memcpy",
-    "digest",
+COLUMNS = (
+    ("bytes/p", "bytes_per_parameter", ".4f"),
+    ("bound", "bound_bytes_per_parameter", ".4f"),
+    ("over", "over_bound", "+.1%"),
+    ("error", "relative_error", ".4f"),
+    *(
+        (name, name, ".1f")
+        for name in ("encode", "quantize", "zstd", "decode", "dequantize", "unzstd", "memcpy", "digest")
+    ),
 )
-
-
-def table(data_name: str, rows: Mapping[str, Mapping[str, float]]) -> str:
-    """Markdown."""
-    lines = [f"\n{data_name}: GB/s of float32, one thread, fastest run", "| " + " | ".join(HEADINGS) + " |"]
-    lines.append("|" + "---|" * len(HEADINGS))
-    for name, f in rows.items():
-        size = (f"{f['bytes_per_parameter']:.4f}", f"{f['bound_bytes_per_parameter']:.4f}", f"{f['over_bound']:+.1%}")
-        speed = (f"{f[key]:.1f}" for key in HEADINGS[5:])
-        lines.append("| " + " | ".join((name, *size, f"{f['relative_error']:.4f}", *speed)) + " |")
-    return "\n".join(lines)
 
 
 def plot(path: Path, results: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
     """Bytes against error for all data; speeds for the gradient."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     from matplotlib.ticker import NullFormatter, ScalarFormatter
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 6))
-    for data_name, rows in results.items():
-        sizes = [f["bytes_per_parameter"] for f in rows.values()]
-        left.scatter(sizes, [f["relative_error"] for f in rows.values()], label=data_name, s=18)
-    for index, (name, f) in enumerate(results["gradient"].items()):
-        at, down = (f["bytes_per_parameter"], f["relative_error"]), -9 if index % 4 == 3 else 1
-        offset, side = ((-6, down), "right") if index % 2 else ((6, 0), "left")
-        left.annotate(name, at, offset, textcoords="offset points", ha=side, fontsize=8)
-    left.set(xscale="log", yscale="log", xlabel="bytes a parameter after zstd", ylabel="relative error")
-    left.set_xticks([0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.4])
-    left.xaxis.set_major_formatter(ScalarFormatter())
-    left.xaxis.set_minor_formatter(NullFormatter())
-    left.legend()
-    for shift, key in enumerate(("memcpy", "encode", "decode", "zstd", "unzstd")):
-        places = [i + 0.16 * (shift - 2) for i in range(len(results["gradient"]))]
-        right.barh(places, [min(20.0, f[key]) for f in results["gradient"].values()], 0.16, label=key)
-    right.set_yticks(range(len(results["gradient"])), list(results["gradient"]))
-    right.set_xlabel("GB/s of float32 a core (cut at 20), outer gradient")
-    right.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=5, frameon=False)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    names = list(results["gradient"])
+    with figure(path, 2, size=(14, 6)) as (left, right):
+        for data_name, rows in results.items():
+            sizes = [f["bytes_per_parameter"] for f in rows.values()]
+            left.scatter(sizes, [f["relative_error"] for f in rows.values()], label=data_name, s=18)
+        for index, (name, f) in enumerate(results["gradient"].items()):
+            at, down = (f["bytes_per_parameter"], f["relative_error"]), -9 if index % 4 == 3 else 1
+            offset, side = ((-6, down), "right") if index % 2 else ((6, 0), "left")
+            left.annotate(name, at, offset, textcoords="offset points", ha=side, fontsize=8)
+        left.set(xscale="log", yscale="log", xlabel="bytes a parameter after zstd", ylabel="relative error")
+        left.set_xticks([0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.4])
+        left.xaxis.set_major_formatter(ScalarFormatter())
+        left.xaxis.set_minor_formatter(NullFormatter())
+        left.legend()
+        speeds = ("encode", "decode", "memcpy", "zstd", "unzstd")
+        series = {key: [min(20.0, f[key]) for f in results["gradient"].values()] for key in speeds}
+        bars(right, names, series, "GB/s of float32 a core (cut at 20), outer gradient", form="")
 
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(prog="benchmarks.wire.codec", description="Codecs: bytes, error and speed a core.")
-    parser.add_argument("--json", type=Path, help="append one object a row to this file")
-    parser.add_argument("--plot", type=Path, help="write a PNG here")
+    parser = bench.parser(__doc__)
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument(
         "--rounds", type=int, default=2, help="rounds to train for the outer gradient; the last is taken"
@@ -277,9 +250,9 @@ def main() -> None:
                 "kernels": kernels.AVAILABLE,
                 **{key: value for key, value in how._asdict().items() if value != math.inf},
             }
-            if options.json:
-                record.append(options.json, [record.row("wire.codec", settings, figures)])
-        print(table(data_name, results[data_name]), flush=True)
+            bench.write(options, "wire.codec", settings, figures)
+        print(f"\n{data_name}: GB/s of float32, one thread, fastest run")
+        print(bench.table("codec", COLUMNS, results[data_name]), flush=True)
     if options.plot:
         plot(options.plot, results)
 

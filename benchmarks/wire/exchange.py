@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks import record
+from benchmarks import bench
 from benchmarks.wire import links, plots
 from benchmarks.wire.baselines import environments
 from benchmarks.wire.line import Message
@@ -322,7 +322,7 @@ COLUMNS = (
     ("wall s", "wall_s", ".3f"),
     ("min", "wall_s_min", ".3f"),
     ("max", "wall_s_max", ".3f"),
-    ("MB sent", "sent_bytes", ".1f"),
+    ("MB sent", "sent_mb", ".1f"),
     ("B/param", "bytes_per_parameter", ".3f"),
     ("Gbit/s", "payload_gbit_per_s", ".2f"),
     ("% link", "link_share", ".0%"),
@@ -332,26 +332,21 @@ COLUMNS = (
     ("+RSS/f32", "exchange_rss_per_float32", ".2f"),
     ("RSS/f32", "peak_rss_per_float32", ".2f"),
     ("error", "error", ".1e"),
+    ("x p2pdiloco", "times_p2pdiloco", ".2f"),
 )
 
 
 def table(results: Sequence[tuple[Case, dict[str, Any]]]) -> str:
     """For people; the last column is how many times as long as p2pdiloco's first case on the same link it took."""
-    lines = [f"{'link':8} {'system':16} " + " ".join(f"{title:>8}" for title, _, _ in COLUMNS) + "   x p2pdiloco"]
     ours: dict[str, float] = {}
     for case, found in results:
         if case.system == "p2pdiloco":
             ours.setdefault(case.link, found["wall_s"] or 0.0)
+    rows = {}
     for case, found in results:
-        cells = []
-        for _, name, form in COLUMNS:
-            value = found[name]
-            if value is not None and name == "sent_bytes":
-                value /= 1e6
-            cells.append(f"{'-' if value is None else format(value, form):>8}")
-        ratio = f"{(found['wall_s'] or 0.0) / ours[case.link]:.2f}" if case.link in ours else "-"
-        lines.append(f"{case.link:8} {case.name:16} " + " ".join(cells) + f"   {ratio:>7}")
-    return "\n".join(lines)
+        times = found["wall_s"] / ours[case.link] if ours.get(case.link) and found["wall_s"] else None
+        rows[f"{case.link} {case.name}"] = {**found, "sent_mb": found["sent_bytes"] / 1e6, "times_p2pdiloco": times}
+    return bench.table("link, system", COLUMNS, rows)
 
 
 def all_cases(peers: int, parameters: int) -> list[Case]:
@@ -388,10 +383,7 @@ def main() -> int:
         for case, rounds in measure(cases, options.rounds, options.passes, is_verbose=options.verbose):
             found = figures(case, rounds)
             results.append((case, found))
-            settings = {**case._asdict(), "rounds": options.rounds, "passes": options.passes}
-            rows.append(record.row("wire/exchange", settings, dict(found)))
-            if options.json:
-                record.append(options.json, rows[-1:])
+            rows.append(bench.write(options, "wire/exchange", case._asdict(), found))
     except (BenchmarkError, links.LinkError, environments.SetupError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -404,7 +396,7 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.wire.exchange", description=__doc__.splitlines()[0])
+    parser = bench.parser(__doc__)
     parser.add_argument("--all", action="store_true", help="the whole table; --only LINK for one link of it")
     parser.add_argument("--only", choices=links.RATES, help="with --all")
     parser.add_argument("--system", choices=SYSTEMS, default="p2pdiloco")
@@ -415,8 +407,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="after one warm-up")
     parser.add_argument("--passes", type=int, default=1, help="share the rounds out: all systems, then all again")
     parser.add_argument("--merge", choices=["rda", "direct"], default="rda")
-    parser.add_argument("--json", type=Path, help="append one object per row")
-    parser.add_argument("--plot", type=Path, help="write a PNG here")
     parser.add_argument("--verbose", action="store_true", help="let the peers write to standard error")
     return parser.parse_args()
 

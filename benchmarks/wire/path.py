@@ -16,13 +16,11 @@ of the two cores, so what the long path shows is a lower bound.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import threading
@@ -35,7 +33,7 @@ from typing import Any
 import torch
 import uvloop
 
-from benchmarks import record
+from benchmarks import bench
 from benchmarks.wire import line, links
 from benchmarks.wire.transport import Quiet
 from p2pdiloco.protocol.identifiers import PeerId
@@ -233,34 +231,29 @@ def main() -> None:
     if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
         uvloop.run(serve(line.begin()))
         return
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="append one object per row to this file")
+    parser = bench.parser(__doc__, has_plot=False)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--link", action="append", choices=LINKS, help="default: all, or lo alone without root")
     parser.add_argument("--codec", action="append", choices=CODECS)
     options = parser.parse_args()
-    print(f"{'link':8} {'codec':6} {'Gbit/s':>8} {'% link':>8} {'CPU s/GB':>9} {'sender':>8} {'receiver':>9}")
+    rows = {}
     for link in options.link or (LINKS if os.geteuid() == 0 else LINKS[:1]):
         for codec in options.codec or CODECS:
-            runs = [measure(link, codec, options.seconds) for _ in range(options.repeat)]
-            shares = [run["link_share"] for run in runs]
-            found = {
-                name: None
-                if name == "link_share" and None in shares
-                else statistics.median(run[name] or 0.0 for run in runs)
-                for name in runs[0]
-            }
-            share = found["link_share"]
-            print(
-                f"{link:8} {codec:6} {found['gbit_per_s']:8.3f} {'-' if share is None else f'{share:.1%}':>8}"
-                f" {found['cpu_s_per_wire_gb']:9.2f} {found['sender_cpu_s_per_wire_gb']:8.2f}"
-                f" {found['receiver_cpu_s_per_wire_gb']:9.2f}",
-                flush=True,
-            )
-            settings = {"link": link, "codec": codec, "seconds": options.seconds, "repeat": options.repeat}
-            if options.json is not None:
-                record.append(options.json, [record.row("wire path", settings, found)])
+            found = bench.medians([measure(link, codec, options.seconds) for _ in range(options.repeat)])
+            bench.write(options, "wire path", {"link": link, "codec": codec}, found)
+            rows[f"{link} {codec}"] = found
+            print(f"{link} {codec}: {found}", file=sys.stderr, flush=True)
+    print(bench.table("link, codec", COLUMNS, rows))
+
+
+COLUMNS = (
+    ("Gbit/s", "gbit_per_s", ".3f"),
+    ("of the link", "link_share", ".1%"),
+    ("CPU s/GB", "cpu_s_per_wire_gb", ".2f"),
+    ("sender", "sender_cpu_s_per_wire_gb", ".2f"),
+    ("receiver", "receiver_cpu_s_per_wire_gb", ".2f"),
+)
 
 
 if __name__ == "__main__":

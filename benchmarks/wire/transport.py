@@ -16,20 +16,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import multiprocessing
 import resource
 import socket
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection as Pipe
-from pathlib import Path
 from statistics import median
+from typing import Any, NamedTuple
 
 import uvloop
 
-from benchmarks import record
+from benchmarks import bench, record
 from benchmarks.wire import plots
 from p2pdiloco.net.schedule import slice_bytes
 from p2pdiloco.protocol.identifiers import PeerId
@@ -277,78 +278,93 @@ async def ping(other: Receiver, payload: memoryview | None) -> float:
 # -- the tables ------------------------------------------------------------------------------------------------------
 
 
-async def throughput_rows(repeat: int, sizes: tuple[int, ...]) -> list[record.Row]:
+Rows = list[record.Row]
+
+
+async def throughput_rows(options: argparse.Namespace) -> Rows:
     runs: dict[str, list[tuple[float, float]]] = {}
-    for _ in range(repeat):
+    for _ in range(options.repeat):
         runs.setdefault("raw", []).append(await raw_throughput())
-        for size in sizes:
+        for size in SIZES:
             runs.setdefault(str(size), []).append(await throughput(size))
-    rows: list[record.Row] = []
-    print(f"{'throughput':24} {'Gbit/s':>8} {'CPU s/GB':>9}")
-    for name, values in runs.items():
-        figures = {"gbit_per_s": median(v[0] for v in values), "cpu_s_per_gb": median(v[1] for v in values)}
-        label = "raw blocking TLS" if name == "raw" else f"payloads of {int(name) >> 10} KiB"
-        print(f"{label:24} {figures['gbit_per_s']:8.2f} {figures['cpu_s_per_gb']:9.2f}")
-        rows.append(record.row("transport throughput", {"payload_bytes": name, "repeat": repeat}, figures))
+    return [
+        bench.write(
+            options,
+            "transport throughput",
+            {"payload_bytes": name},
+            {"gbit_per_s": median(v[0] for v in values), "cpu_s_per_gb": median(v[1] for v in values)},
+        )
+        for name, values in runs.items()
+    ]
+
+
+async def budget_rows(options: argparse.Namespace) -> Rows:
+    rows: Rows = []
+    for rate, direction in itertools.product(RATES_MBIT, ("up", "down")):
+        runs = [await budget(rate, direction) for _ in range(options.repeat)]
+        worst = sorted((run[1] for run in runs), key=abs)
+        found = {"mean": median(run[0] for run in runs)}
+        found |= {"worst_second": worst[len(worst) // 2], "worst_of_all": worst[-1]}
+        settings = {"mbit_per_s": rate, "direction": direction}
+        rows.append(bench.write(options, "transport budget", settings, found))
     return rows
 
 
-async def budget_rows(repeat: int, rates: tuple[int, ...]) -> list[record.Row]:
-    rows: list[record.Row] = []
-    print(f"{'budget':24} {'mean':>8} {'worst second: median':>21} {'of all':>8}")
-    for rate in rates:
-        for direction in ("up", "down"):
-            runs = [await budget(rate, direction) for _ in range(repeat)]
-            worst = [run[1] for run in runs]
-            figures = {
-                "mean": median(run[0] for run in runs),
-                "worst_second": sorted(worst, key=abs)[len(worst) // 2],
-                "worst_of_all": max(worst, key=abs),
-            }
-            shown = f"{rate} Mbit/s {direction}"
-            print(
-                f"{shown:24} {figures['mean']:+8.2%} {figures['worst_second']:+21.2%} {figures['worst_of_all']:+8.2%}"
-            )
-            settings = {"mbit_per_s": rate, "direction": direction, "repeat": repeat}
-            rows.append(record.row("transport budget", settings, figures))
-    return rows
-
-
-async def round_trip_rows(repeat: int, rates: tuple[int, ...]) -> list[record.Row]:
-    rows: list[record.Row] = []
-    print(f"{'round trip':24} {'idle ms':>8} {'bulk ms':>8} {'chunk ms':>9} {'1.5 idle + chunk':>17}")
-    for rate in (*rates, None):
-        runs = [await round_trip(rate) for _ in range(repeat)]
+async def round_trip_rows(options: argparse.Namespace) -> Rows:
+    rows: Rows = []
+    for rate in (*ROUND_TRIP_RATES_MBIT, None):
+        runs = [await round_trip(rate) for _ in range(options.repeat)]
         idle, busy = median(run[0] for run in runs), median(run[1] for run in runs)
-        chunk = slice_bytes(rate * 1e6 / 8) / (rate * 1e6 / 8) * 1e3 if rate is not None else float("nan")
-        label = "no budget" if rate is None else f"up {rate} Mbit/s"
-        print(f"{label:24} {idle:8.3f} {busy:8.3f} {chunk:9.3f} {1.5 * idle + chunk:17.3f}")
-        figures = {"idle_ms": idle, "bulk_ms": busy, "chunk_ms": chunk if rate is not None else None}
-        rows.append(record.row("transport round trip", {"up_mbit_per_s": rate, "repeat": repeat}, figures))
+        chunk = None if rate is None else slice_bytes(rate * 1e6 / 8) / (rate * 1e6 / 8) * 1e3
+        bound = None if chunk is None else 1.5 * idle + chunk
+        found = {"idle_ms": idle, "bulk_ms": busy, "chunk_ms": chunk, "bound_ms": bound}
+        rows.append(bench.write(options, "transport round trip", {"up_mbit_per_s": rate}, found))
     return rows
 
 
-async def measure(parts: list[str], repeat: int) -> list[record.Row]:
-    rows: list[record.Row] = []
-    if "throughput" in parts:
-        rows += await throughput_rows(repeat, SIZES)
-    if "budget" in parts:
-        rows += await budget_rows(repeat, RATES_MBIT)
-    if "round-trip" in parts:
-        rows += await round_trip_rows(repeat, ROUND_TRIP_RATES_MBIT)
+class Part(NamedTuple):
+    """One of the benchmark's tables."""
+
+    measure: Callable[[argparse.Namespace], Awaitable[Rows]]
+    name: Callable[[Any], str]
+    """Of a row, by its settings."""
+    columns: tuple[bench.Column, ...]
+
+
+PARTS = {
+    "throughput": Part(
+        throughput_rows,
+        lambda s: plots.size_name(s["payload_bytes"]),
+        (("Gbit/s", "gbit_per_s", ".2f"), ("CPU s/GB", "cpu_s_per_gb", ".2f")),
+    ),
+    "budget": Part(
+        budget_rows,
+        lambda s: f"{s['mbit_per_s']} Mbit/s {s['direction']}",
+        (("mean", "mean", "+.2%"), ("worst second", "worst_second", "+.2%"), ("of all", "worst_of_all", "+.2%")),
+    ),
+    "round-trip": Part(
+        round_trip_rows,
+        lambda s: "no budget" if s["up_mbit_per_s"] is None else f"up {s['up_mbit_per_s']} Mbit/s",
+        (("idle ms", "idle_ms", ".3f"), ("bulk ms", "bulk_ms", ".3f"), ("1.5 idle + chunk", "bound_ms", ".3f")),
+    ),
+}
+
+
+async def measure(options: argparse.Namespace) -> Rows:
+    rows: Rows = []
+    for name in options.only or PARTS:
+        found = await PARTS[name].measure(options)
+        print(bench.table(name, PARTS[name].columns, {PARTS[name].name(r["settings"]): r["figures"] for r in found}))
+        rows += found
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="append one object per row to this file")
-    parser.add_argument("--plot", type=Path, help="write a PNG here")
+    parser = bench.parser(__doc__)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--only", action="append", choices=["throughput", "budget", "round-trip"])
+    parser.add_argument("--only", action="append", choices=PARTS)
     options = parser.parse_args()
-    rows = uvloop.run(measure(options.only or ["throughput", "budget", "round-trip"], options.repeat))
-    if options.json is not None:
-        record.append(options.json, rows)
+    rows = uvloop.run(measure(options))
     if options.plot is not None:
         plots.transport(options.plot, rows)
 

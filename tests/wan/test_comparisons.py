@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import bench
 from benchmarks.wan import day, figures, formula, ratio, sites, task, utilisation
 from benchmarks.wan.pace import COMPUTE_SHARE, Pace, backward_end, forward_end
 from p2pdiloco.testbed.namespaces import TestbedError, listed, need_root, processes_in
@@ -70,7 +71,7 @@ def test_time_to_a_loss_is_between_two_snapshots() -> None:
 
 
 def test_a_table_has_dashes_for_what_was_not_measured() -> None:
-    table = figures.markdown("a", (("b", "x", ".1f"), ("c", "y", "s")), {"row": {"x": 1.25, "y": None}})
+    table = bench.table("a", (("b", "x", ".1f"), ("c", "y", "s")), {"row": {"x": 1.25, "y": None}})
     assert table.splitlines()[-1] == "| row | 1.2 | - |"
 
 

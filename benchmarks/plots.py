@@ -1,0 +1,76 @@
+"""Pictures: what all benchmarks' plots share. Needs matplotlib (``pip install -e '.[plot]'``).
+
+Rules of this file:
+1. Figures in, one PNG out; nothing is measured here.
+2. p2pdiloco is always drawn in the same colour, the others in greys and quiet colours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+OURS = "#d1495b"
+OTHERS = ("#30638e", "#edae49", "#00798c", "#8d96a3", "#5c4d7d", "#66a182")
+
+
+def colour(name: str, index: int) -> str:
+    """Of a system."""
+    return OURS if name.startswith("p2pdiloco") else OTHERS[index % len(OTHERS)]
+
+
+@contextmanager
+def figure(
+    path: Path, columns: int = 1, rows: int = 1, *, size: tuple[float, float], title: str = "", **more: Any
+) -> Iterator[Any]:
+    """Axes to draw on, one or an array; written to ``path`` when that is done. ``size``: inches."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    style = {
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.alpha": 0.25,
+        "legend.frameon": False,
+    }
+    with pyplot.rc_context(style):
+        made, axes = pyplot.subplots(rows, columns, figsize=size, **more)
+        yield axes
+        made.suptitle(title, fontsize=9)
+        made.tight_layout()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made.savefig(path, dpi=110)
+        pyplot.close(made)
+
+
+def bars(
+    axes: Any, names: Sequence[str], series: Mapping[str, Sequence[float]], unit: str, *, form: str = "%.3g"
+) -> None:
+    """Horizontal groups of bars: one group a name, one bar a series, the first in our colour."""
+    height = 0.8 / max(1, len(series))
+    for index, (label, values) in enumerate(series.items()):
+        places = [i + height * (index - (len(series) - 1) / 2) for i in range(len(names))]
+        shade = (OURS, OTHERS[0], *OTHERS[3:], *OTHERS[1:3])[index]
+        axes.bar_label(axes.barh(places, values, height, label=label, color=shade), fmt=form, fontsize=8, padding=2)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    axes.margins(x=0.12)
+    if len(series) > 1:
+        axes.legend(fontsize=9)
+
+
+def named_bars(axes: Any, labels: Mapping[str, tuple[float, str]], unit: str, *, margin: float = 0.35) -> None:
+    """One bar a system, in its colour, with a text at its end."""
+    names = list(labels)
+    drawn = axes.barh(names, [labels[n][0] for n in names], color=[colour(n, i) for i, n in enumerate(names)])
+    axes.bar_label(drawn, [labels[n][1] for n in names], padding=4, fontsize=10)
+    axes.set_xlabel(unit)
+    axes.margins(x=margin)
+    axes.invert_yaxis()
