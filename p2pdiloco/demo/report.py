@@ -148,6 +148,8 @@ def print_report(report: dict[str, Any], out: Path) -> None:
         print(f"    | {line[:110]}")
     print(f"  plot: {report['plot']}")
     print(f"  saved in {out}: report.json, and every peer's logs and checkpoint")
+    state = out / "peer-A"
+    print(f"  have it write more: p2pdiloco generate {state}; make files of it: p2pdiloco export {state} --out model")
 
 
 def _plot(story: Story, start: float, path: Path) -> str:
