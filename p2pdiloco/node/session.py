@@ -294,7 +294,10 @@ def pick_runs(runs: dict[RunId, RunRecord], wanted: str | None) -> dict[RunId, R
         LookupFailedError: there is none.
     """
     if not runs:
-        raise LookupFailedError("the directory knows no run: has anybody started one with this bootstrap address?")
+        raise LookupFailedError(
+            "the directory knows no run that is open to all: has anybody started one with this bootstrap address? "
+            "A private run is not told to strangers: ask whoever takes part in it for an invite"
+        )
     if wanted is None:
         return runs
     found = {run: record for run, record in runs.items() if record.name == wanted or run.startswith(wanted)}
