@@ -26,8 +26,9 @@ from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.shift_queue import Shifts
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.identifiers import LearnerId, PeerId, digest_of, learner_id
+from p2pdiloco.protocol.identifiers import LearnerId, PeerId, digest_of, learner_id, peer_of
 from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.logs import short
 from p2pdiloco.wire import link
 from p2pdiloco.wire.bodies import TROUBLE_LIMIT
 
@@ -39,6 +40,8 @@ STABLE_S = 600.0
 """A life that lasted this long proves the learner sound: earlier crashes are forgotten."""
 SCRIPT_S = 600.0
 """How long a node looks for the training script that started it."""
+MOST_NAMED = 8
+"""Peers of a merge that are named to a person."""
 MISUSED = 2
 """Exit status of a learner that the user must repair; another life would end the same way."""
 
@@ -204,12 +207,28 @@ class Supervision:
     def _be_in_trouble(self, reason: str) -> None:
         """Or not any more."""
         if reason:
+            if self.trouble:
+                return  # what is merged meanwhile is no cause of it
+            merged = self._merged_last()
+            reason = reason[: TROUBLE_LIMIT - len(merged)] + merged
             self._metrics.write("learner-unable", reason=reason)
             log.warning("nothing that the learner trains can be merged", reason=reason)
         elif self.trouble:
             self._metrics.write("learner-able")
             log.info("what the learner trains can be merged again")
         self.trouble = reason[:TROUBLE_LIMIT]
+
+    def _merged_last(self) -> str:
+        """For who looks for a cause: the last merge that this peer took, by whom, and of whose progress."""
+        logs = (chain.log for chain in self._driver.machine.core.chains if chain.log)
+        header = max((log[-1] for log in logs), key=lambda header: (header.step, header.shard), default=None)
+        if header is None or not header.contributors:
+            return ""
+        givers = sorted({short(peer_of(given.learner)) for given in header.contributors})
+        named = ", ".join(givers[:MOST_NAMED])
+        more = f" and {len(givers) - MOST_NAMED} more" if len(givers) > MOST_NAMED else ""
+        what = f"version {header.version} of shard {header.shard}"
+        return f"; merged last: {what}, by {short(header.owner)}, of what {named}{more} trained"
 
     # -- what it is told -----------------------------------------------------------------------------------------------
 

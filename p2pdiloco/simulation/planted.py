@@ -421,6 +421,16 @@ BUGS = (
         harm="nobody can join any more",
         killed_by=(f"{_STATE_TESTS}::test_a_spoilt_state_that_is_accepted_is_handed_on_with_its_next_version",),
     ),
+    Bug(
+        name="who merged last is not told",
+        module=_SUPERVISION,
+        old="            merged = self._merged_last()\n",
+        new='            merged = ""\n',
+        harm="a poisoned end has no name, and the user's learning rate is blamed",
+        killed_by=(
+            f"{_SUPERVISION_TESTS}::test_a_learner_that_stops_to_be_finite_says_what_was_merged_last_and_from_whom",
+        ),
+    ),
     *LEARNER_BUGS,
     *NET_BUGS,
     *MEMBERS_BUGS,

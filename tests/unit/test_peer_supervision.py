@@ -10,6 +10,8 @@ from troupe import Stage, act
 
 from p2pdiloco.peer.supervision import MISUSED, RESTARTS
 from p2pdiloco.protocol import events as ev
+from p2pdiloco.runtime.logs import short
+from p2pdiloco.wire import link
 
 
 def test_what_the_learner_could_not_take_at_once_it_takes_later(tmp_path: Path) -> None:
@@ -205,5 +207,29 @@ def test_a_snapshot_counts_when_it_was_taken_in_full(tmp_path: Path) -> None:
             kinds = [type(event) for event in ann.events]
             assert kinds.index(ev.Snapshotted) < kinds.index(ev.Encoded)
             assert not any(isinstance(event, ev.Failed) for event in ann.events)
+
+    act(story)
+
+
+def test_a_learner_that_stops_to_be_finite_says_what_was_merged_last_and_from_whom(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            supervision = ann.peer.supervision
+            ann.learner._heard(link.Unable(reason="its loss is nan"))
+            assert supervision.trouble == "its loss is nan", "nothing was merged"
+            ann.learner._heard(link.Unable(reason=""))
+            assert supervision.trouble == ""
+            await stage.train(ann, *[1.0] * 5)
+            version = max(ann.versions)
+            assert version > 0
+            ann.learner._heard(link.Unable(reason="its loss is nan"))
+            me = short(ann.id)
+            assert f"merged last: version {version} of shard" in supervision.trouble
+            assert supervision.trouble.endswith(f"by {me}, of what {me} trained")
+            told = supervision.trouble
+            await stage.train(ann, *[1.0] * 5)
+            ann.learner._heard(link.Unable(reason="its loss is still nan"))
+            assert supervision.trouble == told, "what came later is no cause"
 
     act(story)
