@@ -66,9 +66,9 @@ class Figures:
 
     def told(self) -> link.Swarm:
         """For the script, now."""
-        core, own = self._peer.machine.core, self._status()
-        me = core.config.peer
-        training = sorted({*core.membership.participating, me})[:MOST_PEERS]
+        view, own = self._peer.machine.view, self._status()
+        me = view.me
+        training = sorted({*view.participating, me})[:MOST_PEERS]
         return link.Swarm(
             me=me,
             peers=tuple(training),
@@ -78,7 +78,7 @@ class Figures:
 
     async def _look_round(self) -> None:
         """Ask some of the live peers how they stand."""
-        live = self._peer.machine.core.membership.live
+        live = self._peer.machine.view.live
         asked = [live[(self._turn + i) % len(live)] for i in range(min(ASKED, len(live)))]
         self._turn += len(asked)
         answers = await asyncio.gather(*map(self._ask, asked))

@@ -181,7 +181,7 @@ class Node:
             self.host.spawn(self._go_when_fetched(), name="fetch")
         ending = await self.peer.live()
         self._report(ending)
-        has_finished = self.peer.machine.core.departure == "finished"
+        has_finished = self.peer.machine.view.has_finished
         if ending.status == 0 and (has_finished or self.options.is_fetching):
             for line in farewell(self.status(), self.options.folder):
                 say(line)
@@ -216,14 +216,13 @@ class Node:
 
     async def _go_when_fetched(self) -> None:
         """Leave as soon as one of those who are there holds what this peer holds."""
-        core, waited_s = self.peer.machine.core, 0.0
+        view, waited_s = self.peer.machine.view, 0.0
         while waited_s < FETCH_S:
             await asyncio.sleep(LOOK_S)
-            beats = [core.membership.peers[peer].beat for peer in core.membership.live]
-            marks = [beat.heads_mark for beat in beats if beat is not None and beat.phase != "joining"]
-            if core.is_current and core.heads_mark in marks:
+            marks = view.marks().values()
+            if view.is_current and view.heads_mark in marks:
                 break
-            waited_s += LOOK_S if core.is_current and marks else 0.0
+            waited_s += LOOK_S if view.is_current and marks else 0.0
         self.leave("what the run has come to is here")
 
     # -- twins ---------------------------------------------------------------------------------------------------------
@@ -259,15 +258,14 @@ class Node:
                 self._journal.record(now, event, effects)
             except OSError as error:
                 self._end_journal(error)
-        live = len(self.peer.machine.core.membership.live) + 1
+        live = len(self.peer.machine.view.live) + 1
         if live != self._live_told:
             self._live_told = live
             self.metrics.write("peers", live=live)
         match event:
             case ev.Applied():
-                chain = self.peer.machine.core.chains[event.shard]
-                if chain.log and chain.log[-1].version and chain.log_ids[-1] == event.head:
-                    header = chain.log[-1]
+                header = self.peer.machine.view.commit_of(event.shard, event.head)
+                if header is not None:
                     self.metrics.write(
                         "commit",
                         shard=event.shard,
@@ -310,7 +308,7 @@ class Node:
             weight_averaged=status.weight_averaged,
             version_min=min(versions),
             version_max=max(versions),
-            heads_mark=self.peer.machine.core.heads_mark,
+            heads_mark=self.peer.machine.view.heads_mark,
             tokens_trained=self.metrics.tokens,
             tokens_merged=self._tokens_merged(),
             tokens_per_second=self.metrics.tokens_per_second,
@@ -331,7 +329,7 @@ class Node:
         outlook = Outlook()
         while True:
             await asyncio.sleep(PROGRESS_S)
-            if self.peer.machine.core.is_current and not self.peer.is_over:
+            if self.peer.machine.view.is_current and not self.peer.is_over:
                 status = self.status()
                 log.info("progress", **progress_fields(status), **outlook.look(self.host.now(), status))
 
@@ -349,7 +347,7 @@ class Node:
             "digests": [self.peer.state.digest(head.shard) for head in heads],
             "heads": [head.id for head in heads],
             "versions": [head.version for head in heads],
-            "tokens_unmerged": self.peer.machine.core.unmerged_tokens(),
+            "tokens_unmerged": self.peer.machine.view.unmerged_tokens(),
             "learner": self.peer.supervision.learner,
             "learner_tokens": self.metrics.learner_tokens,
             "faults": dict(self.metrics.faults),

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Literal
 
 from p2pdiloco.peer.metrics import Metrics
-from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.identifiers import ShardId
 from p2pdiloco.protocol.manifest import Layout, RunConfig
+from p2pdiloco.protocol.view import View
 from p2pdiloco.tensors.choosing import Rung, choose
 
 Direction = Literal["up", "down"]
@@ -28,11 +28,11 @@ class Adapting:
     """``rate``: bytes per second that we may send at, budgeted or measured; None: no limit is known."""
 
     def __init__(
-        self, config: RunConfig, layout: Layout, core: Core, metrics: Metrics, rate: Callable[[], float | None]
+        self, config: RunConfig, layout: Layout, view: View, metrics: Metrics, rate: Callable[[], float | None]
     ) -> None:
         self._codec, self._schedule = config.codec, config.schedule
         self._layout = layout
-        self._core = core
+        self._view = view
         self._metrics = metrics
         self._rate = rate
 
@@ -40,7 +40,7 @@ class Adapting:
         """For the next payload of ``shard``; None: the run fixes the codec."""
         if (self._codec.up if direction == "up" else self._codec.down) != "auto":
             return None
-        step_s, rate = self._core.fastest_step_time_s(), self._rate()
+        step_s, rate = self._view.fastest_step_time_s(), self._rate()
         return choose(
             self._parameters(shard),
             bytes_per_s=rate / self._turns_at_once() if rate is not None and step_s > 0.0 else None,
@@ -57,7 +57,7 @@ class Adapting:
     def _parameters(self, shard: ShardId) -> float:
         """That leave us in a turn of this shard's fragment, in one direction."""
         fragment = self._layout.fragments[self._layout.shards[shard].fragment]
-        peers = 1 + len(self._core.membership.live)
+        peers = 1 + len(self._view.live)
         return sum(self._layout.shards[s].elements for s in fragment) * (peers - 1) / peers
 
     def _turns_at_once(self) -> float:

@@ -92,6 +92,6 @@ class Answering:
 
     def proof(self, shard: ShardId) -> StateProof:
         """The machine's state of a shard, with the commit that its owner signed."""
-        state = self._driver.machine.core.chains[shard].state()
+        state = self._driver.machine.view.state(shard)
         header, signature = self._driver.cargo.shelves[state.head.shard].proofs.get(state.head.id, (None, b""))
         return StateProof(state, header, signature)

@@ -85,7 +85,7 @@ class Driver:
         self.host = host
         self.around = around
         self.codecs = codecs
-        self.cargo = Cargo(state.layout, identity, machine.core.config.run)
+        self.cargo = Cargo(state.layout, identity, machine.view.run)
         self.traffic = PayloadTraffic([s.elements for s in state.layout.shards])
         self._timer: Handle | None = None
         self.is_closed = False
@@ -172,7 +172,9 @@ class Driver:
             case msg.Commit():
                 shard, payload = message.header.shard, self.cargo.joined(message.header)
                 if payload is None:
-                    message = msg.FetchAdvised(shard, self.machine.core.head(shard))
+                    head = self.machine.view.head(shard)
+                    assert head is not None, "what is sent of a shard follows from its head"
+                    message = msg.FetchAdvised(shard, head)
                 else:
                     self.traffic.sent_down(shard, payload, len(effect.peers))
         body = encode(message)
@@ -232,8 +234,7 @@ class Driver:
 
     def accept_if_nobody_has_it(self, shard: ShardId) -> None:
         """A spoilt shard that nobody is asked for any more is taken as it is: the run goes on with it."""
-        adopting = self.machine.adopting
-        if shard not in adopting.repairing and shard not in adopting.asked and shard not in adopting.applying:
+        if self.machine.view.is_given_up(shard):
             log.error("own state is spoilt and nobody else has it: the run goes on with it", shard=shard)
             self.job(lambda: self.state.accept(shard), lambda _: None)
 

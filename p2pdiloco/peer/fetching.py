@@ -19,7 +19,7 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -127,25 +127,20 @@ class Fetching:
 
     def _run_ahead(self) -> None:
         """Begin what the machine will ask for next."""
-        adopting, chains = self._driver.machine.adopting, self._driver.machine.core.chains
-        self._ahead = {shard: future for shard, future in self._ahead.items() if chains[shard].head is None}
+        view = self._driver.machine.view
+        self._ahead = {shard: future for shard, future in self._ahead.items() if view.head(shard) is None}
         room = AHEAD_BYTES - sum(8 * self._layout.shards[shard].elements for shard in self._ahead)
-        for shard in self._missing():
+        for shard in view.unfetched():
+            if shard in self._ahead:
+                continue
             if room <= 0 or len(self._ahead) >= AHEAD_MOST:
                 return
-            donors = sorted(p for p, heads in adopting.offers.items() if shard in heads and not self._distrust.of(p))
+            donors = [peer for peer in view.offering(shard) if not self._distrust.of(peer)]
             if donors:
                 room -= 8 * self._layout.shards[shard].elements
                 future = self._ahead[shard] = asyncio.get_running_loop().create_future()
                 work = self._get_ahead(shard, donors[shard % len(donors)], future)
                 self._host.spawn(work, name=f"fetch {shard} ahead")
-
-    def _missing(self) -> Iterator[ShardId]:
-        """Shards that nobody has begun to fetch."""
-        adopting = self._driver.machine.adopting
-        busy = adopting.asked.keys() | adopting.applying.keys() | adopting.staged.keys() | self._ahead.keys()
-        chains = self._driver.machine.core.chains
-        return (chain.shard for chain in chains if chain.head is None and chain.shard not in busy)
 
     async def _get_ahead(self, shard: ShardId, peer: PeerId, future: asyncio.Future[Fetched]) -> None:
         try:
@@ -202,15 +197,11 @@ class Fetching:
 
     def _find_donors(self) -> None:
         """Who may have what we want, besides those who offered it: the same few for as long as they live."""
-        membership = self._driver.machine.core.membership
-        for peer in self._seen.difference(membership.live):
+        view = self._driver.machine.view
+        for peer in self._seen.difference(view.live):
             self._cancel(self._plan.drop(peer))
-        self._seen = set(membership.live)
-        able = []
-        for peer in membership.live:
-            beat = membership.peers[peer].beat
-            if beat is not None and beat.phase != "joining" and not self._distrust.of(peer):
-                able.append(peer)
+        self._seen = set(view.live)
+        able = [peer for peer in view.marks() if not self._distrust.of(peer)]
         mine = self._driver.identity.peer_id
         for peer in sorted(able, key=lambda peer: digest_of(f"{mine}/{peer}".encode()))[:DONORS_MOST]:
             self._plan.add(peer)

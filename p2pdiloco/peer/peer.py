@@ -146,7 +146,7 @@ class Peer:
         self._failure: Ending | None = None
         self.state = GlobalState(self.layout, manifest.config.outer, manifest.config.codec, vectors)
         codecs = Adapting(
-            manifest.config, self.layout, self.machine.core, metrics, rate=lambda: host.links.up_bytes_per_s
+            manifest.config, self.layout, self.machine.view, metrics, rate=lambda: host.links.up_bytes_per_s
         )
         self.driver = Driver(self.machine, self.state, identity, host, self, codecs)
         self._arrivals = Arrivals(self.layout, options.folder / INCOMING, metrics, host)
@@ -208,7 +208,7 @@ class Peer:
         return ending
 
     def _ordinary_ending(self, reason: str) -> Ending:
-        unmerged = self.machine.core.unmerged_tokens()
+        unmerged = self.machine.view.unmerged_tokens()
         if unmerged:
             why = self.trouble or "--leave-s allows longer"
             return Ending(1, f"{reason}; {unmerged:,} tokens were not merged in time and are lost ({why})")
@@ -265,7 +265,7 @@ class Peer:
 
     def became_current(self) -> None:
         """Every shard has a state."""
-        self.metrics.write("current", step=self.machine.core.step)
+        self.metrics.write("current", step=self.machine.view.step)
         self.supervision.load()
         if self._arrivals.end():
             self.host.spawn(self._replace_incoming(), name="first checkpoint")
@@ -308,7 +308,7 @@ class Peer:
 
     def disconnected(self, peer: PeerId, reason: str) -> None:
         """A connection is lost."""
-        if peer in self.machine.core.membership.peers:  # an observer never was
+        if self.machine.view.is_connected(peer):  # an observer never was
             self.driver.feed(ev.PeerDisconnected(peer, reason))
         self._parted(peer)
 

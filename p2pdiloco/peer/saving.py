@@ -82,15 +82,15 @@ class Saving:
             if began - learner_saved_at >= every_s:
                 self._save_learner()
                 learner_saved_at = began
-            if self._driver.machine.core.is_current:
+            if self._driver.machine.view.is_current:
                 is_written = await self.save(is_last=False)
                 rest_s = (self._host.now() - began) / COST_SHARE if is_written else every_s
 
     async def save(self, *, is_last: bool) -> bool:
         """Write a checkpoint if anything is new. False: it should have been written, and was not."""
-        core = self._driver.machine.core
-        mark = core.heads_mark
-        if self._driver.is_closed or not core.is_current or mark == self._saved_mark:
+        view = self._driver.machine.view
+        mark = view.heads_mark
+        if self._driver.is_closed or not view.is_current or mark == self._saved_mark:
             return mark == self._saved_mark
         taken = await self._take()
         if taken is None:
@@ -127,10 +127,10 @@ class Saving:
             def prove(copied: Copied, taken: asyncio.Future[Taken | None] = taken) -> None:
                 """Pair the copy with the machine's heads, in the same breath; None if a shard is between two."""
                 heads, theta, momentum = copied
-                chains = self._driver.machine.core.chains
-                is_whole = all(c.head is not None and c.head.id == h for c, h in zip(chains, heads, strict=True))
+                now = [None if head is None else head.id for head in self._driver.machine.view.heads()]
+                is_whole = None not in now and now == heads
                 if not taken.done():
-                    proofs = tuple(self._proof(c.shard) for c in chains) if is_whole else ()
+                    proofs = tuple(self._proof(ShardId(shard)) for shard in range(len(heads))) if is_whole else ()
                     taken.set_result((proofs, theta, momentum) if is_whole else None)
 
             self._driver.job(copy, prove)

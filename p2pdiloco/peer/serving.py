@@ -67,8 +67,7 @@ class Serving:
         Raises:
             RequestRefused: it is not here, or just changing.
         """
-        chains = self._driver.machine.core.chains
-        head = chains[shard].head if shard < len(chains) else None
+        head = self._driver.machine.view.head(shard)
         if head is None:
             raise RequestRefused(f"shard {shard} is not here")
         found = self._find(shard, head.id) or await self._copied(shard)

@@ -170,7 +170,7 @@ class Supervision:
         driver, state = self._driver, self._driver.state
         match message:
             case link.Progress():
-                self._metrics.progress(message, step=driver.machine.core.step, sent_bytes=self._sent_bytes())
+                self._metrics.progress(message, step=driver.machine.view.step, sent_bytes=self._sent_bytes())
                 driver.feed(ev.Stepped(message.steps, message.tokens, message.step_time_s))
             case link.BlockFinished():
                 driver.feed(ev.BlockFinished(message.block, message.tokens))
@@ -235,12 +235,12 @@ class Supervision:
     def load(self) -> None:
         """Give the learner the global parameters, once both are there."""
         driver, learner = self._driver, self.learner
-        if self._is_ready and not self._is_loaded and driver.machine.core.is_current and learner is not None:
+        if self._is_ready and not self._is_loaded and driver.machine.view.is_current and learner is not None:
             self._is_loaded = True
 
             def loaded(_: None) -> None:
                 if self._process is not None and self.learner == learner:
-                    self._process.send(link.Load(step=driver.machine.core.step))
+                    self._process.send(link.Load(step=driver.machine.view.step))
                     self.wait_for_nobody()
                     driver.feed(ev.LearnerStarted(learner, self._has_blocks))
 

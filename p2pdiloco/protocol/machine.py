@@ -31,6 +31,7 @@ from p2pdiloco.protocol.merging import Merging
 from p2pdiloco.protocol.presence import Presence
 from p2pdiloco.protocol.repair import Repair
 from p2pdiloco.protocol.status import Status, status_of
+from p2pdiloco.protocol.view import View
 from p2pdiloco.protocol.workload import Workload
 
 ROUNDED_S = 1e-6
@@ -49,6 +50,7 @@ class Machine:
         self.repair = Repair(self.core, self.adopting, self.merging)
         self.presence = Presence(self.core, self.merging, self.contributing, self.adopting, self.workload)
         self.departing = Departing(self.core, self.contributing)
+        self.view = View(self.core, self.adopting)
         self.evaluation: msg.Evaluation | None = None
         self.weight_averaged = 0
         self.is_alone = False

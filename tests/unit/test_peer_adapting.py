@@ -23,11 +23,11 @@ LAYOUT = make_layout(TENSORS, 2, M, "rda")
 
 
 def adapting(metrics: Metrics, rate: float | None, *, live: int = 1, step_s: float = 1.0, **changes: Any) -> Adapting:
-    core = SimpleNamespace(membership=SimpleNamespace(live=("x",) * live), fastest_step_time_s=lambda: step_s)
+    view = SimpleNamespace(live=("x",) * live, fastest_step_time_s=lambda: step_s)
     schedule = ScheduleConfig(fragments=2, sync_every=8, overlap=2)
     codec = CodecConfig(**{"up": "auto", "down": "auto", "coarsest": "int2", **changes})
     config = RunConfig(name="x", schedule=schedule, codec=codec)
-    return Adapting(config, LAYOUT, cast(Any, core), metrics, lambda: rate)
+    return Adapting(config, LAYOUT, cast(Any, view), metrics, lambda: rate)
 
 
 def name(one: Adapting, direction: Any = "up") -> str | None:

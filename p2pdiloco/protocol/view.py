@@ -1,0 +1,116 @@
+"""What those around a machine may read of it, whenever they like. Nothing here changes anything.
+
+What people are told is ``status``; what is to be done are effects.
+"""
+
+from __future__ import annotations
+
+from p2pdiloco.protocol.adopting import Adopting
+from p2pdiloco.protocol.core import Core
+from p2pdiloco.protocol.events import ShardState
+from p2pdiloco.protocol.identifiers import Digest, PeerId, RunId, ShardId
+from p2pdiloco.protocol.messages import CommitHeader, Head
+
+
+class View:
+    """Of one machine, as it is now."""
+
+    def __init__(self, core: Core, adopting: Adopting) -> None:
+        self._core = core
+        self._adopting = adopting
+
+    # -- this peer -----------------------------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> RunId:
+        """The run's id."""
+        return self._core.config.run
+
+    @property
+    def me(self) -> PeerId:
+        """This peer."""
+        return self._core.config.peer
+
+    @property
+    def step(self) -> int:
+        """The global step."""
+        return self._core.step
+
+    @property
+    def is_current(self) -> bool:
+        """Every shard has had a state."""
+        return self._core.is_current
+
+    @property
+    def has_finished(self) -> bool:
+        """The run is complete here."""
+        return self._core.departure == "finished"
+
+    def unmerged_tokens(self) -> int:
+        """The learner's own tokens not merged yet, in the shard where that is most."""
+        return self._core.unmerged_tokens()
+
+    # -- states --------------------------------------------------------------------------------------------------------
+
+    @property
+    def heads_mark(self) -> int:
+        """Equal at two peers when their heads are."""
+        return self._core.heads_mark
+
+    def heads(self) -> list[Head | None]:
+        """Of all shards; None where there is no state."""
+        return [chain.head for chain in self._core.chains]
+
+    def head(self, shard: ShardId) -> Head | None:
+        """Of one shard; None: there is no state, or no such shard."""
+        return self._core.chains[shard].head if shard < len(self._core.chains) else None
+
+    def state(self, shard: ShardId) -> ShardState:
+        """What travels with a shard's parameters, which must be here."""
+        return self._core.chains[shard].state()
+
+    def commit_of(self, shard: ShardId, head: Digest) -> CommitHeader | None:
+        """The commit that made this head of the shard, if it is the newest one of its log."""
+        chain = self._core.chains[shard]
+        return chain.log[-1] if chain.log and chain.log_ids[-1] == head else None
+
+    def unfetched(self) -> list[ShardId]:
+        """Shards without a state, which nobody is asked for either."""
+        adopting = self._adopting
+        busy = adopting.asked.keys() | adopting.applying.keys() | adopting.staged.keys()
+        return [chain.shard for chain in self._core.chains if chain.head is None and chain.shard not in busy]
+
+    def offering(self, shard: ShardId) -> list[PeerId]:
+        """While joining: who has said that it has a state of the shard."""
+        return sorted(peer for peer, heads in self._adopting.offers.items() if shard in heads)
+
+    def is_given_up(self, shard: ShardId) -> bool:
+        """Of a spoilt shard: its state is neither asked for nor on its way."""
+        adopting = self._adopting
+        return not any(shard in those for those in (adopting.repairing, adopting.asked, adopting.applying))
+
+    # -- the others ----------------------------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> tuple[PeerId, ...]:
+        """Sorted, without this peer."""
+        return self._core.membership.live
+
+    @property
+    def participating(self) -> frozenset[PeerId]:
+        """Of the live ones."""
+        return self._core.membership.participating
+
+    def is_connected(self, peer: PeerId) -> bool:
+        """Whether there is a connection, live or not."""
+        return peer in self._core.membership.peers
+
+    def marks(self) -> dict[PeerId, int]:
+        """The heads of all live peers that have states, as marks."""
+        views = ((peer, self._core.membership.peers.get(peer)) for peer in self.live)
+        beats = ((peer, view.beat) for peer, view in views if view is not None)
+        return {peer: beat.heads_mark for peer, beat in beats if beat is not None and beat.phase != "joining"}
+
+    def fastest_step_time_s(self) -> float:
+        """Of all learners that train; 0 if none does."""
+        return self._core.fastest_step_time_s()
