@@ -47,7 +47,7 @@ def pack(codec: str, x: Tensor) -> Parcel:
     how = quantize.recipe(_codec(name), float(number) if number else None)
     bodies = [bytes(body) for body in quantize.encode_chunks(how, x)]
     values = quantize.decode_chunks(bodies, torch.empty_like(x))
-    return Parcel(merging.Encoded(bodies, x.numel()), values, float(len(compression.join(bodies))))
+    return Parcel(merging.EncodedGradient(bodies, x.numel()), values, float(len(compression.join(bodies))))
 
 
 def _codec(name: str) -> Codec:

@@ -32,7 +32,7 @@ import uvloop
 
 from benchmarks import bench, record
 from benchmarks.wire import plots
-from p2pdiloco.net.schedule import slice_bytes
+from p2pdiloco.net.meter import slice_bytes
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.tls import TlsContexts

@@ -22,7 +22,7 @@ from p2pdiloco.net.events import Closing, Ended, Failed, Proved
 from p2pdiloco.net.frames import (
     HANDSHAKE_KINDS,
     FrameError,
-    Kind,
+    FrameKind,
     Parting,
     decode_goodbye,
     encode_frame,
@@ -138,7 +138,7 @@ class Connection:
         self._handshake = self._shared.greeter.handshake(self.role, fingerprint, *self._dialled)
         self.local = self._handshake.hello
         self._set_deadline(self._shared.limits.handshake_s, "the handshake took too long")
-        self.conversation.put(encode_frame(Kind.HELLO, 0, self._handshake.hello_body))
+        self.conversation.put(encode_frame(FrameKind.HELLO, 0, self._handshake.hello_body))
 
     def lost(self, reason: str) -> None:
         """The socket is closed."""
@@ -291,17 +291,17 @@ class Connection:
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    def _live(self, kind: Kind, body: bytes) -> None:
+    def _live(self, kind: FrameKind, body: bytes) -> None:
         assert self._handshake is not None
         match kind:
-            case Kind.HELLO:
+            case FrameKind.HELLO:
                 proof = self._handshake.proof_after(body)
                 if self.role is Role.DIALLER:
-                    self.conversation.put(encode_frame(Kind.PROOF, 0, proof))
-            case Kind.PROOF:
+                    self.conversation.put(encode_frame(FrameKind.PROOF, 0, proof))
+            case FrameKind.PROOF:
                 self.remote = self._handshake.finish(body)
                 if self.role is Role.LISTENER:
-                    self.conversation.put(encode_frame(Kind.PROOF, 0, self._handshake.proof))
+                    self.conversation.put(encode_frame(FrameKind.PROOF, 0, self._handshake.proof))
                 self._set_deadline(None)
                 self.conversation.open(self.peer)
                 self._shared.shaper.open(self.peer, self)

@@ -17,7 +17,7 @@ from p2pdiloco.net.events import Message, Offered, Question, Unanswered
 from p2pdiloco.net.frames import (
     CONTROL_LIMIT,
     FrameError,
-    Kind,
+    FrameKind,
     Start,
     Use,
     decode_credit,
@@ -134,7 +134,7 @@ class Conversation:
         """
         self._agenda.touch(self.connection)
         if payload is None:
-            return self.outbox.put(encode_frame(Kind.MESSAGE, 0, body))
+            return self.outbox.put(encode_frame(FrameKind.MESSAGE, 0, body))
         return self._put_payload(Use.MESSAGE, 0, body, payload, priority, topic)
 
     def ask(self, body: bytes, timeout_s: float, max_payload: int) -> Question:
@@ -164,7 +164,7 @@ class Conversation:
         """We do not want the answer any more: the other side need not send it."""
         if self.questions.end(number):
             self.lanes.assembler.withdraw(number)
-            self.put(encode_frame(Kind.WITHDRAW, number))
+            self.put(encode_frame(FrameKind.WITHDRAW, number))
 
     def answer(self, number: int, answer: Answer) -> None:
         """The answer to a request of the peer's. To one that was withdrawn: nothing.
@@ -178,7 +178,7 @@ class Conversation:
         if max_payload is None:
             return
         if answer.payload is None:
-            is_queued = self.outbox.put(encode_frame(Kind.ANSWER, number, answer.body))
+            is_queued = self.outbox.put(encode_frame(FrameKind.ANSWER, number, answer.body))
         else:
             payload = memoryview(answer.payload).cast("B")
             if len(payload) > max_payload:
@@ -241,7 +241,7 @@ class Conversation:
 
     def _say_no(self, number: int, text: str) -> None:
         """If even that has no room, the asker's own deadline ends its wait."""
-        self.outbox.put(encode_frame(Kind.REFUSAL, number, encode_text(text)))
+        self.outbox.put(encode_frame(FrameKind.REFUSAL, number, encode_text(text)))
         self._agenda.touch(self.connection)
 
     def _touch_lanes(self) -> None:
@@ -264,7 +264,7 @@ class Conversation:
             case Completed(start=start) if start.part is None:
                 self.primary.deliver(start, event.body, event.payload)
             case Completed():
-                self.put(encode_frame(Kind.ACK, event.stream))
+                self.put(encode_frame(FrameKind.ACK, event.stream))
                 if (whole := self.lanes.assembler.complete(event.start)) is not None:
                     self._seal(event.start)
                     self.primary.deliver(*whole)
@@ -298,25 +298,25 @@ class Conversation:
             self._offer = None
             self._take(offer.stream, offer.start, offer.body)
 
-    def _frame(self, kind: Kind, number: int, body: bytes) -> None:
+    def _frame(self, kind: FrameKind, number: int, body: bytes) -> None:
         match kind:
-            case Kind.MESSAGE:
+            case FrameKind.MESSAGE:
                 self._agenda.tell(Message(self.connection, body, None))
-            case Kind.REQUEST:
+            case FrameKind.REQUEST:
                 self._asked(number, *decode_request(body))
-            case Kind.ANSWER:
+            case FrameKind.ANSWER:
                 self.questions.resolve(number, Response(body, None))
-            case Kind.REFUSAL:
+            case FrameKind.REFUSAL:
                 self.questions.reject(number, RequestRefused(decode_text(body)))
-            case Kind.WITHDRAW:
+            case FrameKind.WITHDRAW:
                 self._withdrawn(number)
-            case Kind.CANCEL:
+            case FrameKind.CANCEL:
                 self._cancelled(number)
-            case Kind.ACK:
+            case FrameKind.ACK:
                 self.lanes.spreader.acknowledge(self.connection, number)
                 if self.lanes.is_idle:
                     self._agenda.touch(self.primary.connection)
-            case Kind.CREDIT:
+            case FrameKind.CREDIT:
                 self.spending.extend(decode_credit(body))
                 self._agenda.touch(self.connection)
             case _:
@@ -388,11 +388,11 @@ class Conversation:
     def _decline(self, stream: int, start: Start) -> None:
         if start.part is not None:
             self.lanes.assembler.refuse(start)
-        self.put(encode_frame(Kind.CANCEL, stream))
+        self.put(encode_frame(FrameKind.CANCEL, stream))
 
     def _seal(self, start: Start) -> None:
         """The payload is whole: streams that bring something of it once more write nowhere, and are to stop."""
         assert start.part is not None
         for lane in self.lanes.members:
             for stream in lane.conversation.inbox.drop(start.part.payload):
-                lane.conversation.put(encode_frame(Kind.CANCEL, stream))
+                lane.conversation.put(encode_frame(FrameKind.CANCEL, stream))

@@ -62,7 +62,7 @@ class FrameError(ValueError):
     """The other side broke the format."""
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     HELLO = 1
     PROOF = 2
     MESSAGE = 3
@@ -79,28 +79,28 @@ class Kind(IntEnum):
     GOODBYE = 15
 
 
-HANDSHAKE_KINDS = frozenset({Kind.HELLO, Kind.PROOF, Kind.GOODBYE})
-OPEN_KINDS = frozenset(Kind) - {Kind.HELLO, Kind.PROOF}
+HANDSHAKE_KINDS = frozenset({FrameKind.HELLO, FrameKind.PROOF, FrameKind.GOODBYE})
+OPEN_KINDS = frozenset(FrameKind) - {FrameKind.HELLO, FrameKind.PROOF}
 
-BODY_LIMITS: dict[Kind, int] = {
-    Kind.HELLO: HANDSHAKE_LIMIT,
-    Kind.PROOF: HANDSHAKE_LIMIT,
-    Kind.MESSAGE: CONTROL_LIMIT,
-    Kind.REQUEST: CONTROL_LIMIT + SIZE.size,
-    Kind.ANSWER: CONTROL_LIMIT,
-    Kind.REFUSAL: TEXT_LIMIT,
-    Kind.WITHDRAW: 0,
-    Kind.START: CONTROL_LIMIT + _START.size + _PART.size,
-    Kind.CHUNK: CHUNK_LIMIT,
-    Kind.CANCEL: 0,
-    Kind.ABORT: 0,
-    Kind.ACK: 0,
-    Kind.CREDIT: SIZE.size,
-    Kind.GOODBYE: TEXT_LIMIT + 1,
+BODY_LIMITS: dict[FrameKind, int] = {
+    FrameKind.HELLO: HANDSHAKE_LIMIT,
+    FrameKind.PROOF: HANDSHAKE_LIMIT,
+    FrameKind.MESSAGE: CONTROL_LIMIT,
+    FrameKind.REQUEST: CONTROL_LIMIT + SIZE.size,
+    FrameKind.ANSWER: CONTROL_LIMIT,
+    FrameKind.REFUSAL: TEXT_LIMIT,
+    FrameKind.WITHDRAW: 0,
+    FrameKind.START: CONTROL_LIMIT + _START.size + _PART.size,
+    FrameKind.CHUNK: CHUNK_LIMIT,
+    FrameKind.CANCEL: 0,
+    FrameKind.ABORT: 0,
+    FrameKind.ACK: 0,
+    FrameKind.CREDIT: SIZE.size,
+    FrameKind.GOODBYE: TEXT_LIMIT + 1,
 }
 
 
-_KINDS = {kind.value: kind for kind in Kind}
+_KINDS = {kind.value: kind for kind in FrameKind}
 
 
 class Parting(IntEnum):
@@ -119,7 +119,7 @@ class Header(Struct, frozen=True, gc=False):
     """A checked header."""
 
     length: int
-    kind: Kind
+    kind: FrameKind
     stream: int
 
 
@@ -177,13 +177,13 @@ def parse_header(data: bytes | bytearray | memoryview, offset: int = 0) -> Heade
     return Header(length, kind, stream)
 
 
-def encode_header(kind: Kind, stream: int, length: int) -> bytes:
+def encode_header(kind: FrameKind, stream: int, length: int) -> bytes:
     """The header of a body of ``length`` bytes."""
     assert length <= BODY_LIMITS[kind]
     return HEADER.pack(length, kind, stream)
 
 
-def encode_frame(kind: Kind, stream: int, body: bytes = b"") -> bytes:
+def encode_frame(kind: FrameKind, stream: int, body: bytes = b"") -> bytes:
     """A whole frame.
 
     Raises:
@@ -205,7 +205,7 @@ def encode_start(stream: int, start: Start, body: bytes) -> bytes:
     head = _START.pack(code, start.request, start.size)
     if start.part is not None:
         head += _PART.pack(*start.part)
-    return HEADER.pack(len(head) + len(body), Kind.START, stream) + head + body
+    return HEADER.pack(len(head) + len(body), FrameKind.START, stream) + head + body
 
 
 def decode_start(body: bytes) -> tuple[Start, bytes]:
@@ -239,7 +239,7 @@ def encode_request(number: int, max_payload: int, body: bytes) -> bytes:
         ValueError: ``body`` is longer than CONTROL_LIMIT.
     """
     _check_control(body)
-    return encode_frame(Kind.REQUEST, number, SIZE.pack(min(max_payload, PAYLOAD_LIMIT)) + body)
+    return encode_frame(FrameKind.REQUEST, number, SIZE.pack(min(max_payload, PAYLOAD_LIMIT)) + body)
 
 
 def decode_request(body: bytes) -> tuple[int, bytes]:
@@ -258,7 +258,7 @@ def decode_request(body: bytes) -> tuple[int, bytes]:
 
 def encode_credit(granted: int) -> bytes:
     """A CREDIT frame."""
-    return encode_frame(Kind.CREDIT, 0, SIZE.pack(granted))
+    return encode_frame(FrameKind.CREDIT, 0, SIZE.pack(granted))
 
 
 def decode_credit(body: bytes) -> int:
@@ -286,7 +286,7 @@ def decode_text(data: bytes) -> str:
 
 def encode_goodbye(parting: Parting, reason: str) -> bytes:
     """The GOODBYE frame."""
-    return encode_frame(Kind.GOODBYE, 0, bytes([parting]) + encode_text(reason))
+    return encode_frame(FrameKind.GOODBYE, 0, bytes([parting]) + encode_text(reason))
 
 
 def decode_goodbye(body: bytes) -> tuple[Parting, str]:

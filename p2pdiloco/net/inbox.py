@@ -22,8 +22,8 @@ from p2pdiloco.net.frames import (
     OPEN_KINDS,
     OPEN_STREAMS_LIMIT,
     FrameError,
+    FrameKind,
     Header,
-    Kind,
     Start,
     decode_start,
     parse_header,
@@ -36,7 +36,7 @@ STAGING_BYTES = 16 << 10
 class Frame(Struct, frozen=True):
     """A whole frame that is no part of a stream."""
 
-    kind: Kind
+    kind: FrameKind
     stream: int
     body: bytes
 
@@ -107,7 +107,7 @@ class Inbox:
     def arrived_bytes(self) -> int:
         """As ``bulk_bytes``, with what is here of a chunk that is not whole yet."""
         header = self._header
-        return self.bulk_bytes + (self._filled if header is not None and header.kind is Kind.CHUNK else 0)
+        return self.bulk_bytes + (self._filled if header is not None and header.kind is FrameKind.CHUNK else 0)
 
     def open(self) -> None:
         """The handshake is done: messages may come, handshakes may not."""
@@ -145,7 +145,7 @@ class Inbox:
                     return None
                 header = parse_header(self._staging, self._position)
                 self._position += HEADER.size
-                if header.kind is not Kind.CHUNK and header.length <= self._end - self._position:
+                if header.kind is not FrameKind.CHUNK and header.length <= self._end - self._position:
                     if (event := self._whole(header)) is not None:
                         return event
                     continue
@@ -174,7 +174,7 @@ class Inbox:
             if part is not None and part.payload == payload and stream.payload is not None:
                 stream.payload = None
                 dropped.append(number)
-                if self._header is not None and (self._header.kind, self._header.stream) == (Kind.CHUNK, number):
+                if self._header is not None and (self._header.kind, self._header.stream) == (FrameKind.CHUNK, number):
                     self._target = None
         return dropped
 
@@ -190,14 +190,14 @@ class Inbox:
         self._position += header.length
         return self._control(header, bytes(self._staging[begin : self._position]))
 
-    def _check_allowed(self, kind: Kind) -> None:
+    def _check_allowed(self, kind: FrameKind) -> None:
         if kind not in self._allowed:
             raise FrameError(f"a {kind.name} frame has no place here")
 
     def _begin(self, header: Header) -> None:
         self._check_allowed(header.kind)
         self._header, self._filled = header, 0
-        if header.kind is not Kind.CHUNK:
+        if header.kind is not FrameKind.CHUNK:
             self._target = memoryview(bytearray(header.length))
             return
         stream = self._streams.get(header.stream)
@@ -231,7 +231,7 @@ class Inbox:
         """The current frame is whole."""
         target = self._target
         self._header = self._target = None
-        if header.kind is not Kind.CHUNK:
+        if header.kind is not FrameKind.CHUNK:
             return self._control(header, bytes(target or b""))
         self.control_bytes += HEADER.size
         self.bulk_bytes += header.length
@@ -241,9 +241,9 @@ class Inbox:
     def _control(self, header: Header, body: bytes) -> Event | None:
         self._check_allowed(header.kind)
         self.control_bytes += HEADER.size + header.length
-        if header.kind is Kind.START:
+        if header.kind is FrameKind.START:
             return self._start(header.stream, body)
-        if header.kind is Kind.ABORT:
+        if header.kind is FrameKind.ABORT:
             return self._abort(header.stream)
         return Frame(header.kind, header.stream, body)
 

@@ -26,7 +26,7 @@ from p2pdiloco.net.frames import (
     CHUNK_LIMIT,
     OPEN_STREAMS_LIMIT,
     STREAM_WRAP,
-    Kind,
+    FrameKind,
     Start,
     Use,
     encode_frame,
@@ -179,7 +179,7 @@ class Outbox:
             heapq.heapify(self._waiting)
         if found.is_announced:
             # Over the limit on purpose: without it the receiver would keep the stream's buffer.
-            self._control.append(abort := encode_frame(Kind.ABORT, number))
+            self._control.append(abort := encode_frame(FrameKind.ABORT, number))
             self._control_bytes += len(abort)
         else:
             self._control_bytes -= len(found.start_frame)
@@ -258,7 +258,7 @@ class Outbox:
         if not stream.bytes_left:
             self._open.remove(stream)
             self._forget(stream)
-        return encode_header(Kind.CHUNK, stream.number, len(chunk)), chunk
+        return encode_header(FrameKind.CHUNK, stream.number, len(chunk)), chunk
 
     def _forget(self, stream: _Stream) -> None:
         del self._streams[stream.number]

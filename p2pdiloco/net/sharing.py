@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Generic, TypeVar
 
-from p2pdiloco.net.schedule import Schedule, slice_bytes
+from p2pdiloco.net.meter import Meter, slice_bytes
 
 Member = TypeVar("Member", bound=Hashable)
 
@@ -27,7 +27,7 @@ class _Peer(Generic[Member]):
 
     def __init__(self) -> None:
         self.served = 0.0
-        self.cap = Schedule()
+        self.cap = Meter()
         self.members: dict[Member, None] = {}
         """Those that can send now, the one whose turn it is first."""
 
@@ -36,7 +36,7 @@ class Sharing(Generic[Member]):
     """See the module's rules."""
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
-        self._total = Schedule(bytes_per_s)
+        self._total = Meter(bytes_per_s)
         self._peers: dict[Hashable, _Peer[Member]] = {}
         self._ready: dict[Hashable, _Peer[Member]] = {}
         """Those with members that can send."""

@@ -277,7 +277,7 @@ class Node:
                         contributors={c.learner: c.tokens for c in header.contributors},
                     )
             case ev.Evaluated() | ev.Received(message=msg.Evaluation()):
-                evaluation = self.peer.machine.evaluation
+                evaluation = self.peer.machine.view.evaluation
                 if evaluation is not None:
                     self.metrics.write("evaluation", **msgspec.structs.asdict(evaluation))
             case _:

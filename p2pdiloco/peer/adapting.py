@@ -18,7 +18,7 @@ from typing import Literal
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.protocol.identifiers import ShardId
 from p2pdiloco.protocol.manifest import Layout, RunConfig
-from p2pdiloco.protocol.view import View
+from p2pdiloco.protocol.view import MachineView
 from p2pdiloco.tensors.choosing import Rung, choose
 
 Direction = Literal["up", "down"]
@@ -28,7 +28,7 @@ class Adapting:
     """``rate``: bytes per second that we may send at, budgeted or measured; None: no limit is known."""
 
     def __init__(
-        self, config: RunConfig, layout: Layout, view: View, metrics: Metrics, rate: Callable[[], float | None]
+        self, config: RunConfig, layout: Layout, view: MachineView, metrics: Metrics, rate: Callable[[], float | None]
     ) -> None:
         self._codec, self._schedule = config.codec, config.schedule
         self._layout = layout

@@ -207,7 +207,7 @@ class Fetching:
             self._plan.add(peer)
 
     def _ask_more(self) -> None:
-        is_ending = next(self._missing(), None) is None
+        is_ending = self._ahead.keys() >= set(self._driver.machine.view.unfetched())
         for ask in self._plan.next(self._host.now(), is_ending=is_ending):
             self._asking[ask] = self._host.spawn(self._ask(ask), name=f"fetch {ask.piece}")
         for shard, download in self._downloads.items():

@@ -311,7 +311,7 @@ class GlobalState:
         gradients, weights = [], []
         for contributor, payload in given:
             try:
-                gradients.append(merging.Encoded(list(self._bodies(shard, payload)), piece.elements))
+                gradients.append(merging.EncodedGradient(list(self._bodies(shard, payload)), piece.elements))
             except ValueError as error:
                 raise ContributionError(contributor.learner, str(error)) from error
             weights.append(merging.token_weight(contributor.tokens, contributor.steps))

@@ -38,7 +38,7 @@ class Shifts(NamedTuple):
     """parameters = shift"""
 
 
-class Kind(Enum):
+class ShiftKind(Enum):
     """What a shift in a buffer is for."""
 
     NONE = 0
@@ -102,8 +102,8 @@ class ShiftQueue:
         """Shifts that wait until the learner has added the last one; any content where none waits. Few ever wait, and
         numpy's zeros take no memory before they are written, which torch's do."""
         self.learner: LearnerId | None = None
-        self._in_flight = [Kind.NONE] * len(layout.shards)
-        self._in_queue = [Kind.NONE] * len(layout.shards)
+        self._in_flight = [ShiftKind.NONE] * len(layout.shards)
+        self._in_queue = [ShiftKind.NONE] * len(layout.shards)
         self._has_snapshot = [False] * len(layout.shards)
         """The shard's part of the snapshot buffer holds what the learner has trained, brought up to date."""
 
@@ -114,7 +114,7 @@ class ShiftQueue:
     @property
     def is_empty(self) -> bool:
         """The learner has added all that there was."""
-        return all(kind is Kind.NONE for kind in (*self._in_flight, *self._in_queue))
+        return all(kind is ShiftKind.NONE for kind in (*self._in_flight, *self._in_queue))
 
     # -- a learner's life ----------------------------------------------------------------------------------------------
 
@@ -123,8 +123,8 @@ class ShiftQueue:
         self.learner = learner
         self.shift.copy_(theta)
         for shard in range(len(self._layout.shards)):
-            self._in_flight[shard] = Kind.REPLACE
-            self._in_queue[shard] = Kind.NONE
+            self._in_flight[shard] = ShiftKind.REPLACE
+            self._in_queue[shard] = ShiftKind.NONE
             self._has_snapshot[shard] = False
 
     def unload(self) -> None:
@@ -138,17 +138,17 @@ class ShiftQueue:
         payload."""
         if self.learner is None:
             return Handover(Shifts((), ()), None, False, False, None, (), ())
-        kind = Kind.REPLACE if moves.is_reset else Kind.ADD
+        kind = ShiftKind.REPLACE if moves.is_reset else ShiftKind.ADD
         if moves.is_reset:
             self._has_snapshot[shard] = False  # what was copied there, the learner has lost
         shifts, buffer, is_added = Shifts((), ()), self.queued, False
-        if self._in_flight[shard] is Kind.NONE:
-            assert self._in_queue[shard] is Kind.NONE, "what waits, waits for something"
+        if self._in_flight[shard] is ShiftKind.NONE:
+            assert self._in_queue[shard] is ShiftKind.NONE, "what waits, waits for something"
             self._in_flight[shard] = kind
             shifts = Shifts((), (shard,)) if moves.is_reset else Shifts((shard,), ())
             buffer = self.shift
         else:
-            is_first = self._in_queue[shard] is Kind.NONE
+            is_first = self._in_queue[shard] is ShiftKind.NONE
             is_added = not is_first and not moves.is_reset
             if is_first or moves.is_reset:
                 self._in_queue[shard] = kind
@@ -165,20 +165,20 @@ class ShiftQueue:
 
     def next_shifts(self, shards: Sequence[ShardId]) -> Shifts:
         """Hand queued shifts of ``shards`` over where the learner has taken the last; returns what to tell it of."""
-        ready: dict[Kind, list[ShardId]] = {Kind.ADD: [], Kind.REPLACE: []}
+        ready: dict[ShiftKind, list[ShardId]] = {ShiftKind.ADD: [], ShiftKind.REPLACE: []}
         for shard in shards:
             kind = self._in_queue[shard]
-            if kind is not Kind.NONE and self._in_flight[shard] is Kind.NONE:
+            if kind is not ShiftKind.NONE and self._in_flight[shard] is ShiftKind.NONE:
                 self._range(self.shift, shard).copy_(self._range(self.queued, shard))
-                self._in_queue[shard] = Kind.NONE
+                self._in_queue[shard] = ShiftKind.NONE
                 self._in_flight[shard] = kind
                 ready[kind].append(shard)
-        return Shifts(tuple(ready[Kind.ADD]), tuple(ready[Kind.REPLACE]))
+        return Shifts(tuple(ready[ShiftKind.ADD]), tuple(ready[ShiftKind.REPLACE]))
 
     def shifted(self, shards: Sequence[ShardId]) -> Shifts:
         """The learner has taken these shifts; returns the next ones to tell it of."""
         for shard in shards:
-            self._in_flight[shard] = Kind.NONE
+            self._in_flight[shard] = ShiftKind.NONE
         return self.next_shifts(shards)
 
     # -- snapshots -----------------------------------------------------------------------------------------------------
@@ -196,9 +196,9 @@ class ShiftQueue:
         """The learner has written the fragment: add the shifts that it had not added by then."""
         for shard in self._layout.fragments[fragment]:
             waiting = ((self._in_flight[shard], self.shift), (self._in_queue[shard], self.queued))
-            self._has_snapshot[shard] = all(kind is not Kind.REPLACE for kind, _ in waiting)
+            self._has_snapshot[shard] = all(kind is not ShiftKind.REPLACE for kind, _ in waiting)
             for kind, buffer in waiting:
-                if kind is Kind.ADD:
+                if kind is ShiftKind.ADD:
                     self._range(self.snapshot, shard).add_(self._range(buffer, shard))
 
     def snapshot_encoded(self, shard: ShardId) -> None:

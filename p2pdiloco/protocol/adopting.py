@@ -13,7 +13,8 @@ from p2pdiloco.protocol.carry import Carry
 from p2pdiloco.protocol.chain import is_heavier
 from p2pdiloco.protocol.contributing import Contributing
 from p2pdiloco.protocol.core import Core
-from p2pdiloco.protocol.effects import Apply, BecameCurrent, Evaluate, Fetch, Install
+from p2pdiloco.protocol.effects import Apply, BecameCurrent, Fetch, Install
+from p2pdiloco.protocol.evaluations import Evaluations
 from p2pdiloco.protocol.events import ShardState
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
 from p2pdiloco.protocol.ledger import STAY, Walk
@@ -28,7 +29,6 @@ from p2pdiloco.protocol.messages import (
     HeadsRequest,
     commit_id,
 )
-from p2pdiloco.protocol.ownership import EVALUATION_DUTY, ranked_owners
 
 MAX_FETCHES = 4
 """States fetched at once by a newcomer, over all shards."""
@@ -38,8 +38,9 @@ MAX_COMMITS_SENT = 32
 class Adopting:
     """Commits and states on their way into this peer's chains."""
 
-    def __init__(self, core: Core, merging: Merging, contributing: Contributing) -> None:
+    def __init__(self, core: Core, merging: Merging, contributing: Contributing, evaluations: Evaluations) -> None:
         self.core = core
+        self.evaluations = evaluations
         self.merging = merging
         self.contributing = contributing
         self.carry = Carry(core, contributing)
@@ -165,7 +166,7 @@ class Adopting:
         if isinstance(target, CommitHeader):
             core.membership.delivered(target.owner)
             if shard == 0:
-                self._evaluate_if_mine(head.version)
+                self.evaluations.consider(head.version)
         self._next(shard)
 
     def _next(self, shard: ShardId) -> None:
@@ -374,18 +375,6 @@ class Adopting:
         for shard in [s for s, p in self.asked.items() if p in lost and ("asked", s) in self.core.alarms]:
             del self.asked[shard]
             self.core.alarms.cancel(("asked", shard))
-
-    # -- evaluation ----------------------------------------------------------------------------------------------------
-
-    def _evaluate_if_mine(self, version: int) -> None:
-        core = self.core
-        every = core.config.evaluation_every
-        if not every or version % every or core.learner is None or core.learner.is_paused:
-            return
-        able = {*core.membership.participating, core.config.peer}
-        candidates = tuple((peer, 1.0) for peer in sorted(able))
-        if ranked_owners(core.config.run, EVALUATION_DUTY, version, candidates)[0] == core.config.peer:
-            core.effects.append(Evaluate(version))
 
     def payloads(self, shard: ShardId) -> set[Digest]:
         """Payloads of commits that wait or are being applied."""

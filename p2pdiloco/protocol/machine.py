@@ -25,13 +25,14 @@ from p2pdiloco.protocol.contributing import Contributing
 from p2pdiloco.protocol.core import BEAT, Core, LearnerView, ProtocolConfig
 from p2pdiloco.protocol.departing import Departing
 from p2pdiloco.protocol.effects import Effect, Evaluate
+from p2pdiloco.protocol.evaluations import Evaluations
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
 from p2pdiloco.protocol.invariants import check_chains, check_work
 from p2pdiloco.protocol.merging import Merging
 from p2pdiloco.protocol.presence import Presence
 from p2pdiloco.protocol.repair import Repair
 from p2pdiloco.protocol.status import Status, status_of
-from p2pdiloco.protocol.view import View
+from p2pdiloco.protocol.view import MachineView
 from p2pdiloco.protocol.workload import Workload
 
 ROUNDED_S = 1e-6
@@ -46,12 +47,12 @@ class Machine:
         self.merging = Merging(self.core)
         self.workload = Workload(self.core)
         self.contributing = Contributing(self.core, self.merging, self.workload)
-        self.adopting = Adopting(self.core, self.merging, self.contributing)
+        self.evaluations = Evaluations(self.core)
+        self.adopting = Adopting(self.core, self.merging, self.contributing, self.evaluations)
         self.repair = Repair(self.core, self.adopting, self.merging)
         self.presence = Presence(self.core, self.merging, self.contributing, self.adopting, self.workload)
         self.departing = Departing(self.core, self.contributing)
-        self.view = View(self.core, self.adopting)
-        self.evaluation: msg.Evaluation | None = None
+        self.view = MachineView(self.core, self.adopting, self.evaluations)
         self.weight_averaged = 0
         self.is_alone = False
 
@@ -111,7 +112,7 @@ class Machine:
             case ev.LeaveRequested():
                 self.departing.leave(event.reason)
             case ev.Evaluated():
-                self._evaluated(event)
+                self.evaluations.made(event)
             case ev.Started():
                 self._started(event)
             case _:
@@ -198,12 +199,6 @@ class Machine:
         learner.step_time_s = event.step_time_s if before == 0.0 else before + 0.1 * (event.step_time_s - before)
         self.contributing.stepped(learner, made)
 
-    def _evaluated(self, event: ev.Evaluated) -> None:
-        core = self.core
-        tokens = max((c.head.tokens for c in core.chains if c.head is not None), default=0)
-        self.evaluation = msg.Evaluation(event.version, tokens, core.step, event.loss)
-        core.send(core.membership.live, self.evaluation)
-
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def _received(self, peer: PeerId, message: msg.Message) -> None:
@@ -231,9 +226,7 @@ class Machine:
                 if message.shard < len(core.chains):
                     self.adopting.fetch_advised(peer, message)
             case msg.Evaluation():
-                is_newer = self.evaluation is None or message.step > self.evaluation.step
-                if is_newer and core.plausible(message.step) == message.step:
-                    self.evaluation = message
+                self.evaluations.heard(message)
             case msg.Leaving():
                 self.presence.lost(peer, f"{peer} left: {message.reason}", said_goodbye=True)
             case _:
@@ -337,7 +330,7 @@ class Machine:
     def status(self) -> Status:
         """For people: the node's status, logs and reports."""
         troubles = self.contributing.trouble.told()
-        return status_of(self.core, self.evaluation, self.weight_averaged, troubles)
+        return status_of(self.core, self.evaluations.newest, self.weight_averaged, troubles)
 
     def check_invariants(self) -> None:
         """What must hold after every event, whatever the others do. For tests and the simulator.

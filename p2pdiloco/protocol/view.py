@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from p2pdiloco.protocol.adopting import Adopting
 from p2pdiloco.protocol.core import Core
+from p2pdiloco.protocol.evaluations import Evaluations
 from p2pdiloco.protocol.events import ShardState
 from p2pdiloco.protocol.identifiers import Digest, PeerId, RunId, ShardId
-from p2pdiloco.protocol.messages import CommitHeader, Head
+from p2pdiloco.protocol.messages import CommitHeader, Evaluation, Head
 
 
-class View:
+class MachineView:
     """Of one machine, as it is now."""
 
-    def __init__(self, core: Core, adopting: Adopting) -> None:
+    def __init__(self, core: Core, adopting: Adopting, evaluations: Evaluations) -> None:
         self._core = core
         self._adopting = adopting
+        self._evaluations = evaluations
 
     # -- this peer -----------------------------------------------------------------------------------------------------
 
@@ -49,6 +51,11 @@ class View:
     def unmerged_tokens(self) -> int:
         """The learner's own tokens not merged yet, in the shard where that is most."""
         return self._core.unmerged_tokens()
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """The newest that is known."""
+        return self._evaluations.newest
 
     # -- states --------------------------------------------------------------------------------------------------------
 

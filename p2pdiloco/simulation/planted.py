@@ -12,12 +12,11 @@ from p2pdiloco.simulation.planted_learner import BUGS as LEARNER_BUGS
 from p2pdiloco.simulation.planted_members import BUGS as MEMBERS_BUGS
 from p2pdiloco.simulation.planted_net import BUGS as NET_BUGS
 from p2pdiloco.simulation.planted_results import BUGS as RESULTS_BUGS
+from p2pdiloco.simulation.planted_state import BUGS as STATE_BUGS
 from p2pdiloco.simulation.planting import Bug
 
 _CARGO = "p2pdiloco.peer.cargo"
 _DRIVER = "p2pdiloco.peer.driver"
-_STATE = "p2pdiloco.peer.global_state"
-_SHIFTS = "p2pdiloco.peer.shift_queue"
 _CHECKPOINT = "p2pdiloco.peer.checkpoint"
 _SAVING = "p2pdiloco.peer.saving"
 _FETCHING = "p2pdiloco.peer.fetching"
@@ -25,12 +24,10 @@ _SUPERVISION = "p2pdiloco.peer.supervision"
 
 _SIGNATURES = "p2pdiloco.peer.signatures"
 _DRIVER_TESTS = "tests/unit/test_peer_driver.py"
-_STATE_TESTS = "tests/unit/test_peer_global_state.py"
 _SAVING_TESTS = "tests/unit/test_peer_saving.py"
 _CHECKPOINT_TESTS = "tests/unit/test_peer_checkpoint.py"
 _FETCHING_TESTS = "tests/unit/test_peer_fetching.py"
 _SUPERVISION_TESTS = "tests/unit/test_peer_supervision.py"
-_CONSERVATION = "tests/property/test_conservation.py::test_every_token_trained_stands_in_the_parameters_once"
 
 BUGS = (
     # -- the driver ----------------------------------------------------------------------------------------------------
@@ -137,106 +134,6 @@ BUGS = (
         new="held.update(())",
         harm="every commit that merges this learner resets it",
         killed_by=(f"{_DRIVER_TESTS}::test_own_contributions_are_kept_until_it_is_known_what_became_of_them",),
-    ),
-    # -- the shift queue -----------------------------------------------------------------------------------------------
-    Bug(
-        name="snapshot without queued shifts",
-        module=_SHIFTS,
-        old="waiting = ((self._in_flight[shard], self.shift), (self._in_queue[shard], self.queued))",
-        new="waiting = ((self._in_flight[shard], self.shift),)",
-        harm="the contribution takes the swarm's queued progress back",
-        killed_by=(
-            f"{_STATE_TESTS}::test_a_snapshot_is_brought_up_to_date_with_what_is_in_flight_and_queued",
-            _CONSERVATION,
-        ),
-    ),
-    Bug(
-        name="only the first of several settled",
-        module=_SHIFTS,
-        old="[bodies(payload) for payload in moves.settled] if is_mine else (),",
-        new="[bodies(payload) for payload in moves.settled[:1]] if is_mine else (),",
-        harm="what was merged stays in the learner's delta and is merged again",
-        killed_by=(f"{_STATE_TESTS}::test_several_contributions_are_settled_and_restored_at_once", _CONSERVATION),
-    ),
-    Bug(
-        name="only the first of several restored",
-        module=_SHIFTS,
-        old="[bodies(payload) for payload in moves.restored] if is_mine else (),",
-        new="[bodies(payload) for payload in moves.restored[:1]] if is_mine else (),",
-        harm="tokens that a fork takes back are lost",
-        killed_by=(f"{_STATE_TESTS}::test_several_contributions_are_settled_and_restored_at_once", _CONSERVATION),
-    ),
-    Bug(
-        name="prepared merge reused for another payload",
-        module=_STATE,
-        old="if prepared is not None and prepared.base == parent and prepared.payload == header.payload:",
-        new="if prepared is not None and prepared.base == parent:",
-        harm="an owner that was forestalled takes its own gradient for the other's: a fork under one head",
-        killed_by=(f"{_STATE_TESTS}::test_an_owner_that_was_forestalled_takes_the_other_commit", _CONSERVATION),
-    ),
-    Bug(
-        name="reset that does not void the snapshot",
-        module=_SHIFTS,
-        old="self._has_snapshot[shard] = False  # what was copied there, the learner has lost",
-        new="pass",
-        harm="progress that the learner has lost is contributed, and settled from what it has not",
-        killed_by=(f"{_STATE_TESTS}::test_a_reset_voids_a_snapshot_that_waits_to_be_encoded", _CONSERVATION),
-    ),
-    Bug(
-        name="snapshot taken before a replacement counts",
-        module=_SHIFTS,
-        old="self._has_snapshot[shard] = all(kind is not Kind.REPLACE for kind, _ in waiting)",
-        new="self._has_snapshot[shard] = True",
-        harm="progress that the learner is about to lose is contributed",
-        killed_by=(f"{_STATE_TESTS}::test_a_snapshot_from_before_a_replacement_is_void", _CONSERVATION),
-    ),
-    Bug(
-        name="snapshot not kept up to date by a commit",
-        module=_SHIFTS,
-        old="self.snapshot if self._has_snapshot[shard] else None,",
-        new="None,",
-        harm="the contribution takes the commit back that came before it was encoded",
-        killed_by=(f"{_STATE_TESTS}::test_the_learner_keeps_what_was_not_merged", _CONSERVATION),
-    ),
-    Bug(
-        name="queued shift overwritten by the next",
-        module=_SHIFTS,
-        old="is_added = not is_first and not moves.is_reset",
-        new="is_added = False",
-        harm="of several commits during one learner step all but the last are lost to the learner",
-        killed_by=(f"{_STATE_TESTS}::test_the_learner_keeps_what_was_not_merged", _CONSERVATION),
-    ),
-    Bug(
-        name="queued shifts outlive their learner",
-        module=_SHIFTS,
-        old="self._in_queue[shard] = Kind.NONE\n            self._has_snapshot[shard] = False",
-        new="self._has_snapshot[shard] = self._has_snapshot[shard]\n            self._has_snapshot[shard] = False",
-        harm="a new learner takes a commit that its parameters hold already",
-        killed_by=(f"{_STATE_TESTS}::test_a_new_learner_takes_nothing_of_what_waited_for_the_last", _CONSERVATION),
-    ),
-    Bug(
-        name="a dead learner's contributions settled for the next",
-        module=_SHIFTS,
-        old="is_mine = moves.learner == self.learner and not moves.is_reset",
-        new="is_mine = not moves.is_reset",
-        harm="the new learner is moved by what it never trained",
-        killed_by=(f"{_STATE_TESTS}::test_another_learners_contributions_do_not_move_this_one",),
-    ),
-    Bug(
-        name="momentum zeroed on restart",
-        module=_STATE,
-        old="self._range(self.momentum, shard).copy_(momentum)\n        self.heads[shard] = head",
-        new="self._range(self.momentum, shard).zero_()\n        self.heads[shard] = head",
-        harm="the next commit gives another state than everybody else's",
-        killed_by=(f"{_STATE_TESTS}::test_what_is_put_is_what_is_there",),
-    ),
-    Bug(
-        name="momentum of a fetched state dropped",
-        module=_STATE,
-        old="            self.momentum[span].copy_(momentum)\n            handover.take(",
-        new="            momentum.copy_(momentum)\n            handover.take(",
-        harm="the next commit gives another state than everybody else's",
-        killed_by=(f"{_STATE_TESTS}::test_a_fetched_state_gives_back_what_a_fork_had_merged", _CONSERVATION),
     ),
     # -- coming back ---------------------------------------------------------------------------------------------------
     Bug(
@@ -406,22 +303,6 @@ BUGS = (
         killed_by=(f"{_SUPERVISION_TESTS}::test_a_learner_that_the_user_must_repair_is_not_started_again",),
     ),
     Bug(
-        name="a state that nobody signed is handed on",
-        module="p2pdiloco.peer.integrity",
-        old="        self._unsigned.add(shard)\n",
-        new="",
-        harm="newcomers take the only donor for a liar, and leave it alone",
-        killed_by=(f"{_STATE_TESTS}::test_a_spoilt_state_that_is_accepted_is_handed_on_with_its_next_version",),
-    ),
-    Bug(
-        name="a state that was accepted is never handed on",
-        module="p2pdiloco.peer.integrity",
-        old="        self._unsigned.discard(shard)\n",
-        new="",
-        harm="nobody can join any more",
-        killed_by=(f"{_STATE_TESTS}::test_a_spoilt_state_that_is_accepted_is_handed_on_with_its_next_version",),
-    ),
-    Bug(
         name="who merged last is not told",
         module=_SUPERVISION,
         old="            merged = self._merged_last()\n",
@@ -431,6 +312,7 @@ BUGS = (
             f"{_SUPERVISION_TESTS}::test_a_learner_that_stops_to_be_finite_says_what_was_merged_last_and_from_whom",
         ),
     ),
+    *STATE_BUGS,
     *LEARNER_BUGS,
     *NET_BUGS,
     *MEMBERS_BUGS,

@@ -56,7 +56,7 @@ class Vector:
         out.add_(self._values[chunk * CHUNK : (chunk + 1) * CHUNK] * factor)
 
 
-class Encoded:
+class EncodedGradient:
     """A gradient as its chunks' bodies (``quantize``).
 
     Raises:

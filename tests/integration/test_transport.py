@@ -14,7 +14,7 @@ import uvloop
 from msgspec import msgpack
 from waiting import until
 
-from p2pdiloco.net.frames import HEADER, Kind, encode_frame
+from p2pdiloco.net.frames import HEADER, FrameKind, encode_frame
 from p2pdiloco.net.handshake import MAGIC, Hello
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import addresses
@@ -230,7 +230,7 @@ async def hear_goodbye(reader: asyncio.StreamReader) -> str:
     while True:
         length, kind, _ = HEADER.unpack(await reader.readexactly(HEADER.size))
         body = await reader.readexactly(length)
-        if kind == Kind.GOODBYE:
+        if kind == FrameKind.GOODBYE:
             return body[1:].decode()
 
 
@@ -242,8 +242,8 @@ def test_a_peer_that_claims_anothers_id_is_refused(run: Callable[[Main], None]) 
             hello = Hello(
                 magic=MAGIC, version=1, run="run", peer=victim.peer_id, nonce=bytes(32), life=bytes(16), attempt=1
             )
-            writer.write(encode_frame(Kind.HELLO, 0, msgpack.encode(hello)))
-            writer.write(encode_frame(Kind.PROOF, 0, thief.sign(b"whatever")))
+            writer.write(encode_frame(FrameKind.HELLO, 0, msgpack.encode(hello)))
+            writer.write(encode_frame(FrameKind.PROOF, 0, thief.sign(b"whatever")))
             assert "does not own that peer id" in await hear_goodbye(reader)
             assert await reader.read() == b""
             assert not heard_by_ann.connections
@@ -263,7 +263,7 @@ def test_garbage_ends_one_connection_and_nothing_else(run: Callable[[Main], None
                 writer.write_eof()
                 await reader.read()
                 writer.close()
-            for garbage in [b"GET / HTTP/1.1\r\n\r\n", HEADER.pack(2**32 - 1, Kind.HELLO, 0), os.urandom(500)]:
+            for garbage in [b"GET / HTTP/1.1\r\n\r\n", HEADER.pack(2**32 - 1, FrameKind.HELLO, 0), os.urandom(500)]:
                 reader, writer = await raw_channel(ann)
                 writer.write(garbage)
                 assert "broken frames" in await hear_goodbye(reader)

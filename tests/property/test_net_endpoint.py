@@ -14,7 +14,17 @@ from two_endpoints import FINGERPRINT, Peer, Wire, World, book, check_quiet, sma
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.conversation import Conversation
 from p2pdiloco.net.events import Closing, Failed, Message, Offered
-from p2pdiloco.net.frames import HEADER, Kind, Part, Start, Use, encode_frame, encode_header, encode_start, parse_header
+from p2pdiloco.net.frames import (
+    HEADER,
+    FrameKind,
+    Part,
+    Start,
+    Use,
+    encode_frame,
+    encode_header,
+    encode_start,
+    parse_header,
+)
 from p2pdiloco.net.handshake import Role
 from p2pdiloco.net.inbox import Inbox
 from p2pdiloco.net.parts import Spreader
@@ -258,7 +268,7 @@ def drive(world: World, connection: Connection) -> tuple[bytes, list[object]]:
     return written, told
 
 
-@given(garbage=st.binary(max_size=400), cut=st.integers(1, 50), kind=st.sampled_from([*Kind, 0, 14, 99]))
+@given(garbage=st.binary(max_size=400), cut=st.integers(1, 50), kind=st.sampled_from([*FrameKind, 0, 14, 99]))
 @settings(max_examples=200, deadline=None)
 @example(garbage=b"GET / HTTP/1.1\r\n\r\n", cut=3, kind=0)
 def test_garbage_of_a_stranger_ends_its_connection_and_nothing_else(garbage: bytes, cut: int, kind: int) -> None:
@@ -274,7 +284,7 @@ def test_garbage_of_a_stranger_ends_its_connection_and_nothing_else(garbage: byt
         endpoint.receive(connection, data[begin : begin + cut], world.now)
         told += drive(world, connection)[1]
     is_refused = any(isinstance(event, Failed) for event in told)
-    is_left = kind == Kind.GOODBYE or len(data) < HEADER.size
+    is_left = kind == FrameKind.GOODBYE or len(data) < HEADER.size
     if not (is_refused or is_left):
         assert connection.is_ending
     world.now += 30.0
@@ -329,7 +339,7 @@ def test_a_peer_that_says_something_else_than_it_should_harms_itself_only(data: 
             case "truncate":
                 del said[at + 1 :]
             case _:
-                kind = data.draw(st.sampled_from(list(Kind)))
+                kind = data.draw(st.sampled_from(list(FrameKind)))
                 said[at:at] = encode_frame(kind, data.draw(st.integers(0, 5)), b"")
     with small_parts():
         world = World(seed, inbox_bytes=20_000)
@@ -355,7 +365,7 @@ def test_a_silent_stranger_is_gone_at_its_deadline() -> None:
     world.bob.endpoint.wake(9.9)
     assert not drive(world, connection)[1]
     world.bob.endpoint.up(connection, FINGERPRINT, 9.9)
-    assert parse_header(drive(world, connection)[0]).kind is Kind.HELLO
+    assert parse_header(drive(world, connection)[0]).kind is FrameKind.HELLO
     world.bob.endpoint.wake(19.9)
     (closing,) = drive(world, connection)[1]
     assert closing == Closing(connection, False)
@@ -380,7 +390,9 @@ def test_a_payload_that_was_handed_over_is_nobody_elses() -> None:
                 case Message(_, _, payload) if payload is not None:
                     payloads.append(payload)
 
-    begin = encode_start(50, Start(Use.MESSAGE, 0, 100, Part(900, 100, 0)), b"") + encode_header(Kind.CHUNK, 50, 100)
+    begin = encode_start(50, Start(Use.MESSAGE, 0, 100, Part(900, 100, 0)), b"") + encode_header(
+        FrameKind.CHUNK, 50, 100
+    )
     hear(lane, begin + b"a" * 60)
     hear(primary, begin + b"b" * 100)
     hear(lane, b"a" * 40)

@@ -11,7 +11,7 @@ from p2pdiloco.net.frames import (
     HEADER,
     OPEN_STREAMS_LIMIT,
     FrameError,
-    Kind,
+    FrameKind,
     Part,
     Parting,
     Start,
@@ -62,7 +62,7 @@ def drain(outbox: Outbox) -> bytes:
     return bytes(out)
 
 
-def kinds_in(data: bytes) -> list[tuple[Kind, int]]:
+def kinds_in(data: bytes) -> list[tuple[FrameKind, int]]:
     found, position = [], 0
     while position < len(data):
         header = parse_header(data, position)
@@ -97,8 +97,8 @@ def test_control_overtakes_bulk_that_was_put_before() -> None:
     outbox = make_outbox()
     assert put(outbox, b"bulk", payload(5 * CHUNK), 0.0)
     outbox.next()
-    assert outbox.put(encode_frame(Kind.MESSAGE, 0, b"urgent"))
-    assert kinds_in(drain(outbox))[0] == (Kind.MESSAGE, 0)
+    assert outbox.put(encode_frame(FrameKind.MESSAGE, 0, b"urgent"))
+    assert kinds_in(drain(outbox))[0] == (FrameKind.MESSAGE, 0)
 
 
 def test_equal_streams_take_turns_and_the_more_urgent_goes_first() -> None:
@@ -106,7 +106,7 @@ def test_equal_streams_take_turns_and_the_more_urgent_goes_first() -> None:
     for _ in range(2):
         put(outbox, b"", payload(3 * CHUNK), 1.0)
     put(outbox, b"", payload(2 * CHUNK), 0.5)
-    chunks = [stream for kind, stream in kinds_in(drain(outbox)) if kind is Kind.CHUNK]
+    chunks = [stream for kind, stream in kinds_in(drain(outbox)) if kind is FrameKind.CHUNK]
     assert chunks == [2, 2, 0, 1, 0, 1, 0, 1]
 
 
@@ -117,7 +117,7 @@ def test_an_urgent_stream_opens_beyond_the_group() -> None:
     for _ in range(20):
         outbox.next()
     put(outbox, b"", payload(CHUNK), 0.0)
-    assert kinds_in(drain(outbox))[0] == (Kind.START, 40)
+    assert kinds_in(drain(outbox))[0] == (FrameKind.START, 40)
 
 
 def test_never_more_open_streams_than_the_receiver_takes() -> None:
@@ -129,7 +129,7 @@ def test_never_more_open_streams_than_the_receiver_takes() -> None:
         piece = outbox.next()
         assert piece is not None
         for kind, stream in kinds_in(piece.head + bytes(piece.chunk)):
-            chunks[stream] = chunks.get(stream, 0) + (kind is Kind.CHUNK)
+            chunks[stream] = chunks.get(stream, 0) + (kind is FrameKind.CHUNK)
         most = max(most, sum(count < 3 for count in chunks.values()))
     assert most == OPEN_STREAMS_LIMIT
     drain(outbox)
@@ -161,7 +161,7 @@ def test_cancel_forgets_the_rest_and_tells_only_if_it_had_begun() -> None:
     put(outbox, b"", payload(3 * CHUNK), 0.0)
     outbox.next()
     outbox.cancel(0)
-    assert kinds_in(drain(outbox))[0] == (Kind.ABORT, 0)
+    assert kinds_in(drain(outbox))[0] == (FrameKind.ABORT, 0)
     outbox.cancel(1)  # out already
     put(outbox, b"", payload(CHUNK), 0.0)
     outbox.cancel(2)  # not begun
@@ -177,7 +177,7 @@ def test_large_streams_go_one_after_another() -> None:
     while (piece := outbox.next()) is not None:
         for kind, stream in kinds_in(piece.head + bytes(piece.chunk)):
             opened.add(stream)
-            if kind is Kind.CHUNK:
+            if kind is FrameKind.CHUNK:
                 left[stream] -= len(piece.chunk)
         most = max(most, sum(left[stream] for stream in opened))
     assert left == [0] * 3
@@ -193,7 +193,7 @@ def test_what_is_newer_takes_the_place_of_what_has_not_begun() -> None:
     put(outbox, b"new", payload(2 * CHUNK), 0.0, topic="shard 1")
     assert outbox.payload_bytes == (2 + 3 + 2) * CHUNK
     sent = drain(outbox)
-    assert [stream for kind, stream in kinds_in(sent) if kind is Kind.START] == [2, 3]
+    assert [stream for kind, stream in kinds_in(sent) if kind is FrameKind.START] == [2, 3]
     assert outbox.is_empty
     assert outbox.queued_bytes == 0
 
@@ -203,15 +203,15 @@ def test_what_is_announced_but_not_begun_is_given_up() -> None:
     put(outbox, b"old", payload(3 * CHUNK), 0.0, topic="shard 1")
     assert outbox.next(0) is not None
     put(outbox, b"new", payload(CHUNK), 0.0, topic="shard 1")
-    assert kinds_in(drain(outbox)) == [(Kind.ABORT, 0), (Kind.START, 1), (Kind.CHUNK, 1)]
+    assert kinds_in(drain(outbox)) == [(FrameKind.ABORT, 0), (FrameKind.START, 1), (FrameKind.CHUNK, 1)]
 
 
 def test_goodbye_is_last() -> None:
     outbox = make_outbox()
     outbox.part(encode_goodbye(Parting.LEAVING, "bye"))
     put(outbox, b"", payload(2 * CHUNK), 0.0)
-    outbox.put(encode_frame(Kind.MESSAGE, 0, b""))
-    assert kinds_in(drain(outbox))[-1] == (Kind.GOODBYE, 0)
+    outbox.put(encode_frame(FrameKind.MESSAGE, 0, b""))
+    assert kinds_in(drain(outbox))[-1] == (FrameKind.GOODBYE, 0)
     assert outbox.is_empty
 
 
@@ -230,7 +230,7 @@ def test_however_the_bytes_are_cut_the_messages_are_the_same(seed: int) -> None:
             assert put(outbox, body, memoryview(payloads[body]), rng.random())
         else:
             bodies.append(body)
-            assert outbox.put(encode_frame(Kind.MESSAGE, 0, body))
+            assert outbox.put(encode_frame(FrameKind.MESSAGE, 0, body))
     inbox = make_inbox()
     events = feed(inbox, drain(outbox), rng)
     assert [event.body for event in events if isinstance(event, Frame)] == bodies
@@ -242,13 +242,13 @@ def test_however_the_bytes_are_cut_the_messages_are_the_same(seed: int) -> None:
 def test_chunks_are_read_straight_into_the_payload() -> None:
     inbox = make_inbox()
     feed(inbox, encode_start(0, whole(50_000), b""))
-    feed(inbox, encode_header(Kind.CHUNK, 0, 50_000) + b"x")
+    feed(inbox, encode_header(FrameKind.CHUNK, 0, 50_000) + b"x")
     assert len(inbox.buffer()) == 49_999
 
 
 def test_the_middle_of_a_body_is_no_reason_to_look_for_events() -> None:
     inbox = make_inbox()
-    feed(inbox, encode_start(0, whole(50_000), b"") + encode_header(Kind.CHUNK, 0, 50_000))
+    feed(inbox, encode_start(0, whole(50_000), b"") + encode_header(FrameKind.CHUNK, 0, 50_000))
     assert not inbox.advance(49_998)
     assert not inbox.advance(1)
     assert inbox.advance(1)
@@ -259,7 +259,7 @@ def test_what_is_not_taken_is_dropped_without_memory() -> None:
     inbox = make_inbox()
     outbox = make_outbox()
     put(outbox, b"unwanted", payload(50 * CHUNK), 0.0)
-    outbox.put(encode_frame(Kind.MESSAGE, 0, b"after"))
+    outbox.put(encode_frame(FrameKind.MESSAGE, 0, b"after"))
     events = feed(inbox, drain(outbox), 7, takes=False)
     assert [type(event) for event in events] == [Frame, Begun]
     assert inbox.held_bytes == 0
@@ -268,7 +268,7 @@ def test_what_is_not_taken_is_dropped_without_memory() -> None:
 
 def test_what_follows_a_frame_is_looked_at_after_it() -> None:
     inbox = make_inbox()
-    data = encode_frame(Kind.MESSAGE, 0, b"first") + encode_start(0, whole(5), b"then") + b"garbage!!"
+    data = encode_frame(FrameKind.MESSAGE, 0, b"first") + encode_start(0, whole(5), b"then") + b"garbage!!"
     inbox.buffer()[: len(data)] = data
     inbox.advance(len(data))
     assert isinstance(inbox.next(), Frame)
@@ -282,7 +282,7 @@ def test_an_aborted_stream_gives_its_memory_back() -> None:
     start = Start(Use.ANSWER, 3, 500)
     feed(inbox, encode_start(3, start, b""))
     assert inbox.held_bytes == 500
-    assert feed(inbox, encode_frame(Kind.ABORT, 3)) == [Aborted(3, start)]
+    assert feed(inbox, encode_frame(FrameKind.ABORT, 3)) == [Aborted(3, start)]
     assert inbox.held_bytes == inbox.demand_bytes == 0
 
 
@@ -292,23 +292,23 @@ def test_nothing_is_written_into_a_payload_that_is_handed_over(in_place: bool) -
     place = memoryview(bytearray(100))
     feed(inbox, encode_start(0, Start(Use.MESSAGE, 0, 100, Part(9, 100, 0)), b""), takes=False)
     inbox.take(0, place)
-    late = encode_header(Kind.CHUNK, 0, 100) + b"a" * 10
+    late = encode_header(FrameKind.CHUNK, 0, 100) + b"a" * 10
     feed(inbox, late if in_place else late[:9])
     inbox.drop(9)
     before = bytes(place)
-    assert feed(inbox, b"b" * (90 if in_place else 100) + encode_frame(Kind.MESSAGE, 0, b"after"))
+    assert feed(inbox, b"b" * (90 if in_place else 100) + encode_frame(FrameKind.MESSAGE, 0, b"after"))
     assert bytes(place) == before
     assert inbox.demand_bytes == 0
 
 
 BROKEN = {
     "unknown kind": b"\0\0\0\0\xff\0\0\0\0",
-    "too long": HEADER.pack(2**31, Kind.MESSAGE, 0),
-    "chunk of nothing": encode_header(Kind.CHUNK, 5, 10),
-    "chunk too long": encode_start(0, whole(5), b"") + encode_header(Kind.CHUNK, 0, 6),
-    "empty chunk": encode_start(0, whole(5), b"") + encode_header(Kind.CHUNK, 0, 0),
+    "too long": HEADER.pack(2**31, FrameKind.MESSAGE, 0),
+    "chunk of nothing": encode_header(FrameKind.CHUNK, 5, 10),
+    "chunk too long": encode_start(0, whole(5), b"") + encode_header(FrameKind.CHUNK, 0, 6),
+    "empty chunk": encode_start(0, whole(5), b"") + encode_header(FrameKind.CHUNK, 0, 0),
     "begun twice": encode_start(0, whole(5), b"") * 2,
-    "hello when open": encode_frame(Kind.HELLO, 0, b""),
+    "hello when open": encode_frame(FrameKind.HELLO, 0, b""),
     "too many streams": b"".join(encode_start(n, whole(5), b"") for n in range(200)),
     "http": b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n",
 }
@@ -324,9 +324,9 @@ def test_a_peer_that_breaks_the_format_is_found_out(name: str, cut: int) -> None
 
 def test_before_the_handshake_nothing_else_may_come() -> None:
     inbox = make_inbox(is_open=False)
-    assert feed(inbox, encode_frame(Kind.HELLO, 0, b"hi")) == [Frame(Kind.HELLO, 0, b"hi")]
+    assert feed(inbox, encode_frame(FrameKind.HELLO, 0, b"hi")) == [Frame(FrameKind.HELLO, 0, b"hi")]
     with pytest.raises(FrameError, match="no place"):
-        feed(inbox, encode_frame(Kind.MESSAGE, 0, b""))
+        feed(inbox, encode_frame(FrameKind.MESSAGE, 0, b""))
 
 
 # -- blocks ----------------------------------------------------------------------------------------------------------

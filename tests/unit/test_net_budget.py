@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from p2pdiloco.net.schedule import DEBT_S, SLICE_LEAST, SLICE_MOST, SLICE_UNLIMITED, Schedule, slice_bytes
+from p2pdiloco.net.meter import DEBT_S, SLICE_LEAST, SLICE_MOST, SLICE_UNLIMITED, Meter, slice_bytes
 from p2pdiloco.net.sharing import Sharing, pacing_rates
 
 MB = 1_000_000
 
 
-def send_for(
-    schedule: Schedule, seconds: float, *, slice_size: int, lateness_s: float = 0.0
-) -> list[tuple[float, int]]:
+def send_for(schedule: Meter, seconds: float, *, slice_size: int, lateness_s: float = 0.0) -> list[tuple[float, int]]:
     """Slices as a driver sends them that always wakes ``lateness_s`` late."""
     now, sent = 0.0, []
     while now < seconds:
@@ -27,14 +25,14 @@ def send_for(
 @pytest.mark.parametrize("lateness_s", [0.0, 0.0004, 0.001, 0.005])
 def test_the_rate_is_kept_over_any_second_however_late_the_driver(mbit: int, lateness_s: float) -> None:
     rate = mbit * 1e6 / 8
-    sent = send_for(Schedule(rate), 4.0, slice_size=slice_bytes(rate), lateness_s=lateness_s + 1e-9)
+    sent = send_for(Meter(rate), 4.0, slice_size=slice_bytes(rate), lateness_s=lateness_s + 1e-9)
     for begin in (0.0, 0.1, 0.77, 1.5, 2.9):
         in_a_second = sum(count for at, count in sent if begin <= at < begin + 1.0)
         assert abs(in_a_second / rate - 1.0) < 0.03
 
 
 def test_what_is_late_is_made_up_for_only_within_the_burst() -> None:
-    schedule = Schedule(1000.0, burst_s=0.1)
+    schedule = Meter(1000.0, burst_s=0.1)
     schedule.charge(1, 0.0)
     sent = 0
     while schedule.is_ready(50.0):
@@ -44,7 +42,7 @@ def test_what_is_late_is_made_up_for_only_within_the_burst() -> None:
 
 
 def test_control_is_charged_and_its_debt_is_bounded() -> None:
-    schedule = Schedule(1000.0)
+    schedule = Meter(1000.0)
     schedule.charge_control(500, 0.0)
     assert schedule.ready_at() == pytest.approx(0.5, abs=0.02)
     schedule.charge_control(10**9, 0.0)
@@ -55,7 +53,7 @@ def test_control_is_charged_and_its_debt_is_bounded() -> None:
 
 
 def test_a_debt_stays_the_same_in_bytes_when_the_rate_changes() -> None:
-    schedule = Schedule(1000.0, burst_s=0.0)
+    schedule = Meter(1000.0, burst_s=0.0)
     schedule.charge(500, 0.0)
     schedule.set_rate(2000.0, 0.0)
     assert schedule.ready_at() == pytest.approx(0.25)

@@ -9,8 +9,8 @@ from p2pdiloco.net.frames import (
     CONTROL_LIMIT,
     HEADER,
     FrameError,
+    FrameKind,
     Header,
-    Kind,
     Part,
     Parting,
     Start,
@@ -27,8 +27,8 @@ from p2pdiloco.net.frames import (
 )
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_a_header_may_claim_the_limit_and_not_a_byte_more(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(FrameKind))
+def test_a_header_may_claim_the_limit_and_not_a_byte_more(kind: FrameKind) -> None:
     limit = BODY_LIMITS[kind]
     assert parse_header(HEADER.pack(limit, kind, 7)).length == limit
     with pytest.raises(FrameError, match=kind.name):
@@ -43,7 +43,7 @@ def test_garbage_is_no_header(garbage: bytes) -> None:
 
 def test_the_callers_too_long_body_is_a_value_error_and_no_frame_error() -> None:
     for encode in (
-        lambda: encode_frame(Kind.MESSAGE, 0, bytes(CONTROL_LIMIT + 1)),
+        lambda: encode_frame(FrameKind.MESSAGE, 0, bytes(CONTROL_LIMIT + 1)),
         lambda: encode_request(0, 0, bytes(CONTROL_LIMIT + 1)),
         lambda: encode_start(0, Start(Use.MESSAGE, 0, 1), bytes(CONTROL_LIMIT + 1)),
     ):
@@ -64,7 +64,7 @@ def test_the_callers_too_long_body_is_a_value_error_and_no_frame_error() -> None
 )
 def test_what_a_stream_is_for_comes_back(start: Start) -> None:
     frame = encode_start(1, start, b"body")
-    assert parse_header(frame) == Header(len(frame) - HEADER.size, Kind.START, 1)
+    assert parse_header(frame) == Header(len(frame) - HEADER.size, FrameKind.START, 1)
     assert decode_start(frame[HEADER.size :]) == (start, b"body")
 
 
@@ -99,8 +99,8 @@ def test_requests_come_back_and_absurd_ones_do_not() -> None:
 
 
 def test_there_are_few_kinds_and_those_that_refuse_have_the_numbers_that_they_always_had() -> None:
-    assert len(Kind) <= 14
-    assert (Kind.HELLO, Kind.PROOF, Kind.GOODBYE) == (1, 2, 15)
+    assert len(FrameKind) <= 14
+    assert (FrameKind.HELLO, FrameKind.PROOF, FrameKind.GOODBYE) == (1, 2, 15)
 
 
 def test_goodbye_comes_back_cut_and_printable() -> None:

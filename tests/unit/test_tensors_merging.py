@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from p2pdiloco.protocol.manifest import Codec
-from p2pdiloco.tensors.merging import Encoded, Vector, direct_mean, merge, radial_directional, token_weight
+from p2pdiloco.tensors.merging import EncodedGradient, Vector, direct_mean, merge, radial_directional, token_weight
 from p2pdiloco.tensors.quantize import decode_chunks, encode_chunks, recipe
 
 
@@ -94,7 +94,7 @@ def test_encoded_gradients_are_merged_as_what_they_decode_to(codec: Codec) -> No
     for seed in range(3):
         x = torch.randn(elements, generator=torch.Generator().manual_seed(seed))
         bodies = [bytes(body) for body in encode_chunks(recipe(codec), x)]
-        encoded.append(Encoded(bodies, elements))
+        encoded.append(EncodedGradient(bodies, elements))
         decoded.append(Vector(decode_chunks(bodies, torch.empty(elements))))
         assert encoded[-1].norm() == pytest.approx(decoded[-1].norm(), rel=1e-12)
     one, other = torch.empty(elements), torch.empty(elements)
@@ -108,4 +108,4 @@ def test_encoded_gradients_are_merged_as_what_they_decode_to(codec: Codec) -> No
 
 def test_a_missing_body_is_refused() -> None:
     with pytest.raises(ValueError, match="0 bodies"):
-        Encoded([], 1)
+        EncodedGradient([], 1)

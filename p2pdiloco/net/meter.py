@@ -25,7 +25,7 @@ SLICE_UNLIMITED = 256 << 10
 """Where there is no budget: one chunk, for a tenth less CPU."""
 
 
-class Schedule:
+class Meter:
     """See the module's rules."""
 
     def __init__(self, bytes_per_s: float | None = None, *, burst_s: float = BURST_S) -> None:
