@@ -43,8 +43,8 @@ def looking(
         return answers.get(peer)
 
     membership = SimpleNamespace(live=live, participating=frozenset(live))
-    core = SimpleNamespace(membership=membership, config=SimpleNamespace(peer="ann"))
-    peer: Any = SimpleNamespace(machine=SimpleNamespace(core=core), supervision=SimpleNamespace(first_batches=mine))
+    view = SimpleNamespace(me="ann", **vars(membership))
+    peer: Any = SimpleNamespace(machine=SimpleNamespace(view=view), supervision=SimpleNamespace(first_batches=mine))
     return Figures(peer, lambda: standing("ann", 10.0, 1.0), ask), asked  # type: ignore[arg-type]
 
 
@@ -76,7 +76,7 @@ def test_who_has_gone_is_forgotten() -> None:
     seen, _ = looking(("bob",), {"bob": standing("bob", 30.0, 1.0)})
     asyncio.run(seen._look_round())
     assert seen.told().figures["share"] == 0.25
-    seen._peer.machine.core.membership.live = ()  # type: ignore[misc]
-    seen._peer.machine.core.membership.participating = frozenset()
+    seen._peer.machine.view.live = ()  # type: ignore[misc]
+    seen._peer.machine.view.participating = frozenset()
     asyncio.run(seen._look_round())
     assert seen.told().figures["share"] == 1.0
