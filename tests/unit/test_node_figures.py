@@ -42,8 +42,7 @@ def looking(
         asked.append(peer)
         return answers.get(peer)
 
-    membership = SimpleNamespace(live=live, participating=frozenset(live))
-    view = SimpleNamespace(me="ann", **vars(membership))
+    view = SimpleNamespace(me="ann", live=live, participating=frozenset(live))
     peer: Any = SimpleNamespace(machine=SimpleNamespace(view=view), supervision=SimpleNamespace(first_batches=mine))
     return Figures(peer, lambda: standing("ann", 10.0, 1.0), ask), asked  # type: ignore[arg-type]
 
