@@ -220,8 +220,8 @@ class Supervision:
 
     def _merged_last(self) -> str:
         """For who looks for a cause: the last merge that this peer took, by whom, and of whose progress."""
-        logs = (chain.log for chain in self._driver.machine.core.chains if chain.log)
-        header = max((log[-1] for log in logs), key=lambda header: (header.step, header.shard), default=None)
+        commits = self._driver.machine.view.newest_commits()
+        header = max(commits, key=lambda header: (header.step, header.shard), default=None)
         if header is None or not header.contributors:
             return ""
         givers = sorted({short(peer_of(given.learner)) for given in header.contributors})

@@ -81,6 +81,10 @@ class MachineView:
         chain = self._core.chains[shard]
         return chain.log[-1] if chain.log and chain.log_ids[-1] == head else None
 
+    def newest_commits(self) -> list[CommitHeader]:
+        """The last one of each log that has one."""
+        return [chain.log[-1] for chain in self._core.chains if chain.log]
+
     def unfetched(self) -> list[ShardId]:
         """Shards without a state, which nobody is asked for either."""
         adopting = self._adopting
