@@ -10,6 +10,8 @@ from typing import cast
 
 import pytest
 
+from p2pdiloco.net.doors import OpenDoor
+from p2pdiloco.node.fellowship import Fellowship
 from p2pdiloco.node.roster import RECORD_LIFE_S, PeerRecord, Roster
 from p2pdiloco.peersim.loop import VirtualLoop
 from p2pdiloco.protocol.identifiers import PeerId, RunId
@@ -27,6 +29,10 @@ class Board:
 
     def __init__(self) -> None:
         self.standing: dict[PeerId, tuple[float, bytes]] = {}
+        self.accepts: Callable[[PeerId, bytes], bool] = lambda _peer, _record: True
+
+    def screen_peers(self, run: RunId, accepts: Callable[[PeerId, bytes], bool]) -> None:
+        self.accepts = accepts
 
     @staticmethod
     def now_s() -> float:
@@ -39,7 +45,7 @@ class Board:
 
     async def peers(self, run: RunId) -> dict[PeerId, bytes]:
         await asyncio.sleep(LATENCY_S)
-        return {peer: record for peer, (_, record) in self.standing.items()}
+        return {peer: record for peer, (_, record) in self.standing.items() if self.accepts(peer, record)}
 
 
 class Lines:
@@ -54,6 +60,15 @@ class Lines:
         return []
 
 
+class OpenRun:
+    """A run in which everybody is a member."""
+
+    door = OpenDoor()
+
+    def is_announced_by_member(self, peer: PeerId, chain: bytes) -> bool:
+        return True
+
+
 class Process:
     """One that takes part as ME, and the twins that it saw."""
 
@@ -66,6 +81,7 @@ class Process:
             lambda: [f"/ip4/127.0.0.1/tcp/1/p2p/{life}"],
             folder / f"{life}.json",
             self._saw,
+            cast(Fellowship, OpenRun()),
         )
 
     def _saw(self, record: PeerRecord) -> None:
