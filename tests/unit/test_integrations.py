@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -80,3 +80,59 @@ def test_without_a_run_nothing_happens() -> None:
     callback.on_train_end(nobody, nobody, control)
     assert not control.should_training_stop
     assert not model._forward_pre_hooks
+
+
+class Swarmed(Outer):
+    """A run that says how it stands, and whose options are seen."""
+
+    made: ClassVar[list[dict[str, Any]]] = []
+    swarm: ClassVar[dict[str, float]] = {"loss": 1.5, "peers": 2.0}
+    is_complete = False
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__()
+        self.made.append(options)
+        self.shared: list[Any] = []
+
+    def __enter__(self) -> Swarmed:
+        return self
+
+    def share(self, loader: Any) -> bool:
+        self.shared.append(loader)
+        return True
+
+    def report(self, loss: float) -> None:
+        self.loss = loss
+
+
+@pytest.mark.heavy
+def test_the_swarms_figures_are_in_the_trainers_logs_before_others_report_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf: pip install '.[hf]'")
+    from p2pdiloco.integrations import transformers as integration
+
+    monkeypatch.setattr(integration, "DiLoCo", Swarmed)
+    reported: list[dict[str, float]] = []
+
+    class Board(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            reported.append(dict(logs))
+
+    model, callback = Words(), integration.DiLoCoCallback(run="story")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handler = transformers.trainer_callback.CallbackHandler(
+        [transformers.DefaultFlowCallback(), Board(), callback], model, None, optimizer, None
+    )
+    handler.train_dataloader = ["a loader"]
+    args: Any = SimpleNamespace(logging_first_step=False)
+    state = SimpleNamespace(max_steps=77, log_history=[{"loss": 3.0}])
+    handler.on_train_begin(args, state, transformers.TrainerControl())
+    assert Swarmed.made[-1]["total_steps"] == 77
+    assert callback.outer.shared == [["a loader"]]
+    handler.on_log(args, state, transformers.TrainerControl(), {"loss": 3.0})
+    expected = {"loss": 3.0, "swarm/loss": 1.5, "swarm/peers": 2.0}
+    assert reported == [expected], "as TensorBoard's and W&B's callbacks, which the Trainer puts before its users'"
+    assert state.log_history == [expected]
+    own = integration.DiLoCoCallback(run="story", total_steps=5, share_data=False)
+    own.on_train_begin(args, state, transformers.TrainerControl(), model=model, optimizer=optimizer)
+    assert Swarmed.made[-1]["total_steps"] == 5
+    assert own.outer.shared == []

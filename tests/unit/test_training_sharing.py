@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
+from p2pdiloco.diloco import DiLoCo
 from p2pdiloco.training.sharing import DIGESTS, FirstBatches, OwnSamples, share_loader
 from p2pdiloco.training.swarm_view import SwarmView
 from p2pdiloco.wire.link import Swarm
@@ -163,3 +164,78 @@ def test_the_same_batches_elsewhere_are_warned_of_once(caplog: pytest.LogCapture
     assert [
         record.getMessage().startswith("peer 12D3KooWbob trains the same batches") for record in caplog.records
     ] == [True]
+
+
+class Waiting(Link):
+    """A link at whose boundaries peers come."""
+
+    is_training = True
+
+    def __init__(self, *steps: tuple[str, ...] | None) -> None:
+        super().__init__()
+        self.coming = list(steps)
+        self.boundaries = 0
+        self.swarm = None  # type: ignore[assignment]
+
+    def boundary(self) -> bool:
+        self.boundaries += 1
+        peers = self.coming.pop(0) if self.coming else None
+        if peers is not None:
+            self.swarm = Swarm(me="ann", peers=peers, figures={})
+        return True
+
+
+@pytest.mark.parametrize(("wanted", "boundaries"), [(1, 2), (2, 3), (3, 4)])
+def test_peers_are_waited_for(wanted: int, boundaries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2pdiloco.training.swarm_view.LOOK_S", 0.0)
+    link = Waiting(None, ("ann",), ("ann", "bob"), PEERS)
+    seen = view(link)
+    seen._is_linked = True
+    seen._wait_for_swarm(wanted)
+    assert link.boundaries == boundaries, "the node is listened to meanwhile"
+    assert len(seen.peers) == wanted
+
+
+def test_peers_that_do_not_come_are_waited_for_only_so_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("p2pdiloco.training.swarm_view.LOOK_S", 0.0)
+    monkeypatch.setattr("p2pdiloco.training.swarm_view.WAIT_S", 0.02)
+    monkeypatch.setattr("p2pdiloco.training.swarm_view.KNOWN_S", 0.02)
+    seen = view(Waiting(("ann",)))
+    seen._is_linked = True
+    with caplog.at_level(logging.WARNING, "p2pdiloco"):
+        seen._wait_for_swarm(2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "1 of 2 peers are here: waiting for the others",
+        "training begins with 1 of 2 peers",
+    ]
+    silent = view(Waiting())
+    silent._is_linked = True
+    silent._wait_for_swarm(1)
+    assert silent.peers == (), "a node that says nothing of the others stops nobody"
+
+
+def test_inside_the_block_the_model_is_the_swarms() -> None:
+    model = nn.Linear(2, 1)
+    outer = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), run=None)
+    with torch.no_grad():
+        own = [p.clone() for p in model.parameters()]
+
+        class Global(Link):
+            def load_global(self) -> None:
+                for p in model.parameters():
+                    p.fill_(7.0)
+
+        with outer.global_parameters():
+            assert all(torch.equal(p, o) for p, o in zip(model.parameters(), own, strict=True)), "without a run"
+        outer._link = Global()  # type: ignore[assignment]
+
+        def evaluate() -> None:
+            with outer.global_parameters():
+                assert all(bool((p == 7.0).all()) for p in model.parameters())
+                raise KeyError("an evaluation that fails")
+
+        with pytest.raises(KeyError):
+            evaluate()
+        assert all(torch.equal(p, o) for p, o in zip(model.parameters(), own, strict=True))
