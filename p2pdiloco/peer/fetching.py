@@ -28,10 +28,11 @@ from p2pdiloco.peer.arrivals import Arrivals
 from p2pdiloco.peer.chunk_plan import Ask, ChunkPlan
 from p2pdiloco.peer.distrust import Distrust
 from p2pdiloco.peer.driver import Driver
-from p2pdiloco.peer.offers import checked_offer, chunk_sizes, is_listed
+from p2pdiloco.peer.offers import ancestors, checked_offer, chunk_sizes, is_listed
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.protocol.messages import commit_id
 from p2pdiloco.wire.answers import RequestError, RequestRefused
 from p2pdiloco.wire.bodies import GetChunk, GetState, StateOffer, encode
 
@@ -107,7 +108,10 @@ class Fetching:
             if offer.proof.header is not None:
                 proofs = self._driver.cargo.shelves[shard].proofs
                 proofs[state.head.id] = (offer.proof.header, offer.proof.signature)
-            self._driver.feed(ev.Fetched(peer, state))
+                proofs.update(
+                    (commit_id(earlier.header), (earlier.header, earlier.signature)) for earlier in offer.lineage
+                )
+            self._driver.feed(ev.Fetched(peer, state, ancestors(offer)))
 
         self._driver.job(lambda: self._driver.state.stage(shard, state.head.id, chunks, offer.digests), staged)
 
@@ -157,17 +161,23 @@ class Fetching:
         """What ``peer`` has of the shard.
 
         Raises:
-            RequestError: no answer, or from somebody who is not asked any more.
+            RequestError: no answer, or from somebody who is not asked any more, or too few peers stand by it.
             ValueError: it does not prove what it offers.
         """
         if self._distrust.of(peer):
             raise RequestError("it has sent a wrong state before")
         response = await self._host.links.request(peer, encode(GetState(shard)), timeout_s=PATIENCE_S)
+        body = response.body
         try:
-            return checked_offer(self._manifest, self._layout, shard, response.body)
+            offer = await self._host.work("checks", lambda: checked_offer(self._manifest, self._layout, shard, body))
         except ValueError as error:
             self._was_wrong(peer, str(error))
             raise
+        head = offer.proof.state.head
+        self._driver.feed(ev.Offered(peer, head, ancestors(offer)))
+        if problem := self._driver.machine.adopting.lineage.refusal(head):
+            raise RequestError(problem)
+        return offer
 
     async def _download(self, shard: ShardId, peer: PeerId, offer: StateOffer) -> Sequence[Tensor]:
         if shard in self._downloads:  # the machine fetches a shard once at a time

@@ -8,12 +8,15 @@ Everything here is pure; what it is given comes from other peers, or from a disk
 
 from __future__ import annotations
 
-from p2pdiloco.peer.proofs import proven_digest
-from p2pdiloco.protocol.identifiers import DIGEST_BYTES, ShardId, digest_of
+from collections.abc import Iterable
+
+from p2pdiloco.peer.proofs import check_lineage, proven_digest
+from p2pdiloco.protocol.identifiers import DIGEST_BYTES, Digest, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.protocol.messages import CommitHeader
 from p2pdiloco.tensors.digests import list_bytes
 from p2pdiloco.tensors.recipes import CHUNK
-from p2pdiloco.wire.bodies import StateOffer, decode_as
+from p2pdiloco.wire.bodies import LINEAGE_BYTES, MAX_LINEAGE, SignedCommit, StateOffer, decode_as, encode
 
 CHUNK_BYTES = 8 * CHUNK
 """Of every chunk but a shard's last."""
@@ -42,4 +45,23 @@ def checked_offer(manifest: Manifest, layout: Layout, shard: ShardId, body: byte
     result = proven_digest(manifest, offer.proof)
     if len(offer.digests) != list_bytes(layout.shards[shard].elements) or digest_of(offer.digests) != result:
         raise ValueError(f"the digests of the chunks of shard {shard} are not those that its owner signed")
+    check_lineage(manifest.run, offer.proof.header, offer.lineage)
     return offer
+
+
+def ancestors(offer: StateOffer) -> tuple[Digest, ...]:
+    """The heads that led to what is offered (and was checked), oldest first."""
+    header = offer.proof.header
+    parents = [earlier.header.parent for earlier in offer.lineage]
+    return (*parents, header.parent) if header is not None else ()
+
+
+def lineage_of(commits: Iterable[tuple[CommitHeader, bytes] | None]) -> tuple[SignedCommit, ...]:
+    """Of a log's signed commits, newest first, as many as travel with an offer: an unbroken line, oldest first."""
+    found, size = list[SignedCommit](), 0
+    for commit in commits:
+        size += 0 if commit is None else len(encode(commit))
+        if commit is None or size > LINEAGE_BYTES or len(found) == MAX_LINEAGE:
+            break
+        found.append(SignedCommit(*commit))
+    return tuple(reversed(found))

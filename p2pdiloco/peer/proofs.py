@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from p2pdiloco.peer.signatures import IsMember, check_commit, everybody
 from p2pdiloco.protocol.blocks import BlockLedger, Trained
 from p2pdiloco.protocol.chain import genesis_head, record_of
-from p2pdiloco.protocol.identifiers import Digest
+from p2pdiloco.protocol.identifiers import Digest, RunId
 from p2pdiloco.protocol.manifest import Manifest
-from p2pdiloco.protocol.messages import commit_id
-from p2pdiloco.wire.bodies import StateProof
+from p2pdiloco.protocol.messages import CommitHeader, commit_id
+from p2pdiloco.wire.bodies import SignedCommit, StateProof
 
 
 def proven_digest(manifest: Manifest, proof: StateProof, is_member: IsMember = everybody) -> Digest:
@@ -40,6 +42,29 @@ def proven_digest(manifest: Manifest, proof: StateProof, is_member: IsMember = e
     except ValueError as error:
         raise ValueError(f"the commit of shard {head.shard}: {error}") from error
     return header.result
+
+
+def check_lineage(
+    run: RunId, head: CommitHeader | None, lineage: Sequence[SignedCommit], is_member: IsMember = everybody
+) -> None:
+    """Whether ``lineage`` is an unbroken line of signed commits that leads to ``head``, each of tokens that were given.
+
+    Raises:
+        ValueError: it is not.
+    """
+    for earlier in reversed(lineage):
+        header = earlier.header
+        is_parent = head is not None and head.parent == commit_id(header) and head.version == header.version + 1
+        if head is None or not is_parent or head.shard != header.shard:
+            raise ValueError(f"the lineage of shard {header.shard} is broken at version {header.version}")
+        _check_tokens(head, header.tokens)
+        check_commit(run, header, earlier.signature, is_member)
+        head = header
+
+
+def _check_tokens(header: CommitHeader, before: int) -> None:
+    if header.tokens != before + sum(c.tokens for c in header.contributors):
+        raise ValueError(f"version {header.version} of shard {header.shard} counts tokens that nobody gave")
 
 
 def _nothing(manifest: Manifest) -> Trained:

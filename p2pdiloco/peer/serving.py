@@ -20,7 +20,7 @@ import torch
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.host import within
 from p2pdiloco.peer.integrity import SpoiltStateError
-from p2pdiloco.peer.offers import CHUNK_BYTES, chunk_sizes
+from p2pdiloco.peer.offers import CHUNK_BYTES, chunk_sizes, lineage_of
 from p2pdiloco.protocol.identifiers import Digest, ShardId
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.wire.answers import RequestRefused
@@ -131,7 +131,10 @@ class Serving:
 
         def prove(head: Digest, listed: bytes) -> StateOffer | None:
             proof = self._proof(shard)
-            return StateOffer(proof, listed) if proof.state.head.id == head else None
+            if proof.state.head.id != head:
+                return None
+            chain, proofs = self._driver.machine.core.chains[shard], self._driver.cargo.shelves[shard].proofs
+            return StateOffer(proof, listed, lineage_of(proofs.get(commit) for commit in reversed(chain.ancestry)))
 
         offer = await self._copy(shard, data, None, prove)
         if offer is None:

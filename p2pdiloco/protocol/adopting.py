@@ -9,6 +9,8 @@ Rules of this file:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from p2pdiloco.protocol.carry import Carry
 from p2pdiloco.protocol.chain import is_heavier
 from p2pdiloco.protocol.contributing import Contributing
@@ -18,6 +20,7 @@ from p2pdiloco.protocol.evaluations import Evaluations
 from p2pdiloco.protocol.events import ShardState
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
 from p2pdiloco.protocol.ledger import STAY, Walk
+from p2pdiloco.protocol.lineage import Lineage
 from p2pdiloco.protocol.merging import Merging
 from p2pdiloco.protocol.messages import (
     Commit,
@@ -44,6 +47,7 @@ class Adopting:
         self.merging = merging
         self.contributing = contributing
         self.carry = Carry(core, contributing)
+        self.lineage = Lineage(core)
         self.applying: dict[ShardId, tuple[Digest, CommitHeader | ShardState]] = {}
         """What each shard's next state will be, once the work is done."""
         self.waiting: dict[ShardId, dict[Digest, CommitHeader]] = {}
@@ -83,22 +87,12 @@ class Adopting:
 
     def _apply_if_sound(self, sender: PeerId | None, header: CommitHeader, new_id: Digest) -> None:
         chain = self.core.chains[header.shard]
-        problem = chain.problem(header) or self._own_problem(header)
+        problem = chain.problem(header) or self.carry.problem(header)
         if problem is None:
             self.apply(header, new_id)
         else:
             origin = sender or header.owner
             self.core.note("warning", "commit", f"shard {header.shard} commit of {origin} not taken: {problem}")
-
-    def _own_problem(self, target: CommitHeader | ShardState) -> str | None:
-        """Why what it says of this peer's learner is not so, or None."""
-        learner = self.core.learner
-        if learner is None:
-            return None
-        if isinstance(target, ShardState):
-            return self.carry.problem(target.head.shard, self.carry.mark_in(learner, target).tokens)
-        mine = next((c for c in target.contributors if c.learner == learner.id), None)
-        return None if mine is None else self.carry.problem(target.shard, mine.tokens_to)
 
     def _wait(self, header: CommitHeader) -> None:
         waiting = self.waiting.setdefault(header.shard, {})
@@ -153,7 +147,7 @@ class Adopting:
         if isinstance(target, CommitHeader):
             chain.advance(target, head_id)
         else:
-            chain.replace(target)
+            chain.replace(target, self.lineage.of(target.head))
         head = core.head(shard)
         core.heads_mark ^= _mark_bits(head.id) ^ (0 if old is None else _mark_bits(old.id))
         self.carry.move_mark(shard, target)
@@ -201,6 +195,7 @@ class Adopting:
     def saw(self, peer: PeerId, theirs: Head) -> None:
         """A peer has this head: get it if it is heavier than ours, show ours if it is a lighter fork's."""
         core, shard = self.core, theirs.shard
+        self.lineage.told(peer, theirs)
         chain = core.chains[shard]
         if chain.head is None or shard in self.applying:
             return
@@ -218,8 +213,9 @@ class Adopting:
     def want_due(self, shard: ShardId) -> None:
         """A heavier head was heard of, and did not come by itself: ask for it."""
         peer, theirs = self.wanted.pop(shard)
-        head = self.core.head(shard)
-        if is_heavier(theirs, head) and shard not in self.asked and shard not in self.applying:
+        head, view = self.core.head(shard), self.core.membership.peers.get(peer)
+        is_asked = view is not None and self.core.now >= view.vain_until
+        if is_asked and is_heavier(theirs, head) and shard not in self.asked and shard not in self.applying:
             self._ask(shard, peer)
             self.core.send((peer,), CommitsRequest(shard, head.id))
 
@@ -264,10 +260,11 @@ class Adopting:
         if view is not None:
             view.vain_until = self.core.now + self.core.config.request_s
 
-    def fetched(self, peer: PeerId, state: ShardState) -> None:
+    def fetched(self, peer: PeerId, state: ShardState, lineage: Sequence[Digest]) -> None:
         """A state is here: install it if it is still the better one."""
         shard = state.head.shard
-        problem = self.core.chains[shard].state_problem(state) or self._own_problem(state)
+        problem = self.core.chains[shard].state_problem(state) or self.carry.problem(state)
+        problem = problem or self.lineage.judge(peer, state.head, lineage)
         if problem is not None:
             self.fetch_failed(shard, peer, problem)
             return
@@ -321,6 +318,8 @@ class Adopting:
     def heard_heads(self, peer: PeerId, message: Heads) -> None:
         """Compare, and catch up where theirs are heavier."""
         self.contributing.adopt_step(message.step)
+        for theirs in message.heads:
+            self.lineage.told(peer, theirs)
         if not self.core.is_current:
             self.offers.setdefault(peer, {}).update({h.shard: h for h in message.heads})
             self.fetch_missing()
@@ -339,7 +338,7 @@ class Adopting:
                 return
             if chain.head is None and shard not in self.asked and shard not in self.applying:
                 donors = sorted(p for p, heads in self.offers.items() if shard in heads)
-                if donors:
+                if donors and self.lineage.is_told(shard):
                     self.fetch(shard, donors[shard % len(donors)])
 
     def become_current(self) -> None:
@@ -360,7 +359,7 @@ class Adopting:
     def seek(self) -> None:
         """While joining, now and then: ask one live peer after the other, since offers come late or were none."""
         live = self.core.membership.live
-        if live and len(self.asked) < MAX_FETCHES:
+        if live:
             self.fetch_missing()
             self.look_for_donors((live[self.core.membership.sequence % len(live)],))
 
@@ -372,6 +371,7 @@ class Adopting:
         """Forget what they were asked for by message; fetches end by themselves."""
         for peer in lost:
             self.offers.pop(peer, None)
+            self.lineage.forget(peer)
         for shard in [s for s, p in self.asked.items() if p in lost and ("asked", s) in self.core.alarms]:
             del self.asked[shard]
             self.core.alarms.cancel(("asked", shard))

@@ -23,10 +23,16 @@ class Carry:
         self.core = core
         self.contributing = contributing
 
-    def problem(self, shard: ShardId, to_tokens: int) -> str | None:
-        """Why no chain can count this peer's learner up to ``to_tokens``, or None."""
+    def problem(self, target: CommitHeader | ShardState) -> str | None:
+        """Why what a commit or a state says of this peer's learner is not so, or None."""
         learner = self.core.learner
-        assert learner is not None
+        if learner is None:
+            return None
+        if isinstance(target, ShardState):
+            shard, to_tokens = target.head.shard, self.mark_in(learner, target).tokens
+        else:
+            shard = target.shard
+            to_tokens = max((c.tokens_to for c in target.contributors if c.learner == learner.id), default=0)
         if to_tokens <= max(learner.marks[shard].tokens, self.contributing.ledgers[shard].last):
             return None
         return f"it holds tokens of this peer's learner that it has not given, up to {to_tokens}"

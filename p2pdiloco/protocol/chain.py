@@ -57,6 +57,7 @@ class Chain:
     __slots__ = (
         "_most_tokens",
         "_run_tokens",
+        "ancestry",
         "head",
         "ledger",
         "length",
@@ -82,6 +83,8 @@ class Chain:
         self.marks: dict[LearnerId, Mark] = {}
         self.log: deque[CommitHeader] = deque(maxlen=length)
         self.log_ids: deque[Digest] = deque(maxlen=length)
+        self.ancestry: deque[Digest] = deque(maxlen=length)
+        """The heads before the head, oldest first; unlike the log it outlives a fetched state, which brings its own."""
 
     def extends(self, header: CommitHeader) -> bool:
         """Whether ``header`` is a child of the head."""
@@ -156,6 +159,8 @@ class Chain:
         """Make ``header`` (checked by ``problem``) the head."""
         self.log.append(header)
         self.log_ids.append(new_id)
+        if self.head is not None:
+            self.ancestry.append(self.head.id)
         self.head = Head(self.shard, header.version, new_id, header.tokens)
         self.step = header.step
         self.marks = self._marks_after(header.version, header.contributors)
@@ -176,10 +181,12 @@ class Chain:
                 return f"its mark of learner {learner} is none"
         return None
 
-    def replace(self, state: ShardState) -> None:
-        """Take a fetched (or restored) state; the log starts anew."""
+    def replace(self, state: ShardState, lineage: Iterable[Digest] = ()) -> None:
+        """Take a fetched (or restored) state, and the heads that led to it; the log starts anew."""
         self.log.clear()
         self.log_ids.clear()
+        self.ancestry.clear()
+        self.ancestry.extend(lineage)
         self.head = state.head
         self.step = state.step
         self.marks = dict(state.marks)
@@ -210,7 +217,7 @@ class Chain:
 
     def commits(self) -> set[Digest]:
         """Those of the log, and the head, which a fetched state has without a log."""
-        return {*self.log_ids, self.head.id} if self.head is not None else set(self.log_ids)
+        return {*self.ancestry, self.head.id} if self.head is not None else set(self.log_ids)
 
     def state(self) -> ShardState:
         """What travels with a state transfer."""

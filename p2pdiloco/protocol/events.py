@@ -130,11 +130,22 @@ class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):
     head: Digest
 
 
+class Offered(msgspec.Struct, frozen=True, array_like=True, tag="offered"):
+    """``peer`` offers a state at ``head``, with the commits that led to it, oldest first; all its proofs were checked.
+    Whether it may be downloaded, the machine tells (``Lineage.refusal``)."""
+
+    peer: PeerId
+    head: Head
+    lineage: tuple[Digest, ...]
+
+
 class Fetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
     """A shard's state arrived, matches its digest, and waits to be installed."""
 
     peer: PeerId
     state: ShardState
+    lineage: tuple[Digest, ...] = ()
+    """Commits that led to it, oldest first, as far as its donor's log reaches; all were checked."""
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
@@ -173,6 +184,7 @@ OwnEvent = (
     | Encoded
     | Merged
     | Applied
+    | Offered
     | Fetched
     | Failed
     | LeaveRequested

@@ -95,8 +95,10 @@ class Machine:
                 self.contributing.encoded(event)
             case ev.Merged():
                 self._merged(event)
+            case ev.Offered():
+                self.adopting.lineage.judge(event.peer, event.head, event.lineage)
             case ev.Fetched():
-                self.adopting.fetched(event.peer, event.state)
+                self.adopting.fetched(event.peer, event.state, event.lineage)
             case ev.Failed():
                 self._failed(event)
             case ev.PeerConnected():

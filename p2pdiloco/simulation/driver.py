@@ -67,6 +67,8 @@ class Checkpoint(msgspec.Struct, frozen=True):
     shards: tuple[tuple[ev.ShardState, GlobalShard], ...]
 
 
+Fetched = tuple[ev.ShardState, tuple[Digest, ...], GlobalShard]
+"""A state, the heads that led to it, and its value."""
 Job = tuple[Callable[[Any], ev.Event | None], Any]
 
 
@@ -327,14 +329,14 @@ class Process:
         at_once = self._read(link.target, effect.shard) if world.random.random() < 0.5 else None
         world.schedule(world.now + took_s, self, self._fetch_ends, (effect, link, at_once))
 
-    def _read(self, donor: Process, shard: ShardId) -> tuple[ev.ShardState, GlobalShard] | None:
+    def _read(self, donor: Process, shard: ShardId) -> Fetched | None:
         value = donor.globals[shard]
         chain = donor.machine.core.chains[shard]
         if donor.is_dead or value is None or chain.head is None or chain.head.id != donor.heads[shard]:
             return None
-        return chain.state(), value
+        return chain.state(), tuple(chain.ancestry), value
 
-    def _fetch_ends(self, argument: tuple[ef.Fetch, Link, tuple[ev.ShardState, GlobalShard] | None]) -> None:
+    def _fetch_ends(self, argument: tuple[ef.Fetch, Link, Fetched | None]) -> None:
         effect, link, found = argument
         is_cut = (effect.peer, self.name) in self.world.network.blocked
         if found is None and not is_cut and not link.target.is_paused():
@@ -342,9 +344,9 @@ class Process:
         if found is None or is_cut or not link.connection.is_open:
             self._fetch_failed(effect)
         else:
-            state, value = found
+            state, lineage, value = found
             self.fetched[state.head.id] = value
-            self.tell(ev.Fetched(effect.peer, state))
+            self.tell(ev.Fetched(effect.peer, state, lineage))
 
     def _fetch_failed(self, effect: ef.Fetch) -> None:
         self.tell(ev.Failed("fetch", effect.shard, effect.peer, "the download broke off"))

@@ -56,6 +56,14 @@ BUGS = (
         killed_by=(f"{_DRIVER_TESTS}::test_a_contribution_that_is_not_what_it_names_is_dropped",),
     ),
     Bug(
+        name="tokens of a lineage not added up",
+        module="p2pdiloco.peer.proofs",
+        old="if header.tokens != before + sum(c.tokens for c in header.contributors):",
+        new="if False:",
+        harm="an owner makes its own chain the heaviest with a number",
+        killed_by=("tests/unit/protocol/test_lineage.py::test_a_lineage_weighs_what_was_given",),
+    ),
+    Bug(
         name="marks of a state not compared with its commit",
         module="p2pdiloco.peer.proofs",
         old="if header.record != record_of(dict(state.marks), state.trained):",
@@ -106,7 +114,7 @@ BUGS = (
     Bug(
         name="proof of a head without a log is swept",
         module="p2pdiloco.protocol.chain",
-        old="return {*self.log_ids, self.head.id} if self.head is not None else set(self.log_ids)",
+        old="return {*self.ancestry, self.head.id} if self.head is not None else set(self.log_ids)",
         new="return set(self.log_ids)",
         harm="checkpoints after a restart hold a head without its signature: unreadable, and offers are lies",
         killed_by=(f"{_DRIVER_TESTS}::test_the_proof_of_a_head_is_kept_without_a_log",),

@@ -30,6 +30,9 @@ from p2pdiloco.protocol.messages import (
 
 MARKS_LIMIT = 1 << 18
 TROUBLE_LIMIT = 500
+MAX_LINEAGE = 256
+LINEAGE_BYTES = 1 << 18
+"""Of a state's lineage; of a longer one the newest commits travel."""
 
 
 class GetManifest(msgspec.Struct, frozen=True, array_like=True, tag="manifest?"):
@@ -70,6 +73,13 @@ class TellStatements(msgspec.Struct, frozen=True, array_like=True, tag="members"
 Request = GetManifest | GetState | GetChunk | GetStatus | GetStatements | TellStatements
 
 
+class SignedCommit(msgspec.Struct, frozen=True, array_like=True):
+    """A commit without its payload."""
+
+    header: CommitHeader
+    signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)]
+
+
 class StateProof(msgspec.Struct, frozen=True, array_like=True):
     """A shard's state at one head, with the commit that its owner signed (none at version 0)."""
 
@@ -84,6 +94,8 @@ class StateOffer(msgspec.Struct, frozen=True, array_like=True):
     proof: StateProof
     digests: Annotated[bytes, Meta(max_length=1 << 19)]
     """``tensors.digests``'s list, whose digest the proof proves."""
+    lineage: Annotated[tuple[SignedCommit, ...], Meta(max_length=MAX_LINEAGE)] = ()
+    """The commits before the proof's, oldest first, as far as the donor's log reaches."""
 
 
 class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,9 +14,15 @@ from p2pdiloco.peer.checkpoint import load
 from p2pdiloco.peer.incoming import INCOMING
 from p2pdiloco.peer.incoming import load as load_kept
 from p2pdiloco.peer.peer import InitialState
+from p2pdiloco.peer.signatures import signed
 from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import signing
 from p2pdiloco.protocol.adopting import MAX_FETCHES
-from p2pdiloco.protocol.identifiers import PeerId, ShardId
+from p2pdiloco.protocol.chain import record_of
+from p2pdiloco.protocol.identifiers import Digest, PeerId, RunId, ShardId, digest_of, learner_id
+from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.tensors.digests import digest_list
 from p2pdiloco.tensors.recipes import CHUNK
 from p2pdiloco.wire.bodies import GetChunk, GetState, decode_request
 
@@ -314,3 +320,49 @@ def test_a_state_that_comes_while_the_learner_trains_leaves_it_its_progress(tmp_
             assert torch.equal(cid.learner.flat(), cid.state.theta + unmerged)
 
     act(story)
+
+
+def test_a_state_that_its_maker_signed_and_nothing_leads_to_replaces_nobodys_model(tmp_path: Path) -> None:
+    """H3b: heavier heads than all others have, and a state that is signed as it should be, by somebody's own key."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann, bob = await two_donors(stage)
+            key = Identity.ephemeral()
+            eve = await stage.add("eve", identity=key, has_learner=False, is_unreachable=True)
+            await stage.wait(10.0)
+            assert eve.state.heads == ann.state.heads
+            before = ann.state.heads[0]
+            forged = forge(eve, key, ShardId(0), stage.manifest.run)
+            await stage.wait(20.0)
+            await stage.train(ann, *[1.0] * 8)
+            await stage.wait(10.0)
+            for member in (ann, bob):
+                asked = [event for event in member.events if isinstance(event, ev.Failed) and event.work == "fetch"]
+                assert any("2 of 3 peers stand" in event.reason for event in asked)
+                assert before != member.state.heads[0] != forged
+                assert not (member.state.theta[:64] == 7.0).any()
+            assert ann.state.heads == bob.state.heads
+
+    act(story)
+
+
+def forge(eve: Member, key: Identity, shard: ShardId, run: RunId) -> Digest:
+    """Eve's shard is full of 7, at a head that is far ahead; all signed by her own key. That head."""
+    chain, parent = eve.machine.core.chains[shard], digest_of(b"nobody's")
+    theta, momentum = eve.state.theta[:64], eve.state.momentum[:64]
+    theta.fill_(7.0)
+    listed = digest_list(theta, momentum)
+    mine = signed(key, run, shard, parent, Contributor(learner_id(eve.id, "1"), 0, 100, 0, 10), digest_of(b""))
+    marks = ((mine.learner, ev.Mark(100, 10, 500)),)
+    trained = chain.state().trained
+    record = record_of(dict(marks), trained)
+    header = CommitHeader(shard, 500, parent, 20, eve.id, (mine,), 10**6, digest_of(b""), digest_of(listed), record)
+    head = Head(shard, 500, commit_id(header), header.tokens)
+    assert chain.head is not None
+    eve.machine.core.heads_mark ^= int(chain.head.id[:15], 16) ^ int(head.id[:15], 16)
+    chain.replace(ev.ShardState(head, header.step, marks, trained))
+    eve.driver.cargo.shelves[shard].proofs[head.id] = (header, key.sign(signing.commit(head.id)))
+    eve.state.heads[shard] = head.id
+    eve.state.integrity.begin(shard, listed)
+    return head.id

@@ -256,6 +256,10 @@ class Stage:
         assert head is not None
         return head
 
+    def lineage(self) -> tuple[Digest, ...]:
+        """Of a state that parts from this peer's chain at its head."""
+        return (self.head().id,)
+
     def contribution(
         self, peer: PeerId, start: int = 0, stop: int = 40, *, base: msg.Head | None = None, **changes: Any
     ) -> msg.Contribution:

@@ -75,9 +75,10 @@ def test_a_newcomer_asks_live_peers_for_heads_one_after_the_other_until_it_has_a
 
 def test_a_newcomer_gets_each_state_from_a_peer_that_has_it() -> None:
     """C2a: and asks no other newcomer."""
-    stage = newcomer(B, C, fragments=THREE)
-    fetches = only(stage.hear(B, heads(1, 0, 1)) + stage.hear(C, heads(1, 1, 2)), ef.Fetch)
-    assert fetches == [ef.Fetch(ShardId(0), B), ef.Fetch(ShardId(1), B), ef.Fetch(ShardId(2), C)]
+    stage = newcomer(B, C, D, fragments=THREE)
+    said = {B: heads(1, 0, 1), C: heads(1, 1, 2), D: heads(1, 0, 2)}
+    fetches = [only(stage.hear(peer, theirs), ef.Fetch) for peer, theirs in said.items()]
+    assert fetches == [[], [ef.Fetch(ShardId(1), C)], [ef.Fetch(ShardId(0), B), ef.Fetch(ShardId(2), C)]]
     other = newcomer()
     assert not sent(other.meet(B, phase="joining") + other.wait(3.0), msg.HeadsRequest)
 

@@ -16,7 +16,6 @@ from stage import (
     bare,
     commit_on,
     digest,
-    genesis,
     head_of,
     life,
     notes,
@@ -116,9 +115,9 @@ def test_who_stood_still_catches_up_at_once() -> None:
 def test_a_newcomer_is_where_most_of_its_shards_are() -> None:
     """P1d: one shard's state that is far ahead of the others does not count."""
     stage = Stage(B, is_founder=False, has_learner=False, fragments=((ShardId(0), ShardId(1), ShardId(2)),))
-    stage.hear(B, msg.Heads(tuple(state.head for state in genesis(stage.config)), 0))
-    for shard, step in ((0, 60), (1, 60), (2, 1800)):
-        head = Head(ShardId(shard), 40, digest(f"head {shard}"), 1000)
+    heads = tuple(Head(ShardId(shard), 40, digest(f"head {shard}"), 1000) for shard in range(3))
+    stage.hear(B, msg.Heads(heads, 0))
+    for head, step in zip(heads, (60, 60, 1800), strict=True):
         stage.work(stage.tell(ev.Fetched(B, ev.ShardState(head, step, ()))))
     assert step_of(stage) == 60
 
@@ -213,6 +212,8 @@ def test_no_chain_counts_beyond_what_a_message_can_hold() -> None:
     """P3b: near the end of the range nothing is merged any more."""
     stage = Stage(B, C, owners="abc", has_learner=False, is_founder=False)
     full = Head(SHARD, 2**30, digest("full"), 2**56 - 100)
+    for peer in (B, C):
+        stage.hear(peer, msg.Heads((full,), 0))
     stage.work(stage.tell(ev.Fetched(B, ev.ShardState(full, 0, ()))))
     assert stage.head() == full
     assert sent(stage.offer(B), msg.Refused)
@@ -254,7 +255,7 @@ def test_a_state_that_holds_what_a_learner_never_gave_is_not_taken_by_its_peer()
     heavier = Head(SHARD, 3, digest("heavier"), 5000)
     for mark, is_taken in ((given.contributor.tokens_to + 1, False), (given.contributor.tokens_to, True)):
         marks = ((life(A), ev.Mark(mark, 4, 1)),)
-        effects = stage.work(stage.tell(ev.Fetched(B, ev.ShardState(heavier, 4, marks))))
+        effects = stage.work(stage.tell(ev.Fetched(B, ev.ShardState(heavier, 4, marks), stage.lineage())))
         assert bool(only(effects, ef.Install)) == is_taken
         assert (stage.head() == heavier) == is_taken
         assert any("has not given" in note for note in notes(effects, "fetch")) != is_taken

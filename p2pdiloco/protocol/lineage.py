@@ -1,0 +1,127 @@
+"""Whose word a state needs before it is taken.
+
+A state comes with its *lineage*: the commits that led to it, as far as its donor's log reaches, all signed and checked.
+A peer stands by a state if a head that it has told of itself is that state's, or lies in its lineage.
+
+Rules of this file:
+1. A newcomer has nothing to compare with: it takes what more than half of the peers that have states stand by.
+2. A peer that has a state takes another whose lineage meets the heads that it came by: it was seen where they part. One
+   that does not (a long absence, a deep fork, a chain that somebody made up) it takes unless more than half of all,
+   itself included, stand by its own; who has told nothing of late is asked before.
+3. What was approved once is not judged again: a long download outlives what peers told when it began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import NamedTuple
+
+from p2pdiloco.protocol.core import Core
+from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
+from p2pdiloco.protocol.messages import Head, HeadsRequest
+
+
+class Told(NamedTuple):
+    """What a peer told of one shard."""
+
+    head: Digest
+    earlier: Digest
+    """The head that it told of before."""
+    at: float
+
+
+class Judged(NamedTuple):
+    """A state that was offered."""
+
+    head: Digest
+    lineage: tuple[Digest, ...]
+    problem: str | None
+
+
+class Lineage:
+    """What peers have told of their heads, and what follows for states."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self._told: dict[PeerId, dict[ShardId, Told]] = {}
+        """By connected peer."""
+        self._judged: dict[ShardId, Judged] = {}
+        """The state that was offered last."""
+
+    def told(self, peer: PeerId, head: Head) -> None:
+        """``peer`` says that this is its head."""
+        mine = self._told.setdefault(peer, {})
+        before = mine.get(head.shard, Told(head.id, head.id, 0.0))
+        earlier = before.earlier if before.head == head.id else before.head
+        mine[head.shard] = Told(head.id, earlier, self.core.now)
+
+    def forget(self, peer: PeerId) -> None:
+        """It is gone."""
+        self._told.pop(peer, None)
+
+    def is_told(self, shard: ShardId) -> bool:
+        """Whether more than half of those who have states have told of theirs."""
+        donors = self._donors()
+        return 2 * sum(shard in self._told.get(peer, ()) for peer in donors) > len(donors)
+
+    def refusal(self, head: Head) -> str | None:
+        """Why the state at ``head``, which was offered just now, is not to be downloaded, or None."""
+        judged = self._judged.get(head.shard)
+        is_it = judged is not None and judged.head == head.id
+        return judged.problem if judged is not None and is_it else "another state was offered meanwhile"
+
+    def of(self, head: Head) -> tuple[Digest, ...]:
+        """What led to the state at ``head``, if that was offered last."""
+        judged = self._judged.get(head.shard)
+        return judged.lineage if judged is not None and judged.head == head.id else ()
+
+    def judge(self, peer: PeerId, head: Head, lineage: Sequence[Digest]) -> str | None:
+        """Why the state at ``head``, whose ancestors are ``lineage``, is not taken from ``peer``, or None."""
+        before = self._judged.get(head.shard)
+        if before is None or before.head != head.id or before.problem is not None:
+            self._judged[head.shard] = Judged(head.id, tuple(lineage), self._problem(peer, head, lineage))
+        return self._judged[head.shard].problem
+
+    def _problem(self, peer: PeerId, head: Head, lineage: Sequence[Digest]) -> str | None:
+        shard, chain = head.shard, self.core.chains[head.shard]
+        theirs, donors = {head.id, *lineage}, self._donors()
+        if not head.version:
+            return None
+        if chain.head is None:
+            stand = sum(self._was_at(donor, shard, theirs) for donor in donors)
+            if 2 * stand <= len(donors):
+                return f"{stand} of {len(donors)} peers stand by it, and more than half must"
+        elif chain.head.id not in theirs and theirs.isdisjoint(chain.ancestry):
+            ours = {chain.head.id, *chain.ancestry}
+            if 2 * sum(self._is_fresh(donor, shard) for donor in donors) <= len(donors):
+                self.core.send(tuple(donors), HeadsRequest())
+                return "its lineage does not meet ours, and the others are asked for their heads first"
+            stand = 1 + sum(self._is_at(donor, shard, ours) for donor in donors)
+            if 2 * stand > len(donors) + 1:
+                self._leave_alone(peer)
+                return f"its lineage does not meet ours, by which {stand} of {len(donors) + 1} peers stand"
+        return None
+
+    def _donors(self) -> list[PeerId]:
+        """Live peers that say they have all states."""
+        peers = self.core.membership.peers
+        views = ((peer, peers[peer].beat) for peer in self.core.membership.live)
+        return [peer for peer, beat in views if beat is not None and beat.phase != "joining"]
+
+    def _is_at(self, peer: PeerId, shard: ShardId, heads: Container[Digest]) -> bool:
+        told = self._told.get(peer, {}).get(shard)
+        return told is not None and told.head in heads
+
+    def _was_at(self, peer: PeerId, shard: ShardId, heads: Container[Digest]) -> bool:
+        told = self._told.get(peer, {}).get(shard)
+        return told is not None and (told.head in heads or told.earlier in heads)
+
+    def _is_fresh(self, peer: PeerId, shard: ShardId) -> bool:
+        told = self._told.get(peer, {}).get(shard)
+        return told is not None and self.core.now - told.at <= self.core.config.request_s
+
+    def _leave_alone(self, peer: PeerId) -> None:
+        """For a while it is not asked again for what it says it has."""
+        view = self.core.membership.peers.get(peer)
+        if view is not None:
+            view.vain_until = self.core.now + self.core.config.request_s

@@ -1,0 +1,212 @@
+"""Rules H of docs/protocol.md: whose word a state needs before it is taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from stage import SHARD, A, B, C, D, Stage, commit_on, digest, head_of, notes, only, sent, tokens
+
+from p2pdiloco.peer.proofs import check_lineage
+from p2pdiloco.peer.signatures import signed
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol import signing
+from p2pdiloco.protocol.identifiers import Digest, PeerId, RunId, ShardId, learner_id
+from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.wire.bodies import SignedCommit
+
+RUN = RunId("run")
+ANN, EVE = Identity.ephemeral(), Identity.ephemeral()
+
+
+# -- what travels ------------------------------------------------------------------------------------------------------
+
+
+def line(length: int, by: Identity = ANN) -> list[SignedCommit]:
+    """Commits that follow each other, 40 tokens each."""
+    found, head = list[SignedCommit](), Head(SHARD, 3, digest("base"), 90)
+    for number in range(length):
+        mine = Contributor(learner_id(ANN.peer_id, "1"), 40 * number, 40 * number + 40, 4 * number, 4 * number + 4)
+        given = signed(by, RUN, SHARD, head.id, mine, digest("payload"))
+        header = commit_on(head, given, owner=ANN.peer_id)
+        found.append(SignedCommit(header, ANN.sign(signing.commit(commit_id(header)))))
+        head = head_of(header)
+    return found
+
+
+def ours(header: CommitHeader, **changes: Any) -> SignedCommit:
+    """Another commit in its place, signed by its owner."""
+    changed = msgspec.structs.replace(header, **changes)
+    return SignedCommit(changed, ANN.sign(signing.commit(commit_id(changed))))
+
+
+def test_a_lineage_is_an_unbroken_line_of_signed_commits() -> None:
+    """H1a."""
+    *earlier, head = line(5)
+    check_lineage(RUN, head.header, earlier)
+    check_lineage(RUN, head.header, [])
+    check_lineage(RUN, None, [])
+    others = line(5, by=EVE)
+    for lineage, reason in (
+        (earlier[:-1], "broken"),
+        (earlier[:1] + earlier[2:], "broken"),
+        (earlier[::-1], "broken"),
+        ([*earlier, head], "broken"),
+        ([*earlier[:-1], msgspec.structs.replace(earlier[-1], signature=bytes(64))], "owner's signature"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            check_lineage(RUN, head.header, lineage)
+    with pytest.raises(ValueError, match="broken at version"):
+        check_lineage(RUN, None, earlier)
+    with pytest.raises(ValueError, match="its peer's signature"):
+        check_lineage(RUN, others[-1].header, others[:-1])
+    with pytest.raises(ValueError, match="its peer's signature"):
+        check_lineage(RunId("another"), head.header, earlier)
+
+
+def test_a_lineage_weighs_what_was_given() -> None:
+    """H1b: whatever its owners sign."""
+    first, second = line(2)
+    heavier = ours(second.header, tokens=second.header.tokens + 1)
+    with pytest.raises(ValueError, match="version 5 of shard 0 counts tokens that nobody gave"):
+        check_lineage(RUN, heavier.header, [first])
+    skipping = ours(second.header, version=7)
+    with pytest.raises(ValueError, match="broken"):
+        check_lineage(RUN, skipping.header, [first])
+    elsewhere = ours(second.header, shard=ShardId(1))
+    with pytest.raises(ValueError, match="broken"):
+        check_lineage(RUN, elsewhere.header, [first])
+
+
+# -- newcomers ---------------------------------------------------------------------------------------------------------
+
+
+HONEST = tuple(Head(SHARD, 7 + i, digest(f"honest {i}"), 700 + 100 * i) for i in range(3))
+FORGED = Head(SHARD, 5000, digest("forged"), 10**6)
+
+
+def newcomer(*others: PeerId) -> Stage:
+    return Stage(*others, is_founder=False, has_learner=False)
+
+
+def bring(stage: Stage, head: Head, *lineage: Digest, by: PeerId = B) -> list[ef.Effect]:
+    """A state is there, with a lineage that was checked."""
+    return stage.work(stage.tell(ev.Fetched(by, ev.ShardState(head, 4, ()), lineage)))
+
+
+def test_a_newcomer_takes_what_more_than_half_stand_by() -> None:
+    """H2a: heads that moved on meanwhile lie in the lineage of those who moved on."""
+    stage = newcomer(B, C, D)
+    stage.hear(B, msg.Heads((FORGED,), 0))
+    for peer, head in ((C, HONEST[0]), (D, HONEST[1])):
+        stage.hear(peer, msg.Heads((head,), 0))
+    effects = bring(stage, FORGED)
+    assert stage.machine.status().heads == ()
+    assert "1 of 3 peers stand by it" in notes(effects, "fetch")[0]
+    bring(stage, HONEST[2], HONEST[0].id, by=C)
+    assert stage.machine.status().heads == (), "C's word alone"
+    bring(stage, HONEST[2], HONEST[0].id, HONEST[1].id, by=C)
+    assert stage.machine.status().heads == (HONEST[2],)
+
+
+def test_a_newcomer_fetches_nothing_before_more_than_half_have_told_of_their_heads() -> None:
+    """H2b: of those who have states; it goes on asking, and a head that was told just before counts, too."""
+    stage = newcomer(B, C, D)
+    stage.says(D, phase="joining")
+    assert not only(stage.hear(B, msg.Heads((FORGED,), 0)) + stage.wait(3.0), ef.Fetch)
+    assert {to for to, _ in sent(stage.wait(3.0), msg.HeadsRequest)} >= {B, C}
+    assert only(stage.hear(C, msg.Heads((HONEST[0],), 0)), ef.Fetch)
+    stage.hear(C, msg.Heads((HONEST[1],), 0))
+    stage.hear(B, msg.Heads((HONEST[0],), 0))
+    bring(stage, HONEST[0])
+    assert stage.machine.status().heads == (HONEST[0],)
+
+
+# -- who has a state ---------------------------------------------------------------------------------------------------
+
+
+def settled(*others: PeerId) -> tuple[Stage, Head]:
+    """Peer a at version 1, and its head before."""
+    stage = Stage(*others, has_learner=False)
+    before = stage.head()
+    stage.take(stage.commit(tokens(C, 0, 40)), C)
+    return stage, before
+
+
+def test_a_state_whose_lineage_meets_our_log_is_taken_if_it_is_heavier() -> None:
+    """H3a: a fork that was seen where it parts."""
+    stage, before = settled(B, C)
+    for peer in (B, C):
+        stage.announce(peer, 8, stage.head())
+    bring(stage, FORGED, stage.head().id)
+    assert stage.head() == FORGED
+    other, _ = settled(B, C)
+    other.take(other.commit(tokens(C, 40, 80)), C)
+    parts = other.machine.core.chains[SHARD].log_ids[0]
+    other.announce(C, 12, other.head())
+    bring(other, FORGED, parts)
+    assert other.head() == FORGED
+    assert before.version == 0
+
+
+def test_a_state_that_leads_to_nothing_we_know_is_not_taken_while_more_than_half_stand_by_ours() -> None:
+    """H3b: this peer is one of them. Who offered it is left alone for a while, and offers in vain."""
+    stage, _ = settled(B, C)
+    stage.announce(C, 8, stage.head())
+    stage.hear(B, msg.Heads((FORGED,), 0))
+    ours = stage.head()
+    effects = bring(stage, FORGED, digest("nothing that anybody knows"))
+    assert stage.head() == ours
+    assert "2 of 3 peers stand" in notes(effects, "fetch")[0]
+    stage.announce(B, 12, FORGED)
+    assert not sent(stage.wait(2.0), msg.CommitsRequest)
+    stage.wait(stage.config.request_s)
+    stage.announce(B, 16, FORGED)
+    assert sent(stage.wait(2.0), msg.CommitsRequest)
+
+
+def test_who_has_told_nothing_of_late_is_asked_before() -> None:
+    """H3d: what was told long ago is no word for or against."""
+    stage, _ = settled(B, C, D)
+    ours = stage.head()
+    for peer in (C, D):
+        stage.announce(peer, 8, ours)
+    stage.wait(stage.config.request_s + 1.0)
+    stage.hear(B, msg.Heads((FORGED,), 0))
+    effects = bring(stage, FORGED)
+    assert stage.head() == ours
+    assert {to for to, _ in sent(effects, msg.HeadsRequest)} == {B, C, D}
+    assert "asked for their heads first" in notes(effects, "fetch")[0]
+    for peer in (C, D):
+        stage.hear(peer, msg.Heads((ours,), 0))
+    assert "3 of 4 peers stand" in notes(bring(stage, FORGED), "fetch")[0]
+
+
+def test_who_was_away_for_long_takes_the_heavier_state() -> None:
+    """H3b: nobody is at its head any more, or too few are."""
+    stage, _ = settled(B, C)
+    ours = stage.head()
+    stage.announce(B, 8, ours)
+    for peer in (B, C):
+        stage.hear(peer, msg.Heads((HONEST[0],), 0))
+    bring(stage, HONEST[0], digest("later than all we have"))
+    assert stage.head() == HONEST[0] != ours
+
+
+def test_what_was_approved_once_is_taken_when_it_is_there() -> None:
+    """H3c: a download of hours, while everybody goes on."""
+    stage = newcomer(B)
+    stage.hear(B, msg.Heads((HONEST[0],), 0))
+    stage.tell(ev.Offered(B, FORGED, ()))
+    assert stage.machine.adopting.lineage.refusal(FORGED)
+    stage.tell(ev.Offered(B, HONEST[0], ()))
+    assert stage.machine.adopting.lineage.refusal(HONEST[0]) is None
+    for head in (*HONEST, FORGED):
+        stage.hear(B, msg.Heads((head,), 0))
+    bring(stage, HONEST[0])
+    assert stage.machine.status().heads == (HONEST[0],)
+    assert A not in stage.machine.core.membership.live
