@@ -30,6 +30,8 @@ from p2pdiloco.wire.peer_ids import KEY_BYTES, key_of, peer_id_of
 PREFIX = "p2pdiloco"
 TEXT_LIMIT = 250
 """Characters."""
+TEXT_LEAST = 80
+"""Shorter text means something else."""
 SECRET_BYTES = 16
 CHECKSUM_BYTES = 4
 _CHECK_CONTEXT = b"p2pdiloco invite 1"
@@ -72,8 +74,8 @@ class Invite(Struct, frozen=True, kw_only=True):
 
 
 def is_invite(text: str) -> bool:
-    """Whether somebody means an invite."""
-    return text.strip().startswith(PREFIX)
+    """Whether somebody means an invite, if perhaps not all of one; a run's name is shorter."""
+    return text.strip().startswith(PREFIX) and len(text) >= TEXT_LEAST
 
 
 def encode_invite(invite: Invite) -> str:

@@ -26,6 +26,8 @@ from scripts import (
 from swarm import swarm_in
 from waiting import wait_until
 
+from p2pdiloco.wire.invites import is_invite
+
 SCRIPT = Path(__file__).parents[2] / "peers" / "own_script.py"
 
 
@@ -49,12 +51,14 @@ def test_without_a_run_the_script_trains_alone(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(900)
 def test_two_scripts_train_one_model(tmp_path: Path) -> None:
+    """The run takes members only, as it is founded if nothing else is said: the other one has an invite."""
     with swarm_in(tmp_path / "swarm") as swarm:
         address = swarm.start_bootstrap()
-        founder = start(tmp_path / "a", "--run", "sines", "--peer", address, *FOUND, "--steps", "400")
+        founder = start(tmp_path / "a", "--run", "sines", "--peer", address, "--found", "--steps", "400")
         until_founded(tmp_path / "a")
+        invite = next(word for word in (tmp_path / "a" / "node.log").read_text().split() if is_invite(word))
         with held(founder.pid, SCRIPT.name):
-            other = start(tmp_path / "b", "--run", "sines", "--peer", address, "--seed", "1")
+            other = start(tmp_path / "b", "--run", "sines", "--peer", invite, "--seed", "1")
             until_ready(tmp_path / "b")
         outputs = [script.communicate(timeout=END_S)[0] for script in (founder, other)]
         logs = [(tmp_path / name / "node.log").read_text()[-3000:] for name in "ab"]

@@ -53,6 +53,12 @@ def test_an_invite_of_at_most_250_characters_comes_back(one: Invite) -> None:
     assert one.kind is (Kind.INVITE if one.peer is None else Kind.PEER)
 
 
+def test_a_runs_name_is_no_invite() -> None:
+    assert not is_invite("p2pdiloco")
+    assert not is_invite("p2pdiloco-" + "x" * 54)
+    assert is_invite(encode_invite(invite())[:100]), "it is told that a piece is missing"
+
+
 def test_the_first_addresses_are_kept_if_not_all_fit() -> None:
     many = tuple(f"/ip4/10.0.0.{n}/tcp/{4000 + n}" for n in range(20))
     kept = decode_invite(encode_invite(invite(addresses=many))).addresses
