@@ -42,7 +42,11 @@ def main() -> None:
     for kind, most in limits.items():
         hard = resource.getrlimit(kind)[1]
         bound = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (bound, bound))
+        try:
+            resource.setrlimit(kind, (bound, bound))
+        except (OSError, ValueError):
+            if sys.platform == "linux":
+                raise  # other systems know some of the limits alone
     os.environ.setdefault("GOMEMLIMIT", str(HEAP_BYTES))
     os.execv(sys.argv[1], sys.argv[1:])
 
