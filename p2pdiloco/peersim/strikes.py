@@ -22,6 +22,7 @@ from p2pdiloco.peersim.world import World
 Strike = Callable[[World, Fault], bool]
 
 CUT_MOST_S = 30.0
+SPOILT_LEAST_S = 5.0
 FORKED_S = 4.0
 """After a cut, both sides have versions of their own."""
 
@@ -176,7 +177,7 @@ def _repeat(world: World, fault: Fault) -> bool:
 
 
 def _spoil(world: World, fault: Fault) -> bool:
-    world.network.spoiling[fault.peer] = world.now + min(fault.seconds, CUT_MOST_S)
+    world.network.spoiling[fault.peer] = world.now + min(max(fault.seconds, SPOILT_LEAST_S), CUT_MOST_S)
     return False  # it is counted when something was spoilt
 
 
