@@ -89,7 +89,8 @@ def finished(manifest: Manifest, folder: Path) -> str:
 def _result(checkpoint: Checkpoint) -> Result:
     layout = Layout.of(checkpoint.manifest)
     tokens = sum(p.state.head.tokens * layout.shards[p.state.head.shard].elements for p in checkpoint.shards)
-    return Result(checkpoint, max(p.state.step for p in checkpoint.shards), tokens // layout.elements)
+    step = min(max(p.state.step for p in checkpoint.shards), checkpoint.manifest.config.inner.steps)  # of the run
+    return Result(checkpoint, step, tokens // layout.elements)
 
 
 def _nothing(source: str, state: Path) -> str:
