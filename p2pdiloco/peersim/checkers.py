@@ -286,6 +286,8 @@ class Checks:
             return  # it left before its learner could take the last commits, which nobody needs any more
         if not peer.machine.core.is_current:
             return  # it has left before it had joined
+        if learner.is_dead and not learner.has_ended:
+            return  # what a learner that dies has not given is gone
         truth = self.world.truths[peer.supervision.learner]  # type: ignore[index]
         trained = truth.tokens[-1] if truth.tokens else 0
         delta = (learner.vector() - peer.state.theta).numpy()
