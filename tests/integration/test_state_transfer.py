@@ -126,11 +126,23 @@ def test_what_a_peer_brings_is_not_kept_beside_the_state(tmp_path: Path) -> None
     with_donors(tmp_path, 0, scenario)
 
 
+def lie_about_chunks(donor: Node) -> None:
+    """Whatever chunk it is asked for, it sends another. (What it *has* it would find spoilt itself, and hand out none
+    of it.)"""
+    serving = donor.peer._answering._serving
+    honest = serving.chunk
+
+    async def chunk(shard: ShardId, head: Digest, chunk: int) -> memoryview:
+        data = bytearray(await honest(shard, head, chunk))
+        data[0] ^= 1
+        return memoryview(data)
+
+    serving.chunk = chunk  # type: ignore[method-assign]
+
+
 def test_a_newcomer_takes_from_all_donors_and_refuses_the_chunks_of_a_liar(tmp_path: Path) -> None:
     async def scenario(donors: list[Node], stack: AsyncExitStack) -> None:
-        for shard in LAYOUT.shards:  # all of it: whatever it is asked for first, it lies about
-            donors[2].peer.state.theta[shard.start] += 1.0
-            donors[2].peer.state.momentum[shard.stop - 1] += 1.0
+        lie_about_chunks(donors[2])
         newcomer = await stack.enter_async_context(peer(tmp_path / "new", None))
         await meet(newcomer, donors)
         await is_current(newcomer)
