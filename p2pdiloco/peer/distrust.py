@@ -40,8 +40,10 @@ class Distrust:
             while len(self._wrong) > REMEMBERED:
                 del self._wrong[next(iter(self._wrong))]
 
-    def right(self, chunk: Chunk) -> None:
-        """Somebody has sent this chunk as it was signed: who sent another one had it wrong."""
+    def right(self, peer: PeerId, chunk: Chunk) -> None:
+        """``peer`` has sent this chunk as it was signed: who else sent another one had it wrong. (Nobody is a witness
+        against itself: what it sent wrong before was spoilt on the way, or has been mended.)"""
         for key in [key for key in self._wrong if key[0] == chunk]:
             del self._wrong[key]
-            self._until[key[1]] = float("inf")
+            if key[1] != peer:
+                self._until[key[1]] = float("inf")

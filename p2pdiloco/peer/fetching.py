@@ -263,7 +263,7 @@ class Fetching:
         if download.chunks[chunk] is not None or download.done.done():
             return
         download.chunks[chunk] = torch.frombuffer(data, dtype=torch.float32)
-        self._distrust.right((download.head, chunk))
+        self._distrust.right(ask.donor, (download.head, chunk))
         download.missing -= 1
         self._arrivals.chunk(len(data))
         if not download.missing:

@@ -238,6 +238,16 @@ BUGS = (
         killed_by=(f"{_FETCHING_TESTS}::test_a_chunk_that_is_not_what_was_signed_is_taken_from_another",),
     ),
     Bug(
+        name="a donor is a witness against itself",
+        module="p2pdiloco.peer.distrust",
+        old="            if key[1] != peer:\n",
+        new="            if True:\n",
+        harm="a newcomer whose only donor's answer was spoilt on the way joins for ever",
+        killed_by=(
+            "tests/unit/test_peer_distrust.py::test_who_sends_the_right_chunk_after_a_wrong_one_is_no_witness_against_itself",
+        ),
+    ),
+    Bug(
         name="a fetched state's proof is not kept",
         module=_FETCHING,
         old="            if offer.proof.header is not None:\n",

@@ -31,14 +31,26 @@ def test_whom_another_donor_has_shown_to_be_wrong_is_not_asked_again() -> None:
     clock = Clock()
     distrust = Distrust(lambda: clock.now)
     distrust.wrong(A, CHUNK)
-    distrust.right((Digest("head"), 4))
+    distrust.right(B, (Digest("head"), 4))
     clock.now += 1e6
     assert not distrust.of(A), "that was another chunk"
     distrust.wrong(A, CHUNK)
-    distrust.right(CHUNK)
+    distrust.right(B, CHUNK)
     clock.now += 1e9
     assert distrust.of(A)
     assert not distrust.of(B)
+
+
+def test_who_sends_the_right_chunk_after_a_wrong_one_is_no_witness_against_itself() -> None:
+    """Else a newcomer never asks its only donor again, whose answer was spoilt once on the way (seed 70302)."""
+    clock = Clock()
+    distrust = Distrust(lambda: clock.now)
+    distrust.wrong(A, CHUNK)
+    clock.now += FIRST_S + 0.1
+    distrust.right(A, CHUNK)
+    assert not distrust.of(A)
+    distrust.right(B, CHUNK)
+    assert not distrust.of(A), "that matter is settled"
 
 
 def test_what_waits_for_a_witness_is_bounded() -> None:
