@@ -4,15 +4,15 @@
     python -m tests.lines --machine 0-999 --whole 0-299 --missing
     python -m tests.lines --floor 90                          # exit status 1 below that (per cent, each package)
 
-Lines that run at import (constants, signatures) do not count: every seed reaches them. Each simulator runs in a process
-of its own, since chunks are small in whole peers' worlds.
+Lines that run at import (constants, signatures) do not count: every seed reaches them. Each simulator runs in a fresh
+process, since chunks are small in whole peers' worlds, which must be so before anything is imported.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -91,27 +91,19 @@ def whole(seeds: range) -> None:
         pass
 
 
+def tell(run: Callable[[range], None], seeds: range) -> None:
+    """Lines that ``run`` reaches, on stdout, as JSON."""
+    seen = watch()
+    run(seeds)
+    sys.settrace(None)
+    json.dump({file: sorted(lines) for file, lines in seen.items()}, sys.stdout)
+
+
 def reached(run: Callable[[range], None], seeds: range) -> Lines:
-    """By ``run``, in a process of its own."""
-    reading, writing = os.pipe()
-    process = os.fork()
-    if process == 0:
-        os.close(reading)
-        status = 1
-        try:
-            seen = watch()
-            run(seeds)
-            sys.settrace(None)
-            with os.fdopen(writing, "w") as out:
-                json.dump({file: sorted(lines) for file, lines in seen.items()}, out)
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(writing)
-    with os.fdopen(reading) as found:
-        said = found.read()
-    if os.waitpid(process, 0)[1]:
-        raise RuntimeError(f"{run.__name__} seeds failed")
+    """By ``run``, in a fresh process."""
+    program = f"from tests import lines; lines.tell(lines.{run.__name__}, {seeds!r})"
+    command = [sys.executable, "-c", program]
+    said = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, cwd=ROOT, check=True).stdout
     return {file: set(lines) for file, lines in json.loads(said).items()}
 
 

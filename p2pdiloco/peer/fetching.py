@@ -174,8 +174,8 @@ class Fetching:
             self._was_wrong(peer, str(error))
             raise
         head = offer.proof.state.head
-        self._driver.feed(ev.Offered(peer, head, ancestors(offer)))
-        if problem := self._driver.machine.adopting.lineage.refusal(head):
+        self._driver.feed(ev.StateOffered(peer, head, ancestors(offer)))
+        if problem := self._driver.machine.view.refusal(head):
             raise RequestError(problem)
         return offer
 

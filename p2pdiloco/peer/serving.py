@@ -133,8 +133,8 @@ class Serving:
             proof = self._proof(shard)
             if proof.state.head.id != head:
                 return None
-            chain, proofs = self._driver.machine.core.chains[shard], self._driver.cargo.shelves[shard].proofs
-            return StateOffer(proof, listed, lineage_of(proofs.get(commit) for commit in reversed(chain.ancestry)))
+            ancestry, proofs = self._driver.machine.view.ancestry(shard), self._driver.cargo.shelves[shard].proofs
+            return StateOffer(proof, listed, lineage_of(proofs.get(commit) for commit in reversed(ancestry)))
 
         offer = await self._copy(shard, data, None, prove)
         if offer is None:

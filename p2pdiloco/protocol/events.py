@@ -130,7 +130,7 @@ class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):
     head: Digest
 
 
-class Offered(msgspec.Struct, frozen=True, array_like=True, tag="offered"):
+class StateOffered(msgspec.Struct, frozen=True, array_like=True, tag="offered"):
     """``peer`` offers a state at ``head``, with the commits that led to it, oldest first; all its proofs were checked.
     Whether it may be downloaded, the machine tells (``Lineage.refusal``)."""
 
@@ -184,7 +184,7 @@ OwnEvent = (
     | Encoded
     | Merged
     | Applied
-    | Offered
+    | StateOffered
     | Fetched
     | Failed
     | LeaveRequested

@@ -95,7 +95,7 @@ class Machine:
                 self.contributing.encoded(event)
             case ev.Merged():
                 self._merged(event)
-            case ev.Offered():
+            case ev.StateOffered():
                 self.adopting.lineage.judge(event.peer, event.head, event.lineage)
             case ev.Fetched():
                 self.adopting.fetched(event.peer, event.state, event.lineage)

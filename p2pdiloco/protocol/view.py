@@ -5,6 +5,8 @@ What people are told is ``status``; what is to be done are effects.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from p2pdiloco.protocol.adopting import Adopting
 from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.evaluations import Evaluations
@@ -76,6 +78,10 @@ class MachineView:
         """What travels with a shard's parameters, which must be here."""
         return self._core.chains[shard].state()
 
+    def ancestry(self, shard: ShardId) -> Sequence[Digest]:
+        """The heads that led to a shard's head, oldest first, as far as they are known."""
+        return self._core.chains[shard].ancestry
+
     def commit_of(self, shard: ShardId, head: Digest) -> CommitHeader | None:
         """The commit that made this head of the shard, if it is the newest one of its log."""
         chain = self._core.chains[shard]
@@ -94,6 +100,10 @@ class MachineView:
     def offering(self, shard: ShardId) -> list[PeerId]:
         """While joining: who has said that it has a state of the shard."""
         return sorted(peer for peer, heads in self._adopting.offers.items() if shard in heads)
+
+    def refusal(self, head: Head) -> str | None:
+        """Why the state at ``head``, which was offered just now, is not to be downloaded, or None."""
+        return self._adopting.lineage.refusal(head)
 
     def is_given_up(self, shard: ShardId) -> bool:
         """Of a spoilt shard: its state is neither asked for nor on its way."""

@@ -257,22 +257,18 @@ class Process:
     # -- states --------------------------------------------------------------------------------------------------------
 
     def _apply_later(self, effect: ef.Apply) -> None:
-        self._work(
-            self._apply,
-            (effect, self._payload(effect.header.payload), self._own(effect)),
-        )
+        self._work(self._apply, (effect, self._payload(effect.header.payload), self._own(effect)))
 
     def _own(self, effect: ef.Apply | ef.Install) -> int:
         """The own component of what is settled, less what is restored."""
         learner = self.learner
         if learner is None or effect.learner != learner.name:
             return 0
-        own = 0
-        for digest in effect.settled:
-            own += component(self._payload(digest), learner.name)
-        for digest in effect.restored:
-            own -= component(self._payload(digest), learner.name)
-        return own
+        settled, restored = (
+            sum(component(self._payload(digest), learner.name) for digest in digests)
+            for digests in (effect.settled, effect.restored)
+        )
+        return settled - restored
 
     def _apply(self, argument: tuple[ef.Apply, Payload, int]) -> ev.Event:
         effect, payload, own = argument

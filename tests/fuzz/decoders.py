@@ -124,8 +124,8 @@ def _connection(data: bytes) -> None:
 
 
 def _connection_sample(rng: Random) -> bytes:
-    kind, body = rng.choice(list(frames.Kind)), rng.randbytes(rng.randrange(80))
-    said = [frames.encode_frame(frames.Kind.HELLO, 0, _hello(rng))]
+    kind, body = rng.choice(list(frames.FrameKind)), rng.randbytes(rng.randrange(80))
+    said = [frames.encode_frame(frames.FrameKind.HELLO, 0, _hello(rng))]
     said += [frames.HEADER.pack(len(body), kind, rng.randrange(3)), body]
     return b"".join(said)
 

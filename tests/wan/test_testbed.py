@@ -216,7 +216,7 @@ def test_what_takes_long_to_die_is_dead_when_its_namespace_is_removed():
         assert slow.stdout.readline() == b"running\n"
         assert remove([name]) == [slow.pid]
         assert is_dead(slow.pid)
-        assert listed() == []
+        assert ours() == []
     finally:
         slow.kill()
         slow.wait()

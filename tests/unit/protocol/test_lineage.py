@@ -201,9 +201,9 @@ def test_what_was_approved_once_is_taken_when_it_is_there() -> None:
     """H3c: a download of hours, while everybody goes on."""
     stage = newcomer(B)
     stage.hear(B, msg.Heads((HONEST[0],), 0))
-    stage.tell(ev.Offered(B, FORGED, ()))
+    stage.tell(ev.StateOffered(B, FORGED, ()))
     assert stage.machine.adopting.lineage.refusal(FORGED)
-    stage.tell(ev.Offered(B, HONEST[0], ()))
+    stage.tell(ev.StateOffered(B, HONEST[0], ()))
     assert stage.machine.adopting.lineage.refusal(HONEST[0]) is None
     for head in (*HONEST, FORGED):
         stage.hear(B, msg.Heads((head,), 0))
