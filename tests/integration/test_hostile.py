@@ -18,6 +18,7 @@ from swarm import (
     log_lines,
     report_of,
     swarm_in,
+    until,
     write_config,
 )
 from waiting import until as until_in_loop
@@ -180,6 +181,8 @@ def test_a_hostile_peer_does_no_harm(tmp_path: Path) -> None:
         bob = swarm.join("B", address)
         with ExitStack() as stack:
             stack.enter_context(learners_held(ann, bob))
+            # a newcomer with one honest donor of two would wait for a second that stands by the state
+            until(bob, lambda: bob.view.current_at and bob.view.live == 2, what="the second peer's state")
             evil = uvloop.run(attack(address, [ann, bob], begin=stack.close))
         reports = []
         for member in (ann, bob):
