@@ -14,7 +14,7 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -32,7 +32,7 @@ from p2pdiloco.protocol.soundness import decode_manifest
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.files import LOCAL
 from p2pdiloco.tensors.digests import state_digest
-from p2pdiloco.wire.bodies import StateProof
+from p2pdiloco.wire.bodies import SignedCommit, StateProof
 
 log = logs.get("node")
 
@@ -47,12 +47,19 @@ class CheckpointError(Exception):
     """No checkpoint can be used; the message says why."""
 
 
+class SavedState(StateProof, frozen=True, array_like=True):
+    """A shard's state as it lies on disk."""
+
+    lineage: tuple[SignedCommit, ...] = ()
+    """The commits before its own, oldest first: what a fork that grew meanwhile is compared with after a restart."""
+
+
 class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The JSON beside the tensors, which have its name but for the suffix."""
 
     format: int = FORMAT
     run: RunId
-    shards: tuple[StateProof, ...]
+    shards: tuple[SavedState, ...]
 
     @property
     def weight(self) -> int:
@@ -64,7 +71,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """What was read back."""
 
     manifest: Manifest
-    shards: tuple[StateProof, ...]
+    shards: tuple[SavedState, ...]
     """By shard."""
     theta: Tensor
     momentum: Tensor
@@ -73,7 +80,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 def save(
     folder: Path,
     manifest: Manifest,
-    shards: tuple[StateProof, ...],
+    shards: Sequence[StateProof],
     theta: Tensor,
     momentum: Tensor,
     *,
@@ -94,7 +101,8 @@ def save(
     earlier = _numbers(disk, folder)
     number = earlier[0] + 1 if earlier else 1
     replace(disk, folder / MANIFEST, [manifest.encode()])
-    index = Index(run=manifest.run, shards=shards)
+    saved = (s if isinstance(s, SavedState) else SavedState(s.state, s.header, s.signature) for s in shards)
+    index = Index(run=manifest.run, shards=tuple(saved))
     try:
         replace(disk, _tensors(folder, number), [safetensors.torch.save({"theta": theta, "momentum": momentum})])
         replace(disk, _index(folder, number), [msgspec.json.format(msgspec.json.encode(index))])

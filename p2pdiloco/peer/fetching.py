@@ -111,7 +111,7 @@ class Fetching:
                 proofs.update(
                     (commit_id(earlier.header), (earlier.header, earlier.signature)) for earlier in offer.lineage
                 )
-            self._driver.feed(ev.Fetched(peer, state, ancestors(offer)))
+            self._driver.feed(ev.Fetched(peer, state, ancestors(offer.proof, offer.lineage)))
 
         self._driver.job(lambda: self._driver.state.stage(shard, state.head.id, chunks, offer.digests), staged)
 
@@ -174,7 +174,7 @@ class Fetching:
             self._was_wrong(peer, str(error))
             raise
         head = offer.proof.state.head
-        self._driver.feed(ev.StateOffered(peer, head, ancestors(offer)))
+        self._driver.feed(ev.StateOffered(peer, head, ancestors(offer.proof, offer.lineage)))
         if problem := self._driver.machine.view.refusal(head):
             raise RequestError(problem)
         return offer

@@ -8,15 +8,15 @@ Everything here is pure; what it is given comes from other peers, or from a disk
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from p2pdiloco.peer.proofs import check_lineage, proven_digest
 from p2pdiloco.protocol.identifiers import DIGEST_BYTES, Digest, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.protocol.messages import CommitHeader
+from p2pdiloco.protocol.messages import CommitHeader, commit_id
 from p2pdiloco.tensors.digests import list_bytes
 from p2pdiloco.tensors.recipes import CHUNK
-from p2pdiloco.wire.bodies import LINEAGE_BYTES, MAX_LINEAGE, SignedCommit, StateOffer, decode_as, encode
+from p2pdiloco.wire.bodies import LINEAGE_BYTES, MAX_LINEAGE, SignedCommit, StateOffer, StateProof, decode_as, encode
 
 CHUNK_BYTES = 8 * CHUNK
 """Of every chunk but a shard's last."""
@@ -49,10 +49,21 @@ def checked_offer(manifest: Manifest, layout: Layout, shard: ShardId, body: byte
     return offer
 
 
-def ancestors(offer: StateOffer) -> tuple[Digest, ...]:
-    """The heads that led to what is offered (and was checked), oldest first."""
-    header = offer.proof.header
-    parents = [earlier.header.parent for earlier in offer.lineage]
+def unbroken(proof: StateProof, lineage: Sequence[SignedCommit]) -> tuple[SignedCommit, ...]:
+    """As much of ``lineage``, which was read from a disk, as leads to ``proof`` in an unbroken line."""
+    header, found = proof.header, list[SignedCommit]()
+    for earlier in reversed(lineage):
+        if header is None or header.parent != commit_id(earlier.header):
+            break
+        found.append(earlier)
+        header = earlier.header
+    return tuple(reversed(found))
+
+
+def ancestors(proof: StateProof, lineage: Sequence[SignedCommit]) -> tuple[Digest, ...]:
+    """The heads that led to a state (all was checked), oldest first."""
+    header = proof.header
+    parents = [earlier.header.parent for earlier in lineage]
     return (*parents, header.parent) if header is not None else ()
 
 

@@ -19,12 +19,14 @@ import torch
 from p2pdiloco.peer.adapting import Adapting
 from p2pdiloco.peer.answering import Answering
 from p2pdiloco.peer.arrivals import Arrivals
+from p2pdiloco.peer.checkpoint import SavedState
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.fetching import Fetching
 from p2pdiloco.peer.global_state import GlobalState
 from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.incoming import INCOMING
 from p2pdiloco.peer.metrics import Metrics
+from p2pdiloco.peer.offers import ancestors, unbroken
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.saving import Saving
 from p2pdiloco.peer.scrub import Scrub
@@ -36,11 +38,11 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.defaults import heartbeat_s, logged
-from p2pdiloco.protocol.identifiers import PeerId, ShardId
+from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
 from p2pdiloco.protocol.limits import STEP_TOKENS
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
-from p2pdiloco.protocol.messages import SIGNATURE_BYTES
+from p2pdiloco.protocol.messages import SIGNATURE_BYTES, commit_id
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.tensors.digests import list_bytes
@@ -176,20 +178,25 @@ class Peer:
     def begin(self, initial: InitialState | None) -> None:
         """The first event, with what the peer brings; None: it is a newcomer."""
         shards: list[ev.ShardState] = []
+        lineages: list[tuple[Digest, ...]] = []
         if initial is not None:
             theta, momentum = initial.take()
             for proof in initial.shards:
                 piece = self.layout.shards[proof.state.head.shard]
                 span = slice(piece.start, piece.stop)
                 self.state.put(piece.shard, proof.state.head.id, theta[span], momentum[span])
+                proofs = self.driver.cargo.shelves[piece.shard].proofs
                 if proof.header is not None:
-                    self.driver.cargo.shelves[piece.shard].proofs[proof.state.head.id] = (proof.header, proof.signature)
+                    proofs[proof.state.head.id] = (proof.header, proof.signature)
+                lineage = unbroken(proof, proof.lineage) if isinstance(proof, SavedState) else ()
+                proofs.update((commit_id(c.header), (c.header, c.signature)) for c in lineage)
+                lineages.append(ancestors(proof, lineage))
                 shards.append(proof.state)
         self.metrics.write("started", peer=self.config.peer, run=self.manifest.run, is_new=not shards)
         brought = {state.head.shard for state in shards}
         if missing := [piece.elements for piece in self.layout.shards if piece.shard not in brought]:
             self._arrivals.begin(missing)
-        self.driver.feed(ev.Started(tuple(shards)))
+        self.driver.feed(ev.Started(tuple(shards), tuple(lineages)))
 
     async def live(self) -> Ending:
         """Take part, after ``begin``, until something ends it."""

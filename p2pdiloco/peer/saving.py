@@ -16,10 +16,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from p2pdiloco.peer.checkpoint import save
+from p2pdiloco.peer.checkpoint import SavedState, save
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.host import within
 from p2pdiloco.peer.metrics import Metrics
+from p2pdiloco.peer.offers import lineage_of
 from p2pdiloco.protocol.identifiers import Digest, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.runtime import logs
@@ -40,7 +41,7 @@ COST_SHARE = 0.02
 """Of the time, that writing checkpoints may take, unless ``every_s`` demands more."""
 
 Copied = tuple[list[Digest | None], Tensor, Tensor]
-Taken = tuple[tuple[StateProof, ...], Tensor, Tensor]
+Taken = tuple[tuple[SavedState, ...], Tensor, Tensor]
 
 
 class Saving:
@@ -130,7 +131,7 @@ class Saving:
                 now = [None if head is None else head.id for head in self._driver.machine.view.heads()]
                 is_whole = None not in now and now == heads
                 if not taken.done():
-                    proofs = tuple(self._proof(ShardId(shard)) for shard in range(len(heads))) if is_whole else ()
+                    proofs = tuple(self._saved(ShardId(shard)) for shard in range(len(heads))) if is_whole else ()
                     taken.set_result((proofs, theta, momentum) if is_whole else None)
 
             self._driver.job(copy, prove)
@@ -141,6 +142,13 @@ class Saving:
             if found is not None:
                 return found
         return None
+
+    def _saved(self, shard: ShardId) -> SavedState:
+        """The machine's state of a shard, with its proof and what led to it."""
+        proof, proofs = self._proof(shard), self._driver.cargo.shelves[shard].proofs
+        ancestry = self._driver.machine.view.ancestry(shard)
+        lineage = lineage_of(proofs.get(commit) for commit in reversed(ancestry))
+        return SavedState(proof.state, proof.header, proof.signature, lineage)
 
 
 def shortest_s(elements: int, bytes_per_day: float | None) -> float:

@@ -33,6 +33,8 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
     """First event: the shards this peer brings (the founder's version 0, a checkpoint's, or none)."""
 
     shards: tuple[ShardState, ...]
+    lineages: tuple[tuple[Digest, ...], ...] = ()
+    """Of each of them the commits that led to it, oldest first, as far as they were saved; or of none."""
 
 
 class Woke(msgspec.Struct, frozen=True, array_like=True, tag="woke"):

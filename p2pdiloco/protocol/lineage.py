@@ -8,6 +8,7 @@ Rules of this file:
 2. A peer that has a state takes another whose lineage meets the heads that it came by: it was seen where they part. One
    that does not (a long absence, a deep fork, a chain that somebody made up) it takes unless more than half of all,
    itself included, stand by its own; who has told nothing of late is asked before.
+   What led to a state outlives a restart: else forks that grew while a peer restarted would not meet.
 3. What was approved once is not judged again: a long download outlives what peers told when it began.
 """
 
@@ -74,6 +75,10 @@ class Lineage:
         """What led to the state at ``head``, if that was offered last."""
         judged = self._judged.get(head.shard)
         return judged.lineage if judged is not None and judged.head == head.id else ()
+
+    def brought(self, head: Head, lineage: Sequence[Digest]) -> None:
+        """This peer begins with the state at ``head``, to which ``lineage`` led: its own checkpoint is not judged."""
+        self._judged[head.shard] = Judged(head.id, tuple(lineage), None)
 
     def judge(self, peer: PeerId, head: Head, lineage: Sequence[Digest]) -> str | None:
         """Why the state at ``head``, whose ancestors are ``lineage``, is not taken from ``peer``, or None."""

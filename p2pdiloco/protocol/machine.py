@@ -121,7 +121,9 @@ class Machine:
                 assert_never(event)
 
     def _started(self, event: ev.Started) -> None:
-        for state in event.shards:
+        lineages = event.lineages or ((),) * len(event.shards)
+        for state, lineage in zip(event.shards, lineages, strict=True):
+            self.adopting.lineage.brought(state.head, lineage)
             self.adopting.applying[state.head.shard] = (state.head.id, state)
             self._applied(state.head.shard, state.head.id)
         self._beat()

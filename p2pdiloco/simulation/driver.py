@@ -65,6 +65,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     """What a process leaves on disk."""
 
     shards: tuple[tuple[ev.ShardState, GlobalShard], ...]
+    lineages: tuple[tuple[Digest, ...], ...] = ()
 
 
 Fetched = tuple[ev.ShardState, tuple[Digest, ...], GlobalShard]
@@ -117,12 +118,12 @@ class Process:
         """Whether SIGSTOP holds it."""
         return self.paused_until > self.world.now
 
-    def start(self, shards: tuple[tuple[ev.ShardState, GlobalShard], ...]) -> None:
+    def start(self, disk: Checkpoint) -> None:
         """The first event, with what lies on disk."""
-        for state, value in shards:
+        for state, value in disk.shards:
             self.heads[state.head.shard] = state.head.id
             self.globals[state.head.shard] = value
-        self.tell(ev.Started(tuple(state for state, _ in shards)))
+        self.tell(ev.Started(tuple(state for state, _ in disk.shards), disk.lineages))
 
     def tell(self, event: ev.Event) -> None:
         """Hand the machine an event and run what it answers."""
@@ -395,4 +396,4 @@ class Process:
             if chain.head is None or value is None:
                 return None
             shards.append((chain.state(), value))
-        return Checkpoint(tuple(shards))
+        return Checkpoint(tuple(shards), tuple(tuple(chain.ancestry) for chain in self.machine.core.chains))

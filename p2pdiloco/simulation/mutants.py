@@ -115,7 +115,7 @@ def _newcomer_seeds() -> list[Patch]:
             ev.ShardState(chain.genesis_head(self.core.config.run, c.shard, Digest("fresh")), 0, ())
             for c in self.core.chains
         )
-        started(self, ev.Started(states))
+        started(self, ev.Started(states, event.lineages))
 
     return [(machine.Machine, "_started", seeds)]
 

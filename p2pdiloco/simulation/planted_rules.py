@@ -249,6 +249,14 @@ BUGS = (
         "test_lineage.py::test_a_state_whose_lineage_meets_our_log_is_taken_if_it_is_heavier",
     ),
     _bug(
+        "a restart forgets what led to its states",
+        "lineage",
+        "self._judged[head.shard] = Judged(head.id, tuple(lineage), None)",
+        "pass",
+        "a fork whose maker restarts is refused by the majority for good, and a quorum that needs all never comes",
+        "test_lineage.py::test_what_led_to_a_state_outlives_a_restart",
+    ),
+    _bug(
         "a statement without its base",
         "signing",
         "return _encoder.encode((_CONTRIBUTION, run, shard, base, given))",

@@ -119,7 +119,7 @@ class World:
         process = Process(self, name, setting, self.make_config(name, setting), clock)
         self.processes[name] = process
         disk = self.disks.get(name)
-        process.start(() if disk is None else disk.shards)
+        process.start(Checkpoint(()) if disk is None else disk)
         for other in self.processes:
             if other != name:
                 self.network.dial_later(name, other, self.directory_lag_s * self.random.random())

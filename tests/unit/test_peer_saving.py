@@ -16,6 +16,7 @@ from p2pdiloco.peer.checkpoint import load
 from p2pdiloco.peer.disk import Buffer
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.peer.saving import shortest_s
+from p2pdiloco.protocol.identifiers import ShardId
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.runtime.files import LocalDisk
 
@@ -169,6 +170,11 @@ def test_who_comes_back_from_a_checkpoint_goes_on_with_the_same_bits(tmp_path: P
             stage.kill(ann)
             again = await stage.add("ann", state_of(tmp_path / "ann"), identity=FOUNDER)
             assert same(again, bob)
+            for shard in (ShardId(s) for s in range(len(again.versions))):
+                led = tuple(again.peer.machine.view.ancestry(shard))
+                assert led
+                assert led == tuple(bob.peer.machine.view.ancestry(shard))
+                assert set(led[1:]) <= set(again.peer.driver.cargo.shelves[shard].proofs)
             await stage.ready(again)
             await stage.wait(3.0)
             await stage.train(again, *[1.0] * 8)

@@ -15,6 +15,7 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol import signing
 from p2pdiloco.protocol.identifiers import Digest, PeerId, RunId, ShardId, learner_id
+from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.wire.bodies import SignedCommit
@@ -210,3 +211,11 @@ def test_what_was_approved_once_is_taken_when_it_is_there() -> None:
     bring(stage, HONEST[0])
     assert stage.machine.status().heads == (HONEST[0],)
     assert A not in stage.machine.core.membership.live
+
+
+def test_what_led_to_a_state_outlives_a_restart() -> None:
+    """H3e."""
+    stage = Stage(B, C)
+    stage.machine = Machine(stage.config)
+    stage.tell(ev.Started((ev.ShardState(HONEST[1], 4, ()),), ((HONEST[0].id,),)))
+    assert tuple(stage.machine.view.ancestry(SHARD)) == (HONEST[0].id,)
