@@ -84,6 +84,8 @@ class Adopting:
             if header.version > chain.head.version + 1:
                 self._wait(header)
             self.saw(sender, Head(shard, header.version, new_id, header.tokens))
+            if shard in self.wanted and header.version <= chain.head.version:
+                core.alarms.set(("want", shard), core.now)  # of a sibling fork: nothing that follows ours is on its way
 
     def _apply_if_sound(self, sender: PeerId | None, header: CommitHeader, new_id: Digest) -> None:
         chain = self.core.chains[header.shard]

@@ -238,7 +238,7 @@ def asks_after(stage: Stage) -> float:
 
 
 def test_commit_patience_is_one_turn_and_2_round_trips() -> None:
-    """W5: a turn counts as the floor until one is measured."""
+    """W5a: a turn counts as the floor until one is measured."""
     assert asks_after(Stage(B, C, takeover_floor_s=0.3)) == pytest.approx(0.3, abs=0.02)
     stage = Stage(B, C, takeover_floor_s=0.3)
     lag(stage, B, *[0.2] * 20)
@@ -247,8 +247,17 @@ def test_commit_patience_is_one_turn_and_2_round_trips() -> None:
 
 
 def test_commit_patience_counts_at_most_a_heartbeat_of_the_turn() -> None:
-    """W5."""
+    """W5a."""
     assert asks_after(Stage(B, C, takeover_floor_s=5.0)) == pytest.approx(0.5, abs=0.02)
+
+
+def test_a_heavier_sibling_of_the_head_is_asked_for_at_once() -> None:
+    """W5b: two commits of one version are a fork; nothing that follows ours is on its way (seed 1003547)."""
+    stage = Stage(B, C)
+    ours, heavier = stage.commit(tokens(B, 0, 40)), stage.commit(tokens(B, 0, 40), tokens(C, 0, 40))
+    stage.take(ours)
+    effects = stage.hear(C, msg.Commit(heavier)) + stage.wait(0.001)
+    assert [to for to, _ in sent(effects, msg.CommitsRequest)] == [C]
 
 
 def test_after_request_s_a_request_for_commits_was_in_vain() -> None:
