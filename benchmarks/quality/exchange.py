@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.quality.settings import Setting
 from p2pdiloco.protocol.identifiers import ShardId
 from p2pdiloco.protocol.manifest import Codec, Layout
-from p2pdiloco.tensors import merging, outer, quantize
+from p2pdiloco.tensors import merge, outer, quantizers
 from p2pdiloco.tensors.recipes import FORMATS
 from p2pdiloco.wire import compression
 
@@ -26,7 +26,7 @@ from p2pdiloco.wire import compression
 class Parcel(NamedTuple):
     """What one message carries."""
 
-    gradient: merging.Gradient
+    gradient: merge.Gradient
     values: Tensor
     """What it decodes to, float32 [elements]."""
     bytes: float
@@ -41,13 +41,13 @@ def pack(codec: str, x: Tensor) -> Parcel:
     name, _, number = codec.partition("@")
     if name == "fp32":
         values = x.clone()
-        return Parcel(merging.Vector(values), values, 4.0 * x.numel())
+        return Parcel(merge.Vector(values), values, 4.0 * x.numel())
     if name == "topk":
         return _top(float(number), x)
-    how = quantize.recipe(_codec(name), float(number) if number else None)
-    bodies = [bytes(body) for body in quantize.encode_chunks(how, x)]
-    values = quantize.decode_chunks(bodies, torch.empty_like(x))
-    return Parcel(merging.EncodedGradient(bodies, x.numel()), values, float(len(compression.join(bodies))))
+    how = quantizers.recipe(_codec(name), float(number) if number else None)
+    bodies = [bytes(body) for body in quantizers.encode_chunks(how, x)]
+    values = quantizers.decode_chunks(bodies, torch.empty_like(x))
+    return Parcel(merge.EncodedGradient(bodies, x.numel()), values, float(len(compression.join(bodies))))
 
 
 def _codec(name: str) -> Codec:
@@ -65,7 +65,7 @@ def _top(share: float, x: Tensor) -> Parcel:
     values[where] = x[where].bfloat16().float()
     p = count / x.numel()
     place_bits = -math.log2(p) - (1 - p) / p * math.log2(1 - p) if p < 1.0 else 0.0
-    return Parcel(merging.Vector(values), values, count * (2.0 + place_bits / 8.0))
+    return Parcel(merge.Vector(values), values, count * (2.0 + place_bits / 8.0))
 
 
 class Exchange:
@@ -96,11 +96,11 @@ class Exchange:
         self.up_parameters += parcel.values.numel()
         return parcel
 
-    def commit(self, shard: ShardId, gradients: Sequence[merging.Gradient], weights: Sequence[float]) -> Tensor:
+    def commit(self, shard: ShardId, gradients: Sequence[merge.Gradient], weights: Sequence[float]) -> Tensor:
         """Merge, and make the outer step; returns new - old global parameters, float32 [elements]."""
         span, rule = self.span(shard), self.layout.shards[shard].merge
         merged = torch.empty_like(self.theta[span])
-        merging.merge(rule, gradients, weights, merged)
+        merge.merge(rule, gradients, weights, merged)
         parcel = pack(self._setting.down, merged)
         self.down_bytes += parcel.bytes
         self.down_parameters += merged.numel()

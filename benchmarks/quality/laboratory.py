@@ -11,7 +11,7 @@ Rules of this file:
    the whole time that the schedule allows for an exchange is used.
 3. A contribution covers what its learner trained since its mark; carry is the node's shift: new global - old global,
    plus what was sent if it was merged.
-4. At the end everybody's unmerged progress is merged, in one more turn of every fragment (``protocol.departing``).
+4. At the end everybody's unmerged progress is merged, in one more turn of every fragment (``protocol.farewell``).
 5. Nothing depends on the machine's clock.
 """
 
@@ -34,7 +34,7 @@ from p2pdiloco.protocol.identifiers import ShardId
 from p2pdiloco.protocol.manifest import Layout, make_layout
 from p2pdiloco.protocol.quorum import QuorumView, decide, grace_window_s
 from p2pdiloco.tensors.fragments import tensor_specs
-from p2pdiloco.tensors.merging import token_weight
+from p2pdiloco.tensors.merge import token_weight
 from p2pdiloco.training.corpus_files import Corpus
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.transformer import build_model, named_tensors
@@ -258,7 +258,7 @@ class Laboratory:
         turn.given[index] = Given(parcels, meant, member.steps, member.tokens)
 
     def _consider(self, turn: Turn, now: float) -> None:
-        """The owner's decision; see ``protocol.merging``."""
+        """The owner's decision; see ``protocol.merges``."""
         s = self.setting
         participants = {index for index, member in enumerate(self.members) if member.takes_part}
         quorum = max(1, min(s.quorum, len(participants)))

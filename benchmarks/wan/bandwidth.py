@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks import bench
 from benchmarks.wan import formula, plots, sites, task
 from benchmarks.wan.commits import Commits, commits_between
-from p2pdiloco.testbed import verify
+from p2pdiloco.testbed import verification
 from p2pdiloco.testbed.namespaces import TestbedError
 from p2pdiloco.testbed.testbed import Testbed
 from p2pdiloco.testbed.topology import SLOWEST_BPS, Change
@@ -141,7 +141,7 @@ class Bisection:
                 else:
                     low = rate
         set_rates(self._made, high)
-        verify.must_agree(self._made)
+        verification.must_agree(self._made)
         return {**best, "predicted_bps": predicted, "probes": self.probes}
 
     def _probe(self, series: sites.Series, rate: float) -> dict[str, float]:

@@ -24,7 +24,7 @@ from benchmarks import bench
 from benchmarks.wan import plots, sites, task
 from benchmarks.wan.commits import events
 from benchmarks.wan.hardware import LONG, config_of
-from p2pdiloco.testbed import testbed, trace, verify
+from p2pdiloco.testbed import testbed, trace, verification
 from p2pdiloco.testbed.namespaces import TestbedError
 from p2pdiloco.testbed.topology import Change
 
@@ -144,7 +144,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="p2pdiloco-wan-") as temporary:
             made = testbed.up(topology(options.seconds).encode())
             try:
-                verify.must_agree(made)
+                verification.must_agree(made)
                 found = live(made, options, Path(options.keep or temporary))
             finally:
                 testbed.down(made.topology.name)

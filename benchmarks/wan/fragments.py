@@ -26,7 +26,7 @@ import psutil
 
 from benchmarks import bench
 from benchmarks.wan import formula, plots, sites
-from p2pdiloco.testbed import verify
+from p2pdiloco.testbed import verification
 from p2pdiloco.testbed.namespaces import TestbedError
 from p2pdiloco.testbed.testbed import Testbed
 from p2pdiloco.testbed.topology import Change
@@ -111,7 +111,7 @@ def measure(made: Testbed, rate_bps: float, in_flight: int, options: argparse.Na
     """Medians of the rounds after one warm-up."""
     for site in made.topology.sites:
         made.apply(Change(at_s=0.0, site=site.name, up=sites.rate_text(rate_bps), down=sites.rate_text(rate_bps)))
-    verify.must_agree(made)
+    verification.must_agree(made)
     with Peers(made, int(options.parameters) * in_flight, logs) as peers:
         peers.exchange()
         rounds = [peers.exchange() for _ in range(options.rounds)]

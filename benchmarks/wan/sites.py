@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any
 
 from benchmarks.wire.baselines import environments
-from p2pdiloco.testbed import inside, testbed, verify
+from p2pdiloco.testbed import inside, testbed, verification
 from p2pdiloco.testbed.namespaces import kill_inside
 from p2pdiloco.testbed.testbed import Testbed
 from p2pdiloco.testbed.topology import Change, address
@@ -86,7 +86,7 @@ def network(toml: str, *, is_verified: bool = True) -> Iterator[Testbed]:
     made = testbed.up(toml.encode())
     try:
         if is_verified:
-            verify.must_agree(made)
+            verification.must_agree(made)
         yield made
     finally:
         testbed.down(made.topology.name)
@@ -218,11 +218,11 @@ class Series:
     def _measure(self) -> None:
         """Once more if it is off: what the series before left on slow lines has arrived by then."""
         try:
-            verify.must_agree(self._made)
-        except verify.LinkOffError as error:
+            verification.must_agree(self._made)
+        except verification.LinkOffError as error:
             print(f"{error}; measuring again in {SETTLE_S:g} s", file=sys.stderr)
             time.sleep(SETTLE_S)
-            verify.must_agree(self._made)
+            verification.must_agree(self._made)
 
     def __exit__(self, *_: object) -> None:
         for worker in self.workers:

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from benchmarks import bench
 from benchmarks.plots import bars, figure
 from p2pdiloco.protocol.manifest import DataConfig, ModelConfig
-from p2pdiloco.tensors import kernels, packing
+from p2pdiloco.tensors import bit_layout, kernels
 from p2pdiloco.tensors.digests import chunk_digest
-from p2pdiloco.tensors.quantize import (
+from p2pdiloco.tensors.quantizers import (
     CHUNK,
     LARGEST_BODY,
     Recipe,
@@ -113,7 +113,7 @@ def entropy_bytes(body: bytes) -> float:
     scales = 2 * -(-elements // block)
     packed = payload[:-scales].view(torch.int8)
     symbols = torch.empty(packed.numel() * 8 // form.bits, dtype=torch.int8)
-    packing.unpack(packed, form.bits, symbols)
+    bit_layout.unpack(packed, form.bits, symbols)
     return _entropy(symbols[:elements].view(torch.uint8)) / 8 + scales
 
 

@@ -30,7 +30,7 @@ from benchmarks.wire import line
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from p2pdiloco.node.founding import version_zero
+    from p2pdiloco.node.foundation import version_zero
     from p2pdiloco.node.node import Node
     from p2pdiloco.peer.options import PeerOptions
     from p2pdiloco.peer.peer import InitialState
@@ -50,7 +50,7 @@ from p2pdiloco.protocol.manifest import (
 )
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.tensors import merging, outer
+from p2pdiloco.tensors import merge, outer
 from p2pdiloco.tensors.digests import state_digest
 from p2pdiloco.wire import link
 
@@ -330,9 +330,9 @@ class Rounds:
             piece = peer.peer.layout.shards[shard]
             found = peer.peer.state.theta[piece.start : piece.stop] - theta
             blocks = [block_of(i, self._rounds) for i in range(self._config["peers"])]
-            gradients = [merging.Vector(_repeated(block, piece.elements)) for block in blocks]
+            gradients = [merge.Vector(_repeated(block, piece.elements)) for block in blocks]
             merged, moved = torch.empty(piece.elements), theta.clone()
-            merging.merge(piece.merge, gradients, [1.0] * len(gradients), merged)
+            merge.merge(piece.merge, gradients, [1.0] * len(gradients), merged)
             outer.outer_step(
                 moved,
                 momentum,

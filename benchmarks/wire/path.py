@@ -40,7 +40,7 @@ from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import Codec
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import Transport, TransportLimits
-from p2pdiloco.tensors.quantize import CHUNK, LARGEST_BODY, Recipe, chunk_count, decode_chunk, encode_chunks, recipe
+from p2pdiloco.tensors.quantizers import CHUNK, LARGEST_BODY, Recipe, chunk_count, decode_chunk, encode_chunks, recipe
 from p2pdiloco.wire.compression import join, split
 
 SHARD = 1 << 20

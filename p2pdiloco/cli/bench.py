@@ -19,7 +19,7 @@ from collections.abc import Callable
 import msgspec
 
 from p2pdiloco.cli.complaints import FAILED, NOBODY_THERE, REPAIR, Complaint, complaining
-from p2pdiloco.testbed import inprocess, inside, kernel, testbed, trace, verify
+from p2pdiloco.testbed import inprocess, inside, kernel, testbed, trace, verification
 from p2pdiloco.testbed.namespaces import TestbedError, need_root
 from p2pdiloco.testbed.report import matrix
 from p2pdiloco.testbed.testbed import Testbed
@@ -39,7 +39,7 @@ async def run(arguments: argparse.Namespace) -> int:
     with complaining(repair=(TopologyError,), nobody=()):
         try:
             return WORK[arguments.action](arguments)
-        except verify.LinkOffError as error:
+        except verification.LinkOffError as error:
             raise Complaint(str(error), FAILED) from error
         except TestbedError as error:
             raise Complaint(str(error), REPAIR) from error
@@ -61,7 +61,7 @@ def _link(arguments: argparse.Namespace) -> int:
     source = _source(arguments)
     made, is_ours = _standing_or_made(source, arguments.engine)
     try:
-        checks = list(verify.verify(_told(made)))
+        checks = list(verification.verify(_told(made)))
         wrong = [check for check in checks if not check.is_right]
         made.set_verified(not wrong)
         print(matrix(made.topology, checks))
@@ -70,7 +70,7 @@ def _link(arguments: argparse.Namespace) -> int:
             rows = {"topology": made.topology.name, "engine": made.engine, "checks": msgspec.to_builtins(checks)}
             arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
         if wrong:
-            raise verify.LinkOffError(wrong)
+            raise verification.LinkOffError(wrong)
         print("every line and path is as asked for")
         return 0
     finally:
@@ -145,7 +145,7 @@ async def _relay(arguments: argparse.Namespace) -> int:
     checks = [check async for check in inprocess.verify_in_process(topology)]
     print(matrix(topology, checks))
     if wrong := [check for check in checks if not check.is_right]:
-        raise Complaint(str(verify.LinkOffError(wrong)), FAILED)
+        raise Complaint(str(verification.LinkOffError(wrong)), FAILED)
     async with inprocess.InProcess(topology, servers) as network:
         for (i, j), port in network.ports.items():
             print(f"from {topology.sites[i].name} to {topology.sites[j].name}: {inprocess.HOST}:{port}", flush=True)
@@ -220,7 +220,7 @@ def _must_be_of(made: Testbed, source: bytes) -> None:
 
 
 def _measure(made: Testbed) -> None:
-    checks = verify.must_agree(_told(made))
+    checks = verification.must_agree(_told(made))
     worst = max((abs(check.error) for check in checks if check.kind in ("up", "down", "round trip")), default=0.0)
     _say(f"measured: every line and path is as asked for, rates and round trips within {worst:.1%}")
 

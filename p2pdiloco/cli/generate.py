@@ -12,7 +12,7 @@ from p2pdiloco.cli.complaints import complaining
 from p2pdiloco.node.results import find_result
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.training.export import ABOUT
-from p2pdiloco.training.generating import Sampling, continue_with, continue_with_export
+from p2pdiloco.training.generation import Sampling, continue_with, continue_with_export
 
 
 async def run(arguments: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 
+from p2pdiloco.net.commons import Commons, Due
 from p2pdiloco.net.conversation import Conversation
 from p2pdiloco.net.events import Closing, Ended, Failed, Proved
 from p2pdiloco.net.frames import (
@@ -31,7 +32,6 @@ from p2pdiloco.net.frames import (
 from p2pdiloco.net.handshake import Handshake, HandshakeError, Hello, MismatchError, Role
 from p2pdiloco.net.inbox import Frame
 from p2pdiloco.net.scores import FRAMES
-from p2pdiloco.net.shared import Due, Shared
 from p2pdiloco.protocol.identifiers import PeerId
 
 
@@ -40,7 +40,7 @@ class Connection:
 
     def __init__(
         self,
-        shared: Shared,
+        commons: Commons,
         *,
         role: Role,
         host: str,
@@ -51,7 +51,7 @@ class Connection:
         self.role = role
         self.host = host
         """The numeric address of the other side's machine."""
-        self.heard_at = shared.agenda.now
+        self.heard_at = commons.agenda.now
         """When bytes came last."""
         self.local: Hello | None = None
         """What we said; set once TLS is up."""
@@ -59,13 +59,13 @@ class Connection:
         """What the other side said; set once proved."""
         self.primary = self
         """The one whose lane we are; ourselves if we are none."""
-        self.conversation = Conversation(self, shared)
+        self.conversation = Conversation(self, commons)
         self.is_paused = True
         """The channel is not up, or takes no more at present."""
         self._copied: deque[memoryview] = deque()
         """By ``receive``, and not read."""
-        self._shared = shared
-        self._agenda = shared.agenda
+        self._commons = commons
+        self._agenda = commons.agenda
         self._dialled = (expected, lane, bond)
         self._handshake: Handshake | None = None
         self._reason: str | None = None
@@ -82,7 +82,7 @@ class Connection:
         self._duplicate_said: set[str] = set()
         """Which of "us" and "them" has said that another connection stays."""
         self._overdue_reason = "no channel came about in time"
-        self._set_deadline(shared.limits.handshake_s, self._overdue_reason)
+        self._set_deadline(commons.limits.handshake_s, self._overdue_reason)
 
     # -- what it is --------------------------------------------------------------------------------------------------
 
@@ -135,9 +135,9 @@ class Connection:
         if self._reason is not None:
             return
         self.is_paused = False
-        self._handshake = self._shared.greeter.handshake(self.role, fingerprint, *self._dialled)
+        self._handshake = self._commons.greeter.handshake(self.role, fingerprint, *self._dialled)
         self.local = self._handshake.hello
-        self._set_deadline(self._shared.limits.handshake_s, "the handshake took too long")
+        self._set_deadline(self._commons.limits.handshake_s, "the handshake took too long")
         self.conversation.put(encode_frame(FrameKind.HELLO, 0, self._handshake.hello_body))
 
     def lost(self, reason: str) -> None:
@@ -178,7 +178,7 @@ class Connection:
         if self._is_retiring or self._reason is not None:
             return
         self._is_retiring = True
-        self._set_deadline(self._shared.limits.retire_s, "the duplicate connection did not finish in time")
+        self._set_deadline(self._commons.limits.retire_s, "the duplicate connection did not finish in time")
         self._agenda.touch(self)
 
     def part(self, parting: Parting, reason: str) -> None:
@@ -186,7 +186,7 @@ class Connection:
         if self.is_ending:
             return
         self._parting_reason = reason
-        self._set_deadline(self._shared.limits.part_s, reason)
+        self._set_deadline(self._commons.limits.part_s, reason)
         self._goodbye = encode_goodbye(parting, reason)
         self.conversation.takes_parts = self.primary is self
         self._agenda.touch(self)
@@ -218,7 +218,7 @@ class Connection:
         events."""
         if self._is_deaf or self._reason is not None:
             return False
-        if not self.conversation.inbox.advance(count) and self._shared.crediting.bytes_per_s is None:
+        if not self.conversation.inbox.advance(count) and self._commons.grants.bytes_per_s is None:
             return False
         self._agenda.unread[self] = None
         return True
@@ -249,7 +249,7 @@ class Connection:
             self.part(Parting.REFUSED, str(error))
         except FrameError as error:
             if self.remote is not None:
-                self._shared.scores.blame(self.peer, FRAMES, self._agenda.now)
+                self._commons.scores.blame(self.peer, FRAMES, self._agenda.now)
             for connection in {self: None, self.primary: None}:
                 connection.break_off(f"broken frames: {error}")
         talk = self.conversation
@@ -304,7 +304,7 @@ class Connection:
                     self.conversation.put(encode_frame(FrameKind.PROOF, 0, self._handshake.proof))
                 self._set_deadline(None)
                 self.conversation.open(self.peer)
-                self._shared.shaper.open(self.peer, self)
+                self._commons.shaper.open(self.peer, self)
                 self._agenda.touch(self)
                 self._agenda.tell(Proved(self))
             case _:
@@ -315,7 +315,7 @@ class Connection:
             self._duplicate_said.add("them")
             if not self._is_retiring:
                 # The other connection may still be on its way to us. Until it is here, this one serves.
-                self._set_deadline(self._shared.limits.retire_s, "no other connection came")
+                self._set_deadline(self._commons.limits.retire_s, "no other connection came")
             self._close_if_both_retired()
             return
         self._fail(MismatchError(reason or "the peer left"))
@@ -335,9 +335,9 @@ class Connection:
 
     def _stop(self) -> None:
         """Nothing more is sent or granted."""
-        self._shared.shaper.close(self)
+        self._commons.shaper.close(self)
         if self.conversation.account is not None:
-            self._shared.crediting.close(self.conversation.account)
+            self._commons.grants.close(self.conversation.account)
         self.conversation.outbox.clear()
         self.conversation.inbox.clear()
 
@@ -345,7 +345,7 @@ class Connection:
         """Let what was written go out, then close, within ``part_s``."""
         self._reason = reason
         self._stop()
-        self._set_deadline(self._shared.limits.part_s, reason)
+        self._set_deadline(self._commons.limits.part_s, reason)
         self._agenda.tell(Closing(self, is_flushed=True))
 
     def _close_if_both_retired(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
+from p2pdiloco.net.commons import Commons
 from p2pdiloco.net.credit import Account, Spending
 from p2pdiloco.net.events import Message, Offered, Question, Unanswered
 from p2pdiloco.net.frames import (
@@ -33,7 +34,6 @@ from p2pdiloco.net.lanes import Lanes
 from p2pdiloco.net.outbox import Outbox, Slice
 from p2pdiloco.net.parts import Known
 from p2pdiloco.net.requests import Askings, Questions
-from p2pdiloco.net.shared import Shared
 from p2pdiloco.net.traffic import Traffic
 from p2pdiloco.wire.answers import Answer, RequestError, RequestRefused, Response
 
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 class Conversation:
     """See the module's rules. ``connection`` is whose it is, for events and deadlines."""
 
-    def __init__(self, connection: Connection, shared: Shared) -> None:
-        limits = shared.limits
+    def __init__(self, connection: Connection, commons: Commons) -> None:
+        limits = commons.limits
         self.connection = connection
         self.primary = self
         """Ourselves, unless we are a lane's."""
         self.lanes: Lanes[Connection] = Lanes(
-            connection, payload_limit=limits.outbox_bytes, allocate=shared.blocks.take
+            connection, payload_limit=limits.outbox_bytes, allocate=commons.blocks.take
         )
         """Ours, or the primary's."""
         self.takes_parts = True
@@ -59,12 +59,12 @@ class Conversation:
         self.outbox = Outbox(control_limit=limits.control_bytes, payload_limit=limits.outbox_bytes)
         self.spending = Spending()
         self.account: Account | None = None
-        self.questions = Questions(connection, shared.agenda, limits.requests)
-        self.askings = Askings(connection, shared.agenda, limits.answers)
+        self.questions = Questions(connection, commons.agenda, limits.requests)
+        self.askings = Askings(connection, commons.agenda, limits.answers)
         self.is_overrun = False
         self.sent = Traffic()
-        self._shared = shared
-        self._agenda = shared.agenda
+        self._commons = commons
+        self._agenda = commons.agenda
         self._offer: Offered | None = None
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -323,13 +323,13 @@ class Conversation:
                 raise FrameError(f"a {kind.name} frame has no place here")
 
     def _asked(self, number: int, max_payload: int, body: bytes) -> None:
-        if not self.askings.begin(number, max_payload, body, self._shared.limits.answer_s):
+        if not self.askings.begin(number, max_payload, body, self._commons.limits.answer_s):
             self._say_no(number, f"busy: {len(self.askings.numbers)} requests of yours are being answered")
 
     def answer_overdue(self, number: int) -> None:
         """The user took too long over its answer."""
         self.askings.withdraw(number)
-        self._say_no(number, f"the answer took longer than {self._shared.limits.answer_s:g} s")
+        self._say_no(number, f"the answer took longer than {self._commons.limits.answer_s:g} s")
 
     def _withdrawn(self, number: int) -> None:
         self.askings.withdraw(number)
@@ -366,7 +366,7 @@ class Conversation:
 
     def _has_room(self, start: Start) -> bool:
         held_bytes = self.inbox.held_bytes if start.part is None else self.lanes.assembler.held_bytes
-        return held_bytes + start.total <= self._shared.limits.inbox_bytes
+        return held_bytes + start.total <= self._commons.limits.inbox_bytes
 
     def _wants(self, start: Start) -> bool:
         """Whether the payload of an answer may come."""
@@ -381,7 +381,7 @@ class Conversation:
             self.lanes.assembler.admit(start, body)
             self.inbox.take(stream, self.lanes.assembler.place(start))
         elif start.size:
-            self.inbox.take(stream, self._shared.blocks.take(start.size))
+            self.inbox.take(stream, self._commons.blocks.take(start.size))
         else:
             self.primary.deliver(start, body, memoryview(bytearray()))
 

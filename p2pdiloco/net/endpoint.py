@@ -40,6 +40,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from msgspec import Struct
 
 from p2pdiloco.net.admission import displaced, machine_of
+from p2pdiloco.net.commons import Commons, Due
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.credit import Account
 from p2pdiloco.net.events import Asking, Ended, Event, LaneWanted, Message, Offered, Paced, Proved, Question
@@ -50,8 +51,7 @@ from p2pdiloco.net.outbox import Slice
 from p2pdiloco.net.path import Path
 from p2pdiloco.net.peers import Peers
 from p2pdiloco.net.scores import BODY
-from p2pdiloco.net.shaping import TURN_BYTES
-from p2pdiloco.net.shared import Due, Shared
+from p2pdiloco.net.shaper import TURN_BYTES
 from p2pdiloco.net.traffic import Traffic
 from p2pdiloco.net.watch import Watch
 from p2pdiloco.protocol.identifiers import PeerId
@@ -70,14 +70,14 @@ class Endpoint:
 
     def __init__(self, greeter: Greeter, limits: TransportLimits) -> None:
         self._limits = limits
-        self._shared = Shared.of(greeter, limits)
-        self._agenda = self._shared.agenda
+        self._commons = Commons.of(greeter, limits)
+        self._agenda = self._commons.agenda
         self.connections: dict[Connection, None] = {}
         """Every one that has not ended, unproved and retiring ones included."""
         self._strangers: dict[Connection, float] = {}
         """Accepted and not proved; since when."""
-        self._peers = Peers(self._shared, limits.connections, self.connections)
-        self._watch = Watch(self._shared, limits, self.connections)
+        self._peers = Peers(self._commons, limits.connections, self.connections)
+        self._watch = Watch(self._commons, limits, self.connections)
         self._accounts: dict[Account, Connection] = {}
         self._past = Traffic()
         """Of connections that have ended."""
@@ -92,7 +92,7 @@ class Endpoint:
     @property
     def up_bytes_per_s(self) -> float | None:
         """The up budget in force, set or learned; None: no limit."""
-        return self._shared.shaper.bytes_per_s
+        return self._commons.shaper.bytes_per_s
 
     def traffic(self) -> Traffic:
         """Bytes on all connections since the start."""
@@ -115,7 +115,7 @@ class Endpoint:
             if out is not None:
                 del self._strangers[out]
                 out.abort("it made room for a newcomer: it took long to prove itself")
-        connection = Connection(self._shared, role=role, host=host, expected=expected, lane=lane, bond=bond)
+        connection = Connection(self._commons, role=role, host=host, expected=expected, lane=lane, bond=bond)
         self.connections[connection] = None
         if role is Role.LISTENER:
             self._strangers[connection] = now
@@ -236,13 +236,13 @@ class Endpoint:
         self._agenda.now = now
         for account in hold.accounts:
             account.untaken -= hold.bytes_each
-            self._tell_credit(self._shared.crediting.progressed(account, now))
+            self._tell_credit(self._commons.grants.progressed(account, now))
 
     def blame(self, peer: PeerId, now: float) -> None:
         """``peer`` sent a body that cannot be read. Too many, and it is cut off."""
         self._agenda.now = now
         connection = self.serving.get(peer)
-        if self._shared.scores.blame(peer, BODY, now) and connection is not None:
+        if self._commons.scores.blame(peer, BODY, now) and connection is not None:
             connection.break_off("too much that cannot be read")
 
     def part(self, peer: PeerId, reason: str, now: float) -> None:
@@ -254,14 +254,14 @@ class Endpoint:
     def set_budget(self, up: UpBudget, down: float | None, now: float) -> None:
         """Bytes per second over all connections from now on; None: no limit."""
         self._agenda.now = now
-        self._tell_credit(self._shared.crediting.set_budget(down, now))
+        self._tell_credit(self._commons.grants.set_budget(down, now))
         self._watch.set_budget(up)
         self._pace()
 
     def set_cap(self, peer: PeerId, bytes_per_s: float | None, now: float) -> None:
         """Limit what is sent to ``peer`` beside the budget; None lifts it. Lasts until it disconnects."""
         if peer in self.serving:
-            self._shared.shaper.set_cap(peer, bytes_per_s, now)
+            self._commons.shaper.set_cap(peer, bytes_per_s, now)
             self._pace()
 
     # -- driving -----------------------------------------------------------------------------------------------------
@@ -270,8 +270,8 @@ class Endpoint:
         """When ``wake`` is to be called at the latest; in the past: at once. None: not before something happens."""
         first, bulk_at, credit_at = (
             self._agenda.deadlines.next(),
-            self._shared.shaper.next_at(),
-            self._shared.crediting.due_at,
+            self._commons.shaper.next_at(),
+            self._commons.grants.due_at,
         )
         if bulk_at is not None and (first is None or bulk_at < first):
             first = bulk_at
@@ -280,16 +280,16 @@ class Endpoint:
     @property
     def has_new_deadline(self) -> bool:
         """``next_deadline`` may be sooner than it was; ``to_send`` may make it so, too."""
-        return self._agenda.deadlines.has_new or self._shared.crediting.due_at is not None
+        return self._agenda.deadlines.has_new or self._commons.grants.due_at is not None
 
     def wake(self, now: float) -> None:
         """Time has passed."""
         self._agenda.now = now
         while (key := self._agenda.deadlines.due(now)) is not None:
             self._due(key)
-        due_at = self._shared.crediting.due_at
+        due_at = self._commons.grants.due_at
         if due_at is not None and due_at <= now:
-            self._tell_credit(self._shared.crediting.grant(now))
+            self._tell_credit(self._commons.grants.grant(now))
 
     def events(self, now: float) -> Iterator[Event]:
         """What happened, one after the other: what follows an event in the bytes that came is looked at after it."""
@@ -310,7 +310,7 @@ class Endpoint:
 
     def to_send(self, now: float, bulk_bytes: int = TURN_BYTES) -> Iterator[tuple[Connection, Slice]]:
         """What is to be written now: all control that waits, then about ``bulk_bytes`` of bulk."""
-        agenda, shaper = self._agenda, self._shared.shaper
+        agenda, shaper = self._agenda, self._commons.shaper
         agenda.now = now
         written = 0
         while True:
@@ -356,7 +356,7 @@ class Endpoint:
         return bool(self._agenda.touched)
 
     def _pace(self) -> None:
-        for connection, rate in self._shared.shaper.news().items():
+        for connection, rate in self._commons.shaper.news().items():
             self._agenda.tell(Paced(connection, rate))
 
     def _note(self, event: Proved | Ended) -> None:
@@ -370,7 +370,7 @@ class Endpoint:
                 account = connection.conversation.account
                 if account is not None and not connection.is_over:
                     self._accounts[account] = connection
-                    self._tell_credit(self._shared.crediting.open(account, self._agenda.now))
+                    self._tell_credit(self._commons.grants.open(account, self._agenda.now))
             case Ended(connection, reason):
                 self._peers.gone(connection, reason)
                 self._watch.forget(connection)
@@ -392,7 +392,7 @@ class Endpoint:
         if account is None or (account.received == inbox.arrived_bytes and account.demand == inbox.demand_bytes):
             return
         account.received, account.demand = inbox.arrived_bytes, inbox.demand_bytes
-        self._tell_credit(self._shared.crediting.progressed(account, self._agenda.now))
+        self._tell_credit(self._commons.grants.progressed(account, self._agenda.now))
 
     def _tell_credit(self, grown: list[Account]) -> None:
         for account in grown:

@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from p2pdiloco.net.admission import displaced, machine_of
+from p2pdiloco.net.commons import Commons
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.events import Connected, Disconnected, TwinRefused
 from p2pdiloco.net.frames import Parting
-from p2pdiloco.net.lane_keeping import bind
+from p2pdiloco.net.lane_keeper import bind
 from p2pdiloco.net.lives import PastLives
-from p2pdiloco.net.shared import Shared
 from p2pdiloco.protocol.identifiers import PeerId
 
 LEAVING = "the peer is leaving"
@@ -30,11 +30,11 @@ TWIN = "another process with this identity is connected: a copy of the state fol
 class Peers:
     """See the module's rules. ``places``: peers at once. ``connections``: all that there are, as they come and go."""
 
-    def __init__(self, shared: Shared, places: int, connections: Iterable[Connection]) -> None:
+    def __init__(self, commons: Commons, places: int, connections: Iterable[Connection]) -> None:
         self.serving: dict[PeerId, Connection] = {}
         self.is_leaving = False
         self._past = PastLives()
-        self._shared = shared
+        self._commons = commons
         self._places = places
         self._connections = connections
 
@@ -43,7 +43,7 @@ class Peers:
         peer, old = connection.peer, self.serving.get(connection.peer)
         if self.is_leaving:
             connection.turn_away(Parting.LEAVING, LEAVING)
-        elif self._shared.scores.is_shut_out(peer, self._shared.agenda.now):
+        elif self._commons.scores.is_shut_out(peer, self._commons.agenda.now):
             connection.turn_away(Parting.BROKEN, "you sent too much that could not be read; try again in a minute")
         elif connection.greeting.lane:
             bind(connection, [old] if old is not None else [])
@@ -54,7 +54,7 @@ class Peers:
                 self._past.end(peer, _life_of(old))
                 return self._replace(old, connection)
             if self._past.is_news(peer):
-                self._shared.agenda.tell(TwinRefused(connection, old))
+                self._commons.agenda.tell(TwinRefused(connection, old))
             connection.turn_away(Parting.LEAVING, TWIN)
         elif not old.is_open:
             return self._replace(old, connection)
@@ -76,7 +76,7 @@ class Peers:
         """A connection serves no longer."""
         if connection.is_proved and self.serving.get(connection.peer) is connection:
             del self.serving[connection.peer]
-            self._shared.agenda.tell(Disconnected(connection, reason))
+            self._commons.agenda.tell(Disconnected(connection, reason))
 
     def _install(self, connection: Connection) -> bool:
         if len(self.serving) >= self._places:
@@ -92,13 +92,13 @@ class Peers:
             if _life_of(other) != _life_of(connection):
                 other.abort("another life of the peer is here")
         self.serving[connection.peer] = connection
-        self._shared.agenda.tell(Connected(connection))
+        self._commons.agenda.tell(Connected(connection))
         return True
 
     def _rank(self, connection: Connection) -> tuple[bool, int]:
         """Both ends compute the same: dialled by the smaller id wins; of one dialler's connections the latest."""
         greeting = connection.greeting
-        return greeting.peer == min(self._shared.greeter.peer, connection.peer), greeting.attempt
+        return greeting.peer == min(self._commons.greeter.peer, connection.peer), greeting.attempt
 
 
 def _life_of(connection: Connection) -> bytes:

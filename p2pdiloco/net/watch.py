@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from p2pdiloco.net.commons import Commons, Due
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.events import Learned, LookWanted
 from p2pdiloco.net.gauge import Gauge
 from p2pdiloco.net.handshake import Role
-from p2pdiloco.net.lane_keeping import LOOK_S, LaneKeeper
+from p2pdiloco.net.lane_keeper import LOOK_S, LaneKeeper
 from p2pdiloco.net.limits import TransportLimits, UpBudget
 from p2pdiloco.net.path import Path
-from p2pdiloco.net.shared import Due, Shared
 
 NEWS = 1.25
 """A change of the learned budget by this factor is told."""
@@ -25,8 +25,8 @@ NEWS = 1.25
 class Watch:
     """See the module's rules. ``connections``: all there are, as they come and go."""
 
-    def __init__(self, shared: Shared, limits: TransportLimits, connections: Mapping[Connection, object]) -> None:
-        self._shared = shared
+    def __init__(self, commons: Commons, limits: TransportLimits, connections: Mapping[Connection, object]) -> None:
+        self._commons = commons
         self._limits = limits
         self._connections = connections
         self._up = limits.up_bytes_per_s
@@ -42,20 +42,20 @@ class Watch:
     @property
     def chosen_bytes_per_s(self) -> float | None:
         """What the user says that the link carries; None: nothing is said."""
-        return self._up if isinstance(self._up, float | int) else self._shared.crediting.bytes_per_s
+        return self._up if isinstance(self._up, float | int) else self._commons.grants.bytes_per_s
 
     def set_budget(self, up: UpBudget) -> None:
         """Bytes per second that may be sent, from now on."""
         if up != self._up:
             self._gauge.reset()
         self._up = up
-        self._shared.shaper.set_budget(self._gauge.capacity.budget if up == "auto" else up, self._shared.agenda.now)
+        self._commons.shaper.set_budget(self._gauge.capacity.budget if up == "auto" else up, self._commons.agenda.now)
         self.plan()
 
     def serves(self, connection: Connection) -> None:
         """``connection`` serves its peer from now on."""
         if connection.role is Role.DIALLER and self._limits.lanes != 1:
-            now = self._shared.agenda.now
+            now = self._commons.agenda.now
             self._keepers[connection] = LaneKeeper(connection, self._limits.lanes, self._limits.lane_idle_s, now)
             self._kept_at[connection] = now
         self.plan()
@@ -70,7 +70,7 @@ class Watch:
         keeper = self._keepers.get(primary)
         if keeper is not None:
             look_again = keeper.dialled(is_there)
-            self._kept_at[primary] = self._shared.agenda.now + (0.0 if look_again else keeper.pause_s)
+            self._kept_at[primary] = self._commons.agenda.now + (0.0 if look_again else keeper.pause_s)
             self.plan()
 
     def plan(self) -> None:
@@ -78,9 +78,9 @@ class Watch:
         times = list(self._kept_at.values())
         if self._up == "auto" and self._connections:
             times.append(self._gauged_at + self._gauge.look_s)
-        if self._shared.crediting.bytes_per_s is not None and self._connections:
+        if self._commons.grants.bytes_per_s is not None and self._connections:
             times.append(self._rounds_at + LOOK_S)
-        deadlines = self._shared.agenda.deadlines
+        deadlines = self._commons.agenda.deadlines
         if times:
             deadlines.set(Due.LOOK, min(times))
         else:
@@ -88,15 +88,15 @@ class Watch:
 
     def look(self) -> None:
         """It is time: ask for what is needed."""
-        now = self._shared.agenda.now
+        now = self._commons.agenda.now
         needed = {connection: None for connection, at in self._kept_at.items() if at <= now}
-        has_rounds = self._shared.crediting.bytes_per_s is not None and self._rounds_at + LOOK_S <= now
+        has_rounds = self._commons.grants.bytes_per_s is not None and self._rounds_at + LOOK_S <= now
         if has_rounds:
             self._rounds_at = now
         if has_rounds or (self._up == "auto" and self._gauged_at + self._gauge.look_s <= now):
             needed |= {connection: None for connection in self._connections if connection.is_proved}
         if needed:
-            self._shared.agenda.tell(LookWanted(tuple(needed)))
+            self._commons.agenda.tell(LookWanted(tuple(needed)))
         elif self._up == "auto":
             self._gauged_at = now
         if not needed:
@@ -104,24 +104,24 @@ class Watch:
 
     def saw(self, paths: Mapping[Connection, Path]) -> None:
         """What the kernel says; connections of which it says nothing are left out."""
-        now = self._shared.agenda.now
+        now = self._commons.agenda.now
         for connection, path in paths.items():
             if connection.conversation.account is not None:
                 connection.conversation.account.round_trip_s = path.round_trip_s
         if self._up == "auto" and self._gauged_at + self._gauge.look_s <= now:
             self._gauged_at = now
             if self._gauge.look(paths, lambda connection: connection.has_waiting_bulk, now):
-                self._shared.shaper.set_budget(self._gauge.capacity.budget, now)
+                self._commons.shaper.set_budget(self._gauge.capacity.budget, now)
                 self._tell()
         for primary, keeper in list(self._keepers.items()):
             if self._kept_at[primary] <= now:
                 self._kept_at[primary] = now + keeper.pause_s
                 for wanted in keeper.look(paths.get(primary), self.chosen_bytes_per_s, now):
-                    self._shared.agenda.tell(wanted)
+                    self._commons.agenda.tell(wanted)
         self.plan()
 
     def _tell(self) -> None:
         estimate, told = self._gauge.capacity.estimate, self._told
         if estimate is not None and (told is None or not told / NEWS < estimate < told * NEWS):
             self._told = estimate
-            self._shared.agenda.tell(Learned(estimate))
+            self._commons.agenda.tell(Learned(estimate))

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from p2pdiloco.node.founding import ConfigError, is_founded_from
-from p2pdiloco.peer import incoming
+from p2pdiloco.node.foundation import ConfigError, is_founded_from
+from p2pdiloco.peer import kept_shards
 from p2pdiloco.peer.checkpoint import (
     MANIFEST,
     CheckpointError,
@@ -196,10 +196,10 @@ def own_state(folders: Sequence[Path], manifest: Manifest) -> InitialState | Non
     mine = folder_of(folders[0], manifest.run)
     if manifest.run in standings(folders):
         best = best_of(load_all(folders, manifest.run))
-        incoming.clear(mine / incoming.INCOMING)  # of a join before that: nobody would look at it again
+        kept_shards.clear(mine / kept_shards.INCOMING)  # of a join before that: nobody would look at it again
         return InitialState(best.shards, best.theta, best.momentum)
     load(mine / CHECKPOINT, run=manifest.run)  # which complains if what lies there cannot be read
-    kept = incoming.load(mine / incoming.INCOMING, manifest)
+    kept = kept_shards.load(mine / kept_shards.INCOMING, manifest)
     return None if kept is None else InitialState(kept.shards, kept.theta, kept.momentum)
 
 

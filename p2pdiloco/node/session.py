@@ -11,8 +11,8 @@ import msgspec
 import psutil
 
 from p2pdiloco.node.credentials import Credentials, accepted
-from p2pdiloco.node.founding import ConfigError, found, found_from_script, with_own_places
-from p2pdiloco.node.inviting import as_granted, credentials_of, how_to_join, keep_addresses, kept_credentials
+from p2pdiloco.node.foundation import ConfigError, found, found_from_script, with_own_places
+from p2pdiloco.node.invites import as_granted, credentials_of, how_to_join, keep_addresses, kept_credentials
 from p2pdiloco.node.lookup import (
     RUN_RECORD_LIFE_S,
     LookupFailedError,

@@ -3,9 +3,9 @@
 Rules of this file:
 1. While a peer joins, a terminal shows one line that is written over; without one the log gets a line every
    ``LOG_S`` seconds. The event log gets both ends and the same lines.
-2. Shards that came while joining are kept on the disk until a checkpoint has them (``incoming``), if the download looks
-   like lasting ``KEEP_FROM_S`` or more: a shorter one is sooner repeated than written. At most ``WAITING_MOST`` wait to
-   be written; more are not kept.
+2. Shards that came while joining are kept on the disk until a checkpoint has them (``kept_shards``), if the download
+   looks like lasting ``KEEP_FROM_S`` or more: a shorter one is sooner repeated than written. At most ``WAITING_MOST``
+   wait to be written; more are not kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TextIO
 
 from torch import Tensor
 
-from p2pdiloco.peer import incoming
+from p2pdiloco.peer import kept_shards
 from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.transfer_progress import TransferProgress
@@ -107,13 +107,15 @@ class Arrivals:
     async def clear(self) -> None:
         """A checkpoint has all that was kept."""
         async with self._writing:
-            await self._host.work("disk", lambda: incoming.clear(self._folder, self._host.disk))
+            await self._host.work("disk", lambda: kept_shards.clear(self._folder, self._host.disk))
 
     async def _keep(self, offer: StateOffer, chunks: Sequence[Tensor]) -> None:
         try:
             async with self._writing:
                 if self._progress is not None:
-                    await self._host.work("disk", lambda: incoming.keep(self._folder, offer, chunks, self._host.disk))
+                    await self._host.work(
+                        "disk", lambda: kept_shards.keep(self._folder, offer, chunks, self._host.disk)
+                    )
         except OSError as error:
             log.warning("downloaded shard not kept", folder=self._folder, reason=os.strerror(error.errno or 0))
         finally:

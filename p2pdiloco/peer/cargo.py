@@ -18,7 +18,7 @@ from p2pdiloco.peer.shift_queue import Moves, Payload
 from p2pdiloco.peer.signatures import IsMember, check_commit, check_contributor, everybody, signed
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol import signing
+from p2pdiloco.protocol import signatures
 from p2pdiloco.protocol.identifiers import Digest, RunId, ShardId, digest_of
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.manifest import Layout
@@ -88,7 +88,7 @@ class Cargo:
         """Vouch for a commit of our own."""
         proofs = self.shelves[header.shard].proofs
         if header.owner == self._identity.peer_id and commit not in proofs:
-            proofs[commit] = (header, self._identity.sign(signing.commit(commit)))
+            proofs[commit] = (header, self._identity.sign(signatures.commit(commit)))
 
     def signed(self, effect: ef.Encode, payload: Digest) -> msg.Contributor:
         """What our learner gives, with our signature."""

@@ -13,8 +13,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol, TypeVar, assert_never
 
-from p2pdiloco.peer.adapting import Adapting
 from p2pdiloco.peer.cargo import Cargo, Keep
+from p2pdiloco.peer.codec_choice import CodecChoice
 from p2pdiloco.peer.global_state import (
     ContributionError,
     DigestMismatchError,
@@ -77,7 +77,7 @@ class Driver:
         identity: Identity,
         host: Host,
         around: Surroundings,
-        codecs: Adapting,
+        codecs: CodecChoice,
     ) -> None:
         self.machine = machine
         self.state = state

@@ -24,7 +24,7 @@ from p2pdiloco.peer.shift_queue import Handover, Moves, Payload, ShiftQueue, Shi
 from p2pdiloco.protocol.identifiers import Digest, LearnerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, Layout, OuterConfig, Shard
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
-from p2pdiloco.tensors import choosing, digests, merging, outer, quantize
+from p2pdiloco.tensors import digests, ladder, merge, outer, quantizers
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire import compression
 from p2pdiloco.wire.compression import Body
@@ -85,7 +85,7 @@ class _Scratch:
     the one that holds a shard; not touched until they are needed."""
 
     def __init__(self, largest_shard: int) -> None:
-        self.theta, self.momentum, self.gradient = (torch.empty(quantize.CHUNK) for _ in range(3))
+        self.theta, self.momentum, self.gradient = (torch.empty(quantizers.CHUNK) for _ in range(3))
         self.merged = torch.empty(largest_shard)
 
 
@@ -95,13 +95,13 @@ class GlobalState:
     def __init__(self, layout: Layout, outer_config: OuterConfig, codec: CodecConfig, vectors: SharedVectors) -> None:
         self.layout = layout
         self._factors = {"learning_rate": outer_config.learning_rate, "momentum_factor": outer_config.momentum}
-        self._up = choosing.fixed(codec.up, codec.up_step)
-        self._down = choosing.fixed(codec.down, codec.down_step)
+        self._up = ladder.fixed(codec.up, codec.up_step)
+        self._down = ladder.fixed(codec.down, codec.down_step)
         self.theta = vectors.theta
         self.momentum = torch.zeros_like(self.theta)
         self.shifts = ShiftQueue(layout, vectors)
         self.heads: list[Digest | None] = [None] * len(layout.shards)
-        self.integrity = Integrity([quantize.chunk_count(shard.elements) for shard in layout.shards])
+        self.integrity = Integrity([quantizers.chunk_count(shard.elements) for shard in layout.shards])
         self._staged: dict[ShardId, _Staged] = {}
         self._prepared: dict[ShardId, _Prepared] = {}
         self._own: dict[ShardId, _Own] = {}
@@ -214,7 +214,7 @@ class GlobalState:
         try:
             bodies = list(self._bodies(shard, payload))
             for body, span in zip(bodies, spans, strict=True):
-                quantize.check_chunk(body, span.stop - span.start)
+                quantizers.check_chunk(body, span.stop - span.start)
         except ValueError as error:
             raise DigestMismatchError(f"the payload of commit {head[:8]} is malformed: {error}") from error
         for index in digests.sample(self.layout.shards[shard].elements, header.version):
@@ -240,7 +240,7 @@ class GlobalState:
             if outer.step_and_hand_over(body, own, theta, momentum, buffer, is_added=to.is_added, **self._factors):
                 return
             to = to._replace(settled=[iter((own,))] if own is not None else ())
-        change = quantize.decode_chunk(body, self._scratch.gradient[: theta.numel()])
+        change = quantizers.decode_chunk(body, self._scratch.gradient[: theta.numel()])
         outer.outer_step(theta, momentum, change, **self._factors)
         to.take(span, theta, change)
 
@@ -248,12 +248,12 @@ class GlobalState:
         own = self._own.get(shard)
         if own is not None and own.payload is payload:
             return iter(own.bodies)
-        chunks = quantize.chunk_count(self.layout.shards[shard].elements)
-        return compression.split(payload, chunks, quantize.LARGEST_BODY)
+        chunks = quantizers.chunk_count(self.layout.shards[shard].elements)
+        return compression.split(payload, chunks, quantizers.LARGEST_BODY)
 
     def _chunks(self, shard: ShardId) -> list[slice]:
         """Where a shard's chunks lie in the flat vectors."""
-        piece, size = self.layout.shards[shard], quantize.CHUNK
+        piece, size = self.layout.shards[shard], quantizers.CHUNK
         return [slice(start, min(start + size, piece.stop)) for start in range(piece.start, piece.stop, size)]
 
     def _replace(self, shard: ShardId, state: _Staged, moves: Moves) -> Shifts:
@@ -293,7 +293,7 @@ class GlobalState:
         shard: ShardId,
         base: Digest,
         given: Sequence[tuple[Contributor, Payload]],
-        how: quantize.Recipe | None = None,
+        how: quantizers.Recipe | None = None,
     ) -> MergeResult:
         """Merge contributions (sorted by learner), quantize the result (None: as the run says), and prepare the outer
         step.
@@ -311,13 +311,13 @@ class GlobalState:
         gradients, weights = [], []
         for contributor, payload in given:
             try:
-                gradients.append(merging.EncodedGradient(list(self._bodies(shard, payload)), piece.elements))
+                gradients.append(merge.EncodedGradient(list(self._bodies(shard, payload)), piece.elements))
             except ValueError as error:
                 raise ContributionError(contributor.learner, str(error)) from error
-            weights.append(merging.token_weight(contributor.tokens, contributor.steps))
+            weights.append(merge.token_weight(contributor.tokens, contributor.steps))
         merged = self._scratch.merged[: piece.elements]
-        merging.merge(piece.merge, gradients, weights, merged)
-        bodies = [bytes(body) for body in quantize.encode_chunks(how or self._down, merged)]
+        merge.merge(piece.merge, gradients, weights, merged)
+        bodies = [bytes(body) for body in quantizers.encode_chunks(how or self._down, merged)]
         payload = compression.join(bodies)
         payload_digest = digest_of(payload)
         self._prepared[shard] = _Prepared(base, payload_digest, bodies)
@@ -337,13 +337,13 @@ class GlobalState:
         return self._error(shard, payload, torch.sub(self.theta[span], self.shifts.snapshot[span], out=gradient))
 
     def _error(self, shard: ShardId, payload: Payload, exact: Tensor) -> float:
-        chunks = quantize.chunk_count(self.layout.shards[shard].elements)
-        body, found = next(compression.split(payload, chunks, quantize.LARGEST_BODY)), torch.empty_like(exact)
-        quantize.decode_chunk(body, found)
+        chunks = quantizers.chunk_count(self.layout.shards[shard].elements)
+        body, found = next(compression.split(payload, chunks, quantizers.LARGEST_BODY)), torch.empty_like(exact)
+        quantizers.decode_chunk(body, found)
         size = float(exact.norm())
         return float(found.sub_(exact).norm()) / size if size else 0.0
 
-    def encode(self, shard: ShardId, base: Digest, how: quantize.Recipe | None = None) -> tuple[bytes, Digest]:
+    def encode(self, shard: ShardId, base: Digest, how: quantizers.Recipe | None = None) -> tuple[bytes, Digest]:
         """The learner's outer gradient for one shard: compressed payload and its digest. ``how`` None: as the run says.
         Each snapshot is encoded once.
 
@@ -359,7 +359,7 @@ class GlobalState:
             )
             for span in self._chunks(shard)
         )
-        bodies = [bytes(quantize.encode_chunk(how or self._up, gradient)) for gradient in gradients]
+        bodies = [bytes(quantizers.encode_chunk(how or self._up, gradient)) for gradient in gradients]
         self.shifts.snapshot_encoded(shard)
         payload = compression.join(bodies)
         self._own[shard] = _Own(payload, bodies)

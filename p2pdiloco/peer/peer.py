@@ -16,19 +16,19 @@ from typing import Any
 import msgspec
 import torch
 
-from p2pdiloco.peer.adapting import Adapting
-from p2pdiloco.peer.answering import Answering
 from p2pdiloco.peer.arrivals import Arrivals
 from p2pdiloco.peer.checkpoint import SavedState
+from p2pdiloco.peer.codec_choice import CodecChoice
+from p2pdiloco.peer.downloads import Downloads
 from p2pdiloco.peer.driver import Driver
-from p2pdiloco.peer.fetching import Fetching
 from p2pdiloco.peer.global_state import GlobalState
 from p2pdiloco.peer.host import Host
-from p2pdiloco.peer.incoming import INCOMING
+from p2pdiloco.peer.kept_shards import INCOMING
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.offers import ancestors, unbroken
 from p2pdiloco.peer.options import PeerOptions
-from p2pdiloco.peer.saving import Saving
+from p2pdiloco.peer.respondent import Respondent
+from p2pdiloco.peer.saver import Saver
 from p2pdiloco.peer.scrub import Scrub
 from p2pdiloco.peer.shift_queue import Shifts
 from p2pdiloco.peer.standing import Everybody, Standing
@@ -147,13 +147,13 @@ class Peer:
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._failure: Ending | None = None
         self.state = GlobalState(self.layout, manifest.config.outer, manifest.config.codec, vectors)
-        codecs = Adapting(
+        codecs = CodecChoice(
             manifest.config, self.layout, self.machine.view, metrics, rate=lambda: host.links.up_bytes_per_s
         )
         self.driver = Driver(self.machine, self.state, identity, host, self, codecs)
         self._arrivals = Arrivals(self.layout, options.folder / INCOMING, metrics, host)
-        self._fetching = Fetching(manifest, self.layout, self.driver, self._arrivals, self.fault)
-        self._answering = Answering(manifest, self.driver, status, self._standing)
+        self._downloads = Downloads(manifest, self.layout, self.driver, self._arrivals, self.fault)
+        self._respondent = Respondent(manifest, self.driver, status, self._standing)
         self.supervision = Supervision(
             identity.peer_id,
             self.driver,
@@ -163,11 +163,11 @@ class Peer:
             gave_up=self._learner_gave_up,
             sent_bytes=sent_bytes,
         )
-        self._saving = Saving(
+        self._saver = Saver(
             options.folder / "checkpoint",
             manifest,
             self.driver,
-            self._answering.proof,
+            self._respondent.proof,
             metrics,
             keep=options.keep_checkpoints,
             save_learner=self.supervision.save,
@@ -201,7 +201,7 @@ class Peer:
     async def live(self) -> Ending:
         """Take part, after ``begin``, until something ends it."""
         self.host.spawn(
-            self._saving.keep_saving(self.options.checkpoint_s, self.options.write_bytes_per_day), name="checkpoints"
+            self._saver.keep_saving(self.options.checkpoint_s, self.options.write_bytes_per_day), name="checkpoints"
         )
         self.host.spawn(Scrub(self.driver).keep(), name="scrub")
         async with AsyncExitStack() as lives:
@@ -211,7 +211,7 @@ class Peer:
             await self.supervision.until_met()
             self.supervision.is_over = True
         ending = self._failure or self._ordinary_ending(reason)
-        await self._saving.save(is_last=True)
+        await self._saver.save(is_last=True)
         return ending
 
     def _ordinary_ending(self, reason: str) -> Ending:
@@ -279,7 +279,7 @@ class Peer:
 
     async def _replace_incoming(self) -> None:
         """What was downloaded is kept shard by shard until a checkpoint has it."""
-        if await self._saving.save(is_last=False):
+        if await self._saver.save(is_last=False):
             await self._arrivals.clear()
 
     def shifts_ready(self, shifts: Shifts) -> None:
@@ -292,7 +292,7 @@ class Peer:
 
     def fetch(self, shard: ShardId, peer: PeerId) -> None:
         """Download a shard's state."""
-        self.host.spawn(self._fetching.fetch(shard, peer), name=f"fetch {shard}")
+        self.host.spawn(self._downloads.fetch(shard, peer), name=f"fetch {shard}")
 
     def fault(self, peer: PeerId, what: str, reason: str) -> None:
         """A peer broke the rules. All are counted; the log tells the first, the second, the fourth ..., so that nobody
@@ -361,4 +361,4 @@ class Peer:
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:
         """A request came."""
-        return await self._answering.answer(peer, body)
+        return await self._respondent.answer(peer, body)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from p2pdiloco.protocol.identifiers import FragmentId, LearnerId, ShardId
 from p2pdiloco.protocol.manifest import Layout
-from p2pdiloco.tensors import quantize
+from p2pdiloco.tensors import quantizers
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire.compression import Body
 
@@ -80,9 +80,9 @@ class Handover(NamedTuple):
             self.buffer[span].copy_(theta)
             return
         for bodies in self.settled:
-            quantize.add_chunk(next(bodies), 1.0, change)
+            quantizers.add_chunk(next(bodies), 1.0, change)
         for bodies in self.restored:
-            quantize.add_chunk(next(bodies), -1.0, change)
+            quantizers.add_chunk(next(bodies), -1.0, change)
         if self.is_added:
             self.buffer[span].add_(change)
         else:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from p2pdiloco.protocol import signing
+from p2pdiloco.protocol import signatures
 from p2pdiloco.protocol.identifiers import Digest, PeerId, RunId, ShardId, peer_of
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, commit_id
 from p2pdiloco.runtime.identity import Identity, verify
@@ -32,7 +32,7 @@ def signed(
 ) -> Contributor:
     """``contributor`` with its payload's digest and its peer's signature: 88 bytes more."""
     whole = replace(contributor, payload=bytes.fromhex(payload))
-    return replace(whole, signature=identity.sign(signing.contribution(run, shard, base, whole)))
+    return replace(whole, signature=identity.sign(signatures.contribution(run, shard, base, whole)))
 
 
 def check_contributor(
@@ -46,7 +46,7 @@ def check_contributor(
     giver = peer_of(contributor.learner)
     if not is_member(giver):
         raise ValueError(f"{giver} is not a member of the run")
-    if not verify(giver, signing.contribution(run, shard, base, contributor), contributor.signature):
+    if not verify(giver, signatures.contribution(run, shard, base, contributor), contributor.signature):
         raise ValueError(
             f"what is said in the name of learner {contributor.learner} does not bear its peer's signature"
         )
@@ -60,7 +60,7 @@ def check_commit(run: RunId, header: CommitHeader, signature: bytes, is_member: 
     """
     if not is_member(header.owner):
         raise ValueError(f"its owner {header.owner} is not a member of the run")
-    if not verify(header.owner, signing.commit(commit_id(header)), signature):
+    if not verify(header.owner, signatures.commit(commit_id(header)), signature):
         raise ValueError("it does not bear its owner's signature")
     for contributor in header.contributors:
         check_contributor(run, header.shard, header.parent, contributor, is_member)

@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 
 from p2pdiloco.peersim.knobs import CHUNK
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol import signing
+from p2pdiloco.protocol import signatures
 from p2pdiloco.protocol.identifiers import Digest, LearnerId, PeerId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, Contribution
 from p2pdiloco.runtime.identity import verify
-from p2pdiloco.tensors import quantize
+from p2pdiloco.tensors import quantizers
 from p2pdiloco.tensors.digests import state_digest
 from p2pdiloco.wire import compression
 
@@ -157,7 +157,7 @@ class Checks:
     def _is_proved(self, peer: Peer, shard: ShardId, head: Digest) -> None:
         """What a peer shows of its head, to newcomers and in its checkpoints, bears the owner's signature."""
         header, signature = peer.driver.cargo.shelves[shard].proofs.get(head, (None, b""))
-        if header is not None and not verify(header.owner, signing.commit(head), signature):
+        if header is not None and not verify(header.owner, signatures.commit(head), signature):
             self.violated(1, f"{peer.config.peer[-6:]} is at {head[:8]}, which its owner has not signed")
 
     def _committed(self, peer: Peer, shard: ShardId, head: Digest, header: CommitHeader) -> Value | None:
@@ -196,15 +196,15 @@ class Checks:
         """What a payload stands for, float32 [elements of the shard]."""
         elements = self.world.layout.shards[shard].elements
         out = torch.empty(elements)
-        bodies = compression.split(payload, quantize.chunk_count(elements), quantize.LARGEST_BODY)
+        bodies = compression.split(payload, quantizers.chunk_count(elements), quantizers.LARGEST_BODY)
         for body, start in zip(bodies, range(0, elements, CHUNK), strict=True):
-            quantize.decode_chunk(body, out[start : start + CHUNK])
+            quantizers.decode_chunk(body, out[start : start + CHUNK])
         return out.numpy()
 
     # -- 2: a contribution holds its steps -----------------------------------------------------------------------------
 
     def _encoded(self, peer: Peer, event: ev.Encoded) -> None:
-        pending = peer.machine.contributing.pending.get(event.shard)
+        pending = peer.machine.contributions.pending.get(event.shard)
         if pending is None or pending.contribution.contributor != event.contributor:
             return
         self.contributions += 1

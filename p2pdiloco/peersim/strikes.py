@@ -178,7 +178,7 @@ def _repeat(world: World, fault: Fault) -> bool:
 
 def _spoil(world: World, fault: Fault) -> bool:
     """One peer of a world, so that somebody is left to be asked: a donor is asked no more in this life when another
-    one has sent what it should have sent (``peer.fetching``, rule 2)."""
+    one has sent what it should have sent (``peer.downloads``, rule 2)."""
     if world.network.spoiling.keys() - {fault.peer}:
         return False
     world.network.spoiling[fault.peer] = world.now + min(max(fault.seconds, SPOILT_LEAST_S), CUT_MOST_S)

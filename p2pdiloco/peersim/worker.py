@@ -26,7 +26,7 @@ def prepare(bug: str | None) -> None:
     """Before anything else of ours is imported; with one of ``simulation.planted`` in the program, or None."""
     if bug is not None:
         from p2pdiloco.simulation.planted import BUGS
-        from p2pdiloco.simulation.planting import plant
+        from p2pdiloco.simulation.planter import plant
 
         plant(next(known for known in BUGS if known.name == bug))
     knobs.install()

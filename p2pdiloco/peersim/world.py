@@ -16,7 +16,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from p2pdiloco.net.handshake import WIRE_VERSION
-from p2pdiloco.peer import checkpoint, incoming
+from p2pdiloco.peer import checkpoint, kept_shards
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.options import PeerOptions
@@ -265,7 +265,7 @@ class World:
             earlier = None
         if earlier is not None:
             return InitialState(earlier.shards, earlier.theta, earlier.momentum)
-        kept = incoming.load(FOLDER / incoming.INCOMING, self.manifest, host.disk)
+        kept = kept_shards.load(FOLDER / kept_shards.INCOMING, self.manifest, host.disk)
         return None if kept is None else InitialState(kept.shards, kept.theta, kept.momentum)
 
     def _version_zero(self) -> InitialState:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from p2pdiloco.protocol.estimates import smoothed
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
-from p2pdiloco.protocol.smoothing import smoothed
 
 VARIATIONS = 2
 """Beyond the mean; few answers take longer than that."""

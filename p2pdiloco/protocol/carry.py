@@ -8,7 +8,7 @@ Rules of this file:
 from __future__ import annotations
 
 from p2pdiloco.protocol.chain import MARK_LIFE_LOGS, NO_MARK
-from p2pdiloco.protocol.contributing import Contributing
+from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.core import Core, LearnerView
 from p2pdiloco.protocol.events import Mark, ShardState
 from p2pdiloco.protocol.identifiers import ShardId
@@ -19,9 +19,9 @@ from p2pdiloco.protocol.messages import CommitHeader
 class Carry:
     """Between chains and the learner."""
 
-    def __init__(self, core: Core, contributing: Contributing) -> None:
+    def __init__(self, core: Core, contributions: Contributions) -> None:
         self.core = core
-        self.contributing = contributing
+        self.contributions = contributions
 
     def problem(self, target: CommitHeader | ShardState) -> str | None:
         """Why what a commit or a state says of this peer's learner is not so, or None."""
@@ -33,7 +33,7 @@ class Carry:
         else:
             shard = target.shard
             to_tokens = max((c.tokens_to for c in target.contributors if c.learner == learner.id), default=0)
-        if to_tokens <= max(learner.marks[shard].tokens, self.contributing.ledgers[shard].last):
+        if to_tokens <= max(learner.marks[shard].tokens, self.contributions.ledgers[shard].last):
             return None
         return f"it holds tokens of this peer's learner that it has not given, up to {to_tokens}"
 
@@ -42,7 +42,7 @@ class Carry:
         ``to_tokens``; None if that cannot be told."""
         learner = self.core.learner
         assert learner is not None
-        ledger = self.contributing.ledgers[shard]
+        ledger = self.contributions.ledgers[shard]
         walk = ledger.walk(learner.marks[shard].tokens, to_tokens)
         if walk is None:
             self.core.note(

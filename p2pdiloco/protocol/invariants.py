@@ -3,10 +3,10 @@ simulator's (``simulation.checkers``)."""
 
 from __future__ import annotations
 
-from p2pdiloco.protocol.adopting import Adopting
-from p2pdiloco.protocol.contributing import Contributing
+from p2pdiloco.protocol.adoption import Adoption
+from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.core import Core
-from p2pdiloco.protocol.merging import Merging
+from p2pdiloco.protocol.merges import Merges
 
 
 def check_chains(core: Core) -> None:
@@ -26,14 +26,14 @@ def check_chains(core: Core) -> None:
         assert all(0 <= core.learner.unmerged(c.shard) <= core.learner.tokens for c in core.chains)
 
 
-def check_work(core: Core, merging: Merging, contributing: Contributing, adopting: Adopting) -> None:
+def check_work(core: Core, merges: Merges, contributions: Contributions, adoption: Adoption) -> None:
     """Turns, what is on offer, what waits. Raises AssertionError."""
-    for shard, pending in contributing.pending.items():
+    for shard, pending in contributions.pending.items():
         assert pending.contribution.base.id == core.head(shard).id, "a pending contribution's base is the head"
-    for turn in contributing.turns:
+    for turn in contributions.turns:
         for shard, (base, _) in turn.open.items():
             assert base == core.head(shard).id, "a turn is over when the head moves"
-    for waiting in adopting.waiting.values():
+    for waiting in adoption.waiting.values():
         assert len(waiting) <= core.config.log_length
-    for early in merging.early:
+    for early in merges.early:
         assert len(early) <= len(core.membership.peers) + 1

@@ -7,9 +7,9 @@ Rules of this file:
 3. ``next_deadline()`` says when ``Woke`` is due if nothing else happens.
 4. Nothing that another peer says can break an assertion: what does not fit is refused or ignored, with a reason.
 
-One turn, top to bottom: ``Stepped`` -> ``contributing.open`` -> ``Snapshot`` / ``Snapshotted`` -> ``Encode`` /
-``Encoded`` -> ``Contribution`` -> ``merging.collect`` -> ``quorum.decide`` -> ``Merge`` / ``Merged`` -> ``Commit`` ->
-``adopting.receive`` -> ``Apply`` / ``Applied`` -> ``moved``.
+One turn, top to bottom: ``Stepped`` -> ``contributions.open`` -> ``Snapshot`` / ``Snapshotted`` -> ``Encode`` /
+``Encoded`` -> ``Contribution`` -> ``merges.collect`` -> ``quorum.decide`` -> ``Merge`` / ``Merged`` -> ``Commit`` ->
+``adoption.receive`` -> ``Apply`` / ``Applied`` -> ``moved``.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import assert_never
 
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.adopting import Adopting
+from p2pdiloco.protocol.adoption import Adoption
 from p2pdiloco.protocol.chain import SizeOf, no_size
-from p2pdiloco.protocol.contributing import Contributing
+from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.core import BEAT, Core, LearnerView, ProtocolConfig
-from p2pdiloco.protocol.departing import Departing
 from p2pdiloco.protocol.effects import Effect, Evaluate
 from p2pdiloco.protocol.evaluations import Evaluations
+from p2pdiloco.protocol.farewell import Farewell
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
 from p2pdiloco.protocol.invariants import check_chains, check_work
-from p2pdiloco.protocol.merging import Merging
+from p2pdiloco.protocol.merges import Merges
 from p2pdiloco.protocol.presence import Presence
 from p2pdiloco.protocol.repair import Repair
 from p2pdiloco.protocol.status import Status, status_of
@@ -44,15 +44,15 @@ class Machine:
 
     def __init__(self, config: ProtocolConfig) -> None:
         self.core = Core(config)
-        self.merging = Merging(self.core)
+        self.merges = Merges(self.core)
         self.workload = Workload(self.core)
-        self.contributing = Contributing(self.core, self.merging, self.workload)
+        self.contributions = Contributions(self.core, self.merges, self.workload)
         self.evaluations = Evaluations(self.core)
-        self.adopting = Adopting(self.core, self.merging, self.contributing, self.evaluations)
-        self.repair = Repair(self.core, self.adopting, self.merging)
-        self.presence = Presence(self.core, self.merging, self.contributing, self.adopting, self.workload)
-        self.departing = Departing(self.core, self.contributing)
-        self.view = MachineView(self.core, self.adopting, self.evaluations)
+        self.adoption = Adoption(self.core, self.merges, self.contributions, self.evaluations)
+        self.repair = Repair(self.core, self.adoption, self.merges)
+        self.presence = Presence(self.core, self.merges, self.contributions, self.adoption, self.workload)
+        self.farewell = Farewell(self.core, self.contributions)
+        self.view = MachineView(self.core, self.adoption, self.evaluations)
         self.weight_averaged = 0
         self.is_alone = False
 
@@ -68,7 +68,7 @@ class Machine:
         while (key := core.alarms.pop_due(core.now)) is not None:
             self._ring(*key)
         if core.departure:
-            self.departing.proceed()
+            self.farewell.proceed()
         return core.effects
 
     def next_deadline(self) -> float | None:
@@ -90,15 +90,15 @@ class Machine:
             case ev.Applied():
                 self._applied(event.shard, event.head)
             case ev.Snapshotted():
-                self.contributing.snapshotted(event)
+                self.contributions.snapshotted(event)
             case ev.Encoded():
-                self.contributing.encoded(event)
+                self.contributions.encoded(event)
             case ev.Merged():
                 self._merged(event)
             case ev.StateOffered():
-                self.adopting.lineage.judge(event.peer, event.head, event.lineage)
+                self.adoption.lineage.judge(event.peer, event.head, event.lineage)
             case ev.Fetched():
-                self.adopting.fetched(event.peer, event.state, event.lineage)
+                self.adoption.fetched(event.peer, event.state, event.lineage)
             case ev.Failed():
                 self._failed(event)
             case ev.PeerConnected():
@@ -112,7 +112,7 @@ class Machine:
             case ev.LearnerPaused():
                 self._learner_paused(event)
             case ev.LeaveRequested():
-                self.departing.leave(event.reason)
+                self.farewell.leave(event.reason)
             case ev.Evaluated():
                 self.evaluations.made(event)
             case ev.Started():
@@ -123,26 +123,26 @@ class Machine:
     def _started(self, event: ev.Started) -> None:
         lineages = event.lineages or ((),) * len(event.shards)
         for state, lineage in zip(event.shards, lineages, strict=True):
-            self.adopting.lineage.brought(state.head, lineage)
-            self.adopting.applying[state.head.shard] = (state.head.id, state)
+            self.adoption.lineage.brought(state.head, lineage)
+            self.adoption.applying[state.head.shard] = (state.head.id, state)
             self._applied(state.head.shard, state.head.id)
         self._beat()
 
     def _applied(self, shard: ShardId, head: Digest) -> None:
-        self.adopting.applied(shard, head)
+        self.adoption.applied(shard, head)
         log = self.core.chains[shard].log
         if log and log[-1].step >= self.core.chains[0].step:
             self.weight_averaged = len(log[-1].contributors)
         if not self.core.is_current:
-            self.adopting.become_current()
-            self.adopting.fetch_missing()
+            self.adoption.become_current()
+            self.adoption.fetch_missing()
 
     def _merged(self, event: ev.Merged) -> None:
-        header = self.merging.commit(event)
-        if header is None or event.shard in self.adopting.applying:
+        header = self.merges.commit(event)
+        if header is None or event.shard in self.adoption.applying:
             return
         core = self.core
-        self.adopting.apply(header, msg.commit_id(header))
+        self.adoption.apply(header, msg.commit_id(header))
         core.send(core.membership.live, msg.Commit(header))
         is_alone = not core.membership.live
         if is_alone and not self.is_alone:
@@ -152,15 +152,15 @@ class Machine:
     def _failed(self, event: ev.Failed) -> None:
         match event.work:
             case "encode":
-                self.contributing.encode_failed(event.shard, event.reason)
+                self.contributions.encode_failed(event.shard, event.reason)
             case "merge":
-                self.merging.merge_failed(event.shard, event.peer, event.reason)
+                self.merges.merge_failed(event.shard, event.peer, event.reason)
             case "state":
                 self.repair.begin(event.shard, event.reason)
             case "apply" | "install":
-                self.adopting.apply_failed(event.shard, event.reason)
+                self.adoption.apply_failed(event.shard, event.reason)
             case "fetch":
-                self.adopting.fetch_failed(event.shard, event.peer, event.reason)
+                self.adoption.fetch_failed(event.shard, event.peer, event.reason)
             case other:
                 raise AssertionError(f"unknown work {other!r}")
 
@@ -169,18 +169,18 @@ class Machine:
     def _learner_started(self, event: ev.LearnerStarted) -> None:
         core = self.core
         core.learner = LearnerView(event.learner, len(core.chains), core.step)
-        self.contributing.learner_changed()
+        self.contributions.learner_changed()
         self.workload.begin(has_blocks=event.has_blocks)
         if core.config.evaluation_every and core.head(ShardId(0)).version == 0 and not core.membership.participating:
             core.effects.append(Evaluate(0))
         if core.departure == "leaving":
-            self.departing.leave(self.departing.reason)
+            self.farewell.leave(self.farewell.reason)
         self._beat()
 
     def _learner_stopped(self, reason: str) -> None:
         self.core.note("warning", "learner", reason)
         self.core.learner = None
-        self.contributing.learner_changed()
+        self.contributions.learner_changed()
         self.workload.forget()
         self._beat()
 
@@ -190,7 +190,7 @@ class Machine:
             learner.steps, learner.tokens = event.steps, event.tokens
             learner.is_paused = True
             self.workload.end()
-            self.departing.finish()
+            self.farewell.finish()
             self._beat()
 
     def _stepped(self, event: ev.Stepped) -> None:
@@ -201,7 +201,7 @@ class Machine:
         learner.steps, learner.tokens = event.steps, event.tokens
         before = learner.step_time_s
         learner.step_time_s = event.step_time_s if before == 0.0 else before + 0.1 * (event.step_time_s - before)
-        self.contributing.stepped(learner, made)
+        self.contributions.stepped(learner, made)
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -214,21 +214,21 @@ class Machine:
                 self.presence.heard(peer, message)
             case msg.Commit():
                 if message.header.shard < len(core.chains):
-                    self.adopting.receive(peer, message.header)
+                    self.adoption.receive(peer, message.header)
             case msg.Turn() | msg.Contribution() | msg.Refused():
                 self._received_in_turn(peer, message)
             case msg.HeadsRequest():
                 if core.is_current:
-                    core.send((peer,), self.adopting.heads())
+                    core.send((peer,), self.adoption.heads())
             case msg.Heads():
                 if self._are_heads(message.heads, range(len(core.chains))):
-                    self.adopting.heard_heads(peer, message)
+                    self.adoption.heard_heads(peer, message)
             case msg.CommitsRequest():
                 if message.shard < len(core.chains):
-                    self.adopting.commits_requested(peer, message)
+                    self.adoption.commits_requested(peer, message)
             case msg.FetchAdvised():
                 if message.shard < len(core.chains):
-                    self.adopting.fetch_advised(peer, message)
+                    self.adoption.fetch_advised(peer, message)
             case msg.Evaluation():
                 self.evaluations.heard(message)
             case msg.Leaving():
@@ -250,17 +250,17 @@ class Machine:
                 fragments = core.config.fragments
                 if message.fragment < len(fragments) and self._are_heads(message.heads, fragments[message.fragment]):
                     for theirs in message.heads:
-                        self.adopting.saw(peer, theirs)
-                    self.contributing.heard(message)
+                        self.adoption.saw(peer, theirs)
+                    self.contributions.heard(message)
             case msg.Contribution():
                 if message.shard < len(core.chains) and message.base.shard == message.shard:
-                    self.merging.collect(peer, message)
-                    if peer in self.merging.early[message.shard]:
-                        self.adopting.saw(peer, message.base)
+                    self.merges.collect(peer, message)
+                    if peer in self.merges.early[message.shard]:
+                        self.adoption.saw(peer, message.base)
             case msg.Refused():
                 if message.shard < len(core.chains) and message.head.shard == message.shard:
-                    self.contributing.refused(peer, message.shard, message.base, message.head, message.reason)
-                    self.adopting.saw(peer, message.head)
+                    self.contributions.refused(peer, message.shard, message.base, message.head, message.reason)
+                    self.adoption.saw(peer, message.head)
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ class Machine:
         self.workload.take()
         self.repair.go_on()
         if not core.is_current:
-            self.adopting.seek()
+            self.adoption.seek()
             return
         differing = sorted(p for p in membership.live if membership.peers[p].mismatches >= 2)
         if differing:
@@ -282,11 +282,11 @@ class Machine:
             membership.peers[peer].mismatches = 0
             core.send((peer,), msg.HeadsRequest())
         if core.learner is None or core.learner.is_paused:
-            self.contributing.adopt_step(membership.furthest_step())
-        self.contributing.look()
+            self.contributions.adopt_step(membership.furthest_step())
+        self.contributions.look()
         is_over = core.step >= core.config.total_steps and not membership.participating
         if core.learner is None and not core.departure and is_over:
-            self.departing.finish()
+            self.farewell.finish()
 
     def _ring(self, topic: str, shard: int) -> None:
         match topic:
@@ -295,17 +295,17 @@ class Machine:
             case "news":
                 self.presence.refresh("silent")
             case "close":
-                self.merging.consider(ShardId(shard))
+                self.merges.consider(ShardId(shard))
             case "takeover":
-                self.contributing.takeover_due(ShardId(shard))
+                self.contributions.takeover_due(ShardId(shard))
             case "want":
-                self.adopting.want_due(ShardId(shard))
+                self.adoption.want_due(ShardId(shard))
             case "asked":
-                self.adopting.asked_in_vain(ShardId(shard))
+                self.adoption.asked_in_vain(ShardId(shard))
             case "flush":
                 pass  # ``proceed`` runs after every event
             case "depart":
-                self.departing.overdue()
+                self.farewell.overdue()
             case other:
                 raise AssertionError(f"unknown alarm {other!r}")
 
@@ -316,24 +316,24 @@ class Machine:
         core = self.core
         is_known = core.is_current and peer in core.membership.peers
         is_fitting = contribution.shard < len(core.chains) and contribution.base.shard == contribution.shard
-        return is_known and is_fitting and self.merging.wants(peer, contribution)
+        return is_known and is_fitting and self.merges.wants(peer, contribution)
 
     def payloads(self, shard: ShardId, size_of: SizeOf = no_size, most_bytes: int = 0) -> set[Digest]:
         """A shard's payloads that this machine may still send, merge, apply or undo; the driver may drop all others.
         Of the log those that have ``most_bytes`` together: what is merged, applied and undone is kept whatever it
         weighs."""
-        held = self.merging.payloads(shard) | self.adopting.payloads(shard)
-        held.update(edge.payload for edge in self.contributing.ledgers[shard].edges)
+        held = self.merges.payloads(shard) | self.adoption.payloads(shard)
+        held.update(edge.payload for edge in self.contributions.ledgers[shard].edges)
         held.update(self.core.chains[shard].payloads(size_of, most_bytes))
         return held
 
     def commits(self, shard: ShardId) -> set[Digest]:
         """A shard's commits, by id, whose owners' signatures this machine may still have to show."""
-        return self.adopting.commits(shard) | self.core.chains[shard].commits()
+        return self.adoption.commits(shard) | self.core.chains[shard].commits()
 
     def status(self) -> Status:
         """For people: the node's status, logs and reports."""
-        troubles = self.contributing.trouble.told()
+        troubles = self.contributions.trouble.told()
         return status_of(self.core, self.evaluations.newest, self.weight_averaged, troubles)
 
     def check_invariants(self) -> None:
@@ -343,4 +343,4 @@ class Machine:
             AssertionError: a bug of ours.
         """
         check_chains(self.core)
-        check_work(self.core, self.merging, self.contributing, self.adopting)
+        check_work(self.core, self.merges, self.contributions, self.adoption)

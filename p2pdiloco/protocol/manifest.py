@@ -167,7 +167,7 @@ class CodecConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """How outer gradients travel: ``up`` from learner to owner, ``down`` from owner to everybody."""
 
     up: CodecChoice = "int4"
-    """"auto": each sender takes the finest codec whose transfer fits the overlap on its link (tensors/choosing.py)."""
+    """"auto": each sender takes the finest codec whose transfer fits the overlap on its link (tensors/ladder.py)."""
     down: CodecChoice = "int4"
     coarsest: Coarsest = "int4"
     """What "auto" may come down to: bytes a parameter and relative error are 1.35 and 0.002 for bf16, 0.96 and 0.006

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections import deque
 
 from p2pdiloco.protocol.blocks import Block
+from p2pdiloco.protocol.estimates import smoothed
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.messages import Heartbeat
 from p2pdiloco.protocol.ownership import Candidates
-from p2pdiloco.protocol.smoothing import smoothed
 
 SENT_KEPT = 64
 MAX_PEERS = 4096

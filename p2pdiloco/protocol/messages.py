@@ -55,7 +55,7 @@ class Contributor(msgspec.Struct, frozen=True, array_like=True):
     payload: Annotated[bytes, Meta(max_length=DIGEST_BYTES)] = b""
     """The digest of the outer gradient, as bytes; empty: there is none, the learner has nothing to give."""
     signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)] = b""
-    """Of the learner's peer, over ``signing.contribution``: all of this, the run, and the head it is relative to."""
+    """Of the learner's peer, over ``signatures.contribution``: all of this, the run, and the head it is relative to."""
 
     @property
     def tokens(self) -> int:

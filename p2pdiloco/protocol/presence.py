@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from p2pdiloco.protocol.adopting import Adopting
+from p2pdiloco.protocol.adoption import Adoption
 from p2pdiloco.protocol.alarms import Key
-from p2pdiloco.protocol.contributing import Contributing
+from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.effects import Send
 from p2pdiloco.protocol.identifiers import FragmentId, PeerId
 from p2pdiloco.protocol.membership import PeerView
-from p2pdiloco.protocol.merging import Merging
+from p2pdiloco.protocol.merges import Merges
 from p2pdiloco.protocol.messages import Heartbeat
 from p2pdiloco.protocol.workload import Workload
 
@@ -31,12 +31,12 @@ class Presence:
     """Of this peer and of all others."""
 
     def __init__(
-        self, core: Core, merging: Merging, contributing: Contributing, adopting: Adopting, workload: Workload
+        self, core: Core, merges: Merges, contributions: Contributions, adoption: Adoption, workload: Workload
     ) -> None:
         self.core = core
-        self.merging = merging
-        self.contributing = contributing
-        self.adopting = adopting
+        self.merges = merges
+        self.contributions = contributions
+        self.adoption = adoption
         self.workload = workload
 
     def connected(self, peer: PeerId) -> None:
@@ -47,7 +47,7 @@ class Presence:
     def lost(self, peer: PeerId, why: str, *, said_goodbye: bool = False) -> None:
         """The connection has ended, or the peer says that it goes."""
         self.core.membership.disconnect(peer)
-        self.merging.forget(peer)
+        self.merges.forget(peer)
         self.refresh(why, said_goodbye=said_goodbye)
 
     def heard(self, peer: PeerId, beat: Heartbeat) -> None:
@@ -70,15 +70,15 @@ class Presence:
             if not said_goodbye:
                 core.membership.silently_lost_at = core.now
             core.note("info", "peers", f"lost {', '.join(lost)}: {why_lost}; {len(core.membership.live)} live")
-            self.adopting.peers_lost(lost)
+            self.adoption.peers_lost(lost)
         if appeared:
             core.note("info", "peers", f"found {', '.join(appeared)}; {len(core.membership.live)} live")
-            self.adopting.look_for_donors(appeared)
-            for fragment, turn in enumerate(self.contributing.turns):
+            self.adoption.look_for_donors(appeared)
+            for fragment, turn in enumerate(self.contributions.turns):
                 if turn.open:
-                    core.send(appeared, self.contributing.announcement(FragmentId(fragment)))
-        self.contributing.candidates_changed()
-        self.merging.consider_all()
+                    core.send(appeared, self.contributions.announcement(FragmentId(fragment)))
+        self.contributions.candidates_changed()
+        self.merges.consider_all()
 
     def greet(self, views: Iterable[PeerView]) -> None:
         """A heartbeat to each."""

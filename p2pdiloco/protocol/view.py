@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from p2pdiloco.protocol.adopting import Adopting
+from p2pdiloco.protocol.adoption import Adoption
 from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.evaluations import Evaluations
 from p2pdiloco.protocol.events import ShardState
@@ -18,9 +18,9 @@ from p2pdiloco.protocol.messages import CommitHeader, Evaluation, Head
 class MachineView:
     """Of one machine, as it is now."""
 
-    def __init__(self, core: Core, adopting: Adopting, evaluations: Evaluations) -> None:
+    def __init__(self, core: Core, adoption: Adoption, evaluations: Evaluations) -> None:
         self._core = core
-        self._adopting = adopting
+        self._adoption = adoption
         self._evaluations = evaluations
 
     # -- this peer -----------------------------------------------------------------------------------------------------
@@ -93,22 +93,22 @@ class MachineView:
 
     def unfetched(self) -> list[ShardId]:
         """Shards without a state, which nobody is asked for either."""
-        adopting = self._adopting
-        busy = adopting.asked.keys() | adopting.applying.keys() | adopting.staged.keys()
+        adoption = self._adoption
+        busy = adoption.asked.keys() | adoption.applying.keys() | adoption.staged.keys()
         return [chain.shard for chain in self._core.chains if chain.head is None and chain.shard not in busy]
 
     def offering(self, shard: ShardId) -> list[PeerId]:
         """While joining: who has said that it has a state of the shard."""
-        return sorted(peer for peer, heads in self._adopting.offers.items() if shard in heads)
+        return sorted(peer for peer, heads in self._adoption.offers.items() if shard in heads)
 
     def refusal(self, head: Head) -> str | None:
         """Why the state at ``head``, which was offered just now, is not to be downloaded, or None."""
-        return self._adopting.lineage.refusal(head)
+        return self._adoption.lineage.refusal(head)
 
     def is_given_up(self, shard: ShardId) -> bool:
         """Of a spoilt shard: its state is neither asked for nor on its way."""
-        adopting = self._adopting
-        return not any(shard in those for those in (adopting.repairing, adopting.asked, adopting.applying))
+        adoption = self._adoption
+        return not any(shard in those for those in (adoption.repairing, adoption.asked, adoption.applying))
 
     # -- the others ----------------------------------------------------------------------------------------------------
 

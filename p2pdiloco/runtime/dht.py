@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from p2pdiloco.runtime import confine, logs
+from p2pdiloco.runtime import confinement, logs
 from p2pdiloco.runtime.identity import verify
 from p2pdiloco.runtime.shared_clock import SharedClock
 from p2pdiloco.wire.records import CLOCK_SKEW_S, TTL_LIMIT_S, subkey_of, unseal
@@ -131,11 +131,11 @@ def adopt_logging() -> None:
 
 @contextmanager
 def confined() -> Iterator[None]:
-    """p2pd is started with few rights (``runtime/confine.py``), and in a session of its own: Ctrl+C reaches the
+    """p2pd is started with few rights (``runtime/confinement.py``), and in a session of its own: Ctrl+C reaches the
     terminal's whole process group, and p2pd must outlive it, so that we can leave in order. hivemind has no options for
     that."""
     start = asyncio.subprocess.create_subprocess_exec
-    before = (sys.executable, "-I", "-S", confine.__file__)
+    before = (sys.executable, "-I", "-S", confinement.__file__)
     asyncio.subprocess.create_subprocess_exec = partial(start, *before, start_new_session=True)
     try:
         yield

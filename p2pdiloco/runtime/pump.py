@@ -9,7 +9,7 @@ from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.endpoint import Endpoint
 from p2pdiloco.net.events import Event
 from p2pdiloco.net.outbox import Slice
-from p2pdiloco.net.shaping import TURN_BYTES
+from p2pdiloco.net.shaper import TURN_BYTES
 
 LEAST_WAIT_S = 0.001
 """Event loops count in milliseconds; what waits for less would spin."""

@@ -359,7 +359,7 @@ class Process:
             self.world.schedule(self.world.now + self.setting.load_s, self, self._start_learner, None)
 
     def _start_learner(self, _: None) -> None:
-        if self.learner is None and not self.machine.departing.is_done:
+        if self.learner is None and not self.machine.farewell.is_done:
             name = learner_id(self.name, f"{self.world.next_incarnation()}")
             setting = self.setting
             self.learner = Learner(self, name, setting.step_s, setting.tokens_per_step, self.machine.core.step)

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from p2pdiloco.protocol import adopting, carry, chain, contributing, departing, machine, merging, quorum
+from p2pdiloco.protocol import adoption, carry, chain, contributions, farewell, machine, merges, quorum
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.effects import PauseLearner
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, ShardId
@@ -53,9 +53,9 @@ def _never_merged(self: chain.Chain, contributor: Contributor) -> bool:
 
 
 def _counted_twice_after_a_takeover() -> list[Patch]:
-    moved = contributing.Contributing.moved
+    moved = contributions.Contributions.moved
 
-    def keeps_pending(self: contributing.Contributing, shard: ShardId) -> None:
+    def keeps_pending(self: contributions.Contributions, shard: ShardId) -> None:
         pending = self.pending.get(shard)
         moved(self, shard)
         if pending is not None and pending.rank > 0:
@@ -63,31 +63,31 @@ def _counted_twice_after_a_takeover() -> list[Patch]:
             self.pending[shard] = pending
             self._offer(shard)
 
-    return [(contributing.Contributing, "moved", keeps_pending), (chain.Chain, "is_merged", _never_merged)]
+    return [(contributions.Contributions, "moved", keeps_pending), (chain.Chain, "is_merged", _never_merged)]
 
 
 def _stale_accepted() -> list[Patch]:
     def is_on_head(contribution: Contribution, head: Head) -> bool:
         return contribution.base.version <= head.version
 
-    return [(merging, "is_on_head", is_on_head), (chain.Chain, "is_merged", _never_merged)]
+    return [(merges, "is_on_head", is_on_head), (chain.Chain, "is_merged", _never_merged)]
 
 
 def _no_tie_break() -> list[Patch]:
     def is_heavier(a: Head, b: Head) -> bool:
         return a.tokens > b.tokens
 
-    return [(adopting, "is_heavier", is_heavier)]
+    return [(adoption, "is_heavier", is_heavier)]
 
 
 def _takeover_forgets() -> list[Patch]:
-    due = contributing.Contributing.takeover_due
+    due = contributions.Contributions.takeover_due
 
-    def forgets(self: contributing.Contributing, shard: ShardId) -> None:
+    def forgets(self: contributions.Contributions, shard: ShardId) -> None:
         self.ledgers[shard].edges.clear()
         due(self, shard)
 
-    return [(contributing.Contributing, "takeover_due", forgets)]
+    return [(contributions.Contributions, "takeover_due", forgets)]
 
 
 def _carry_drops_progress() -> list[Patch]:
@@ -124,21 +124,21 @@ def _endless_grace() -> list[Patch]:
     def endless(**_: float) -> float:
         return 1e9
 
-    return [(merging, "grace_window_s", endless)]
+    return [(merges, "grace_window_s", endless)]
 
 
 def _quorum_too_small() -> list[Patch]:
     def decide(view: quorum.QuorumView) -> quorum.Decision:
         return quorum.decide(view._replace(min_quorum=view.min_quorum - 1))
 
-    return [(merging, "decide", decide)]
+    return [(merges, "decide", decide)]
 
 
 def _quorum_too_large() -> list[Patch]:
     def decide(view: quorum.QuorumView) -> quorum.Decision:
         return quorum.decide(view._replace(min_quorum=view.min_quorum + 1))
 
-    return [(merging, "decide", decide)]
+    return [(merges, "decide", decide)]
 
 
 def _fork_without_restore() -> list[Patch]:
@@ -153,49 +153,49 @@ def _fork_without_restore() -> list[Patch]:
 
 def _payloads_forgotten() -> list[Patch]:
     def payloads(self: machine.Machine, shard: ShardId) -> set[Digest]:
-        return self.merging.payloads(shard) | self.adopting.payloads(shard)
+        return self.merges.payloads(shard) | self.adoption.payloads(shard)
 
     return [(machine.Machine, "payloads", payloads)]
 
 
 def _learner_waits() -> list[Patch]:
-    ask = contributing.Contributing._ask_for_snapshot
+    ask = contributions.Contributions._ask_for_snapshot
 
-    def pauses(self: contributing.Contributing, fragment: FragmentId) -> None:
+    def pauses(self: contributions.Contributions, fragment: FragmentId) -> None:
         ask(self, fragment)
         self.core.effects.append(PauseLearner())
 
-    return [(contributing.Contributing, "_ask_for_snapshot", pauses)]
+    return [(contributions.Contributions, "_ask_for_snapshot", pauses)]
 
 
 def _joiner_gives_up() -> list[Patch]:
-    def seek(self: adopting.Adopting) -> None:
+    def seek(self: adoption.Adoption) -> None:
         return None
 
-    return [(adopting.Adopting, "seek", seek)]
+    return [(adoption.Adoption, "seek", seek)]
 
 
 def _leaves_at_once() -> list[Patch]:
-    def flush(self: departing.Departing) -> None:
+    def flush(self: farewell.Farewell) -> None:
         self._go("info", "at once")
 
-    return [(departing.Departing, "_flush", flush)]
+    return [(farewell.Farewell, "_flush", flush)]
 
 
 def _heads_never_compared() -> list[Patch]:
-    def saw(self: adopting.Adopting, peer: str, theirs: Head) -> None:
+    def saw(self: adoption.Adoption, peer: str, theirs: Head) -> None:
         return None
 
-    return [(adopting.Adopting, "saw", saw)]
+    return [(adoption.Adoption, "saw", saw)]
 
 
 def _turn_never_over() -> list[Patch]:
-    def announced_once(self: contributing.Contributing, fragment: int, step: int, *, is_mine: bool) -> None:
+    def announced_once(self: contributions.Contributions, fragment: int, step: int, *, is_mine: bool) -> None:
         if not self.turns[fragment].open:
             opened(self, FragmentId(fragment), step, is_mine=is_mine)
 
-    opened = contributing.Contributing.open
-    return [(contributing.Contributing, "open", announced_once)]
+    opened = contributions.Contributions.open
+    return [(contributions.Contributions, "open", announced_once)]
 
 
 MUTANTS: dict[str, Callable[[], list[Patch]]] = {

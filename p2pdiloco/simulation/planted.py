@@ -2,7 +2,7 @@
 learner's link.
 
 Each names tests that must fail with it (``python -m tests.mutation planted``, and tests/mutation/test_planted.py), and
-can be planted in any process that has not imported its module yet (``planting.plant``). Bugs of the protocol itself are
+can be planted in any process that has not imported its module yet (``planter.plant``). Bugs of the protocol itself are
 in ``mutants``, and found by seeds.
 """
 
@@ -13,20 +13,20 @@ from p2pdiloco.simulation.planted_members import BUGS as MEMBERS_BUGS
 from p2pdiloco.simulation.planted_net import BUGS as NET_BUGS
 from p2pdiloco.simulation.planted_results import BUGS as RESULTS_BUGS
 from p2pdiloco.simulation.planted_state import BUGS as STATE_BUGS
-from p2pdiloco.simulation.planting import Bug
+from p2pdiloco.simulation.planter import Bug
 
 _CARGO = "p2pdiloco.peer.cargo"
 _DRIVER = "p2pdiloco.peer.driver"
 _CHECKPOINT = "p2pdiloco.peer.checkpoint"
-_SAVING = "p2pdiloco.peer.saving"
-_FETCHING = "p2pdiloco.peer.fetching"
+_SAVER = "p2pdiloco.peer.saver"
+_DOWNLOADS = "p2pdiloco.peer.downloads"
 _SUPERVISION = "p2pdiloco.peer.supervision"
 
 _SIGNATURES = "p2pdiloco.peer.signatures"
 _DRIVER_TESTS = "tests/unit/test_peer_driver.py"
-_SAVING_TESTS = "tests/unit/test_peer_saving.py"
+_SAVER_TESTS = "tests/unit/test_peer_saver.py"
 _CHECKPOINT_TESTS = "tests/unit/test_peer_checkpoint.py"
-_FETCHING_TESTS = "tests/unit/test_peer_fetching.py"
+_DOWNLOADS_TESTS = "tests/unit/test_peer_downloads.py"
 _SUPERVISION_TESTS = "tests/unit/test_peer_supervision.py"
 
 BUGS = (
@@ -34,7 +34,7 @@ BUGS = (
     Bug(
         name="commit signature not verified",
         module=_SIGNATURES,
-        old="if not verify(header.owner, signing.commit(commit_id(header)), signature):",
+        old="if not verify(header.owner, signatures.commit(commit_id(header)), signature):",
         new="if False:",
         harm="anybody commits in anybody's name",
         killed_by=(f"{_DRIVER_TESTS}::test_a_commit_that_its_owner_did_not_sign_is_dropped",),
@@ -138,7 +138,7 @@ BUGS = (
     Bug(
         name="own payloads dropped",
         module="p2pdiloco.protocol.machine",
-        old="held.update(edge.payload for edge in self.contributing.ledgers[shard].edges)",
+        old="held.update(edge.payload for edge in self.contributions.ledgers[shard].edges)",
         new="held.update(())",
         harm="every commit that merges this learner resets it",
         killed_by=(f"{_DRIVER_TESTS}::test_own_contributions_are_kept_until_it_is_known_what_became_of_them",),
@@ -150,7 +150,7 @@ BUGS = (
         old="self.state.put(piece.shard, proof.state.head.id, theta[span], momentum[span])",
         new="self.state.put(piece.shard, proof.state.head.id, theta[span], 0 * momentum[span])",
         harm="the next commit gives another state than everybody else's",
-        killed_by=(f"{_SAVING_TESTS}::test_who_comes_back_from_a_checkpoint_goes_on_with_the_same_bits",),
+        killed_by=(f"{_SAVER_TESTS}::test_who_comes_back_from_a_checkpoint_goes_on_with_the_same_bits",),
     ),
     Bug(
         name="a checkpoint's proofs are not taken",
@@ -188,54 +188,54 @@ BUGS = (
     ),
     Bug(
         name="a checkpoint paired with later heads",
-        module=_SAVING,
+        module=_SAVER,
         old="save(self._folder, self._manifest, *taken, keep",
         new="save(self._folder, self._manifest, tuple(map(self._proof, range(len(taken[0])))), *taken[1:], keep",
         harm="what is written while a version comes cannot be read back",
-        killed_by=(f"{_SAVING_TESTS}::test_what_is_written_is_of_one_moment_though_the_disk_is_slow",),
+        killed_by=(f"{_SAVER_TESTS}::test_what_is_written_is_of_one_moment_though_the_disk_is_slow",),
     ),
     Bug(
         name="a checkpoint is written from the living vectors",
-        module=_SAVING,
+        module=_SAVER,
         old="return list(state.heads), state.theta.clone(), state.momentum.clone()",
         new="return list(state.heads), state.theta, state.momentum",
         harm="what is written while a version comes cannot be read back",
-        killed_by=(f"{_SAVING_TESTS}::test_what_is_written_is_of_one_moment_though_the_disk_is_slow",),
+        killed_by=(f"{_SAVER_TESTS}::test_what_is_written_is_of_one_moment_though_the_disk_is_slow",),
     ),
     Bug(
         name="a checkpoint that failed counts as written",
-        module=_SAVING,
+        module=_SAVER,
         old='            self._metrics.write("checkpoint-failed", reason=os.strerror(error.errno or 0))\n',
         new='            self._metrics.write("checkpoint-failed", reason=str(setattr(self, "_saved_mark", mark)))\n',
         harm="after a full disk the last state is never saved",
-        killed_by=(f"{_SAVING_TESTS}::test_a_checkpoint_that_a_full_disk_refused_is_written_later",),
+        killed_by=(f"{_SAVER_TESTS}::test_a_checkpoint_that_a_full_disk_refused_is_written_later",),
     ),
     Bug(
         name="a copy that is held up ends all checkpoints",
-        module=_SAVING,
+        module=_SAVER,
         old="            except TimeoutError:\n",
         new="            except ZeroDivisionError:\n",
         harm="after one stall of a minute nothing is saved any more, in silence",
         killed_by=(
-            f"{_SAVING_TESTS}::test_a_copy_that_is_held_up_for_minutes_costs_one_checkpoint_and_not_all_that_follow",
+            f"{_SAVER_TESTS}::test_a_copy_that_is_held_up_for_minutes_costs_one_checkpoint_and_not_all_that_follow",
         ),
     ),
     # -- transfers -----------------------------------------------------------------------------------------------------
     Bug(
         name="a chunk is not compared with what was signed",
-        module=_FETCHING,
+        module=_DOWNLOADS,
         old="if data is None or len(data) != size or not await self._is_listed(download.offer, chunk, data):",
         new="if data is None or len(data) != size:",
         harm="a newcomer takes what a donor's memory has spoilt, and signs nothing that others can follow",
-        killed_by=(f"{_FETCHING_TESTS}::test_a_chunk_that_is_not_what_was_signed_is_taken_from_another",),
+        killed_by=(f"{_DOWNLOADS_TESTS}::test_a_chunk_that_is_not_what_was_signed_is_taken_from_another",),
     ),
     Bug(
         name="a liar is asked again",
-        module=_FETCHING,
+        module=_DOWNLOADS,
         old="        self._distrust.wrong(peer, chunk)\n",
         new="        self._distrust.of(peer)\n",
         harm="a join never ends",
-        killed_by=(f"{_FETCHING_TESTS}::test_a_chunk_that_is_not_what_was_signed_is_taken_from_another",),
+        killed_by=(f"{_DOWNLOADS_TESTS}::test_a_chunk_that_is_not_what_was_signed_is_taken_from_another",),
     ),
     Bug(
         name="a donor is a witness against itself",
@@ -249,11 +249,11 @@ BUGS = (
     ),
     Bug(
         name="a fetched state's proof is not kept",
-        module=_FETCHING,
+        module=_DOWNLOADS,
         old="            if offer.proof.header is not None:\n",
         new="            if False and offer.proof.header is not None:\n",
         harm="who joined cannot help others to join, and its checkpoints cannot be read",
-        killed_by=(f"{_FETCHING_TESTS}::test_who_has_fetched_a_state_can_give_it",),
+        killed_by=(f"{_DOWNLOADS_TESTS}::test_who_has_fetched_a_state_can_give_it",),
     ),
     Bug(
         name="a dropped donor stays in the plan",

@@ -5,7 +5,7 @@ Each names the tests of its rule.
 
 from __future__ import annotations
 
-from p2pdiloco.simulation.planting import Bug
+from p2pdiloco.simulation.planter import Bug
 
 _P = "p2pdiloco.protocol"
 _TESTS = "tests/unit/protocol"
@@ -58,7 +58,7 @@ BUGS = (
     ),
     _bug(
         "an owner names a step that nobody takes",
-        "merging",
+        "merges",
         "step=min(collection.step, core.chains[event.shard].latest_step())",
         "step=collection.step",
         "after a long standstill a shard never moves again",
@@ -91,7 +91,7 @@ BUGS = (
     _bug(
         "a learner is spoken for",
         "carry",
-        "if to_tokens <= max(learner.marks[shard].tokens, self.contributing.ledgers[shard].last):",
+        "if to_tokens <= max(learner.marks[shard].tokens, self.contributions.ledgers[shard].last):",
         "if True:",
         "a forged state costs a learner its progress",
         "test_plausibility.py::test_a_state_that_holds_what_a_learner_never_gave_is_not_taken_by_its_peer",
@@ -162,7 +162,7 @@ BUGS = (
     ),
     _bug(
         "a statement without its base",
-        "signing",
+        "signatures",
         "return _encoder.encode((_CONTRIBUTION, run, shard, base, given))",
         "return _encoder.encode((_CONTRIBUTION, run, shard, given))",
         "what was given once is merged on any head, with values that belong to another",
@@ -170,7 +170,7 @@ BUGS = (
     ),
     _bug(
         "a statement without its tokens",
-        "signing",
+        "signatures",
         "given = (c.learner, c.tokens_from, c.tokens_to, c.steps_from",
         "given = (c.learner, c.tokens_from, c.steps_from",
         "an owner makes heavy what its friends gave",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pdiloco.simulation.planting import Bug
+from p2pdiloco.simulation.planter import Bug
 
 _LINK = "p2pdiloco.training.outer_link"
 _COMPANION = "p2pdiloco.companion"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pdiloco.simulation.planting import Bug
+from p2pdiloco.simulation.planter import Bug
 
 _CERTIFICATES = "p2pdiloco.wire.certificates"
 _STATEMENTS = "p2pdiloco.wire.statements"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from p2pdiloco.simulation.planting import Bug
+from p2pdiloco.simulation.planter import Bug
 
 _EXPORT = "p2pdiloco.training.export"
-_SHARING = "p2pdiloco.training.sharing"
+_SAMPLES = "p2pdiloco.training.samples"
 _NOTICES = "p2pdiloco.node.notices"
 
 _EXPORT_TESTS = "tests/unit/test_training_export.py"
-_SHARING_TESTS = "tests/unit/test_training_sharing.py"
+_SAMPLES_TESTS = "tests/unit/test_training_samples.py"
 _NOTICES_TESTS = "tests/unit/test_node_notices.py"
 _THREADS_TESTS = "tests/unit/test_training_threads.py"
 _FIGURES_TESTS = "tests/unit/test_node_figures.py"
@@ -33,35 +33,35 @@ BUGS = (
     ),
     Bug(
         name="every peer takes every piece",
-        module=_SHARING,
+        module=_SAMPLES,
         old="if owner(tuple({*peers, me}), epoch, piece) == me:",
         new="if True:",
         harm="a second machine adds nothing",
-        killed_by=(f"{_SHARING_TESTS}::test_an_epoch_is_parted_among_those_who_train",),
+        killed_by=(f"{_SAMPLES_TESTS}::test_an_epoch_is_parted_among_those_who_train",),
     ),
     Bug(
         name="who trains is looked at once an epoch",
-        module=_SHARING,
+        module=_SAMPLES,
         old="            me, peers = self._known()\n            if owner",
         new="            me, peers = self.__dict__.setdefault('first', self._known())\n            if owner",
         harm="whoever comes later trains what the others do",
-        killed_by=(f"{_SHARING_TESTS}::test_who_comes_and_goes_changes_what_is_left_of_the_epoch",),
+        killed_by=(f"{_SAMPLES_TESTS}::test_who_comes_and_goes_changes_what_is_left_of_the_epoch",),
     ),
     Bug(
         name="pieces in the same order everywhere",
-        module=_SHARING,
+        module=_SAMPLES,
         old='f"{me}/{epoch}/{piece}"))',
         new='f"{epoch}/{piece}"))',
         harm="peers that do not know each other yet train the same batches",
-        killed_by=(f"{_SHARING_TESTS}::test_no_batch_is_the_same_even_where_samples_are",),
+        killed_by=(f"{_SAMPLES_TESTS}::test_no_batch_is_the_same_even_where_samples_are",),
     ),
     Bug(
         name="ranks of an island draw the same",
-        module=_SHARING,
+        module=_SAMPLES,
         old="islice(self._stream, self._rank, len(self) * self._replicas, self._replicas)",
         new="islice(self._stream, 0, len(self) * self._replicas, self._replicas)",
         harm="the GPUs of a machine train the same samples",
-        killed_by=(f"{_SHARING_TESTS}::test_ranks_of_an_island_divide_what_is_their_peers",),
+        killed_by=(f"{_SAMPLES_TESTS}::test_ranks_of_an_island_divide_what_is_their_peers",),
     ),
     Bug(
         name="the same batches elsewhere are not seen",
@@ -97,10 +97,10 @@ BUGS = (
     ),
     Bug(
         name="checkpoints without a budget",
-        module="p2pdiloco.peer.saving",
+        module="p2pdiloco.peer.saver",
         old="max(LOOK_S, least_s, min(rest_s, every_s))",
         new="max(LOOK_S, min(rest_s, every_s))",
         harm="a small peer writes hundreds of gigabytes a day",
-        killed_by=("tests/unit/test_peer_saving.py::test_what_is_written_a_day_is_budgeted",),
+        killed_by=("tests/unit/test_peer_saver.py::test_what_is_written_a_day_is_budgeted",),
     ),
 )

@@ -6,7 +6,7 @@ What seeds do find stands in ``mutants``.
 from __future__ import annotations
 
 from p2pdiloco.simulation.planted_claims import BUGS as CLAIM_BUGS
-from p2pdiloco.simulation.planting import Bug
+from p2pdiloco.simulation.planter import Bug
 
 _P = "p2pdiloco.protocol"
 _TESTS = "tests/unit/protocol"
@@ -44,7 +44,7 @@ BUGS = (
     ),
     _bug(
         "a sibling of the head is waited for",
-        "adopting",
+        "adoption",
         """            if shard in self.wanted and header.version <= chain.head.version:
                 core.alarms.set(("want", shard), core.now)  # of a sibling fork: nothing that follows ours is on its way
 """,
@@ -54,7 +54,7 @@ BUGS = (
     ),
     _bug(
         "a failed merge drops everybody",
-        "merging",
+        "merges",
         "if culprit is None or peer_of(x) == culprit]",
         "if True]",
         "one learner's bad values cost all others their turn",
@@ -78,7 +78,7 @@ BUGS = (
     ),
     _bug(
         "lighter of two waiting rivals kept",
-        "adopting",
+        "adoption",
         "if other is None or (header.tokens, commit_id(header)) > (other.tokens, commit_id(other)):",
         "if other is None or (header.tokens, commit_id(header)) < (other.tokens, commit_id(other)):",
         "a detour over the lighter fork",
@@ -86,7 +86,7 @@ BUGS = (
     ),
     _bug(
         "owner that departs is not replaced",
-        "contributing",
+        "contributions",
         "if p.target not in able]:",
         "if False]:",
         "a contribution waits for the takeover time of a peer that is gone",
@@ -102,7 +102,7 @@ BUGS = (
     ),
     _bug(
         "what was refused for good is offered again",
-        "contributing",
+        "contributions",
         "if is_heavier(head, pending.contribution.base):",
         "if False:",
         "a slow line carries what nobody can merge",
@@ -110,7 +110,7 @@ BUGS = (
     ),
     _bug(
         "who refused once is never asked again",
-        "contributing",
+        "contributions",
         "pending.beyond &= able",
         "pass",
         "a contribution waits for ever for an owner that came back with an older state",
@@ -118,7 +118,7 @@ BUGS = (
     ),
     _bug(
         "second lap never begins",
-        "contributing",
+        "contributions",
         "            pending.asked.clear()\n        pending.target",
         "            raise AssertionError\n        pending.target",
         "after every owner was asked once nobody is",
@@ -126,15 +126,15 @@ BUGS = (
     ),
     _bug(
         "idle owners are waited for each time",
-        "contributing",
-        "self.core.membership.missed(pending.target, self.core.now, self.merging.takeover_s())",
+        "contributions",
+        "self.core.membership.missed(pending.target, self.core.now, self.merges.takeover_s())",
         "pass",
         "owners that never merge stop the run",
         "test_plausibility.py::test_forty_heavy_owners_that_never_merge_do_not_stop_turns",
     ),
     _bug(
         "early contributions without a budget",
-        "merging",
+        "merges",
         "return waiting <= ",
         "return True or waiting <= ",
         "memory fills with what waits for heads that never come",
@@ -142,7 +142,7 @@ BUGS = (
     ),
     _bug(
         "waiting commits of all shards without a bound",
-        "adopting",
+        "adoption",
         "elif sum(map(len, self.waiting.values())) >= self._most_waiting():",
         "elif False:",
         "memory fills with commits whose parents never come",
@@ -150,7 +150,7 @@ BUGS = (
     ),
     _bug(
         "who was asked in vain is asked again",
-        "adopting",
+        "adoption",
         "if core.now < core.membership.peers[peer].vain_until:",
         "if False:",
         "heads that nobody delivers keep a peer from catching up",
@@ -231,7 +231,7 @@ BUGS = (
     _bug(
         "followers never hear of the end",
         "machine",
-        "self.contributing.adopt_step(membership.furthest_step())",
+        "self.contributions.adopt_step(membership.furthest_step())",
         "pass",
         "who trains nothing stays for ever when the others have gone",
         "test_plausibility.py::test_a_follower_is_where_the_others_say_they_are",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pdiloco.simulation.planting import Bug
+from p2pdiloco.simulation.planter import Bug
 
 _STATE = "p2pdiloco.peer.global_state"
 _SHIFTS = "p2pdiloco.peer.shift_queue"

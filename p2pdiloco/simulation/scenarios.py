@@ -75,7 +75,7 @@ def _until_rest(world: World) -> None:
 
     def is_at_rest(_: Process) -> bool:
         living = world.living()
-        return len({p.heads[0] for p in living}) == 1 and not any(p.machine.contributing.turns[0].open for p in living)
+        return len({p.heads[0] for p in living}) == 1 and not any(p.machine.contributions.turns[0].open for p in living)
 
     _until(world, is_at_rest, 10.0)
 
@@ -96,11 +96,11 @@ def _until(world: World, condition: Callable[[Process], bool], limit_s: float = 
 
 
 def _is_merging(process: Process) -> bool:
-    return bool(process.machine.merging.jobs)
+    return bool(process.machine.merges.jobs)
 
 
 def _is_collecting(process: Process) -> bool:
-    return bool(process.machine.merging.collections[0].given)
+    return bool(process.machine.merges.collections[0].given)
 
 
 def normal_turn(transcript: Transcript) -> World:

@@ -7,12 +7,12 @@ little-endian)::
     codec    uint8    1 = int4, 2 = int8, 3 = bf16, 4 = int2, 5 = e3m0
     block    uint16   elements that share one scale (bf16: 0)
     elements uint32   n, at most 256 Ki
-    symbols  padded with zeros to whole blocks, packed as ``packing`` says   (bf16: n high bytes, n low bytes)
+    symbols  padded with zeros to whole blocks, packed as ``bit_layout`` says   (bf16: n high bytes, n low bytes)
     scales   bfloat16[ceil(n / block)]                                       (bf16: none)
 
 Rules of this file:
 1. A body comes from a hostile peer. Nothing of it is used before the header, the length and every scale are checked:
-   what ``quantize`` makes of it is finite.
+   what ``quantizers`` make of it is finite.
 2. What is opened lives in this thread's scratch (see ``scratch``): use it before opening the next.
 """
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from p2pdiloco.protocol.manifest import Codec
-from p2pdiloco.tensors import kernels, packing
+from p2pdiloco.tensors import bit_layout, kernels
 from p2pdiloco.tensors.recipes import BLOCKS, CHUNK, FORMATS
 from p2pdiloco.tensors.scratch import HEADER, Cut, body_bytes, scratch
 
@@ -97,7 +97,7 @@ def opened(body: Buffer, elements: int) -> tuple[Cut | None, Codec, int]:
     np.copyto(scratch.bytes[: len(raw)], np.frombuffer(raw, dtype=np.uint8))
     if codec == "bf16":
         symbols = scratch.narrow[:elements]
-        packing.join_bytes(scratch.body[HEADER.size : len(raw)].view(2, -1), symbols.view(torch.int16), scratch.work)
+        bit_layout.join_bytes(scratch.body[HEADER.size : len(raw)].view(2, -1), symbols.view(torch.int16), scratch.work)
         if largest_bits(symbols) >= _INFINITE_BITS:
             raise ValueError("the body has a value that is not finite")
         return None, codec, block

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from p2pdiloco.tensors import chunk_bodies, kernels, quantize
+from p2pdiloco.tensors import chunk_bodies, kernels, quantizers
 from p2pdiloco.tensors.recipes import CHUNK
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def step_aside(
     learning_rate: float,
     momentum_factor: float,
 ) -> None:
-    """What ``theta`` and ``momentum`` become with the merged outer gradient of one chunk's body (``quantize``), as
+    """What ``theta`` and ``momentum`` become with the merged outer gradient of one chunk's body (``quantizers``), as
     ``new``; all are float32 [n] of one chunk.
 
     Raises:
@@ -86,7 +86,7 @@ def step_aside(
         vectors = (theta.numpy(), momentum.numpy(), new[0].numpy(), new[1].numpy())
         kernels.step_aside_int4(*fast, *vectors, learning_rate, momentum_factor)
         return
-    gradient = quantize.decode_chunk(body, torch.empty_like(theta))
+    gradient = quantizers.decode_chunk(body, torch.empty_like(theta))
     new[0].copy_(theta)
     new[1].copy_(momentum)
     outer_step(new[0], new[1], gradient, learning_rate=learning_rate, momentum_factor=momentum_factor)

@@ -33,7 +33,7 @@ LARGEST_BODY: Final = HEADER.size + 2 * CHUNK
 
 
 def body_bytes(bits: int, block: int, elements: int) -> int:
-    """The exact length of the body of one chunk of ``elements``; see ``quantize``."""
+    """The exact length of the body of one chunk of ``elements``; see ``quantizers``."""
     if not block:
         return HEADER.size + 2 * elements
     return HEADER.size + -(-elements // block) * (block * bits // 8 + 2)

@@ -24,9 +24,9 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from p2pdiloco.testbed.shaping import PACKET_BYTES
+from p2pdiloco.testbed.queues import PACKET_BYTES
 from p2pdiloco.testbed.topology import Topology
-from p2pdiloco.testbed.verify import OFFERED, Check, down_flows, path_checks, rate_check, up_flows
+from p2pdiloco.testbed.verification import OFFERED, Check, down_flows, path_checks, rate_check, up_flows
 
 HOST = "127.0.0.1"
 SEGMENT_BYTES = 1448

@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterator, Sequence
 import msgspec
 
 from p2pdiloco.testbed.inside import opened_in
-from p2pdiloco.testbed.shaping import PACKET_BYTES
+from p2pdiloco.testbed.queues import PACKET_BYTES
 from p2pdiloco.testbed.topology import address
 
 PORT = 9

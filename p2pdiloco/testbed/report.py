@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from p2pdiloco.testbed.topology import Topology, rate_text
-from p2pdiloco.testbed.verify import Check
+from p2pdiloco.testbed.verification import Check
 
 WRONG = " !"
 

@@ -30,8 +30,8 @@ import msgspec
 
 from p2pdiloco.testbed.kernel import Engine, choose_engine, probe
 from p2pdiloco.testbed.namespaces import PREFIX, TestbedError, configure, listed, need_root, remove
+from p2pdiloco.testbed.queues import set_bucket, set_netem, set_offloads
 from p2pdiloco.testbed.router import RouterPlan, Way
-from p2pdiloco.testbed.shaping import set_bucket, set_netem, set_offloads
 from p2pdiloco.testbed.topology import Change, Route, Topology, address, changed, parse_topology
 from p2pdiloco.testbed.wiring import join_pop, start_router, wire_pop, wire_site
 

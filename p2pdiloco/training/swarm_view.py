@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset, Subset
 
 from p2pdiloco.training.outer_link import OuterLink
-from p2pdiloco.training.sharing import FirstBatches, OwnSamples, share_loader
+from p2pdiloco.training.samples import FirstBatches, OwnSamples, share_loader
 
 log = logging.getLogger("p2pdiloco")
 
@@ -54,7 +54,7 @@ class SwarmView:
 
     def sampler(self, dataset: Any) -> OwnSamples:
         """For ``DataLoader(dataset, sampler=...)``: samples that no other peer takes in this epoch of the swarm,
-        following who comes and goes (``sharing.py``). Its passes are as long as ``dataset``."""
+        following who comes and goes (``samples.py``). Its passes are as long as ``dataset``."""
         return OwnSamples(len(dataset), self._known)
 
     def shard(self, dataset: Dataset[Any]) -> Dataset[Any]:

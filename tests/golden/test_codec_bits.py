@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from p2pdiloco.protocol.manifest import Codec
-from p2pdiloco.tensors.quantize import CHUNK, decode_chunks, encode_chunks, recipe
+from p2pdiloco.tensors.quantizers import CHUNK, decode_chunks, encode_chunks, recipe
 
 ELEMENTS = CHUNK + 3 * 256 + 17
 

@@ -17,7 +17,7 @@ import uvloop
 from waiting import until, until_async
 
 from p2pdiloco.protocol.identifiers import PeerId, RunId
-from p2pdiloco.runtime import confine, daemon, dht
+from p2pdiloco.runtime import confinement, daemon, dht
 from p2pdiloco.runtime import directory as module
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.identity import Identity
@@ -198,7 +198,7 @@ def test_a_killed_daemon_is_started_again(run: Callable[[Main], None]) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_the_daemon_has_few_rights_and_works(run: Callable[[Main], None]) -> None:
-    """What runtime/confine.py promises, as the kernel tells it."""
+    """What runtime/confinement.py promises, as the kernel tells it."""
 
     async def main() -> None:
         async with member() as boot, member(where(boot)) as ann:
@@ -210,8 +210,8 @@ def test_the_daemon_has_few_rights_and_works(run: Callable[[Main], None]) -> Non
             assert status["NoNewPrivs"] == "1"
             limits = {line[:25].strip(): line[25:].split()[:2] for line in (told / "limits").read_text().splitlines()}
             for name, most in (
-                ("Max address space", confine.ADDRESS_BYTES),
-                ("Max open files", confine.FILES),
+                ("Max address space", confinement.ADDRESS_BYTES),
+                ("Max open files", confinement.FILES),
                 ("Max file size", 0),
                 ("Max core file size", 0),
                 ("Max processes", 10**6),

@@ -16,9 +16,9 @@ import torch
 import uvloop
 from waiting import until
 
-from p2pdiloco.node.founding import version_zero
+from p2pdiloco.node.foundation import version_zero
 from p2pdiloco.node.node import Node
-from p2pdiloco.peer import answering, arrivals, incoming
+from p2pdiloco.peer import arrivals, kept_shards, respondent
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.chain import genesis_head
@@ -129,15 +129,15 @@ def test_what_a_peer_brings_is_not_kept_beside_the_state(tmp_path: Path) -> None
 def lie_about_chunks(donor: Node) -> None:
     """Whatever chunk it is asked for, it sends another. (What it *has* it would find spoilt itself, and hand out none
     of it.)"""
-    serving = donor.peer._answering._serving
-    honest = serving.chunk
+    copies = donor.peer._respondent._donor
+    honest = copies.chunk
 
     async def chunk(shard: ShardId, head: Digest, chunk: int) -> memoryview:
         data = bytearray(await honest(shard, head, chunk))
         data[0] ^= 1
         return memoryview(data)
 
-    serving.chunk = chunk  # type: ignore[method-assign]
+    copies.chunk = chunk  # type: ignore[method-assign]
 
 
 def test_a_newcomer_takes_from_all_donors_and_refuses_the_chunks_of_a_liar(tmp_path: Path) -> None:
@@ -184,13 +184,13 @@ def test_a_newcomer_that_is_cut_off_goes_on_with_what_it_has(tmp_path: Path, mon
     async def scenario(donors: list[Node], stack: AsyncExitStack) -> None:
         async with peer(folder, None) as newcomer:
             await meet(newcomer, donors)
-            await until(lambda: len(list((folder / incoming.INCOMING).glob(f"*{incoming.SUFFIX}"))) >= 3, WAIT_S)
+            await until(lambda: len(list((folder / kept_shards.INCOMING).glob(f"*{kept_shards.SUFFIX}"))) >= 3, WAIT_S)
             assert not newcomer.peer.machine.core.is_current
-        files = sorted((folder / incoming.INCOMING).glob(f"*{incoming.SUFFIX}"))
+        files = sorted((folder / kept_shards.INCOMING).glob(f"*{kept_shards.SUFFIX}"))
         spoilt = bytearray(files[0].read_bytes())
         spoilt[-1] ^= 1
         files[0].write_bytes(spoilt)
-        kept = incoming.load(folder / incoming.INCOMING, MANIFEST)
+        kept = kept_shards.load(folder / kept_shards.INCOMING, MANIFEST)
         assert kept is not None
         assert len(kept.shards) == len(files) - 1
         before = len(events(folder, "fetched"))
@@ -199,7 +199,7 @@ def test_a_newcomer_that_is_cut_off_goes_on_with_what_it_has(tmp_path: Path, mon
         await is_current(again)
         assert has_all(again)
         assert len(events(folder, "fetched")) - before == SHARDS - len(kept.shards)
-        await until(lambda: not (folder / incoming.INCOMING).exists(), WAIT_S)
+        await until(lambda: not (folder / kept_shards.INCOMING).exists(), WAIT_S)
         assert list((folder / "checkpoint").glob("state-*.json"))
 
     with_donors(tmp_path, 2, scenario)
@@ -211,16 +211,16 @@ def test_what_is_no_downloaded_shard_is_removed(tmp_path: Path, body: bytes) -> 
     path.write_bytes(body)
     (tmp_path / "shard-x.state").write_bytes(body)
     (tmp_path / "shard-00000099.state").write_bytes(body)
-    assert incoming.load(tmp_path, MANIFEST) is None
+    assert kept_shards.load(tmp_path, MANIFEST) is None
     assert not list(tmp_path.iterdir())
 
 
 def test_chunks_wait_for_what_the_donor_itself_has_to_send(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answering, "YIELD_MOST_S", WAIT_S)
+    monkeypatch.setattr(respondent, "YIELD_MOST_S", WAIT_S)
     question = encode(GetChunk(ShardId(0), HEAD.id, 0))
 
     async def scenario(donors: list[Node], stack: AsyncExitStack) -> None:
-        waiting, looks = [10 * answering.LITTLE_BYTES], 0
+        waiting, looks = [10 * respondent.LITTLE_BYTES], 0
 
         def queued_bytes(peer: PeerId) -> int:
             nonlocal looks

@@ -20,7 +20,7 @@ from pathlib import Path
 from random import Random
 
 from p2pdiloco.simulation import planted, planted_rules
-from p2pdiloco.simulation.planting import plant
+from p2pdiloco.simulation.planter import plant
 from tests.mutation import baseline
 from tests.mutation.gate import PACKAGES, Result, ScoreCard, judge_again, judge_sample, reach_of
 from tests.mutation.reach import SUITES

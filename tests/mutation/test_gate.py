@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from p2pdiloco.simulation import planted, planted_rules
-from p2pdiloco.simulation.planting import Bug, PlantingError, change_on_import, plant, planted_source, source_of
+from p2pdiloco.simulation.planter import Bug, PlantingError, change_on_import, plant, planted_source, source_of
 from tests.mutation.operators import mutants_of, mutated
 
 BUGS = planted.BUGS + planted_rules.BUGS

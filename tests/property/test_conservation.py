@@ -27,7 +27,7 @@ from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.identifiers import FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
-from p2pdiloco.tensors import digests, quantize
+from p2pdiloco.tensors import digests, quantizers
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.outer_link import OuterLink
 from p2pdiloco.training.parameters import FlatParameters
@@ -399,7 +399,7 @@ def single(values: np.ndarray) -> Tensor:
 
 def encoded(values: np.ndarray) -> bytes:
     """A payload of somebody else's."""
-    bodies = quantize.encode_chunks(quantize.recipe("bf16"), single(values))
+    bodies = quantizers.encode_chunks(quantizers.recipe("bf16"), single(values))
     payload = compression.join([bytes(body) for body in bodies])
     assert np.array_equal(decoded(payload), values)
     return payload
@@ -407,5 +407,5 @@ def encoded(values: np.ndarray) -> bytes:
 
 def decoded(payload: bytes) -> np.ndarray:
     """Its values."""
-    bodies = compression.split(payload, 1, quantize.LARGEST_BODY)
-    return quantize.decode_chunks(bodies, torch.empty(ELEMENTS)).numpy().astype(np.float64)
+    bodies = compression.split(payload, 1, quantizers.LARGEST_BODY)
+    return quantizers.decode_chunks(bodies, torch.empty(ELEMENTS)).numpy().astype(np.float64)

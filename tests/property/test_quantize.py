@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from p2pdiloco.protocol.manifest import Codec
 from p2pdiloco.tensors import kernels
-from p2pdiloco.tensors.quantize import (
+from p2pdiloco.tensors.quantizers import (
     BLOCK,
     CHUNK,
     LARGEST_BODY,

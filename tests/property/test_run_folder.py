@@ -33,7 +33,7 @@ from p2pdiloco.node.run_folder import (
 from p2pdiloco.peer.checkpoint import CheckpointError, load, save
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.peer.signatures import signed
-from p2pdiloco.protocol import signing
+from p2pdiloco.protocol import signatures
 from p2pdiloco.protocol.blocks import Trained
 from p2pdiloco.protocol.chain import genesis_head, record_of
 from p2pdiloco.protocol.events import Mark, ShardState
@@ -110,7 +110,7 @@ class Peer:
             record=record_of(dict(marks), Trained()),
         )
         head = Head(piece.shard, version, commit_id(header), header.tokens)
-        signature = OURS.sign(signing.commit(head.id))
+        signature = OURS.sign(signatures.commit(head.id))
         self.shards[shard] = StateProof(ShardState(head, header.step, marks), header, signature)
         self.world.signed.append((shard, version, head.id))
 

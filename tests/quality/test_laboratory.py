@@ -22,7 +22,7 @@ from p2pdiloco.peer.shift_queue import Moves
 from p2pdiloco.protocol.identifiers import FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
-from p2pdiloco.tensors.merging import token_weight
+from p2pdiloco.tensors.merge import token_weight
 from p2pdiloco.training.corpus_files import Corpus
 from p2pdiloco.training.optimizers import inner_optimizers
 from p2pdiloco.training.parameters import FlatParameters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from p2pdiloco.net.meter import DEBT_S, SLICE_LEAST, SLICE_MOST, SLICE_UNLIMITED, Meter, slice_bytes
-from p2pdiloco.net.sharing import Sharing, pacing_rates
+from p2pdiloco.net.shares import Shares, pacing_rates
 
 MB = 1_000_000
 
@@ -69,80 +69,80 @@ def test_slices_are_short_in_time_within_their_bounds() -> None:
     assert slice_bytes(50 * MB) == 100_000
 
 
-def serve(sharing: Sharing[str], owners: dict[str, str], seconds: float, start: float = 0.0) -> dict[str, int]:
+def serve(shares: Shares[str], owners: dict[str, str], seconds: float, start: float = 0.0) -> dict[str, int]:
     """Everybody always has something; bytes sent by member."""
     now, sent = start, dict.fromkeys(owners, 0)
     while now < start + seconds:
-        while (choice := sharing.next(now)) is not None:
+        while (choice := shares.next(now)) is not None:
             member, most = choice
-            sharing.charge(owners[member], member, most, now)
+            shares.charge(owners[member], member, most, now)
             sent[member] += most
-        at = sharing.next_at()
+        at = shares.next_at()
         assert at is not None
         now = max(at, now) + 1e-6
     return sent
 
 
 def test_peers_share_equally_and_their_connections_among_themselves() -> None:
-    sharing: Sharing[str] = Sharing(10.0 * MB)
+    shares: Shares[str] = Shares(10.0 * MB)
     owners = {"a1": "a", "a2": "a", "a3": "a", "b1": "b"}
     for member, peer in owners.items():
-        sharing.add(peer, member)
-    sent = serve(sharing, owners, 2.0)
+        shares.add(peer, member)
+    sent = serve(shares, owners, 2.0)
     assert sent["b1"] == pytest.approx(10 * MB, rel=0.02)
     for member in ("a1", "a2", "a3"):
         assert sent[member] == pytest.approx(10 * MB / 3, rel=0.03)
 
 
 def test_a_cap_leaves_the_rest_to_the_others() -> None:
-    sharing: Sharing[str] = Sharing(10.0 * MB)
+    shares: Shares[str] = Shares(10.0 * MB)
     owners = {"a1": "a", "b1": "b", "c1": "c"}
     for member, peer in owners.items():
-        sharing.add(peer, member)
-    sharing.set_cap("a", 1.0 * MB, 0.0)
-    sent = serve(sharing, owners, 2.0)
+        shares.add(peer, member)
+    shares.set_cap("a", 1.0 * MB, 0.0)
+    sent = serve(shares, owners, 2.0)
     assert sent["a1"] == pytest.approx(2 * MB, rel=0.03)
     assert sent["b1"] == pytest.approx(9 * MB, rel=0.03)
-    sharing.set_cap("a", None, 2.0)
-    sent = serve(sharing, owners, 3.0, start=2.0)
+    shares.set_cap("a", None, 2.0)
+    sent = serve(shares, owners, 3.0, start=2.0)
     assert sent["a1"] == pytest.approx(10 * MB, rel=0.03)
 
 
 def test_who_comes_back_from_a_pause_has_saved_nothing_up() -> None:
-    sharing: Sharing[str] = Sharing(10.0 * MB)
-    sharing.add("b", "b1")
-    serve(sharing, {"b1": "b"}, 5.0)
-    sharing.add("a", "a1")
-    sent = serve(sharing, {"a1": "a", "b1": "b"}, 1.0, start=5.0)
+    shares: Shares[str] = Shares(10.0 * MB)
+    shares.add("b", "b1")
+    serve(shares, {"b1": "b"}, 5.0)
+    shares.add("a", "a1")
+    sent = serve(shares, {"a1": "a", "b1": "b"}, 1.0, start=5.0)
     assert sent["a1"] == pytest.approx(sent["b1"], rel=0.03)
 
 
 def test_control_counts_so_that_bulk_yields() -> None:
-    sharing: Sharing[str] = Sharing(1.0 * MB)
-    sharing.add("a", "a1")
+    shares: Shares[str] = Shares(1.0 * MB)
+    shares.add("a", "a1")
     for tenth in range(10):
-        sharing.charge("a", None, 50_000, tenth / 10)
-        serve(sharing, {"a1": "a"}, 0.1, start=tenth / 10)
-    sharing.charge("stranger", None, 50_000, 1.0)
-    assert sum(serve(sharing, {"a1": "a"}, 0.5, start=1.0).values()) == pytest.approx(450_000, rel=0.05)
+        shares.charge("a", None, 50_000, tenth / 10)
+        serve(shares, {"a1": "a"}, 0.1, start=tenth / 10)
+    shares.charge("stranger", None, 50_000, 1.0)
+    assert sum(serve(shares, {"a1": "a"}, 0.5, start=1.0).values()) == pytest.approx(450_000, rel=0.05)
 
 
 def test_without_a_budget_everybody_may_always_send() -> None:
-    sharing: Sharing[str] = Sharing()
-    assert sharing.next(0.0) is None
-    sharing.add("a", "a1")
-    sharing.add("b", "b1")
+    shares: Shares[str] = Shares()
+    assert shares.next(0.0) is None
+    shares.add("a", "a1")
+    shares.add("b", "b1")
     chosen = []
     for _ in range(6):
-        choice = sharing.next(0.0)
+        choice = shares.next(0.0)
         assert choice is not None
         chosen.append(choice[0])
-        sharing.charge(choice[0][0], choice[0], choice[1], 0.0)
+        shares.charge(choice[0][0], choice[0], choice[1], 0.0)
     assert chosen == ["a1", "b1"] * 3
-    sharing.remove("a", "a1")
-    sharing.forget("b")
-    assert sharing.next(1.0) is None
-    assert sharing.next_at() is None
+    shares.remove("a", "a1")
+    shares.forget("b")
+    assert shares.next(1.0) is None
+    assert shares.next_at() is None
 
 
 def test_pacing_is_the_equal_share_or_what_the_others_leave() -> None:

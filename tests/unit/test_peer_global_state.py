@@ -18,11 +18,11 @@ from p2pdiloco.peer.shift_queue import Moves, Shifts
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
-from p2pdiloco.tensors import digests, quantize
+from p2pdiloco.tensors import digests, quantizers
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire import compression
 
-ELEMENTS = 2 * quantize.CHUNK + 1000
+ELEMENTS = 2 * quantizers.CHUNK + 1000
 SHARD = ShardId(0)
 FRAGMENT = FragmentId(0)
 ME = LearnerId("me/1")
@@ -35,8 +35,8 @@ def bell(seed: int, scale: float = 1e-3) -> Tensor:
 
 
 def decoded(payload: bytes) -> Tensor:
-    bodies = compression.split(payload, quantize.chunk_count(ELEMENTS), quantize.LARGEST_BODY)
-    return quantize.decode_chunks(bodies, torch.empty(ELEMENTS))
+    bodies = compression.split(payload, quantizers.chunk_count(ELEMENTS), quantizers.LARGEST_BODY)
+    return quantizers.decode_chunks(bodies, torch.empty(ELEMENTS))
 
 
 class Peer:
@@ -191,7 +191,7 @@ def test_several_contributions_are_settled_and_restored_at_once(peers: tuple[Pee
     donor.apply(*donor.merge([payloads[0]]))
     chunk = torch.empty(2 * ELEMENTS)
     head, listed = donor.state.copy(SHARD, chunk)
-    mine.state.stage(SHARD, head, torch.split(chunk, 2 * quantize.CHUNK), listed)
+    mine.state.stage(SHARD, head, torch.split(chunk, 2 * quantizers.CHUNK), listed)
     mine.state.install(SHARD, head, Moves(ME, payloads[:2], payloads[2:], False))
     settled, restored = decoded(payloads[0]) + decoded(payloads[1]), decoded(payloads[2]) + decoded(payloads[3])
     assert torch.allclose(mine.vectors.shift, mine.state.theta - before + settled - restored, atol=1e-7)
@@ -250,7 +250,7 @@ def test_a_fetched_state_gives_back_what_a_fork_had_merged(peers: tuple[Peer, Pe
     donor.apply(*donor.merge([mine.contribute(bell(2))]))
     travelling = torch.empty(2 * donor.state.theta.numel())
     head, listed = donor.state.copy(SHARD, travelling)
-    chunks = torch.split(travelling, 2 * quantize.CHUNK)
+    chunks = torch.split(travelling, 2 * quantizers.CHUNK)
     assert b"".join(bytes.fromhex(digest_of(chunk.numpy().data.cast("B"))) for chunk in chunks) == listed
     mine.state.stage(SHARD, head, chunks, listed)
     assert mine.state.install(SHARD, head, Moves(ME, (), (payload,), False)) == Shifts((SHARD,), ())
@@ -263,7 +263,7 @@ def test_a_fetched_state_gives_back_what_a_fork_had_merged(peers: tuple[Peer, Pe
 @pytest.mark.parametrize("chunk", [0, 1, 2])
 def test_a_difference_is_found_once_its_chunk_is_looked_at(peers: tuple[Peer, Peer], chunk: int) -> None:
     owner, other = peers
-    other.state.theta[chunk * quantize.CHUNK + 7] += 1.0
+    other.state.theta[chunk * quantizers.CHUNK + 7] += 1.0
     refused = []
     for _ in range(3):
         header, merged = owner.merge([owner.contribute(bell(5))])
@@ -295,7 +295,7 @@ def test_a_commit_that_promises_another_result_is_the_owners_fault(peers: tuple[
 def test_an_owner_does_not_sign_what_follows_from_a_spoilt_state(peers: tuple[Peer, Peer]) -> None:
     owner, _ = peers
     given = owner.contribute(bell(5))
-    owner.state.momentum[quantize.CHUNK + 3] += 1.0
+    owner.state.momentum[quantizers.CHUNK + 3] += 1.0
     with pytest.raises(SpoiltStateError, match="chunk 1 of shard 0"):
         owner.merge([given])
 
@@ -321,7 +321,7 @@ def test_a_repair_moves_the_learner_only_if_it_may_have_seen_the_difference(
         spoilt.state.copy(shard, torch.empty(2 * ELEMENTS))  # nobody is served from it
     out = torch.empty(2 * ELEMENTS)
     _, listed = donor.state.copy(shard, out)
-    sizes = [2 * min(quantize.CHUNK, ELEMENTS - start) for start in range(0, ELEMENTS, quantize.CHUNK)]
+    sizes = [2 * min(quantizers.CHUNK, ELEMENTS - start) for start in range(0, ELEMENTS, quantizers.CHUNK)]
     spoilt.state.stage(shard, head, out.split(sizes), listed)
     shifts = spoilt.state.install(shard, head, Moves(ME, (), (), is_reset=False))
     assert torch.equal(spoilt.state.theta, donor.state.theta)
@@ -371,7 +371,7 @@ def test_only_the_state_that_was_fetched_last_is_installed(peers: tuple[Peer, Pe
     before = mine.state.theta.clone()
     for staged, wanted in ((head, digest_of(b"another")), (None, head)):
         if staged is not None:
-            mine.state.stage(SHARD, staged, torch.split(chunk, 2 * quantize.CHUNK), listed)
+            mine.state.stage(SHARD, staged, torch.split(chunk, 2 * quantizers.CHUNK), listed)
         with pytest.raises(StaleBaseError, match="not at hand"):
             mine.state.install(SHARD, wanted, NOTHING)
     assert torch.equal(mine.state.theta, before)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from actors import FOUNDER, make_manifest
 
-from p2pdiloco.peer import incoming
+from p2pdiloco.peer import kept_shards
 from p2pdiloco.peer.offers import checked_offer, chunk_sizes
 from p2pdiloco.peer.proofs import proven_digest
 from p2pdiloco.peer.signatures import signed
-from p2pdiloco.protocol import signing
+from p2pdiloco.protocol import signatures
 from p2pdiloco.protocol.blocks import Block, Trained
 from p2pdiloco.protocol.chain import genesis_head, record_of
 from p2pdiloco.protocol.events import Mark, ShardState
@@ -53,7 +53,7 @@ HEADER = CommitHeader(
 def proof_of(header: CommitHeader = HEADER, signer: Identity = OWNER, **head: object) -> StateProof:
     """A sound proof of ``header``, but for changes of its head."""
     named = Head(header.shard, header.version, commit_id(header), header.tokens)
-    signature = signer.sign(signing.commit(named.id))
+    signature = signer.sign(signatures.commit(named.id))
     return StateProof(ShardState(msgspec.structs.replace(named, **head), header.step, MARKS), header, signature)
 
 
@@ -140,14 +140,14 @@ def keep(folder: Path) -> Path:
         span = slice(at, at + size // 8)
         chunks.append(torch.cat((THETA[span], MOMENTUM[span])))
         at = span.stop
-    incoming.keep(folder, StateOffer(proof_of(), LISTED), chunks)
+    kept_shards.keep(folder, StateOffer(proof_of(), LISTED), chunks)
     (path,) = folder.iterdir()
     return path
 
 
 def test_what_was_kept_is_read_back_in_its_place(tmp_path: Path) -> None:
     keep(tmp_path)
-    found = incoming.load(tmp_path, MANIFEST)
+    found = kept_shards.load(tmp_path, MANIFEST)
     assert found is not None
     assert found.shards == (proof_of(),)
     piece = LAYOUT.shards[SHARD]
@@ -155,8 +155,8 @@ def test_what_was_kept_is_read_back_in_its_place(tmp_path: Path) -> None:
     assert torch.equal(found.momentum[piece.start : piece.stop], MOMENTUM)
     assert not found.theta[: piece.start].any()
     assert not found.momentum[: piece.start].any()
-    incoming.clear(tmp_path)
-    assert incoming.load(tmp_path, MANIFEST) is None
+    kept_shards.clear(tmp_path)
+    assert kept_shards.load(tmp_path, MANIFEST) is None
 
 
 @pytest.mark.parametrize("damage", ["first bit", "last bit", "cut", "empty", "length", "other shard", "no such shard"])
@@ -179,7 +179,7 @@ def test_what_was_spoilt_on_the_disk_is_removed_and_not_used(tmp_path: Path, dam
         case "no such shard":
             path = path.rename(path.with_name(path.name.replace("1", "2")))
     path.write_bytes(data)
-    assert incoming.load(tmp_path, MANIFEST) is None
+    assert kept_shards.load(tmp_path, MANIFEST) is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -187,5 +187,5 @@ def test_what_a_crash_left_half_written_is_swept_and_the_rest_is_used(tmp_path: 
     path = keep(tmp_path)
     (tmp_path / ".shard-00000000.state.part").write_bytes(b"half")
     (tmp_path / "shard-x.state").write_bytes(b"")
-    assert incoming.load(tmp_path, MANIFEST) is not None
+    assert kept_shards.load(tmp_path, MANIFEST) is not None
     assert list(tmp_path.iterdir()) == [path]

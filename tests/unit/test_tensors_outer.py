@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from p2pdiloco.protocol.manifest import Codec
-from p2pdiloco.tensors import kernels, quantize
+from p2pdiloco.tensors import kernels, quantizers
 from p2pdiloco.tensors.outer import outer_step, outer_step_by_torch, step_and_hand_over, step_aside
 
 
@@ -65,8 +65,8 @@ def test_a_body_is_taken_and_looked_at_with_the_same_bits(elements: int, codec: 
     """With and without an own contribution, handed over anew or added; against decoding, stepping, adding."""
     vectors = [torch.randn(elements, generator=torch.Generator().manual_seed(i)) for i in range(5)]
     theta, momentum, gradient, contribution, buffer = vectors
-    body, own = (bytes(quantize.encode_chunk(quantize.recipe(codec), v)) for v in (gradient, contribution))
-    change = quantize.decode_chunk(body, torch.empty(elements))
+    body, own = (bytes(quantizers.encode_chunk(quantizers.recipe(codec), v)) for v in (gradient, contribution))
+    change = quantizers.decode_chunk(body, torch.empty(elements))
     new_theta, new_momentum = theta.clone(), momentum.clone()
     outer_step(new_theta, new_momentum, change, learning_rate=0.7, momentum_factor=0.9)
     aside = torch.empty(elements), torch.empty(elements)
@@ -74,7 +74,7 @@ def test_a_body_is_taken_and_looked_at_with_the_same_bits(elements: int, codec: 
     assert torch.equal(aside[0], new_theta)
     assert torch.equal(aside[1], new_momentum)
     for mine, is_added in ((None, False), (own, False), (own, True)):
-        moved = change + quantize.decode_chunk(own, torch.empty(elements)) if mine else change
+        moved = change + quantizers.decode_chunk(own, torch.empty(elements)) if mine else change
         expected = buffer + moved if is_added else moved
         t, m, to = theta.clone(), momentum.clone(), buffer.clone()
         is_done = step_and_hand_over(body, mine, t, m, to, is_added=is_added, learning_rate=0.7, momentum_factor=0.9)

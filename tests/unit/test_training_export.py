@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import p2pdiloco
-from p2pdiloco.node.founding import make_manifest
+from p2pdiloco.node.foundation import make_manifest
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import LoraConfig, Manifest, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.training.export import ABOUT, About, ExportError, Format, byte_tokenizer, export
-from p2pdiloco.training.generating import Sampling, continue_with, continue_with_export
+from p2pdiloco.training.generation import Sampling, continue_with, continue_with_export
 from p2pdiloco.training.trainable import embedding_names, trainable
 from p2pdiloco.training.transformer import build_model
 

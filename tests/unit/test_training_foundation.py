@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from p2pdiloco.node.founding import ConfigError, found_from_script
+from p2pdiloco.node.foundation import ConfigError, found_from_script
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.training import foundation

@@ -1,4 +1,4 @@
-"""What is measured is judged: pure parts of verify, shaping and kernel."""
+"""What is measured is judged: pure parts of verification, queues and kernel."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 
 from p2pdiloco.testbed.kernel import Kernel, choose_engine
 from p2pdiloco.testbed.namespaces import TestbedError
+from p2pdiloco.testbed.queues import burst_bytes, queue_bytes
 from p2pdiloco.testbed.report import matrix
-from p2pdiloco.testbed.shaping import burst_bytes, queue_bytes
 from p2pdiloco.testbed.topology import parse_topology
-from p2pdiloco.testbed.verify import down_flows, loss_check, path_checks, rate_check, up_flows
+from p2pdiloco.testbed.verification import down_flows, loss_check, path_checks, rate_check, up_flows
 
 THREE = parse_topology(
     'name = "x"\n[defaults]\nup = "50mbit"\ndown = "200mbit"\n[[site]]\nname = "a"\n[[site]]\nname = "b"\n'

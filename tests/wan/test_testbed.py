@@ -22,9 +22,9 @@ from p2pdiloco.testbed.inside import command
 from p2pdiloco.testbed.kernel import choose_engine, probe
 from p2pdiloco.testbed.measure import Flow, arriving
 from p2pdiloco.testbed.namespaces import TestbedError, configure, create, listed, processes_in, remove
-from p2pdiloco.testbed.shaping import set_bucket
+from p2pdiloco.testbed.queues import set_bucket
 from p2pdiloco.testbed.trace import play
-from p2pdiloco.testbed.verify import LinkOffError, must_agree
+from p2pdiloco.testbed.verification import LinkOffError, must_agree
 
 pytestmark = pytest.mark.xdist_group("wan")  # namespaces are the machine's
 

@@ -131,7 +131,7 @@ def test_who_hears_of_a_heavier_head_asks_for_what_follows_its_own_after_the_com
         "in a refusal": msg.Refused(SHARD, stage.head().id, "stale", theirs),
     }
     effects = stage.hear(B, says[how])
-    patience_s = stage.machine.merging.commit_patience_s()
+    patience_s = stage.machine.merges.commit_patience_s()
     assert not sent(effects + stage.wait(patience_s - 0.01), msg.CommitsRequest)
     assert sent(stage.wait(0.02), msg.CommitsRequest) == [(B, msg.CommitsRequest(SHARD, stage.head().id))]
 
@@ -331,9 +331,9 @@ def test_a_repair_is_asked_for_until_it_comes_and_who_is_alone_goes_on() -> None
     for _ in range(40):
         stage.tell(ev.Failed("fetch", SHARD, first.peer, "it has another head"))
         stage.wait(1.0)
-    assert not stage.machine.adopting.repairing, "nobody has this head"
+    assert not stage.machine.adoption.repairing, "nobody has this head"
     assert not only(stage.wait(5.0), ef.Fetch)
 
     alone = Stage()
     assert not only(alone.tell(SPOILT) + alone.wait(3.0), ef.Fetch)
-    assert not alone.machine.adopting.repairing
+    assert not alone.machine.adoption.repairing

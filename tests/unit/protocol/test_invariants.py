@@ -208,7 +208,7 @@ def test_queues_logs_and_buffers_stay_within_their_bounds(story: Story) -> None:
     for process in story.world.living():
         process.machine.check_invariants()
         assert len(process.machine.core.chains[SHARD].log) <= LOG_LENGTH
-        assert len(process.machine.contributing.ledgers[SHARD].edges) <= LOG_LENGTH
+        assert len(process.machine.contributions.ledgers[SHARD].edges) <= LOG_LENGTH
     assert story.witness.largest <= 3 * LOG_LENGTH + 2 * len(PEERS)
 
 

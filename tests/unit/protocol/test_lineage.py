@@ -13,7 +13,7 @@ from p2pdiloco.peer.signatures import signed
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol import signing
+from p2pdiloco.protocol import signatures
 from p2pdiloco.protocol.identifiers import Digest, PeerId, RunId, ShardId, learner_id
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
@@ -34,7 +34,7 @@ def line(length: int, by: Identity = ANN) -> list[SignedCommit]:
         mine = Contributor(learner_id(ANN.peer_id, "1"), 40 * number, 40 * number + 40, 4 * number, 4 * number + 4)
         given = signed(by, RUN, SHARD, head.id, mine, digest("payload"))
         header = commit_on(head, given, owner=ANN.peer_id)
-        found.append(SignedCommit(header, ANN.sign(signing.commit(commit_id(header)))))
+        found.append(SignedCommit(header, ANN.sign(signatures.commit(commit_id(header)))))
         head = head_of(header)
     return found
 
@@ -42,7 +42,7 @@ def line(length: int, by: Identity = ANN) -> list[SignedCommit]:
 def ours(header: CommitHeader, **changes: Any) -> SignedCommit:
     """Another commit in its place, signed by its owner."""
     changed = msgspec.structs.replace(header, **changes)
-    return SignedCommit(changed, ANN.sign(signing.commit(commit_id(changed))))
+    return SignedCommit(changed, ANN.sign(signatures.commit(commit_id(changed))))
 
 
 def test_a_lineage_is_an_unbroken_line_of_signed_commits() -> None:
@@ -203,9 +203,9 @@ def test_what_was_approved_once_is_taken_when_it_is_there() -> None:
     stage = newcomer(B)
     stage.hear(B, msg.Heads((HONEST[0],), 0))
     stage.tell(ev.StateOffered(B, FORGED, ()))
-    assert stage.machine.adopting.lineage.refusal(FORGED)
+    assert stage.machine.adoption.lineage.refusal(FORGED)
     stage.tell(ev.StateOffered(B, HONEST[0], ()))
-    assert stage.machine.adopting.lineage.refusal(HONEST[0]) is None
+    assert stage.machine.adoption.lineage.refusal(HONEST[0]) is None
     for head in (*HONEST, FORGED):
         stage.hear(B, msg.Heads((head,), 0))
     bring(stage, HONEST[0])

@@ -65,7 +65,7 @@ def test_a_claim_moves_the_step_by_two_turns_at_most(kind: int, step: int) -> No
     for _ in range(100):
         stage.hear(B, claims_of_b(stage, step)[kind])
     assert step_of(stage) <= BURST
-    assert stage.machine.contributing.turns[0].step <= BURST
+    assert stage.machine.contributions.turns[0].step <= BURST
     effects = stage.work(stage.offer(C) + stage.wait(8.0))
     headers = [commit.header for _, commit in sent(effects, msg.Commit)]
     assert headers
@@ -230,7 +230,7 @@ def test_who_holds_more_than_a_contribution_declares_the_last_of_it() -> None:
     assert [apply.settled for apply in only(effects, ef.Apply)] == [(given.payload,)]
     assert stage.machine.status().tokens_unmerged == 0
     stage.work(stage.train(4))
-    later = stage.machine.contributing.pending[SHARD].contribution
+    later = stage.machine.contributions.pending[SHARD].contribution
     assert bare(later.contributor) == Contributor(life(A), 10_000, 10_040, 1000, 1004)
 
 
@@ -275,7 +275,7 @@ def test_an_owner_that_lets_the_takeover_time_pass_owns_last_for_a_while() -> No
     """P4b: four times as long each time; a commit of its makes up for it."""
     stage = Stage(B, C, owners="bca")
     stage.give()
-    takeover_s = stage.machine.merging.takeover_s()
+    takeover_s = stage.machine.merges.takeover_s()
     stage.wait(takeover_s + 0.6)
     weights = dict(stage.machine.core.membership.candidates)
     assert weights[B] < 1e-6 < weights[C]

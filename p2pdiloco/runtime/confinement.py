@@ -1,4 +1,4 @@
-"""Run a program with as little as the system allows: ``python -I -S confine.py PROGRAM ARGUMENT ...``.
+"""Run a program with as little as the system allows: ``python -I -S confinement.py PROGRAM ARGUMENT ...``.
 
 p2pd, libp2p's daemon, is a Go binary of others that faces the internet in every peer. It needs memory, sockets and
 threads, and nothing else. What is set here it cannot take back:

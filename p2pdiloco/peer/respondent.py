@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from p2pdiloco.peer.donor import Donor
 from p2pdiloco.peer.driver import Driver
-from p2pdiloco.peer.serving import Serving
 from p2pdiloco.peer.standing import Standing
 from p2pdiloco.protocol.identifiers import PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
@@ -36,7 +36,7 @@ QUEUED_MOST_BYTES = 64 << 20
 """Chunks that wait for one peer hold memory: a peer that asks and does not read gets no more."""
 
 
-class Answering:
+class Respondent:
     """Answers of one node."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Answering:
         self._status = status
         self._standing = standing
         self._turns = asyncio.Lock()
-        self._serving = Serving(Layout.of(manifest), driver, self.proof)
+        self._donor = Donor(Layout.of(manifest), driver, self.proof)
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:
         """The answer to a request of ``peer``.
@@ -67,12 +67,12 @@ class Answering:
             case GetStatements() | TellStatements():
                 return await self._standing.answer(peer, request)
             case GetState(shard=shard):
-                return Answer(encode(await self._serving.offer(shard)))
+                return Answer(encode(await self._donor.offer(shard)))
             case GetChunk():
                 if self._driver.host.links.queued_bytes(peer) > QUEUED_MOST_BYTES:
                     raise RequestRefused("busy: too much waits to be sent to you")
                 await self._own_traffic_first()
-                data = await self._serving.chunk(request.shard, request.head, request.chunk)
+                data = await self._donor.chunk(request.shard, request.head, request.chunk)
                 return Answer(b"", data, STATE_PRIORITY)
 
     async def _own_traffic_first(self) -> None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from p2pdiloco.protocol.manifest import Codec
-from p2pdiloco.tensors import kernels, packing
+from p2pdiloco.tensors import bit_layout, kernels
 from p2pdiloco.tensors.chunk_bodies import (
     LARGEST,
     LARGEST_BITS,
@@ -103,7 +103,7 @@ def encode_chunk(recipe: Recipe, piece: Tensor) -> memoryview:
         return cut.body
     for x, part in zip(rows, cut.parts, strict=True):
         _quantize(recipe, x, part)
-    packing.pack(cut.symbols, form.bits, cut.packed)
+    bit_layout.pack(cut.symbols, form.bits, cut.packed)
     return cut.body
 
 
@@ -123,7 +123,7 @@ def _encode_bf16(piece: Tensor) -> memoryview:
     HEADER.pack_into(view, 0, VERSION, FORMATS["bf16"].number, 0, elements)
     symbols = scratch.narrow[:elements].copy_(piece)
     _require_finite(largest_bits(symbols) <= LARGEST_BITS)
-    packing.split_bytes(symbols.view(torch.int16), scratch.body[HEADER.size : size].view(2, -1))
+    bit_layout.split_bytes(symbols.view(torch.int16), scratch.body[HEADER.size : size].view(2, -1))
     return view
 
 
@@ -153,7 +153,7 @@ def _quantize(recipe: Recipe, rows: Tensor, part: Part) -> None:
         bound = max(bound, 1.01 * math.sqrt(part.filled) / recipe.step)
     torch.mul(rows, part.inverse, out=part.work)
     if recipe.codec == "e3m0":
-        packing.to_exponents(part.work.view(-1), scratch.narrow[: rows.numel()], part.symbols)
+        bit_layout.to_exponents(part.work.view(-1), scratch.narrow[: rows.numel()], part.symbols)
         return
     if bound > 127:
         part.work.clamp_(-127, 127)
@@ -299,9 +299,9 @@ def _require_chunk(out: Tensor) -> None:
 
 def _unpack(cut: Cut, codec: Codec) -> None:
     """The cut's symbols, to be multiplied with its scales."""
-    packing.unpack(cut.packed, FORMATS[codec].bits, cut.symbols)
+    bit_layout.unpack(cut.packed, FORMATS[codec].bits, cut.symbols)
     if codec == "e3m0":
-        packing.from_exponents(cut.symbols, scratch.narrow.view(torch.uint8)[: 2 * cut.symbols.numel()])
+        bit_layout.from_exponents(cut.symbols, scratch.narrow.view(torch.uint8)[: 2 * cut.symbols.numel()])
 
 
 def _multiply(cut: Cut, block: int, out: Tensor) -> None:

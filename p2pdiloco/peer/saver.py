@@ -44,7 +44,7 @@ Copied = tuple[list[Digest | None], Tensor, Tensor]
 Taken = tuple[tuple[SavedState, ...], Tensor, Tensor]
 
 
-class Saving:
+class Saver:
     """A node's checkpoints in ``folder``; the newest ``keep`` stay."""
 
     def __init__(

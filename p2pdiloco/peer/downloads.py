@@ -65,7 +65,7 @@ class _Download:
         return self.offer.proof.state.head.id
 
 
-class Fetching:
+class Downloads:
     """State transfers to one node. ``arrivals`` hears of what came."""
 
     def __init__(

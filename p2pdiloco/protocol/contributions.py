@@ -17,7 +17,7 @@ from p2pdiloco.protocol.effects import AdoptStep, Encode, Snapshot
 from p2pdiloco.protocol.events import Encoded, Mark, Snapshotted
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.ledger import Ledger
-from p2pdiloco.protocol.merging import Merging
+from p2pdiloco.protocol.merges import Merges
 from p2pdiloco.protocol.messages import Contribution, Contributor, Head, Turn
 from p2pdiloco.protocol.ownership import ranked_owners
 from p2pdiloco.protocol.trouble import Trouble
@@ -62,12 +62,12 @@ class Pending:
         self.target = PeerId("")
 
 
-class Contributing:
+class Contributions:
     """Turns of all fragments, and this learner's contributions."""
 
-    def __init__(self, core: Core, merging: Merging, workload: Workload) -> None:
+    def __init__(self, core: Core, merges: Merges, workload: Workload) -> None:
         self.core = core
-        self.merging = merging
+        self.merges = merges
         self.workload = workload
         self.turns = [FragmentTurn() for _ in core.config.fragments]
         self.ledgers = [Ledger(core.config.log_length) for _ in core.chains]
@@ -142,7 +142,7 @@ class Contributing:
 
     def _open_shard(self, turn: FragmentTurn, shard: ShardId) -> None:
         turn.open[shard] = (self.core.head(shard).id, self.core.now)
-        self.merging.open(shard, turn.step)
+        self.merges.open(shard, turn.step)
 
     def announcement(self, fragment: FragmentId) -> Turn:
         """The newest turn as others hear it."""
@@ -158,7 +158,7 @@ class Contributing:
         turn, step = self.turns[fragment], min(core.chains[shard].step, core.step)
         opened = turn.open.pop(shard, None)
         if opened is not None:
-            self.merging.measured_turn(core.now - opened[1])
+            self.merges.measured_turn(core.now - opened[1])
         if turn.step > step and core.is_current:
             self._open_shard(turn, shard)
             self._ask_for_snapshot(fragment)
@@ -185,7 +185,7 @@ class Contributing:
         turn.steps, turn.tokens = event.steps, event.tokens
         turn.failure = ""
         for shard in turn.open:
-            if self.has_given(shard) or self.merging.collections[shard].is_closed:
+            if self.has_given(shard) or self.merges.collections[shard].is_closed:
                 continue
             if turn.tokens > core.learner.marks[shard].tokens:
                 head, contributor = core.head(shard), self._range(core.learner, shard, turn)
@@ -267,7 +267,7 @@ class Contributing:
         ranked = ranked_owners(core.config.run, shard, version, core.membership.candidates)
         if pending.contribution.contributor.tokens:
             laps = 1 + pending.rank // len(ranked)
-            core.alarms.set(("takeover", shard), core.now + laps * self.merging.takeover_s())
+            core.alarms.set(("takeover", shard), core.now + laps * self.merges.takeover_s())
         if pending.beyond.issuperset(ranked):
             return
         if pending.asked.union(pending.beyond).issuperset(ranked):
@@ -275,7 +275,7 @@ class Contributing:
         pending.target = next(peer for peer in ranked if peer not in pending.asked and peer not in pending.beyond)
         pending.asked.add(pending.target)
         if pending.target == core.config.peer:
-            self.merging.collect(pending.target, pending.contribution)
+            self.merges.collect(pending.target, pending.contribution)
         else:
             core.send((pending.target,), pending.contribution)
 
@@ -285,7 +285,7 @@ class Contributing:
         if pending is not None:
             pending.rank += 1
             if pending.target not in pending.beyond:
-                self.core.membership.missed(pending.target, self.core.now, self.merging.takeover_s())
+                self.core.membership.missed(pending.target, self.core.now, self.merges.takeover_s())
             self.core.note(
                 "info",
                 "takeover",

@@ -7,9 +7,9 @@ from math import inf
 import pytest
 
 from p2pdiloco.net.credit import AHEAD_BYTES, Account, Granter
-from p2pdiloco.net.crediting import Crediting
 from p2pdiloco.net.frames import FIRST_CREDIT
-from p2pdiloco.net.shaping import PACING_HEADROOM, Shaper
+from p2pdiloco.net.grants import Grants
+from p2pdiloco.net.shaper import PACING_HEADROOM, Shaper
 
 MB = 1_000_000
 GB = 1_000_000_000
@@ -169,22 +169,22 @@ def test_a_peer_that_is_gone_is_forgotten() -> None:
 class Source:
     """A sender behind an account: sends all that it is granted, at once."""
 
-    def __init__(self, crediting: Crediting, peer: str, pending: int) -> None:
+    def __init__(self, grants: Grants, peer: str, pending: int) -> None:
         self.account = Account(peer)
         self.account.demand = pending
-        self._crediting = crediting
-        crediting.open(self.account, 0.0)
+        self._grants = grants
+        grants.open(self.account, 0.0)
 
     def send(self, now: float) -> None:
         count = min(self.account.granted - self.account.received, self.account.demand)
         self.account.received += count
         self.account.demand -= count
-        self._crediting.progressed(self.account, now)
+        self._grants.progressed(self.account, now)
 
 
 def test_the_down_budget_is_kept_changed_and_lifted() -> None:
-    crediting = Crediting(Granter(window_bytes=64 << 20, total_bytes=1 << 30, bytes_per_s=10.0 * MB))
-    sources = [Source(crediting, peer, GB) for peer in ("ann", "bob")]
+    grants = Grants(Granter(window_bytes=64 << 20, total_bytes=1 << 30, bytes_per_s=10.0 * MB))
+    sources = [Source(grants, peer, GB) for peer in ("ann", "bob")]
     now = 0.0
 
     def receive_until(end: float) -> int:
@@ -194,22 +194,22 @@ def test_the_down_budget_is_kept_changed_and_lifted() -> None:
             for source in sources:
                 source.send(now)
             now = min(end, now + TURN_S)
-            if (crediting.due_at or inf) <= now:
-                crediting.grant(now)
+            if (grants.due_at or inf) <= now:
+                grants.grant(now)
         return sum(source.account.received for source in sources) - before
 
     receive_until(0.5)
     assert receive_until(1.5) == pytest.approx(10 * MB, rel=0.03)
-    crediting.set_budget(50.0 * MB, now)
+    grants.set_budget(50.0 * MB, now)
     assert receive_until(2.5) == pytest.approx(50 * MB, rel=0.03)
-    crediting.set_budget(1.0 * MB, now)
+    grants.set_budget(1.0 * MB, now)
     receive_until(2.6)
     assert receive_until(3.6) == pytest.approx(1 * MB, rel=0.03)
     shares = [source.account.received for source in sources]
     assert shares[0] == pytest.approx(shares[1], rel=0.02)
-    crediting.close(sources[0].account)
+    grants.close(sources[0].account)
     receive_until(3.7)
     assert receive_until(4.7) == pytest.approx(1 * MB, rel=0.03)
-    crediting.set_budget(None, now)
+    grants.set_budget(None, now)
     assert sources[1].account.coming >= min(sources[1].account.demand, AHEAD_BYTES)
     assert FIRST_CREDIT < AHEAD_BYTES

@@ -19,12 +19,12 @@ from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.protocol.identifiers import ShardId
 from p2pdiloco.protocol.manifest import Layout, RunConfig
 from p2pdiloco.protocol.view import MachineView
-from p2pdiloco.tensors.choosing import Rung, choose
+from p2pdiloco.tensors.ladder import Rung, choose
 
 Direction = Literal["up", "down"]
 
 
-class Adapting:
+class CodecChoice:
     """``rate``: bytes per second that we may send at, budgeted or measured; None: no limit is known."""
 
     def __init__(

@@ -9,11 +9,11 @@ from msgspec import Struct
 
 from p2pdiloco.net.agenda import Agenda
 from p2pdiloco.net.credit import Granter
-from p2pdiloco.net.crediting import Crediting
+from p2pdiloco.net.grants import Grants
 from p2pdiloco.net.handshake import Greeter
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits
 from p2pdiloco.net.scores import Scores
-from p2pdiloco.net.shaping import Shaper
+from p2pdiloco.net.shaper import Shaper
 from p2pdiloco.wire.blocks import Blocks
 
 if TYPE_CHECKING:
@@ -30,12 +30,12 @@ class Due(Enum):
     LOOK = "look"
 
 
-class Shared(Struct, frozen=True):
+class Commons(Struct, frozen=True):
     limits: ConnectionLimits
     agenda: Agenda
     blocks: Blocks
     shaper: Shaper[Connection]
-    crediting: Crediting
+    grants: Grants
     greeter: Greeter
     scores: Scores
 
@@ -52,7 +52,7 @@ class Shared(Struct, frozen=True):
             agenda=Agenda(),
             blocks=Blocks(limit_bytes=limits.reused_bytes),
             shaper=Shaper(None if limits.up_bytes_per_s == "auto" else limits.up_bytes_per_s),
-            crediting=Crediting(granter),
+            grants=Grants(granter),
             greeter=greeter,
             scores=Scores(),
         )

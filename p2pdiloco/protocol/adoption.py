@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from p2pdiloco.protocol.carry import Carry
 from p2pdiloco.protocol.chain import is_heavier
-from p2pdiloco.protocol.contributing import Contributing
+from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.effects import Apply, BecameCurrent, Fetch, Install
 from p2pdiloco.protocol.evaluations import Evaluations
@@ -21,7 +21,7 @@ from p2pdiloco.protocol.events import ShardState
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
 from p2pdiloco.protocol.ledger import STAY, Walk
 from p2pdiloco.protocol.lineage import Lineage
-from p2pdiloco.protocol.merging import Merging
+from p2pdiloco.protocol.merges import Merges
 from p2pdiloco.protocol.messages import (
     Commit,
     CommitHeader,
@@ -38,15 +38,15 @@ MAX_FETCHES = 4
 MAX_COMMITS_SENT = 32
 
 
-class Adopting:
+class Adoption:
     """Commits and states on their way into this peer's chains."""
 
-    def __init__(self, core: Core, merging: Merging, contributing: Contributing, evaluations: Evaluations) -> None:
+    def __init__(self, core: Core, merges: Merges, contributions: Contributions, evaluations: Evaluations) -> None:
         self.core = core
         self.evaluations = evaluations
-        self.merging = merging
-        self.contributing = contributing
-        self.carry = Carry(core, contributing)
+        self.merges = merges
+        self.contributions = contributions
+        self.carry = Carry(core, contributions)
         self.lineage = Lineage(core)
         self.applying: dict[ShardId, tuple[Digest, CommitHeader | ShardState]] = {}
         """What each shard's next state will be, once the work is done."""
@@ -119,7 +119,7 @@ class Adopting:
             if mine is not None:
                 walk = self.carry.walk(header.shard, mine.tokens_to)
         self.applying[header.shard] = (new_id, header)
-        self.merging.close(header.shard)
+        self.merges.close(header.shard)
         self.core.effects.append(
             Apply(
                 header,
@@ -143,7 +143,7 @@ class Adopting:
         old = chain.head
         self.repairing.discard(shard)
         if old is not None and old.id == head_id:
-            self.merging.reopen(shard)  # it was repaired: nothing else has changed
+            self.merges.reopen(shard)  # it was repaired: nothing else has changed
             self._next(shard)
             return
         if isinstance(target, CommitHeader):
@@ -155,10 +155,10 @@ class Adopting:
         self.carry.move_mark(shard, target)
         self._forget_request(shard, head)
         if core.is_current:
-            self.contributing.adopt_step(chain.step)
-        self.contributing.trouble.moved(shard)
-        self.merging.moved(shard, None if old is None else old.id)
-        self.contributing.moved(shard)
+            self.contributions.adopt_step(chain.step)
+        self.contributions.trouble.moved(shard)
+        self.merges.moved(shard, None if old is None else old.id)
+        self.contributions.moved(shard)
         if isinstance(target, CommitHeader):
             core.membership.delivered(target.owner)
             if shard == 0:
@@ -190,7 +190,7 @@ class Adopting:
             self.fetch(shard, donors[len(self.asked) % len(donors)])
         self.fetch_missing()
         if self.core.is_current:
-            self.merging.reopen(shard)
+            self.merges.reopen(shard)
 
     # -- other heads ---------------------------------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class Adopting:
             if shard not in self.asked and (known is None or is_heavier(theirs, known[1])):
                 self.wanted[shard] = (peer, theirs)
                 if known is None:
-                    core.alarms.set(("want", shard), core.now + self.merging.commit_patience_s())
+                    core.alarms.set(("want", shard), core.now + self.merges.commit_patience_s())
         elif theirs.id != chain.head.id and theirs.id not in chain.log_ids and theirs.version:
             core.send((peer,), Heads((chain.head,), core.step))
 
@@ -292,7 +292,7 @@ class Adopting:
         if head is not None and not is_repair:
             core.note("info", "fork", f"shard {shard}: {head.tokens} tokens give way to {state.head.tokens}")
         self.applying[shard] = (state.head.id, state)
-        self.merging.close(shard)
+        self.merges.close(shard)
         core.effects.append(
             Install(
                 state,
@@ -319,7 +319,7 @@ class Adopting:
 
     def heard_heads(self, peer: PeerId, message: Heads) -> None:
         """Compare, and catch up where theirs are heavier."""
-        self.contributing.adopt_step(message.step)
+        self.contributions.adopt_step(message.step)
         for theirs in message.heads:
             self.lineage.told(peer, theirs)
         if not self.core.is_current:
@@ -350,7 +350,7 @@ class Adopting:
             core.is_current = True
             self.offers.clear()
             core.membership.my_candidacy = core.config.weight
-            self.contributing.became_current()
+            self.contributions.became_current()
             core.note("info", "join", f"all {len(core.chains)} shards are here, at global step {core.step}")
             core.effects.append(BecameCurrent())
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from p2pdiloco.protocol.manifest import Codec
-from p2pdiloco.tensors.merging import EncodedGradient, Vector, direct_mean, merge, radial_directional, token_weight
-from p2pdiloco.tensors.quantize import decode_chunks, encode_chunks, recipe
+from p2pdiloco.tensors.merge import EncodedGradient, Vector, direct_mean, merge, radial_directional, token_weight
+from p2pdiloco.tensors.quantizers import decode_chunks, encode_chunks, recipe
 
 
 def rda(gradients: list[Tensor], weights: list[float]) -> Tensor:

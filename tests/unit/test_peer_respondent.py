@@ -9,7 +9,7 @@ import pytest
 from actors import genesis
 from troupe import Member, Stage, act
 
-from p2pdiloco.peer.answering import LITTLE_BYTES, QUEUED_MOST_BYTES, STATE_PRIORITY, YIELD_MOST_S, YIELD_S
+from p2pdiloco.peer.respondent import LITTLE_BYTES, QUEUED_MOST_BYTES, STATE_PRIORITY, YIELD_MOST_S, YIELD_S
 from p2pdiloco.protocol.identifiers import Digest, ShardId
 from p2pdiloco.wire.answers import Answer, RequestRefused
 from p2pdiloco.wire.bodies import GetChunk, GetManifest, GetState, encode

@@ -15,7 +15,7 @@ from troupe import Member, Stage, act
 from p2pdiloco.peer.checkpoint import load
 from p2pdiloco.peer.disk import Buffer
 from p2pdiloco.peer.peer import InitialState
-from p2pdiloco.peer.saving import shortest_s
+from p2pdiloco.peer.saver import shortest_s
 from p2pdiloco.protocol.identifiers import ShardId
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.runtime.files import LocalDisk

@@ -1,6 +1,6 @@
 """The up budget: whose bulk is written next, and how fast the kernel may send it.
 
-Two things keep the budget. The schedule in user space (net/sharing.py) is exact over all peers: bulk is handed to
+Two things keep the budget. The schedule in user space (net/shares.py) is exact over all peers: bulk is handed to
 sockets at the budget's rate and no faster; control is written at once and counted, so that bulk yields to it. The
 kernel's pacing per socket smooths what was handed over, and takes over when this process is late: each socket is paced
 at the peer's share of the budget, and PACING_HEADROOM more, so that what is late can be made up for and the kernel's
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-from p2pdiloco.net.sharing import Sharing, pacing_rates
+from p2pdiloco.net.shares import Shares, pacing_rates
 
 TURN_BYTES = 128 << 10
 REFRESH_S = 0.02
@@ -39,7 +39,7 @@ class Shaper(Generic[Sender]):
     """See the module's rules. ``next`` says who sends, ``wrote`` or ``cannot`` what came of it."""
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
-        self._sharing: Sharing[Sender] = Sharing(bytes_per_s)
+        self._shares: Shares[Sender] = Shares(bytes_per_s)
         self._senders: dict[Sender, Hashable] = {}
         """Every connection, and whose it is."""
         self._paced: dict[Sender, float | None] = {}
@@ -53,16 +53,16 @@ class Shaper(Generic[Sender]):
 
     @property
     def bytes_per_s(self) -> float | None:
-        return self._sharing.bytes_per_s
+        return self._shares.bytes_per_s
 
     def set_budget(self, bytes_per_s: float | None, now: float) -> None:
         """Bytes per second over all peers; None: no limit."""
-        self._sharing.set_budget(bytes_per_s, now)
+        self._shares.set_budget(bytes_per_s, now)
         self._refresh(now)
 
     def set_cap(self, peer: Hashable, bytes_per_s: float | None, now: float) -> None:
         """Bytes per second to one peer, until it disconnects; None: no limit of its own."""
-        self._sharing.set_cap(peer, bytes_per_s, now)
+        self._shares.set_cap(peer, bytes_per_s, now)
         self._refresh(now)
 
     def open(self, peer: Hashable, sender: Sender) -> None:
@@ -77,40 +77,40 @@ class Shaper(Generic[Sender]):
         self._news.pop(sender, None)
         if peer is None:
             return
-        self._sharing.remove(peer, sender)
+        self._shares.remove(peer, sender)
         if peer not in self._senders.values():
-            self._sharing.forget(peer)
+            self._shares.forget(peer)
             for counts in (self._rates, self._quiet, self._counted):
                 counts.pop(peer, None)
 
     def ready(self, sender: Sender) -> None:
         """``sender`` has bulk, and may be able to write it."""
         if (peer := self._senders.get(sender)) is not None:
-            self._sharing.add(peer, sender)
+            self._shares.add(peer, sender)
 
     def wrote_control(self, sender: Sender, count: int, now: float) -> None:
         """Control went out at once; bulk yields to it."""
-        self._sharing.charge(self._senders.get(sender), None, count, now)
+        self._shares.charge(self._senders.get(sender), None, count, now)
 
     def next_at(self) -> float | None:
         """When ``next`` may have somebody; None: not before somebody is ready."""
-        return self._sharing.next_at()
+        return self._shares.next_at()
 
     def next(self, now: float) -> tuple[Sender, int] | None:
         """Who writes a chunk now, and of how many bytes at most."""
-        return self._sharing.next(now)
+        return self._shares.next(now)
 
     def wrote(self, sender: Sender, count: int, now: float) -> None:
         """``sender`` wrote ``count`` bytes of bulk in its turn."""
         peer = self._senders[sender]
-        self._sharing.charge(peer, sender, count, now)
+        self._shares.charge(peer, sender, count, now)
         self._counted[peer] = self._counted.get(peer, 0) + count
         if self.bytes_per_s is not None and now - self._refreshed_at >= REFRESH_S:
             self._refresh(now)
 
     def cannot(self, sender: Sender) -> None:
         """``sender`` has nothing that it can write, until it is ready again."""
-        self._sharing.remove(self._senders[sender], sender)
+        self._shares.remove(self._senders[sender], sender)
 
     @property
     def has_news(self) -> bool:
@@ -134,14 +134,14 @@ class Shaper(Generic[Sender]):
                 del self._rates[peer], self._quiet[peer]
         self._counted.clear()
         budget = self.bytes_per_s
-        caps = {peer: self._sharing.cap_of(peer) for peer in self._rates}
+        caps = {peer: self._shares.cap_of(peer) for peer in self._rates}
         shares = pacing_rates(budget, self._rates, caps) if budget is not None else {}
         for sender, peer in self._senders.items():
             self._pace(sender, shares.get(peer, self._limit_of(peer)))
 
     def _limit_of(self, peer: Hashable) -> float | None:
         """Of a peer that sends nothing at present."""
-        limits = [limit for limit in (self.bytes_per_s, self._sharing.cap_of(peer)) if limit is not None]
+        limits = [limit for limit in (self.bytes_per_s, self._shares.cap_of(peer)) if limit is not None]
         return min(limits, default=None)
 
     def _pace(self, sender: Sender, share: float | None) -> None:

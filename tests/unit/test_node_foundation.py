@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from p2pdiloco.node.founding import ConfigError, found, is_founded_from, with_own_places
+from p2pdiloco.node.foundation import ConfigError, found, is_founded_from, with_own_places
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import DataConfig, ModelConfig, RunConfig, ScheduleConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from troupe import Member, Stage, act
 
-from p2pdiloco.peer import serving
+from p2pdiloco.peer import donor
 from p2pdiloco.protocol.identifiers import PeerId, ShardId
 from p2pdiloco.wire.answers import Answer, RequestRefused
 from p2pdiloco.wire.bodies import GetChunk, GetState, StateOffer, decode_as, encode
@@ -92,8 +92,8 @@ def test_what_is_offered_is_of_one_head_while_versions_come(tmp_path: Path) -> N
 
 
 def test_copies_are_bounded_and_the_longest_unused_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "COPIES_LEAST_BYTES", 0)
-    monkeypatch.setattr(serving, "COPIES_LEAST", 2)
+    monkeypatch.setattr(donor, "COPIES_LEAST_BYTES", 0)
+    monkeypatch.setattr(donor, "COPIES_LEAST", 2)
 
     async def story() -> None:
         async with Stage(tmp_path, fragments=3) as stage:
@@ -120,10 +120,10 @@ def test_a_copy_that_nobody_uses_is_dropped(tmp_path: Path) -> None:
             made = copies_of(ann)
             await offer_of(ann, 0)
             for _ in range(3):
-                await stage.wait(serving.KEEP_S * 0.9)
+                await stage.wait(donor.KEEP_S * 0.9)
                 await offer_of(ann, 0)
             assert made == [0]
-            await stage.wait(serving.KEEP_S * 1.1)
+            await stage.wait(donor.KEEP_S * 1.1)
             await offer_of(ann, 0)
             assert made == [0, 0]
 
@@ -136,7 +136,7 @@ def test_a_copy_that_is_held_up_is_refused(tmp_path: Path) -> None:
             ann = await stage.found()
             ann.held["tensors"] = []
             asked = ask(ann, GetState(ShardId(0)))
-            await stage.wait(serving.COPY_S + 1.0)
+            await stage.wait(donor.COPY_S + 1.0)
             with pytest.raises(RequestRefused, match="busy"):
                 await asked
 

@@ -32,7 +32,7 @@ class _Peer(Generic[Member]):
         """Those that can send now, the one whose turn it is first."""
 
 
-class Sharing(Generic[Member]):
+class Shares(Generic[Member]):
     """See the module's rules."""
 
     def __init__(self, bytes_per_s: float | None = None) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from p2pdiloco.protocol.manifest import MergeRule
-from p2pdiloco.tensors import kernels, quantize
+from p2pdiloco.tensors import kernels, quantizers
 from p2pdiloco.tensors.recipes import CHUNK
 
 if TYPE_CHECKING:
@@ -57,26 +57,26 @@ class Vector:
 
 
 class EncodedGradient:
-    """A gradient as its chunks' bodies (``quantize``).
+    """A gradient as its chunks' bodies (``quantizers``).
 
     Raises:
         ValueError: a body is malformed, not finite or missing.
     """
 
     def __init__(self, bodies: Sequence[Buffer], elements: int) -> None:
-        if len(bodies) != quantize.chunk_count(elements):
+        if len(bodies) != quantizers.chunk_count(elements):
             raise ValueError(f"{len(bodies)} bodies came for {elements} elements")
         self.elements = elements
         self._bodies = bodies
         sizes = (min(CHUNK, elements - start) for start in range(0, elements, CHUNK))
-        squares = [quantize.squared_norm(body, size) for body, size in zip(bodies, sizes, strict=True)]
+        squares = [quantizers.squared_norm(body, size) for body, size in zip(bodies, sizes, strict=True)]
         self._norm = math.sqrt(math.fsum(squares))
 
     def norm(self) -> float:
         return self._norm
 
     def add_to(self, out: Tensor, chunk: int, factor: float) -> None:
-        quantize.add_chunk(self._bodies[chunk], factor, out)
+        quantizers.add_chunk(self._bodies[chunk], factor, out)
 
 
 def token_weight(tokens: int, steps: int) -> float:

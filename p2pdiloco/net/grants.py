@@ -5,7 +5,7 @@ from __future__ import annotations
 from p2pdiloco.net.credit import Account, Granter
 
 
-class Crediting:
+class Grants:
     """All connections' accounts. What returns accounts returns those whose ``granted`` grew: tell their senders."""
 
     def __init__(self, granter: Granter) -> None:

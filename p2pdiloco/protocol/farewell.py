@@ -12,19 +12,19 @@ Rules of this file:
 
 from __future__ import annotations
 
-from p2pdiloco.protocol.contributing import Contributing
+from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.effects import Leave, PauseLearner
 from p2pdiloco.protocol.identifiers import FragmentId
 from p2pdiloco.protocol.messages import Leaving
 
 
-class Departing:
+class Farewell:
     """On the way out."""
 
-    def __init__(self, core: Core, contributing: Contributing) -> None:
+    def __init__(self, core: Core, contributions: Contributions) -> None:
         self.core = core
-        self.contributing = contributing
+        self.contributions = contributions
         self.reason = ""
         self.is_done = False
         self.flush_at = 0.0
@@ -85,15 +85,15 @@ class Departing:
         assert learner is not None
         is_overdue = core.now >= self.flush_at
         if is_overdue:
-            self.flush_at = core.now + self.contributing.merging.takeover_s()
+            self.flush_at = core.now + self.contributions.merges.takeover_s()
             core.alarms.set(("flush", 0), self.flush_at)
         for fragment, shards in enumerate(core.config.fragments):
-            turn = self.contributing.turns[fragment]
+            turn = self.contributions.turns[fragment]
             for shard in shards:
                 is_waiting = shard in turn.open and not is_overdue
-                is_given = learner.unmerged(shard) <= 0 or self.contributing.has_given(shard)
+                is_given = learner.unmerged(shard) <= 0 or self.contributions.has_given(shard)
                 if not is_waiting and not is_given:
-                    self.contributing.open(FragmentId(fragment), max(core.step, turn.step + 1), is_mine=True)
+                    self.contributions.open(FragmentId(fragment), max(core.step, turn.step + 1), is_mine=True)
                     break
 
     def _is_deserted(self) -> bool:

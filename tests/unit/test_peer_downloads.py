@@ -11,13 +11,13 @@ from actors import genesis
 from troupe import Member, Stage, act
 
 from p2pdiloco.peer.checkpoint import load
-from p2pdiloco.peer.incoming import INCOMING
-from p2pdiloco.peer.incoming import load as load_kept
+from p2pdiloco.peer.kept_shards import INCOMING
+from p2pdiloco.peer.kept_shards import load as load_kept
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.peer.signatures import signed
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol import signing
-from p2pdiloco.protocol.adopting import MAX_FETCHES
+from p2pdiloco.protocol import signatures
+from p2pdiloco.protocol.adoption import MAX_FETCHES
 from p2pdiloco.protocol.chain import record_of
 from p2pdiloco.protocol.identifiers import Digest, PeerId, RunId, ShardId, digest_of, learner_id
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
@@ -210,7 +210,7 @@ def test_what_was_asked_of_two_is_not_waited_for_when_one_gave_it(tmp_path: Path
                 await asyncio.get_running_loop().create_future()
                 raise AssertionError
 
-            bob.peer._answering._serving.chunk = never  # type: ignore[method-assign,assignment]
+            bob.peer._respondent._donor.chunk = never  # type: ignore[method-assign,assignment]
             cid = await stage.add("cid", has_learner=False)
             await stage.wait(40.0)
             assert has_all_of(cid, ann)
@@ -362,7 +362,7 @@ def forge(eve: Member, key: Identity, shard: ShardId, run: RunId) -> Digest:
     assert chain.head is not None
     eve.machine.core.heads_mark ^= int(chain.head.id[:15], 16) ^ int(head.id[:15], 16)
     chain.replace(ev.ShardState(head, header.step, marks, trained))
-    eve.driver.cargo.shelves[shard].proofs[head.id] = (header, key.sign(signing.commit(head.id)))
+    eve.driver.cargo.shelves[shard].proofs[head.id] = (header, key.sign(signatures.commit(head.id)))
     eve.state.heads[shard] = head.id
     eve.state.integrity.begin(shard, listed)
     return head.id

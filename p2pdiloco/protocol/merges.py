@@ -58,7 +58,7 @@ class Job(NamedTuple):
     began_at: float
 
 
-class Merging:
+class Merges:
     """What this peer collects, for all shards."""
 
     def __init__(self, core: Core) -> None:

@@ -44,7 +44,7 @@ class _Copy(NamedTuple):
     data: memoryview
 
 
-class Serving:
+class Donor:
     """State transfers from one node. ``proof`` tells the machine's state of a shard with its proof."""
 
     def __init__(self, layout: Layout, driver: Driver, proof: Callable[[ShardId], StateProof]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from p2pdiloco.peer.adapting import Adapting
+from p2pdiloco.peer.codec_choice import CodecChoice
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.protocol.identifiers import FragmentId, ShardId
 from p2pdiloco.protocol.manifest import CodecConfig, RunConfig, ScheduleConfig, TensorSpec, make_layout
@@ -22,15 +22,15 @@ LAYOUT = make_layout(TENSORS, 2, M, "rda")
 """Two fragments of two million parameters."""
 
 
-def adapting(metrics: Metrics, rate: float | None, *, live: int = 1, step_s: float = 1.0, **changes: Any) -> Adapting:
+def choice(metrics: Metrics, rate: float | None, *, live: int = 1, step_s: float = 1.0, **changes: Any) -> CodecChoice:
     view = SimpleNamespace(live=("x",) * live, fastest_step_time_s=lambda: step_s)
     schedule = ScheduleConfig(fragments=2, sync_every=8, overlap=2)
     codec = CodecConfig(**{"up": "auto", "down": "auto", "coarsest": "int2", **changes})
     config = RunConfig(name="x", schedule=schedule, codec=codec)
-    return Adapting(config, LAYOUT, cast(Any, view), metrics, lambda: rate)
+    return CodecChoice(config, LAYOUT, cast(Any, view), metrics, lambda: rate)
 
 
-def name(one: Adapting, direction: Any = "up") -> str | None:
+def name(one: CodecChoice, direction: Any = "up") -> str | None:
     rung = one.choose(direction, ShardId(0))
     return rung.name if rung is not None else None
 
@@ -55,22 +55,22 @@ def metrics(tmp_path: Path) -> Metrics:
 def test_half_the_overlap_and_what_leaves_us_decide(
     metrics: Metrics, rate: float | None, live: int, expected: str
 ) -> None:
-    one = adapting(metrics, rate, live=live)
+    one = choice(metrics, rate, live=live)
     assert name(one, "up") == name(one, "down") == expected
 
 
 def test_what_is_not_known_is_not_too_slow(metrics: Metrics) -> None:
-    assert name(adapting(metrics, 1.0, step_s=0.0)) == "bf16"
+    assert name(choice(metrics, 1.0, step_s=0.0)) == "bf16"
 
 
 def test_a_fixed_codec_is_left_alone(metrics: Metrics) -> None:
-    one = adapting(metrics, 1.0, up="int8")
+    one = choice(metrics, 1.0, up="int8")
     assert name(one, "up") is None
     assert name(one, "down") == "int2"
 
 
 def test_the_choice_is_a_metric(metrics: Metrics, tmp_path: Path) -> None:
-    one = adapting(metrics, None)
+    one = choice(metrics, None)
     rung = one.choose("up", ShardId(1))
     assert rung is not None
     with metrics:

@@ -7,8 +7,8 @@ import torch
 
 from p2pdiloco.protocol.manifest import CodecConfig, RunConfig
 from p2pdiloco.protocol.soundness import config_problems
-from p2pdiloco.tensors.choosing import LADDER, choose, fixed
-from p2pdiloco.tensors.quantize import decode_chunk, encode_chunk, recipe
+from p2pdiloco.tensors.ladder import LADDER, choose, fixed
+from p2pdiloco.tensors.quantizers import decode_chunk, encode_chunk, recipe
 
 M = 1_000_000
 
