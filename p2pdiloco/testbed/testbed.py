@@ -30,6 +30,7 @@ import msgspec
 
 from p2pdiloco.testbed.kernel import Engine, choose_engine, probe
 from p2pdiloco.testbed.namespaces import PREFIX, TestbedError, configure, listed, need_root, remove
+from p2pdiloco.testbed.premises import make_narrow, names, wire_behind
 from p2pdiloco.testbed.queues import set_bucket, set_netem, set_offloads
 from p2pdiloco.testbed.router import RouterPlan, Way
 from p2pdiloco.testbed.topology import Change, Route, Topology, address, changed, parse_topology
@@ -75,6 +76,10 @@ class Testbed:
     def site(self, index: int) -> str:
         """The namespace that is a site."""
         return f"{_prefix(self.topology.name)}{self.topology.sites[index].name}"
+
+    def outside(self, index: int) -> str:
+        """The namespace that has a site's address: the site, or its outermost router."""
+        return names(self.site(index), self.topology.sites[index].nat)[0]
 
     def edge(self, index: int) -> str:
         """Where a site's line is limited."""
@@ -154,7 +159,7 @@ class Testbed:
         for i in others:
             routes = {j: topology.path(i, j) for j in others if j != i}
             configure(self.pop(i), partial(_set_netems, routes=routes))
-            set_offloads(self.site(i), "eth0", on=not any(route.loss for route in routes.values()))
+            set_offloads(self.outside(i), "eth0", on=not any(route.loss for route in routes.values()))
 
     def _router_plan(self, topology: Topology) -> RouterPlan:
         sites = range(len(topology.sites))
@@ -175,13 +180,19 @@ class Testbed:
     def _wire(self) -> None:
         sites = range(len(self.topology.sites))
         for i in sites:
-            wire_site(i, self.site(i), self.edge(i))
+            wire_site(i, self.outside(i), self.edge(i))
+            wire_behind(self.site(i), self.topology.sites[i].nat, self.topology.sites[i].firewall)
         if self.engine == "netem":
             pops = [self.pop(i) for i in sites]
             for i in sites:
                 wire_pop(i, self.edge(i), pops)
             for i in sites:
                 join_pop(i, pops)
+
+    def _narrow(self) -> None:
+        for i, site in enumerate(self.topology.sites):
+            if site.mtu is not None:
+                make_narrow(self.edge(i), address(i), site.mtu)
 
 
 def up(source: bytes, wanted: Engine | None = None) -> Testbed:
@@ -201,6 +212,7 @@ def up(source: bytes, wanted: Engine | None = None) -> Testbed:
         try:
             testbed._wire()
             router = testbed._start_router() if engine == "router" else None
+            testbed._narrow()
             testbed._shape()
             testbed._keep(_State(source=source.decode(), engine=engine, router=router))
         except BaseException:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -27,6 +27,9 @@ SHIPPED = Path(__file__).parent / "topologies"
 Name = Annotated[str, Meta(min_length=1, max_length=16, pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")]
 Milliseconds = Annotated[float, Meta(ge=0.0, le=2_000.0)]
 Loss = Annotated[float, Meta(ge=0.0, le=0.5)]
+Nat = Literal["keep", "random", "cgn"]
+"""A router that keeps source ports; one that does not; a home's behind a carrier's, both of which do."""
+Mtu = Annotated[int, Meta(ge=576, le=1500)]
 
 
 class TopologyError(Exception):
@@ -41,6 +44,11 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     down_bps: int
     queue_s: float
     """How long a packet waits at most before either end of the line."""
+    nat: Nat | None = None
+    mtu: int | None = None
+    """Longer packets vanish."""
+    firewall: int | None = None
+    """The only TCP port that can be dialled from here; nobody dials in."""
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +101,9 @@ class _Site(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     up: str | None = None
     down: str | None = None
     queue_ms: Annotated[float, Meta(ge=1.0, le=2_000.0)] | None = None
+    nat: Nat | None = None
+    mtu: Mtu | None = None
+    firewall: Literal["443"] | None = None
 
 
 class _Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -215,7 +226,7 @@ def rate_text(bps: float) -> str:
 
 
 def address(site: int) -> str:
-    """A site's own address, by its index."""
+    """By which others reach a site, by its index: its own, or its outermost router's."""
     return f"10.99.{site + 1}.1"
 
 
@@ -226,6 +237,9 @@ def _site(one: _Site, defaults: _Defaults) -> Site:
         up_bps=bits_per_second(one.up or defaults.up, f"site {one.name}: up"),
         down_bps=bits_per_second(one.down or defaults.down, f"site {one.name}: down"),
         queue_s=queue_ms / 1e3,
+        nat=one.nat,
+        mtu=one.mtu,
+        firewall=None if one.firewall is None else int(one.firewall),
     )
 
 

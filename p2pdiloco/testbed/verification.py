@@ -100,7 +100,7 @@ def verify(testbed: Testbed) -> Iterator[Check]:
     topology = testbed.topology
     yield from _paths(testbed, topology)
     yield from _losses(testbed, topology)
-    sites = [testbed.site(i) for i in range(len(topology.sites))]
+    sites = [testbed.outside(i) for i in range(len(topology.sites))]
     longest_s = max(route.round_trip_s / 2 + route.jitter_s for route in topology.paths.values())
     kinds: tuple[Literal["up", "down"], ...] = ("up", "down")
     for i in range(len(topology.sites)):
@@ -204,7 +204,7 @@ def _best(attempts: Iterator[Check]) -> Check:
 
 
 def _paths(testbed: Testbed, topology: Topology) -> Iterator[Check]:
-    sites = [testbed.site(i) for i in range(len(topology.sites))]
+    sites = [testbed.outside(i) for i in range(len(topology.sites))]
     most_jitter_s = max(route.jitter_s for route in topology.paths.values())
     count = ECHOES_WITH_JITTER if most_jitter_s else ECHOES
     longest_s = max(route.round_trip_s for route in topology.paths.values())
@@ -233,7 +233,7 @@ def _losses(testbed: Testbed, topology: Topology) -> Iterator[Check]:
         line_bps = min(topology.sites[i].up_bps, topology.sites[j].down_bps)
         flows.append(Flow(source=i, target=j, bps=min(fastest_bps, LOSS_SHARE * line_bps / (count - 1))))
     longest_s = max(route.round_trip_s for route in topology.paths.values())
-    sites = [testbed.site(i) for i in range(count)]
+    sites = [testbed.outside(i) for i in range(count)]
     for (i, j), (sent, arrived) in zip(ways, losses(sites, flows, LOSS_S, longest_s), strict=True):
         where = f"{topology.sites[i].name} to {topology.sites[j].name}"
         yield loss_check(where, topology.path(i, j).loss, sent, arrived)

@@ -31,7 +31,7 @@ def wire_site(i: int, site: str, edge: str) -> None:
     """A site, and the edge namespace that its line ends in."""
     create([site, edge])
     for namespace in (site, edge):
-        opened_in(namespace, _set_up_kernel)
+        opened_in(namespace, set_up_kernel)
 
     def work(net: Any) -> None:
         _veth(net, "eth0", "access", edge)
@@ -45,7 +45,7 @@ def wire_site(i: int, site: str, edge: str) -> None:
 def wire_pop(i: int, edge: str, pops: Sequence[str]) -> None:
     """netem's place: it is joined to the site's edge and to all pops before it."""
     create([pops[i]])
-    opened_in(pops[i], _set_up_kernel)
+    opened_in(pops[i], set_up_kernel)
 
     def at_edge(net: Any) -> None:
         _veth(net, "wan", "wan", pops[i])
@@ -125,7 +125,8 @@ def _up(net: Any, device: str, own: str) -> None:
     net.link("set", index=index, state="up")
 
 
-def _set_up_kernel() -> None:
+def set_up_kernel() -> None:
+    """What a namespace of a testbed forwards and remembers."""
     for name, value in (
         ("ipv6/conf/all/disable_ipv6", "1"),
         ("ipv6/conf/default/disable_ipv6", "1"),
