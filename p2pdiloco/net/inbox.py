@@ -117,6 +117,8 @@ class Inbox:
         """Where the next bytes are to be read. Never empty; valid until ``advance``."""
         if self._header is not None and self._target is not None:
             return self._target[self._filled : self._header.length]
+        if self._position == self._end:
+            self._position = self._end = 0  # else frames that end where the staging buffer ends would leave no room
         return self._staging[self._end :]
 
     def advance(self, count: int) -> bool:

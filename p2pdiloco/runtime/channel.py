@@ -104,7 +104,9 @@ class Channel(asyncio.BufferedProtocol):
         self._driver.lost(self, f"connection lost: {exc}" if exc else "the other side closed the connection")
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self.connection.buffer()
+        buffer = self.connection.buffer()
+        assert len(buffer), "an event loop that is given no room reads no more, and says nothing"
+        return buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         if self.connection.advance(nbytes):

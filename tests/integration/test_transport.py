@@ -148,6 +148,20 @@ def test_peers_meet_and_talk(run: Callable[[Main], None]) -> None:
     run(main())
 
 
+def test_messages_that_come_one_by_one_go_on_coming(run: Callable[[Main], None]) -> None:
+    """Also when one of them ends where the receiver's buffer ends: sixteen of this size fill it."""
+
+    async def main() -> None:
+        async with peer() as (ann, _), peer() as (bob, heard_by_bob):
+            await bob.dial(where(ann), 5.0)
+            await until(lambda: ann.peers() == [bob.peer_id])
+            for count in range(1, 65):
+                assert ann.send(bob.peer_id, bytes(1024 - HEADER.size))
+                await until(lambda: len(heard_by_bob.messages) == count)  # noqa: B023
+
+    run(main())
+
+
 @pytest.mark.parametrize(("other", "sentence"), [({"run": "elsewhere"}, "runs differ"), ({"version": 2}, "versions")])
 def test_a_mismatch_is_told_to_both(
     run: Callable[[Main], None], other: dict[str, Any], sentence: str, caplog: Any

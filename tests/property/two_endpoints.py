@@ -119,11 +119,22 @@ class Wire:
         if self._queued[peer] and self._world.rng.random() < BUSY_SHARE:
             return  # the reader is busy, and more is on its way
         data, self._unread[peer] = self._unread[peer], b""
-        there.endpoint.receive(self.ends[there], data, self._world.now)
-        there.turn()
+        self._read(there, memoryview(data))
         if self._queued[peer] <= PIPE_BYTES // 2 and not self.is_cut:
             peer.endpoint.resume(self.ends[peer])
             peer.turn()
+
+
+    def _read(self, peer: Peer, data: memoryview) -> None:
+        """As an event loop does: into the connection's buffer, as much as there is room for."""
+        connection = self.ends[peer]
+        while len(data):
+            buffer = connection.buffer()
+            assert len(buffer), "no room: an event loop would read no more"
+            count = min(len(buffer), len(data))
+            buffer[:count], data = data[:count], data[count:]
+            if connection.advance(count):
+                peer.turn()
 
 
 class Peer:

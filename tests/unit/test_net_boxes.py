@@ -22,7 +22,7 @@ from p2pdiloco.net.frames import (
     encode_start,
     parse_header,
 )
-from p2pdiloco.net.inbox import Aborted, Begun, Completed, Event, Frame, Inbox
+from p2pdiloco.net.inbox import STAGING_BYTES, Aborted, Begun, Completed, Event, Frame, Inbox
 from p2pdiloco.net.outbox import GROUP_BYTES, Outbox
 from p2pdiloco.wire.blocks import Blocks, block_bytes
 
@@ -253,6 +253,19 @@ def test_the_middle_of_a_body_is_no_reason_to_look_for_events() -> None:
     assert not inbox.advance(1)
     assert inbox.advance(1)
     assert isinstance(inbox.next(), Completed)
+
+
+def test_there_is_always_room_to_read_into() -> None:
+    """Also after frames that together end where the staging buffer ends."""
+    inbox, size = make_inbox(), STAGING_BYTES // 16
+    frame = encode_frame(FrameKind.MESSAGE, 0, bytes(size - HEADER.size))
+    for _ in range(40):
+        buffer = inbox.buffer()
+        assert len(buffer) >= size
+        buffer[:size] = frame
+        assert inbox.advance(size)
+        while inbox.has_more:
+            assert isinstance(inbox.next(), Frame)
 
 
 def test_what_is_not_taken_is_dropped_without_memory() -> None:
