@@ -124,7 +124,6 @@ class Wire:
             peer.endpoint.resume(self.ends[peer])
             peer.turn()
 
-
     def _read(self, peer: Peer, data: memoryview) -> None:
         """As an event loop does: into the connection's buffer, as much as there is room for."""
         connection = self.ends[peer]
