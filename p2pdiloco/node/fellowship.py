@@ -95,6 +95,10 @@ class Fellowship:
         """Whether ``peer`` is in good standing now."""
         return self.members.is_member(peer, self._now_s())
 
+    def was_member(self, peer: PeerId) -> bool:
+        """Whether ``peer`` is a member, or was one."""
+        return self.members.grant_of(peer) is not None
+
     def is_announced_by_member(self, peer: PeerId, chain: bytes) -> bool:
         """Whether a record of the directory is a member's, by the ``chain`` in it."""
         try:
@@ -111,7 +115,7 @@ class Fellowship:
     def connected(self, peer: PeerId) -> None:
         """A peer is there that takes part."""
         self._is_changed = True  # it was introduced by its chain
-        self._spawn(self._ask(peer), name=f"ask {peer} for members")
+        self._spawn(self.ask(peer), name=f"ask {peer} for members")
 
     async def answer(self, peer: PeerId, request: GetStatements | TellStatements) -> Answer:
         """A request about members.
@@ -151,9 +155,8 @@ class Fellowship:
             self.door.chain = own.chain().encode()  # what began at an admin is whole now, or another grants more
             self._files.keep_chain(self.door.chain)
 
-    # -- inside ------------------------------------------------------------------------------------------------------
-
-    async def _ask(self, peer: PeerId) -> None:
+    async def ask(self, peer: PeerId) -> None:
+        """Hear from ``peer`` of members and bans that are not known here."""
         try:
             for _ in range(ROUNDS):
                 body = encode(GetStatements(self.members.marks()[:MARKS_LIMIT]))
@@ -165,6 +168,8 @@ class Fellowship:
                     return
         except (RequestError, CertificateError) as error:
             log.debug("a peer tells nothing of members", peer=peer, reason=str(error))
+
+    # -- inside ------------------------------------------------------------------------------------------------------
 
     async def _learned(self, statements: Iterable[bytes]) -> list[bytes]:
         """Those that are news; each costs signatures to look at, so others get their turn in between."""

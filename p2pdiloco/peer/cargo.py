@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from p2pdiloco.peer.shift_queue import Moves, Payload
-from p2pdiloco.peer.signatures import IsMember, check_commit, check_contributor, everybody, signed
+from p2pdiloco.peer.signatures import OPEN, Register, check_commit, check_contributor, signed
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol import signatures
@@ -72,13 +72,13 @@ class Shelf:
 class Cargo:
     """One peer's payloads and what proves them."""
 
-    def __init__(self, layout: Layout, identity: Identity, run: RunId) -> None:
+    def __init__(self, layout: Layout, identity: Identity, run: RunId, register: Register = OPEN) -> None:
         self._shards = layout.shards
         self._log_bytes = max(LOG_BYTES, LOG_BYTES_PER_PARAMETER * layout.elements) / layout.elements
         """For each parameter."""
         self._identity = identity
         self._run = run
-        self.is_member: IsMember = everybody
+        self._register = register
         self.shelves = [Shelf() for _ in layout.shards]
         self._swept_at = 0.0
         self._next = 0
@@ -121,25 +121,27 @@ class Cargo:
         """A contribution's payload.
 
         Raises:
+            UnknownMemberError: its learner's peer is not known as a member.
             ValueError: it is not what it names, or not signed by its learner's peer.
         """
         shelf = self._shelf(message.shard)
         if digest_of(data) != message.payload:
             raise ValueError("its digest does not match")
-        check_contributor(self._run, message.shard, message.base.id, message.contributor, self.is_member)
+        check_contributor(self._run, message.shard, message.base.id, message.contributor, self._register)
         return lambda: shelf.payloads.update({message.payload: data})
 
     def commit(self, data: memoryview, header: msg.CommitHeader) -> Keep:
         """A commit's payload, signature and digests.
 
         Raises:
+            UnknownMemberError: it names somebody who is not known as a member.
             ValueError: they are not what the commit names, or not its owner's, or it names what nobody gave.
         """
         shelf = self._shelf(header.shard)
         parts = split_commit(data, list_bytes(self._shards[header.shard].elements))
         if digest_of(parts.gradient) != header.payload or digest_of(parts.digests) != header.result:
             raise ValueError("its digests do not match")
-        check_commit(self._run, header, parts.signature, self.is_member)
+        check_commit(self._run, header, parts.signature, self._register)
         commit = msg.commit_id(header)
 
         def keep() -> None:

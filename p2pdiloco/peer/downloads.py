@@ -29,6 +29,7 @@ from p2pdiloco.peer.chunk_plan import Ask, ChunkPlan
 from p2pdiloco.peer.distrust import Distrust
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.offers import ancestors, checked_offer, chunk_sizes, is_listed
+from p2pdiloco.peer.signatures import UnknownMemberError
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
@@ -169,7 +170,7 @@ class Downloads:
         response = await self._host.links.request(peer, encode(GetState(shard)), timeout_s=PATIENCE_S)
         body = response.body
         try:
-            offer = await self._host.work("checks", lambda: checked_offer(self._manifest, self._layout, shard, body))
+            offer = await self._checked(peer, shard, body)
         except ValueError as error:
             self._was_wrong(peer, str(error))
             raise
@@ -178,6 +179,18 @@ class Downloads:
         if problem := self._driver.machine.view.refusal(head):
             raise RequestError(problem)
         return offer
+
+    async def _checked(self, peer: PeerId, shard: ShardId, body: bytes) -> StateOffer:
+        """As ``checked_offer``; of members that are not known here ``peer`` is asked first."""
+
+        def check() -> StateOffer:
+            return checked_offer(self._manifest, self._layout, shard, body, self._driver.standing)
+
+        try:
+            return await self._host.work("checks", check)
+        except UnknownMemberError:
+            await self._driver.ask_for_members(peer)
+        return await self._host.work("checks", check)
 
     async def _download(self, shard: ShardId, peer: PeerId, offer: StateOffer) -> Sequence[Tensor]:
         if shard in self._downloads:  # the machine fetches a shard once at a time

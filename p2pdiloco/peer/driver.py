@@ -25,6 +25,8 @@ from p2pdiloco.peer.global_state import (
 from p2pdiloco.peer.host import Handle, Host
 from p2pdiloco.peer.integrity import SpoiltStateError
 from p2pdiloco.peer.shift_queue import Payload, Shifts
+from p2pdiloco.peer.signatures import UnknownMemberError
+from p2pdiloco.peer.standing import Standing
 from p2pdiloco.peer.traffic import PayloadTraffic
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -78,6 +80,7 @@ class Driver:
         host: Host,
         around: Surroundings,
         codecs: CodecChoice,
+        standing: Standing,
     ) -> None:
         self.machine = machine
         self.state = state
@@ -85,7 +88,10 @@ class Driver:
         self.host = host
         self.around = around
         self.codecs = codecs
-        self.cargo = Cargo(state.layout, identity, machine.view.run)
+        self.cargo = Cargo(state.layout, identity, machine.view.run, standing)
+        self.standing = standing
+        self._asking: dict[PeerId, asyncio.Task[None]] = {}
+        """Peers that named somebody unknown, and are asked for members."""
         self.traffic = PayloadTraffic([s.elements for s in state.layout.shards])
         self._timer: Handle | None = None
         self.is_closed = False
@@ -336,16 +342,37 @@ class Driver:
             self.around.fault(peer, "payload", "the message came without its payload")
             return None
 
+        whole: asyncio.Future[Keep] = asyncio.get_running_loop().create_future()
+
+        def inspect() -> None:
+            self.host.work("checks", lambda: check(data)).add_done_callback(checked)
+
         def checked(future: asyncio.Future[Keep]) -> None:
-            if self.is_closed or future.cancelled():
+            if self.is_closed or future.cancelled() or whole.cancelled():
+                whole.cancel()
                 return
             error = future.exception()
+            if isinstance(error, UnknownMemberError) and not was_asked:
+                was_asked.append(peer)
+                self.ask_for_members(peer).add_done_callback(lambda _: None if self.is_closed else inspect())
+                return
             if isinstance(error, ValueError):
                 self.around.fault(peer, "payload", str(error))
+                whole.cancel()
                 return
-            future.result()()
+            keep = future.result()
+            keep()
+            whole.set_result(keep)
             self.feed(ev.Received(peer, message))
 
-        checking = self.host.work("checks", lambda: check(data))
-        checking.add_done_callback(checked)
-        return checking
+        was_asked: list[PeerId] = []
+        inspect()
+        return whole
+
+    def ask_for_members(self, peer: PeerId) -> asyncio.Task[None]:
+        """Hear from ``peer``, which named somebody unknown, of the members that it knows; one question at a time."""
+        asking = self._asking.get(peer)
+        if asking is None:
+            asking = self._asking[peer] = self.host.spawn(self.standing.ask(peer), name=f"ask {peer} for members")
+            asking.add_done_callback(lambda _: self._asking.pop(peer, None))
+        return asking

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from p2pdiloco.peer.proofs import check_lineage, proven_digest
+from p2pdiloco.peer.signatures import OPEN, Register
 from p2pdiloco.protocol.identifiers import DIGEST_BYTES, Digest, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import CommitHeader, commit_id
@@ -33,19 +34,22 @@ def is_listed(offer: StateOffer, chunk: int, data: bytes | bytearray | memoryvie
     return bytes.fromhex(digest_of(memoryview(data))) == listed
 
 
-def checked_offer(manifest: Manifest, layout: Layout, shard: ShardId, body: bytes) -> StateOffer:
+def checked_offer(
+    manifest: Manifest, layout: Layout, shard: ShardId, body: bytes, register: Register = OPEN
+) -> StateOffer:
     """An offer that proves itself.
 
     Raises:
+        UnknownMemberError: it is not known of somebody in its proof that it is a member.
         ValueError: malformed, of another shard, not signed by its owner, or with another list than was signed.
     """
     offer = decode_as(body, StateOffer)
     if offer.proof.state.head.shard != shard:
         raise ValueError(f"what is offered is not shard {shard}")
-    result = proven_digest(manifest, offer.proof)
+    result = proven_digest(manifest, offer.proof, register)
     if len(offer.digests) != list_bytes(layout.shards[shard].elements) or digest_of(offer.digests) != result:
         raise ValueError(f"the digests of the chunks of shard {shard} are not those that its owner signed")
-    check_lineage(manifest.run, offer.proof.header, offer.lineage)
+    check_lineage(manifest.run, offer.proof.header, offer.lineage, register)
     return offer
 
 

@@ -150,7 +150,7 @@ class Peer:
         codecs = CodecChoice(
             manifest.config, self.layout, self.machine.view, metrics, rate=lambda: host.links.up_bytes_per_s
         )
-        self.driver = Driver(self.machine, self.state, identity, host, self, codecs)
+        self.driver = Driver(self.machine, self.state, identity, host, self, codecs, self._standing)
         self._arrivals = Arrivals(self.layout, options.folder / INCOMING, metrics, host)
         self._downloads = Downloads(manifest, self.layout, self.driver, self._arrivals, self.fault)
         self._respondent = Respondent(manifest, self.driver, status, self._standing)

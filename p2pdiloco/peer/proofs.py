@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from p2pdiloco.peer.signatures import IsMember, check_commit, everybody
+from p2pdiloco.peer.signatures import OPEN, Register, UnknownMemberError, check_commit
 from p2pdiloco.protocol.blocks import BlockLedger, Trained
 from p2pdiloco.protocol.chain import genesis_head, record_of
 from p2pdiloco.protocol.identifiers import Digest, RunId
@@ -13,11 +13,12 @@ from p2pdiloco.protocol.messages import CommitHeader, commit_id
 from p2pdiloco.wire.bodies import SignedCommit, StateProof
 
 
-def proven_digest(manifest: Manifest, proof: StateProof, is_member: IsMember = everybody) -> Digest:
+def proven_digest(manifest: Manifest, proof: StateProof, register: Register = OPEN) -> Digest:
     """The digest that the shard's tensors must have: the commit's that its owner signed (the manifest's, at version 0).
     Nothing of a state stands beside that: step, marks and trained blocks are the commit's, too.
 
     Raises:
+        UnknownMemberError: one of its signers is not known as a member.
         ValueError: the proof does not prove its state.
     """
     state, header = proof.state, proof.header
@@ -38,18 +39,21 @@ def proven_digest(manifest: Manifest, proof: StateProof, is_member: IsMember = e
     if header.record != record_of(dict(state.marks), state.trained):
         raise ValueError(f"the state of shard {head.shard} counts other tokens or blocks than its commit")
     try:
-        check_commit(manifest.run, header, proof.signature, is_member)
+        check_commit(manifest.run, header, proof.signature, register)
+    except UnknownMemberError:
+        raise
     except ValueError as error:
         raise ValueError(f"the commit of shard {head.shard}: {error}") from error
     return header.result
 
 
 def check_lineage(
-    run: RunId, head: CommitHeader | None, lineage: Sequence[SignedCommit], is_member: IsMember = everybody
+    run: RunId, head: CommitHeader | None, lineage: Sequence[SignedCommit], register: Register = OPEN
 ) -> None:
     """Whether ``lineage`` is an unbroken line of signed commits that leads to ``head``, each of tokens that were given.
 
     Raises:
+        UnknownMemberError: one of its signers is not known as a member.
         ValueError: it is not.
     """
     for earlier in reversed(lineage):
@@ -58,7 +62,7 @@ def check_lineage(
         if head is None or not is_parent or head.shard != header.shard:
             raise ValueError(f"the lineage of shard {header.shard} is broken at version {header.version}")
         _check_tokens(head, header.tokens)
-        check_commit(run, header, earlier.signature, is_member)
+        check_commit(run, header, earlier.signature, register)
         head = header
 
 

@@ -5,12 +5,13 @@ Rules of this file:
    but that name.
 2. A commit is nobody's word alone: each range that it names bears the signature of its learner's peer, over the run,
    the shard and the very head that the commit follows.
-3. Whoever signed must be, or have been, a member: ``is_member`` knows.
+3. Whoever signed must be, or have been, a member, and who gave one that may: a register knows. Who is not in it may be
+   somebody of whom only others have heard, who are asked before anything is dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -19,12 +20,34 @@ from p2pdiloco.protocol.identifiers import Digest, PeerId, RunId, ShardId, peer_
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, commit_id
 from p2pdiloco.runtime.identity import Identity, verify
 
-IsMember = Callable[[PeerId], bool]
+
+class Register(Protocol):
+    """Who takes part in the run, or has."""
+
+    def was_member(self, peer: PeerId) -> bool:
+        """It is a member, or was one. What it did then stays valid."""
+
+    def may_contribute(self, peer: PeerId) -> bool:
+        """What it trained may be merged."""
 
 
-def everybody(_: PeerId) -> bool:
-    """In a run that is open to all."""
-    return True
+class OpenRegister:
+    """Of a run that is open to all."""
+
+    def was_member(self, peer: PeerId) -> bool:
+        """As of ``Register``."""
+        return True
+
+    def may_contribute(self, peer: PeerId) -> bool:
+        """As of ``Register``."""
+        return True
+
+
+OPEN = OpenRegister()
+
+
+class UnknownMemberError(ValueError):
+    """Somebody signed of whom nobody has told us that it is a member."""
 
 
 def signed(
@@ -36,31 +59,35 @@ def signed(
 
 
 def check_contributor(
-    run: RunId, shard: ShardId, base: Digest, contributor: Contributor, is_member: IsMember = everybody
+    run: RunId, shard: ShardId, base: Digest, contributor: Contributor, register: Register = OPEN
 ) -> None:
     """Whether its learner's peer gave this on this head.
 
     Raises:
-        ValueError: it did not, or is no member.
+        UnknownMemberError: it is not known as a member.
+        ValueError: it did not, or may not.
     """
     giver = peer_of(contributor.learner)
-    if not is_member(giver):
-        raise ValueError(f"{giver} is not a member of the run")
+    if not register.was_member(giver):
+        raise UnknownMemberError(f"{giver} is not known as a member of the run")
+    if not register.may_contribute(giver):
+        raise ValueError(f"{giver} is a member that only follows")
     if not verify(giver, signatures.contribution(run, shard, base, contributor), contributor.signature):
         raise ValueError(
             f"what is said in the name of learner {contributor.learner} does not bear its peer's signature"
         )
 
 
-def check_commit(run: RunId, header: CommitHeader, signature: bytes, is_member: IsMember = everybody) -> None:
+def check_commit(run: RunId, header: CommitHeader, signature: bytes, register: Register = OPEN) -> None:
     """Whether its owner made this commit, of contributions that were given on its parent.
 
     Raises:
-        ValueError: one of these signatures is not what it should be, or not a member's.
+        UnknownMemberError: one of them is not known as a member.
+        ValueError: one of these signatures is not what it should be.
     """
-    if not is_member(header.owner):
-        raise ValueError(f"its owner {header.owner} is not a member of the run")
+    if not register.was_member(header.owner):
+        raise UnknownMemberError(f"its owner {header.owner} is not known as a member of the run")
     if not verify(header.owner, signatures.commit(commit_id(header)), signature):
         raise ValueError("it does not bear its owner's signature")
     for contributor in header.contributors:
-        check_contributor(run, header.shard, header.parent, contributor, is_member)
+        check_contributor(run, header.shard, header.parent, contributor, register)

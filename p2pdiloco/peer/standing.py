@@ -15,6 +15,9 @@ class Standing(Protocol):
     def is_member(self, peer: PeerId) -> bool:
         """It is in good standing now."""
 
+    def was_member(self, peer: PeerId) -> bool:
+        """It is a member, or was one."""
+
     def observes(self, peer: PeerId) -> bool:
         """It may only ask."""
 
@@ -27,6 +30,9 @@ class Standing(Protocol):
     def connected(self, peer: PeerId) -> None:
         """It takes part."""
 
+    async def ask(self, peer: PeerId) -> None:
+        """Hear from ``peer`` of the members that it knows."""
+
     async def answer(self, peer: PeerId, request: GetStatements | TellStatements) -> Answer:
         """A request about members."""
 
@@ -35,6 +41,10 @@ class Everybody:
     """Where nobody is asked who it is: in simulated worlds."""
 
     def is_member(self, peer: PeerId) -> bool:
+        """As of ``Standing``."""
+        return True
+
+    def was_member(self, peer: PeerId) -> bool:
         """As of ``Standing``."""
         return True
 
@@ -51,6 +61,9 @@ class Everybody:
         return float("inf")
 
     def connected(self, peer: PeerId) -> None:
+        """As of ``Standing``."""
+
+    async def ask(self, peer: PeerId) -> None:
         """As of ``Standing``."""
 
     async def answer(self, peer: PeerId, request: GetStatements | TellStatements) -> Answer:

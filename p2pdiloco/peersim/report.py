@@ -12,6 +12,8 @@ DRIVEN = ("p2pdiloco.peer.", "p2pdiloco.training.outer_link", "p2pdiloco.tensors
 """Modules beside the protocol that run in simulated worlds as they are."""
 SEED_S = 120.0
 """A worker that needs longer for a seed hangs."""
+PRIVATE = 10**15
+"""From here on seeds are those of before in a private run, in which peers know only the members whom they have met."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import partial
 from random import Random
 
+import msgspec
+
 from p2pdiloco.peersim.faults import draw_faults
-from p2pdiloco.peersim.report import Outcome
+from p2pdiloco.peersim.report import PRIVATE, Outcome
 from p2pdiloco.peersim.strikes import schedule
 from p2pdiloco.peersim.world import PeerSetting, World, WorldSetting
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, ScheduleConfig
@@ -62,11 +64,12 @@ def draw(seed: int) -> tuple[WorldSetting, Random]:
 
 def run_seed(seed: int) -> Outcome:
     """One world, from its founding to its end."""
-    setting, random = draw(seed)
-    world = World(seed, setting)
+    setting, random = draw(seed % PRIVATE)
+    setting = msgspec.structs.replace(setting, is_private=seed >= PRIVATE)
+    world = World(seed % PRIVATE, setting)
     names = list(world.identities)
     typical_s = max(peer.step_s for peer in setting.peers) * setting.steps
-    faults = draw_faults(random, Random(f"{seed}/{FURTHER}"), names, typical_s)
+    faults = draw_faults(random, Random(f"{seed % PRIVATE}/{FURTHER}"), names, typical_s)
     for i, name in enumerate(names):
         late_s = 0.0 if i == 0 else 0.2 + random.random() * (typical_s / 3 if random.random() < 0.3 else 0.5)
         world.at(late_s, partial(world.begin, name))

@@ -28,6 +28,7 @@ from p2pdiloco.peersim.host import SimulatedHost
 from p2pdiloco.peersim.knobs import CHUNK
 from p2pdiloco.peersim.learner import SimulatedLearner, StartSimulatedLearner, Truth, Vectors
 from p2pdiloco.peersim.loop import StandstillError, VirtualLoop
+from p2pdiloco.peersim.members import Acquaintances
 from p2pdiloco.peersim.network import Network
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.chain import genesis_head
@@ -80,6 +81,8 @@ class WorldSetting(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_s: float
     keep_checkpoints: int = 2
     checkpoint_s: float = 5.0
+    is_private: bool = False
+    """Peers know only those as members whom they have met, or heard of when they asked."""
     limit_s: float = 600.0
     """When the run must be over, at the latest."""
 
@@ -226,6 +229,9 @@ class World:
             status=lambda: self._status(name),
             observed=lambda event, effects, now: self._observed(host, event),
             parted=lambda _: None,
+            standing=Acquaintances(self.network.met[name], host.links, self.happened)
+            if self.setting.is_private
+            else None,
         )
         host.do(partial(self._begin, host, peer))
 

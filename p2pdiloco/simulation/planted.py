@@ -42,7 +42,7 @@ BUGS = (
     Bug(
         name="commits' contributions not verified",
         module=_SIGNATURES,
-        old="check_contributor(run, header.shard, header.parent, contributor, is_member)",
+        old="check_contributor(run, header.shard, header.parent, contributor, register)",
         new="pass",
         harm="an owner speaks in the name of every learner",
         killed_by=(f"{_DRIVER_TESTS}::test_a_commit_that_names_what_its_learners_did_not_give_is_dropped",),
@@ -50,7 +50,7 @@ BUGS = (
     Bug(
         name="contributions not verified by who merges them",
         module=_CARGO,
-        old="check_contributor(self._run, message.shard, message.base.id, message.contributor, self.is_member)",
+        old="check_contributor(self._run, message.shard, message.base.id, message.contributor, self._register)",
         new="pass",
         harm="an honest owner's commit is refused for one bad signature in it",
         killed_by=(f"{_DRIVER_TESTS}::test_a_contribution_that_is_not_what_it_names_is_dropped",),

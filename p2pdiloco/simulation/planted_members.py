@@ -20,6 +20,55 @@ _INVITE_TESTS = "tests/unit/test_wire_invites.py"
 _DOORS_TESTS = "tests/unit/test_net_doors.py"
 
 BUGS = (
+    # -- what members sign ---------------------------------------------------------------------------------------------
+    Bug(
+        name="givers in a commit need not be members",
+        module="p2pdiloco.peer.signatures",
+        old="if not register.was_member(giver):",
+        new="if False:",
+        harm="an owner fills its commit with learners that it made up",
+        killed_by=("tests/unit/protocol/test_signatures.py::test_owner_and_givers_are_members",),
+    ),
+    Bug(
+        name="owners need not be members",
+        module="p2pdiloco.peer.signatures",
+        old="if not register.was_member(header.owner):",
+        new="if False:",
+        harm="a lineage of commits by keys that nobody let in",
+        killed_by=("tests/unit/protocol/test_signatures.py::test_owner_and_givers_are_members",),
+    ),
+    Bug(
+        name="followers merged by an owner that likes them",
+        module="p2pdiloco.peer.signatures",
+        old="if not register.may_contribute(giver):",
+        new="if False:",
+        harm="what a founder granted for following teaches the model",
+        killed_by=("tests/unit/protocol/test_signatures.py::test_owner_and_givers_are_members",),
+    ),
+    Bug(
+        name="who is not known is not asked for",
+        module="p2pdiloco.peer.driver",
+        old="if isinstance(error, UnknownMemberError) and not was_asked:",
+        new="if False:",
+        harm="the first commits with a newcomer are dropped by all who have not met it",
+        killed_by=(f"{_STANDING_TESTS}::test_a_commit_waits_until_its_sender_was_asked_whom_it_names",),
+    ),
+    Bug(
+        name="a node's register is not asked",
+        module="p2pdiloco.peer.driver",
+        old="Cargo(state.layout, identity, machine.view.run, standing)",
+        new="Cargo(state.layout, identity, machine.view.run)",
+        harm="an owner fills its commit with learners that it made up",
+        killed_by=(f"{_STANDING_TESTS}::test_a_commit_of_who_is_no_member_is_dropped_by_a_peer",),
+    ),
+    Bug(
+        name="makers of a state need not be members",
+        module="p2pdiloco.peer.fetching",
+        old="checked_offer(self._manifest, self._layout, shard, body, self._driver.standing)",
+        new="checked_offer(self._manifest, self._layout, shard, body)",
+        harm="a newcomer takes a chain of keys that nobody let in",
+        killed_by=(f"{_STANDING_TESTS}::test_a_state_is_taken_when_its_donor_has_told_who_made_it",),
+    ),
     # -- certificates --------------------------------------------------------------------------------------------------
     Bug(
         name="certificate's signature not verified",

@@ -13,7 +13,7 @@ import pytest
 
 from p2pdiloco.peersim import report
 from p2pdiloco.peersim.faults import FirstKind, FurtherKind
-from p2pdiloco.peersim.report import BugFound, Outcome
+from p2pdiloco.peersim.report import PRIVATE, BugFound, Outcome
 
 JOBS = os.cpu_count() or 1
 FIXED = range(80)
@@ -56,6 +56,14 @@ def test_whole_peers_keep_what_must_hold(found: dict[int, Outcome]) -> None:
 def test_what_once_failed_holds(found: dict[int, Outcome]) -> None:
     assert ONCE_FAILED
     assert not broken(found[seed] for seed in ONCE_FAILED)
+
+
+@pytest.mark.timeout(600)
+def test_in_a_private_run_nothing_honest_is_lost_for_want_of_an_introduction() -> None:
+    """Rule G2d, as it is: members hear of each other when they meet, and when they ask."""
+    found = outcomes([PRIVATE + seed for seed in (3, 16, 18, 20)], jobs=JOBS)
+    assert not broken(found.values())
+    assert sum(o.happened.get("introduced", 0) for o in found.values()) >= 3
 
 
 @pytest.mark.timeout(600)

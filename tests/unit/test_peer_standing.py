@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from actors import genesis
 from troupe import Stage, act
 
@@ -60,6 +61,72 @@ def test_what_a_follower_contributes_is_not_taken(tmp_path: Path) -> None:
             assert (ann.faults(), ann.versions) == ({"contribution": 1}, [0, 0])
             ann.peer._standing = Everybody()
             assert ann.peer.admit(bob.id, encode(caught.message), len(caught.payload))
+
+    act(story)
+
+
+class Newcomer(Everybody):
+    """Nobody is known who was not asked for."""
+
+    def __init__(self, *, told: bool) -> None:
+        self.asked: list[PeerId] = []
+        self._is_told = told
+
+    def was_member(self, peer: PeerId) -> bool:
+        return bool(self.asked) and self._is_told
+
+    async def ask(self, peer: PeerId) -> None:
+        self.asked.append(peer)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_commit_waits_until_its_sender_was_asked_whom_it_names(tmp_path: Path, is_told: bool) -> None:
+    """Once for all that came meanwhile; what names somebody unknown even then is dropped."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, is_unreachable=True)
+            await stage.wait(3.0)
+            bob.driver.cargo._register = bob.driver.standing = newcomer = Newcomer(told=is_told)
+            await stage.train(ann, 1.0, 1.0)
+            assert newcomer.asked == [ann.id]
+            assert bob.versions == ([0, 1] if is_told else [0, 0])
+            assert bob.faults() == ({} if is_told else {"payload": 1})
+            await stage.train(ann, 1.0, 1.0)
+            assert newcomer.asked == [ann.id] * (1 if is_told else 2), "whoever is known needs no question"
+
+    act(story)
+
+
+def test_a_commit_of_who_is_no_member_is_dropped_by_a_peer(tmp_path: Path) -> None:
+    """As a node sets it up."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            standing = Newcomer(told=False)
+            bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, standing=standing)
+            await stage.wait(3.0)
+            await stage.train(ann, 1.0, 1.0)
+            assert bob.versions == [0, 0]
+            assert bob.faults() == {"payload": 1}
+
+    act(story)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_state_is_taken_when_its_donor_has_told_who_made_it(tmp_path: Path, is_told: bool) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            await stage.train(ann, 1.0, 1.0)
+            newcomer = Newcomer(told=is_told)
+            bob = await stage.add("bob", has_learner=False, standing=newcomer)
+            await stage.wait(3.0)
+            assert set(newcomer.asked) == {ann.id}
+            assert bob.versions == ([0, 1] if is_told else [0, -1])
+            assert bob.faults() == ({} if is_told else {"state": 1})
 
     act(story)
 

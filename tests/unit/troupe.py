@@ -22,6 +22,7 @@ from actors import FOUNDER, Learner, Recorded, genesis, make_manifest
 from p2pdiloco.peer.host import Queue
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import Ending, InitialState, Peer
+from p2pdiloco.peer.standing import Standing
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
@@ -136,7 +137,16 @@ class StageHost:
 class Member:
     """One peer on the stage, and what is seen of it."""
 
-    def __init__(self, stage: Stage, folder: Path, identity: Identity, *, has_learner: bool, **options: Any) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        folder: Path,
+        identity: Identity,
+        *,
+        has_learner: bool,
+        standing: Standing | None = None,
+        **options: Any,
+    ) -> None:
         self._stage = stage
         self.id = identity.peer_id
         self.lives: list[Learner] = []
@@ -170,6 +180,7 @@ class Member:
             status=lambda: None,  # type: ignore[arg-type,return-value]
             observed=self._observed,
             parted=lambda _: None,
+            standing=standing,
         )
         self.driver = self.peer.driver
         self.machine = self.peer.machine

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from stage import SHARD, A, B, C, Stage, commit_on, digest, life, notes, tokens
 
-from p2pdiloco.peer.signatures import check_commit, check_contributor, signed
+from p2pdiloco.peer.signatures import UnknownMemberError, check_commit, check_contributor, signed
 from p2pdiloco.protocol import signatures
 from p2pdiloco.protocol.blocks import Block, Trained
 from p2pdiloco.protocol.chain import record_of
@@ -21,6 +21,20 @@ from p2pdiloco.simulation.report import simulate
 RUN = RunId("run")
 ANN, BOB = Identity.ephemeral(), Identity.ephemeral()
 BASE = Head(SHARD, 3, digest("base"), 90)
+
+
+class Known:
+    """A register of these."""
+
+    def __init__(self, *those: Identity, followers: tuple[Identity, ...] = ()) -> None:
+        self._those = {one.peer_id for one in those}
+        self._followers = {one.peer_id for one in followers}
+
+    def was_member(self, peer: PeerId) -> bool:
+        return peer in self._those
+
+    def may_contribute(self, peer: PeerId) -> bool:
+        return peer in self._those - self._followers
 
 
 def given(by: Identity = ANN, *, signer: Identity | None = None, **says: Any) -> Contributor:
@@ -97,15 +111,25 @@ def test_a_commit_is_its_owners_and_names_what_was_given_on_its_parent() -> None
 def test_owner_and_givers_are_members() -> None:
     """G2b."""
     header, signature = committed(given(BOB))
+    check_commit(RUN, header, signature, Known(ANN, BOB))
+    check_commit(RUN, header, signature, Known(ANN, BOB, followers=(ANN,)))
+    with pytest.raises(UnknownMemberError, match=f"its owner {ANN.peer_id} is not known as a member"):
+        check_commit(RUN, header, signature, Known(BOB))
+    with pytest.raises(UnknownMemberError, match=f"^{BOB.peer_id} is not known as a member"):
+        check_commit(RUN, header, signature, Known(ANN))
+    with pytest.raises(ValueError, match=f"^{BOB.peer_id} is a member that only follows"):
+        check_commit(RUN, header, signature, Known(ANN, BOB, followers=(BOB,)))
 
-    def members(*those: Identity) -> Any:
-        return lambda peer: peer in {one.peer_id for one in those}
 
-    check_commit(RUN, header, signature, members(ANN, BOB))
-    with pytest.raises(ValueError, match=f"its owner {ANN.peer_id} is not a member"):
-        check_commit(RUN, header, signature, members(BOB))
-    with pytest.raises(ValueError, match=f"^{BOB.peer_id} is not a member"):
-        check_commit(RUN, header, signature, members(ANN))
+def test_who_is_not_known_is_told_from_who_may_not() -> None:
+    """G2d: only of the former somebody else is asked (test_peer_standing.py, and whole peers in test_whole.py)."""
+    header, signature = committed(given(BOB))
+    with pytest.raises(UnknownMemberError):
+        check_contributor(RUN, SHARD, BASE.id, given(BOB), Known(ANN))
+    for register, signed_by in ((Known(ANN, BOB, followers=(BOB,)), signature), (Known(ANN, BOB), bytes(64))):
+        with pytest.raises(ValueError) as refused:
+            check_commit(RUN, header, signed_by, register)
+        assert not isinstance(refused.value, UnknownMemberError)
 
 
 def test_a_commit_names_one_learner_of_a_peer() -> None:

@@ -1,0 +1,48 @@
+"""Who is known as a member to a simulated peer of a private run: whom it has met, and of whom it heard when it asked."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from p2pdiloco.peer.host import Links
+from p2pdiloco.peer.standing import Everybody
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.wire.answers import Answer, RequestError
+from p2pdiloco.wire.bodies import GetStatements, TellStatements, encode
+
+ASK_S = 10.0
+MOST_BYTES = 1 << 16
+
+
+class Acquaintances(Everybody):
+    """One life's. Introductions are names here: nobody lies about them."""
+
+    def __init__(self, met: set[PeerId], links: Links, happened: Counter[str]) -> None:
+        self._known = met
+        self._links = links
+        self._happened = happened
+
+    def was_member(self, peer: PeerId) -> bool:
+        """As of ``Standing``."""
+        return peer in self._known
+
+    def may_contribute(self, peer: PeerId) -> bool:
+        """As of ``Standing``."""
+        return peer in self._known
+
+    def connected(self, peer: PeerId) -> None:
+        """As of ``Standing``."""
+        self._known.add(peer)
+
+    async def ask(self, peer: PeerId) -> None:
+        """As of ``Standing``."""
+        self._happened["introduced"] += 1
+        try:
+            told = await self._links.request(peer, encode(GetStatements(b"")), timeout_s=ASK_S, max_payload=MOST_BYTES)
+        except RequestError:
+            return
+        self._known.update(map(PeerId, bytes(told.payload or b"").decode().split()))
+
+    async def answer(self, peer: PeerId, request: GetStatements | TellStatements) -> Answer:
+        """As of ``Standing``."""
+        return Answer(b"", " ".join(sorted(self._known)).encode())
