@@ -1,4 +1,4 @@
-"""Who is known as a member to a simulated peer of a private run: whom it has met, and of whom it heard when it asked."""
+"""Who is known as a member to a simulated peer of a private run: whom it has met, and of whom it heard on asking."""
 
 from __future__ import annotations
 
