@@ -53,6 +53,12 @@ def until_ready(folder: Path, lives: int = 1) -> None:
     wait_until(lambda: len(events(folder, "learner-ready")) >= lives, START_S, f"life {lives} of {folder}")
 
 
+def until_trained(folder: Path) -> None:
+    """Wait until the script of this state folder has made a step: what it then logs first is what a beginner's model
+    is like, whatever a busy machine does to it between meeting its node and training."""
+    wait_until(lambda: events(folder, "progress"), START_S, f"a step of {folder}")
+
+
 def until_merged(folder: Path, of: Path) -> None:
     """Wait until the peer of ``folder`` has seen progress of the present learner of ``of`` merged."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts import END_S, FOUND, events, held, report, until_founded, until_ready
+from scripts import END_S, FOUND, events, held, report, until_founded, until_trained
 from swarm import swarm_in
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ def train_two(program: str, folder: Path, steps: int, *extra: str) -> tuple[list
             until_founded(folder / "a" / "peer")
             with held(scripts[0].pid, program):
                 scripts.append(start(program, folder / "b", *common, "--seed", "1"))
-                until_ready(folder / "b" / "peer")
+                until_trained(folder / "b" / "peer")
             statuses = [script.wait(END_S) for script in scripts]
         finally:
             for script in scripts:
