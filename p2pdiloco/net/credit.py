@@ -98,10 +98,13 @@ class Granter:
 
     def top_up(self, account: Account) -> bool:
         """Without a budget: whether ``account`` was granted more."""
-        window = min(self._window(len(self._accounts)), account.demand + AHEAD_BYTES)
-        if account.outstanding > window // 2:
+        outstanding, most = account.outstanding, account.demand + AHEAD_BYTES
+        if outstanding > most // 2:  # a narrower window is seldom
             return False
-        account.granted += window - account.outstanding
+        window = min(self._window(len(self._accounts)), most)
+        if outstanding > window // 2:
+            return False
+        account.granted += window - outstanding
         return True
 
     def grant(self, now: float) -> list[Account]:

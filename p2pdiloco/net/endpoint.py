@@ -268,11 +268,8 @@ class Endpoint:
 
     def next_deadline(self) -> float | None:
         """When ``wake`` is to be called at the latest; in the past: at once. None: not before something happens."""
-        first, bulk_at, credit_at = (
-            self._agenda.deadlines.next(),
-            self._commons.shaper.next_at(),
-            self._commons.grants.due_at,
-        )
+        first, commons = self._agenda.deadlines.next(), self._commons
+        bulk_at, credit_at = commons.shaper.next_at(), commons.grants.due_at
         if bulk_at is not None and (first is None or bulk_at < first):
             first = bulk_at
         return credit_at if credit_at is not None and (first is None or credit_at < first) else first
@@ -389,9 +386,10 @@ class Endpoint:
     def _credit(self, connection: Connection) -> None:
         """Bytes came: the sender may send more."""
         account, inbox = connection.conversation.account, connection.conversation.inbox
-        if account is None or (account.received == inbox.arrived_bytes and account.demand == inbox.demand_bytes):
+        news = (inbox.arrived_bytes, inbox.demand_bytes)
+        if account is None or news == (account.received, account.demand):
             return
-        account.received, account.demand = inbox.arrived_bytes, inbox.demand_bytes
+        account.received, account.demand = news
         self._tell_credit(self._commons.grants.progressed(account, self._agenda.now))
 
     def _tell_credit(self, grown: list[Account]) -> None:

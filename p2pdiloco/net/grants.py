@@ -11,16 +11,15 @@ class Grants:
     def __init__(self, granter: Granter) -> None:
         self._granter = granter
         self._accounts: set[Account] = set()
+        self.bytes_per_s = granter.bytes_per_s
+        """The budget; None: no limit."""
         self.due_at: float | None = None
         """When ``grant`` may have something to grant; None: not before something happens."""
-
-    @property
-    def bytes_per_s(self) -> float | None:
-        return self._granter.bytes_per_s
 
     def set_budget(self, bytes_per_s: float | None, now: float) -> list[Account]:
         """Bytes per second over all senders; None: no limit. What is granted already may still come."""
         self._granter.set_budget(bytes_per_s, now)
+        self.bytes_per_s = bytes_per_s
         self.due_at = None
         return list(
             dict.fromkeys(grown for account in self._granter.accounts() for grown in self.progressed(account, now))

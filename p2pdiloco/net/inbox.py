@@ -122,12 +122,12 @@ class Inbox:
         return self._staging[self._end :]
 
     def advance(self, count: int) -> bool:
-        """``count`` bytes were read into ``buffer()``. False: they are the middle of a body, there is no event yet."""
+        """``count`` bytes were read into ``buffer()``. False: a body is not whole yet, there is no event."""
         if self._header is not None and self._target is not None:
             self._filled += count
             return self._filled == self._header.length
         self._end += count
-        return True
+        return not self._is_in_chunk()
 
     @property
     def has_more(self) -> bool:
@@ -186,6 +186,24 @@ class Inbox:
         self._target = self._header = None
         self._position = self._end = self.demand_bytes = self.held_bytes = 0
 
+    def _is_in_chunk(self) -> bool:
+        """All that is staged is a chunk's header and the beginning of its body, which is begun. Most reads are that: the
+        driver is spared a turn."""
+        rest = self._end - self._position - HEADER.size
+        if self._header is not None or rest < 0:
+            return False
+        try:
+            header = parse_header(self._staging, self._position)
+            if header.kind is not FrameKind.CHUNK or rest >= header.length:
+                return False
+            self._begin(header)
+        except FrameError:
+            return False  # ``next`` says what is wrong
+        self._position += HEADER.size
+        self._take_staged(header)
+        self._keep_rest()
+        return True
+
     def _whole(self, header: Header) -> Event | None:
         """A frame all of which is staged."""
         begin = self._position
@@ -198,9 +216,8 @@ class Inbox:
 
     def _begin(self, header: Header) -> None:
         self._check_allowed(header.kind)
-        self._header, self._filled = header, 0
         if header.kind is not FrameKind.CHUNK:
-            self._target = memoryview(bytearray(header.length))
+            self._header, self._filled, self._target = header, 0, memoryview(bytearray(header.length))
             return
         stream = self._streams.get(header.stream)
         if stream is None:
@@ -210,7 +227,7 @@ class Inbox:
             raise FrameError(f"stream {header.stream} has {size} bytes, and {header.length} more than that came")
         if self.bulk_bytes + header.length > self.granted:
             raise FrameError(f"more than the {self.granted} payload bytes that were granted came")
-        self._target = None
+        self._header, self._filled, self._target = header, 0, None
         if stream.payload is not None:
             self._target = stream.payload[stream.filled : stream.filled + header.length]
 

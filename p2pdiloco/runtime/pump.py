@@ -46,16 +46,18 @@ class Pump:
             return
         self._is_in_turn, endpoint, has_sent = True, self._endpoint, False
         try:
-            while (has_events := endpoint.has_events) or bulk_bytes or endpoint.has_control:
+            while True:
                 now = self._loop.time()
-                if has_events:
-                    for event in endpoint.events(now):
-                        self._tell(event)
-                if bulk_bytes or endpoint.has_control:
-                    has_sent = True
-                    for connection, piece in endpoint.to_send(now, bulk_bytes):
-                        self._write(connection, piece)
+                for event in endpoint.events(now):
+                    self._tell(event)
+                if not bulk_bytes and not endpoint.has_control:
+                    break
+                has_sent = True
+                for connection, piece in endpoint.to_send(now, bulk_bytes):
+                    self._write(connection, piece)
                 bulk_bytes = 0
+                if not endpoint.has_events and not endpoint.has_control:
+                    break
         finally:
             self._is_in_turn = False
             if has_sent or endpoint.has_new_deadline or endpoint.has_events:

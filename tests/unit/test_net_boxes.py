@@ -290,6 +290,21 @@ def test_what_follows_a_frame_is_looked_at_after_it() -> None:
         inbox.next()
 
 
+def test_the_beginning_of_a_chunk_is_put_away_without_a_turn_of_the_driver() -> None:
+    inbox = make_inbox()
+    feed(inbox, encode_start(3, whole(500), b""))
+    said = []
+    for data in (encode_header(FrameKind.CHUNK, 3, 400) + b"a" * 100, b"a" * 200, b"a" * 100):
+        inbox.buffer()[: len(data)] = data
+        said.append(inbox.advance(len(data)))
+    assert said == [False, False, True]
+    assert inbox.arrived_bytes == 400
+    assert inbox.next() is None
+    (event,) = feed(inbox, encode_header(FrameKind.CHUNK, 3, 100) + b"b" * 100)
+    assert isinstance(event, Completed)
+    assert bytes(event.payload) == b"a" * 400 + b"b" * 100
+
+
 def test_an_aborted_stream_gives_its_memory_back() -> None:
     inbox = make_inbox()
     start = Start(Use.ANSWER, 3, 500)
