@@ -187,8 +187,8 @@ class Inbox:
         self._position = self._end = self.demand_bytes = self.held_bytes = 0
 
     def _is_in_chunk(self) -> bool:
-        """All that is staged is a chunk's header and the beginning of its body, which is begun. Most reads are that: the
-        driver is spared a turn."""
+        """All that is staged is a chunk's header and the beginning of its body, which is begun. Most reads are that:
+        the driver is spared a turn."""
         rest = self._end - self._position - HEADER.size
         if self._header is not None or rest < 0:
             return False
