@@ -21,9 +21,9 @@ from p2pdiloco.protocol.events import ShardState
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
 from p2pdiloco.protocol.ledger import STAY, Walk
 from p2pdiloco.protocol.lineage import Lineage
+from p2pdiloco.protocol.log_requests import LogRequests
 from p2pdiloco.protocol.merges import Merges
 from p2pdiloco.protocol.messages import (
-    Commit,
     CommitHeader,
     CommitsRequest,
     FetchAdvised,
@@ -35,7 +35,6 @@ from p2pdiloco.protocol.messages import (
 
 MAX_FETCHES = 4
 """States fetched at once by a newcomer, over all shards."""
-MAX_COMMITS_SENT = 32
 
 
 class Adoption:
@@ -50,6 +49,7 @@ class Adoption:
         self.lineage = Lineage(core)
         self.applying: dict[ShardId, tuple[Digest, CommitHeader | ShardState]] = {}
         """What each shard's next state will be, once the work is done."""
+        self.log_requests = LogRequests(core, self.applying)
         self.waiting: dict[ShardId, dict[Digest, CommitHeader]] = {}
         """Commits that came before their parent, by parent."""
         self.repairing: set[ShardId] = set()
@@ -72,6 +72,11 @@ class Adoption:
         new_id = commit_id(header)
         if chain.head is None:
             self._wait(header)
+            if sender == header.owner and self.is_donor(sender):
+                head = Head(shard, header.version, new_id, header.tokens)
+                self.lineage.committed(sender, head, header.parent)
+                self.offers.setdefault(sender, {})[shard] = head
+                self.fetch_missing()
             return
         applying = self.applying.get(shard)
         if new_id == chain.head.id or new_id in chain.log_ids or (applying is not None and applying[0] == new_id):
@@ -166,7 +171,8 @@ class Adoption:
         self._next(shard)
 
     def _next(self, shard: ShardId) -> None:
-        """Something may have been waiting for this head."""
+        """Something, or somebody, may have been waiting for this head."""
+        self.log_requests.answer(shard)
         staged = self.staged.pop(shard, None)
         if staged is not None:
             self.install(staged)
@@ -188,6 +194,7 @@ class Adoption:
         donors = [p for p in self.core.membership.live if self.is_donor(p)]
         if entry is not None and donors:
             self.fetch(shard, donors[len(self.asked) % len(donors)])
+        self.log_requests.answer(shard)
         self.fetch_missing()
         if self.core.is_current:
             self.merges.reopen(shard)
@@ -220,18 +227,6 @@ class Adoption:
         if is_asked and is_heavier(theirs, head) and shard not in self.asked and shard not in self.applying:
             self._ask(shard, peer)
             self.core.send((peer,), CommitsRequest(shard, head.id))
-
-    def commits_requested(self, peer: PeerId, request: CommitsRequest) -> None:
-        """Send what follows the asker's head, or advise to fetch."""
-        chain = self.core.chains[request.shard]
-        if chain.head is None:
-            return
-        commits = chain.commits_after(request.head)
-        if commits is None:
-            self.core.send((peer,), FetchAdvised(request.shard, chain.head))
-            return
-        for header in commits[:MAX_COMMITS_SENT]:
-            self.core.send((peer,), Commit(header))
 
     def fetch_advised(self, peer: PeerId, advice: FetchAdvised) -> None:
         """The donor's log does not hold our head."""

@@ -56,6 +56,10 @@ class Lineage:
         earlier = before.earlier if before.head == head.id else before.head
         mine[head.shard] = Told(head.id, earlier, self.core.now)
 
+    def committed(self, peer: PeerId, head: Head, parent: Digest) -> None:
+        """``peer`` made the commit ``head`` itself, so it was at ``parent``."""
+        self._told.setdefault(peer, {})[head.shard] = Told(head.id, parent, self.core.now)
+
     def forget(self, peer: PeerId) -> None:
         """It is gone."""
         self._told.pop(peer, None)

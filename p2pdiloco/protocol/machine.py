@@ -225,7 +225,7 @@ class Machine:
                     self.adoption.heard_heads(peer, message)
             case msg.CommitsRequest():
                 if message.shard < len(core.chains):
-                    self.adoption.commits_requested(peer, message)
+                    self.adoption.log_requests.requested(peer, message)
             case msg.FetchAdvised():
                 if message.shard < len(core.chains):
                     self.adoption.fetch_advised(peer, message)

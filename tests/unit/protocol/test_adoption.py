@@ -159,6 +159,17 @@ def test_who_is_asked_sends_what_follows_or_advises_to_download() -> None:
     assert sent(unknown, msg.FetchAdvised) == [(B, msg.FetchAdvised(SHARD, stage.head()))]
 
 
+def test_who_is_asked_while_it_applies_answers_when_it_has() -> None:
+    """A3e: its log of before would lead the asker nowhere (seed 6005196); nobody who went meanwhile is answered."""
+    stage = Stage(B, C)
+    start, header = stage.head(), stage.commit(tokens(B, 0, 40))
+    asked = stage.hear(B, msg.Commit(header)) + stage.hear(B, msg.CommitsRequest(SHARD, start.id))
+    asked += stage.hear(C, msg.CommitsRequest(SHARD, start.id))
+    assert not sent(asked, msg.Commit)
+    stage.tell(ev.PeerDisconnected(C, "gone"))
+    assert sent(stage.work(asked, ef.Apply), msg.Commit) == [(B, msg.Commit(header))]
+
+
 def test_if_its_own_head_is_not_in_the_donors_log_it_downloads_the_shards_state() -> None:
     """A3b."""
     stage = Stage(B)

@@ -114,6 +114,17 @@ def test_a_newcomer_takes_what_more_than_half_stand_by() -> None:
     assert stage.machine.status().heads == (HONEST[2],)
 
 
+def test_what_a_peer_commits_itself_tells_of_its_head() -> None:
+    """H2c: and of the one before; what it hands on tells nothing (seed 6004320)."""
+    stage = newcomer(B, C)
+    child = commit_on(HONEST[0], tokens(C, 0, 40), owner=C)
+    stage.hear(B, msg.Heads((HONEST[0],), 0))
+    assert not only(stage.hear(B, msg.Commit(child)), ef.Fetch), "handed on"
+    assert only(stage.hear(C, msg.Commit(child)), ef.Fetch)
+    bring(stage, HONEST[0])
+    assert stage.machine.status().heads == (head_of(child),), "and the commit that waited is applied"
+
+
 def test_a_newcomer_fetches_nothing_before_more_than_half_have_told_of_their_heads() -> None:
     """H2b: of those who have states; it goes on asking, and a head that was told just before counts, too."""
     stage = newcomer(B, C, D)
