@@ -29,7 +29,7 @@ from p2pdiloco.net.frames import (
     encode_frame,
     encode_goodbye,
 )
-from p2pdiloco.net.handshake import Handshake, HandshakeError, Hello, MismatchError, Role
+from p2pdiloco.net.handshake import Dialled, Handshake, HandshakeError, Hello, MismatchError, Role
 from p2pdiloco.net.inbox import Frame
 from p2pdiloco.net.scores import FRAMES
 from p2pdiloco.protocol.identifiers import PeerId
@@ -44,9 +44,7 @@ class Connection:
         *,
         role: Role,
         host: str,
-        expected: PeerId | None,
-        lane: int,
-        bond: bytes,
+        dialled: Dialled,
     ) -> None:
         self.role = role
         self.host = host
@@ -66,7 +64,7 @@ class Connection:
         """By ``receive``, and not read."""
         self._commons = commons
         self._agenda = commons.agenda
-        self._dialled = (expected, lane, bond)
+        self._dialled = dialled
         self._handshake: Handshake | None = None
         self._reason: str | None = None
         """Set when the connection is over: nothing is read or sent from then on."""
@@ -135,7 +133,7 @@ class Connection:
         if self._reason is not None:
             return
         self.is_paused = False
-        self._handshake = self._commons.greeter.handshake(self.role, fingerprint, *self._dialled)
+        self._handshake = self._commons.greeter.handshake(self.role, fingerprint, self._dialled)
         self.local = self._handshake.hello
         self._set_deadline(self._commons.limits.handshake_s, "the handshake took too long")
         self.conversation.put(encode_frame(FrameKind.HELLO, 0, self._handshake.hello_body))

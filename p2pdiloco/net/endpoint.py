@@ -45,7 +45,7 @@ from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.credit import Account
 from p2pdiloco.net.events import Asking, Ended, Event, LaneWanted, Message, Offered, Paced, Proved, Question
 from p2pdiloco.net.frames import Parting
-from p2pdiloco.net.handshake import Greeter, Role
+from p2pdiloco.net.handshake import ANYBODY, Dialled, Greeter, Role
 from p2pdiloco.net.limits import TransportLimits, UpBudget
 from p2pdiloco.net.outbox import Slice
 from p2pdiloco.net.path import Path
@@ -104,10 +104,8 @@ class Endpoint:
 
     # -- connections -------------------------------------------------------------------------------------------------
 
-    def begin(
-        self, role: Role, now: float, *, host: str, expected: PeerId | None = None, lane: int = 0, bond: bytes = b""
-    ) -> Connection:
-        """A connection to the numeric address ``host`` is there, not encrypted yet; ``expected``: to whom."""
+    def begin(self, role: Role, now: float, *, host: str, dialled: Dialled = ANYBODY) -> Connection:
+        """A connection to the numeric address ``host`` is there, not encrypted yet."""
         self._agenda.now = now
         if role is Role.LISTENER and len(self._strangers) >= self._limits.handshakes:
             places = {connection: (machine_of(connection.host), at) for connection, at in self._strangers.items()}
@@ -115,7 +113,7 @@ class Endpoint:
             if out is not None:
                 del self._strangers[out]
                 out.abort("it made room for a newcomer: it took long to prove itself")
-        connection = Connection(self._commons, role=role, host=host, expected=expected, lane=lane, bond=bond)
+        connection = Connection(self._commons, role=role, host=host, dialled=dialled)
         self.connections[connection] = None
         if role is Role.LISTENER:
             self._strangers[connection] = now

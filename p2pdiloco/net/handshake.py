@@ -24,7 +24,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
@@ -66,6 +66,19 @@ class MismatchError(HandshakeError):
     """Both are honest, but cannot work together: another protocol, version or run. Found here or, as GOODBYE, there."""
 
 
+class Dialled(NamedTuple):
+    """What a dialler wants of a connection; a listener wants nothing."""
+
+    expected: PeerId | None = None
+    """Who must be at the other end; None: anybody."""
+    lane: int = 0
+    bond: bytes = b""
+    is_relayed: bool = False
+
+
+ANYBODY = Dialled()
+
+
 class Hello(Struct, frozen=True, kw_only=True):
     """What a side says first. Unknown fields of later releases are ignored."""
 
@@ -84,6 +97,8 @@ class Hello(Struct, frozen=True, kw_only=True):
     """Dialler only: 0 for a connection of its own right, else the number of a lane (net/parts.py)."""
     bond: Annotated[bytes, Meta(max_length=NONCE_BYTES)] = b""
     """With a lane: the nonce of the HELLO with which its dialler began the primary connection."""
+    is_relayed: bool = False
+    """Dialler only: a meeting point carries the bytes, so a direct connection of the two is better."""
     tag: Annotated[bytes, Meta(max_length=NONCE_BYTES)] = b""
     """Of a private run (``tag_of``)."""
     observes: bool = False
@@ -218,7 +233,7 @@ class Greeter:
         self._observes = observes
         self._attempt = 0
 
-    def handshake(self, role: Role, fingerprint: bytes, expected: PeerId | None, lane: int, bond: bytes) -> Handshake:
+    def handshake(self, role: Role, fingerprint: bytes, dialled: Dialled) -> Handshake:
         """Our half, over the channel whose listener showed the certificate with ``fingerprint``."""
         self._attempt += 1
         nonce, is_private = self._nonce(), self._door.is_private
@@ -230,8 +245,9 @@ class Greeter:
             nonce=nonce,
             life=self._life,
             attempt=self._attempt,
-            lane=lane,
-            bond=bond,
+            lane=dialled.lane,
+            bond=dialled.bond,
+            is_relayed=dialled.is_relayed,
             tag=tag_of(self.run, role, fingerprint, nonce) if is_private else b"",
             observes=self._observes,
         )
@@ -241,7 +257,7 @@ class Greeter:
             fingerprint,
             sign=self._sign,
             verify=self._verify,
-            expected=expected,
+            expected=dialled.expected,
             run=self.run,
             door=self._door,
         )

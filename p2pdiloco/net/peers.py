@@ -1,9 +1,10 @@
 """Which connection serves which peer.
 
 Rules of this file:
-1. One connection per pair of peers serves. If both dial at once, the one dialled by the smaller peer id stays and the
-   other finishes what it has begun. A peer that was started anew (``Hello.life``) replaces its old connection, and
-   its old life does not come back while the new one is here (net/lives.py).
+1. One connection per pair of peers serves. A direct one takes the place of a relayed one; if both dial at once, the one
+   dialled by the smaller peer id stays. The other finishes what it has begun. A peer that was started anew
+   (``Hello.life``) replaces its old connection, and its old life does not come back while the new one is here
+   (net/lives.py).
 2. What is heard of a peer is of the life that serves: another life's connections end when this one's comes, and one
    that is turned away is not listened to. (Heartbeats of two processes in turns would make both look dead.)
 3. Connected and Disconnected are told in turns for each peer, whatever happens to connections below.
@@ -95,10 +96,14 @@ class Peers:
         self._commons.agenda.tell(Connected(connection))
         return True
 
-    def _rank(self, connection: Connection) -> tuple[bool, int]:
-        """Both ends compute the same: dialled by the smaller id wins; of one dialler's connections the latest."""
+    def _rank(self, connection: Connection) -> tuple[bool, bool, int]:
+        """Both ends compute the same: direct wins; then dialled by the smaller id; of one dialler's the latest."""
         greeting = connection.greeting
-        return greeting.peer == min(self._commons.greeter.peer, connection.peer), greeting.attempt
+        return (
+            not greeting.is_relayed,
+            greeting.peer == min(self._commons.greeter.peer, connection.peer),
+            greeting.attempt,
+        )
 
 
 def _life_of(connection: Connection) -> bytes:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from p2pdiloco.net.handshake import NONCE_BYTES, Greeter, MismatchError, Role
+from p2pdiloco.net.handshake import NONCE_BYTES, Dialled, Greeter, MismatchError, Role
 from p2pdiloco.peer.host import within
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.wire.answers import RequestError, RequestRefused, Response
@@ -248,7 +248,7 @@ def greeting(a: SimulatedHost, b: SimulatedHost) -> str | None:
             sign=lambda _: b"",
             verify=lambda *_: True,
             nonce=lambda: bytes(NONCE_BYTES),
-        ).handshake(role, b"", other.name, 0, b"")
+        ).handshake(role, b"", Dialled(other.name))
         for host, other, role in ((a, b, Role.DIALLER), (b, a, Role.LISTENER))
     ]
     try:

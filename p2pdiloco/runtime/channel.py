@@ -46,6 +46,8 @@ class Channel(asyncio.BufferedProtocol):
         self.proved.add_done_callback(lambda future: future.cancelled() or future.exception())
         self.gone: asyncio.Future[str] = loop.create_future()
         """The reason, once the connection has ended."""
+        self.is_met = False
+        """It came about by a meeting point, so that its address cannot be dialled again."""
         self.opening: asyncio.Task[object] | None = None
         """Makes the TLS channel."""
         self.transport: asyncio.Transport | None = None

@@ -11,6 +11,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
 import ssl
@@ -71,6 +72,41 @@ def listen(address: Address) -> socket.socket:
         listener.close()
         raise OSError(error.errno, f"cannot listen on {address}: {error.strerror}") from error
     return listener
+
+
+def sharing_port(family: int, port: int) -> socket.socket:
+    """A non-blocking TCP socket on a local port (0: any free one) that others of this process may use, too.
+
+    Raises:
+        OSError: the port is taken by somebody who does not share it.
+    """
+    raw = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        raw.setblocking(False)
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "SO_REUSEPORT"):
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        raw.bind(("", port))
+    except OSError:
+        raw.close()
+        raise
+    return raw
+
+
+async def readable(raw: socket.socket) -> None:
+    """Wait until something came, or the other side closed. The caller gives the deadline."""
+    loop = asyncio.get_running_loop()
+    came: asyncio.Future[None] = loop.create_future()
+
+    def tell() -> None:
+        if not came.done():
+            came.set_result(None)
+
+    loop.add_reader(raw.fileno(), tell)
+    try:
+        await came
+    finally:
+        loop.remove_reader(raw.fileno())
 
 
 def local_addresses(listener: socket.socket) -> list[Address]:

@@ -11,16 +11,20 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
-from p2pdiloco.net.handshake import HandshakeError, MismatchError, Role
+import msgspec
+
+from p2pdiloco.net.handshake import ANYBODY, Dialled, HandshakeError, MismatchError, Role
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import addresses, logs, sockets
 from p2pdiloco.runtime.addresses import Address
 from p2pdiloco.runtime.channel import Channel
+from p2pdiloco.runtime.lines import Met
 from p2pdiloco.runtime.sockets import DialError, Impostor, PeerRefused
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.tls import TlsContexts
+from p2pdiloco.wire.introductions import OPENING
 
 log = logs.get("transport")
 
@@ -30,14 +34,20 @@ LINES_A_MINUTE = 20
 TRIED_ADDRESSES = 4
 """Of the addresses that a name resolves to."""
 
-NewChannel = Callable[[Role, str, Address, int, bytes], Channel]
-"""(our role, the other machine's numeric address, where we met it, lane, bond) -> a channel that is not made yet."""
+NewChannel = Callable[[Role, str, Address, Dialled], Channel]
+"""(our role, the other machine's numeric address, where we met it, what we want) -> a channel that is not made yet."""
 GiveUp = Callable[[Channel, str], None]
 """Nothing came of this channel."""
 
 
+Lines = Callable[[socket.socket], Awaitable[None]]
+"""Takes, and closes, a socket on which somebody has begun a line (wire/introductions.py)."""
+Again = Callable[[PeerId], Awaitable[Met]]
+"""A further direct connection to a peer that was met at a meeting point."""
+
+
 class Strangers:
-    """See the module's rules."""
+    """See the module's rules. ``lines``: of a meeting point; ``again``: of whoever meets peers; neither at first."""
 
     def __init__(
         self,
@@ -55,6 +65,8 @@ class Strangers:
         self._congestion = congestion
         self._close_s = close_s
         self._tasks = tasks
+        self.lines: Lines | None = None
+        self.again: Again | None = None
         self._minute = float("-inf")
         self._failures = 0
         """In this minute."""
@@ -69,7 +81,28 @@ class Strangers:
             DialError: anything else.
         """
         raw = await connect(target, congestion=self._congestion)
-        channel = self._new_channel(Role.DIALLER, _host_of(raw), target, lane, bond)
+        channel = self._new_channel(Role.DIALLER, _host_of(raw), target, Dialled(target.peer, lane, bond))
+        return await self._proved(channel, raw)
+
+    async def adopt(self, role: Role, met: Met, wanted: Dialled) -> PeerId:
+        """As ``dial``, on a socket that is connected already. For the listener of the two ``wanted`` says nothing."""
+        dialled = wanted._replace(is_relayed=met.is_relayed) if role is Role.DIALLER else ANYBODY
+        channel = self._new_channel(role, _host_of(met.raw), met.address, dialled)
+        channel.is_met = True
+        return await self._proved(channel, met.raw)
+
+    async def dial_lane(self, channel: Channel, lane: int, bond: bytes) -> None:
+        """A further connection beside ``channel``, whose primary it is; raises as ``dial``."""
+        peer = channel.connection.peer
+        if not channel.is_met:
+            await self.dial(msgspec.structs.replace(channel.address, peer=peer), lane, bond)
+        elif self.again is None or channel.connection.greeting.is_relayed:
+            raise DialError("a relay carries one connection of a pair")
+        else:
+            await self.adopt(Role.DIALLER, await self.again(peer), Dialled(peer, lane, bond))
+
+    async def _proved(self, channel: Channel, raw: socket.socket) -> PeerId:
+        target = channel.address
         try:
             return await self._prove(channel, raw)
         except MismatchError as error:
@@ -97,14 +130,38 @@ class Strangers:
                 raw.close()  # It has gone already.
                 continue
             sockets.tune(raw, congestion=self._congestion)
-            channel = self._new_channel(Role.LISTENER, address.host, address, 0, b"")
+            channel = self._new_channel(Role.LISTENER, address.host, address, ANYBODY)
             self._tasks.spawn(self._accept(channel, raw), name="accept one")
 
     async def _accept(self, channel: Channel, raw: socket.socket) -> None:
         try:
-            await self._prove(channel, raw)
+            if self.lines is None or not await self._begins_line(channel, raw):
+                await self._prove(channel, raw)
+                return
         except (OSError, HandshakeError) as error:
             self._tell(channel, error)
+            return
+        await self.lines(raw)
+
+    async def _begins_line(self, channel: Channel, raw: socket.socket) -> bool:
+        """Whether what comes first is a line's opening, not TLS. Until then it is a stranger like others: the endpoint
+        may drop it. A line is none of its connections."""
+        channel.opening = looking = asyncio.ensure_future(sockets.readable(raw))
+        is_line = False
+        try:
+            await asyncio.wait([looking])
+            if looking.cancelled():
+                raise TimeoutError(channel.connection.reason)
+            is_line = raw.recv(1, socket.MSG_PEEK) == OPENING[:1]
+        except BaseException:
+            raw.close()
+            raise
+        finally:
+            looking.cancel()
+            channel.opening = None
+            if is_line or raw.fileno() < 0:
+                self._give_up(channel, "it is no connection")
+        return is_line
 
     def _tell(self, channel: Channel, error: Exception) -> None:
         now, untold = asyncio.get_running_loop().time(), 0

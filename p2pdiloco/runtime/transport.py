@@ -17,13 +17,11 @@ from collections.abc import Callable, Hashable
 from types import TracebackType
 from typing import Any, Self
 
-import msgspec
-
 from p2pdiloco.net import events as ev
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.doors import Door
 from p2pdiloco.net.endpoint import Endpoint
-from p2pdiloco.net.handshake import NONCE_BYTES, Greeter, Hello, Role
+from p2pdiloco.net.handshake import NONCE_BYTES, Dialled, Greeter, Hello, Role
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits, UpBudget
 from p2pdiloco.net.traffic import Traffic
 from p2pdiloco.protocol.identifiers import PeerId
@@ -98,7 +96,7 @@ class Transport:
         self._pump = Pump(self._endpoint, self._tell, lambda connection, piece: self._channels[connection].write(piece))
         self._tls = TlsContexts()
         self._tasks = Tasks()
-        self._strangers = Strangers(
+        self.strangers = Strangers(
             self._new_channel,
             self._give_up,
             tls=self._tls,
@@ -125,7 +123,7 @@ class Transport:
         self._pump.start()
         await self._tasks.__aenter__()
         if self._listener is not None:
-            self._tasks.spawn(self._strangers.accept_all(self._listener), name="accept")
+            self._tasks.spawn(self.strangers.accept_all(self._listener), name="accept")
         return self
 
     async def __aexit__(
@@ -156,6 +154,11 @@ class Transport:
         """That of the process at the other end, if there is one."""
         connection = self._endpoint.serving.get(peer)
         return None if connection is None or connection.remote is None else connection.remote.life.hex()
+
+    def channel_of(self, peer: PeerId) -> Channel | None:
+        """The one that serves ``peer``."""
+        connection = self._endpoint.serving.get(peer)
+        return None if connection is None or not connection.is_open else self._channels.get(connection)
 
     def listen_addresses(self) -> list[str]:
         """Multiaddrs with our peer id; for a wildcard one per address of this machine, loopback last."""
@@ -196,7 +199,7 @@ class Transport:
             raise DialError(f"{address} is this peer itself")
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._strangers.dial(target)
+                return await self.strangers.dial(target)
         except TimeoutError:
             raise DialError(f"{target}: no answer within {timeout_s:g} s") from None
 
@@ -301,9 +304,9 @@ class Transport:
         self._endpoint.lost(channel.connection, reason, self._pump.now())
         self._pump.turn()
 
-    def _new_channel(self, role: Role, host: str, address: Address, lane: int, bond: bytes) -> Channel:
+    def _new_channel(self, role: Role, host: str, address: Address, dialled: Dialled) -> Channel:
         now = self._pump.now()
-        connection = self._endpoint.begin(role, now, host=host, expected=address.peer, lane=lane, bond=bond)
+        connection = self._endpoint.begin(role, now, host=host, dialled=dialled)
         channel = self._channels[connection] = Channel(connection, address, self)
         self._pump.turn()
         return channel
@@ -355,7 +358,8 @@ class Transport:
         inbound = connection.role is Role.LISTENER
         is_observer = _observes(connection.remote)
         self._congestion.note(channel.path())
-        self._say(connection)("connected", peer=peer, address=address, inbound=inbound, observer=is_observer)
+        by = {"by": "relay" if connection.greeting.is_relayed else "punching"} if channel.is_met else {}
+        self._say(connection)("connected", peer=peer, address=address, inbound=inbound, observer=is_observer, **by)
         self._handler.connected(peer, address, is_observer, inbound)
 
     def _say(self, connection: Connection) -> Callable[..., None]:
@@ -375,9 +379,8 @@ class Transport:
     async def _dial_lane(self, wanted: ev.LaneWanted) -> None:
         is_there = False
         try:
-            target = msgspec.structs.replace(self._channels[wanted.primary].address, peer=wanted.primary.peer)
             async with asyncio.timeout(self._limits.connection.handshake_s):
-                await self._strangers.dial(target, wanted.lane, wanted.bond)
+                await self.strangers.dial_lane(self._channels[wanted.primary], wanted.lane, wanted.bond)
             is_there = True
         except (KeyError, DialError, OSError) as error:
             log.info("a lane could not be dialled", peer=wanted.primary.peer, reason=str(error))

@@ -6,8 +6,66 @@ from p2pdiloco.simulation.planter import Bug
 
 _PEERS = "p2pdiloco.net.peers"
 _ENDPOINTS = "tests/property/test_net_endpoint.py"
+_POINTS = "tests/unit/test_net_introducer.py"
+_MEETING = "tests/integration/test_meeting.py"
 
 BUGS = (
+    Bug(
+        name="a relayed connection is as good as a direct one",
+        module=_PEERS,
+        old="return not greeting.is_relayed, ",
+        new="return True, ",
+        harm="a pair whose larger id finds a direct way goes on over the relay",
+        killed_by=(f"{_ENDPOINTS}::test_a_direct_connection_takes_the_place_of_a_relayed_one_whoever_dialled_it",),
+    ),
+    Bug(
+        name="a ticket opens as many lines as one likes",
+        module="p2pdiloco.net.introducer",
+        old="self._waiting.pop(ticket, None)",
+        new="self._waiting.get(ticket)",
+        harm="who has seen a ticket takes the place of whom it was given to",
+        killed_by=(f"{_POINTS}::test_a_ticket_serves_once_and_not_for_ever",),
+    ),
+    Bug(
+        name="who is called is called without end",
+        module="p2pdiloco.net.introducer",
+        old=" or self._lately[to] >= CALLED_A_MINUTE",
+        new="",
+        harm="many strangers have one peer open lines and dial for ever",
+        killed_by=(f"{_POINTS}::test_nobody_is_called_more_often_than_so_often_a_minute_by_however_many",),
+    ),
+    Bug(
+        name="one who asks for the relay has it",
+        module="p2pdiloco.net.introducer",
+        old="        if all(pair.wants_relay):",
+        new="        if True:",
+        harm="a pair of which one connects directly is joined under its feet",
+        killed_by=(f"{_POINTS}::test_who_cannot_be_reached_directly_is_relayed_when_both_say_so",),
+    ),
+    Bug(
+        name="a meeting point may name any address",
+        module="p2pdiloco.runtime.lines",
+        old="    return ip.is_global or not teller.is_global\n",
+        new="    return True\n",
+        harm="a liar on the internet has peers dial into each other's private networks",
+        killed_by=(f"{_MEETING}::test_what_a_meeting_point_may_have_dialled",),
+    ),
+    Bug(
+        name="a relay knows no budget",
+        module="p2pdiloco.runtime.relay",
+        old="                await self._budget.take(count)\n",
+        new="",
+        harm="whoever offers to relay 50 Mbit/s gives all that it has",
+        killed_by=(f"{_MEETING}::test_a_relay_keeps_to_its_budget_and_uses_it",),
+    ),
+    Bug(
+        name="any port that answers is our own",
+        module="p2pdiloco.runtime.meeting_point",
+        old="return await loop.sock_recv(raw, intro.TICKET_BYTES) == intro.echo(token)",
+        new="return bool(await loop.sock_recv(raw, intro.TICKET_BYTES))",
+        harm="a peer behind a router with another's forwarded port believes that it can be dialled",
+        killed_by=(f"{_MEETING}::test_who_attends_learns_whether_it_can_be_dialled",),
+    ),
     Bug(
         name="frames that fill the staging buffer leave no room",
         module="p2pdiloco.net.inbox",

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from p2pdiloco.net import frames
 from p2pdiloco.net.doors import OpenDoor
 from p2pdiloco.net.endpoint import Endpoint
-from p2pdiloco.net.handshake import Greeter, Handshake, Hello, Role
+from p2pdiloco.net.handshake import Dialled, Greeter, Handshake, Hello, Role
+from p2pdiloco.net.introducer import Introducer
 from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.node.lookup import RunRecord
 from p2pdiloco.node.roster import PeerRecord
@@ -22,7 +23,7 @@ from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.protocol.messages import Message
 from p2pdiloco.protocol.soundness import decode_manifest
 from p2pdiloco.runtime.identity import Identity, verify
-from p2pdiloco.wire import bodies, certificates, compression, invites, records, statements
+from p2pdiloco.wire import bodies, certificates, compression, introductions, invites, records, statements
 from p2pdiloco.wire.certificates import NEVER, NO_CAP, Certificate, Chain, Grant, Kind, certify, hint_of
 from p2pdiloco.wire.members import Members
 from tests.fuzz.wellformed import encoded
@@ -100,14 +101,12 @@ def _hello(rng: Random) -> bytes:
     greeter = _greeter()
     greeter.peer = MEMBER.peer_id
     return (
-        greeter.handshake(Role.DIALLER, bytes(32), None, 0, b"").hello_body
-        if rng.random() < 0.5
-        else encoded(Hello, rng)
+        greeter.handshake(Role.DIALLER, bytes(32), Dialled()).hello_body if rng.random() < 0.5 else encoded(Hello, rng)
     )
 
 
 def _greet(data: bytes) -> None:
-    half: Handshake = _greeter().handshake(Role.LISTENER, bytes(32), None, 0, b"")
+    half: Handshake = _greeter().handshake(Role.LISTENER, bytes(32), Dialled())
     half.proof_after(data)
     half.finish(data)
 
@@ -156,6 +155,23 @@ def _members(data: bytes) -> None:
     known.beyond(data, 100)
 
 
+def _line(data: bytes) -> None:
+    """What a peer and a meeting point read on a line, and what a meeting point does with it."""
+    for read in (introductions.decode_opening, lambda data: introductions.seen_size(data[:2].ljust(2, b"."))):
+        try:
+            read(data)
+        except ValueError:
+            continue
+    point = Introducer(relays=1)
+    tickets = (bytes(16), bytes([1]) * 16)
+    point.ask(FOUNDER.peer_id, "10.0.0.1", MEMBER.peer_id, tickets, 0.0)
+    for number, ticket in enumerate(tickets):
+        point.opened(number, ticket, "10.0.0.1", 1, 1, 0.0)
+    point.received(0, data, 0.0)
+    list(point.events())
+    introductions.decode_seen(data)
+
+
 def _as(kind: Any) -> Decoder:
     return Decoder(lambda data: bodies.decode_as(data, kind), lambda rng: encoded(kind, rng))
 
@@ -166,6 +182,10 @@ DECODERS: dict[str, Decoder] = {
     "greeting": Decoder(_greet, _hello),
     "message": Decoder(bodies.decode_message, lambda rng: encoded(Message, rng)),
     "request": Decoder(bodies.decode_request, lambda rng: encoded(bodies.Request, rng)),
+    "introduction": Decoder(introductions.decode_introduction, lambda rng: encoded(introductions.Introduction, rng)),
+    "line": Decoder(_line, lambda rng: encoded(introductions.Seen, rng)),
+    "attended": _as(introductions.Attended),
+    "introduced": _as(introductions.Introduced),
     "status": _as(bodies.PeerStatus),
     "state offer": _as(bodies.StateOffer),
     "run record": _as(RunRecord),

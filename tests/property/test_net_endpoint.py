@@ -401,6 +401,26 @@ def test_a_payload_that_was_handed_over_is_nobody_elses() -> None:
     assert lane.is_open
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("is_the_smaller", [True, False])
+def test_a_direct_connection_takes_the_place_of_a_relayed_one_whoever_dialled_it(
+    seed: int, is_the_smaller: bool
+) -> None:
+    world = World(seed, lanes=1)
+    small, large = sorted((world.ann, world.bob), key=lambda peer: peer.id)
+    relayed = world.dial(small, large, is_relayed=True)
+    world.run(2.0)
+    assert small.endpoint.serving[large.id] is relayed.ends[small]
+    direct = world.dial(small, large) if is_the_smaller else world.dial(large, small)
+    world.run(4.0)
+    late = world.dial(small, large, is_relayed=True)
+    world.run(60.0)
+    for peer, other in ((small, large), (large, small)):
+        assert peer.endpoint.serving[other.id] is direct.ends[peer]
+        assert relayed.ends[peer] not in peer.endpoint.connections
+        assert late.ends[peer] not in peer.endpoint.connections
+
+
 BUGS = {
     "a lane that is lost takes its parts with it": (Spreader, "lose", lambda self, lane: None),
     "acknowledgements are not counted": (Spreader, "acknowledge", lambda self, lane, stream: None),

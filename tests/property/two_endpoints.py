@@ -33,7 +33,7 @@ from p2pdiloco.net.events import (
     Unanswered,
     Withdrawn,
 )
-from p2pdiloco.net.handshake import Greeter, Role
+from p2pdiloco.net.handshake import Dialled, Greeter, Role
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits
 from p2pdiloco.net.path import Path
 from p2pdiloco.protocol.identifiers import PeerId
@@ -322,10 +322,12 @@ class World:
                 check_bounds(peer)
         self.now = until
 
-    def dial(self, dialler: Peer, listener: Peer, lane: int = 0, bond: bytes = b"") -> Wire:
+    def dial(
+        self, dialler: Peer, listener: Peer, lane: int = 0, bond: bytes = b"", *, is_relayed: bool = False
+    ) -> Wire:
         """TCP and TLS come about at once, the rest in its time."""
         here = dialler.endpoint.begin(
-            Role.DIALLER, self.now, host="10.0.0.2", expected=listener.id, lane=lane, bond=bond
+            Role.DIALLER, self.now, host="10.0.0.2", dialled=Dialled(listener.id, lane, bond, is_relayed)
         )
         there = listener.endpoint.begin(Role.LISTENER, self.now, host="10.0.0.1")
         wire = Wire(self, {dialler: here, listener: there})

@@ -12,7 +12,7 @@ from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.doors import Door, JoinersDoor, MembersDoor, OpenDoor
 from p2pdiloco.net.endpoint import Endpoint
 from p2pdiloco.net.events import Connected, Failed, Message
-from p2pdiloco.net.handshake import Greeter, Role
+from p2pdiloco.net.handshake import Dialled, Greeter, Role
 from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime.identity import Identity, verify
@@ -65,7 +65,7 @@ class Meeting:
         seen: tuple[bytes, bytes] = (FINGERPRINT, FINGERPRINT),
     ) -> None:
         begun = (
-            (dialler, dialler.endpoint.begin(Role.DIALLER, 0.0, host="h", expected=expected)),
+            (dialler, dialler.endpoint.begin(Role.DIALLER, 0.0, host="h", dialled=Dialled(expected))),
             (listener, listener.endpoint.begin(Role.LISTENER, 0.0, host="h")),
         )
         self.connections: dict[Party, Connection] = {}

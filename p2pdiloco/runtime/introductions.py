@@ -1,0 +1,55 @@
+"""Requests about introductions, taken out of what a transport's handler is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.runtime.handler import TransportHandler
+from p2pdiloco.runtime.meeting_point import MeetingPoint
+from p2pdiloco.runtime.rendezvous import Rendezvous
+from p2pdiloco.wire.answers import Answer, RequestRefused
+from p2pdiloco.wire.introductions import Called, decode_introduction, is_introduction
+
+
+class IntroductionHandler:
+    """In front of ``inner``. ``point``: whether others meet here; ``rendezvous``: whether we are called. Both are set
+    before the first connection."""
+
+    def __init__(self, inner: TransportHandler) -> None:
+        self._inner = inner
+        self.point: MeetingPoint | None = None
+        self.rendezvous: Rendezvous | None = None
+
+    def connected(self, peer: PeerId, address: str, is_observer: bool, inbound: bool) -> None:
+        """As of ``TransportHandler``."""
+        self._inner.connected(peer, address, is_observer, inbound)
+
+    def disconnected(self, peer: PeerId, reason: str) -> None:
+        """As of ``TransportHandler``."""
+        self._inner.disconnected(peer, reason)
+
+    def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> asyncio.Future[Any] | None:
+        """As of ``TransportHandler``."""
+        return self._inner.message(peer, body, payload)
+
+    def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
+        """As of ``TransportHandler``."""
+        return self._inner.admit(peer, body, size)
+
+    async def answer(self, peer: PeerId, body: bytes) -> Answer:
+        """As of ``TransportHandler``."""
+        if not is_introduction(body):
+            return await self._inner.answer(peer, body)
+        try:
+            request = decode_introduction(body)
+        except ValueError as error:
+            raise RequestRefused(f"malformed request: {error}") from error
+        if isinstance(request, Called):
+            if self.rendezvous is None:
+                raise RequestRefused("this peer meets nobody")
+            return await self.rendezvous.answer(peer, request)
+        if self.point is None:
+            raise RequestRefused("this peer is no meeting point")
+        return await self.point.answer(peer, request)

@@ -1,0 +1,201 @@
+"""A line to a meeting point, and what comes of it: a direct connection through both routers, or the line as a relay.
+
+Rules of this file:
+1. TCP hole punching (simultaneous open): both dial each other, from the port that the line has, at the address at which
+   the meeting point sees the other; the listener of the two listens there, too, since one of the dials may come through
+   whole. The line stays open meanwhile, and with it the router's entry.
+2. What a meeting point says is a hint: one address is dialled, at most PUNCHES times in PUNCH_S seconds, and only one
+   that can be a peer's.
+3. Whoever is at the other end proves itself afterwards, as on any connection (net/handshake.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from contextlib import suppress
+from typing import NamedTuple
+
+from p2pdiloco.net.handshake import Role
+from p2pdiloco.runtime import addresses, sockets
+from p2pdiloco.runtime.addresses import Address
+from p2pdiloco.runtime.sockets import DialError
+from p2pdiloco.wire import introductions as intro
+
+OPEN_S = 5.0
+"""To the meeting point."""
+SEEN_S = 12.0
+"""Until the other's line is there."""
+PUNCH_S = 2.0
+HOPELESS_S = 0.5
+"""Where a router changes ports: it may still do so as one expects."""
+PUNCHES = 12
+PUNCH_PAUSE_S = 0.05
+RELAY_S = 6.0
+
+
+class Met(NamedTuple):
+    """A connected socket, and the address that it stands for."""
+
+    raw: socket.socket
+    address: Address
+    is_relayed: bool
+
+
+async def meet(point: Address, ticket: bytes, role: Role, *, may_relay: bool, congestion: str) -> Met:
+    """Open a line to ``point`` with ``ticket``, and meet whoever has the other one, as ``role`` of the two.
+
+    Raises:
+        DialError: nothing came of it; the text says why.
+    """
+    line = await _open(point, congestion)
+    try:
+        return await _meet_on(line, point, ticket, role, may_relay=may_relay, congestion=congestion)
+    except TimeoutError:
+        line.close()
+        raise DialError(f"meeting point {point}: the other peer did not come in time") from None
+    except (OSError, ValueError) as error:
+        line.close()
+        raise DialError(f"meeting point {point}: {error or type(error).__name__}") from error
+    except BaseException:
+        line.close()
+        raise
+
+
+async def _open(point: Address, congestion: str) -> socket.socket:
+    """A connected socket whose port others may use, too."""
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(OPEN_S):
+            found = await loop.getaddrinfo(point.host, point.port, type=socket.SOCK_STREAM)
+            line = sockets.sharing_port(found[0][0], 0)
+            try:
+                sockets.tune(line, congestion=congestion)
+                await loop.sock_connect(line, found[0][4])
+            except BaseException:
+                line.close()
+                raise
+            return line
+    except TimeoutError:
+        raise DialError(f"no answer from meeting point {point} within {OPEN_S:g} s") from None
+    except OSError as error:
+        raise DialError(f"meeting point: {sockets.explain(error, point)}") from error
+
+
+async def _meet_on(
+    line: socket.socket, point: Address, ticket: bytes, role: Role, *, may_relay: bool, congestion: str
+) -> Met:
+    loop = asyncio.get_running_loop()
+    local_port = line.getsockname()[1]
+    await loop.sock_sendall(line, intro.encode_opening(ticket, local_port))
+    async with asyncio.timeout(SEEN_S):
+        head = await _read(line, 1)
+        if head == intro.REFUSED:
+            raise ValueError(await _refusal(line))
+        seen = intro.decode_seen(await _read(line, intro.seen_size(head + await _read(line, 1))))
+    other = addresses.of_socket(seen.other_host, seen.other_port)
+    if is_dialable(other.host, line.getpeername()[0]):
+        patience_s = PUNCH_S if seen.is_hopeful else HOPELESS_S
+        direct = await _punch(line.family, local_port, other, role, patience_s)
+        if direct is not None:
+            sockets.tune(direct, congestion=congestion)
+            line.close()
+            return Met(direct, other, False)
+    if not may_relay:
+        raise ValueError("no direct connection came about")
+    await loop.sock_sendall(line, intro.RELAY)
+    async with asyncio.timeout(RELAY_S):
+        if await _read(line, 1) != intro.RELAYED:
+            raise ValueError(await _refusal(line))
+    return Met(line, point, True)
+
+
+async def _punch(family: int, port: int, other: Address, role: Role, patience_s: float) -> socket.socket | None:
+    """Dial until the other's dial meets ours, or comes in."""
+    ways = [asyncio.ensure_future(_dial_often(family, port, other))]
+    if role is Role.LISTENER:
+        ways.append(asyncio.ensure_future(_accept_one(family, port, other)))
+    won: socket.socket | None = None
+    try:
+        pending: set[asyncio.Future[socket.socket | None]] = set(ways)
+        async with asyncio.timeout(patience_s):
+            while pending and won is None:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                won = next((way.result() for way in done if way.result() is not None), None)
+    except TimeoutError:
+        pass
+    finally:
+        for way in ways:
+            way.cancel()
+        for late in await asyncio.gather(*ways, return_exceptions=True):
+            if isinstance(late, socket.socket) and late is not won:
+                late.close()
+    return won
+
+
+async def _dial_often(family: int, port: int, other: Address) -> socket.socket | None:
+    loop = asyncio.get_running_loop()
+    for _ in range(PUNCHES):
+        raw = None
+        try:
+            raw = sockets.sharing_port(family, port)
+            await loop.sock_connect(raw, (other.host, other.port))
+            return raw
+        except OSError:  # refused by a router, or the port still has the last try
+            if raw is not None:
+                raw.close()
+            await asyncio.sleep(PUNCH_PAUSE_S)
+        except BaseException:
+            if raw is not None:
+                raw.close()
+            raise
+    return None
+
+
+async def _accept_one(family: int, port: int, other: Address) -> socket.socket | None:
+    """From the other's address; whoever else comes is sent away."""
+    loop = asyncio.get_running_loop()
+    try:
+        with sockets.sharing_port(family, port) as listener:
+            listener.listen(1)
+            for _ in range(PUNCHES):
+                raw, _ = await loop.sock_accept(listener)
+                if addresses.of_socket(*raw.getpeername()[:2]).host == other.host:
+                    return raw
+                raw.close()
+    except OSError:
+        pass  # the port cannot be listened at: dialling goes on
+    return None
+
+
+def is_dialable(host: str, told_by: str) -> bool:
+    """Whether a peer may be there, as told by a meeting point at ``told_by``: one on the internet introduces nobody who
+    is in a private network, or on this machine."""
+    ip, teller = ipaddress.ip_address(host), ipaddress.ip_address(told_by.partition("%")[0])
+    if ip.is_multicast or ip.is_unspecified or ip.is_link_local or host == "255.255.255.255":
+        return False
+    if ip.is_loopback:
+        return teller.is_loopback
+    return ip.is_global or not teller.is_global
+
+
+async def _read(line: socket.socket, count: int) -> bytes:
+    """Exactly so many bytes.
+
+    Raises:
+        ValueError: the line was closed.
+    """
+    loop, data = asyncio.get_running_loop(), b""
+    while len(data) < count:
+        piece = await loop.sock_recv(line, count - len(data))
+        if not piece:
+            raise ValueError("the line was closed: the other peer has gone, or both connected already")
+        data += piece
+    return data
+
+
+async def _refusal(line: socket.socket) -> str:
+    with suppress(ValueError):
+        return (await _read(line, (await _read(line, 1))[0])).decode("utf-8", "replace")
+    return "refused without a reason"

@@ -1,0 +1,240 @@
+"""A meeting point at work: it tells peers how they are seen, dials them back, introduces them, and relays.
+
+What is decided is in net/introducer.py; here are its sockets, its timer, and the requests that it answers.
+
+Rules of this file:
+1. A peer is dialled back at the address that its connection comes from, nowhere else, and not often.
+2. Only who attends is called, over the connection that it has here.
+3. A line costs a socket until its pair is over, and PAIR_S seconds at most unless it is relayed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections import Counter, deque
+
+from p2pdiloco.net.admission import machine_of
+from p2pdiloco.net.introducer import Hang, Introducer, Joined, NotIntroducedError, Say
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.relay import Relay
+from p2pdiloco.runtime.transport import Transport
+from p2pdiloco.wire import introductions as intro
+from p2pdiloco.wire.answers import Answer, RequestError, RequestRefused
+from p2pdiloco.wire.bodies import encode
+
+log = logs.get("meeting")
+
+RELAYS = 64
+"""Pairs at once."""
+OPENING_S = 5.0
+CALL_S = 4.0
+"""Until whoever is called has agreed."""
+DIAL_BACK_S = 2.0
+DIALS_A_MINUTE = 12
+"""Back to one machine."""
+DIALS_AT_ONCE = 16
+LINES = 600
+"""At once: those of all pairs, and some that only begin."""
+
+
+class _Line:
+    def __init__(self, raw: socket.socket) -> None:
+        self.raw = raw
+        self.reading: asyncio.Future[bytes] | None = None
+        self.is_over = False
+        self.carried: asyncio.Task[None] | None = None
+        """While it is relayed."""
+
+
+class MeetingPoint:
+    """See the module's rules. ``bytes_per_s``: what is relayed at most, of all pairs; None: no limit; 0: nothing."""
+
+    def __init__(self, transport: Transport, bytes_per_s: float | None) -> None:
+        self._transport = transport
+        self.relay = Relay(bytes_per_s or None)
+        self.introducer = Introducer(0 if bytes_per_s == 0 else RELAYS)
+        self._relays = bytes_per_s != 0
+        self.token = os.urandom(intro.TICKET_BYTES)
+        """By which whoever dials us back knows that it is us."""
+        self._attending: dict[PeerId, None] = {}
+        self._lines: dict[object, _Line] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._dials: deque[tuple[float, str]] = deque()
+        self._dialled: Counter[str] = Counter()
+        self._dialling = asyncio.Semaphore(DIALS_AT_ONCE)
+        transport.strangers.lines = self.line
+
+    @property
+    def attending(self) -> int:
+        """Peers that may be called."""
+        return len(set(self._attending) & set(self._transport.peers()))
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def answer(self, peer: PeerId, request: intro.Attend | intro.Meet) -> Answer:
+        """To a peer that is connected.
+
+        Raises:
+            RequestRefused: not introduced; the text says why.
+        """
+        channel = self._transport.channel_of(peer)
+        if channel is None:
+            raise RequestRefused("you are not connected")
+        host = channel.connection.host
+        if isinstance(request, intro.Meet):
+            return Answer(encode(await self._introduce(peer, host, request)))
+        here = set(self._transport.peers())
+        self._attending = {known: None for known in self._attending if known in here}
+        self._attending[peer] = None
+        answers = tuple(
+            await asyncio.gather(
+                *(
+                    self._dial_back(host, port, request.token if not number else b"")
+                    for number, port in enumerate(request.ports)
+                )
+            )
+        )
+        is_told = None not in answers
+        told = tuple(bool(answer) for answer in answers) if is_told else ()
+        return Answer(encode(intro.Attended(channel.address.host, channel.address.port, told, self._relays)))
+
+    async def _introduce(self, asker: PeerId, host: str, request: intro.Meet) -> intro.Introduced:
+        wanted = PeerId(request.peer)
+        if wanted not in self._attending or self._transport.channel_of(wanted) is None:
+            raise RequestRefused(f"{wanted} is not here")
+        loop = asyncio.get_running_loop()
+        tickets = (os.urandom(intro.TICKET_BYTES), os.urandom(intro.TICKET_BYTES))
+        try:
+            own, theirs = self.introducer.ask(asker, host, wanted, tickets, loop.time())
+        except NotIntroducedError as error:
+            raise RequestRefused(str(error)) from None
+        self._act()
+        try:
+            called = intro.Called(asker, theirs, not request.dials)
+            await self._transport.request(wanted, encode(called), timeout_s=CALL_S)
+        except RequestError as error:
+            self.introducer.withdraw(own, loop.time())
+            self._act()
+            raise RequestRefused(f"{wanted} was called and does not come: {error}") from error
+        return intro.Introduced(own)
+
+    async def _dial_back(self, host: str, port: int, token: bytes) -> bool | None:
+        """Whether ``port`` answers there; None: enough was dialled in this minute."""
+        now, machine = asyncio.get_running_loop().time(), machine_of(host)
+        while self._dials and self._dials[0][0] <= now - 60.0:
+            self._dialled[self._dials.popleft()[1]] -= 1
+        self._dialled += Counter()  # what is 0 is forgotten
+        if self._dialled[machine] >= DIALS_A_MINUTE:
+            return None
+        self._dials.append((now, machine))
+        self._dialled[machine] += 1
+        loop = asyncio.get_running_loop()
+        raw = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            raw.setblocking(False)
+            async with self._dialling, asyncio.timeout(DIAL_BACK_S):
+                await loop.sock_connect(raw, (host, port))
+                if not token:
+                    return True
+                await loop.sock_sendall(raw, intro.encode_opening(token, 0, intro.PROBE))
+                return await loop.sock_recv(raw, intro.TICKET_BYTES) == intro.echo(token)
+        except (OSError, TimeoutError):
+            return False
+        finally:
+            raw.close()
+
+    # -- lines -------------------------------------------------------------------------------------------------------
+
+    async def line(self, raw: socket.socket) -> None:
+        """Somebody has begun one. It is closed at the end."""
+        key, loop = object(), asyncio.get_running_loop()
+        try:
+            if len(self._lines) >= LINES:
+                return
+            line = self._lines[key] = _Line(raw)
+            async with asyncio.timeout(OPENING_S):
+                data = b""
+                while len(data) < intro.OPENING_BYTES:
+                    data += await loop.sock_recv(raw, intro.OPENING_BYTES - len(data)) or b"\0" * intro.OPENING_BYTES
+            start, local_port, ticket = intro.decode_opening(data)
+            if start == intro.PROBE:
+                if ticket == self.token:
+                    await loop.sock_sendall(raw, intro.echo(ticket))
+                return
+            host, port = raw.getpeername()[:2]
+            host = host.removeprefix("::ffff:")
+            self.introducer.opened(key, ticket, host, port, local_port, loop.time())
+            self._act()
+            await self._listen(key, line)
+        except (OSError, TimeoutError, ValueError) as error:
+            log.debug("a line ended", reason=str(error))
+        finally:
+            self._lines.pop(key, None)
+            self.introducer.closed(key, loop.time())
+            self._act()
+            raw.close()
+
+    async def _listen(self, key: object, line: _Line) -> None:
+        loop = asyncio.get_running_loop()
+        while not line.is_over and line.carried is None:
+            line.reading = reading = asyncio.ensure_future(loop.sock_recv(line.raw, intro.TICKET_BYTES))
+            try:
+                await asyncio.wait([reading])
+            finally:
+                reading.cancel()
+            if reading.cancelled() or not (data := reading.result()):
+                break
+            self.introducer.received(key, data, loop.time())
+            self._act()
+        if line.carried is not None:
+            await asyncio.wait([line.carried])
+
+    def _act(self) -> None:
+        """Do what the introducer wants, and set the timer."""
+        for event in self.introducer.events():
+            match event:
+                case Say(key, data) if key in self._lines:
+                    try:
+                        self._lines[key].raw.send(data)
+                    except OSError:
+                        self._hang(self._lines[key])
+                case Hang(key) if key in self._lines:
+                    self._hang(self._lines[key])
+                case Joined((first, second)):
+                    carrying = asyncio.get_running_loop().create_task(self._carry((first, second)), name="relay")
+                    for key in (first, second):
+                        if key in self._lines:
+                            self._lines[key].carried = carrying
+                case _:
+                    pass
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if (at := self.introducer.next_deadline()) is not None:
+            self._timer = asyncio.get_running_loop().call_at(at, self._wake)
+
+    @staticmethod
+    def _hang(line: _Line) -> None:
+        line.is_over = True
+        if line.reading is not None:
+            line.reading.cancel()
+
+    def _wake(self) -> None:
+        self.introducer.wake(asyncio.get_running_loop().time())
+        self._act()
+
+    async def _carry(self, keys: tuple[object, object]) -> None:
+        lines = [self._lines[key] for key in keys if key in self._lines]
+        try:
+            if len(lines) == len(keys):
+                readings = [line.reading for line in lines if line.reading is not None]
+                for reading in readings:
+                    reading.cancel()
+                await asyncio.gather(*readings, return_exceptions=True)
+                log.info("relaying", pairs=self.introducer.joined)
+                await self.relay.carry(lines[0].raw, lines[1].raw)
+        finally:
+            self.introducer.parted(keys)

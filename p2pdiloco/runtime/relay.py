@@ -1,0 +1,112 @@
+"""Carries bytes between two sockets, unread, within a budget that all pairs share.
+
+Rules of this file:
+1. ``splice`` moves them inside the kernel: they never come into this process (measured: docs/connectivity.md).
+2. Whoever wants to send takes its turn: of n directions that have something, each gets an n-th of the budget.
+3. A direction that ends is passed on as an end; the pair is over when both have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+F_SETPIPE_SZ = 1031
+LARGEST_BYTES = 1 << 20
+SMALLEST_BYTES = 16 << 10
+TURN_S = 0.01
+"""Of the budget, at a time."""
+BURST_S = 0.02
+"""What an idle budget saves up."""
+
+
+class Budget:
+    """Bytes per second; None: no limit. Turns are taken in the order in which they were asked for."""
+
+    def __init__(self, bytes_per_s: float | None) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_at = 0.0
+        """When what was taken will have been earned."""
+        self._turn = asyncio.Lock()
+
+    @property
+    def turn_bytes(self) -> int:
+        """How much to take at a time."""
+        if self._bytes_per_s is None:
+            return LARGEST_BYTES
+        return min(LARGEST_BYTES, max(SMALLEST_BYTES, int(self._bytes_per_s * TURN_S)))
+
+    async def take(self, count: int) -> None:
+        """Wait until ``count`` bytes may go."""
+        if self._bytes_per_s is None:
+            return
+        async with self._turn:
+            now = asyncio.get_running_loop().time()
+            self._free_at = max(self._free_at, now - BURST_S) + count / self._bytes_per_s
+            if self._free_at > now:
+                await asyncio.sleep(self._free_at - now)
+
+
+class Relay:
+    """See the module's rules."""
+
+    def __init__(self, bytes_per_s: float | None) -> None:
+        self._budget = Budget(bytes_per_s)
+        self.carried_bytes = 0
+
+    async def carry(self, a: socket.socket, b: socket.socket) -> None:
+        """Until both directions have ended, or one has failed. The sockets are not blocking; the caller closes them."""
+        ways = [asyncio.create_task(self._pump(a, b)), asyncio.create_task(self._pump(b, a))]
+        try:
+            done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_EXCEPTION)
+            if any(way.exception() is not None for way in done):
+                return
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+
+    async def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        with suppress(OSError):  # beyond what this user's pipes may hold: smaller pieces
+            fcntl.fcntl(writer, F_SETPIPE_SZ, LARGEST_BYTES)
+        try:
+            while count := await _splice(source.fileno(), writer, self._budget.turn_bytes, source.fileno()):
+                await self._budget.take(count)
+                self.carried_bytes += count
+                while count:
+                    count -= await _splice(reader, target.fileno(), count, target.fileno(), writes=True)
+            target.shutdown(socket.SHUT_WR)
+        finally:
+            os.close(reader)
+            os.close(writer)
+
+
+async def _splice(source: int, target: int, count: int, awaited: int, *, writes: bool = False) -> int:
+    """Bytes moved; 0: the source has ended. ``awaited``: the socket of the two."""
+    while True:
+        try:
+            return os.splice(source, target, count)
+        except BlockingIOError:
+            await _ready(awaited, writes=writes)
+
+
+async def _ready(descriptor: int, *, writes: bool) -> None:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+
+    def tell() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    add: Callable[..., None] = loop.add_writer if writes else loop.add_reader
+    remove: Callable[[int], bool] = loop.remove_writer if writes else loop.remove_reader
+    add(descriptor, tell)
+    try:
+        await ready
+    finally:
+        remove(descriptor)

@@ -1,0 +1,197 @@
+"""A peer's side of meeting points: it attends some, so that it can be called, and meets others through theirs.
+
+Rules of this file:
+1. Signalling goes over ordinary connections, so that both keys are proved: to members of the run over the run's own, to
+   others (a bootstrap) over ``outside``, which names no run.
+2. Who is called comes, if it attends that point and was not called too often: what it risks is one line, and few dials
+   of one address.
+3. At most POINTS are attended, and at most POINTS of a peer's are asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from msgspec import Struct
+
+from p2pdiloco.net.handshake import Dialled, HandshakeError, Role
+from p2pdiloco.net.limits import TransportLimits
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.runtime import addresses, lines, logs
+from p2pdiloco.runtime.addresses import Address
+from p2pdiloco.runtime.lines import Met
+from p2pdiloco.runtime.tasks import Tasks
+from p2pdiloco.runtime.transport import DialError, Transport
+from p2pdiloco.wire import introductions as intro
+from p2pdiloco.wire.answers import Answer, RequestError, RequestRefused
+from p2pdiloco.wire.bodies import decode_as, encode
+
+log = logs.get("meeting")
+
+POINTS = 3
+ATTEND_S = 8.0
+ASK_S = 8.0
+DIAL_S = 5.0
+CALLS_A_MINUTE = 120
+CALLS_AT_ONCE = 16
+
+
+class Attendance(Struct, frozen=True):
+    """One meeting point, and what it told us of ourselves."""
+
+    address: str
+    told: intro.Attended
+
+
+class Rendezvous:
+    """See the module's rules. ``transport``: what comes about belongs to it. ``is_member``: whether a meeting point is
+    of the run."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        outside: Transport,
+        tasks: Tasks,
+        is_member: Callable[[PeerId], bool] = lambda _: False,
+    ) -> None:
+        self._transport = transport
+        self._outside = outside
+        self._tasks = tasks
+        self._is_member = is_member
+        self._congestion = TransportLimits().congestion
+        self.attended: dict[PeerId, Attendance] = {}
+        self.points_of: Callable[[PeerId], Iterable[str]] = lambda _: ()
+        """Where a peer can be met, for further connections to it."""
+        self._calls: deque[float] = deque()
+        self._coming = 0
+        transport.strangers.again = self._again
+
+    # -- attending ---------------------------------------------------------------------------------------------------
+
+    async def attend(self, text: str, ports: tuple[int, ...], token: bytes) -> Attendance:
+        """Be there to be called, and learn how we are seen. ``text``: the meeting point's address.
+
+        Raises:
+            DialError: it does not answer, or says no.
+        """
+        point = self._parsed(text)
+        assert point.peer is not None
+        links, where = await self._linked(point)
+        try:
+            body = encode(intro.Attend(ports, token))
+            told = decode_as((await links.request(point.peer, body, timeout_s=ATTEND_S)).body, intro.Attended)
+        except (RequestError, ValueError) as error:
+            raise DialError(f"meeting point {where}: {error}") from error
+        attendance = self.attended[point.peer] = Attendance(text, told)
+        return attendance
+
+    def forget(self) -> list[PeerId]:
+        """Meeting points that are gone: their connection has ended."""
+        here = {*self._transport.peers(), *self._outside.peers()}
+        gone = [peer for peer in self.attended if peer not in here]
+        for peer in gone:
+            del self.attended[peer]
+        return gone
+
+    # -- meeting -----------------------------------------------------------------------------------------------------
+
+    async def reach(self, peer: PeerId, points: Iterable[str], *, may_relay: bool = True) -> PeerId:
+        """Connect to ``peer`` through one of its meeting points.
+
+        Raises:
+            DialError: none of them brought us together; all reasons.
+            HandshakeError: somebody else answers, or it refuses us.
+        """
+        met = await self._met(peer, points, may_relay=may_relay)
+        try:
+            return await self._transport.strangers.adopt(Role.DIALLER, met, Dialled(peer))
+        except OSError as error:
+            raise DialError(f"{peer} was met, and the connection failed: {error}") from error
+
+    async def _met(self, peer: PeerId, points: Iterable[str], *, may_relay: bool) -> Met:
+        reasons = []
+        known = sorted(points, key=lambda text: not any(text == one.address for one in self.attended.values()))
+        for text in known[:POINTS]:
+            try:
+                return await self._met_at(self._parsed(text), peer, may_relay=may_relay)
+            except DialError as error:
+                reasons.append(str(error))
+        raise DialError("; ".join(reasons[::-1]) or "it names no meeting point")
+
+    async def _met_at(self, point: Address, peer: PeerId, *, may_relay: bool) -> Met:
+        assert point.peer is not None
+        if point.peer == self._transport.peer_id:
+            raise DialError("it attends here, and did not come: it is dialled by nobody else")
+        links, where = await self._linked(point)
+        try:
+            answer = await links.request(point.peer, encode(intro.Meet(peer, True)), timeout_s=ASK_S)
+            ticket = decode_as(answer.body, intro.Introduced).ticket
+        except (RequestError, ValueError) as error:
+            raise DialError(f"meeting point {where}: {error}") from error
+        return await lines.meet(where, ticket, Role.DIALLER, may_relay=may_relay, congestion=self._congestion)
+
+    async def _again(self, peer: PeerId) -> Met:
+        return await self._met(peer, self.points_of(peer), may_relay=False)
+
+    async def answer(self, point: PeerId, request: intro.Called) -> Answer:
+        """``point`` calls us: somebody wants to meet us.
+
+        Raises:
+            RequestRefused: we do not come.
+        """
+        attendance = self.attended.get(point)
+        now = asyncio.get_running_loop().time()
+        while self._calls and self._calls[0] <= now - 60.0:
+            self._calls.popleft()
+        if attendance is None:
+            raise RequestRefused("this peer does not attend here")
+        if len(self._calls) >= CALLS_A_MINUTE or self._coming >= CALLS_AT_ONCE:
+            raise RequestRefused("this peer was called too often")
+        self._calls.append(now)
+        where = self._where(self._parsed(attendance.address), point)
+        self._tasks.spawn(self._come(where, request), name="come to a meeting")
+        return Answer(b"")
+
+    async def _come(self, where: Address, request: intro.Called) -> None:
+        self._coming += 1
+        try:
+            role = Role.DIALLER if request.dials else Role.LISTENER
+            met = await lines.meet(where, request.ticket, role, may_relay=True, congestion=self._congestion)
+            await self._transport.strangers.adopt(role, met, Dialled(PeerId(request.peer)))
+        except (DialError, HandshakeError, OSError) as error:
+            log.debug("nothing came of a meeting", peer=request.peer, reason=str(error))
+        finally:
+            self._coming -= 1
+
+    # -- meeting points ----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _parsed(text: str) -> Address:
+        try:
+            point = addresses.parse(text)
+        except ValueError as error:
+            raise DialError(f"meeting point: {error}") from error
+        if point.peer is None:
+            raise DialError(f"meeting point {text} lacks the peer id")
+        return point
+
+    async def _linked(self, point: Address) -> tuple[Transport, Address]:
+        """The transport that is connected to it, and where its lines are opened."""
+        assert point.peer is not None
+        links = self._transport if self._is_member(point.peer) else self._outside
+        if point.peer not in links.peers():
+            try:
+                await links.dial(str(point), timeout_s=DIAL_S)
+            except ValueError as error:
+                raise DialError(str(error)) from error
+        return links, self._where(point, point.peer)
+
+    def _where(self, point: Address, peer: PeerId) -> Address:
+        """As it was dialled; where it dialled us, as it says."""
+        for links in (self._transport, self._outside):
+            channel = links.channel_of(peer)
+            if channel is not None and channel.connection.role is Role.DIALLER and not channel.is_met:
+                return channel.address
+        return point

@@ -1,0 +1,163 @@
+"""How two peers meet through a third that both can dial, a *meeting point*: requests to it, what is said on a *line*.
+
+Requests go over ordinary connections, so both keys are proved. A line is a TCP connection of its own to the meeting
+point's data port. It begins with 34 bytes: OPENING, the local port, and a ticket that the point gave this peer alone:
+
+    line -> point   OPENING, u16 local port, ticket
+    point -> line   u16 length, Seen                  both lines are there: each is told how the point sees both
+    line -> point   RELAY                             no direct connection came about
+    point -> line   RELAYED                           from here on: the other line's bytes
+    point -> line   REFUSED, u8 length, text          not here
+
+A line that begins with PROBE instead is a dial-back: whoever listens answers with ``echo`` of the token in it.
+
+Rules of this file:
+1. Bytes only. What is out of bounds is ValueError.
+2. What a line carries after RELAYED is TLS between the two, which signs the listener's certificate with both keys: the
+   point can neither read nor change it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from p2pdiloco.wire.bodies import decode_as, encode
+
+OPENING = b"p2pdiloco line 1"
+PROBE = b"p2pdiloco dial 1"
+TICKET_BYTES = 16
+OPENING_BYTES = len(OPENING) + 2 + TICKET_BYTES
+RELAY, RELAYED, REFUSED = b"R", b".", b"!"
+SEEN_LIMIT = 256
+TEXT_LIMIT = 255
+ECHO_CONTEXT = b"p2pdiloco dial-back 1\x00"
+_PORT = struct.Struct(">H")
+
+Port = Annotated[int, Meta(ge=1, le=65535)]
+Host = Annotated[str, Meta(min_length=2, max_length=45)]
+Peer = Annotated[str, Meta(min_length=1, max_length=64)]
+Ticket = Annotated[bytes, Meta(min_length=TICKET_BYTES, max_length=TICKET_BYTES)]
+
+
+class Attend(msgspec.Struct, frozen=True, array_like=True, tag="attend?"):
+    """I am here, and may be called over this connection. Answer: ``Attended``."""
+
+    ports: Annotated[tuple[Port, ...], Meta(max_length=2)] = ()
+    """To dial back, at the address that this connection comes from, and nowhere else."""
+    token: Annotated[bytes, Meta(max_length=TICKET_BYTES)] = b""
+    """What the first port's listener knows."""
+
+
+class Attended(msgspec.Struct, frozen=True, array_like=True):
+    """How a peer is seen, and which of its ports answer from outside."""
+
+    host: Host
+    port: Port
+    answers: Annotated[tuple[bool, ...], Meta(max_length=2)] = ()
+    relays: bool = False
+
+
+class Meet(msgspec.Struct, frozen=True, array_like=True, tag="meet?"):
+    """Introduce me to ``peer``. Answer: ``Introduced``; or why not."""
+
+    peer: Peer
+    dials: bool
+    """The asker is the dialler of what comes about, else its listener."""
+
+
+class Introduced(msgspec.Struct, frozen=True, array_like=True):
+    """Open a line with this ticket."""
+
+    ticket: Ticket
+
+
+class Called(msgspec.Struct, frozen=True, array_like=True, tag="called?"):
+    """From the meeting point: ``peer`` wants to meet you. An answer, whatever it is, agrees."""
+
+    peer: Peer
+    ticket: Ticket
+    dials: bool
+    """You are the dialler."""
+
+
+class Seen(msgspec.Struct, frozen=True, array_like=True):
+    """Where the two lines come from, as the meeting point sees it."""
+
+    host: Host
+    port: Port
+    other_host: Host
+    other_port: Port
+    is_hopeful: bool
+    """Both come from the ports that they say they have: a router in between, if any, keeps ports."""
+
+
+Introduction = Attend | Meet | Called
+TAGS = tuple(encode(kind.__struct_config__.tag) for kind in (Attend, Meet, Called))
+_introductions: msgspec.msgpack.Decoder[Introduction] = msgspec.msgpack.Decoder(Introduction)
+
+
+def is_introduction(body: bytes) -> bool:
+    """Whether a request is one of this module's, well-formed or not."""
+    return body.startswith(TAGS, 1)
+
+
+def decode_introduction(body: bytes) -> Introduction:
+    """A request. Raises ValueError if it is malformed."""
+    try:
+        return _introductions.decode(body)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def encode_opening(ticket: bytes, local_port: int, start: bytes = OPENING) -> bytes:
+    """What a line says first."""
+    return start + _PORT.pack(local_port) + ticket
+
+
+def decode_opening(data: bytes) -> tuple[bytes, int, bytes]:
+    """OPENING or PROBE, the local port that is claimed, and the ticket.
+
+    Raises:
+        ValueError: no line.
+    """
+    start, rest = data[: len(OPENING)], data[len(OPENING) :]
+    if len(data) != OPENING_BYTES or start not in (OPENING, PROBE):
+        raise ValueError("no line begins so")
+    return start, _PORT.unpack_from(rest)[0], rest[_PORT.size :]
+
+
+def encode_seen(seen: Seen) -> bytes:
+    body = encode(seen)
+    return _PORT.pack(len(body)) + body
+
+
+def seen_size(head: bytes) -> int:
+    """Bytes of the Seen that follows these two.
+
+    Raises:
+        ValueError: too many.
+    """
+    (size,) = _PORT.unpack(head)
+    if not 0 < size <= SEEN_LIMIT:
+        raise ValueError(f"{size} bytes are no Seen")
+    return int(size)
+
+
+def decode_seen(body: bytes) -> Seen:
+    """Raises ValueError if it is malformed."""
+    return decode_as(body, Seen)
+
+
+def encode_refusal(text: str) -> bytes:
+    data = text.encode()[:TEXT_LIMIT]
+    return REFUSED + bytes([len(data)]) + data
+
+
+def echo(token: bytes) -> bytes:
+    """What a listener answers to a probe with a token that it knows."""
+    return hashlib.sha256(ECHO_CONTEXT + token).digest()[:TICKET_BYTES]

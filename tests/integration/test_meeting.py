@@ -1,0 +1,291 @@
+"""Real sockets on this machine: peers that meet through a third. Routers in between: tests/wan/test_homes.py."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from p2pdiloco.net.handshake import Role
+from p2pdiloco.node.lookup import Observer
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.runtime import lines, meeting_point
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.introductions import IntroductionHandler
+from p2pdiloco.runtime.meeting_point import MeetingPoint
+from p2pdiloco.runtime.relay import Relay
+from p2pdiloco.runtime.rendezvous import Rendezvous
+from p2pdiloco.runtime.tasks import Tasks
+from p2pdiloco.runtime.transport import DialError, Transport
+from p2pdiloco.wire import introductions as intro
+from tests.integration.waiting import until
+
+LISTEN = "/ip4/127.0.0.1/tcp/0"
+
+
+class Ear(Observer):
+    """Writes down what comes."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[bytes, bytes]] = []
+
+    def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> None:
+        self.heard.append((body, bytes(payload or b"")))
+
+    def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
+        return True
+
+
+class One:
+    """A peer that listens or not, with all that it takes to meet others."""
+
+    def __init__(self, tasks: Tasks, listen: str = "") -> None:
+        self.ear = Ear()
+        self.handler = IntroductionHandler(self.ear)
+        self.transport = Transport(Identity.ephemeral(), listen=listen, run="", version=1, handler=self.handler)
+        self.handler.rendezvous = self.rendezvous = Rendezvous(self.transport, self.transport, tasks)
+
+    @property
+    def id(self) -> PeerId:
+        return self.transport.peer_id
+
+
+@asynccontextmanager
+async def meeting(bytes_per_s: float | None = None) -> AsyncIterator[tuple[One, One, One, str]]:
+    """Ann and Bob, who listen nowhere, and a meeting point with its address."""
+    async with Tasks() as tasks:
+        ann, bob, hub = One(tasks), One(tasks), One(tasks, LISTEN)
+        hub.handler.point = MeetingPoint(hub.transport, bytes_per_s)
+        async with hub.transport, ann.transport, bob.transport:
+            (address,) = hub.transport.listen_addresses()
+            for one in (ann, bob):
+                await one.rendezvous.attend(address, (), b"")
+            yield ann, bob, hub, address
+
+
+def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(20.0):
+            await work()
+
+    asyncio.run(bounded())
+
+
+def test_two_that_nobody_can_dial_meet_directly() -> None:
+    async def work() -> None:
+        async with meeting() as (ann, bob, hub, address):
+            began = time.monotonic()
+            assert await ann.rendezvous.reach(bob.id, [address]) == bob.id
+            took_s = time.monotonic() - began
+            channel = ann.transport.channel_of(bob.id)
+            assert channel is not None
+            assert channel.is_met
+            assert not channel.connection.greeting.is_relayed
+            assert ann.transport.send(bob.id, b"hello", b"x" * 100_000)
+            await until(lambda: bob.ear.heard == [(b"hello", b"x" * 100_000)])
+            assert hub.handler.point is not None
+            assert hub.handler.point.relay.carried_bytes == 0
+            assert took_s < 1.0
+
+    run(work)
+
+
+def test_where_no_direct_connection_comes_about_the_line_is_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "PUNCHES", 0)
+
+    async def work() -> None:
+        async with meeting() as (ann, bob, hub, address):
+            await ann.rendezvous.reach(bob.id, [address])
+            payload = bytes(range(256)) * 4000
+            assert ann.transport.send(bob.id, b"hello", payload)
+            await until(lambda: bob.ear.heard == [(b"hello", payload)])
+            point = hub.handler.point
+            assert point is not None
+            assert point.introducer.joined == 1
+            assert point.relay.carried_bytes > len(payload)
+            ann.transport.disconnect(bob.id, "enough")
+            await until(lambda: point.introducer.joined == 0)
+
+    run(work)
+
+
+def test_a_direct_connection_takes_a_relays_place_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async with meeting() as (ann, bob, _, address):
+            monkeypatch.setattr(lines, "PUNCHES", 0)
+            await ann.rendezvous.reach(bob.id, [address])
+            assert bob.transport.channel_of(ann.id).connection.greeting.is_relayed  # type: ignore[union-attr]
+            monkeypatch.setattr(lines, "PUNCHES", 12)
+            sent = []
+
+            async def speak() -> None:
+                for number in range(300):
+                    sent.append((str(number).encode(), bytes([number % 256]) * 20_000))
+                    assert ann.transport.send(bob.id, *sent[-1])
+                    await asyncio.sleep(0.002)
+
+            speaking = asyncio.create_task(speak())
+            await asyncio.sleep(0.1)
+            await bob.rendezvous.reach(ann.id, [address], may_relay=False)  # whoever dials: direct wins
+            await speaking
+            await until(lambda: len(bob.ear.heard) == len(sent))
+            assert sorted(bob.ear.heard) == sorted(sent)
+            for one, other in ((ann, bob), (bob, ann)):
+                channel = one.transport.channel_of(other.id)
+                assert channel is not None
+                assert not channel.connection.greeting.is_relayed
+
+    run(work)
+
+
+def test_a_relay_keeps_to_its_budget_and_uses_it() -> None:
+    rate = 4e6
+
+    async def work() -> None:
+        loop, relay = asyncio.get_running_loop(), Relay(rate)
+        (a, left), (right, b) = socket.socketpair(), socket.socketpair()
+        for one in (a, b, left, right):
+            one.setblocking(False)
+        carrying = asyncio.create_task(relay.carry(left, right))
+        began, data = loop.time(), bytes(1_200_000)
+        sending = asyncio.create_task(loop.sock_sendall(a, data))
+        got = 0
+        while got < len(data):
+            got += len(await loop.sock_recv(b, 1 << 20))
+        await sending
+        took_s = loop.time() - began
+        assert 0.9 * rate < len(data) / took_s < 1.1 * rate
+        a.close()
+        assert await loop.sock_recv(b, 1) == b""
+        b.close()
+        await carrying
+
+    run(work)
+
+
+def test_who_attends_learns_whether_it_can_be_dialled() -> None:
+    async def work() -> None:
+        async with meeting() as (_, _, hub, address), Tasks() as tasks:
+            kim = One(tasks, LISTEN)
+            kim.handler.point = MeetingPoint(kim.transport, 0.0)
+            async with kim.transport:
+                port = int(kim.transport.listen_addresses()[0].split("/")[4])
+                token = kim.handler.point.token
+                told = (await kim.rendezvous.attend(address, (port, port), token)).told
+                assert (told.host, told.answers, told.relays) == ("127.0.0.1", (True, True), True)
+                (other,) = hub.transport.listen_addresses()
+                theirs = int(other.split("/")[4])
+                told = (await kim.rendezvous.attend(address, (theirs, 1), token)).told
+                assert told.answers == (False, False)  # somebody else's port does not count, nor one where nobody is
+
+    run(work)
+
+
+def test_a_point_dials_a_machine_back_only_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting_point, "DIALS_A_MINUTE", 3)
+
+    async def work() -> None:
+        async with meeting() as (ann, _, _, address):
+            assert (await ann.rendezvous.attend(address, (1, 1), b"")).told.answers == (False, False)
+            assert (await ann.rendezvous.attend(address, (1, 1), b"")).told.answers == ()
+
+    run(work)
+
+
+def test_who_does_not_attend_is_not_called() -> None:
+    async def work() -> None:
+        async with meeting() as (ann, _, _, address):
+            with pytest.raises(DialError, match="is not here"):
+                await ann.rendezvous.reach(Identity.ephemeral().peer_id, [address])
+
+    run(work)
+
+
+def test_a_liar_at_a_meeting_point_costs_few_dials_and_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names an address where nobody wants to be dialled, then says nothing."""
+    monkeypatch.setattr(lines, "RELAY_S", 0.3)
+    monkeypatch.setattr(lines, "PUNCH_S", 1.0)
+    dials = 0
+
+    async def lie(raw: socket.socket, victim: int) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.sock_recv(raw, intro.OPENING_BYTES)
+        await loop.sock_sendall(raw, intro.encode_seen(intro.Seen("127.0.0.1", 9, "127.0.0.1", victim, True)))
+        await asyncio.sleep(5.0)
+        raw.close()
+
+    async def work() -> None:
+        nonlocal dials
+        with socket.create_server(("127.0.0.1", 0)) as victim, socket.create_server(("127.0.0.1", 0)) as liar:
+            for one in (victim, liar):
+                one.setblocking(False)
+            loop = asyncio.get_running_loop()
+
+            async def listen() -> None:
+                raw, _ = await loop.sock_accept(liar)
+                await lie(raw, 1)  # nobody listens there: each dial is refused at once
+
+            lying = asyncio.create_task(listen())
+            real, began = lines.sockets.sharing_port, time.monotonic()
+
+            def counted(family: int, port: int) -> socket.socket:
+                nonlocal dials
+                dials += port != 0
+                return real(family, port)
+
+            monkeypatch.setattr(lines.sockets, "sharing_port", counted)
+            point = lines.addresses.parse(f"/ip4/127.0.0.1/tcp/{liar.getsockname()[1]}")
+            with pytest.raises(DialError, match="did not come in time"):
+                await lines.meet(point, bytes(16), Role.DIALLER, may_relay=True, congestion="")
+            assert time.monotonic() - began < 2.0
+            assert 0 < dials <= lines.PUNCHES
+            lying.cancel()
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("host", "by", "is_dialable"),
+    [
+        ("203.0.113.9", "8.8.8.8", False),  # a documentation address: not global
+        ("1.1.1.1", "8.8.8.8", True),
+        ("127.0.0.1", "8.8.8.8", False),
+        ("127.0.0.1", "127.0.0.1", True),
+        ("192.168.1.7", "8.8.8.8", False),
+        ("192.168.1.7", "10.0.0.1", True),
+        ("224.0.0.1", "10.0.0.1", False),
+        ("0.0.0.0", "10.0.0.1", False),
+        ("255.255.255.255", "10.0.0.1", False),
+        ("169.254.1.1", "10.0.0.1", False),
+        ("2606:4700::1", "8.8.8.8", True),
+        ("::1", "2606:4700::1", False),
+    ],
+)
+def test_what_a_meeting_point_may_have_dialled(host: str, by: str, is_dialable: bool) -> None:
+    assert lines.is_dialable(host, by) is is_dialable
+
+
+def test_a_line_that_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting_point, "OPENING_S", 0.2)
+
+    async def work() -> None:
+        async with meeting() as (_, _, hub, address):
+            loop = asyncio.get_running_loop()
+            for said in (b"p", intro.encode_opening(bytes(16), 1), b"p" * 34, intro.OPENING):
+                raw = socket.socket()
+                raw.setblocking(False)
+                await loop.sock_connect(raw, ("127.0.0.1", int(address.split("/")[4])))
+                await loop.sock_sendall(raw, said)
+                async with asyncio.timeout(2.0):
+                    while await loop.sock_recv(raw, 100):
+                        pass
+                raw.close()
+            assert hub.handler.point is not None
+            assert hub.transport.peers()  # the others are as they were
+
+    run(work)

@@ -1,0 +1,199 @@
+"""A meeting point's decisions: bytes and times in, events out."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2pdiloco.net.introducer import (
+    ASKED_A_MINUTE,
+    CALLED_A_MINUTE,
+    MINUTE_S,
+    PAIR_S,
+    PAIRS,
+    PAIRS_OF_PEER,
+    Hang,
+    Introducer,
+    Joined,
+    NotIntroducedError,
+    Say,
+)
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.wire.bodies import GetStatus, encode
+from p2pdiloco.wire.introductions import (
+    OPENING,
+    PROBE,
+    REFUSED,
+    RELAY,
+    RELAYED,
+    Attend,
+    Called,
+    Meet,
+    Seen,
+    decode_introduction,
+    decode_opening,
+    decode_seen,
+    encode_opening,
+    is_introduction,
+    seen_size,
+)
+
+ANN, BOB = PeerId("ann"), PeerId("bob")
+TICKETS = (b"a" * 16, b"b" * 16)
+
+
+def asked(point: Introducer, now: float = 0.0, number: int = 0) -> tuple[bytes, bytes]:
+    tickets = (number.to_bytes(16, "big"), number.to_bytes(16, "little")) if number else TICKETS
+    return point.ask(ANN, "5.0.0.1", BOB, tickets, now)
+
+
+def both_open(point: Introducer, now: float = 0.0, *, seen_port: int = 2000) -> list[object]:
+    asked(point, now)
+    point.opened("ann", TICKETS[0], "5.0.0.1", 1000, 1000, now)
+    assert list(point.events()) == []
+    point.opened("bob", TICKETS[1], "5.0.0.2", seen_port, 2000, now)
+    return list(point.events())
+
+
+def seen_in(event: object) -> Seen:
+    assert isinstance(event, Say)
+    assert seen_size(event.data[:2]) == len(event.data) - 2
+    return decode_seen(event.data[2:])
+
+
+def test_both_are_told_of_both_when_both_are_there():
+    to_ann, to_bob = both_open(Introducer(relays=1))
+    assert seen_in(to_ann) == Seen("5.0.0.1", 1000, "5.0.0.2", 2000, True)
+    assert seen_in(to_bob) == Seen("5.0.0.2", 2000, "5.0.0.1", 1000, True)
+
+
+def test_a_router_that_changes_ports_gives_little_hope():
+    assert not seen_in(both_open(Introducer(relays=1), seen_port=3333)[0]).is_hopeful
+
+
+def test_who_cannot_be_reached_directly_is_relayed_when_both_say_so():
+    point = Introducer(relays=1)
+    both_open(point)
+    point.received("ann", RELAY, 1.0)
+    assert list(point.events()) == []
+    point.received("bob", RELAY, 1.0)
+    assert list(point.events()) == [Say("ann", RELAYED), Say("bob", RELAYED), Joined(("ann", "bob"))]
+    assert point.joined == 1
+    point.wake(1.0 + 2 * PAIR_S)
+    assert list(point.events()) == []
+    point.parted(("ann", "bob"))
+    assert point.joined == 0
+
+
+def test_no_more_pairs_are_relayed_than_there_are_places():
+    point = Introducer(relays=0)
+    both_open(point)
+    point.received("ann", RELAY, 1.0)
+    point.received("bob", RELAY, 1.0)
+    said = list(point.events())
+    assert [event.line for event in said if isinstance(event, Hang)] == ["ann", "bob"]
+    assert all(event.data.startswith(REFUSED) and b"relays nothing" in event.data for event in said[::2])
+    assert point.joined == 0
+
+
+def test_a_ticket_serves_once_and_not_for_ever():
+    point = Introducer(relays=1)
+    asked(point)
+    point.opened("ann", TICKETS[0], "5.0.0.1", 1000, 1000, 0.0)
+    point.opened("eve", TICKETS[0], "5.0.0.9", 1000, 1000, 0.0)
+    refusal, hang = point.events()
+    assert (refusal.data[:1], hang) == (REFUSED, Hang("eve"))
+    point.wake(PAIR_S)
+    assert list(point.events()) == [Hang("ann")]
+    point.opened("bob", TICKETS[1], "5.0.0.2", 2000, 2000, PAIR_S)
+    assert Hang("bob") in list(point.events())
+
+
+def test_an_end_of_one_line_ends_the_other():
+    point = Introducer(relays=1)
+    both_open(point)
+    point.closed("ann", 1.0)
+    assert list(point.events()) == [Hang("bob")]
+    assert point.next_deadline() is None
+
+
+@pytest.mark.parametrize("data", [b"RR", b"x", b"\x16", RELAYED])
+def test_garbage_on_a_line_ends_the_pair(data):
+    point = Introducer(relays=1)
+    both_open(point)
+    point.received("ann", data, 1.0)
+    assert set(point.events()) == {Hang("ann"), Hang("bob")}
+
+
+def test_who_says_relay_before_the_other_is_there_is_hung_up_on():
+    point = Introducer(relays=1)
+    asked(point)
+    point.opened("ann", TICKETS[0], "5.0.0.1", 1000, 1000, 0.0)
+    point.received("ann", RELAY, 0.0)
+    assert list(point.events()) == [Hang("ann")]
+
+
+def test_who_is_called_may_say_no():
+    point = Introducer(relays=1)
+    asked(point)
+    point.withdraw(TICKETS[1], 0.1)
+    point.opened("ann", TICKETS[0], "5.0.0.1", 1000, 1000, 0.2)
+    assert Hang("ann") in list(point.events())
+
+
+def test_a_peer_has_few_introductions_at_once_and_a_machine_few_a_minute():
+    point = Introducer(relays=1)
+    for number in range(1, PAIRS_OF_PEER + 1):
+        asked(point, number=number)
+    with pytest.raises(NotIntroducedError, match="at once"):
+        asked(point, number=99)
+    now, refused = 0.0, 0
+    for number in range(100, 100 + 2 * ASKED_A_MINUTE):
+        now += 0.1
+        try:
+            tickets = (number.to_bytes(16, "big"), number.to_bytes(16, "little"))
+            point.ask(PeerId(f"ann {number}"), "5.0.0.1", PeerId(f"bob {number}"), tickets, now)
+        except NotIntroducedError as error:
+            refused += "minute" in str(error)
+    assert refused == ASKED_A_MINUTE + PAIRS_OF_PEER
+    asked(point, now + MINUTE_S, number=5000)
+
+
+def test_nobody_is_called_more_often_than_so_often_a_minute_by_however_many():
+    point = Introducer(relays=1)
+    called = 0
+    for number in range(1, 4 * CALLED_A_MINUTE):
+        tickets = (number.to_bytes(16, "big"), number.to_bytes(16, "little"))
+        try:
+            point.ask(PeerId(f"eve {number}"), f"5.0.{number}.1", BOB, tickets, 0.0)
+            called += 1
+            point.withdraw(tickets[0], 0.0)
+        except NotIntroducedError:
+            pass
+    assert called == CALLED_A_MINUTE
+
+
+def test_pairs_in_all_are_bounded():
+    point = Introducer(relays=1)
+    for number in range(1, PAIRS + 1):
+        tickets = (number.to_bytes(16, "big"), number.to_bytes(16, "little"))
+        point.ask(PeerId(f"a{number}"), f"5.1.{number}.1", PeerId(f"b{number}"), tickets, 0.0)
+    with pytest.raises(NotIntroducedError, match="at once"):
+        asked(point)
+    asked(point, PAIR_S)
+
+
+def test_a_request_of_introductions_is_told_from_others():
+    for request in (Attend((1,), b"t"), Meet("bob", True), Called("ann", b"t" * 16, False)):
+        assert is_introduction(encode(request))
+        assert decode_introduction(encode(request)) == request
+    assert not is_introduction(encode(GetStatus()))
+
+
+def test_an_opening_is_what_it_says():
+    assert decode_opening(encode_opening(b"t" * 16, 4100)) == (OPENING, 4100, b"t" * 16)
+    assert decode_opening(encode_opening(b"t" * 16, 0, PROBE))[0] == PROBE
+    for bad in (b"", b"x" * 34, encode_opening(b"t" * 15, 1)):
+        with pytest.raises(ValueError, match="no line"):
+            decode_opening(bad)
+    with pytest.raises(ValueError, match="no Seen"):
+        seen_size(b"\xff\xff")
