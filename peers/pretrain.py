@@ -1,0 +1,35 @@
+"""Go on pre-training a whole model together, on texts of your own::
+
+    python peers/pretrain.py MODEL TEXTS.jsonl            # the first prints an INVITE
+    python peers/pretrain.py MODEL TEXTS.jsonl INVITE     # any number of others, with a model of the same shape
+
+MODEL: a folder, or a name on the Hugging Face hub. TEXTS: a {"text": ...} a line. Needs the extra hf.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import transformers
+
+from p2pdiloco.integrations.transformers import DiLoCoCallback
+
+CONTEXT = 512
+base, texts, *invite = sys.argv[1:]
+steps = int(os.environ.get("STEPS", "10000"))
+tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+model = transformers.AutoModelForCausalLM.from_pretrained(base)
+documents = [json.loads(line)["text"] for line in Path(texts).read_text(encoding="utf-8").splitlines()]
+tokens = [token for text in documents for token in tokenizer(text + tokenizer.eos_token)["input_ids"]]
+windows = [tokens[start : start + CONTEXT] for start in range(0, len(tokens) - CONTEXT, CONTEXT)]
+
+trainer = transformers.Trainer(
+    model,
+    transformers.TrainingArguments("out", max_steps=steps, learning_rate=1e-4, logging_steps=10),
+    train_dataset=[{"input_ids": window, "labels": window} for window in windows],
+    callbacks=[DiLoCoCallback(run="pretrain", initial_peers=invite, n_fragments=4, wait_for_peers=2)],
+)
+trainer.train()
+model.save_pretrained("model")  # for AutoModelForCausalLM.from_pretrained("model")
+tokenizer.save_pretrained("model")

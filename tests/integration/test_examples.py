@@ -1,0 +1,94 @@
+"""The two scripts that README begins with, as they are printed there, by two peers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from documents import VOCABULARY, make_texts, write_tokenizer
+from scripts import END_S, START_S, report
+from waiting import wait_until
+
+from p2pdiloco.runtime.invitation import INVITED
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(
+    not all(map(find_spec, ("transformers", "accelerate", "peft"))),
+    reason="needs the extra hf: pip install -c constraints.txt '.[hf]'",
+)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with its tokenizer, as somebody may have it on the disk, and texts."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=2, tie_word_embeddings=True, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    file = str(write_tokenizer(folder) / "tokenizer.json")
+    PreTrainedTokenizerFast(tokenizer_file=file, eos_token="</s>", unk_token="[UNK]").save_pretrained(folder)
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(600)))
+    return folder
+
+
+def start(script: Path, home: Path, base: Path, *invite: str) -> subprocess.Popen[bytes]:
+    """One machine's command line."""
+    home.mkdir(parents=True)
+    changed = {"HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "STEPS": "60"}
+    with open(home / "log", "w") as log:
+        return subprocess.Popen(
+            [sys.executable, script, base, base / "texts.jsonl", *invite],
+            cwd=home,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **changed},
+        )
+
+
+def invite_in(log: Path) -> str:
+    line = next((line for line in log.read_text().splitlines() if line.startswith(INVITED)), "")
+    return line.split()[-1] if line else ""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "run"), [("lora", "fine-tune"), ("pretrain", "pretrain")])
+def test_it_works_as_printed_by_two_peers(name: str, run: str, base: Path, tmp_path: Path) -> None:
+    script = ROOT / "peers" / f"{name}.py"
+    assert len(script.read_text().splitlines()) < 40
+    assert f"python peers/{name}.py MODEL TEXTS.jsonl INVITE" in script.read_text()
+    processes = [start(script, tmp_path / "a", base)]
+    try:
+        wait_until(lambda: invite_in(tmp_path / "a" / "log"), START_S, "an invite")
+        processes.append(start(script, tmp_path / "b", base, invite_in(tmp_path / "a" / "log")))
+        statuses = [process.wait(END_S) for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    assert statuses == [0, 0], [(tmp_path / one / "log").read_text()[-2000:] for one in "ab"]
+    reports = [report(tmp_path / one / ".local" / "state" / "p2pdiloco" / run) for one in "ab"]
+    assert reports[0]["digests"] == reports[1]["digests"]
+    assert all(one["tokens_trained"] > 0 and one["tokens_unmerged"] == 0 for one in reports)
+
+    from transformers import AutoModelForCausalLM
+
+    if name == "lora":
+        from peft import PeftModel
+
+        model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "b" / "tuned")
+    else:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "b" / "model")
+    assert (
+        sum(float(p.detach().abs().sum()) for n, p in model.named_parameters() if "lora_B" in n or name != "lora") > 0
+    )
