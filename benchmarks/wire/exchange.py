@@ -99,8 +99,10 @@ class BenchmarkError(Exception):
 class Swarm:
     """The peers of one case. ``with Swarm(...) as swarm``."""
 
-    def __init__(self, case: Case, bytes_per_parameter: float, *, is_verbose: bool) -> None:
+    def __init__(self, case: Case, bytes_per_parameter: float, *, is_verbose: bool, module: str = "") -> None:
+        """``module``: another peer's program than the system's own."""
         self.case = case
+        self._module = module or SYSTEMS[case.system].module
         self._bytes_per_parameter = bytes_per_parameter
         self._is_verbose = is_verbose
         self._stack = contextlib.ExitStack()
@@ -115,7 +117,7 @@ class Swarm:
             for index, place in enumerate(places):
                 self._start(index, place)
                 addresses.append(self._answer(index)["address"])  # hivemind's others are told the first one's
-            self._ask_all({"do": "connect", "addresses": addresses})
+            self.ask_all({"do": "connect", "addresses": addresses})
             self._stack = stack.pop_all()
         return self
 
@@ -128,11 +130,11 @@ class Swarm:
         Raises:
             BenchmarkError: a peer failed, or a result is wrong.
         """
-        before = self._ask_all({"do": "prepare"})
+        before = self.ask_all({"do": "prepare"})
         cpu = self._cpu_s()
-        done = self._ask_all({"do": "go"})
+        done = self.ask_all({"do": "go"})
         cpu = self._cpu_s() - cpu
-        after = self._ask_all({"do": "check"})
+        after = self.ask_all({"do": "check"})
         self._judge(done, after)
         peers = self.case.peers
         sent = [a["sent"] - b["sent"] for a, b in zip(after, before, strict=True)]
@@ -184,7 +186,7 @@ class Swarm:
             "bytes_per_parameter": self._bytes_per_parameter,
         }
         process = subprocess.Popen(
-            place.command([python, "-W", "ignore", "-m", system.module, json.dumps(config)]),
+            place.command([python, "-W", "ignore", "-m", self._module, json.dumps(config)]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None if self._is_verbose else subprocess.DEVNULL,
@@ -204,7 +206,8 @@ class Swarm:
 
         threading.Thread(target=read, daemon=True).start()
 
-    def _ask_all(self, command: Message) -> list[Message]:
+    def ask_all(self, command: Message) -> list[Message]:
+        """Each peer's answer."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(json.dumps(command) + "\n")

@@ -3,6 +3,8 @@
 Rules of this file:
 1. A checkpoint appears whole or not at all: tensors first, then the small JSON that names them, each by rename. The
    newest few stay, so that one that the disk has spoilt is not the last.
+   It is written and read shard by shard (``Draft``): neither takes memory beside the vectors for more than one. Each
+   shard is at a head of its own; they need not be of one moment, since shards are independent chains.
 2. What is read back is checked: the manifest against the run's id, which the index tells, every shard against the
    digest that its owner signed. Of several checkpoints the heaviest that passes is used. A spoilt manifest hides
    nothing while there is a copy in the folder above.
@@ -18,29 +20,30 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from p2pdiloco.peer.disk import PART, Disk, replace
+from p2pdiloco.peer.offers import listed, packed, unpacked
 from p2pdiloco.peer.proofs import proven_digest
 from p2pdiloco.protocol.chain import is_heavier
-from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.protocol.identifiers import RunId, digest_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.soundness import decode_manifest
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.files import LOCAL
-from p2pdiloco.tensors.digests import state_digest
 from p2pdiloco.wire.bodies import SignedCommit, StateProof
 
 log = logs.get("node")
 
 MANIFEST = "manifest.msgpack"
-FORMAT = 3
+FORMAT = 4
 PREFIX = "state-"
 PLACES = ("checkpoint", "*/checkpoint")
 """Where checkpoints lie in the folder that a user names (a run's folder, a peer's state), if it is not one itself."""
+
+SYNC_BYTES = 64 << 20
+"""Written at most before they are forced to the disk: nothing else waits long for its turn."""
 
 
 class CheckpointError(Exception):
@@ -77,6 +80,74 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     momentum: Tensor
 
 
+class Draft:
+    """A checkpoint that is being written, shard after shard, in the layout's order. Until ``finish`` it is not there.
+    Everything blocks: it belongs on the host's ``disk`` queue."""
+
+    def __init__(self, folder: Path, manifest: Manifest, disk: Disk = LOCAL) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._disk = disk
+        self._number = 0
+        self._shards: list[SavedState] = []
+        self._unsynced = 0
+
+    @property
+    def _part(self) -> Path:
+        path = _tensors(self._folder, self._number)
+        return path.with_name(f".{path.name}{PART}")
+
+    def begin(self) -> None:
+        """Raises OSError: the disk is full or not writable."""
+        folder, disk = self._folder, self._disk
+        sweep_halves(folder, disk)
+        earlier = _numbers(disk, folder)
+        self._number = earlier[0] + 1 if earlier else 1
+        replace(disk, folder / MANIFEST, [self._manifest.encode()])
+        disk.write(self._part, [_header(Layout.of(self._manifest))])
+
+    def add(self, saved: SavedState, data: memoryview) -> None:
+        """The next shard, as it travels.
+
+        Raises:
+            OSError: the disk is full.
+            ValueError: it is not what its owner signed, and could not be read back.
+        """
+        if digest_of(listed(data)) != proven_digest(self._manifest, saved):
+            raise ValueError(f"shard {saved.state.head.shard} does not have the digest that its owner signed")
+        self._disk.append(self._part, data)
+        self._shards.append(saved)
+        self._unsynced += len(data)
+        if self._unsynced > SYNC_BYTES:
+            self._unsynced = 0
+            self._disk.sync(self._part)
+
+    def finish(self, *, keep: int) -> None:
+        """It is there; of all in the folder the newest ``keep`` stay.
+
+        Raises:
+            OSError: it is not there.
+        """
+        folder, disk, number = self._folder, self._disk, self._number
+        disk.sync(self._part)
+        disk.rename(self._part, _tensors(folder, number))
+        disk.sync_folder(folder)
+        index = Index(run=self._manifest.run, shards=tuple(self._shards))
+        replace(disk, _index(folder, number), [msgspec.json.format(msgspec.json.encode(index))])
+        for old in _numbers(disk, folder)[keep:]:
+            disk.remove(_index(folder, old))
+            disk.remove(_tensors(folder, old))
+
+    def discard(self) -> None:
+        """Nothing of it stays, as far as the disk can do that."""
+        if self._number:
+            with contextlib.suppress(OSError):
+                self._disk.remove(self._part)
+            with contextlib.suppress(OSError):
+                if self._number not in _numbers(self._disk, self._folder):
+                    self._disk.remove(_tensors(self._folder, self._number))
+
+
 def save(
     folder: Path,
     manifest: Manifest,
@@ -87,32 +158,23 @@ def save(
     keep: int,
     disk: Disk = LOCAL,
 ) -> None:
-    """Write a checkpoint; of all in ``folder`` the newest ``keep`` stay. Blocks; call it on a thread.
+    """Write a checkpoint of vectors that do not change; of all in ``folder`` the newest ``keep`` stay. Blocks.
 
     Raises:
         OSError: the disk is full or not writable; what is there stays.
         ValueError: a shard is not what its owner signed: it could not be read back, and nothing is written.
     """
-    for piece, proof in zip(Layout.of(manifest).shards, shards, strict=True):
-        span = slice(piece.start, piece.stop)
-        if state_digest(theta[span], momentum[span]) != proven_digest(manifest, proof):
-            raise ValueError(f"shard {piece.shard} does not have the digest that its owner signed")
-    sweep_halves(folder, disk)
-    earlier = _numbers(disk, folder)
-    number = earlier[0] + 1 if earlier else 1
-    replace(disk, folder / MANIFEST, [manifest.encode()])
-    saved = (s if isinstance(s, SavedState) else SavedState(s.state, s.header, s.signature) for s in shards)
-    index = Index(run=manifest.run, shards=tuple(saved))
+    draft = Draft(folder, manifest, disk)
     try:
-        replace(disk, _tensors(folder, number), [safetensors.torch.save({"theta": theta, "momentum": momentum})])
-        replace(disk, _index(folder, number), [msgspec.json.format(msgspec.json.encode(index))])
-    except OSError:
-        with contextlib.suppress(OSError):
-            disk.remove(_tensors(folder, number))
+        draft.begin()
+        for piece, proof in zip(Layout.of(manifest).shards, shards, strict=True):
+            saved = proof if isinstance(proof, SavedState) else SavedState(proof.state, proof.header, proof.signature)
+            span = slice(piece.start, piece.stop)
+            draft.add(saved, packed(theta[span], momentum[span]))
+        draft.finish(keep=keep)
+    except (OSError, ValueError):
+        draft.discard()
         raise
-    for old in _numbers(disk, folder)[keep:]:
-        disk.remove(_index(folder, old))
-        disk.remove(_tensors(folder, old))
 
 
 def sweep_halves(folder: Path, disk: Disk = LOCAL) -> list[str]:
@@ -154,7 +216,7 @@ def load(folder: Path, disk: Disk = LOCAL, run: RunId | None = None) -> Checkpoi
     for number in [number for number, index in readable if run in (None, index.run)] + torn:
         try:
             return _read(disk, folder, number)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError) as error:
             reasons.append(f"{_index(folder, number).name}: {error}")
             log.warning("checkpoint cannot be used", folder=folder, number=number, reason=str(error))
     if reasons:
@@ -253,16 +315,31 @@ def read_manifest(folder: Path, run: RunId, disk: Disk = LOCAL) -> Manifest:
 def _read(disk: Disk, folder: Path, number: int) -> Checkpoint:
     index = _read_index(disk, folder, number)
     manifest = read_manifest(folder, index.run, disk)
-    tensors = safetensors.torch.load(disk.read(_tensors(folder, number)))
-    theta, momentum = tensors["theta"], tensors["momentum"]
     layout = Layout.of(manifest)
-    for vector in (theta, momentum):
-        if vector.shape != torch.Size([layout.elements]) or vector.dtype != torch.float32:
-            raise ValueError("its tensors do not fit its manifest")
     if [proof.state.head.shard for proof in index.shards] != [s.shard for s in layout.shards]:
         raise ValueError("it does not have every shard once")
+    path, header = _tensors(folder, number), _header(layout)
+    if disk.read(path, 0, len(header)) != header:
+        raise ValueError("its tensors do not fit its manifest")
+    theta, momentum = torch.empty(layout.elements), torch.empty(layout.elements)
     for piece, proof in zip(layout.shards, index.shards, strict=True):
         span = slice(piece.start, piece.stop)
-        if state_digest(theta[span], momentum[span]) != proven_digest(manifest, proof):
+        data = disk.read(path, len(header) + 8 * piece.start, 8 * piece.elements)
+        if digest_of(unpacked(data, theta[span], momentum[span])) != proven_digest(manifest, proof):
             raise ValueError(f"shard {piece.shard} does not have the digest that its owner signed")
     return Checkpoint(manifest=manifest, shards=index.shards, theta=theta, momentum=momentum)
+
+
+def _header(layout: Layout) -> bytes:
+    """Of a safetensors file with a tensor ``shard.N`` for each shard: float32 [2 * n], as it travels."""
+    entries = {
+        f"shard.{piece.shard}": {
+            "dtype": "F32",
+            "shape": [2 * piece.elements],
+            "data_offsets": [8 * piece.start, 8 * piece.stop],
+        }
+        for piece in layout.shards
+    }
+    text = msgspec.json.encode(entries)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -25,11 +25,14 @@ class Disk(Protocol):
     def names(self, folder: Path) -> list[str]:
         """What lies in ``folder``, sorted; nothing if it is not there."""
 
-    def read(self, path: Path) -> bytes:
-        """The whole file."""
+    def read(self, path: Path, start: int = 0, size: int | None = None) -> bytes:
+        """The file's bytes from ``start``; at most ``size``, or all."""
 
     def write(self, path: Path, parts: Iterable[Buffer]) -> None:
         """A new file of ``parts``, one after the other; its folder is made. Not durable before ``sync``."""
+
+    def append(self, path: Path, part: Buffer) -> None:
+        """``part`` at the end of a file that is there. Not durable before ``sync``."""
 
     def sync(self, path: Path) -> None:
         """The file's bytes are durable when this returns."""

@@ -15,12 +15,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-import torch
-
 from p2pdiloco.peer.driver import Driver
-from p2pdiloco.peer.host import within
-from p2pdiloco.peer.integrity import SpoiltStateError
 from p2pdiloco.peer.offers import CHUNK_BYTES, chunk_sizes, lineage_of
+from p2pdiloco.peer.shard_copy import CopyError, copied
 from p2pdiloco.protocol.identifiers import Digest, ShardId
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.wire.answers import RequestRefused
@@ -29,7 +26,6 @@ from p2pdiloco.wire.bodies import StateOffer, StateProof
 
 T = TypeVar("T")
 
-COPY_S = 60.0
 KEEP_S = 60.0
 """A copy that nobody asked for so long is dropped: longer than a slow newcomer waits for one chunk."""
 COPIES_LEAST_BYTES = 128 << 20
@@ -148,23 +144,7 @@ class Donor:
     async def _copy(
         self, shard: ShardId, data: memoryview, chunks: range | None, then: Callable[[Digest, bytes], T]
     ) -> T:
-        """Fill ``data`` on the worker thread; what ``then`` makes of the shard's head and digests, in the turn of the
-        loop in which the copy is there."""
-        copied: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-
-        def take(result: tuple[Digest, bytes]) -> None:
-            if not copied.done():
-                copied.set_result(then(*result))
-
-        def refuse(error: Exception) -> None:
-            if isinstance(error, SpoiltStateError):
-                self._driver.spoilt(error)
-            if not copied.done():
-                copied.set_exception(RequestRefused(str(error)))
-
-        out = torch.frombuffer(data, dtype=torch.float32)
-        self._driver.job(lambda: self._driver.state.copy(shard, out, chunks), take, refuse)
         try:
-            return await within(self._driver.host, copied, COPY_S)
-        except TimeoutError:
-            raise RequestRefused("busy") from None
+            return await copied(self._driver, shard, data, then, chunks=chunks)
+        except CopyError as error:
+            raise RequestRefused(str(error)) from None

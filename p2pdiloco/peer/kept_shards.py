@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from p2pdiloco.peer.disk import Disk, replace, sweep
-from p2pdiloco.peer.offers import checked_offer, chunk_sizes, is_listed
+from p2pdiloco.peer.offers import checked_offer, unpacked
 from p2pdiloco.protocol.identifiers import ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.runtime import logs
@@ -90,13 +90,7 @@ def _read(name: str, data: bytes, manifest: Manifest, layout: Layout, theta: Ten
     piece, view = layout.shards[shard], memoryview(data)
     at = LENGTH_BYTES + int.from_bytes(view[:LENGTH_BYTES], "big")
     offer = checked_offer(manifest, layout, shard, bytes(view[LENGTH_BYTES:at]))
-    start = piece.start
-    for chunk, size in enumerate(chunk_sizes(piece.elements)):
-        body = bytearray(view[at : at + size])
-        at += size
-        if len(body) != size or not is_listed(offer, chunk, body):
-            raise ValueError(f"chunk {chunk} is not what its owner signed")
-        new, moved = torch.frombuffer(body, dtype=torch.float32).chunk(2)
-        theta[start : start + new.numel()], momentum[start : start + new.numel()] = new, moved
-        start += new.numel()
+    span = slice(piece.start, piece.stop)
+    if unpacked(view[at:], theta[span], momentum[span]) != offer.digests:
+        raise ValueError("it is not what its owner signed")
     return offer.proof

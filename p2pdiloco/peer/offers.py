@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+from torch import Tensor
+
 from p2pdiloco.peer.proofs import check_lineage, proven_digest
 from p2pdiloco.peer.signatures import OPEN, Register
 from p2pdiloco.protocol.identifiers import DIGEST_BYTES, Digest, ShardId, digest_of
@@ -80,3 +83,31 @@ def lineage_of(commits: Iterable[tuple[CommitHeader, bytes] | None]) -> tuple[Si
             break
         found.append(SignedCommit(*commit))
     return tuple(reversed(found))
+
+
+def packed(theta: Tensor, momentum: Tensor) -> memoryview:
+    """A shard's whole state, both float32 [n], as it travels."""
+    cuts = (slice(start, start + CHUNK) for start in range(0, theta.numel(), CHUNK))
+    return np.concatenate([v[cut].numpy() for cut in cuts for v in (theta, momentum)]).data.cast("B")
+
+
+def listed(data: bytes | memoryview) -> bytes:
+    """The list of the digests of a shard's whole state, as it travels."""
+    view = memoryview(data)
+    cuts = (view[at : at + CHUNK_BYTES] for at in range(0, len(view), CHUNK_BYTES))
+    return b"".join(bytes.fromhex(digest_of(cut)) for cut in cuts)
+
+
+def unpacked(data: bytes | memoryview, theta: Tensor, momentum: Tensor) -> bytes:
+    """Put a shard's whole state, as it travels, into ``theta`` and ``momentum``, float32 [n]; the list of its digests.
+
+    Raises:
+        ValueError: it has another size.
+    """
+    if len(data) != 8 * theta.numel():
+        raise ValueError(f"it has {len(data)} bytes, not {8 * theta.numel()}")
+    values, new, moved = np.frombuffer(data, np.float32), theta.numpy(), momentum.numpy()
+    for start in range(0, theta.numel(), CHUNK):
+        span = slice(start, min(start + CHUNK, theta.numel()))
+        new[span], moved[span] = np.split(values[2 * span.start : 2 * span.stop], 2)
+    return listed(data)

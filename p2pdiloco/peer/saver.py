@@ -1,7 +1,8 @@
-"""When and how a node writes its checkpoints: a copy of all shards between two jobs, written by a thread of its own.
+"""When and how a node writes its checkpoints: one shard after the other, copied between two jobs on the worker thread
+and written by the disk's.
 
-Training does not notice: the learner's parameters are not touched, and the copy of the global state is made on the
-worker thread. A full disk is reported and tried again; the checkpoints that are there stay.
+Neither training nor merging notices, and no more than one shard is in memory twice. A full disk is reported and tried
+again; the checkpoints that are there stay.
 
 Where writing is cheap a checkpoint follows every turn, so that a run whose peers all die loses about what was not
 merged yet; ``every_s`` is the longest that is waited for one.
@@ -12,15 +13,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from torch import Tensor
-
-from p2pdiloco.peer.checkpoint import SavedState, save
+from p2pdiloco.peer.checkpoint import Draft, SavedState
 from p2pdiloco.peer.driver import Driver
-from p2pdiloco.peer.host import within
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.offers import lineage_of
+from p2pdiloco.peer.shard_copy import CopyError, copied
 from p2pdiloco.protocol.identifiers import Digest, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.runtime import logs
@@ -29,8 +29,7 @@ from p2pdiloco.wire.bodies import StateProof
 log = logs.get("node")
 
 TRIES = 20
-"""Copies that may fall between a shard's new state and the machine's word of it before one checkpoint is skipped."""
-COPY_S = 60.0
+"""Copies of a shard that may fall between its new state and the machine's word of it before a checkpoint is skipped."""
 LOOK_S = 0.2
 STATE_BYTES = 8
 """A parameter's in a checkpoint; so much again, or less, is what the learner writes of its own."""
@@ -39,9 +38,6 @@ LONGEST_S = 3600.0
 """Between two checkpoints, whatever they may write."""
 COST_SHARE = 0.02
 """Of the time, that writing checkpoints may take, unless ``every_s`` demands more."""
-
-Copied = tuple[list[Digest | None], Tensor, Tensor]
-Taken = tuple[tuple[SavedState, ...], Tensor, Tensor]
 
 
 class Saver:
@@ -66,6 +62,8 @@ class Saver:
         self._metrics = metrics
         self._keep = keep
         self._save_learner = save_learner
+        self._layout = Layout.of(manifest)
+        self._one_at_a_time = asyncio.Lock()
         self._saved_mark: int | None = None
         """Of the heads in the last checkpoint."""
 
@@ -73,7 +71,7 @@ class Saver:
         """Write a checkpoint when there is something new, as often as ``COST_SHARE`` and ``bytes_per_day`` allow and,
         but for the latter, at least every ``every_s`` seconds, until cancelled. The learner saves its own state by the
         clock alone, since it waits for its copy."""
-        least_s = shortest_s(Layout.of(self._manifest).elements, bytes_per_day)
+        least_s = shortest_s(self._layout.elements, bytes_per_day)
         every_s = max(every_s, least_s)
         learner_saved_at = self._host.now()
         rest_s = 0.0
@@ -89,59 +87,61 @@ class Saver:
 
     async def save(self, *, is_last: bool) -> bool:
         """Write a checkpoint if anything is new. False: it should have been written, and was not."""
+        async with self._one_at_a_time:
+            return await self._save(is_last=is_last)
+
+    async def _save(self, *, is_last: bool) -> bool:
         view = self._driver.machine.view
         mark = view.heads_mark
         if self._driver.is_closed or not view.is_current or mark == self._saved_mark:
             return mark == self._saved_mark
-        taken = await self._take()
-        if taken is None:
-            log.warning("checkpoint skipped: no quiet moment")
-            return False
+        draft = Draft(self._folder, self._manifest, self._host.disk)
         try:
-            await self._host.work(
-                "disk", lambda: save(self._folder, self._manifest, *taken, keep=self._keep, disk=self._host.disk)
-            )
+            await self._write(draft)
+        except CopyError:
+            reason = "no quiet moment"
         except OSError as error:
-            log.error(
-                "checkpoint not written, the last one stays", folder=self._folder, reason=os.strerror(error.errno or 0)
-            )
-            self._metrics.write("checkpoint-failed", reason=os.strerror(error.errno or 0))
-            return False
+            reason = os.strerror(error.errno or 0)
         except ValueError as error:
-            log.error("checkpoint not written, the last one stays", folder=self._folder, reason=str(error))
-            self._metrics.write("checkpoint-failed", reason=str(error))
+            reason = str(error)
             self._driver.job(self._driver.state.integrity.look_again, lambda _: None)  # it is found and mended
-            return False
-        self._saved_mark = mark
-        self._metrics.write("checkpoint", is_last=is_last)
-        return True
+        else:
+            self._saved_mark = mark
+            self._metrics.write("checkpoint", is_last=is_last)
+            return True
+        await self._host.work("disk", draft.discard)
+        log.error("checkpoint not written, the last one stays", folder=self._folder, reason=reason)
+        self._metrics.write("checkpoint-failed", reason=reason)
+        return False
 
-    async def _take(self) -> Taken | None:
-        """A copy of all shards with the heads that they are at."""
-        state = self._driver.state
+    async def _write(self, draft: Draft) -> None:
+        """One shard after the other, each copied between two jobs and written before the next is copied.
+
+        Raises:
+            CopyError: a shard is never there.
+            OSError, ValueError: as ``Draft`` does.
+        """
+        await self._host.work("disk", draft.begin)
+        room = memoryview(bytearray(STATE_BYTES * max(piece.elements for piece in self._layout.shards)))
+        for piece in self._layout.shards:
+            data = room[: STATE_BYTES * piece.elements]
+            saved = await self._copied(piece.shard, data)
+            await self._host.work("disk", partial(draft.add, saved, data))
+        await self._host.work("disk", partial(draft.finish, keep=self._keep))
+
+    async def _copied(self, shard: ShardId, data: memoryview) -> SavedState:
+        """A shard's state in ``data``, and what proves it."""
+
+        def prove(head: Digest, _: bytes) -> SavedState | None:
+            """None if it is between two heads."""
+            now = self._driver.machine.view.head(shard)
+            return self._saved(shard) if now is not None and now.id == head else None
+
         for _ in range(TRIES):
-            taken: asyncio.Future[Taken | None] = asyncio.get_running_loop().create_future()
-
-            def copy() -> Copied:
-                return list(state.heads), state.theta.clone(), state.momentum.clone()
-
-            def prove(copied: Copied, taken: asyncio.Future[Taken | None] = taken) -> None:
-                """Pair the copy with the machine's heads, in the same breath; None if a shard is between two."""
-                heads, theta, momentum = copied
-                now = [None if head is None else head.id for head in self._driver.machine.view.heads()]
-                is_whole = None not in now and now == heads
-                if not taken.done():
-                    proofs = tuple(self._saved(ShardId(shard)) for shard in range(len(heads))) if is_whole else ()
-                    taken.set_result((proofs, theta, momentum) if is_whole else None)
-
-            self._driver.job(copy, prove)
-            try:
-                found = await within(self._host, taken, COPY_S)
-            except TimeoutError:
-                return None  # the next look tries again
-            if found is not None:
-                return found
-        return None
+            saved = await copied(self._driver, shard, data, prove, is_checked=False)
+            if saved is not None:
+                return saved
+        raise CopyError("it is always changing")
 
     def _saved(self, shard: ShardId) -> SavedState:
         """The machine's state of a shard, with its proof and what led to it."""

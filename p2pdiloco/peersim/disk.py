@@ -48,29 +48,39 @@ class SimulatedDisk:
         prefix = f"{folder}/"
         return sorted({path[len(prefix) :].split("/")[0] for path in self.files if path.startswith(prefix)})
 
-    def read(self, path: Path) -> bytes:
-        """The whole file."""
+    def read(self, path: Path, start: int = 0, size: int | None = None) -> bytes:
+        """The file's bytes from ``start``; at most ``size``, or all."""
         self._operation()
         try:
-            return self.files[str(path)]
+            return self.files[str(path)][start : None if size is None else start + size]
         except KeyError:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path)) from None
 
     def write(self, path: Path, parts: Iterable[Buffer]) -> None:
         """A new file; a full disk takes the beginning of it."""
-        data = b"".join(bytes(part) for part in parts)
+        self._put(path, b"", b"".join(bytes(part) for part in parts))
+
+    def append(self, path: Path, part: Buffer) -> None:
+        """More of a file; a full disk takes the beginning of it."""
+        if str(path) not in self.files:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+        self._put(path, self.files[str(path)], bytes(part))
+        if self.room is not None:
+            self.room -= len(part)
+
+    def _put(self, path: Path, there: bytes, data: bytes) -> None:
         if self.room is not None and len(data) > self.room:
-            self.files[str(path)] = data[: self.room]
+            self.files[str(path)] = there + data[: self.room]
             self.room = 0
             raise OSError(errno.ENOSPC, "No space left on device")
         if self.dies_in == 1:
-            self.files[str(path)] = data[: self._random.randrange(len(data) + 1)]
+            self.files[str(path)] = there + data[: self._random.randrange(len(data) + 1)]
         self._operation()
         if self.lie:
             self._misdirect(data, {*self.files} - {str(path)} if self.lie == "misdirected" else set())
             data, self.lie = bytes(len(data)), ""
             self.lied()
-        self.files[str(path)] = data
+        self.files[str(path)] = there + data
 
     def _misdirect(self, data: bytes, others: set[str]) -> None:
         if others:

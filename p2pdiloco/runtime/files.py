@@ -42,14 +42,22 @@ def lock(path: Path, *, is_inherited: bool = True) -> int:
     return descriptor
 
 
-def write_atomically(path: Path, data: bytes | bytearray | memoryview, *, mode: int = 0o644) -> None:
+Buffer = bytes | bytearray | memoryview
+
+
+def write_atomically(path: Path, data: Buffer, *, mode: int = 0o644) -> None:
     """Replace ``path`` by ``data`` with permission bits ``mode``; parent folders are made.
 
     Raises:
         OSError: the disk is full, the folder is not writable. The old file is then untouched.
     """
+    stream_atomically(path, (data,), mode=mode)
+
+
+def stream_atomically(path: Path, parts: Iterable[Buffer], *, mode: int = 0o644) -> None:
+    """As ``write_atomically``, with ``parts`` one after the other: no more than one needs to be in memory."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = write_temporary(path, data, mode=mode)
+    temporary = write_temporary(path, parts, mode=mode)
     try:
         os.replace(temporary, path)
     except OSError:
@@ -58,8 +66,8 @@ def write_atomically(path: Path, data: bytes | bytearray | memoryview, *, mode: 
     sync_folder(path.parent)
 
 
-def write_temporary(path: Path, data: bytes | bytearray | memoryview, *, mode: int) -> Path:
-    """``data`` on the disk under a new name beside ``path``. The caller renames or unlinks it.
+def write_temporary(path: Path, parts: Iterable[Buffer], *, mode: int) -> Path:
+    """``parts`` on the disk under a new name beside ``path``. The caller renames or unlinks it.
 
     Raises:
         OSError: as above; nothing is left behind.
@@ -68,7 +76,8 @@ def write_temporary(path: Path, data: bytes | bytearray | memoryview, *, mode: i
     try:
         with os.fdopen(descriptor, "wb") as file:
             os.fchmod(descriptor, mode)
-            file.write(data)
+            for part in parts:
+                file.write(part)
             file.flush()
             os.fsync(descriptor)
     except BaseException:
@@ -96,16 +105,23 @@ class LocalDisk:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    def read(self, path: Path) -> bytes:
-        """The whole file."""
-        return path.read_bytes()
+    def read(self, path: Path, start: int = 0, size: int | None = None) -> bytes:
+        """The file's bytes from ``start``; at most ``size``, or all."""
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read(-1 if size is None else size)
 
-    def write(self, path: Path, parts: Iterable[bytes | bytearray | memoryview]) -> None:
+    def write(self, path: Path, parts: Iterable[Buffer]) -> None:
         """A new file of ``parts``."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             for part in parts:
                 file.write(part)
+
+    def append(self, path: Path, part: Buffer) -> None:
+        """``part`` at the end of a file that is there."""
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), "ab") as file:
+            file.write(part)
 
     def sync(self, path: Path) -> None:
         """The file's bytes are durable when this returns."""

@@ -147,7 +147,7 @@ def _parse(data: bytes, path: Path) -> Ed25519PrivateKey:
 def _create(path: Path, key: Ed25519PrivateKey) -> None:
     """Link, not rename: of two processes that start at once one wins, and both then read the winner's file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = write_temporary(path, Identity(key).to_file_bytes(), mode=0o600)
+    temporary = write_temporary(path, (Identity(key).to_file_bytes(),), mode=0o600)
     try:
         os.link(temporary, path)
     except FileExistsError:

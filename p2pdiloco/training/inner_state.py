@@ -4,17 +4,19 @@ Global parameters are not here; the swarm has them. So this file never has to ma
 are some steps old beside newer parameters are still far better than none.
 
 Rules of this file:
-1. Taking is a copy at a step boundary; encoding and writing run on a thread. While one write is under way, no other is
-   begun.
+1. Nothing is copied at a step boundary but what is small. A thread reads the optimizer's tensors a piece at a time and
+   writes them, while training goes on: what it writes is of several neighbouring steps, and that does no harm (see
+   above). While one write is under way, no other is begun.
 2. What is read back must fit the model exactly and be finite, or it is not used at all.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import safetensors.torch
@@ -22,11 +24,25 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from p2pdiloco.runtime.files import write_atomically
+from p2pdiloco.runtime.files import Buffer, stream_atomically
 from p2pdiloco.training.corpus import Batches
 
 STEPS = "steps"
 DATA = "data"
+PIECE = 1 << 20
+"""Elements that are read at once."""
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""As safetensors calls them."""
 
 
 class InnerStateError(Exception):
@@ -34,12 +50,12 @@ class InnerStateError(Exception):
 
 
 def take(optimizers: Sequence[torch.optim.Optimizer], batches: Batches, steps: int) -> dict[str, Tensor]:
-    """A copy of everything, on the CPU: per parameter its optimizer's tensors, the data's random state, and the
-    ``steps`` that the optimizers have made."""
+    """Everything: per parameter its optimizer's tensors, the data's random state, and the ``steps`` that the optimizers
+    have made. Counters are copied; what is as large as a parameter is the optimizer's own."""
     taken = {STEPS: torch.tensor([steps]), DATA: batches.state()}
     for index, (optimizer, parameter) in enumerate(_parameters(optimizers)):
         for name, value in optimizer.state.get(parameter, {}).items():
-            taken[f"{index}.{name}"] = value.detach().to("cpu", copy=True).contiguous()
+            taken[f"{index}.{name}"] = value.detach().to("cpu", copy=True) if value.dim() == 0 else value.detach()
     return taken
 
 
@@ -74,10 +90,27 @@ def put(taken: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer]
     return steps
 
 
+def parts(taken: Mapping[str, Tensor]) -> Iterator[Buffer]:
+    """A safetensors file of ``taken``: each tensor as it is when its part is asked for."""
+    entries, at = {}, 0
+    for name, value in taken.items():
+        size = value.numel() * value.element_size()
+        entries[name] = {"dtype": _NAMES[value.dtype], "shape": list(value.shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for value in taken.values():
+        flat = value.reshape(-1)
+        for start in range(0, flat.numel(), PIECE):
+            piece = flat[start : start + PIECE].to("cpu").contiguous()
+            yield piece.view(torch.uint8).numpy().data
+
+
 class Keeper:
     """Reads and writes inner states at ``path``; ``write`` replaces a file atomically."""
 
-    def __init__(self, path: Path, write: Callable[[Path, bytes], None] = write_atomically) -> None:
+    def __init__(self, path: Path, write: Callable[[Path, Iterable[Buffer]], None] = stream_atomically) -> None:
         self._path = path
         for half in path.parent.glob(f".{path.name}.*.part"):  # an earlier life's, killed while it wrote
             with contextlib.suppress(OSError):
@@ -118,7 +151,7 @@ class Keeper:
 
     def _run(self, taken: dict[str, Tensor]) -> None:
         try:
-            self._write(self._path, safetensors.torch.save(taken))
+            self._write(self._path, parts(taken))
         except OSError as error:
             self.trouble = f"inner optimizer's state not saved, the last one stays: {error}"
 

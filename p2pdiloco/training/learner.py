@@ -11,7 +11,6 @@ peer's disk (``inner_state``); without one it warms up briefly.
 
 from __future__ import annotations
 
-import copy
 import math
 import socket
 import time
@@ -89,9 +88,9 @@ class Learner:
         self._in_block: Iterator[Tensor] = iter(())
         self._left = 0
         self._model = build(config.model, config.seed, manifest.tensors, base).to(self._device)
-        flat = FlatParameters(trainable(self._model), manifest.tensors, layout)
+        self._flat = FlatParameters(trainable(self._model), manifest.tensors, layout)
         self._link = OuterLink(
-            self, flat, layout, vectors, Channel(connection), last_step=config.inner.steps, reunion=reunion
+            self, self._flat, layout, vectors, Channel(connection), last_step=config.inner.steps, reunion=reunion
         )
         self._optimizers = inner_optimizers(self._model, config.inner)
         self._keeper = keeper
@@ -102,7 +101,6 @@ class Learner:
         self._restore()
         self._threads = threads
         """None: torch's threads stay as they are."""
-        self._judge: tuple[nn.Module, FlatParameters] | None = None
 
     def run(self) -> None:
         """Serve and train until ``Exit`` or the end of the socket.
@@ -148,7 +146,7 @@ class Learner:
             self._link.trouble(f"the inner optimizer starts fresh, its state on the disk is not used: {error}")
 
     def save(self) -> None:
-        """Copy the inner optimizer's state, and have it written."""
+        """Have the inner optimizer's state written."""
         if self._keeper is not None:
             self._is_save_due = self._keeper.is_busy
             if not self._is_save_due:
@@ -161,14 +159,13 @@ class Learner:
             self.save()
 
     def evaluate(self, theta: Tensor) -> float:
-        """Held-out loss of the global parameters, with a second model that is made at the first call."""
-        if self._judge is None:
-            model = copy.deepcopy(self._model)
-            self._judge = model, FlatParameters(trainable(model), self._manifest.tensors, self._layout)
-        model, flat = self._judge
-        flat.copy_from(theta, flat.everything)
+        """Held-out loss of the global parameters, which the model looks at for as long as that takes. The node may take
+        versions meanwhile: then it is that of neighbouring ones."""
         config = self._config
-        return held_out_loss(model, self._corpus, config.model.context, config.evaluation.samples, self._device)
+        with self._flat.showing(theta):
+            return held_out_loss(
+                self._model, self._corpus, config.model.context, config.evaluation.samples, self._device
+            )
 
     # ----------------------------------------------------------------------------------------------------- the step
 

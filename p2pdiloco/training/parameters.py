@@ -10,7 +10,8 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import torch
@@ -48,6 +49,7 @@ class FlatParameters:
             (start, parameters[index].detach().view(-1))
             for index, start in zip(layout.order, layout.starts, strict=True)
         ]
+        self._placed = [(parameters[index], start) for index, start in zip(layout.order, layout.starts, strict=True)]
         self._shards = tuple(_pieces(placed, shard.start, shard.stop) for shard in layout.shards)
         self._fragments = layout.fragments
         self._side: SideStream | None = None
@@ -92,6 +94,20 @@ class FlatParameters:
                 vector[piece.start : piece.stop].copy_(piece.view)
             return None
         return self._side.to_host([(piece.view, vector[piece.start : piece.stop]) for piece in pieces])
+
+    @contextlib.contextmanager
+    def showing(self, vector: Tensor) -> Iterator[None]:
+        """Inside the block the model's parameters are those of ``vector``, which is looked at and not copied where
+        device and type allow it; afterwards they are their own again. Nothing may be trained in it."""
+        own = [parameter.data for parameter, _ in self._placed]
+        try:
+            for parameter, start in self._placed:
+                shown = vector[start : start + parameter.numel()].view(parameter.shape)
+                parameter.data = shown.to(parameter.device, parameter.dtype)
+            yield
+        finally:
+            for (parameter, _), data in zip(self._placed, own, strict=True):
+                parameter.data = data
 
     def pin(self, vectors: Sequence[Tensor]) -> None:
         """These are what is copied from and to: they are page-locked if that makes sense. Undone by ``unpin``."""

@@ -120,8 +120,12 @@ def test_when_all_are_torn_it_says_why(tmp_path: Path) -> None:
 def test_a_forged_state_is_not_taken(tmp_path: Path) -> None:
     manifest = make_manifest()
     write(tmp_path, (0, 0), manifest)
-    forged = {"theta": torch.ones(2 * ELEMENTS), "momentum": torch.zeros(2 * ELEMENTS)}
-    safetensors.torch.save_file(forged, next(tmp_path.glob("*.safetensors")))
+    path = next(tmp_path.glob("*.safetensors"))
+    tensors = safetensors.torch.load_file(path)
+    assert {name: tensor.shape for name, tensor in tensors.items()} == dict.fromkeys(
+        ("shard.0", "shard.1"), torch.Size([2 * ELEMENTS])
+    )
+    safetensors.torch.save_file({name: tensor + 1.0 for name, tensor in tensors.items()}, path)
     with pytest.raises(CheckpointError, match="does not have the digest that its owner signed"):
         load(tmp_path)
 

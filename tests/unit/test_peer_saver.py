@@ -57,24 +57,84 @@ def test_a_checkpoint_follows_what_is_new(tmp_path: Path) -> None:
     act(story)
 
 
-def test_what_is_written_is_of_one_moment_though_the_disk_is_slow(tmp_path: Path) -> None:
-    """Versions come while the checkpoint waits for the disk: it holds the copy and the heads of when it was taken."""
+def test_a_shard_is_written_as_it_was_copied_though_the_disk_is_slow(tmp_path: Path) -> None:
+    """Versions come while a copy waits for the disk: it is written with the head of when it was copied."""
 
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
             await stage.train(ann, *[1.0] * 4)
-            ann.held["disk"] = []
+            disk = ann.host.disk = SlowDisk(ann)  # type: ignore[misc]
             await stage.wait(1.0)
-            assert ann.held["disk"], "a checkpoint waits"
+            assert disk.appended == 0
+            assert ann.held["disk"], "the first shard waits, copied"
             await stage.train(ann, *[1.0] * 8)
             assert ann.versions == [3, 3]
             await ann.release("disk")
-            assert versions_in(tmp_path / "ann") == [1, 1]
+            await stage.wait(0.1)
+            assert versions_in(tmp_path / "ann") == [1, 3], "each shard is of the moment of its copy"
             await stage.wait(61.0)
             assert versions_in(tmp_path / "ann") == [3, 3]
 
     act(story)
+
+
+def test_what_is_written_is_copied_between_two_jobs(tmp_path: Path) -> None:
+    """Not while the worker is in the middle of one."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            await stage.wait(1.0)
+            await stage.train(ann, *[1.0] * 4)
+            ann.held["tensors"] = []
+            await stage.wait(1.0)
+            assert versions_in(tmp_path / "ann") == [0, 0], "the copy waits for its turn"
+            await ann.release("tensors")
+            await stage.wait(1.0)
+            assert versions_in(tmp_path / "ann") == [1, 1]
+
+    act(story)
+
+
+def test_a_checkpoint_needs_memory_for_one_shard(tmp_path: Path) -> None:
+    """Whatever the model: one shard is written before the next is copied, in the same place."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            await stage.train(ann, *[1.0] * 4)
+            disk = ann.host.disk = SlowDisk(ann, is_held=False)  # type: ignore[misc]
+            await stage.wait(1.0)
+            largest = max(piece.elements for piece in Layout.of(stage.manifest).shards)
+            assert len(disk.sizes) == 2
+            assert max(disk.sizes) == 8 * largest
+            assert len(disk.places) == 1
+
+    act(story)
+
+
+class SlowDisk(LocalDisk):
+    """From the first file that is more than begun, what is asked for waits."""
+
+    def __init__(self, member: Member, *, is_held: bool = True) -> None:
+        self._member = member
+        self._is_held = is_held
+        self.appended = 0
+        self.sizes: list[int] = []
+        self.places: set[int] = set()
+
+    def write(self, path: Path, parts: Iterable[Buffer]) -> None:
+        super().write(path, parts)
+        if self._is_held and path.suffix == ".part" and "state-" in path.name and ".safetensors" in path.name:
+            self._is_held = False
+            self._member.held["disk"] = []
+
+    def append(self, path: Path, part: Buffer) -> None:
+        self.appended += 1
+        self.sizes.append(len(part))
+        self.places.add(torch.frombuffer(part, dtype=torch.uint8).data_ptr())
+        super().append(path, part)
 
 
 class FullDisk(LocalDisk):
@@ -86,6 +146,11 @@ class FullDisk(LocalDisk):
         if self.is_full:
             raise OSError(errno.ENOSPC, "No space left on device")
         super().write(path, parts)
+
+    def append(self, path: Path, part: Buffer) -> None:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().append(path, part)
 
 
 def test_a_checkpoint_that_a_full_disk_refused_is_written_later(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from p2pdiloco.protocol.manifest import InnerConfig
 from p2pdiloco.training.corpus import Batches
 from p2pdiloco.training.corpus_files import Corpus
-from p2pdiloco.training.inner_state import InnerStateError, Keeper, put, take
+from p2pdiloco.training.inner_state import PIECE, InnerStateError, Keeper, parts, put, take
 from p2pdiloco.training.optimizers import inner_optimizers
 
 Optimizers = list[torch.optim.Optimizer]
@@ -58,12 +58,46 @@ def test_training_goes_on_with_the_same_bits(kind: Literal["adamw", "muon"]) -> 
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_what_is_taken_is_a_copy() -> None:
+def test_only_what_is_small_is_copied_when_it_is_taken(tmp_path: Path) -> None:
+    """Counters are of that moment. The rest is read while it is written, and training does not wait for that."""
     three = trained()
     taken = take(three[1], three[2], 4)
-    before = {name: value.clone() for name, value in taken.items()}
+    states = [state for optimizer in three[1] for state in optimizer.state.values()]
+    assert states
+    places = {value.data_ptr() for value in taken.values()}
+    for state in states:
+        assert {value.data_ptr() in places for value in state.values() if value.dim()} == {True}
+        assert {value.data_ptr() in places for value in state.values() if not value.dim()} <= {False}
+    steps = {name: value.clone() for name, value in taken.items() if not value.dim()}
     step(*three)
-    assert all(torch.equal(before[name], value) for name, value in taken.items())
+    keeper = Keeper(tmp_path / "state")
+    keeper.keep(taken)
+    keeper.join()
+    found = keeper.read()
+    assert found is not None
+    assert all(torch.equal(found[name], value) for name, value in steps.items())
+    assert torch.equal(found["0.exp_avg"], next(s["exp_avg"] for s in states))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_what_is_written_is_what_safetensors_reads(tmp_path: Path, kind: Literal["adamw", "muon"]) -> None:
+    _, optimizers, batches = trained(kind)
+    taken = {**take(optimizers, batches, 4), "half": torch.arange(5).bfloat16(), "one": torch.tensor(3.0)}
+    keeper = Keeper(tmp_path / "state")
+    keeper.keep(taken)
+    keeper.join()
+    found = keeper.read()
+    assert found is not None
+    assert found.keys() == taken.keys()
+    assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in taken.items())
+
+
+def test_what_is_written_needs_memory_for_a_piece() -> None:
+    large = torch.arange(3 * PIECE // 2, dtype=torch.float32)
+    header, *rest = parts({"large": large, "small": torch.zeros(3)})
+    assert len(header) % 8 == 0
+    assert [len(part) for part in rest] == [4 * PIECE, 2 * PIECE, 12]
+    assert torch.frombuffer(rest[0], dtype=torch.float32).data_ptr() == large.data_ptr(), "nothing is copied"
 
 
 def test_an_optimizer_that_has_not_stepped_comes_back_as_such() -> None:
@@ -120,7 +154,7 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
 
 
 def test_a_full_disk_is_told(tmp_path: Path) -> None:
-    def full(path: Path, data: bytes) -> None:
+    def full(path: Path, parts: object) -> None:
         raise OSError(28, "No space left on device")
 
     _, optimizer, batches = trained()

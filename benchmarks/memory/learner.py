@@ -1,0 +1,150 @@
+"""What taking part adds to a learner's memory: a real learner in this process, told by a script instead of a node.
+
+It trains alone, then with everything that a node asks for: snapshots, shifts, evaluations, saving its own state. The
+most that it holds of its own in the second time, less that in the first, is what the swarm adds. What it shares with
+its node is the node's in these figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from benchmarks.memory import residence
+from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId
+from p2pdiloco.protocol.manifest import (
+    EvaluationConfig,
+    InnerConfig,
+    Layout,
+    Manifest,
+    ModelConfig,
+    RunConfig,
+    ScheduleConfig,
+)
+from p2pdiloco.tensors.fragments import tensor_specs
+from p2pdiloco.training.corpus_files import Corpus
+from p2pdiloco.training.inner_state import Keeper
+from p2pdiloco.training.learner import Learner
+from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.training.transformer import build_model, named_tensors
+from p2pdiloco.wire import link
+
+DEPTH = 6
+CONTEXT = 32
+STEPS = 6
+PATIENCE_S = 120.0
+T = TypeVar("T")
+
+
+def manifest_of(parameters: int) -> Manifest:
+    """A run whose transformer has about so many parameters: 12 times the width squared for each layer."""
+    width = max(64, int((parameters / (12 * DEPTH)) ** 0.5) // 64 * 64)
+    config = RunConfig(
+        name="memory",
+        model=ModelConfig(width=width, depth=DEPTH, heads=width // 64, context=CONTEXT),
+        inner=InnerConfig(steps=1 << 30, batch=1, warmup=0),
+        schedule=ScheduleConfig(fragments=8),
+        evaluation=EvaluationConfig(samples=1),
+    )
+    specs = tensor_specs(named_tensors(build_model(config.model, 0)), 8)
+    return Manifest(founder=PeerId("memory"), config=config, tensors=specs, genesis=(Digest("0" * 40),))
+
+
+class ScriptedNode:
+    """The node's end of the socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(PATIENCE_S)
+        self._socket = connection
+        self._decoder = link.Decoder[link.FromLearner](link.FromLearner)
+        self._seen: list[link.FromLearner] = []
+
+    def say(self, message: link.FromNode) -> None:
+        """A command."""
+        self._socket.sendall(link.encode(message))
+
+    def until(self, holds: Callable[[link.FromLearner], bool]) -> None:
+        """Wait for a message."""
+        while True:
+            while self._seen:
+                if holds(self._seen.pop(0)):
+                    return
+            self._seen += self._decoder.feed(self._socket.recv(1 << 16))
+
+    def steps(self, number: int) -> None:
+        """So many more."""
+        for _ in range(number):
+            self.until(lambda message: isinstance(message, link.Progress))
+
+
+def script(node: ScriptedNode, layout: Layout, path: Path, found: dict[str, int]) -> None:
+    """What is asked of the learner; ``found`` gets the peaks in bytes."""
+    node.until(lambda message: isinstance(message, link.Ready))
+    node.say(link.Load(step=0))
+    node.steps(2)
+    with residence.Peak("RssAnon") as alone:
+        node.steps(STEPS)
+    with residence.Peak("RssAnon") as together:
+        for fragment, shards in enumerate(layout.fragments):
+            node.say(link.Snapshot(fragment=FragmentId(fragment), step=1))
+            node.say(link.Shift(shards=shards, replace=False))
+        node.steps(STEPS)
+        node.say(link.Evaluate(version=1))
+        node.until(lambda message: isinstance(message, link.Evaluated))
+        node.steps(STEPS)
+        node.say(link.Save())
+        while not path.exists():
+            node.steps(1)
+        node.steps(STEPS)
+    rest = residence.resident("RssAnon")
+    with residence.Peak("RssAnon") as after:
+        node.steps(STEPS)
+    found.update(alone=alone.bytes, together=together.bytes, after=after.bytes, rest=rest)
+    node.say(link.Exit())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print one JSON object."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--parameters", type=float, default=8e6)
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    manifest = manifest_of(int(options.parameters))
+    layout = Layout.of(manifest)
+    text = torch.randint(0, 256, (1 << 16,), dtype=torch.uint8)
+    ours, theirs = socket.socketpair()
+    found: dict[str, int] = {}
+    with (
+        tempfile.TemporaryDirectory(prefix="p2pdiloco-memory-") as folder,
+        SharedVectors.create(layout.elements) as vectors,
+    ):
+        path = Path(folder) / "learner.safetensors"
+        learner = Learner(
+            manifest=manifest,
+            layout=layout,
+            device="cpu",
+            vectors=vectors,
+            connection=theirs,
+            corpus=Corpus(train=text, held_out=text[: 1 << 12]),
+            incarnation="memory/1",
+            keeper=Keeper(path),
+        )
+        vectors.theta.normal_(std=0.02)
+        vectors.shift.copy_(vectors.theta)
+        told = threading.Thread(target=script, args=(ScriptedNode(ours), layout, path, found), name="node")
+        told.start()
+        learner.run()
+        told.join()
+    print(json.dumps({"parameters": layout.elements, **found}))
+
+
+if __name__ == "__main__":
+    main()

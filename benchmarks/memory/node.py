@@ -1,0 +1,122 @@
+"""A node that tells what its memory is for: the peer of ``benchmarks.wire.exchange``, with two questions more.
+
+Rules of this file:
+1. What the process held before it made a state (Python, torch, kernels that have worked once) is not counted.
+2. Checkpoints are written only when they are asked for, so that a node is seen at rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import uvloop
+
+from benchmarks.memory import residence
+from benchmarks.wire import line
+from benchmarks.wire.exchange_peer import ExchangePeer, Rounds, _lines, run_of
+from p2pdiloco.peer.options import PeerOptions
+from p2pdiloco.runtime.directory import Directory
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.tensors import digests, outer, quantizers
+from p2pdiloco.tensors.recipes import CHUNK, recipe
+
+WRITE_BYTES_PER_DAY = 1.0
+"""So little that nothing is written in the first hour."""
+
+
+def warm() -> None:
+    """What every process has that merges, whatever the model: kernels, and a chunk's working memory."""
+    gradient, theta, momentum = torch.ones(CHUNK), torch.zeros(CHUNK), torch.zeros(CHUNK)
+    body = bytes(quantizers.encode_chunk(recipe("int4"), gradient))
+    factors = {"learning_rate": 0.1, "momentum_factor": 0.9}
+    outer.step_and_hand_over(body, body, theta, momentum, gradient, is_added=True, **factors)
+    outer.step_aside(body, theta, momentum, (gradient, torch.empty(CHUNK)), **factors)
+    digests.digest_list(theta, momentum)
+
+
+class MeasuredRounds(Rounds):
+    """And two questions."""
+
+    def __init__(self, peer: ExchangePeer, config: line.Message, before: dict[str, int]) -> None:
+        super().__init__(peer, config)
+        self._before_all = before
+
+    async def obey(self, command: line.Message) -> None:
+        """Do it and answer."""
+        match command["do"]:
+            case "rest":
+                await asyncio.sleep(float(command["seconds"]))
+                line.answer(**self._rest())
+            case "save":
+                line.answer(**await self._save())
+            case _:
+                await super().obey(command)
+
+    def _rest(self) -> dict[str, int]:
+        """Bytes by component."""
+        peer = self._peer.peer
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        found = residence.components()
+        shelves = peer.driver.cargo.shelves
+        return {
+            **{name: size - self._before_all[name] for name, size in found.items()},
+            **residence.vectors(("theta", "shift", "snapshot")),
+            "momentum": peer.state.momentum.numel() * peer.state.momentum.element_size(),
+            "payloads": sum(len(payload) for shelf in shelves for payload in shelf.payloads.values()),
+            "disk": sum(path.stat().st_size for path in self._peer.options.folder.rglob("*") if path.is_file()),
+        }
+
+    async def _save(self) -> dict[str, float]:
+        """What a checkpoint takes beyond what is there, in bytes and seconds."""
+        fields = ("RssAnon", "RssShmem")
+        before, began = residence.resident(*fields), time.monotonic()
+        with residence.Peak(*fields) as peak:
+            assert await self._peer.peer._saver.save(is_last=False), "no checkpoint was written"
+        return {"peak": peak.bytes - before, "seconds": time.monotonic() - began}
+
+
+async def serve(config: line.Message) -> None:
+    """Take part until the parent closes the pipe."""
+    warm()
+    before = residence.components()
+    manifest, initial = run_of(config)
+    identity = Identity.ephemeral()
+    nowhere = Directory(identity, listen=[], announce=[], initial_peers=[])  # never opened: addresses are told
+    with tempfile.TemporaryDirectory(prefix="p2pdiloco-memory-", dir=config.get("folder")) as folder:
+        options = PeerOptions(
+            folder=Path(folder),
+            listen=f"/ip4/{config['host']}/tcp/0",
+            checkpoint_s=86400.0,
+            write_bytes_per_day=WRITE_BYTES_PER_DAY,
+        )
+        async with ExchangePeer(manifest, options, identity, nowhere, initial) as peer:
+            del initial
+            peer.begin()
+            line.answer(address=peer.transport.listen_addresses()[0])
+            rounds = MeasuredRounds(peer, config, before)
+            incoming = _lines()
+            while (command := await incoming.get()) is not None:
+                await rounds.obey(command)
+
+
+def main() -> None:
+    config = line.begin()
+    try:
+        uvloop.run(serve(config))
+    except Exception as error:  # noqa: BLE001
+        print(f"peer {config['index']}: {error!r}", file=sys.stderr)
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
