@@ -25,9 +25,9 @@ def copies_of(member: Member) -> list[int]:
     made: list[int] = []
     copy = member.state.copy
 
-    def counted(shard: ShardId, *arguments: object) -> object:
+    def counted(shard: ShardId, *arguments: object, **options: object) -> object:
         made.append(shard)
-        return copy(shard, *arguments)  # type: ignore[arg-type]
+        return copy(shard, *arguments, **options)  # type: ignore[arg-type]
 
     member.state.copy = counted  # type: ignore[assignment,method-assign]
     return made
