@@ -203,8 +203,8 @@ BUGS = (
     Bug(
         name="a checkpoint that failed counts as written",
         module=_SAVER,
-        old='            self._metrics.write("checkpoint-failed", reason=os.strerror(error.errno or 0))\n',
-        new='            self._metrics.write("checkpoint-failed", reason=str(setattr(self, "_saved_mark", mark)))\n',
+        old='        self._metrics.write("checkpoint-failed", reason=reason)\n',
+        new='        self._metrics.write("checkpoint-failed", reason=str(setattr(self, "_saved_mark", mark)))\n',
         harm="after a full disk the last state is never saved",
         killed_by=(f"{_SAVER_TESTS}::test_a_checkpoint_that_a_full_disk_refused_is_written_later",),
     ),

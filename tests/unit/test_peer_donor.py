@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from troupe import Member, Stage, act
 
-from p2pdiloco.peer import donor
+from p2pdiloco.peer import donor, shard_copy
 from p2pdiloco.protocol.identifiers import PeerId, ShardId
 from p2pdiloco.wire.answers import Answer, RequestRefused
 from p2pdiloco.wire.bodies import GetChunk, GetState, StateOffer, decode_as, encode
@@ -21,12 +21,13 @@ def ask(member: Member, question: GetState | GetChunk) -> asyncio.Task[Answer]:
 
 
 def copies_of(member: Member) -> list[int]:
-    """Shards as they are copied from now on."""
+    """Shards as they are copied from now on, but for checkpoints."""
     made: list[int] = []
     copy = member.state.copy
 
     def counted(shard: ShardId, *arguments: object, **options: object) -> object:
-        made.append(shard)
+        if options.get("is_checked", True):
+            made.append(shard)
         return copy(shard, *arguments, **options)  # type: ignore[arg-type]
 
     member.state.copy = counted  # type: ignore[assignment,method-assign]
@@ -136,7 +137,7 @@ def test_a_copy_that_is_held_up_is_refused(tmp_path: Path) -> None:
             ann = await stage.found()
             ann.held["tensors"] = []
             asked = ask(ann, GetState(ShardId(0)))
-            await stage.wait(donor.COPY_S + 1.0)
+            await stage.wait(shard_copy.COPY_S + 1.0)
             with pytest.raises(RequestRefused, match="busy"):
                 await asked
 
