@@ -7,7 +7,10 @@ processes that only compute: as torch comes, with threads that sleep while they 
 with), and with that and as many threads as measured steps say (``training/threads.py``).
 
 Rules of this file:
-1. The machine should do nothing else. Steps of the first second do not count; those in which threads are tried do.
+1. Steps of the first second do not count; those in which threads are tried do.
+2. What the CPU allows is measured in the same minute, so that the machine may do other things besides: the processor
+   time that a plain loop of the same niceness gets in the learner's place, times the steps that a learner of one
+   thread makes in a second of processor time.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,45 +38,64 @@ from p2pdiloco.training.transformer import build_model, loss
 BATCH = 8
 NICENESS = 5
 WARM_S = 1.0
-SETTINGS = {
-    "as torch comes": ({}, False),
-    "passive": (PASSIVE, False),
-    "passive, threads by steps": (PASSIVE, True),
+SETTINGS: dict[str, tuple[dict[str, str], str]] = {
+    "as torch comes": ({}, "learner"),
+    "passive": (PASSIVE, "learner"),
+    "passive, threads by steps": (PASSIVE, "choosing"),
 }
 
 
-def train(seconds: float, is_choosing: bool) -> float:
-    """Steps a second, in this process."""
+class Made(NamedTuple):
+    """What a process did, each a second."""
+
+    steps: float
+    cpu_s: float
+
+
+def loop(seconds: float) -> Made:
+    """As a plain loop: what a learner is compared with."""
+    os.nice(NICENESS)
+    began, before = time.perf_counter(), time.process_time()
+    while time.perf_counter() < began + seconds:
+        pass
+    return Made(0.0, (time.process_time() - before) / (time.perf_counter() - began))
+
+
+def train(seconds: float, is_choosing: bool) -> Made:
+    """As a learner."""
     os.nice(NICENESS)
     config = ModelConfig()
     model = build_model(config, 0)
     optimizer = torch.optim.AdamW(model.parameters())
     batch: Tensor = torch.randint(0, 256, (BATCH, config.context + 1))
     choice = ThreadChoice(torch.get_num_threads()) if is_choosing else None
-    began, steps = time.perf_counter(), 0
+    began, steps, before = time.perf_counter(), 0, 0.0
     while (now := time.perf_counter()) < began + WARM_S + seconds:
+        before = before or (time.process_time() if now >= began + WARM_S else 0.0)
         loss(model, batch).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         if choice is not None and (number := choice.stepped(time.perf_counter() - now)) is not None:
             torch.set_num_threads(number)
         steps += now >= began + WARM_S
-    return steps / seconds
+    return Made(steps / seconds, (time.process_time() - before) / seconds)
 
 
-def measure(name: str, loops: int, seconds: float) -> float:
-    """Steps a second of a learner so set, beside so many loops."""
-    environment, is_choosing = SETTINGS[name]
+KINDS = {"loop": loop, "learner": partial(train, is_choosing=False), "choosing": partial(train, is_choosing=True)}
+
+
+def measure(kind: str, environment: Mapping[str, str], loops: int, seconds: float) -> Made:
+    """A process of that kind, beside so many loops."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loops)]
     try:
-        command = [sys.executable, "-m", "benchmarks.training.busy", "--learner", str(int(is_choosing))]
+        command = [sys.executable, "-m", "benchmarks.training.busy", "--kind", kind]
         done = subprocess.run(
             [*command, "--seconds", str(seconds)],
             env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             check=True,
         )
-        return float(json.loads(done.stdout))
+        return Made(*json.loads(done.stdout))
     finally:
         for other in others:
             other.kill()
@@ -84,19 +108,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--loops", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--learner", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--kind", choices=sorted(KINDS), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if options.learner is not None:
-        print(train(options.seconds, bool(options.learner)))
+    if options.kind is not None:
+        print(json.dumps(KINDS[options.kind](options.seconds)))
         return 0
-    idle = measure("as torch comes", 0, options.seconds)
-    print(f"{'idle machine':<28}{idle:>8.2f} steps/s")
-    for name in SETTINGS:
-        found = measure(name, options.loops, options.seconds)
-        print(f"{name:<28}{found:>8.2f} steps/s beside {options.loops} loops, {found / idle:.0%} of idle", flush=True)
+    alone = measure("learner", PASSIVE | {"OMP_NUM_THREADS": "1"}, 0, options.seconds)
+    plain = measure("loop", {}, options.loops, options.seconds)
+    allowed = plain.cpu_s * alone.steps / alone.cpu_s
+    print(f"{'one thread, no loops':<28}{alone.steps:>7.2f} steps/s with {alone.cpu_s:.2f} of a core")
+    print(f"{'allowed, by a plain loop':<28}{allowed:>7.2f} steps/s with {plain.cpu_s:.2f} of a core beside {options.loops}")
+    for name, (environment, kind) in SETTINGS.items():
+        found = measure(kind, environment, options.loops, options.seconds)
+        share = found.steps / allowed
+        print(f"{name:<28}{found.steps:>7.2f} steps/s with {found.cpu_s:.2f} of a core, {share:.0%} of it", flush=True)
         if options.json:
             settings = {"loops": options.loops, "seconds": options.seconds, "setting": name}
-            append(options.json, [row("busy", settings, {"steps_per_s": found, "idle_steps_per_s": idle})])
+            figures = {"steps_per_s": found.steps, "allowed_steps_per_s": allowed, "share": share}
+            append(options.json, [row("busy", settings, figures)])
     return 0
 
 
