@@ -117,14 +117,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     plain = measure("loop", {}, options.loops, options.seconds)
     allowed = plain.cpu_s * alone.steps / alone.cpu_s
     print(f"{'one thread, no loops':<28}{alone.steps:>7.2f} steps/s with {alone.cpu_s:.2f} of a core")
-    print(f"{'allowed, by a plain loop':<28}{allowed:>7.2f} steps/s with {plain.cpu_s:.2f} of a core beside {options.loops}")
+    share = f"{plain.cpu_s:.2f} of a core beside {options.loops} loops"
+    print(f"{'allowed, by a plain loop':<28}{allowed:>7.2f} steps/s with {share}")
     for name, (environment, kind) in SETTINGS.items():
         found = measure(kind, environment, options.loops, options.seconds)
-        share = found.steps / allowed
-        print(f"{name:<28}{found.steps:>7.2f} steps/s with {found.cpu_s:.2f} of a core, {share:.0%} of it", flush=True)
+        of_it = found.steps / allowed
+        print(f"{name:<28}{found.steps:>7.2f} steps/s with {found.cpu_s:.2f} of a core, {of_it:.0%} of it", flush=True)
         if options.json:
             settings = {"loops": options.loops, "seconds": options.seconds, "setting": name}
-            figures = {"steps_per_s": found.steps, "allowed_steps_per_s": allowed, "share": share}
+            figures = {"steps_per_s": found.steps, "allowed_steps_per_s": allowed, "share": of_it}
             append(options.json, [row("busy", settings, figures)])
     return 0
 

@@ -6,8 +6,9 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from p2pdiloco.cli import tool_arguments as tools
 from p2pdiloco.cli.quantities import at_least, between, cloud
 from p2pdiloco.cli.rates import bytes_per_second, up_budget
 from p2pdiloco.cli.terms import lifetime
@@ -20,13 +21,6 @@ class Command(NamedTuple):
     add_arguments: Callable[[argparse.ArgumentParser], None]
     is_quiet: bool = False
     """The answer goes to the terminal; only warnings are logged."""
-
-
-def _demo(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="default: %(default)s")
-    sub.add_argument("--config", default="stdlib-tiny", metavar="CONFIG", help="TOML file, or a shipped one's name")
-    sub.add_argument("--steps", type=int, default=0, metavar="N", help="global steps instead of the configuration's")
-    sub.add_argument("--time-limit", type=float, default=420.0, metavar="SECONDS", help="give up after this long")
 
 
 def _bootstrap(sub: argparse.ArgumentParser) -> None:
@@ -188,74 +182,25 @@ def _add_source(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--model", metavar="DIR", help="folder with the safetensors that the run's adapters are for")
 
 
-def _simulate(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--seeds", default="0-999", metavar="A-B", help="inclusive (default: %(default)s)")
-    sub.add_argument("--fresh", type=int, metavar="N", help="N seeds that nobody has run before, instead of --seeds")
-    sub.add_argument("--whole", action="store_true", help="simulate whole peers, not the protocol alone")
-    from p2pdiloco.simulation.scenarios import STORIES
-    from p2pdiloco.simulation.seeds import MIXED, SCENARIOS
-
-    sub.add_argument("--scenario", choices=[MIXED, *SCENARIOS], default=MIXED, help="kinds of faults (default: all)")
-    sub.add_argument("--story", choices=sorted(STORIES), help="tell one scripted situation instead of running seeds")
-    sub.add_argument("--mutants", action="store_true", help="find every planted bug")
-    sub.add_argument("--piece", default="1/1", metavar="K/N", help="of whole peers' bugs every N-th, from the K-th")
-    sub.add_argument("--record", type=Path, metavar="FILE", help="what finds each of whole peers' bugs, as JSON")
-    sub.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
-    sub.add_argument("--json", action="store_true", help="nothing but JSON on standard output")
-
-
-def _chaos(sub: argparse.ArgumentParser) -> None:
+def _launch(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("invite", metavar="INVITE", help="what they join with")
     sub.add_argument(
-        "--plan", default="quick", metavar="PLAN", help="TOML file, or quick, half-hour, peer-hour (default: quick)"
+        "--dollars", type=between(0.01, 1e7, "dollars"), required=True, metavar="USD", help="spent at most"
     )
-    sub.add_argument("--peers", type=int, metavar="N", help="instead of the plan's")
-    sub.add_argument("--seconds", type=float, metavar="T", help="in which faults come, instead of the plan's")
-    sub.add_argument("--seed", type=int, default=1, metavar="S", help="of the schedule (default: %(default)s)")
-    sub.add_argument("--out", type=Path, default=Path("out/chaos"), metavar="DIR", help="default: %(default)s")
-    sub.add_argument("--json", type=Path, metavar="FILE", help="write the JSON object there, too")
-
-
-def _replay(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("journal", type=Path, metavar="JOURNAL", help="STATE/RUN/journal.bin")
+    sub.add_argument("--hours", type=between(0.1, 8760, "hours"), default=4.0, metavar="T", help="each (default: 4)")
+    sub.add_argument("--machines", type=at_least(1), default=1, metavar="N", help="default: %(default)s")
+    sub.add_argument("--gpu", default="", metavar="KIND", help="such as A100:1 or L4:1, as SkyPilot calls it")
     sub.add_argument(
-        "--check", action="store_true", help="print nothing but the first difference from what the peer decided then"
+        "--infra", default="", metavar="WHERE", help="such as aws or gcp/us-central1 (default: the cheapest)"
     )
-    sub.add_argument("--full", action="store_true", help="heartbeats, and steps without effect, too")
+    sub.add_argument("--no-spot", action="store_true", help="machines that are not taken back, and cost more")
+    sub.add_argument("--options", default="", metavar="WORDS", help="further ones of p2pdiloco join, in one word")
+    sub.add_argument("--source", metavar="WHAT", help="what pip installs there (default: this checkout, or release)")
+    sub.add_argument("--out", type=Path, metavar="FILE", help="only write the task there (- for standard output)")
 
 
-def _bench(sub: argparse.ArgumentParser) -> None:
-    actions = sub.add_subparsers(dest="action", required=True, metavar="ACTION")
-
-    def action(name: str, help_text: str, *, file: bool = True) -> Any:
-        made = actions.add_parser(name, help=help_text)
-        if file:
-            made.add_argument("topology", metavar="TOPOLOGY", help="TOML file, or the name of a shipped one")
-        return made
-
-    makers = [
-        action("up", "make the network, measure it, leave it up"),
-        action("link", "measure each line and path, print the matrix; makes the network for that if it is down"),
-        action("exec", "run a command in a site; makes the network for that if it is down"),
-    ]
-    for made in makers:
-        made.add_argument("--engine", choices=["netem", "router"], help="who delays and loses (default: the best)")
-    for made in (makers[0], makers[2]):
-        made.add_argument("--unverified", action="store_true", help="do not measure; do not report figures from it")
-    makers[1].add_argument("--json", type=Path, metavar="FILE", help="write what was measured there, too")
-    makers[2].add_argument("--play", action="store_true", help="play the scheduled changes while the command runs")
-    makers[2].add_argument("site", metavar="SITE")
-    makers[2].add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
-    action("play", "put the scheduled changes in force, each at its time")
-    relay = action("relay", "without root: shape in this process what goes through its TCP relays")
-    relay.add_argument("servers", nargs="*", metavar="SITE=HOST:PORT", help="what others reach; none: only measure")
-    action("down", "remove the network")
-    action("clean", "remove all that testbeds left here: namespaces, interfaces, processes", file=False)
-    action("probe", "say what this kernel has, and what would be used", file=False)
-
-
-def _doctor(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("address", nargs="*", metavar="ADDR", help="directory addresses to try")
-    sub.add_argument("--listen", default="/ip4/0.0.0.0/tcp/0", metavar="MULTIADDR", help="data port to try")
+def _completion(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("shell", choices=["bash", "zsh"], help='in ~/.bashrc: eval "$(p2pdiloco completion bash)"')
 
 
 def _add_peer(sub: argparse.ArgumentParser) -> None:
@@ -378,7 +323,7 @@ def default_state_folder() -> Path:
 
 
 COMMANDS = {
-    "demo": Command("see a swarm on this machine found, train, lose and gain peers (3 minutes)", _demo, is_quiet=True),
+    "demo": Command("see a swarm on this machine found, train, lose and gain peers", tools.demo, is_quiet=True),
     "bootstrap": Command("run a directory node that others use as their first address", _bootstrap),
     "start": Command("found a run and train it", _start),
     "join": Command("join a running run", _join),
@@ -390,10 +335,12 @@ COMMANDS = {
     "invite": Command("make an invite to a run of yours", _invite, is_quiet=True),
     "ban": Command("end a peer's membership, or an invite's and of all who came with it", _ban, is_quiet=True),
     "members": Command("show who is a member of this machine's runs, by whom, until when", _members, is_quiet=True),
-    "simulate": Command("prove the protocol in a simulated world", _simulate, is_quiet=True),
-    "chaos": Command("hurt a real swarm on this machine and judge what it makes of that", _chaos, is_quiet=True),
-    "replay": Command("tell or check a peer's journal", _replay, is_quiet=True),
-    "bench": Command("run commands on a throttled network of namespaces, measured before use", _bench, is_quiet=True),
-    "doctor": Command("check what this machine can do as a peer", _doctor, is_quiet=True),
+    "simulate": Command("prove the protocol in a simulated world", tools.simulate, is_quiet=True),
+    "chaos": Command("hurt a real swarm on this machine and judge what it makes of that", tools.chaos, is_quiet=True),
+    "replay": Command("tell or check a peer's journal", tools.replay, is_quiet=True),
+    "bench": Command("run commands on a throttled network of namespaces, measured first", tools.bench, is_quiet=True),
+    "launch": Command("rent machines that join a run, through SkyPilot, within a budget", _launch, is_quiet=True),
+    "completion": Command("print what completes p2pdiloco's words in a shell", _completion, is_quiet=True),
+    "doctor": Command("check what this machine can do as a peer", tools.doctor, is_quiet=True),
 }
 """Each is a module of this package. Only the chosen one is imported: what needs no torch does not wait for it."""

@@ -1,0 +1,107 @@
+"""``p2pdiloco launch``: Rent machines that join a run, through SkyPilot (the extra sky), within a budget: one that
+costs more an hour than it allows is not taken; each peer ends in order when its hours are over, and is given back."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shlex
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from p2pdiloco.cli.complaints import FAILED, REPAIR, Complaint, complaining
+from p2pdiloco.version import VERSION
+from p2pdiloco.wire.invites import decode_invite
+
+SPARE_H = 0.5
+"""Of a machine's hours that are paid for and not trained in: it is set up before, and given back after."""
+IDLE_MINUTES = 5
+CHECKOUT = Path(__file__).parents[2]
+RUN = """\
+timeout --signal=USR1 --kill-after=120 {seconds} p2pdiloco join {invite} --stay-s 0 --unreachable {options}
+ended=$?
+test $ended -eq 124 && ended=0  # its hours are over
+exit $ended
+"""
+"""SIGUSR1 is leaving in order (``node/notices.py``)."""
+
+
+async def run(arguments: argparse.Namespace) -> int:
+    """Write the tasks, and hand them over to ``sky``."""
+    with complaining(repair=(ValueError,), nobody=()):
+        text = task(arguments)
+        if arguments.out is not None:
+            if str(arguments.out) == "-":
+                print(text, end="")
+            else:
+                arguments.out.write_text(text, encoding="utf-8")
+                print(f"{arguments.out}: to rent one machine of it: sky launch -c p2pdiloco-1 --down {arguments.out}")
+            return 0
+        sky = shutil.which("sky")
+        if sky is None:
+            raise Complaint(
+                "the program sky is not there: pip install 'p2pdiloco[sky]', then sky check, which asks for your "
+                "clouds' credentials. Or have the task written: --out task.yaml",
+                REPAIR,
+            )
+        return await _hand_over(sky, text, arguments.machines)
+
+
+def task(arguments: argparse.Namespace) -> str:
+    """One machine's, as SkyPilot reads it.
+
+    Raises:
+        ValueError: the invite is none.
+    """
+    decode_invite(arguments.invite)
+    hourly = arguments.dollars / arguments.machines / (arguments.hours + SPARE_H)
+    options = shlex.split(arguments.options)
+    resources: dict[str, object] = {"use_spot": not arguments.no_spot, "max_hourly_cost": round(hourly - 5e-5, 4)}
+    if arguments.gpu:
+        resources["accelerators"] = arguments.gpu
+        options += ["--device", "cuda"]
+    if arguments.infra:
+        resources["infra"] = arguments.infra
+    lines = RUN.format(
+        seconds=round(3600 * arguments.hours), invite=arguments.invite, options=shlex.join(options)
+    ).splitlines()
+    return "\n".join(
+        [
+            f"# One of {arguments.machines} machines, of {arguments.dollars:g} dollars together at most.",
+            "# It holds an invite: whoever reads this file can join the run.",
+            "name: p2pdiloco",
+            "resources:",
+            *(f"  {name}: {json.dumps(value)}" for name, value in resources.items()),
+            *_setup(arguments.source),
+            "run: |",
+            *(f"  {line}" for line in lines),
+            "",
+        ]
+    )
+
+
+def _setup(source: str | None) -> list[str]:
+    """The checkout that this program runs from travels; a release is what pip gets by its number."""
+    if source is None and (CHECKOUT / "pyproject.toml").is_file():
+        return [f"workdir: {json.dumps(str(CHECKOUT))}", 'setup: "pip install torch && pip install ."']
+    return [f"setup: {json.dumps('pip install ' + shlex.quote(source or f'p2pdiloco=={VERSION}'))}"]
+
+
+async def _hand_over(sky: str, text: str, machines: int) -> int:
+    """One cluster a machine: no machine is another's head, and each is given back when its own peer has ended."""
+    with tempfile.TemporaryDirectory(prefix="p2pdiloco-launch-") as folder:
+        path = Path(folder) / "task.yaml"
+        path.touch(mode=0o600)
+        path.write_text(text, encoding="utf-8")
+        for number in range(1, machines + 1):
+            name = f"p2pdiloco-{number}"
+            words = ["launch", "-y", "-d", "-c", name, "--down", "-i", str(IDLE_MINUTES), str(path)]
+            status = await (await asyncio.create_subprocess_exec(sky, *words)).wait()
+            if status:
+                print(f"p2pdiloco: sky launch ended with status {status} for {name}", file=sys.stderr)
+                return FAILED
+            print(f"{name} joins; what it says: sky logs {name}; to give it back earlier: sky down {name}", flush=True)
+    return 0
