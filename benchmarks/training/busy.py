@@ -21,7 +21,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -81,7 +81,11 @@ def train(seconds: float, is_choosing: bool) -> Made:
     return Made(steps / seconds, (time.process_time() - before) / seconds)
 
 
-KINDS = {"loop": loop, "learner": partial(train, is_choosing=False), "choosing": partial(train, is_choosing=True)}
+KINDS: dict[str, Callable[[float], Made]] = {
+    "loop": loop,
+    "learner": partial(train, is_choosing=False),
+    "choosing": partial(train, is_choosing=True),
+}
 
 
 def measure(kind: str, environment: Mapping[str, str], loops: int, seconds: float) -> Made:
