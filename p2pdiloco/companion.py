@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import psutil
@@ -50,6 +51,16 @@ class CompanionError(Exception):
     """There is no node; the message says why and what to do."""
 
 
+class _Wish(NamedTuple):
+    """What a script wants its node to be."""
+
+    name: str
+    """Of the run."""
+    peers: tuple[str, ...]
+    foundation: Path | None
+    options: tuple[str, ...]
+
+
 class Companion:
     """The node that belongs to the training script of ``folder``, of the run called ``name``, which it founds from a
     ``foundation`` or joins through ``peers``."""
@@ -75,10 +86,7 @@ class Companion:
         self.meeting_place = f"p2pdiloco-script-{os.getuid()}-{digest_of(str(folder.resolve()).encode())}"
         """Where the node looks for the script (``training/reunion.py``)."""
         self.log_path = folder / NODE_LOG
-        self._name = name
-        self._peers = tuple(peers)
-        self._foundation = foundation
-        self._options = tuple(options)
+        self._wish = _Wish(name, tuple(peers), foundation, tuple(options))
         self._process: psutil.Process | None = None
         self._is_child = False
         self._is_resumed = False
@@ -105,7 +113,7 @@ class Companion:
                 self._start(self._found_or_join())
             while (found := reunion.poll()) is None:
                 if self._found_nobody() and self._runs_here():
-                    self._start(self._resume(self._name))
+                    self._start(self._resume(self._wish.name))
                 elif ending := self.ending:
                     raise CompanionError(ending)
                 if reunion.is_over:
@@ -136,19 +144,20 @@ class Companion:
             self._again_at = now + (2.0**self._lost_lives if self._lost_lives > 1 else 0.0)
         if now >= self._again_at:
             self._again_at = 0.0
-            is_joiner = self._foundation is None
+            is_joiner = self._wish.foundation is None
             self._start(self._resume(run) if is_joiner and run in self._runs_here() else self._found_or_join())
         return True
 
     def _found_or_join(self) -> list[str]:
-        if self._foundation is not None:
-            return ["start", str(self._foundation), "--bootstrap", *self._peers]
-        return ["join", *self._peers, "--run", self._name]
+        wish = self._wish
+        if wish.foundation is not None:
+            return ["start", str(wish.foundation), "--bootstrap", *wish.peers]
+        return ["join", *wish.peers, "--run", wish.name]
 
     def _resume(self, run: str) -> list[str]:
         """What a node does that has a state of the run, though all others may be gone."""
         self._is_resumed = True
-        return ["resume", str(self._folder), "--run", run, "--bootstrap", *self._peers]
+        return ["resume", str(self._folder), "--run", run, "--bootstrap", *self._wish.peers]
 
     def _runs_here(self) -> list[RunId]:
         """Runs called so of which the folder has a state."""
@@ -156,7 +165,7 @@ class Companion:
         for path in self._folder.glob("*/checkpoint/manifest.msgpack"):
             with contextlib.suppress(OSError, ValueError):
                 manifest = msgspec.msgpack.decode(path.read_bytes(), type=Manifest)
-                if manifest.config.name == self._name and any(path.parent.glob("state-*.json")):
+                if manifest.config.name == self._wish.name and any(path.parent.glob("state-*.json")):
                     found.append(manifest.run)
         return found
 
@@ -180,7 +189,7 @@ class Companion:
         Raises:
             OSError: it cannot be started.
         """
-        command = [sys.executable, "-P", "-m", "p2pdiloco", *arguments, *self._options]
+        command = [sys.executable, "-P", "-m", "p2pdiloco", *arguments, *self._wish.options]
         command += ["--state", str(self._folder), "--learner", self.meeting_place, "--reattach-s", str(RETURN_S)]
         with open(self.log_path, "ab") as output:
             self._said_from = output.tell()

@@ -58,7 +58,7 @@ def swarm(
         return msgspec.structs.replace(config, peer=name)
 
     world = World(seed, make_config, NetworkSetting(redial_s=2.0, patience_s=15.0))
-    world.clock_drift = 1e-4
+    world.conditions.clock_drift = 1e-4
     world.network.default = LinkQuality(delay_s=0.04, jitter_s=jitter_s, bytes_per_s=2.5e7)
     for i, name in enumerate(names):
         setting = PeerSetting(

@@ -34,6 +34,7 @@ with warnings.catch_warnings():
     from p2pdiloco.node.node import Node
     from p2pdiloco.peer.options import PeerOptions
     from p2pdiloco.peer.peer import InitialState
+    from p2pdiloco.peer.supervision import Ward
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.identifiers import FragmentId, PeerId, learner_id
@@ -150,9 +151,9 @@ class ExchangePeer(Node):
     def begin(self) -> None:
         """Take version 0, and a learner."""
         super().begin()
-        self.peer.supervision.learner = learner_id(self.identity.peer_id, "standin")
+        ward = self.peer.supervision.ward = Ward(learner_id(self.identity.peer_id, "standin"))
         self.stand_in = StandIn(self)
-        self.peer.supervision._process = self.stand_in  # type: ignore[assignment]
+        ward.process = self.stand_in  # type: ignore[assignment]
         self.heard_learner(link.Ready(device="none", parameters=self.peer.layout.elements))
 
     def heard_learner(self, message: link.FromLearner) -> None:

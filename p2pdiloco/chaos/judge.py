@@ -320,6 +320,6 @@ def _goodput(evidence: Evidence) -> Verdict:
     found, plan = goodput(evidence), evidence.schedule.plan
     time = f"{found.of_living:.1%} of the learners' time alive ({found.of_all:.1%} of all) ended in merged tokens"
     tokens = f"{found.tokens_merged:.1%} of all tokens trained were merged"
-    problems = [f"{time}, less than {plan.min_goodput:.1%}"] if found.of_living < plan.min_goodput else []
-    problems += [f"{tokens}, less than {plan.min_merged:.1%}"] if found.tokens_merged < plan.min_merged else []
+    problems = [f"{time}, less than {plan.least.goodput:.1%}"] if found.of_living < plan.least.goodput else []
+    problems += [f"{tokens}, less than {plan.least.merged:.1%}"] if found.tokens_merged < plan.least.merged else []
     return _verdict("goodput", problems, f"{time}, {tokens}")

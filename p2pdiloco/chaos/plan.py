@@ -92,6 +92,15 @@ class Slow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     bytes_per_s: Annotated[float, Meta(ge=100.0, le=1e10)] = 50e3
 
 
+class Least(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What must come of it at least, as shares."""
+
+    goodput: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    """Of the learners' time alive, what ended in merged tokens."""
+    merged: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    """Of all tokens trained, those of learners that were killed included, what was merged."""
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One TOML file."""
 
@@ -111,10 +120,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Quiet time at the end, with everybody back; the second half of it is judged."""
     calm_s: Annotated[float, Meta(ge=2.0, le=600.0)] = 6.0
     """After a fault's end nothing is asked for so long; a quiet time of at least this after that must see a version."""
-    min_goodput: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
-    """Least share of the learners' time alive that must end in merged tokens."""
-    min_merged: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
-    """Least share of all tokens trained, those of learners that were killed included, that must be merged."""
+    least: Least = Least()
     weights: dict[Kind, Weight] = msgspec.field(default_factory=lambda: dict.fromkeys(_drawn_kinds(), 1.0))
     """How often each kind is drawn, in proportion; what is left out never is."""
     clocks_off_s: Annotated[tuple[float, ...], Meta(max_length=26)] = ()

@@ -46,6 +46,19 @@ MISUSED = 2
 """Exit status of a learner that the user must repair; another life would end the same way."""
 
 
+class Ward:
+    """One life of the learner, as its node looks after it."""
+
+    def __init__(self, learner: LearnerId) -> None:
+        self.learner = learner
+        self.process: LearnerLife | None = None
+        """None before it is there, and when it has ended."""
+        self.is_ready = False
+        self.is_loaded = False
+        """It has got the global parameters."""
+        self.has_blocks = False
+
+
 class Supervision:
     """One peer's learner. ``gave_up`` gets an exit status and a sentence when no further life is tried; ``sent_bytes``
     tells what the peer has sent so far, for the metrics."""
@@ -68,12 +81,8 @@ class Supervision:
         self._host = driver.host
         self._gave_up = gave_up
         self._sent_bytes = sent_bytes
-        self.learner: LearnerId | None = None
-        """The latest life."""
-        self._process: LearnerLife | None = None
-        self._is_ready = False
-        self._is_loaded = False
-        self._has_blocks = False
+        self.ward: Ward | None = None
+        """The latest."""
         self._manifest = manifest if options.learner else None
         self._reunion = options.learner or f"p2pdiloco-{digest_of(str(options.folder.absolute()).encode())}"
         """Where a learner of this folder's last life waits."""
@@ -87,11 +96,15 @@ class Supervision:
         self.is_over = False
         """The peer is ending: no life is started any more."""
 
+    @property
+    def learner(self) -> LearnerId | None:
+        """Of the latest life."""
+        return None if self.ward is None else self.ward.learner
+
     async def live(self, lives: AsyncExitStack) -> None:
         """Start the learner; after a crash again. Whoever closes ``lives`` ends the learner in order."""
         while True:
-            self._is_ready = self._is_loaded = False
-            self.learner = learner_id(self._peer, self._host.draw_name())
+            ward = self.ward = Ward(learner_id(self._peer, self._host.draw_name()))
             ended: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
 
             def gone(reason: str, status: int, ended: asyncio.Future[tuple[str, int]] = ended) -> None:
@@ -100,7 +113,7 @@ class Supervision:
 
             began = self._host.now()
             process = self._host.start_learner(
-                self._arguments(self.learner),
+                self._arguments(ward.learner),
                 heard=self._heard,
                 ended=gone,
                 reunion=self._reunion,
@@ -108,24 +121,23 @@ class Supervision:
                 patience_s=self._options.reattach_s if self._lost_lives else SCRIPT_S,
             )
             try:
-                self._process = await lives.enter_async_context(process)
+                ward.process = await lives.enter_async_context(process)
             except TimeoutError as error:
                 if not self.is_over:
                     self._gave_up(1, str(error))
                 return
             self._metrics.learner_began()
-            if self._process.is_adopted and self._manifest is None:
+            if ward.process.is_adopted and self._manifest is None:
                 log.info("found the learner of this peer's last life, which has gone on training")
-                self._metrics.write("learner-adopted", pid=self._process.pid)
+                self._metrics.write("learner-adopted", pid=ward.process.pid)
             reason, status = await ended
-            self._process, was_loaded = None, self._is_loaded
+            ward.process = None
             if self.is_over:
                 return
-            self._is_ready = self._is_loaded = False
             self._be_in_trouble("")
             self._driver.job(self._driver.state.shifts.unload, lambda _: None)
             self._metrics.write("learner-lost", reason=reason, status=status)
-            if was_loaded:
+            if ward.is_loaded:
                 self._driver.feed(ev.LearnerStopped(reason))
             if self._manifest is not None:
                 self._lost_lives += 1
@@ -184,8 +196,9 @@ class Supervision:
             case link.Evaluated():
                 driver.feed(ev.Evaluated(message.version, message.loss))
             case link.Ready():
-                self._is_ready = True
-                self._has_blocks = message.has_blocks
+                assert self.ward is not None
+                self.ward.is_ready = True
+                self.ward.has_blocks = message.has_blocks
                 self._metrics.write(
                     "learner-ready",
                     learner=self.learner,
@@ -234,48 +247,51 @@ class Supervision:
 
     def load(self) -> None:
         """Give the learner the global parameters, once both are there."""
-        driver, learner = self._driver, self.learner
-        if self._is_ready and not self._is_loaded and driver.machine.view.is_current and learner is not None:
-            self._is_loaded = True
+        driver, ward = self._driver, self.ward
+        if ward is not None and ward.is_ready and not ward.is_loaded and driver.machine.view.is_current:
+            ward.is_loaded = True
 
             def loaded(_: None) -> None:
-                if self._process is not None and self.learner == learner:
-                    self._process.send(link.Load(step=driver.machine.view.step))
+                if ward.process is not None:
+                    ward.process.send(link.Load(step=driver.machine.view.step))
                     self.wait_for_nobody()
-                    driver.feed(ev.LearnerStarted(learner, self._has_blocks))
+                    driver.feed(ev.LearnerStarted(ward.learner, ward.has_blocks))
 
-            driver.job(lambda: driver.state.shifts.load(learner, driver.state.theta), loaded)
+            driver.job(lambda: driver.state.shifts.load(ward.learner, driver.state.theta), loaded)
 
     def shifts_ready(self, shifts: Shifts) -> None:
         """Tell the learner which shifts to take."""
-        if self._process is not None:
+        process = None if self.ward is None else self.ward.process
+        if process is not None:
             if shifts.added:
-                self._process.send(link.Shift(shards=shifts.added, replace=False))
+                process.send(link.Shift(shards=shifts.added, replace=False))
             if shifts.replaced:
-                self._process.send(link.Shift(shards=shifts.replaced, replace=True))
+                process.send(link.Shift(shards=shifts.replaced, replace=True))
 
     def save(self) -> None:
         """Have the inner optimizer's state written."""
-        if self._process is not None and self._is_loaded:
-            self._process.send(link.Save())
+        self._send(link.Save())
 
     def tell_swarm(self, told: link.Swarm) -> None:
         """Tell a training script of the others."""
-        if self._process is not None and self._is_loaded:
-            self._process.send(told)
+        self._send(told)
 
     def tell(self, effect: ef.ForLearner) -> None:
         """Pass a command on."""
-        if self._process is None or not self._is_loaded:
-            return
         match effect:
             case ef.Snapshot():
-                self._process.send(link.Snapshot(fragment=effect.fragment, step=effect.step))
+                self._send(link.Snapshot(fragment=effect.fragment, step=effect.step))
             case ef.Train():
-                self._process.send(link.Train(block=effect.block))
+                self._send(link.Train(block=effect.block))
             case ef.AdoptStep():
-                self._process.send(link.AdoptStep(step=effect.step))
+                self._send(link.AdoptStep(step=effect.step))
             case ef.PauseLearner():
-                self._process.send(link.Pause())
+                self._send(link.Pause())
             case ef.Evaluate():
-                self._process.send(link.Evaluate(version=effect.version))
+                self._send(link.Evaluate(version=effect.version))
+
+    def _send(self, command: link.FromNode) -> None:
+        """To a learner that is there and has its parameters; a later life begins with what the node has then."""
+        ward = self.ward
+        if ward is not None and ward.process is not None and ward.is_loaded:
+            ward.process.send(command)

@@ -89,8 +89,6 @@ class Checks:
         """Of them, those whose disk was."""
         self.forgetful: set[PeerId] = set()
         """Peers that have dropped payloads which they needed."""
-        config = world.manifest.config.outer
-        self._rate, self._factor = np.float32(config.learning_rate), np.float32(config.momentum)
 
     def violated(self, number: int, sentence: str) -> None:
         """Note a violation, and end the world."""
@@ -172,8 +170,10 @@ class Checks:
         self._children.add((shard, header.parent))
         change = self.decoded(shard, payload)
         self._is_merged(shard, header, change)
-        momentum = parent.momentum * self._factor + change
-        theta = parent.theta - self._rate * (change + self._factor * momentum)
+        outer = self.world.manifest.config.outer
+        rate, factor = np.float32(outer.learning_rate), np.float32(outer.momentum)
+        momentum = parent.momentum * factor + change
+        theta = parent.theta - rate * (change + factor * momentum)
         marks = dict(parent.marks)
         for c in header.contributors:
             if c.tokens_from < marks.get(c.learner, 0):
@@ -218,8 +218,8 @@ class Checks:
             return
         lanes = vector.reshape(-1, CHUNK)
         steps = truth.steps_in(shard, c.tokens_from, c.tokens_to)
-        found = lanes[:, learner.lane]
-        rest = np.abs(np.delete(lanes, learner.lane, axis=1)).max()
+        found = lanes[:, learner.model.lane]
+        rest = np.abs(np.delete(lanes, learner.model.lane, axis=1)).max()
         if peer.config.peer in self.spoilt:
             return
         if np.abs(found - steps).max() > NEARLY * max(1, steps) or rest > NEARLY * max(1, steps):
@@ -290,7 +290,7 @@ class Checks:
             return  # what a learner that dies has not given is gone
         truth = self.world.truths[peer.supervision.learner]  # type: ignore[index]
         trained = truth.tokens[-1] if truth.tokens else 0
-        delta = (learner.vector() - peer.state.theta).numpy()
+        delta = (learner.model.vector() - peer.state.theta).numpy()
         for shard, piece in enumerate(self.world.layout.shards):
             chain = peer.machine.core.chains[shard]
             assert chain.head is not None

@@ -147,7 +147,7 @@ def flip_learner(world: World, fault: Fault) -> bool:
     if learner is None or fault.peer not in world.hosts:
         return False
     world.checks.spoilt.add(fault.peer)
-    vector = world.random.choice(learner.parameters).view(-1)
+    vector = world.random.choice(learner.model.parameters).view(-1)
     vector.view(torch.int32)[world.random.randrange(vector.numel())] ^= 1 << world.random.randrange(30)
     return True
 

@@ -12,12 +12,14 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from p2pdiloco.peer.host import Queue, StartLearner
 from p2pdiloco.peersim.disk import ProcessDied, SimulatedDisk
 from p2pdiloco.peersim.network import SimulatedLinks
 from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.simulation.clock import Clock
 
 if TYPE_CHECKING:
     from p2pdiloco.peer.peer import Peer
@@ -46,6 +48,22 @@ class Timer:
             action()
 
 
+class Workers:
+    """How long jobs take on a process's queues, one after the other."""
+
+    def __init__(self) -> None:
+        self._free_at: dict[Queue, float] = {}
+        self.slowness: dict[Queue, float] = {}
+        """Factors of the typical time."""
+
+    def span(self, queue: Queue, now: float, random: Random) -> tuple[float, float]:
+        """When the next job is done, and when that is known."""
+        typical_s = WORK_S[queue] * self.slowness.get(queue, 1.0)
+        first = max(now, self._free_at.get(queue, 0.0)) + typical_s * (0.1 + random.random())
+        last = self._free_at[queue] = first + typical_s * random.random() * random.random()
+        return first, last
+
+
 class SimulatedHost:
     """One life of one process."""
 
@@ -60,16 +78,14 @@ class SimulatedHost:
         """Of the wire, which its release speaks."""
         self.life = world.lives
         self.start_learner: StartLearner
-        self._offset_s, self._rate = clock
+        self._clock = Clock(*clock)
         self.is_dead = False
         self.is_paused = False
         self._held: deque[Callable[[], None]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._timers: dict[Timer, float] = {}
         """Those that are due, and when, by this process's clock."""
-        self._free_at: dict[Queue, float] = {}
-        self.slowness: dict[Queue, float] = {}
-        """Factors of the typical time of work."""
+        self.workers = Workers()
 
     # -- what happens to it --------------------------------------------------------------------------------------------
 
@@ -97,7 +113,7 @@ class SimulatedHost:
 
     def jump(self, seconds: float) -> None:
         """This process's clock is suddenly later: what is due by then is due now."""
-        self._offset_s += seconds
+        self._clock.offset_s += seconds
         for timer, when in list(self._timers.items()):
             self._set(timer, when)
 
@@ -120,7 +136,7 @@ class SimulatedHost:
 
     def now(self) -> float:
         """By this process's clock."""
-        return self._offset_s + self._rate * self.world.now
+        return self._clock.at(self.world.now)
 
     def call_at(self, when: float, action: Callable[[], None]) -> Timer:
         """``action`` at time ``when``."""
@@ -134,7 +150,7 @@ class SimulatedHost:
             self._timers.pop(timer, None)
             timer.ring()
 
-        self.world.at((when - self._offset_s) / self._rate + 1e-6, lambda: self.do(ring))  # rounding: not before
+        self.world.at(self._clock.when(when), lambda: self.do(ring))
 
     async def sleep(self, seconds: float) -> None:
         """Wait."""
@@ -162,10 +178,7 @@ class SimulatedHost:
         """Run ``work`` after all that came before on the same queue."""
         world = self.world
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        typical_s = WORK_S[queue] * self.slowness.get(queue, 1.0)
-        first = max(world.now, self._free_at.get(queue, 0.0)) + typical_s * (0.1 + world.random.random())
-        last = first + typical_s * world.random.random() * world.random.random()
-        self._free_at[queue] = last
+        first, last = self.workers.span(queue, world.now, world.random)
         outcome: list[T | Exception] = []
 
         def run() -> None:

@@ -158,35 +158,56 @@ class _Watched(FlatParameters):
         self.replaced(shards)
 
 
+class MarkedModel:
+    """Parameters of which every step leaves a mark in ``lane``."""
+
+    def __init__(self, world: World, lane: int) -> None:
+        manifest, layout = world.manifest, world.layout
+        self.lane = lane
+        self.parameters = [torch.zeros(spec.shape) for spec in manifest.tensors]
+        named = [(spec.name, tensor) for spec, tensor in zip(manifest.tensors, self.parameters, strict=True)]
+        self.flat = _Watched(named, manifest.tensors, layout)
+        self._mark = torch.zeros(layout.elements)
+        """What one step adds, as the run's flat vector."""
+        for shard in layout.shards:
+            for start in range(shard.start, shard.stop, CHUNK):
+                self._mark[start + lane] = -1.0
+
+    def step(self) -> None:
+        """One inner step."""
+        self.flat.add_from(self._mark, self.flat.everything)
+
+    def poison(self) -> None:
+        """They are not numbers any more."""
+        self.parameters[0].view(-1)[self.lane] = float("nan")
+
+    def vector(self) -> Tensor:
+        """As the run's flat vector."""
+        out = torch.empty(len(self._mark))
+        self.flat.copy_to(out, self.flat.everything)
+        return out
+
+
 class SimulatedLearner:
     """One life of a learner's process, which a node may outlive, and which may outlive a node."""
 
     def __init__(self, world: World, peer: PeerId, channel: SimulatedChannel, vectors: Vectors) -> None:
         self.world = world
         self.peer = peer
-        self.lane = world.draw_lane()
+        self.model = MarkedModel(world, world.draw_lane())
+        self.model.flat.replaced = self._replaced
         self.truth = Truth(len(world.layout.shards))
         """Since its counters began."""
-        setting, manifest, layout = world.settings[peer], world.manifest, world.layout
-        self._setting = setting
-        self.parameters = [torch.zeros(spec.shape) for spec in manifest.tensors]
-        named = [(spec.name, tensor) for spec, tensor in zip(manifest.tensors, self.parameters, strict=True)]
-        self.flat = _Watched(named, manifest.tensors, layout)
-        self.flat.replaced = self._replaced
-        self.own = torch.zeros(layout.elements)
-        """What one step adds, as the run's flat vector."""
-        for shard in layout.shards:
-            for start in range(shard.start, shard.stop, CHUNK):
-                self.own[start + self.lane] = -1.0
+        setting = self._setting = world.settings[peer]
         self.reunion = SimulatedReunion(world, setting.reattach_s) if setting.reattach_s else None
         self.channel = channel
         self.link = OuterLink(
             self,
-            self.flat,
-            layout,
+            self.model.flat,
+            world.layout,
             vectors,  # type: ignore[arg-type]
             channel,  # type: ignore[arg-type]
-            last_step=manifest.config.inner.steps,
+            last_step=world.manifest.config.inner.steps,
             reunion=self.reunion,  # type: ignore[arg-type]
         )
         self.is_dead = False
@@ -195,8 +216,8 @@ class SimulatedLearner:
         self.is_paused = False
         self.is_poisoned = False
         """Its parameters are not numbers any more."""
-        self._blocks: list[Block] = []
-        self._left = 0
+        self._blocks: list[tuple[Block, int]] = []
+        """Those in hand, with the steps that are left of each."""
         self.gone: Callable[[str, int], None] | None = None
         """Of the node that has it."""
 
@@ -248,16 +269,18 @@ class SimulatedLearner:
         if self.is_paused:
             self.world.at(self.world.now + IDLE_S, lambda: self._step(step_s))
             return
-        self.flat.add_from(self.own, self.flat.everything)
+        self.model.step()
         if self.is_poisoned:
-            self.parameters[0].view(-1)[self.lane] = float("nan")
+            self.model.poison()
         tokens = self._setting.tokens_per_step
         self.truth.tokens.append(self.link.tokens + tokens)
         self.link.stepped(tokens, float("nan") if self.is_poisoned else 1.0, step_s)
         if self._blocks:
-            self._left = (self._left or BLOCK_STEPS) - 1
-            if not self._left:
-                self.link.block_finished(self._blocks.pop(0))
+            block, left = self._blocks.pop(0)
+            if left > 1:
+                self._blocks.insert(0, (block, left - 1))
+            else:
+                self.link.block_finished(block)
         self._boundary()
 
     def exit(self, status: int, reason: str) -> None:
@@ -281,7 +304,7 @@ class SimulatedLearner:
 
     def train(self, block: Block) -> None:
         """This block of data is next."""
-        self._blocks.append(block)
+        self._blocks.append((block, BLOCK_STEPS))
 
     def save(self) -> None:
         """The inner optimizer has no state here."""
@@ -292,15 +315,6 @@ class SimulatedLearner:
     def begin_again(self) -> None:
         """The node is lost, and with it the claim to what it had given."""
         self._blocks.clear()
-        self._left = 0
-
-    # -- for the checkers ----------------------------------------------------------------------------------------------
-
-    def vector(self) -> Tensor:
-        """Its parameters as the run's flat vector."""
-        out = torch.empty(self.world.layout.elements)
-        self.flat.copy_to(out, self.flat.everything)
-        return out
 
 
 class _Life:

@@ -224,11 +224,11 @@ def _slow_queue(queue: Literal["tensors", "disk"], factor: float) -> Strike:
         host = world.hosts.get(fault.peer)
         if host is None:
             return False
-        host.slowness[queue] = factor
+        host.workers.slowness[queue] = factor
         world.excused.update(world.identities)  # what it owns, or has to give, may come too late for the end
         world.harm_until(world.now + 2 * factor * WORK_S[queue])  # one job that has begun ends no sooner
         longest_s = 2.0 if queue == "tensors" else fault.seconds
-        world.at(world.now + min(fault.seconds, longest_s), lambda: host.slowness.pop(queue, None))
+        world.at(world.now + min(fault.seconds, longest_s), lambda: host.workers.slowness.pop(queue, None))
         return True
 
     return strike

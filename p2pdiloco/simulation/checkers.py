@@ -168,10 +168,10 @@ class Checks:
     def heads_equal(self) -> None:
         """At rest, every living peer has the same heads."""
         living = [p for p in self.world.living() if p.machine.core.is_current]
-        for shard in range(len(living[0].heads) if living else 0):
+        for shard in range(len(living[0].states.heads) if living else 0):
             found: dict[Digest | None, list[str]] = {}
             for process in living:
-                found.setdefault(process.heads[shard], []).append(process.name)
+                found.setdefault(process.states.heads[shard], []).append(process.name)
             if len(found) > 1:
                 told = "; ".join(f"{str(head)[:8]} at {', '.join(names)}" for head, names in found.items())
                 self.violated(4, f"shard {shard} has {len(found)} heads: {told}")
@@ -217,7 +217,7 @@ class Checks:
 
     def left(self, process: Process) -> None:
         """An orderly leave while nothing fails has merged everything."""
-        if self.world.are_leaves_whole and process.learner is not None:
+        if self.world.conditions.are_leaves_whole and process.learner is not None:
             view = process.machine.core.learner
             if view is not None and process.machine.core.unmerged_tokens():
                 self.violated(5, f"{process.name} leaves with {process.machine.core.unmerged_tokens()} tokens unmerged")
@@ -237,7 +237,7 @@ class Checks:
 
     def known_heads(self, process: Process) -> None:
         """The machine's heads are the driver's, and somebody made them (invariant 1)."""
-        for chain, head in zip(process.machine.core.chains, process.heads, strict=True):
+        for chain, head in zip(process.machine.core.chains, process.states.heads, strict=True):
             if chain.head is not None and (chain.head.id != head or (chain.shard, chain.head.id) not in self.commits):
                 self.violated(
                     1, f"{process.name} claims head {chain.head.id[:8]} of shard {chain.shard}, which is not so"
@@ -245,7 +245,7 @@ class Checks:
 
     def bounded(self, process: Process) -> None:
         """Queues of the driver that only the machine can fill."""
-        shards = len(process.heads)
+        shards = len(process.states.heads)
         peers = len(self.world.settings)
         if len(process.jobs) > 8 * shards:
             self.violated(6, f"{process.name} has {len(process.jobs)} jobs waiting")

@@ -21,6 +21,7 @@ from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId, learner_id, peer_of
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.messages import Commit, Contribution, Head
+from p2pdiloco.simulation.clock import Clock
 from p2pdiloco.simulation.learner import Adopt, Copy, Learner, Pause
 from p2pdiloco.simulation.network import Link
 from p2pdiloco.simulation.shards import GlobalShard, Payload, component, merged, payload_digest
@@ -73,6 +74,16 @@ Fetched = tuple[ev.ShardState, tuple[Digest, ...], GlobalShard]
 Job = tuple[Callable[[Any], ev.Event | None], Any]
 
 
+class States:
+    """Of all shards, as this process has them."""
+
+    def __init__(self, shards: int) -> None:
+        self.heads: list[Digest | None] = [None] * shards
+        self.values: list[GlobalShard | None] = [None] * shards
+        self.fetched: dict[Digest, GlobalShard] = {}
+        """Downloaded and not installed, by head."""
+
+
 class Process:
     """One life of one peer's node process, with its learner."""
 
@@ -83,19 +94,16 @@ class Process:
         self.name = name
         self.setting = setting
         self.machine = Machine(config)
-        self.clock_offset_s, self.clock_rate = clock
+        self.clock = Clock(*clock)
         self.is_dead = False
         self.paused_until = 0.0
         self.links: dict[PeerId, Link] = {}
         self.store: dict[Digest, Payload] = {}
-        self.heads: list[Digest | None] = [None] * config.shards
-        self.globals: list[GlobalShard | None] = [None] * config.shards
-        self.fetched: dict[Digest, GlobalShard] = {}
+        self.states = States(config.shards)
         self.jobs: deque[Job] = deque()
-        self.is_working = False
+        """The first of them is under way."""
         self.learner: Learner | None = None
         self.handled = 0
-        self.sent = 0
         self._wake_due = float("inf")
         """The earliest deadline that the world will wake us for, by our own clock."""
         self._run: dict[type, Callable[[Any], None]] = {
@@ -121,14 +129,14 @@ class Process:
     def start(self, disk: Checkpoint) -> None:
         """The first event, with what lies on disk."""
         for state, value in disk.shards:
-            self.heads[state.head.shard] = state.head.id
-            self.globals[state.head.shard] = value
+            self.states.heads[state.head.shard] = state.head.id
+            self.states.values[state.head.shard] = value
         self.tell(ev.Started(tuple(state for state, _ in disk.shards), disk.lineages))
 
     def tell(self, event: ev.Event) -> None:
         """Hand the machine an event and run what it answers."""
         world, machine = self.world, self.machine
-        effects = machine.handle(event, self.clock_offset_s + self.clock_rate * world.now)
+        effects = machine.handle(event, self.clock.at(world.now))
         if world.transcript is not None:
             world.transcript.write(self, event, effects)
         if effects:
@@ -140,7 +148,7 @@ class Process:
         deadline = machine.next_deadline()
         if deadline is not None and deadline < self._wake_due and not self.is_dead:
             self._wake_due = deadline
-            at = (deadline - self.clock_offset_s) / self.clock_rate + 1e-6
+            at = self.clock.when(deadline)
             world.schedule(at if at > world.now else world.now, self, self._wake, deadline)
         self.handled = handled = self.handled + 1
         if not handled % CHECKED_EVERY:
@@ -154,7 +162,7 @@ class Process:
             self.tell(WOKE)
 
     def _clear_payloads(self) -> None:
-        held = {payload for shard in range(len(self.heads)) for payload in self.machine.payloads(ShardId(shard))}
+        held = {payload for shard in range(len(self.states.heads)) for payload in self.machine.payloads(ShardId(shard))}
         self.store = {digest: payload for digest, payload in self.store.items() if digest in held}
 
     # -- messages ------------------------------------------------------------------------------------------------------
@@ -170,7 +178,6 @@ class Process:
         for peer in effect.peers:
             link = self.links.get(peer)
             if link is not None:
-                self.sent += 1
                 send(link, message, payload, payload_bytes)
 
     def _payload(self, digest: Digest) -> Payload:
@@ -184,17 +191,15 @@ class Process:
 
     def _work(self, job: Callable[[Any], ev.Event | None], argument: Any) -> None:
         self.jobs.append((job, argument))
-        if not self.is_working:
+        if len(self.jobs) == 1:
             self._begin()
 
     def _begin(self) -> None:
-        self.is_working = True
         world = self.world
         world.schedule(world.now + self.setting.work_s * (0.5 + world.random.random()), self, self._end, None)
 
     def _end(self, _: None) -> None:
         job, argument = self.jobs.popleft()
-        self.is_working = False
         if self.jobs:
             self._begin()
         event = job(argument)
@@ -203,7 +208,7 @@ class Process:
 
     def _fails(self) -> bool:
         share = self.setting.failed_share
-        return bool(share) and not self.world.is_healed and self.world.random.random() < share
+        return bool(share) and not self.world.conditions.is_healed and self.world.random.random() < share
 
     def _snapshot(self, effect: ef.Snapshot) -> None:
         if self.learner is not None:
@@ -211,18 +216,18 @@ class Process:
 
     def _train(self, effect: ef.Train) -> None:
         if self.learner is not None:
-            self.learner.blocks.append(effect.block)
+            self.learner.work.blocks.append(effect.block)
 
     def _encode_later(self, effect: ef.Encode) -> None:
         self._work(self._encode, (effect, self.learner))
 
     def _encode(self, argument: tuple[ef.Encode, Learner | None]) -> ev.Event:
         effect, learner = argument
-        shard, base = effect.shard, self.globals[effect.shard]
+        shard, base = effect.shard, self.states.values[effect.shard]
         if learner is None or learner is not self.learner:
             return ev.Failed("encode", shard, None, "the learner is gone")
-        own = learner.effective(shard)
-        if self.heads[shard] != effect.base.id or base is None:
+        own = learner.told.effective(shard)
+        if self.states.heads[shard] != effect.base.id or base is None:
             return ev.Failed("encode", shard, None, "the head has moved")
         if own is None:
             return ev.Failed("encode", shard, None, "the learner was reset after the snapshot")
@@ -242,8 +247,8 @@ class Process:
 
     def _merge(self, argument: tuple[ef.Merge, list[Payload]]) -> ev.Event:
         effect, payloads = argument
-        shard, base = effect.shard, self.globals[effect.shard]
-        if base is None or self.heads[shard] != effect.base.id:
+        shard, base = effect.shard, self.states.values[effect.shard]
+        if base is None or self.states.heads[shard] != effect.base.id:
             return ev.Failed("merge", shard, None, "the head has moved")
         givers = [peer_of(c.contributor.learner) for c in effect.contributions]
         culprits = [peer for peer in givers if self.world.settings[peer].poison == "merge"]
@@ -274,8 +279,8 @@ class Process:
     def _apply(self, argument: tuple[ef.Apply, Payload, int]) -> ev.Event:
         effect, payload, own = argument
         header = effect.header
-        shard, base = header.shard, self.globals[header.shard]
-        if base is None or self.heads[shard] != header.parent:
+        shard, base = header.shard, self.states.values[header.shard]
+        if base is None or self.states.heads[shard] != header.parent:
             self.world.checks.violated(1, f"{self.name} applies {effect.id[:8]}, whose parent is not its head")
             return ev.Failed("apply", shard, None, "its parent is not the head")
         value = self.world.outer_step(base, header.payload, payload)
@@ -291,7 +296,7 @@ class Process:
     def _install(self, argument: tuple[ef.Install, int]) -> ev.Event:
         effect, own = argument
         head: Head = effect.state.head
-        value = self.fetched.pop(head.id, None)
+        value = self.states.fetched.pop(head.id, None)
         if value is None or self._fails():
             return ev.Failed("install", head.shard, None, "the state is not here")
         self.world.checks.installed(self, effect.state, value)
@@ -299,9 +304,9 @@ class Process:
         return ev.Applied(head.shard, head.id)
 
     def _take(self, effect: ef.Apply | ef.Install, shard: ShardId, head: Digest, value: GlobalShard, own: int) -> None:
-        old = self.globals[shard]
-        self.heads[shard] = head
-        self.globals[shard] = value
+        old = self.states.values[shard]
+        self.states.heads[shard] = head
+        self.states.values[shard] = value
         learner = self.learner
         if learner is None:
             return
@@ -327,9 +332,9 @@ class Process:
         world.schedule(world.now + took_s, self, self._fetch_ends, (effect, link, at_once))
 
     def _read(self, donor: Process, shard: ShardId) -> Fetched | None:
-        value = donor.globals[shard]
+        value = donor.states.values[shard]
         chain = donor.machine.core.chains[shard]
-        if donor.is_dead or value is None or chain.head is None or chain.head.id != donor.heads[shard]:
+        if donor.is_dead or value is None or chain.head is None or chain.head.id != donor.states.heads[shard]:
             return None
         return chain.state(), tuple(chain.ancestry), value
 
@@ -342,7 +347,7 @@ class Process:
             self._fetch_failed(effect)
         else:
             state, lineage, value = found
-            self.fetched[state.head.id] = value
+            self.states.fetched[state.head.id] = value
             self.tell(ev.Fetched(effect.peer, state, lineage))
 
     def _fetch_failed(self, effect: ef.Fetch) -> None:
@@ -361,8 +366,7 @@ class Process:
     def _start_learner(self, _: None) -> None:
         if self.learner is None and not self.machine.farewell.is_done:
             name = learner_id(self.name, f"{self.world.next_incarnation()}")
-            setting = self.setting
-            self.learner = Learner(self, name, setting.step_s, setting.tokens_per_step, self.machine.core.step)
+            self.learner = Learner(self, name, self.machine.core.step)
             self.tell(ev.LearnerStarted(name, has_blocks=True))
 
     def crash_learner(self, restart_s: float) -> None:
@@ -392,7 +396,7 @@ class Process:
     def checkpoint(self) -> Checkpoint | None:
         """What the disk gets; None while nothing is joined."""
         shards = []
-        for chain, value in zip(self.machine.core.chains, self.globals, strict=True):
+        for chain, value in zip(self.machine.core.chains, self.states.values, strict=True):
             if chain.head is None or value is None:
                 return None
             shards.append((chain.state(), value))

@@ -59,72 +59,100 @@ class Snapshot(msgspec.Struct, frozen=True, gc=False):
     resets: int
 
 
+class Work:
+    """A learner's blocks of data."""
+
+    def __init__(self, finished: list[tuple[int, Block]]) -> None:
+        self.blocks: deque[Block] = deque()
+        """Given and not trained."""
+        self._steps = 0
+        """Made of the first of them."""
+        self._finished = finished
+        """With the tokens at their ends."""
+
+    def step(self, block_steps: int, tokens: int) -> Block | None:
+        """An inner step; the block that it finishes."""
+        if not self.blocks:
+            return None
+        self._steps += 1
+        if self._steps < block_steps:
+            return None
+        self._steps = 0
+        block = self.blocks.popleft()
+        self._finished.append((tokens, block))
+        return block
+
+
+class Told:
+    """The node's side: what it has told its learner, and its copies of what the learner gave last."""
+
+    def __init__(self, shards: int) -> None:
+        self.snapshots: dict[ShardId, Snapshot] = {}
+        self._shifts = [0] * shards
+        """Sums of what the learner was told to move."""
+        self._resets = [0] * shards
+
+    def move(self, shard: ShardId, own: int, *, is_reset: bool) -> None:
+        """The learner is told to move."""
+        if is_reset:
+            self._resets[shard] += 1
+        else:
+            self._shifts[shard] += own
+
+    def effective(self, shard: ShardId) -> int | None:
+        """The last copy, moved by all that the learner had not yet moved by then; None if that cannot be told."""
+        snapshot = self.snapshots.get(shard)
+        if snapshot is None or snapshot.resets != self._resets[shard]:
+            return None
+        return snapshot.own + self._shifts[shard] - snapshot.shifts
+
+
 class Learner:
     """One life of a learner."""
 
-    def __init__(
-        self, process: Process, name: LearnerId, step_s: float, tokens_per_step: int, global_step: int
-    ) -> None:
+    def __init__(self, process: Process, name: LearnerId, global_step: int) -> None:
         shards = process.machine.core.config.shards
         self.process = process
         self.name = name
-        self.step_s = step_s
-        self.tokens_per_step = tokens_per_step
         self.global_step = global_step
         self.steps = 0
         self.tokens = 0
         self.moved = [0] * shards
         self.shifts = [0] * shards
         self.resets = [0] * shards
-        self.blocks: deque[Block] = deque()
-        self.block_steps = 0
-        """Made of the first of them."""
-        self.finished: list[tuple[int, Block]] = []
-        """Blocks with the tokens at their ends."""
-        process.world.checks.finished[name] = self.finished
+        self.work = Work(process.world.checks.finished.setdefault(name, []))
         self.commands: list[Command] = []
         self.is_paused = False
         self.is_dead = False
         self.tokens_lost = 0
-        self.snapshots: dict[ShardId, Snapshot] = {}
-        """The node's copy of what was last given."""
-        self.sent_shifts = [0] * shards
-        """The node's sums of what it has told this learner to move."""
-        self.sent_resets = [0] * shards
+        self.told = Told(shards)
         self._next_step()
 
     def _next_step(self) -> None:
         world = self.process.world
         jitter = self.process.setting.step_jitter
-        duration_s = self.step_s * (1.0 + jitter * (2.0 * world.random.random() - 1.0))
+        duration_s = self.process.setting.step_s * (1.0 + jitter * (2.0 * world.random.random() - 1.0))
         world.schedule(world.now + duration_s, self.process, self._step, duration_s)
 
     def _step(self, duration_s: float) -> None:
         process = self.process
         if self.is_dead or self.is_paused:
             return
-        if process.world.is_frozen:
-            process.world.schedule(process.world.now + self.step_s, process, self._step, duration_s)
+        if process.world.conditions.is_frozen:
+            process.world.schedule(process.world.now + self.process.setting.step_s, process, self._step, duration_s)
             return
         self.steps += 1
-        self.tokens += self.tokens_per_step
+        self.tokens += self.process.setting.tokens_per_step
         self.global_step += 1
-        process.tell(Stepped(self.steps, self.tokens, duration_s * process.clock_rate))
-        if self.blocks:
-            self._train(process.setting.block_steps)
+        process.tell(Stepped(self.steps, self.tokens, duration_s * process.clock.rate))
+        block = self.work.step(process.setting.block_steps, self.tokens)
+        if block is not None:
+            process.tell(BlockFinished(block, self.tokens))
         if self.global_step >= process.machine.core.config.total_steps:
             self._pause()
         self._run_commands()
         if not self.is_paused:
             self._next_step()
-
-    def _train(self, block_steps: int) -> None:
-        self.block_steps += 1
-        if self.block_steps >= block_steps:
-            self.block_steps = 0
-            block = self.blocks.popleft()
-            self.finished.append((self.tokens, block))
-            self.process.tell(BlockFinished(block, self.tokens))
 
     def order(self, command: Command) -> None:
         """Queue a command."""
@@ -186,22 +214,12 @@ class Learner:
         if isinstance(report, LearnerPaused):
             self.process.tell(report)
         else:
-            self.snapshots.update(report[0])
+            self.told.snapshots.update(report[0])
             self.process.tell(report[1])
 
     # -- the node's side -----------------------------------------------------------------------------------------------
 
     def move(self, shard: ShardId, own: int, *, is_reset: bool) -> None:
         """Tell the learner to move."""
-        if is_reset:
-            self.sent_resets[shard] += 1
-        else:
-            self.sent_shifts[shard] += own
+        self.told.move(shard, own, is_reset=is_reset)
         self.order(Shift(shard, own, is_reset))
-
-    def effective(self, shard: ShardId) -> int | None:
-        """The last copy, moved by all that the learner had not yet moved by then; None if that cannot be told."""
-        snapshot = self.snapshots.get(shard)
-        if snapshot is None or snapshot.resets != self.sent_resets[shard]:
-            return None
-        return snapshot.own + self.sent_shifts[shard] - snapshot.shifts

@@ -53,7 +53,7 @@ def make_world(
         return msgspec.structs.replace(config, peer=name, weight=setting.weight)
 
     world = World(seed, make_config, NetworkSetting(redial_s=0.3, patience_s=1.5), transcript)
-    world.directory_lag_s = 0.1
+    world.conditions.directory_lag_s = 0.1
     world.network.default = LinkQuality(delay_s=0.02, jitter_s=0.0)
     for i, (name, setting) in enumerate(peers.items()):
         world.add(name, setting, is_founder=i == 0)
@@ -75,7 +75,9 @@ def _until_rest(world: World) -> None:
 
     def is_at_rest(_: Process) -> bool:
         living = world.living()
-        return len({p.heads[0] for p in living}) == 1 and not any(p.machine.contributions.turns[0].open for p in living)
+        return len({p.states.heads[0] for p in living}) == 1 and not any(
+            p.machine.contributions.turns[0].open for p in living
+        )
 
     _until(world, is_at_rest, 10.0)
 
@@ -200,7 +202,7 @@ def graceful_leave(transcript: Transcript) -> World:
     """p1 is asked to leave: it stops training, opens a turn for what is unmerged, and goes when all of it is merged."""
     world = three(transcript)
     world.processes[P1].tell(ev.LeaveRequested("asked to"))
-    _until(world, lambda _: P1 in world.gone)
+    _until(world, lambda _: P1 in world.fates.gone)
     world.run_until(world.now + 0.3)
     return world
 

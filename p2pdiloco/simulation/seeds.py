@@ -255,8 +255,8 @@ def build_world(scene: Scene, transcript: Transcript | None = None) -> World:
     world = World(scene.seed, make_config, scene.network, transcript)
     if any(setting.lies for _, setting, _ in scene.peers):
         world.liars = Liars(scene.seed)
-    world.clock_drift = scene.clock_drift
-    world.directory_lag_s = scene.directory_lag_s
+    world.conditions.clock_drift = scene.clock_drift
+    world.conditions.directory_lag_s = scene.directory_lag_s
     world.network.default = scene.default_link
     for a, b, quality in scene.links:
         world.network.qualities[a, b] = quality
@@ -308,12 +308,12 @@ def _where(error: AssertionError) -> str:
 def _run_phases(world: World, scene: Scene) -> None:
     checks = world.checks
     world.run_until(scene.faults_s + 0.1)
-    world.is_healed = True
+    world.conditions.is_healed = True
     world.network.setting = msgspec.structs.replace(world.network.setting, duplicated_share=0.0)
     for fault in scene.faults:
         assert fault.at + fault.duration_s <= world.now
     world.run_until(world.now + HEALING_S)
-    if not checks.is_over and world.gone and not any(p.machine.core.is_current for p in world.living()):
+    if not checks.is_over and world.fates.gone and not any(p.machine.core.is_current for p in world.living()):
         return  # the run was complete before the last ones came
     if not checks.is_over:
         checks.joined()
@@ -338,7 +338,7 @@ def _run_phases(world: World, scene: Scene) -> None:
         if setting.lies and name in world.processes:
             world.crash(name, keeps_disk=False, restart_s=float("inf"))  # what it might still say is no rest
     if not checks.is_over:
-        world.is_frozen = True
+        world.conditions.is_frozen = True
         world.run_until(world.now + REST_S)
     if not checks.is_over:
         checks.heads_equal()
@@ -362,7 +362,7 @@ def _can_progress(world: World, scene: Scene) -> bool:
 
 def _leave_one_by_one(world: World, scene: Scene) -> None:
     """Peers leave in order while the others train; nothing may be left behind."""
-    world.are_leaves_whole = True
+    world.conditions.are_leaves_whole = True
     for process in world.living()[1:]:
         trains = sum(map(_trains, world.living()))
         if trains <= max(scene.config.min_quorum, 1) or not _trains(process):
@@ -392,6 +392,6 @@ def _count_tokens(world: World, scene: Scene) -> None:
     if scene.config.is_overwrite:
         return
     for process in world.living():
-        values = [value for value in process.globals if value is not None]
+        values = [value for value in process.states.values if value is not None]
         if process.learner is not None and process.machine.core.is_current and process.machine.core.learner is not None:
             world.checks.conserved(process.learner, values)

@@ -29,6 +29,34 @@ STEPS_REMEMBERED = 2048
 """Outer steps whose result is remembered, since every peer makes the same ones."""
 
 
+class Conditions:
+    """What the world is like; it may change."""
+
+    def __init__(self) -> None:
+        self.is_healed = False
+        """No link or job fails any more."""
+        self.are_leaves_whole = False
+        """Whoever leaves must have merged everything: nothing failed since it began to."""
+        self.is_frozen = False
+        """Learners make no steps, so that everything comes to rest."""
+        self.clock_drift = 0.0
+        """Share by which peers' clocks are too fast or too slow at most."""
+        self.directory_lag_s = 0.5
+
+
+class Fates:
+    """What became of lives."""
+
+    def __init__(self) -> None:
+        self.disks: dict[PeerId, Checkpoint] = {}
+        self.coming_back: set[PeerId] = set()
+        """Crashed, with a disk, and due to restart."""
+        self.gone: dict[PeerId, str] = {}
+        """Left in order, with the reason."""
+        self.incarnations = 0
+        """Of learners."""
+
+
 class World:
     """Everything, at one moment of simulated time."""
 
@@ -48,22 +76,11 @@ class World:
         self.checks = Checks(self)
         self.settings: dict[PeerId, PeerSetting] = {}
         self.processes: dict[PeerId, Process] = {}
-        self.disks: dict[PeerId, Checkpoint] = {}
-        self.coming_back: set[PeerId] = set()
-        """Crashed, with a disk, and due to restart."""
-        self.gone: dict[PeerId, str] = {}
-        """Left in order, with the reason."""
-        self.is_healed = False
-        self.are_leaves_whole = False
-        """Whoever leaves must have merged everything: nothing failed since it began to."""
-        self.is_frozen = False
-        """Learners make no steps, so that everything comes to rest."""
+        self.fates = Fates()
+        self.conditions = Conditions()
         self.liars: Liars | None = None
-        self.clock_drift = 0.0
-        self.directory_lag_s = 0.5
         self._heap: list[tuple[float, int, Process | None, Callable[[Any], None], Any]] = []
         self._scheduled = 0
-        self._incarnations = 0
         self._outer_steps: dict[tuple[Digest, Digest], GlobalShard] = {}
 
     # -- time ----------------------------------------------------------------------------------------------------------
@@ -104,7 +121,7 @@ class World:
                 (ev.ShardState(genesis_head(config.run, ShardId(s), EMPTY.digest), 0, ()), EMPTY)
                 for s in range(config.shards)
             )
-            self.disks[name] = Checkpoint(genesis)
+            self.fates.disks[name] = Checkpoint(genesis)
             for state, value in genesis:
                 self.checks.founded(state, value)
         self.schedule(at, None, self._start, name)
@@ -112,22 +129,22 @@ class World:
     def _start(self, name: PeerId) -> None:
         if name in self.processes:
             return
-        self.coming_back.discard(name)
+        self.fates.coming_back.discard(name)
         setting = self.settings[name]
-        drift = self.clock_drift * (2 * self.random.random() - 1)
+        drift = self.conditions.clock_drift * (2 * self.random.random() - 1)
         clock = (1000.0 * self.random.random(), 1.0 + drift)
         process = Process(self, name, setting, self.make_config(name, setting), clock)
         self.processes[name] = process
-        disk = self.disks.get(name)
+        disk = self.fates.disks.get(name)
         process.start(Checkpoint(()) if disk is None else disk)
         for other in self.processes:
             if other != name:
-                self.network.dial_later(name, other, self.directory_lag_s * self.random.random())
+                self.network.dial_later(name, other, self.conditions.directory_lag_s * self.random.random())
 
     def next_incarnation(self) -> int:
         """A number that no learner had before."""
-        self._incarnations += 1
-        return self._incarnations
+        self.fates.incarnations += 1
+        return self.fates.incarnations
 
     def crash(self, name: PeerId, *, keeps_disk: bool, restart_s: float | None) -> None:
         """SIGKILL; the peer restarts after ``restart_s``, or never. The last holder of all states has saved them."""
@@ -141,10 +158,10 @@ class World:
             process.learner.is_dead = True
         self.network.vanish(process)
         if not keeps_disk:
-            self.disks.pop(name, None)
+            self.fates.disks.pop(name, None)
         if restart_s is not None:
-            if keeps_disk and name in self.disks:
-                self.coming_back.add(name)
+            if keeps_disk and name in self.fates.disks:
+                self.fates.coming_back.add(name)
             self.schedule(self.now + restart_s, None, self._start, name)
 
     def pause(self, name: PeerId, duration_s: float) -> None:
@@ -159,10 +176,10 @@ class World:
         self.checks.left(process)
         checkpoint = process.checkpoint()
         if checkpoint is not None:
-            self.disks[process.name] = checkpoint
+            self.fates.disks[process.name] = checkpoint
         if process.learner is not None:
             process.learner.is_dead = True
-        self.gone[process.name] = reason
+        self.fates.gone[process.name] = reason
         self.processes.pop(process.name, None)
         self.network.close_in_order(process)
 
@@ -172,12 +189,12 @@ class World:
         if process is not None:
             checkpoint = process.checkpoint()
             if checkpoint is not None:
-                self.disks[name] = checkpoint
+                self.fates.disks[name] = checkpoint
 
     def survives_without(self, name: PeerId) -> bool:
         """Whether the run goes on if this peer never comes back: somebody else has all states, or will have."""
         others = [p for n, p in self.processes.items() if n != name and p.machine.core.is_current]
-        return bool(others) or bool(self.coming_back - {name})
+        return bool(others) or bool(self.fates.coming_back - {name})
 
     def living(self) -> list[Process]:
         """Processes of honest peers, by name."""

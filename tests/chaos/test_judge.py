@@ -11,6 +11,7 @@ from evidences import BEGAN, OVER, PLAN, SAID, SETTLED, SETTLING, TOKENS, commit
 
 from p2pdiloco.chaos.evidence import Evidence, EvidenceError, LearnerLife, Life, Twin, read_evidence
 from p2pdiloco.chaos.judge import goodput, judge, quiet_windows
+from p2pdiloco.chaos.plan import Least
 from p2pdiloco.chaos.timeline import draw
 
 LEFT = peer("A").left
@@ -83,7 +84,7 @@ BROKEN = {
     "a copy fails": (evidence(twins=(Twin(peer="A", given_s=9.0, status=1, said=SAID),)), "twins ended"),
     "a copy says something else": (evidence(twins=(Twin(peer="A", given_s=9.0, status=2, said="no"),)), "twins ended"),
     "nobody is told of its clock": (demanding(clocks_off_s=(0.0, 3600.0)), "wrong clocks told"),
-    "little goodput": (demanding(min_goodput=0.95), "goodput"),
+    "little goodput": (demanding(least=Least(goodput=0.95)), "goodput"),
 }
 
 
@@ -157,7 +158,7 @@ def test_tokens_of_the_dead_count_as_trained() -> None:
     dead = LearnerLife(learner="A/0", tokens=TOKENS, compute_s=72.0)
     some = with_peer("A", learners=(dead, *peer("A").learners))
     assert goodput(some).tokens_merged == pytest.approx(3 / 4)
-    plan = msgspec.structs.replace(PLAN, min_merged=0.98)
+    plan = msgspec.structs.replace(PLAN, least=Least(merged=0.98))
     judged = judge(msgspec.structs.replace(some, schedule=msgspec.structs.replace(some.schedule, plan=plan)))
     assert [verdict.name for verdict in judged if not verdict.is_kept] == ["goodput"]
 

@@ -76,7 +76,7 @@ class Swarm(RuleBasedStateMachine):
         for key in list(world.network.slowed):
             world.network.speed_up(key)
         world.run_until(world.now + 8.0)
-        world.is_frozen = True
+        world.conditions.is_frozen = True
         world.run_until(world.now + 8.0)
         if not world.checks.is_over:
             world.checks.joined()

@@ -18,23 +18,14 @@ LARGE = {
     "peersim/world.World": 25,
     "protocol/core.ProtocolConfig": 24,  # all that a machine must know of its run, documented one by one
     "peer/options.PeerOptions": 23,  # the command line's, likewise
-    "simulation/world.World": 22,
     "net/connection.Connection": 21,
     "training/outer_link.OuterLink": 21,
     "chaos/runner.Runner": 20,
-    "simulation/driver.Process": 20,
-    "simulation/learner.Learner": 20,
     "diloco.DiLoCo": 19,
     "node/node.Node": 19,
     "peer/peer.Peer": 19,
-    "peer/supervision.Supervision": 19,
     "protocol/membership.Membership": 19,
     "training/learner.Learner": 19,
-    "peersim/learner.SimulatedLearner": 18,
-    "peersim/host.SimulatedHost": 17,
-    "chaos/plan.Plan": 16,
-    "peersim/checkers.Checks": 16,
-    "companion.Companion": 16,
 }
 """Classes with more attributes, and how many."""
 TWO_SIDES = """

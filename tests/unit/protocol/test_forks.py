@@ -63,7 +63,7 @@ def test_any_set_of_connected_peers_ends_with_the_maximum() -> None:
     directions = [(P0, P1), (P1, P0), (P0, P2), (P2, P0)]
     world.network.cut(directions)
     world.run_until(8.0)
-    world.is_frozen = True
+    world.conditions.is_frozen = True
     world.run_until(12.0)
     heads = {p.name: p.machine.core.head(SHARD) for p in world.living()}
     assert heads[P1] == heads[P2] != heads[P0]
@@ -116,12 +116,12 @@ def test_a_takeover_deadline_that_is_too_short_makes_a_fork_and_loses_or_repeats
     for pair in permutations((P0, P1, P2), 2):
         world.network.slow_down(pair, LinkQuality(delay_s=0.1))
     world.run_until(20.0)
-    world.is_frozen = True
+    world.conditions.is_frozen = True
     world.run_until(30.0)
     assert world.checks.forks > 3
     assert not world.checks.violations
     for process in world.living():
         assert process.learner is not None
         assert process.learner.tokens_lost == 0
-        world.checks.conserved(process.learner, [value for value in process.globals if value is not None])
+        world.checks.conserved(process.learner, [value for value in process.states.values if value is not None])
     assert not world.checks.violations

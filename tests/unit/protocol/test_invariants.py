@@ -49,7 +49,7 @@ class Witness(Transcript):
 
     def write(self, process: Process, event: ev.Event, effects: Sequence[ef.Effect]) -> None:
         """Called after each event."""
-        head, value = process.machine.core.chains[SHARD].head, process.globals[SHARD]
+        head, value = process.machine.core.chains[SHARD].head, process.states.values[SHARD]
         state = None if value is None else value.digest
         entry = Handled(
             process.world.now, process.name, None if head is None else head.id, state, event, tuple(effects)
@@ -91,10 +91,10 @@ def story() -> Story:
     cut = [pair for name in (P0, P1, P2) for pair in ((name, P3), (P3, name))]
     world.network.cut(cut)
     world.run_until(world.now + 3.0)
-    world.is_frozen = True
+    world.conditions.is_frozen = True
     world.network.mend(cut)
     healed_at = world.now
-    while len({p.heads[SHARD] for p in world.living()}) > 1 and world.now < healed_at + 20.0:
+    while len({p.states.heads[SHARD] for p in world.living()}) > 1 and world.now < healed_at + 20.0:
         world.run_until(world.now + 0.1)
     equal_at = world.now
     world.run_until(equal_at + 5.0)
@@ -157,7 +157,7 @@ def test_along_a_chain_each_learners_token_range_is_merged_at_most_once(story: S
 def test_a_living_learners_tokens_are_in_the_winning_chain_or_still_in_its_delta(story: Story) -> None:
     """I3: the global state holds exactly the tokens up to the mark, and the learner lost and got nothing else."""
     for process in story.world.living():
-        learner, view, value = process.learner, process.machine.core.learner, process.globals[SHARD]
+        learner, view, value = process.learner, process.machine.core.learner, process.states.values[SHARD]
         assert learner is not None
         assert view is not None
         assert value is not None

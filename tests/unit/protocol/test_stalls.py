@@ -70,7 +70,7 @@ def test_no_round_trip_that_spans_a_stall_is_a_sample_at_neither_end(stopped: st
     assert max(view.round_trip_s for view in views) < max(before) + 0.5
     assert max(view.deadline_s(0.5) for view in views) < 4.0
     assert max(p.machine.merges.takeover_s() for p in world.living()) < 3.0
-    assert len({p.heads[0] for p in world.living()}) == 1, "caught up in 3 s"
+    assert len({p.states.heads[0] for p in world.living()}) == 1, "caught up in 3 s"
     assert not world.checks.violations
 
 
