@@ -1,9 +1,4 @@
-"""A simulated learner's process: the real ``OuterLink`` over parameters of which every step leaves a mark.
-
-A learner has a *lane*: one element of each chunk of the model. Each of its inner steps takes 1 off the parameters
-there, so its outer gradient holds, in its lane and nowhere else, how many steps it is about. Whoever loses a step, or
-counts one twice, changes these numbers.
-"""
+"""A simulated learner's process: the real ``OuterLink`` over parameters of which every step leaves a mark."""
 
 from __future__ import annotations
 
@@ -15,11 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from p2pdiloco.peersim.knobs import CHUNK
+from p2pdiloco.peersim.marked_model import MarkedModel
 from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.identifiers import LearnerId, PeerId, ShardId
 from p2pdiloco.training.outer_link import OuterLink
-from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.wire import link
 
 if TYPE_CHECKING:
@@ -147,54 +141,13 @@ class Truth:
         return sum(tokens_from < tokens <= tokens_to and step > self.thrown[shard] for step, tokens in held)
 
 
-class _Watched(FlatParameters):
-    """Tells which shards the learner threw away to take the global parameters."""
-
-    replaced: Callable[[Iterable[ShardId]], None]
-
-    def copy_from(self, vector: Tensor, shards: Iterable[ShardId]) -> None:
-        """Parameters = ``vector``."""
-        super().copy_from(vector, shards)
-        self.replaced(shards)
-
-
-class MarkedModel:
-    """Parameters of which every step leaves a mark in ``lane``."""
-
-    def __init__(self, world: World, lane: int) -> None:
-        manifest, layout = world.manifest, world.layout
-        self.lane = lane
-        self.parameters = [torch.zeros(spec.shape) for spec in manifest.tensors]
-        named = [(spec.name, tensor) for spec, tensor in zip(manifest.tensors, self.parameters, strict=True)]
-        self.flat = _Watched(named, manifest.tensors, layout)
-        self._mark = torch.zeros(layout.elements)
-        """What one step adds, as the run's flat vector."""
-        for shard in layout.shards:
-            for start in range(shard.start, shard.stop, CHUNK):
-                self._mark[start + lane] = -1.0
-
-    def step(self) -> None:
-        """One inner step."""
-        self.flat.add_from(self._mark, self.flat.everything)
-
-    def poison(self) -> None:
-        """They are not numbers any more."""
-        self.parameters[0].view(-1)[self.lane] = float("nan")
-
-    def vector(self) -> Tensor:
-        """As the run's flat vector."""
-        out = torch.empty(len(self._mark))
-        self.flat.copy_to(out, self.flat.everything)
-        return out
-
-
 class SimulatedLearner:
     """One life of a learner's process, which a node may outlive, and which may outlive a node."""
 
     def __init__(self, world: World, peer: PeerId, channel: SimulatedChannel, vectors: Vectors) -> None:
         self.world = world
         self.peer = peer
-        self.model = MarkedModel(world, world.draw_lane())
+        self.model = MarkedModel(world.manifest, world.layout, world.draw_lane())
         self.model.flat.replaced = self._replaced
         self.truth = Truth(len(world.layout.shards))
         """Since its counters began."""

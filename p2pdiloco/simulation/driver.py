@@ -24,7 +24,7 @@ from p2pdiloco.protocol.messages import Commit, Contribution, Head
 from p2pdiloco.simulation.clock import Clock
 from p2pdiloco.simulation.learner import Adopt, Copy, Learner, Pause
 from p2pdiloco.simulation.network import Link
-from p2pdiloco.simulation.shards import GlobalShard, Payload, component, merged, payload_digest
+from p2pdiloco.simulation.shards import GlobalShard, Payload, States, component, merged, payload_digest
 
 if TYPE_CHECKING:
     from p2pdiloco.simulation.world import World
@@ -72,16 +72,6 @@ class Checkpoint(msgspec.Struct, frozen=True):
 Fetched = tuple[ev.ShardState, tuple[Digest, ...], GlobalShard]
 """A state, the heads that led to it, and its value."""
 Job = tuple[Callable[[Any], ev.Event | None], Any]
-
-
-class States:
-    """Of all shards, as this process has them."""
-
-    def __init__(self, shards: int) -> None:
-        self.heads: list[Digest | None] = [None] * shards
-        self.values: list[GlobalShard | None] = [None] * shards
-        self.fetched: dict[Digest, GlobalShard] = {}
-        """Downloaded and not installed, by head."""
 
 
 class Process:
@@ -226,7 +216,7 @@ class Process:
         shard, base = effect.shard, self.states.values[effect.shard]
         if learner is None or learner is not self.learner:
             return ev.Failed("encode", shard, None, "the learner is gone")
-        own = learner.told.effective(shard)
+        own = learner.orders.effective(shard)
         if self.states.heads[shard] != effect.base.id or base is None:
             return ev.Failed("encode", shard, None, "the head has moved")
         if own is None:

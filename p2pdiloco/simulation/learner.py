@@ -83,7 +83,7 @@ class Work:
         return block
 
 
-class Told:
+class Orders:
     """The node's side: what it has told its learner, and its copies of what the learner gave last."""
 
     def __init__(self, shards: int) -> None:
@@ -125,7 +125,7 @@ class Learner:
         self.is_paused = False
         self.is_dead = False
         self.tokens_lost = 0
-        self.told = Told(shards)
+        self.orders = Orders(shards)
         self._next_step()
 
     def _next_step(self) -> None:
@@ -214,12 +214,12 @@ class Learner:
         if isinstance(report, LearnerPaused):
             self.process.tell(report)
         else:
-            self.told.snapshots.update(report[0])
+            self.orders.snapshots.update(report[0])
             self.process.tell(report[1])
 
     # -- the node's side -----------------------------------------------------------------------------------------------
 
     def move(self, shard: ShardId, own: int, *, is_reset: bool) -> None:
         """Tell the learner to move."""
-        self.told.move(shard, own, is_reset=is_reset)
+        self.orders.move(shard, own, is_reset=is_reset)
         self.order(Shift(shard, own, is_reset))

@@ -22,6 +22,16 @@ Payload = tuple[tuple[LearnerId, int], ...]
 """An outer gradient: each learner's component, sorted by learner."""
 
 
+class States:
+    """Of all shards, as this process has them."""
+
+    def __init__(self, shards: int) -> None:
+        self.heads: list[Digest | None] = [None] * shards
+        self.values: list[GlobalShard | None] = [None] * shards
+        self.fetched: dict[Digest, GlobalShard] = {}
+        """Downloaded and not installed, by head."""
+
+
 def value_of(tokens: int) -> int:
     """The sum over a learner's first ``tokens`` tokens."""
     return tokens + (tokens * (tokens - 1) // 2) * PLACE

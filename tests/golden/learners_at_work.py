@@ -8,28 +8,26 @@ from typing import TYPE_CHECKING
 from p2pdiloco.peersim.worker import outcomes, prepare
 
 if TYPE_CHECKING:
-    from p2pdiloco.peer.supervision import Supervision
+    from p2pdiloco.peer.supervision import Ward
 
 SEEDS = (0, 1, 7)
 
 
-def state(of: Supervision) -> str | None:
-    if "is_over" not in vars(of):
+def state(of: Ward) -> str | None:
+    if "has_blocks" not in vars(of):
         return None
-    if of._process is None:
-        return "over" if of.is_over else "none"
-    if not of._is_loaded:
-        return "ready" if of._is_ready else "starting"
-    return "unable" if of.trouble else "training"
+    if of.process is None:
+        return "none"
+    return "training" if of.is_loaded else "ready" if of.is_ready else "starting"
 
 
 def main() -> None:
     prepare(None)
     from watch import attributes_of
 
-    from p2pdiloco.peer.supervision import Supervision
+    from p2pdiloco.peer.supervision import Ward
 
-    with attributes_of(Supervision, state) as picture:
+    with attributes_of(Ward, state) as picture:
         list(outcomes(SEEDS))
     print(picture.mermaid(), end="")
 

@@ -118,10 +118,10 @@ def test_a_learner_answers_at_a_step_boundary() -> None:
     steps = learner.steps
     learner.order(Copy(FragmentId(0), 4))
     world.run_until(world.now + 0.3)
-    assert (learner.steps, len(learner.commands), learner.told.snapshots) == (steps, 1, {})
+    assert (learner.steps, len(learner.commands), learner.orders.snapshots) == (steps, 1, {})
     world.run_until(world.now + 0.7)
     assert (learner.steps, len(learner.commands)) == (steps + 1, 0)
-    assert SHARD in learner.told.snapshots
+    assert SHARD in learner.orders.snapshots
 
 
 def test_a_learner_is_never_stopped_for_its_turn() -> None:
