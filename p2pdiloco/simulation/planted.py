@@ -289,7 +289,7 @@ BUGS = (
     Bug(
         name="a learner's death is not told",
         module=_SUPERVISION,
-        old="            if was_loaded:\n",
+        old="            if ward.is_loaded:\n",
         new="            if False:\n",
         harm="its unmerged tokens are waited for, and counted as the next learner's",
         killed_by=(f"{_SUPERVISION_TESTS}::test_a_learner_that_dies_is_started_again_from_the_global_parameters",),

@@ -63,7 +63,7 @@ BUGS = (
     ),
     Bug(
         name="makers of a state need not be members",
-        module="p2pdiloco.peer.fetching",
+        module="p2pdiloco.peer.downloads",
         old="checked_offer(self._manifest, self._layout, shard, body, self._driver.standing)",
         new="checked_offer(self._manifest, self._layout, shard, body)",
         harm="a newcomer takes a chain of keys that nobody let in",
@@ -295,7 +295,7 @@ BUGS = (
     Bug(
         name="who connects is not asked for members",
         module=_FELLOWSHIP,
-        old='        self._spawn(self._ask(peer), name=f"ask {peer} for members")\n',
+        old='        self._spawn(self.ask(peer), name=f"ask {peer} for members")\n',
         new="",
         harm="a newcomer lets in who was banned before it came",
         killed_by=(f"{_FELLOWSHIP_TESTS}::test_who_connects_learns_of_all_members_and_bans",),

@@ -13,8 +13,8 @@ BUGS = (
     Bug(
         name="a relayed connection is as good as a direct one",
         module=_PEERS,
-        old="return not greeting.is_relayed, ",
-        new="return True, ",
+        old="            not greeting.is_relayed,\n",
+        new="            True,\n",
         harm="a pair whose larger id finds a direct way goes on over the relay",
         killed_by=(f"{_ENDPOINTS}::test_a_direct_connection_takes_the_place_of_a_relayed_one_whoever_dialled_it",),
     ),

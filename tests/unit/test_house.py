@@ -9,6 +9,8 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
+from p2pdiloco.simulation import planted, planted_rules
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "p2pdiloco"
 MOST_LINES = 400
@@ -172,6 +174,14 @@ def reachable(start: str, imports: dict[str, set[str]]) -> set[str]:
             found.add(module)
             todo += imports.get(module, ())
     return found
+
+
+def test_each_planted_bug_fits_its_module_and_names_tests_that_are_there() -> None:
+    for bug in (*planted.BUGS, *planted_rules.BUGS):
+        assert (ROOT / (bug.module.replace(".", "/") + ".py")).read_text().count(bug.old) == 1, bug.name
+        for test in bug.killed_by:
+            path, _, name = test.partition("::")
+            assert f"def {name.rpartition('::')[2].partition('[')[0]}(" in (ROOT / path).read_text(), (bug.name, test)
 
 
 def test_node_and_peer_read_the_machine_through_its_view() -> None:
