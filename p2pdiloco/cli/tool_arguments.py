@@ -20,7 +20,7 @@ def simulate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--fresh", type=int, metavar="N", help="N seeds that nobody has run before, instead of --seeds")
     sub.add_argument("--whole", action="store_true", help="simulate whole peers, not the protocol alone")
     from p2pdiloco.simulation.scenarios import STORIES
-    from p2pdiloco.simulation.seeds import MIXED, SCENARIOS
+    from p2pdiloco.simulation.scenes import MIXED, SCENARIOS
 
     sub.add_argument("--scenario", choices=[MIXED, *SCENARIOS], default=MIXED, help="kinds of faults (default: all)")
     sub.add_argument("--story", choices=sorted(STORIES), help="tell one scripted situation instead of running seeds")

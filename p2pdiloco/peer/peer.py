@@ -38,7 +38,7 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.defaults import heartbeat_s, logged
-from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
+from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId, peer_of
 from p2pdiloco.protocol.limits import STEP_TOKENS
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
@@ -328,8 +328,8 @@ class Peer:
             self.host.links.blame(peer)
             return None
         match message:
-            case msg.Contribution() if not self._standing.may_contribute(peer):
-                self.fault(peer, "contribution", "its certificate is a follower's")
+            case msg.Contribution() if not self._standing.may_contribute(peer_of(message.contributor.learner)):
+                self.fault(peer, "contribution", "its giver's certificate is a follower's")
                 return None
             case msg.Heartbeat():
                 weight = min(message.weight, self._standing.most_weight(peer))
@@ -347,7 +347,8 @@ class Peer:
         match message:
             case msg.Contribution():
                 shard = message.shard
-                may_come = self._standing.may_contribute(peer) and self.machine.wants(peer, message)
+                giver = peer_of(message.contributor.learner)
+                may_come = self._standing.may_contribute(giver) and self.machine.wants(peer, message)
                 if size != message.payload_bytes or not may_come:
                     return False
             case msg.Commit():

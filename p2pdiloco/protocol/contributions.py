@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from p2pdiloco.protocol.chain import is_heavier
 from p2pdiloco.protocol.core import Core, LearnerView
 from p2pdiloco.protocol.effects import AdoptStep, Encode, Snapshot
+from p2pdiloco.protocol.errands import hand_on_turn
 from p2pdiloco.protocol.events import Encoded, Mark, Snapshotted
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.ledger import Ledger
@@ -121,9 +122,13 @@ class Contributions:
         for fragment, turn in zip(core.config.fragments, self.turns, strict=True):
             turn.step = max(turn.step, *(min(core.chains[shard].step, core.step) for shard in fragment))
 
-    def heard(self, message: Turn) -> None:
-        """Another peer announces a turn."""
+    def heard(self, sender: PeerId, message: Turn) -> None:
+        """Another peer announces a turn: those that do not hear it hear of it from here."""
+        turn = self.turns[message.fragment]
+        before = turn.step
         self.open(message.fragment, self.adopt_step(message.step), is_mine=False)
+        if turn.step > before:
+            hand_on_turn(self.core, sender, self.announcement(message.fragment))
 
     def open(self, fragment: FragmentId, step: int, *, is_mine: bool) -> None:
         """Open a turn for those of the fragment's shards whose last one is over."""

@@ -54,7 +54,7 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     evaluation_every: int = 0
     """Versions of shard 0 between evaluations; 0 for none."""
     weight: float = 1.0
-    """Share of ownership that this peer asks for; 0 if it cannot be reached from outside."""
+    """Share of ownership that this peer asks for; with 0 it owns only if nobody else may."""
     log_length: int = 32
     """Commits kept for each shard, and own contributions kept for undoing a fork."""
     heartbeat_s: float = 1.0

@@ -4,7 +4,9 @@ A state comes with its *lineage*: the commits that led to it, as far as its dono
 A peer stands by a state if a head that it has told of itself is that state's, or lies in its lineage.
 
 Rules of this file:
-1. A newcomer has nothing to compare with: it takes what more than half of the peers that have states stand by.
+1. A newcomer has nothing to compare with: it takes what more than half of the peers that have states stand by. If for
+   long there is no such state, the run has fallen apart and the newcomer may be all that holds it together: it takes
+   one by which as many stand as by any other.
 2. A peer that has a state takes another whose lineage meets the heads that it came by: it was seen where they part. One
    that does not (a long absence, a deep fork, a chain that somebody made up) it takes unless more than half of all,
    itself included, stand by its own; who has told nothing of late is asked before.
@@ -14,12 +16,16 @@ Rules of this file:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
 from p2pdiloco.protocol.messages import Head, HeadsRequest
+
+DIVIDED_REQUESTS = 2
+"""Times ``request_s`` for which a newcomer looks for what more than half stand by."""
 
 
 class Told(NamedTuple):
@@ -48,6 +54,8 @@ class Lineage:
         """By connected peer."""
         self._judged: dict[ShardId, Judged] = {}
         """The state that was offered last."""
+        self._divided_at: dict[ShardId, float] = {}
+        """When a state was refused first because too few stand by it."""
 
     def told(self, peer: PeerId, head: Head) -> None:
         """``peer`` says that this is its head."""
@@ -98,7 +106,7 @@ class Lineage:
             return None
         if chain.head is None:
             stand = sum(self._was_at(donor, shard, theirs) for donor in donors)
-            if 2 * stand <= len(donors):
+            if 2 * stand <= len(donors) and not self._is_divided(shard, stand, theirs, donors):
                 return f"{stand} of {len(donors)} peers stand by it, and more than half must"
         elif chain.head.id not in theirs and theirs.isdisjoint(chain.ancestry):
             ours = {chain.head.id, *chain.ancestry}
@@ -110,6 +118,14 @@ class Lineage:
                 self._leave_alone(peer)
                 return f"its lineage does not meet ours, by which {stand} of {len(donors) + 1} peers stand"
         return None
+
+    def _is_divided(self, shard: ShardId, stand: int, theirs: Container[Digest], donors: Sequence[PeerId]) -> bool:
+        """Whether for long there was nothing by which most stand, and nothing has more than these ``stand``."""
+        since = self._divided_at.setdefault(shard, self.core.now)
+        told = (self._told.get(donor, {}).get(shard) for donor in donors)
+        others = Counter(one.head for one in told if one is not None and one.head not in theirs)
+        is_long = self.core.now - since >= DIVIDED_REQUESTS * self.core.config.request_s
+        return is_long and 0 < stand >= max(others.values(), default=0)
 
     def _donors(self) -> list[PeerId]:
         """Live peers that say they have all states."""

@@ -24,6 +24,7 @@ from p2pdiloco.protocol.chain import SizeOf, no_size
 from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.core import BEAT, Core, LearnerView, ProtocolConfig
 from p2pdiloco.protocol.effects import Effect, Evaluate
+from p2pdiloco.protocol.errands import hand_on_commit
 from p2pdiloco.protocol.evaluations import Evaluations
 from p2pdiloco.protocol.farewell import Farewell
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
@@ -214,7 +215,7 @@ class Machine:
                 self.presence.heard(peer, message)
             case msg.Commit():
                 if message.header.shard < len(core.chains):
-                    self.adoption.receive(peer, message.header)
+                    self._received_commit(peer, message.header)
             case msg.Turn() | msg.Contribution() | msg.Refused():
                 self._received_in_turn(peer, message)
             case msg.HeadsRequest():
@@ -236,6 +237,13 @@ class Machine:
             case _:
                 assert_never(message)
 
+    def _received_commit(self, peer: PeerId, header: msg.CommitHeader) -> None:
+        adoption = self.adoption
+        adoption.receive(peer, header)
+        _, taken = adoption.applying.get(header.shard, (None, None))
+        if taken is header and header.shard not in adoption.asked:  # it is news
+            hand_on_commit(self.core, peer, header)
+
     def _are_heads(self, heads: tuple[msg.Head, ...], shards: Container[int]) -> bool:
         """Whether these are heads of some of ``shards``, one of each."""
         return len({h.shard for h in heads}) == len(heads) and all(h.shard in shards for h in heads)
@@ -251,7 +259,7 @@ class Machine:
                 if message.fragment < len(fragments) and self._are_heads(message.heads, fragments[message.fragment]):
                     for theirs in message.heads:
                         self.adoption.saw(peer, theirs)
-                    self.contributions.heard(message)
+                    self.contributions.heard(peer, message)
             case msg.Contribution():
                 if message.shard < len(core.chains) and message.base.shard == message.shard:
                     self.merges.collect(peer, message)

@@ -6,6 +6,7 @@ Rules of this file:
 2. Deadlines follow from measured round trips (RFC 6298's estimator) and the heartbeat interval; no other constant.
    That interval grows with the number of connected peers, so that what heartbeats cost a peer does not.
 3. Live is not participating: a peer participates while its learner can contribute.
+4. Of those who may own, the best connected come first (``connectedness``), and those last that let a takeover pass.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 
 from p2pdiloco.protocol.blocks import Block
+from p2pdiloco.protocol.connectedness import SETTLING_BEATS, Connectedness
 from p2pdiloco.protocol.estimates import smoothed
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.messages import Heartbeat
@@ -31,8 +33,12 @@ MOST_WEIGHT = 2.0
 """In medians of the candidates' weights."""
 SLOW_TRIPS = 8
 """Median round trips that the slowest one may count for, beside a heartbeat: a peer that answers late on purpose."""
-PASSED_OVER = 1e-12
-"""The weight of an owner that let the takeover time pass, as a share of the least of the others'."""
+LATER = 1e-12
+"""The weight of owners that come after all others, as a share of the least of the others'."""
+LEAST_SPREAD = 1e-24
+"""Between the least weight and the largest, as far as that is looked at."""
+PASSED_OVER = 3
+"""How often an owner comes after others that let the takeover time pass; the worst connected does so twice."""
 MISSES_COUNTED = 4
 
 
@@ -52,6 +58,7 @@ class PeerView:
     __slots__ = (
         "acked_at",
         "beat",
+        "echoed",
         "heard_at",
         "is_behind",
         "mismatches",
@@ -71,6 +78,8 @@ class PeerView:
         """When we sent the newest heartbeat that the peer has echoed."""
         self.beat: Heartbeat | None = None
         self.sequence = 0
+        self.echoed = 0
+        """The newest of our heartbeats that it has seen."""
         self.round_trip_s = 0.0
         self.variation_s = 0.0
         self.mismatches = 0
@@ -105,6 +114,7 @@ class Membership:
         "_median_s",
         "_passed_over_until",
         "candidates",
+        "connectedness",
         "fastest_step_s",
         "interval_s",
         "is_leaving",
@@ -113,17 +123,17 @@ class Membership:
         "my_candidacy",
         "participating",
         "peers",
-        "resumed_at",
         "sent_at",
         "sequence",
         "silently_lost_at",
         "slowest_round_trip_s",
-        "stall_s",
+        "stall",
         "willing",
     )
 
     def __init__(self, me: PeerId, interval_s: float) -> None:
         self.me = me
+        self.connectedness = Connectedness(me)
         self.interval_s = interval_s
         """Between two heartbeats in a small swarm."""
         self.peers: dict[PeerId, PeerView] = {}
@@ -136,10 +146,8 @@ class Membership:
         """A peer on its way out owns nothing new, unless it is the last."""
         self.silently_lost_at: float | None = None
         """When a live peer was last lost that had not said goodbye."""
-        self.resumed_at = 0.0
-        """When this peer last went on after it had stood still,"""
-        self.stall_s = 0.0
-        """and for how long it had."""
+        self.stall = (0.0, 0.0)
+        """When this peer last went on after it had stood still, and for how long it had."""
         self.live: tuple[PeerId, ...] = ()
         """Sorted, without this peer."""
         self.participating: frozenset[PeerId] = frozenset()
@@ -152,7 +160,7 @@ class Membership:
         self.willing: Candidates = ()
         """Who may own, this peer included, with capped weights."""
         self.candidates: Candidates = ()
-        """The same, with those last that were passed over."""
+        """The same, with those last that are badly connected, or were passed over."""
         self.slowest_round_trip_s = 0.0
         """Largest smoothed round trip to a live peer; like all of these as of the last ``refresh``."""
         self.fastest_step_s = 0.0
@@ -178,6 +186,7 @@ class Membership:
     def disconnect(self, peer: PeerId) -> None:
         """Forget a connection."""
         self.peers.pop(peer, None)
+        self.connectedness.forget(peer)
 
     def hear(self, peer: PeerId, beat: Heartbeat, now: float) -> bool:
         """Take a heartbeat; True if it may change who is live or what they are."""
@@ -193,8 +202,10 @@ class Membership:
         view.beat = beat
         if beat.echo:
             self._measure(view, beat, now)
+        is_other_list = self.connectedness.told(peer, beat.hears, now)
         return (
-            previous is None
+            is_other_list
+            or previous is None
             or was_quiet
             or previous.phase != beat.phase
             or previous.is_participating != beat.is_participating
@@ -228,10 +239,11 @@ class Membership:
         age = self.sequence - beat.echo
         if not 0 <= age < len(self.sent_at):
             return
+        view.echoed = max(view.echoed, beat.echo)
         at = self.sent_at[-1 - age]
         if at > view.acked_at:
             view.acked_at = at
-        if at < self.resumed_at:
+        if at < self.stall[0]:
             return  # we were late to read it
         view.is_behind = False
         sample_s = now - at - beat.echo_held_s
@@ -241,13 +253,13 @@ class Membership:
     def stood_still(self, now: float, seconds: float) -> None:
         """This peer did nothing for so long, until now. Round trips that span this time are no samples, at neither
         end."""
-        self.resumed_at, self.stall_s = now, seconds
+        self.stall = now, seconds
         for view in self.peers.values():
             view.is_behind = True
 
     def held_s(self, view: PeerView, now: float) -> float:
         """How long ago what is echoed to a peer came; longer than it can be, if that is not known."""
-        return now - view.heard_at + (self.stall_s + 2 * self.interval_s if view.is_behind else 0.0)
+        return now - view.heard_at + (self.stall[1] + 2 * self.interval_s if view.is_behind else 0.0)
 
     def next_sequence(self, now: float) -> int:
         """Number of the next heartbeat, which is about to be sent to everybody."""
@@ -289,12 +301,16 @@ class Membership:
         self.fastest_step_s = 0.0 if step_s == float("inf") else step_s
         before = self.live
         live.sort()
-        self.live = tuple(live)
+        if live != list(before):
+            self.live = tuple(live)
+            self.connectedness.live_changed(live, self.sequence)
         self.participating = frozenset(participating)
         candidates.sort()
         if candidates != self._asking:
             self._asking = candidates
             self.willing = capped(candidates)
+        able = [peer for peer, _ in self.willing]
+        self.connectedness.judge(now, self.live, able, SETTLING_BEATS * beat_s)
         self._rank_candidates(now)
         if self.live == before:
             return (), ()
@@ -302,16 +318,19 @@ class Membership:
         return tuple(sorted(new - old)), tuple(sorted(old - new))
 
     def _rank_candidates(self, now: float) -> None:
-        """Those that let the takeover time pass come after all others."""
-        if now >= self._passed_over_until:
+        """The best connected first, then those who hear one of them; those that let the takeover time pass come after
+        all others."""
+        late = dict(self.connectedness.tiers)
+        if now < self._passed_over_until:
+            for peer, view in self.peers.items():
+                if now < view.passed_over_until:
+                    late[peer] = late.get(peer, 0) + PASSED_OVER
+        if not late:
             self.candidates = self.willing
             return
-        last = {peer for peer, view in self.peers.items() if now < view.passed_over_until}
-        least = min((weight for peer, weight in self.willing if peer not in last), default=1.0)
-        most = max((weight for _, weight in self.willing), default=1.0)
-        self.candidates = tuple(
-            (peer, PASSED_OVER * least * weight / most if peer in last else weight) for peer, weight in self.willing
-        )
+        weights = [weight for _, weight in self.willing]
+        share = LATER * max(LEAST_SPREAD, min(weights, default=1.0) / max(weights, default=1.0))
+        self.candidates = tuple((peer, weight * share ** late.get(peer, 0)) for peer, weight in self.willing)
 
     def missed(self, peer: PeerId, now: float, takeover_s: float) -> None:
         """As an owner ``peer`` let ``takeover_s`` pass: it owns last for as long as four laps through all owners take,

@@ -1,8 +1,8 @@
 """The owner's side of a turn: collect contributions, close by quorum and grace window, merge, commit.
 
 Rules of this file:
-1. A contribution is accepted only for the head of its shard, from its own learner's peer, once per learner and version,
-   and only with tokens that the chain has not merged.
+1. A contribution is accepted only for the head of its shard, from its own learner's peer or from one that hears it,
+   once per learner and version, and only with tokens that the chain has not merged.
 2. A stale contribution is refused with the newest head attached; one that is ahead of us waits until we caught up.
 3. Whoever holds contributions may merge them when its rank's time has come: there is no election.
 """
@@ -14,6 +14,7 @@ from typing import NamedTuple
 from p2pdiloco.protocol.answers import Answers
 from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.effects import Merge
+from p2pdiloco.protocol.errands import hand_on_contribution, is_handed_on
 from p2pdiloco.protocol.events import Merged
 from p2pdiloco.protocol.identifiers import Digest, LearnerId, PeerId, ShardId, peer_of
 from p2pdiloco.protocol.messages import MAX_TEXT, CommitHeader, Contribution, Head, Refused
@@ -66,6 +67,8 @@ class Merges:
         self.collections = [Collection() for _ in core.chains]
         self.early: list[dict[PeerId, Contribution]] = [{} for _ in core.chains]
         """Contributions to versions that this peer has not reached, one per peer."""
+        self.guests: set[PeerId] = set()
+        """Peers whose contributions others hand on."""
         self.answers = Answers(len(core.chains))
         self.turn_s = core.config.takeover_floor_s
         """Smoothed time from a turn to its commits."""
@@ -105,29 +108,37 @@ class Merges:
     def collect(self, sender: PeerId, contribution: Contribution) -> None:
         """Take, keep for later, or refuse a contribution."""
         shard, head = contribution.shard, self.core.head(contribution.shard)
-        if peer_of(contribution.contributor.learner) != sender:
-            self._refuse(sender, contribution, "the learner is not the sender's")
-        elif is_on_head(contribution, head):
+        giver = peer_of(contribution.contributor.learner)
+        if giver == sender:
+            self.guests.discard(giver)
+        elif is_handed_on(self.core, sender, contribution):
+            self.guests.add(giver)
+        else:
+            self._refuse(sender, contribution, "the learner is not the sender's, nor of a peer that it hears")
+            return
+        if is_on_head(contribution, head):
             reason = self._problem(contribution)
             if reason is None:
-                self._accept(sender, contribution)
+                self._accept(giver, contribution)
+                hand_on_contribution(self.core, sender, contribution)
             else:
                 self._refuse(sender, contribution, reason)
         elif is_ahead(contribution, head):
-            if self.wants(sender, contribution):
+            if giver == sender and self.wants(sender, contribution):
                 self.early[shard][sender] = contribution
             else:
                 self._refuse(sender, contribution, "too much waits already for heads that are not here")
         else:
-            self.answers.came_late(sender, shard, contribution.base.id, self.core.now)
+            self.answers.came_late(giver, shard, contribution.base.id, self.core.now)
             self._refuse(sender, contribution, "stale")
 
     def wants(self, sender: PeerId, contribution: Contribution) -> bool:
         """Whether the payload may come: not in another's name, and within its peer's share of what may wait for a head
         that is not here."""
-        if peer_of(contribution.contributor.learner) != sender:
-            return False
         head = self.core.chains[contribution.shard].head
+        if peer_of(contribution.contributor.learner) != sender:
+            is_usable = head is not None and is_on_head(contribution, head)
+            return is_usable and is_handed_on(self.core, sender, contribution)
         if head is None or is_on_head(contribution, head) or not is_ahead(contribution, head):
             return True
         others = (early.get(sender) for shard, early in enumerate(self.early) if shard != contribution.shard)
@@ -142,17 +153,17 @@ class Merges:
             return "it has no payload"
         return self.core.chains[contribution.shard].range_problem(c)
 
-    def _accept(self, sender: PeerId, contribution: Contribution) -> None:
+    def _accept(self, giver: PeerId, contribution: Contribution) -> None:
         collection, c = self.collections[contribution.shard], contribution.contributor
         if not collection.is_closed:
             self.open(contribution.shard, self.core.plausible(contribution.step))
         if collection.opened_at is not None:
-            self.answers.came(sender, self.core.now - collection.opened_at)
+            self.answers.came(giver, self.core.now - collection.opened_at)
         if collection.is_closed:
             return
-        collection.answered.add(sender)
+        collection.answered.add(giver)
         if c.tokens:
-            for learner in [x for x in collection.given if peer_of(x) == sender and x != c.learner]:
+            for learner in [x for x in collection.given if peer_of(x) == giver and x != c.learner]:
                 del collection.given[learner]
             collection.given.setdefault(c.learner, contribution)
         self.consider(contribution.shard)
@@ -203,7 +214,8 @@ class Merges:
         assert collection.opened_at is not None
         ranked = ranked_owners(config.run, shard, core.head(shard).version + 1, membership.candidates)
         rank = ranked.index(config.peer) if config.peer in ranked else len(ranked)
-        absent = membership.participating - collection.answered
+        guests = filter(membership.connectedness.is_afar, self.guests)
+        absent = membership.participating.union(guests) - collection.answered
         is_waiting_for_me = core.is_participating() and config.peer not in collection.answered
         quorum_s = 0.0 if collection.quorum_at is None else collection.quorum_at - collection.opened_at
         grace_s = grace_window_s(
@@ -299,6 +311,7 @@ class Merges:
         if base is not None and opened_at is not None:
             self.answers.moved(shard, base, opened_at)
         self.collections[shard] = Collection()
+        self.guests = set(filter(core.membership.connectedness.is_afar, self.guests))
         early, self.early[shard] = self.early[shard], {}
         for sender in sorted(early):
             self.collect(sender, early[sender])

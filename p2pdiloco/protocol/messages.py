@@ -38,6 +38,8 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 MAX_SHARDS = 1 << 16
 MAX_CONTRIBUTORS = 4096
 MAX_KNOWN = 256
+MAX_HEARD_BYTES = 4096
+"""Fingerprints of 1,024 peers."""
 
 Phase = Literal["joining", "training", "following", "finished", "leaving"]
 
@@ -120,11 +122,13 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     heads_mark: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     """Exclusive-or over all shards' head ids: equal when heads are."""
     weight: Annotated[float, Meta(ge=0.0, le=1e12)]
-    """Share of ownership asked for (upload budget); 0 never owns (not reachable from outside)."""
+    """Share of ownership asked for (upload budget); with 0 it owns only if nobody else may."""
     claims: Blocks = ()
     """Blocks of data in the learner's hands, or trained and not merged yet: others leave them alone."""
     interval_s: Seconds = 0.0
     """How long the sender may take until its next heartbeat; 0: as long as the receiver itself."""
+    hears: Annotated[bytes, Meta(max_length=MAX_HEARD_BYTES)] | None = None
+    """Whom the sender hears, as fingerprints (``connectedness``); None: as it said last."""
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, tag="turn"):

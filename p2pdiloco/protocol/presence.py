@@ -64,7 +64,9 @@ class Presence:
 
     def refresh(self, why_lost: str, *, said_goodbye: bool = False) -> None:
         """Who is live may have changed."""
-        core = self.core
+        core, chain = self.core, self.core.chains[0]
+        if chain.head is not None:
+            core.membership.connectedness.merged(chain.head.version, chain.marks)
         appeared, lost = core.membership.refresh(core.now)
         if lost:
             if not said_goodbye:
@@ -90,5 +92,6 @@ class Presence:
         interval_s = core.membership.beat_s()
         for view in views:
             held_s = core.membership.held_s(view, core.now)
-            told = (phase, is_participating, core.step, step_time_s, mark, weight, claims, interval_s)
+            hears = core.membership.connectedness.list_for(view.echoed)
+            told = (phase, is_participating, core.step, step_time_s, mark, weight, claims, interval_s, hears)
             core.effects.append(Send((view.peer,), Heartbeat(sequence, view.sequence, held_s, *told)))

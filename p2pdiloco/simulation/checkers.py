@@ -13,6 +13,7 @@ from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.identifiers import Digest, LearnerId, ShardId, peer_of
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.simulation.learner import Copy
+from p2pdiloco.simulation.meshes import pair_of, parts
 from p2pdiloco.simulation.shards import GlobalShard, tokens_in, value_of
 
 if TYPE_CHECKING:
@@ -166,21 +167,29 @@ class Checks:
     # -- 4: heads become equal -----------------------------------------------------------------------------------------
 
     def heads_equal(self) -> None:
-        """At rest, every living peer has the same heads."""
-        living = [p for p in self.world.living() if p.machine.core.is_current]
-        for shard in range(len(living[0].states.heads) if living else 0):
-            found: dict[Digest | None, list[str]] = {}
-            for process in living:
-                found.setdefault(process.states.heads[shard], []).append(process.name)
-            if len(found) > 1:
-                told = "; ".join(f"{str(head)[:8]} at {', '.join(names)}" for head, names in found.items())
-                self.violated(4, f"shard {shard} has {len(found)} heads: {told}")
-                return
+        """At rest, all living peers that are connected, through others if need be, have the same heads."""
+        for part in self.together():
+            for shard in range(len(part[0].states.heads)):
+                found: dict[Digest | None, list[str]] = {}
+                for process in part:
+                    found.setdefault(process.states.heads[shard], []).append(process.name)
+                if len(found) > 1:
+                    told = "; ".join(f"{str(head)[:8]} at {', '.join(names)}" for head, names in found.items())
+                    self.violated(4, f"shard {shard} has {len(found)} heads: {told}")
+                    return
+
+    def together(self) -> list[list[Process]]:
+        """The living peers that have all states, by the parts in which they can reach each other."""
+        current = {p.name: p for p in self.world.living() if p.machine.core.is_current}
+        return [[current[name] for name in sorted(part)] for part in parts(current, self.world.network.apart)]
 
     def joined(self) -> None:
-        """After the healing, every living peer has all states."""
+        """After the healing, every living peer has all states, if it can reach somebody who has."""
+        reached = [p.name for part in self.together() for p in part]
+        apart = self.world.network.apart
         for process in self.world.living():
-            if not process.machine.core.is_current:
+            is_near = any(pair_of(process.name, name) not in apart for name in reached)
+            if not process.machine.core.is_current and is_near:
                 missing = [c.shard for c in process.machine.core.chains if c.head is None]
                 self.violated(4, f"{process.name} has still no state of shards {missing}")
 

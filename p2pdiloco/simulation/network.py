@@ -17,6 +17,7 @@ import msgspec
 from p2pdiloco.protocol.events import PeerConnected, PeerDisconnected, Received
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
 from p2pdiloco.protocol.messages import Commit, Contribution, Message
+from p2pdiloco.simulation.meshes import WHOLE, Mesh, Pair, pair_of
 from p2pdiloco.simulation.shards import Payload
 
 if TYPE_CHECKING:
@@ -119,9 +120,9 @@ class Network:
         self.default = LinkQuality()
         self.blocked: dict[tuple[PeerId, PeerId], int] = {}
         """Directions that are cut, with how many cuts hold them."""
-        self.dialling: set[tuple[PeerId, PeerId]] = set()
-        self.unreachable: frozenset[PeerId] = frozenset()
-        """Cannot be dialled; two of them never meet."""
+        self.dialling: set[Pair] = set()
+        self.apart: Mesh = WHOLE
+        """Pairs that cannot connect now."""
         self.messages = 0
         self.control_bytes = 0
         self.payload_bytes = 0
@@ -193,13 +194,15 @@ class Network:
 
     def dial_later(self, a: PeerId, b: PeerId, after_s: float) -> None:
         """The pair tries to meet after this time."""
-        pair = (a, b) if a < b else (b, a)
-        if pair not in self.dialling and not (a in self.unreachable and b in self.unreachable):
+        pair = pair_of(a, b)
+        if pair not in self.dialling and pair not in self.apart:
             self.dialling.add(pair)
             self.world.schedule(self.world.now + after_s, None, self._dial, pair)
 
-    def _dial(self, pair: tuple[PeerId, PeerId]) -> None:
+    def _dial(self, pair: Pair) -> None:
         self.dialling.discard(pair)
+        if pair in self.apart:
+            return  # it dials when the mesh is another
         a, b = (self.world.processes.get(name) for name in pair)
         if a is None or b is None:
             return  # whoever starts later dials
@@ -260,6 +263,16 @@ class Network:
     def _closed(self, argument: tuple[Process, Process, Connection, str]) -> None:
         argument[2].is_open = False
         self._disconnected(argument)
+
+    def part(self, apart: Mesh) -> None:
+        """From now on these pairs cannot connect, and all others can."""
+        before, self.apart = self.apart, apart
+        for a, b in sorted(apart - before):
+            process = self.world.processes.get(a)
+            if process is not None:
+                self.break_connection(process, b, "no path")
+        for pair in sorted(before - apart):
+            self.dial_later(*pair, self.setting.redial_s * (0.2 + self.world.random.random()))
 
     # -- cuts ----------------------------------------------------------------------------------------------------------
 

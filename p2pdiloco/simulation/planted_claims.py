@@ -115,7 +115,7 @@ BUGS = (
     _bug(
         "a newcomer believes the first",
         "lineage",
-        "if 2 * stand <= len(donors):",
+        "if 2 * stand <= len(donors) and not self._is_divided(shard, stand, theirs, donors):",
         "if not stand:",
         "whoever answers first gives a newcomer its model",
         "test_lineage.py::test_a_newcomer_takes_what_more_than_half_stand_by",

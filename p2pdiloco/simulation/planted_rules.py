@@ -6,6 +6,7 @@ What seeds do find stands in ``mutants``.
 from __future__ import annotations
 
 from p2pdiloco.simulation.planted_claims import BUGS as CLAIM_BUGS
+from p2pdiloco.simulation.planted_meshes import BUGS as MESH_BUGS
 from p2pdiloco.simulation.planter import Bug
 
 _P = "p2pdiloco.protocol"
@@ -18,6 +19,7 @@ def _bug(name: str, module: str, old: str, new: str, harm: str, killed_by: str) 
 
 BUGS = (
     *CLAIM_BUGS,
+    *MESH_BUGS,
     _bug(
         "heartbeats do not slow down",
         "membership",

@@ -12,7 +12,8 @@ from multiprocessing import get_context
 import msgspec
 
 from p2pdiloco.simulation.mutants import MUTANTS, planted
-from p2pdiloco.simulation.seeds import MIXED, SCENARIOS, Outcome, run_seed
+from p2pdiloco.simulation.scenes import MIXED, SCENARIOS
+from p2pdiloco.simulation.seeds import Outcome, run_seed
 
 CHUNK = 20
 """Seeds given to a worker process at once."""

@@ -7,6 +7,7 @@ is written by the protocol, not by the script: tests/golden holds the transcript
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import combinations
 
 import msgspec
 
@@ -22,7 +23,7 @@ SETTLED_S = 3.0
 """By then all three train and some versions are made."""
 TIE_SEED = 15
 """In this world two cut-off peers commit the same number of tokens."""
-P0, P1, P2, P3 = (PeerId(f"p{i}") for i in range(4))
+P0, P1, P2, P3, P4 = (PeerId(f"p{i}") for i in range(5))
 ALL = (P0, P1, P2)
 
 
@@ -239,6 +240,20 @@ def fork_with_a_tie(transcript: Transcript) -> World:
     return world
 
 
+def handed_on(transcript: Transcript) -> World:
+    """p0 reaches p1, p2 and p3; p4 hears p3 alone. p0 owns: it reaches most. What p4 gives goes to p3, and from there
+    to p0; turns and commits come back the same way."""
+    world = make_world(base_config(), {name: PeerSetting(step_s=0.25) for name in (*ALL, P3, P4)}, transcript)
+    together = {(P0, P1), (P0, P2), (P0, P3), (P3, P4)}
+    world.network.part(frozenset(combinations((*ALL, P3, P4), 2)) - together)
+    world.run_until(3 * SETTLED_S)
+    _until_rest(world)
+    transcript.lines.clear()
+    version = world.checks.newest[ShardId(0)]
+    _until(world, lambda _: min(map(_version, world.living())) > version)
+    return world
+
+
 STORIES: dict[str, Callable[[Transcript], World]] = {
     "normal-turn": normal_turn,
     "slow-learner": slow_learner,
@@ -251,6 +266,7 @@ STORIES: dict[str, Callable[[Transcript], World]] = {
     "graceful-leave": graceful_leave,
     "restart-from-checkpoint": restart_from_checkpoint,
     "fork-with-a-tie": fork_with_a_tie,
+    "handed-on": handed_on,
 }
 
 

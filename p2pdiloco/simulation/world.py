@@ -113,8 +113,6 @@ class World:
     def add(self, name: PeerId, setting: PeerSetting, at: float = 0.0, *, is_founder: bool = False) -> None:
         """A peer comes at ``at``; the founder brings version 0."""
         self.settings[name] = setting
-        if setting.weight == 0.0:
-            self.network.unreachable |= {name}
         if is_founder:
             config = self.make_config(name, setting)
             genesis = tuple(

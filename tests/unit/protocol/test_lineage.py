@@ -114,6 +114,26 @@ def test_a_newcomer_takes_what_more_than_half_stand_by() -> None:
     assert stage.machine.status().heads == (HONEST[2],)
 
 
+def test_where_for_long_most_stand_by_nothing_a_newcomer_takes_what_as_many_stand_by_as_by_any_other() -> None:
+    """H2d: three parts that only this peer can join (seed 49 of the scenario meshes). Not before, and not what one of
+    three says while two agree."""
+    stage = newcomer(B, C, D)
+    for peer, head in zip((B, C, D), HONEST, strict=True):
+        stage.hear(peer, msg.Heads((head,), 0))
+    bring(stage, HONEST[0])
+    stage.wait(2 * stage.config.request_s - 0.5)
+    bring(stage, HONEST[0])
+    assert stage.machine.status().heads == ()
+    stage.wait(0.6)
+    stage.hear(D, msg.Heads((HONEST[1],), 0))
+    bring(stage, FORGED)
+    bring(stage, HONEST[0])
+    assert stage.machine.status().heads == (), "c and d stand by another"
+    stage.hear(D, msg.Heads((HONEST[2],), 0))
+    bring(stage, HONEST[0])
+    assert stage.machine.status().heads == (HONEST[0],)
+
+
 def test_what_a_peer_commits_itself_tells_of_its_head() -> None:
     """H2c: and of the one before; what it hands on tells nothing (seed 6004320)."""
     stage = newcomer(B, C)

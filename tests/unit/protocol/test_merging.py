@@ -35,7 +35,7 @@ def test_a_contribution_is_accepted_only_on_the_owners_own_head() -> None:
 
 
 def test_a_contribution_is_accepted_only_from_its_own_learners_peer() -> None:
-    """M1b: c cannot give what b trained."""
+    """M1b: c cannot give what b trained, unless it says that it hears b."""
     stage = owner(B, C)
     effects = stage.hear(C, stage.contribution(B))
     assert [(to, "sender" in refused.reason) for to, refused in sent(effects, msg.Refused)] == [(C, True)]

@@ -79,7 +79,7 @@ def test_owners_are_ranked_over_the_peer_the_shard_and_the_version() -> None:
     assert len(by_version) == len(by_shard) == 24
 
 
-def test_who_cannot_be_dialled_owns_only_if_nobody_else_can() -> None:
+def test_who_asks_for_no_weight_owns_only_if_nobody_else_may() -> None:
     """O2."""
     stage = Stage(B, C, weight=0.0)
     stage.says(C, weight=0.0)

@@ -1,0 +1,217 @@
+"""Bugs of runs in which not every pair of peers is connected (``planted_rules`` tells how they are used)."""
+
+from __future__ import annotations
+
+from p2pdiloco.simulation.planter import Bug
+
+_P = "p2pdiloco.protocol"
+_TESTS = "tests/unit/protocol/test_connectedness.py"
+_DIVIDED = "test_where_for_long_most_stand_by_nothing_a_newcomer_takes_what_as_many_stand_by_as_by_any_other"
+
+
+def _bug(name: str, module: str, old: str, new: str, harm: str, *killed_by: str) -> Bug:
+    return Bug(name, f"{_P}.{module}", old, new, harm, tuple(f"{_TESTS}::{test}" for test in killed_by))
+
+
+BUGS = (
+    _bug(
+        "connectedness does not matter",
+        "membership",
+        "late = dict(self.connectedness.tiers)",
+        "late: dict[PeerId, int] = {}",
+        "behind routers each peer merges for itself, and most versions are forks",
+        "test_who_reaches_all_owns_before_those_who_do_not",
+    ),
+    _bug(
+        "a peer's word for itself believed",
+        "connectedness",
+        "return (theirs is None or y in theirs) and (others is None or x in others)",
+        "return theirs is None or y in theirs",
+        "who says that it hears all owns all",
+        "test_nobodys_word_for_itself_counts",
+    ),
+    _bug(
+        "names that nobody bears counted",
+        "connectedness",
+        "afar if self.givers is None else afar & self.givers",
+        "afar",
+        "who says that it hears a thousand owns all",
+        "test_who_is_heard_by_others_only_counts_if_it_gave_of_late",
+    ),
+    _bug(
+        "who gave once counts for ever",
+        "connectedness",
+        "if mark.version > version - LATELY)",
+        "if mark.version)",
+        "who says that it hears the dead owns all",
+        "test_who_is_heard_by_others_only_counts_if_it_gave_of_late",
+    ),
+    _bug(
+        "those afar not looked at",
+        "connectedness",
+        "afar = frozenset().union(*lists) - here.keys()",
+        "afar = frozenset[int]()",
+        "behind a router the public peer is no better than this one",
+        "test_who_reaches_all_owns_before_those_who_do_not",
+    ),
+    _bug(
+        "an old list against a live peer",
+        "connectedness",
+        "self.lists[peer] | {me} if peer in self.lists else None",
+        "self.lists[peer] if peer in self.lists else None",
+        "after each cut two that hear each other again both take themselves for the best",
+        "test_who_is_live_hears_this_peer",
+    ),
+    _bug(
+        "owners that do not hear each other",
+        "connectedness",
+        "if all(meet(x, y) for y in best):",
+        "if True:",
+        "each of two merges what the other does not hear of, and one of the versions is lost",
+        "test_the_best_connected_hear_each_other",
+    ),
+    _bug(
+        "only the very best own",
+        "connectedness",
+        "if reached >= most - most // TOLERANCE]",
+        "if reached >= most]",
+        "in a large swarm the few that hear a shy peer do all the work",
+        "test_in_a_large_swarm_a_sixteenth_fewer_are_as_good",
+    ),
+    _bug(
+        "ownership flaps",
+        "connectedness",
+        "elif now > self._fit_until.get(peer, -1.0):",
+        "else:",
+        "whenever somebody comes or goes, peers disagree on all owners for a moment",
+        "test_who_was_among_the_best_stays_it_for_a_while",
+    ),
+    _bug(
+        "who hears none of the best ranked like who does",
+        "connectedness",
+        "self.tiers[peer] = 1 if prints is None or prints & self.best else 2",
+        "self.tiers[peer] = 1",
+        "what a peer that hears no owner has goes to one that hears none either",
+        "test_after_the_best_come_those_who_hear_one_of_them",
+    ),
+    _bug(
+        "lists told once",
+        "connectedness",
+        "self.told_from = sequence + 1",
+        "self.told_from = 1",
+        "others go by whom a peer heard when it came",
+        "test_heartbeats_tell_whom_their_sender_hears_until_that_is_seen",
+    ),
+    _bug(
+        "lists told always",
+        "connectedness",
+        "return None if echoed >= self.told_from else listed(self.lists[self.me])",
+        "return listed(self.lists[self.me])",
+        "what heartbeats cost grows with the square of the swarm",
+        "test_heartbeats_tell_whom_their_sender_hears_until_that_is_seen",
+    ),
+    _bug(
+        "all who hear both hand on",
+        "connectedness",
+        "if fingerprint(self.me) <= min(map(fingerprint, others), default=1 << 64):",
+        "if True:",
+        "each commit goes to a peer behind a router as often as there are peers between",
+        "test_of_all_who_hear_both_one_hands_on",
+    ),
+    _bug(
+        "newcomers handed everything",
+        "connectedness",
+        "if peer == speaker or self.hears(peer, speaker) or self._met_at[peer] > met_before:",
+        "if peer == speaker or self.hears(peer, speaker):",
+        "who joins is sent each commit by all",
+        "test_who_has_just_come_may_still_meet_the_others",
+    ),
+    _bug(
+        "what newcomers say handed on",
+        "connectedness",
+        "if self._met_at.get(speaker, met_before) > met_before:",
+        "if False:",
+        "of who joins each commit is sent to all by all",
+        "test_who_has_just_come_may_still_meet_the_others",
+    ),
+    _bug(
+        "turns not handed on",
+        "contributions",
+        "if turn.step > before:",
+        "if False:",
+        "behind routers a learner hears of a turn when it is there itself, and comes too late",
+        "test_a_turn_is_handed_on_to_those_who_do_not_hear_who_announced_it",
+    ),
+    _bug(
+        "turns handed on again and again",
+        "contributions",
+        "if turn.step > before:",
+        "if True:",
+        "each turn goes through the mesh as often as it is heard",
+        "test_a_turn_is_handed_on_to_those_who_do_not_hear_who_announced_it",
+    ),
+    _bug(
+        "commits not handed on",
+        "machine",
+        "if taken is header and header.shard not in adoption.asked:",
+        "if False:",
+        "behind routers a version is known when the next turn comes, and what was given is stale",
+        "test_a_commit_is_handed_on_to_those_who_hear_neither_its_owner_nor_who_sent_it",
+    ),
+    _bug(
+        "contributions not handed on",
+        "errands",
+        "if owner not in (me, giver) and not membership.connectedness.hears(giver, owner):",
+        "if False:",
+        "who does not hear the owner is merged only when a takeover is due",
+        "test_a_contribution_is_handed_on_to_an_owner_whom_its_giver_does_not_hear",
+    ),
+    _bug(
+        "contributions handed on for ever",
+        "errands",
+        "if giver == me or giver != sender or not contribution.payload:",
+        "if giver == me or not contribution.payload:",
+        "in a mesh with a circle a contribution goes round until the version is there",
+        "test_a_contribution_is_handed_on_once",
+    ),
+    _bug(
+        "anybody brings anybody's contribution",
+        "errands",
+        "return bool(contribution.payload) and core.membership.connectedness.has_listed(sender, giver)",
+        "return bool(contribution.payload)",
+        "memory is taken for what comes from nowhere",
+        "test_an_owner_takes_what_is_handed_on_by_a_peer_that_hears_the_giver",
+    ),
+    _bug(
+        "an unsigned word handed on",
+        "errands",
+        "return bool(contribution.payload) and core.membership.connectedness.has_listed(sender, giver)",
+        "return core.membership.connectedness.has_listed(sender, giver)",
+        "a liar says for everybody that it has nothing to give",
+        "test_an_owner_takes_what_is_handed_on_by_a_peer_that_hears_the_giver",
+    ),
+    Bug(
+        "a divided run not joined",
+        f"{_P}.lineage",
+        "return is_long and 0 < stand >= max(others.values(), default=0)",
+        "return False",
+        "who comes where a run has fallen into three never gets a state, and the three never meet",
+        (f"tests/unit/protocol/test_lineage.py::{_DIVIDED}",),
+    ),
+    Bug(
+        "a majority against what one says not looked at",
+        f"{_P}.lineage",
+        "return is_long and 0 < stand >= max(others.values(), default=0)",
+        "return is_long",
+        "a liar waits until a newcomer is tired of honest peers that go on too fast",
+        (f"tests/unit/protocol/test_lineage.py::{_DIVIDED}",),
+    ),
+    _bug(
+        "guests not waited for",
+        "merges",
+        "absent = membership.participating.union(guests) - collection.answered",
+        "absent = membership.participating - collection.answered",
+        "whose contribution takes one step more comes too late in each version",
+        "test_an_owner_waits_for_those_whose_contributions_are_handed_on",
+    ),
+)

@@ -1,0 +1,308 @@
+"""Rules R of docs/protocol.md: who reaches whom, who owns then, and what is handed on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from stage import A, B, C, D, Stage, digest, only, sent, tokens, with_payload
+
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.connectedness import LATELY, SETTLING_BEATS, TOLERANCE, Connectedness, fingerprint, listed
+from p2pdiloco.protocol.identifiers import PeerId, learner_id
+from p2pdiloco.protocol.ownership import ranked_owners
+
+E, F = PeerId("e"), PeerId("f")
+SETTLED_S = 5.0
+"""More than eight heartbeats."""
+
+
+def hearing(*peers: PeerId) -> bytes:
+    """A list."""
+    return listed(map(fingerprint, peers))
+
+
+def owners(stage: Stage) -> tuple[PeerId, ...]:
+    """In the order in which they may merge the next version."""
+    head = stage.head()
+    return ranked_owners(stage.config.run, 0, head.version + 1, stage.machine.core.membership.candidates)
+
+
+def fit(stage: Stage) -> set[PeerId]:
+    """Who may own, and does not come after others."""
+    candidates = stage.machine.core.membership.candidates
+    return {peer for peer, weight in candidates if weight > 1e-6}
+
+
+def met(lists: dict[PeerId, tuple[PeerId, ...]], **changes: Any) -> Stage:
+    """A stage long after all have said whom they hear."""
+    stage = Stage(*lists, **changes)
+    for peer, heard in lists.items():
+        stage.says(peer, hears=hearing(*heard))
+    stage.wait(SETTLED_S)
+    return stage
+
+
+STAR = {B: (A,), C: (A,), D: (A,)}
+"""a is public, the others are behind routers."""
+LEAF = {B: (A, C, D, E)}
+"""b is, and a behind a router."""
+TREE = {B: (A, D), C: (A,), D: (A, B)}
+"""c hears nobody but a, who is the best connected."""
+
+
+# -- lists -------------------------------------------------------------------------------------------------------------
+
+
+def test_heartbeats_tell_whom_their_sender_hears_until_that_is_seen() -> None:
+    """R1a: and again when it has changed."""
+    stage = Stage(B, has_learner=False)
+
+    def told(effects: list[ef.Effect]) -> list[bytes | None]:
+        return [beat.hears for to, beat in sent(effects, msg.Heartbeat) if to == B]
+
+    stage.wait(1.0)
+    assert told(stage.meet(C) + stage.wait(0.6)) == [hearing(B, C)]
+    assert told(stage.wait(2.1)) == [None] * 4
+    assert told(stage.tell(ev.PeerDisconnected(C, "gone")) + stage.wait(0.6)) == [hearing(B)]
+    del stage.beats[B]
+    assert told(stage.meet(D) + stage.wait(1.1))[-2:] == [hearing(B, D)] * 2, "until b echoes it"
+
+
+def test_who_tells_nothing_is_taken_to_hear_everybody() -> None:
+    """R1b."""
+    stage = met({B: (A, C), C: (A, B)})
+    stage.meet(D)
+    stage.says(B, hears=hearing(A, C, D))
+    stage.says(C, hears=hearing(A, B, D))
+    stage.wait(SETTLED_S)
+    assert fit(stage) == {A, B, C, D}
+
+
+def test_a_broken_list_names_nobody_more() -> None:
+    """R1a."""
+    stage = Stage(B)
+    stage.says(B, hears=hearing(A)[:3])
+    stage.says(B, hears=hearing(A, C) + b"\x01")
+    assert stage.machine.core.membership.connectedness.lists[B] == {fingerprint(A), fingerprint(C)}
+
+
+# -- who owns ----------------------------------------------------------------------------------------------------------
+
+
+def test_who_reaches_all_owns_before_those_who_do_not() -> None:
+    """R3a, R3c: the public peer of a star, seen from there and from behind a router."""
+    assert fit(met(STAR)) == {A}
+    leaf = met(LEAF)
+    assert fit(leaf) == {B}
+    assert owners(leaf) == (B, A), "who does not reach all comes later, and not never"
+
+
+def test_where_all_reach_all_all_own() -> None:
+    """R3a."""
+    assert fit(met({B: (A, C, D), C: (A, B, D), D: (A, B, C)})) == {A, B, C, D}
+
+
+def test_nobodys_word_for_itself_counts() -> None:
+    """R2a: b says that it hears all; c and d, whom this peer hears, say that it does not."""
+    stage = met({B: (A, C, D), C: (A, D), D: (A, C)})
+    assert fit(stage) == {A}
+    assert stage.machine.core.membership.connectedness.best == {fingerprint(A)}
+
+
+def test_who_is_live_hears_this_peer() -> None:
+    """R2a: its list may be of before."""
+    stage = met({B: (A,)})
+    stage.says(B, hears=b"")
+    stage.wait(SETTLED_S)
+    assert fit(stage) == {A, B}
+
+
+def with_versions(stage: Stage, count: int, *givers: PeerId) -> None:
+    """So many versions, to each of which these give ten tokens."""
+    for version in range(count):
+        given = [with_payload(tokens(p, 10 * version, 10 * version + 10), f"{p} {version}") for p in sorted(givers)]
+        stage.take(stage.commit(*given))
+
+
+def test_who_is_heard_by_others_only_counts_if_it_gave_of_late() -> None:
+    """R2b: b names two whom nobody knows. In a young run it is believed, later only for those whose tokens came."""
+    liar = {B: (A, C, E, F), C: (A, B)}
+    stage = met(liar, has_learner=False)
+    assert fit(stage) == {B}
+    with_versions(stage, LATELY, B, C)
+    stage.wait(SETTLED_S)
+    assert fit(stage) == {A, B, C}
+    stage.take(stage.commit(with_payload(tokens(E, 0, 10), "e gave")))
+    stage.wait(SETTLED_S)
+    assert fit(stage) == {B}
+    with_versions_after(stage, LATELY)
+    assert fit(stage) == {A, B, C}, "what it gave is long ago"
+
+
+def with_versions_after(stage: Stage, count: int) -> None:
+    """More versions, of c's alone."""
+    done = 10 * LATELY
+    for version in range(count):
+        given = tokens(C, done + 10 * version, done + 10 * version + 10)
+        stage.take(stage.commit(with_payload(given, f"later {version}")))
+    stage.wait(SETTLED_S)
+
+
+def test_the_best_connected_hear_each_other() -> None:
+    """R3a: b and c each reach as many as the other, and not each other: one of them owns, with whoever hears it."""
+    stage = met({B: (A, D, E, F), C: (A, D, E, F), F: (A, B, C)}, has_learner=False)
+    assert stage.machine.core.membership.connectedness.best == {min(fingerprint(B), fingerprint(C))}
+
+
+def test_in_a_large_swarm_a_sixteenth_fewer_are_as_good() -> None:
+    """R3a: one member that only a few hear does not make these the only owners."""
+    names = [PeerId(f"p{i:02}") for i in range(2 * TOLERANCE)]
+    me, others, shy = names[0], names[1:-1], names[-1]
+    connectedness = Connectedness(me)
+    for peer in others:
+        friends = [shy] if peer == others[0] else []
+        connectedness.told(peer, hearing(*(p for p in names[:-1] if p != peer), *friends), 0.0)
+    connectedness.live_changed(others, 0)
+    connectedness.judge(0.0, tuple(others), [me, *others], 1.0)
+    assert connectedness.is_afar(shy)
+    assert not connectedness.tiers
+    few = Connectedness(me)
+    for peer in others[:3]:
+        friends = [shy] if peer == others[0] else []
+        few.told(peer, hearing(*(p for p in (me, *others[:3]) if p != peer), *friends), 0.0)
+    few.live_changed(others[:3], 0)
+    few.judge(0.0, tuple(others[:3]), [me, *others[:3]], 1.0)
+    assert set(few.tiers) == {me, *others[1:3]}, "in a small one they are"
+
+
+def test_who_was_among_the_best_stays_it_for_a_while() -> None:
+    """R3b: a peer that some have lost and others not makes no difference at once."""
+    stage = met({B: (A, C), C: (A, B)})
+    assert fit(stage) == {A, B, C}
+    stage.says(B, hears=hearing(A, C, D))
+    settling_s = SETTLING_BEATS * stage.config.heartbeat_s
+    stage.wait(settling_s - 1.0)
+    assert fit(stage) == {A, B, C}
+    stage.wait(2.0)
+    assert fit(stage) == {B}
+    stage.says(B, hears=hearing(A, C))
+    assert fit(stage) == {A, B, C}, "who is again, is at once"
+
+
+def test_after_the_best_come_those_who_hear_one_of_them() -> None:
+    """R3c: the best is afar, so what this peer has goes to b, who hears it; c and this peer itself come last."""
+    stage = met({B: (A, D), C: (A,)}, has_learner=False)
+    connectedness = stage.machine.core.membership.connectedness
+    connectedness.best = frozenset({fingerprint(D)})
+    connectedness.judge(stage.now + 60.0, stage.machine.core.membership.live, [A, B, C], 1.0)
+    assert connectedness.tiers == {A: 2, B: 1, C: 2}
+
+
+# -- what is handed on -------------------------------------------------------------------------------------------------
+
+
+def test_a_turn_is_handed_on_to_those_who_do_not_hear_who_announced_it() -> None:
+    """R4a: once."""
+    stage = met(TREE, has_learner=False)
+    turns = sent(stage.announce(B, 4), msg.Turn)
+    assert [(to, turn.step) for to, turn in turns] == [(C, 4)]
+    assert sent(stage.announce(D, 4), msg.Turn) == []
+
+
+def test_a_commit_is_handed_on_to_those_who_hear_neither_its_owner_nor_who_sent_it() -> None:
+    """R4b: once, and not if this peer asked for it."""
+    stage = met(TREE, has_learner=False)
+    header = stage.commit(with_payload(tokens(B, 0, 40), "b's"))
+    assert sent(stage.take(header), msg.Commit) == [(C, msg.Commit(header))]
+    assert sent(stage.hear(D, msg.Commit(header)), msg.Commit) == []
+    second = stage.commit(with_payload(tokens(B, 40, 80), "b's"), owner=C)
+    assert sent(stage.take(second, B), msg.Commit) == [], "c made it"
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_all_who_hear_both_one_hands_on(is_first: bool) -> None:
+    """R4c: that of the smallest fingerprint."""
+    names = (PeerId(f"p{i}") for i in range(100))
+    other = next(name for name in names if (fingerprint(name) > fingerprint(A)) == is_first)
+    stage = met({B: (A, other), C: (A, other), other: (A, B, C)}, has_learner=False)
+    handed = sent(stage.take(stage.commit(with_payload(tokens(B, 0, 40), "b's"))), msg.Commit)
+    assert [to for to, _ in handed] == [C] * is_first
+
+
+@pytest.mark.parametrize("late", [B, C])
+def test_who_has_just_come_may_still_meet_the_others(late: PeerId) -> None:
+    """R4d: nothing is handed on to it, nor of what it says."""
+    stage = Stage(*sorted({B, C} - {late}), has_learner=False)
+    for peer in stage.beats:
+        stage.says(peer, hears=hearing(A))
+    stage.wait(SETTLED_S)
+    stage.meet(late, hears=hearing(A))
+    assert sent(stage.announce(B, 4), msg.Turn) == []
+    stage.wait(SETTLED_S)
+    assert [to for to, _ in sent(stage.announce(B, 8), msg.Turn)] == [C]
+
+
+def test_a_contribution_is_handed_on_to_an_owner_whom_its_giver_does_not_hear() -> None:
+    """R4e."""
+    stage = met({B: (A, D, E, F), C: (A,), D: (A, B)}, has_learner=False)
+    assert owners(stage)[0] == B
+    given = stage.contribution(C)
+    assert sent(stage.hear(C, given), msg.Contribution) == [(B, given)]
+    nothing = stage.contribution(C, 0, 0)
+    assert sent(stage.hear(C, nothing), msg.Contribution) == [], "it bears no signature"
+    near = stage.contribution(D)
+    assert sent(stage.hear(D, near), msg.Contribution) == [], "d hears b"
+
+
+def test_a_contribution_is_handed_on_once() -> None:
+    """R4e: what did not come from its own peer goes no further."""
+    stage = met({B: (A, D, F, PeerId("g"), PeerId("h")), C: (A, E), D: (A, B), E: (A, C)}, has_learner=False)
+    assert owners(stage)[0] == B
+    given = stage.contribution(E)
+    assert sent(stage.hear(C, given), msg.Contribution) == []
+    assert sent(stage.hear(E, given), msg.Contribution) == [(B, given)]
+
+
+def test_an_owner_takes_what_is_handed_on_by_a_peer_that_hears_the_giver() -> None:
+    """R4f, M1b: and merges it; not from a peer that does not say so, and nothing that bears no signature."""
+    stage = met({B: (A, E), C: (A,)}, has_learner=False)
+    stage.announce(B, 4)
+    from_e = stage.contribution(E)
+    assert sent(stage.hear(C, from_e), msg.Refused)
+    assert sent(stage.hear(B, stage.contribution(E, 0, 0)), msg.Refused)
+    assert not stage.machine.wants(C, from_e)
+    assert stage.machine.wants(B, from_e)
+    assert not sent(stage.hear(B, from_e), msg.Refused)
+    given = stage.machine.merges.collections[0].given
+    assert set(given) == {learner_id(E, "1")}
+
+
+def test_what_is_handed_on_before_its_time_is_not_kept() -> None:
+    """R4f: what may wait is one contribution of each connected peer."""
+    stage = met({B: (A, E), C: (A,)}, has_learner=False)
+    later = msg.Head(stage.head().shard, 7, digest("later"), 700)
+    effects = stage.hear(B, stage.contribution(E, base=later))
+    assert sent(effects, msg.Refused)
+    assert not stage.machine.merges.early[0]
+    assert not stage.machine.wants(B, stage.contribution(E, base=later))
+
+
+def test_an_owner_waits_for_those_whose_contributions_are_handed_on() -> None:
+    """R4g: as for participants, as long as somebody hears them."""
+    stage = met({B: (A, E), C: (A,), D: (A,)}, has_learner=False, grace_share=1.0, overlap=100)
+    assert owners(stage)[0] == A
+    effects = stage.hear(B, stage.contribution(E)) + stage.offer(B) + stage.offer(C) + stage.offer(D)
+    stage.work(only(effects, ef.Merge))
+    assert stage.head().version == 1
+    offers = [(peer, stage.contribution(peer, 40, 80)) for peer in (B, C, D)]
+    effects = [effect for peer, given in offers for effect in stage.hear(peer, given)]
+    assert not only(effects, ef.Merge), "e is missing"
+    effects = stage.hear(B, stage.contribution(E, 40, 80))
+    stage.work(only(effects, ef.Merge))
+    assert stage.head().version == 2
+    stage.says(B, hears=hearing(A))
+    offers = [(peer, stage.contribution(peer, 80, 120)) for peer in (B, C, D)]
+    assert only([effect for peer, given in offers for effect in stage.hear(peer, given)], ef.Merge), "e is gone"
