@@ -34,6 +34,13 @@ class Alarms:
             heappop(heap)
         return heap[0][0] if heap else None
 
+    def pop_if_due(self, key: Key, now: float) -> bool:
+        """Whether the time of ``key`` has come; then it is removed."""
+        is_due = self._at.get(key, now + 1.0) <= now
+        if is_due:
+            del self._at[key]
+        return is_due
+
     def pop_due(self, now: float) -> Key | None:
         """The earliest key whose time has come, now removed; None if there is none."""
         heap = self._heap

@@ -30,7 +30,7 @@ from p2pdiloco.protocol.farewell import Farewell
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
 from p2pdiloco.protocol.invariants import check_chains, check_work
 from p2pdiloco.protocol.merges import Merges
-from p2pdiloco.protocol.presence import Presence
+from p2pdiloco.protocol.presence import NEWS, Presence
 from p2pdiloco.protocol.repair import Repair
 from p2pdiloco.protocol.status import Status, status_of
 from p2pdiloco.protocol.view import MachineView
@@ -62,6 +62,8 @@ class Machine:
         core = self.core
         core.effects = []
         core.pass_time(now)
+        if core.alarms.pop_if_due(NEWS, core.now):
+            self.presence.refresh("silent")  # who takes part is known before what they gave is judged
         if isinstance(event, ev.Received):  # most events
             self._received(event.peer, event.message)
         else:
@@ -300,8 +302,6 @@ class Machine:
         match topic:
             case "beat":
                 self._beat()
-            case "news":
-                self.presence.refresh("silent")
             case "close":
                 self.merges.consider(ShardId(shard))
             case "takeover":

@@ -24,7 +24,7 @@ from p2pdiloco.protocol.workload import Workload
 NEWS_SHARE = 1 / 16
 """Of a heartbeat's interval: what several heartbeats change is looked at once. Deciding anew for each of N first
 heartbeats would cost N^2 at the start of a large run. A connection that ends is looked at immediately."""
-_NEWS: Key = ("news", 0)
+NEWS: Key = ("news", 0)
 
 
 class Presence:
@@ -59,8 +59,8 @@ class Presence:
         if beat.phase != "joining":
             is_still = before is not None and before.heads_mark == beat.heads_mark
             view.mismatches = view.mismatches + 1 if is_still and beat.heads_mark != core.heads_mark else 0
-        if is_news and _NEWS not in core.alarms:
-            core.alarms.set(_NEWS, core.now + NEWS_SHARE * core.membership.beat_s())
+        if is_news and NEWS not in core.alarms:
+            core.alarms.set(NEWS, core.now + NEWS_SHARE * core.membership.beat_s())
 
     def refresh(self, why_lost: str, *, said_goodbye: bool = False) -> None:
         """Who is live may have changed."""

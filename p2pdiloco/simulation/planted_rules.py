@@ -79,6 +79,16 @@ BUGS = (
         "test_lineage.py::test_what_a_peer_commits_itself_tells_of_its_head",
     ),
     _bug(
+        "who takes part is known too late",
+        "machine",
+        """        if core.alarms.pop_if_due(NEWS, core.now):
+            self.presence.refresh("silent")  # who takes part is known before what they gave is judged
+""",
+        "",
+        "a peer that stood still merges less than the quorum",
+        "test_timers.py::test_what_heartbeats_changed_is_looked_at_before_what_happens_next",
+    ),
+    _bug(
         "a failed merge drops everybody",
         "merges",
         "if culprit is None or peer_of(x) == culprit]",

@@ -100,6 +100,15 @@ def test_what_several_heartbeats_change_is_looked_at_together() -> None:
     assert stage.machine.core.membership.live == (C,)
 
 
+def test_what_heartbeats_changed_is_looked_at_before_what_happens_next() -> None:
+    """W8: also by a peer that stood still when it was due (seed 6013210)."""
+    stage = Stage(B, C, owners="a", has_learner=False, min_quorum=2)
+    stage.says(C, is_participating=False)
+    stage.tell(ev.Received(C, msgspec.structs.replace(stage.beats[C], sequence=10**6, is_participating=True)))
+    stage.now += stage.config.heartbeat_s
+    assert not only(stage.offer(B), ef.Merge), "the quorum of two that take part is two"
+
+
 @pytest.mark.parametrize("delays_s", [[0.2] * 20, [0.1, 0.4] * 10])
 def test_silence_is_3_heartbeats_2_round_trips_and_4_variations(delays_s: list[float]) -> None:
     """W2: round trip and variation by RFC 6298."""
