@@ -28,7 +28,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from benchmarks.wire.exchange_peer import _lines, run_of
     from p2pdiloco.node.node import Node
-    from p2pdiloco.peer.options import PeerOptions
+    from p2pdiloco.peer.options import LinkOptions, PeerOptions
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.runtime import logs
@@ -70,7 +70,9 @@ async def serve(config: line.Message) -> None:
     identity = Identity.ephemeral()
     nowhere = Directory(identity, listen=[], announce=[], initial_peers=[])  # never opened: addresses are told
     with tempfile.TemporaryDirectory(prefix="p2pdiloco-join-") as folder:
-        options = PeerOptions(folder=Path(folder), listen=f"/ip4/{config['host']}/tcp/0", is_follower=True)
+        options = PeerOptions(
+            folder=Path(folder), link=LinkOptions(listen=f"/ip4/{config['host']}/tcp/0"), is_follower=True
+        )
         is_donor = config["role"] == "donor"
         async with JoinPeer(manifest, options, identity, nowhere, initial if is_donor else None) as peer:
             del initial

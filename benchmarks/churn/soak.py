@@ -33,7 +33,7 @@ from p2pdiloco.chaos.swarm import Member, Swarm
 from p2pdiloco.node.lookup import dial_any, fetch_manifest, list_runs, observer_transport
 from p2pdiloco.node.node import Node
 from p2pdiloco.node.session import DirectoryOptions, open_directory
-from p2pdiloco.peer.options import PeerOptions
+from p2pdiloco.peer.options import LinkOptions, PeerOptions
 from p2pdiloco.runtime.identity import Identity
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -63,7 +63,7 @@ def toml(table: Mapping[str, object], prefix: str = "") -> str:
 async def cycle(address: str, folder: Path, *, vanishes: bool) -> float:
     """One follower comes, takes all states, and goes; seconds until it was current."""
     identity = Identity.ephemeral()
-    options = PeerOptions(folder=folder, listen=LOOPBACK, is_follower=True, checkpoint_s=3600.0)
+    options = PeerOptions(folder=folder, link=LinkOptions(listen=LOOPBACK), is_follower=True, checkpoint_s=3600.0)
     began = time.perf_counter()
     async with open_directory(
         identity, DirectoryOptions(listen=(LOOPBACK,), initial_peers=(address,)), None

@@ -22,7 +22,7 @@ import uvloop
 from benchmarks.memory import residence
 from benchmarks.wire import line
 from benchmarks.wire.exchange_peer import ExchangePeer, Rounds, _lines, run_of
-from p2pdiloco.peer.options import PeerOptions
+from p2pdiloco.peer.options import LinkOptions, PeerOptions
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.tensors import digests, outer, quantizers
@@ -94,7 +94,7 @@ async def serve(config: line.Message) -> None:
     with tempfile.TemporaryDirectory(prefix="p2pdiloco-memory-", dir=config.get("folder")) as folder:
         options = PeerOptions(
             folder=Path(folder),
-            listen=f"/ip4/{config['host']}/tcp/0",
+            link=LinkOptions(listen=f"/ip4/{config['host']}/tcp/0"),
             checkpoint_s=86400.0,
             write_bytes_per_day=WRITE_BYTES_PER_DAY,
         )

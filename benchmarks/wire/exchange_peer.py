@@ -32,7 +32,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from p2pdiloco.node.foundation import version_zero
     from p2pdiloco.node.node import Node
-    from p2pdiloco.peer.options import PeerOptions
+    from p2pdiloco.peer.options import LinkOptions, PeerOptions
     from p2pdiloco.peer.peer import InitialState
     from p2pdiloco.peer.supervision import Ward
 from p2pdiloco.protocol import effects as ef
@@ -216,7 +216,7 @@ async def serve(config: line.Message) -> None:
     identity = Identity.ephemeral()
     nowhere = Directory(identity, listen=[], announce=[], initial_peers=[])  # never opened: addresses are told
     with tempfile.TemporaryDirectory(prefix="p2pdiloco-exchange-") as folder:
-        options = PeerOptions(folder=Path(folder), listen=f"/ip4/{config['host']}/tcp/0")
+        options = PeerOptions(folder=Path(folder), link=LinkOptions(listen=f"/ip4/{config['host']}/tcp/0"))
         async with ExchangePeer(manifest, options, identity, nowhere, initial) as peer:
             del initial
             peer.begin()

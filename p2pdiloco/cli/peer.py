@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from p2pdiloco.node.session import DirectoryOptions
-from p2pdiloco.peer.options import PeerOptions
+from p2pdiloco.peer.options import LearnerOptions, LinkOptions, PeerOptions
 from p2pdiloco.peer.peer import Ending
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.wire.invites import Invite, InviteError, decode_invite, is_invite
@@ -17,23 +17,27 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
     """The peer's own settings, from the command line."""
     return PeerOptions(
         folder=folder,
-        listen=arguments.listen,
-        announce=tuple(arguments.announce),
-        device=arguments.device,
-        data=arguments.data,
-        tokenizer=arguments.tokenizer,
-        model=arguments.model,
-        threads=arguments.threads,
+        link=LinkOptions(
+            listen=arguments.listen,
+            announce=tuple(arguments.announce),
+            is_unreachable=arguments.unreachable,
+            up_bytes_per_s=arguments.up,
+            down_bytes_per_s=arguments.down,
+        ),
+        learner=LearnerOptions(
+            device=arguments.device,
+            data=arguments.data,
+            tokenizer=arguments.tokenizer,
+            model=arguments.model,
+            threads=arguments.threads,
+            script=arguments.learner,
+            reattach_s=arguments.reattach_s,
+        ),
         is_follower=getattr(arguments, "follow", False) or arguments.command == "fetch",
-        is_unreachable=arguments.unreachable,
-        up_bytes_per_s=arguments.up,
-        down_bytes_per_s=arguments.down,
         checkpoint_s=60.0 if arguments.checkpoint_s is None else arguments.checkpoint_s,
         write_bytes_per_day=1e9 * arguments.write_gb if arguments.checkpoint_s is None else None,
         keep_checkpoints=arguments.keep_checkpoints,
         leave_s=arguments.leave_s,
-        learner=arguments.learner,
-        reattach_s=arguments.reattach_s,
         stay_s=getattr(arguments, "stay_s", 0.0),
         is_fetching=arguments.command == "fetch",
         spot=getattr(arguments, "spot", None),

@@ -86,12 +86,13 @@ def read_config(path: Path) -> RunConfig:
 def with_own_places(options: PeerOptions, config: RunConfig) -> PeerOptions:
     """A founder's options: of what its command line does not name, the folders that its TOML file does."""
     path = config.data.path if config.data.kind != "stdlib" else ""
-    return msgspec.structs.replace(
-        options,
-        data=options.data or path or None,
-        tokenizer=options.tokenizer or config.data.tokenizer or None,
-        model=options.model or (config.model.folder if config.model.lora is not None else None),
+    learner = msgspec.structs.replace(
+        options.learner,
+        data=options.learner.data or path or None,
+        tokenizer=options.learner.tokenizer or config.data.tokenizer or None,
+        model=options.learner.model or (config.model.folder if config.model.lora is not None else None),
     )
+    return msgspec.structs.replace(options, learner=learner)
 
 
 def found(config: RunConfig, founder: PeerId, options: PeerOptions) -> tuple[Manifest, InitialState]:
@@ -102,9 +103,9 @@ def found(config: RunConfig, founder: PeerId, options: PeerOptions) -> tuple[Man
     """
     try:
         check_extras(config)
-        data = with_tokenizer(config.data, options.data, options.tokenizer)
+        data = with_tokenizer(config.data, options.learner.data, options.learner.tokenizer)
         config = msgspec.structs.replace(config, data=data)
-        corpus = load_corpus(data, options.data, options.tokenizer, context=config.model.context)
+        corpus = load_corpus(data, options.learner.data, options.learner.tokenizer, context=config.model.context)
         model: nn.Module | None = None
         if config.model.folder:
             found_config, model = read_folder(config.model, config.seed)

@@ -153,8 +153,8 @@ def as_granted(manifest: Manifest, mine: Credentials, options: PeerOptions, say:
     if grant.role < Role.LEARNER and not options.is_follower:
         say(f"the invite to run {manifest.config.name} is a follower's: this peer tracks the model and does not train")
         options = msgspec.structs.replace(options, is_follower=True)
-    if 0.0 < grant.most_weight < options.weight:
-        options = msgspec.structs.replace(options, weight=grant.most_weight)
+    if 0.0 < grant.most_weight < options.link.weight:
+        options = msgspec.structs.replace(options, link=msgspec.structs.replace(options.link, weight=grant.most_weight))
     return options
 
 

@@ -125,14 +125,14 @@ class Node:
                 self._journal = stack.enter_context(Journal(folder / "journal.bin", self.peer.config))
             self.transport = self.host.links = Transport(
                 self.identity,
-                listen=self.options.listen,
+                listen=self.options.link.listen,
                 run=manifest.run,
                 version=WIRE_VERSION,
                 handler=self.peer,
                 limits=TransportLimits(
                     connection=ConnectionLimits.for_payloads(8 * max(s.elements for s in layout.shards)),
-                    up_bytes_per_s=self.options.up_bytes_per_s,
-                    down_bytes_per_s=self.options.down_bytes_per_s,
+                    up_bytes_per_s=self.options.link.up_bytes_per_s,
+                    down_bytes_per_s=self.options.link.down_bytes_per_s,
                 ),
                 door=self.fellowship.door,
             )
@@ -160,7 +160,7 @@ class Node:
         return traffic.sent_control + traffic.sent_bulk
 
     def _addresses(self) -> list[str]:
-        return list(self.options.announce) or self.transport.listen_addresses()
+        return list(self.options.link.announce) or self.transport.listen_addresses()
 
     # -- the main line -------------------------------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class Node:
         self.host.spawn(self.roster.keep(), name="roster")
         self.host.spawn(self.fellowship.keep(), name="members")
         self.host.spawn(self._tell_progress(), name="progress")
-        if self.options.learner:
+        if self.options.learner.script:
             self.host.spawn(Figures(self.peer, self.status, self._ask_status).keep(), name="figures")
         if self.options.is_fetching:
             self.host.spawn(self._go_when_fetched(), name="fetch")
@@ -208,7 +208,7 @@ class Node:
         """What came out is served to those who come after the end: machine, connections and records go on as before."""
         stay_s = self.options.stay_s
         if stay_s is None:
-            stay_s = 0.0 if self.options.learner else STAY_S
+            stay_s = 0.0 if self.options.learner.script else STAY_S
         if stay_s and not self._sent_away.is_set():
             say(f"it is served to whoever comes, for {duration(stay_s)} (--stay-s); Ctrl+C ends that")
             with suppress(TimeoutError):

@@ -238,7 +238,7 @@ async def _go_on(
     try:
         own = await asyncio.to_thread(own_state, [options.folder, *folders], manifest)
     except CheckpointError as error:
-        if not options.learner:
+        if not options.learner.script:
             raise
         log.warning("checkpoint not used, the run goes on from its beginning or its peers", reason=str(error))
         own = None
@@ -251,7 +251,7 @@ async def _go_on(
     if own is not None:
         initial = own
         say(told(manifest, own))
-        is_over = not options.learner and has_finished(manifest, own.shards)
+        is_over = not options.learner.script and has_finished(manifest, own.shards)
         if is_over and not await is_live(directory, manifest.run, asking):
             if not options.stay_s:
                 return Ending(0, finished(manifest, folder))
@@ -262,7 +262,7 @@ async def _go_on(
 
 def _needed(directory_options: DirectoryOptions, options: PeerOptions, manifest: Manifest) -> DirectoryOptions:
     """Where the run is over and its script wants the result, nobody else is needed."""
-    standing = standings([options.folder]).get(manifest.run) if options.learner else None
+    standing = standings([options.folder]).get(manifest.run) if options.learner.script else None
     if standing is None or not standing.is_finished:
         return directory_options
     return msgspec.structs.replace(directory_options, initial_peers=())
@@ -282,8 +282,9 @@ def _has_what_it_takes(manifest: Manifest, options: PeerOptions, say: Callable[[
             f"a node of run {manifest.config.name} needs {needed / 1e9:,.1f} GB of memory for the model, this machine "
             f"has {memory / 1e9:,.1f} GB: join from a larger one"
         )
-    if not options.is_follower and not options.learner:
-        for line in tell_sources(manifest.config, options.data, options.tokenizer, options.model):
+    if not options.is_follower and not options.learner.script:
+        own = options.learner
+        for line in tell_sources(manifest.config, own.data, own.tokenizer, own.model):
             say(line)
 
 

@@ -9,26 +9,13 @@ import msgspec
 from msgspec import Meta
 
 
-class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """A peer's own settings. Times in seconds."""
+class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a peer is reached, and what it gives and takes."""
 
-    folder: Path
-    """Everything this peer writes for this run: checkpoint, metrics, report, logs of the learner."""
     listen: str = "/ip4/0.0.0.0/tcp/0"
     """Where other peers reach the node (data port)."""
     announce: tuple[str, ...] = ()
     """Addresses to publish instead of the machine's own (port forwarding)."""
-    device: str = "cpu"
-    data: str | None = None
-    """Folder (or a file of documents) that this peer trains on. None: what ships with the program."""
-    tokenizer: str | None = None
-    """Folder with tokenizer.json, if it does not lie among the data."""
-    model: str | None = None
-    """Folder with the weights that the run's adapters are for (``model.lora``)."""
-    threads: Annotated[int, Meta(ge=0)] = 0
-    """torch threads of the learner; 0: as many as make the fastest steps, measured again when the load changes."""
-    is_follower: bool = False
-    """Track the global model without training."""
     is_unreachable: bool = False
     """Nobody can dial this peer: it never owns a shard."""
     weight: Annotated[float, Meta(gt=0.0, le=1e12)] = 1.0
@@ -38,6 +25,35 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     90 % of what the link is seen to carry (nothing is learned from connections on the same machine)."""
     down_bytes_per_s: Annotated[float, Meta(gt=0.0)] | None = None
     """What others may send to this peer."""
+
+
+class LearnerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a peer trains with, and on."""
+
+    device: str = "cpu"
+    data: str | None = None
+    """Folder (or a file of documents) that this peer trains on. None: what ships with the program."""
+    tokenizer: str | None = None
+    """Folder with tokenizer.json, if it does not lie among the data."""
+    model: str | None = None
+    """Folder with the weights that the run's adapters are for (``model.lora``)."""
+    threads: Annotated[int, Meta(ge=0)] = 0
+    """torch threads of the learner; 0: as many as make the fastest steps, measured again when the load changes."""
+    script: str = ""
+    """Name under which a training script waits for its node; empty: the built-in learner is started."""
+    reattach_s: Annotated[float, Meta(ge=0.0, le=86400.0)] = 60.0
+    """How long a learner whose node died goes on training and waits for the node's next life; 0: it ends with it."""
+
+
+class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """A peer's own settings. Times in seconds."""
+
+    folder: Path
+    """Everything this peer writes for this run: checkpoint, metrics, report, logs of the learner."""
+    link: LinkOptions = LinkOptions()
+    learner: LearnerOptions = LearnerOptions()
+    is_follower: bool = False
+    """Track the global model without training."""
     checkpoint_s: Annotated[float, Meta(ge=1.0)] = 60.0
     """At most between two, unless ``write_bytes_per_day`` asks for longer."""
     write_bytes_per_day: Annotated[float, Meta(gt=0.0)] | None = None
@@ -45,10 +61,6 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     keep_checkpoints: Annotated[int, Meta(ge=1)] = 2
     """Checkpoints that stay; of a torn one the next is used."""
     leave_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 20.0
-    learner: str = ""
-    """Name under which a training script waits for its node; empty: the built-in learner is started."""
-    reattach_s: Annotated[float, Meta(ge=0.0, le=86400.0)] = 60.0
-    """How long a learner whose node died goes on training and waits for the node's next life; 0: it ends with it."""
     stay_s: Annotated[float, Meta(ge=0.0)] | None = None
     """How long a peer of a run that is complete stays, for those who come later. None: ten minutes after the end
     (``node/node.py``), a script's node not at all."""

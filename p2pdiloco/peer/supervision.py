@@ -83,8 +83,8 @@ class Supervision:
         self._sent_bytes = sent_bytes
         self.ward: Ward | None = None
         """The latest."""
-        self._manifest = manifest if options.learner else None
-        self._reunion = options.learner or f"p2pdiloco-{digest_of(str(options.folder.absolute()).encode())}"
+        self._manifest = manifest if options.learner.script else None
+        self._reunion = options.learner.script or f"p2pdiloco-{digest_of(str(options.folder.absolute()).encode())}"
         """Where a learner of this folder's last life waits."""
         self._lost_lives = 0
         self.trouble = ""
@@ -118,7 +118,7 @@ class Supervision:
                 ended=gone,
                 reunion=self._reunion,
                 manifest=self._manifest,
-                patience_s=self._options.reattach_s if self._lost_lives else SCRIPT_S,
+                patience_s=self._options.learner.reattach_s if self._lost_lives else SCRIPT_S,
             )
             try:
                 ward.process = await lives.enter_async_context(process)
@@ -141,10 +141,12 @@ class Supervision:
                 self._driver.feed(ev.LearnerStopped(reason))
             if self._manifest is not None:
                 self._lost_lives += 1
-                if not self._options.reattach_s:
+                if not self._options.learner.reattach_s:
                     self._gave_up(1, f"the training script has left without a word: {reason}")
                     return
-                log.warning("the training script is gone, waiting for its next life", s=self._options.reattach_s)
+                log.warning(
+                    "the training script is gone, waiting for its next life", s=self._options.learner.reattach_s
+                )
                 continue
             self._lost_lives = 1 if self._host.now() - began >= STABLE_S else self._lost_lives + 1
             if status == MISUSED or self._lost_lives > RESTARTS:
@@ -157,9 +159,9 @@ class Supervision:
     async def until_met(self) -> None:
         """Wait until the training script has got the global parameters, for ``reattach_s`` at most."""
         if self._manifest is not None and not self._met.done():
-            log.info("waiting for the training script, which has not been here yet", s=self._options.reattach_s)
+            log.info("waiting for the training script, which has not been here yet", s=self._options.learner.reattach_s)
             with contextlib.suppress(TimeoutError):
-                await within(self._host, self._met, self._options.reattach_s)
+                await within(self._host, self._met, self._options.learner.reattach_s)
 
     def wait_for_nobody(self) -> None:
         """End that wait."""
@@ -170,10 +172,14 @@ class Supervision:
         options = self._options
         arguments = ["--manifest", str(options.folder / "manifest.msgpack"), "--incarnation", learner]
         arguments += ["--inner-state", str(options.folder / "checkpoint" / "learner.safetensors")]
-        if options.reattach_s:
-            arguments += ["--reunion", self._reunion, "--reattach-s", str(options.reattach_s)]
-        arguments += ["--device", options.device, "--threads", str(options.threads)]
-        places = (("--model", options.model), ("--data", options.data), ("--tokenizer", options.tokenizer))
+        if options.learner.reattach_s:
+            arguments += ["--reunion", self._reunion, "--reattach-s", str(options.learner.reattach_s)]
+        arguments += ["--device", options.learner.device, "--threads", str(options.learner.threads)]
+        places = (
+            ("--model", options.learner.model),
+            ("--data", options.learner.data),
+            ("--tokenizer", options.learner.tokenizer),
+        )
         return arguments + [word for option, place in places if place for word in (option, place)]
 
     # -- what it says --------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.peer import checkpoint, kept_shards
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.peer.metrics import Metrics
-from p2pdiloco.peer.options import PeerOptions
+from p2pdiloco.peer.options import LearnerOptions, PeerOptions
 from p2pdiloco.peer.peer import InitialState, Peer
 from p2pdiloco.peersim.checkers import Checks
 from p2pdiloco.peersim.directory import Directory
@@ -216,7 +216,7 @@ class World:
             is_follower=setting.is_follower,
             checkpoint_s=self.setting.checkpoint_s,
             keep_checkpoints=self.setting.keep_checkpoints,
-            reattach_s=setting.reattach_s,
+            learner=LearnerOptions(reattach_s=setting.reattach_s),
         )
         peer = host.peer = Peer(
             self.manifest,

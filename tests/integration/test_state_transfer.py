@@ -19,7 +19,7 @@ from waiting import until
 from p2pdiloco.node.foundation import version_zero
 from p2pdiloco.node.node import Node
 from p2pdiloco.peer import arrivals, kept_shards, respondent
-from p2pdiloco.peer.options import PeerOptions
+from p2pdiloco.peer.options import LinkOptions, PeerOptions
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.chain import genesis_head
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, ShardId
@@ -79,7 +79,8 @@ async def peer(folder: Path, initial: InitialState | None) -> AsyncIterator[Node
     """A follower that takes part from now on; addresses are told."""
     identity = Identity.ephemeral()
     nowhere = Directory(identity, listen=[], announce=[], initial_peers=[])  # never opened
-    options = PeerOptions(folder=folder, listen="/ip4/127.0.0.1/tcp/0", is_follower=True, up_bytes_per_s=UP_BYTES_PER_S)
+    link = LinkOptions(listen="/ip4/127.0.0.1/tcp/0", up_bytes_per_s=UP_BYTES_PER_S)
+    options = PeerOptions(folder=folder, link=link, is_follower=True)
     async with Node(MANIFEST, options, identity, nowhere, initial) as node:
         node.begin()
         yield node

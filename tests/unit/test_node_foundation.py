@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from p2pdiloco.node.foundation import ConfigError, found, is_founded_from, with_own_places
-from p2pdiloco.peer.options import PeerOptions
+from p2pdiloco.peer.options import LearnerOptions, PeerOptions
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import DataConfig, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.protocol.soundness import decode_manifest
@@ -50,8 +50,8 @@ def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
     config = RunConfig(name="x", data=data, model=ModelConfig(kind="huggingface", folder="base"))
     options = PeerOptions(folder=tmp_path)
     own = with_own_places(options, config)
-    assert (own.data, own.tokenizer, own.model) == ("theirs", "tok", None)
-    given = msgspec.structs.replace(options, data="mine", tokenizer="own")
+    assert (own.learner.data, own.learner.tokenizer, own.learner.model) == ("theirs", "tok", None)
+    given = msgspec.structs.replace(options, learner=LearnerOptions(data="mine", tokenizer="own"))
     assert with_own_places(given, config) == given
     stdlib = RunConfig(name="x", data=DataConfig(kind="stdlib", path="ignored"))
-    assert with_own_places(options, stdlib).data is None
+    assert with_own_places(options, stdlib).learner.data is None

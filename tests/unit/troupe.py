@@ -20,7 +20,7 @@ import torch
 from actors import FOUNDER, Learner, Recorded, genesis, make_manifest
 
 from p2pdiloco.peer.host import Queue
-from p2pdiloco.peer.options import PeerOptions
+from p2pdiloco.peer.options import LearnerOptions, LinkOptions, PeerOptions
 from p2pdiloco.peer.peer import Ending, InitialState, Peer
 from p2pdiloco.peer.standing import Standing
 from p2pdiloco.protocol import effects as ef
@@ -38,6 +38,13 @@ T = TypeVar("T")
 
 PATIENCE = 20
 """Turns of the loop without anything to do, after which nothing will come by itself."""
+
+
+def options_of(folder: Path, **options: Any) -> PeerOptions:
+    """A peer's options, of which those of its link and its learner need no names of their own."""
+    link = {name: options.pop(name) for name in LinkOptions.__struct_fields__ if name in options}
+    learner = {name: options.pop(name) for name in LearnerOptions.__struct_fields__ if name in options}
+    return PeerOptions(folder=folder, link=LinkOptions(**link), learner=LearnerOptions(**learner), **options)
 
 
 class StageHost:
@@ -171,7 +178,7 @@ class Member:
         self.metrics = Recorded(folder / "metrics.jsonl")
         self.peer = Peer(
             stage.manifest,
-            PeerOptions(folder=folder, is_follower=not has_learner, **options),
+            options_of(folder, is_follower=not has_learner, **options),
             identity,
             self.host,
             self.vectors,
