@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from p2pdiloco.cli import tool_arguments as tools
+from p2pdiloco.cli.network_options import add_network, add_relay
 from p2pdiloco.cli.quantities import at_least, between, cloud
-from p2pdiloco.cli.rates import bytes_per_second, up_budget
 from p2pdiloco.cli.terms import lifetime
 
 
@@ -42,6 +42,12 @@ def _bootstrap(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--initial-peers", nargs="*", default=[], metavar="ADDR", help="other directory nodes to connect to"
     )
+    sub.add_argument(
+        "--meet",
+        metavar="MULTIADDR",
+        help="where peers meet that have no way to each other yet (default: the port after the directory's)",
+    )
+    add_relay(sub)
 
 
 def _start(sub: argparse.ArgumentParser) -> None:
@@ -132,7 +138,8 @@ def _fetch(sub: argparse.ArgumentParser) -> None:
         "directory before",
     )
     sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if the directory knows several runs")
-    _add_network(sub)
+    add_network(sub)
+    _add_identity(sub)
     sub.set_defaults(
         device="cpu",
         threads=0,
@@ -214,7 +221,8 @@ def _add_peer(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--model", metavar="DIR", help="folder with the safetensors that the run's adapters (LoRA) are trained on"
     )
-    _add_network(sub)
+    add_network(sub)
+    _add_identity(sub)
     sub.add_argument(
         "--checkpoint-s",
         type=between(1, 1e6, "seconds"),
@@ -253,37 +261,6 @@ def _add_peer(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--learner", default="", metavar="NAME", help=argparse.SUPPRESS)  # p2pdiloco.DiLoCo's node
     sub.add_argument("--journal", action="store_true", help="record every event, for p2pdiloco replay")
-
-
-def _add_network(sub: argparse.ArgumentParser) -> None:
-    """How a peer is reached, and as whom."""
-    sub.add_argument(
-        "--listen", default="/ip4/0.0.0.0/tcp/0", metavar="MULTIADDR", help="data port (default: %(default)s)"
-    )
-    sub.add_argument(
-        "--announce", action="append", default=[], metavar="MULTIADDR", help="data address to publish (port forwarding)"
-    )
-    sub.add_argument(
-        "--host_maddrs",
-        "--directory-listen",
-        nargs="*",
-        default=["/ip4/0.0.0.0/tcp/0"],
-        metavar="MULTIADDR",
-        help="directory port",
-    )
-    sub.add_argument(
-        "--announce_maddrs", nargs="*", default=[], metavar="MULTIADDR", help="directory addresses to publish"
-    )
-    _add_identity(sub)
-    sub.add_argument("--unreachable", action="store_true", help="behind NAT without forwarding: never own a shard")
-    sub.add_argument(
-        "--up",
-        type=up_budget,
-        default="auto",
-        metavar="RATE",
-        help="send at most this, e.g. 2.5gbit, 100mbit, none (default: auto, 90 %% of what the link is seen to carry)",
-    )
-    sub.add_argument("--down", type=bytes_per_second, metavar="RATE", help="let others send at most this")
 
 
 def _add_identity(sub: argparse.ArgumentParser) -> None:

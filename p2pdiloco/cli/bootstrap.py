@@ -5,12 +5,27 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import signal
 
+import msgspec
+
 from p2pdiloco.cli.complaints import complaining
-from p2pdiloco.runtime import logs
+from p2pdiloco.net.handshake import WIRE_VERSION
+from p2pdiloco.node.lookup import Observer
+from p2pdiloco.runtime import addresses, logs, sockets
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.identity import Identity, IdentityError
+from p2pdiloco.runtime.introductions import IntroductionHandler
+from p2pdiloco.runtime.meeting_point import MeetingPoint
+from p2pdiloco.runtime.tasks import Tasks
+from p2pdiloco.runtime.transport import Transport
+from p2pdiloco.wire.records import PointRecord
+
+DEFAULT = "/ip4/0.0.0.0/tcp/31337"
+LAST_PORT = 65535
+ANNOUNCE_S = 15.0
+POINT_LIFE_S = 60.0
 
 
 async def run(arguments: argparse.Namespace) -> int:
@@ -28,13 +43,17 @@ async def _serve(arguments: argparse.Namespace) -> int:
         loop.add_signal_handler(number, stop.set)
     directory = Directory(
         identity,
-        listen=arguments.listen or ["/ip4/0.0.0.0/tcp/31337"],
+        listen=arguments.listen or [DEFAULT],
         announce=arguments.announce,
         initial_peers=arguments.initial_peers,
         cache_path=arguments.state / "bootstrap-directory.json",
     )
+    handler = IntroductionHandler(Observer())
+    transport = Transport(identity, listen=_meeting_address(arguments), run="", version=WIRE_VERSION, handler=handler)
+    handler.point = MeetingPoint(transport, arguments.relay)
     with identity.hold():
-        async with directory:
+        async with directory, transport, Tasks() as tasks:
+            tasks.spawn(_announce(directory, transport, arguments.announce), name="announce the meeting point")
             print("This directory node is up. To join a run through it, type on another machine:", flush=True)
             for address in directory.visible_addresses():
                 print(f"  p2pdiloco join {address}", flush=True)
@@ -43,3 +62,27 @@ async def _serve(arguments: argparse.Namespace) -> int:
                 print(f"  p2pdiloco start CONFIG.toml --bootstrap {address}", flush=True)
             await stop.wait()
     return 0
+
+
+def _meeting_address(arguments: argparse.Namespace) -> str:
+    """As the user says; else the port after the directory's, of all addresses or of its one."""
+    if arguments.meet:
+        return str(addresses.parse(arguments.meet))
+    first = addresses.parse(arguments.listen[0] if arguments.listen else DEFAULT)
+    wanted = msgspec.structs.replace(first, port=first.port + 1 if 0 < first.port < LAST_PORT else 0)
+    try:
+        sockets.listen(wanted).close()
+    except (OSError, ValueError):
+        wanted = msgspec.structs.replace(wanted, port=0)  # another one's: any will do, the directory tells which
+    return str(wanted)
+
+
+async def _announce(directory: Directory, transport: Transport, announced: list[str]) -> None:
+    """Keep the meeting point's record alive; behind a forwarded port its host is the announced one's."""
+    port = addresses.parse(transport.listen_addresses()[0]).port
+    hosts = [msgspec.structs.replace(addresses.parse(text), port=port, peer=transport.peer_id) for text in announced]
+    while True:
+        where = [str(one) for one in hosts] or transport.listen_addresses()
+        with contextlib.suppress(DirectoryError):
+            await directory.publish_point(msgspec.msgpack.encode(PointRecord(tuple(where[:8]))), POINT_LIFE_S)
+        await asyncio.sleep(ANNOUNCE_S)

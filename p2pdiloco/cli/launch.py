@@ -21,7 +21,7 @@ SPARE_H = 0.5
 IDLE_MINUTES = 5
 CHECKOUT = Path(__file__).parents[2]
 RUN = """\
-timeout --signal=USR1 --kill-after=120 {seconds} p2pdiloco join {invite} --stay-s 0 --unreachable {options}
+timeout --signal=USR1 --kill-after=120 {seconds} p2pdiloco join {invite} --stay-s 0 {options}
 ended=$?
 test $ended -eq 124 && ended=0  # its hours are over
 exit $ended

@@ -12,16 +12,19 @@ from msgspec import Meta
 from p2pdiloco.net.doors import JoinersDoor
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.credentials import Credentials
-from p2pdiloco.node.roster import PeerRecord
+from p2pdiloco.node.ladder import Ladder
 from p2pdiloco.protocol.identifiers import PeerId, RunId
 from p2pdiloco.protocol.manifest import Manifest, Name
 from p2pdiloco.protocol.soundness import MAX_MANIFEST_BYTES, decode_manifest
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.rendezvous import Rendezvous
+from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.transport import Answer, DialError, PeerRefused, RequestError, RequestRefused, Transport
 from p2pdiloco.wire.bodies import GetManifest, GetStatus, PeerStatus, decode_as, encode
 from p2pdiloco.wire.certificates import Role
+from p2pdiloco.wire.records import PeerRecord
 
 log = logs.get("lookup")
 
@@ -105,42 +108,41 @@ async def dial_any(
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience_s
     reasons: dict[PeerId, str] = {}
-    while True:
-        try:
-            records = await directory.peers(run)
-        except DirectoryError as error:
-            records, reasons[PeerId("directory")] = {}, str(error)
-        chosen = sorted(random.sample(sorted(records.items()), min(len(records), MOST_DIALS)))
-        reached = await asyncio.gather(*(_dial_one(transport, peer, record, reasons) for peer, record in chosen))
-        peers = [peer for peer in reached if isinstance(peer, str)]
-        if peers:
-            return peers
-        are_all_refusing = bool(reached) and all(isinstance(answer, PeerRefused) for answer in reached)
-        if are_all_refusing or loop.time() >= deadline:
-            detail = (
-                "; ".join(f"{peer}: {reason}" for peer, reason in sorted(reasons.items())) or "no peer is announced"
-            )
-            raise LookupFailedError(
-                f"no peer of run {run[:12]} can be reached ({detail}): is anybody still training it?"
-            )
-        await asyncio.sleep(0.5)
+    records: dict[PeerId, bytes] = {}
+    async with observer_transport(Identity.ephemeral()) as outside, Tasks() as tasks:
+        ladder = Ladder(transport, Rendezvous(transport, outside, tasks, lambda peer: peer in records), lambda: ())
+        while True:
+            try:
+                records = await directory.peers(run)
+            except DirectoryError as error:
+                records, reasons[PeerId("directory")] = {}, str(error)
+            chosen = sorted(random.sample(sorted(records.items()), min(len(records), MOST_DIALS)))
+            reached = await asyncio.gather(*(_climb_to(ladder, peer, record, reasons) for peer, record in chosen))
+            peers = [peer for peer in reached if isinstance(peer, str)]
+            if peers:
+                return peers
+            are_all_refusing = bool(reached) and all(isinstance(answer, PeerRefused) for answer in reached)
+            if are_all_refusing or loop.time() >= deadline:
+                detail = (
+                    "; ".join(f"{peer}: {reason}" for peer, reason in sorted(reasons.items())) or "no peer is announced"
+                )
+                raise LookupFailedError(
+                    f"no peer of run {run[:12]} can be reached ({detail}): is anybody still training it?"
+                )
+            await asyncio.sleep(0.5)
 
 
-async def _dial_one(
-    transport: Transport, peer: PeerId, record: bytes, reasons: dict[PeerId, str]
+async def _climb_to(
+    ladder: Ladder, peer: PeerId, record: bytes, reasons: dict[PeerId, str]
 ) -> PeerId | PeerRefused | None:
     """The peer; or its refusal, which another try would not change; or None, and the reason in ``reasons``."""
     try:
-        for address in decode_as(record, PeerRecord).addresses:
-            try:
-                return await transport.dial(address, timeout_s=ASK_S)
-            except PeerRefused as error:
-                reasons[peer] = str(error)
-                return error
-            except (DialError, ValueError) as error:
-                reasons[peer] = str(error)
-    except ValueError as error:
-        reasons[peer] = f"malformed record: {error}"
+        return await ladder.climb(peer, decode_as(record, PeerRecord))
+    except PeerRefused as error:
+        reasons[peer] = str(error)
+        return error
+    except (DialError, ValueError) as error:
+        reasons[peer] = str(error)
     return None
 
 

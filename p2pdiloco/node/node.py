@@ -24,8 +24,9 @@ from p2pdiloco.node.local_host import LocalHost
 from p2pdiloco.node.lookup import ask_status
 from p2pdiloco.node.outlook import Outlook, duration
 from p2pdiloco.node.results import farewell
-from p2pdiloco.node.roster import PeerRecord, Roster
+from p2pdiloco.node.roster import Roster
 from p2pdiloco.node.twins import gives_way, reach, sentence
+from p2pdiloco.node.whereabouts import Whereabouts
 from p2pdiloco.peer.metrics import Metrics, progress_fields
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import Ending, InitialState, Peer
@@ -38,10 +39,12 @@ from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.files import write_atomically
 from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.introductions import IntroductionHandler
 from p2pdiloco.runtime.journal import Journal
 from p2pdiloco.runtime.transport import ConnectionLimits, Transport, TransportLimits
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire.bodies import PeerStatus
+from p2pdiloco.wire.records import PeerRecord
 
 log = logs.get("node")
 
@@ -75,7 +78,6 @@ class Node:
         self.directory = directory
         self._initial = initial
         self._mine = mine or Credentials(manifest.run, b"", identity)
-        self.metrics = Metrics(options.folder / "metrics.jsonl")
         self._stack = AsyncExitStack()
         self._sent_away = asyncio.Event()
         """Nobody wants it to stay."""
@@ -95,7 +97,7 @@ class Node:
         folder, manifest, layout = self.options.folder, self.manifest, Layout.of(self.manifest)
         async with AsyncExitStack() as stack:
             folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(self.metrics)
+            metrics = stack.enter_context(Metrics(folder / "metrics.jsonl"))
             await asyncio.to_thread(write_atomically, folder / "manifest.msgpack", manifest.encode())
             self.fellowship = Fellowship(
                 members_of(manifest),
@@ -112,7 +114,7 @@ class Node:
                 self.identity,
                 self.host,
                 vectors,
-                self.metrics,
+                metrics,
                 sent_bytes=self._sent_bytes,
                 status=self.status,
                 observed=self._observed,
@@ -120,6 +122,7 @@ class Node:
                 standing=self.fellowship,
             )
             stack.callback(self.peer.driver.close)
+            handler = IntroductionHandler(self.peer)
             self._journal: Journal | None = None
             if self.options.has_journal:
                 self._journal = stack.enter_context(Journal(folder / "journal.bin", self.peer.config))
@@ -128,7 +131,7 @@ class Node:
                 listen=self.options.link.listen,
                 run=manifest.run,
                 version=WIRE_VERSION,
-                handler=self.peer,
+                handler=handler,
                 limits=TransportLimits(
                     connection=ConnectionLimits.for_payloads(8 * max(s.elements for s in layout.shards)),
                     up_bytes_per_s=self.options.link.up_bytes_per_s,
@@ -137,16 +140,27 @@ class Node:
                 door=self.fellowship.door,
             )
             self.fellowship.links = self.transport
+            self.whereabouts = Whereabouts(
+                self.identity,
+                self.directory,
+                self.transport,
+                handler,
+                announced=self.options.link.announce,
+                relay_bytes_per_s=self.options.link.relay_bytes_per_s,
+                members=lambda: self.roster.records(),
+            )
             self.roster = Roster(
                 manifest.run,
                 self.directory,
                 self.transport,
-                self._addresses,
+                self.whereabouts.record,
                 folder / "peers.json",
                 self._twin_seen,
                 self.fellowship,
+                self.whereabouts.ladder,
             )
             await stack.enter_async_context(self.transport)
+            await stack.enter_async_context(self.whereabouts)
             self._stack = stack.pop_all()
         return self
 
@@ -159,8 +173,10 @@ class Node:
         traffic = self.transport.traffic()
         return traffic.sent_control + traffic.sent_bulk
 
-    def _addresses(self) -> list[str]:
-        return list(self.options.link.announce) or self.transport.listen_addresses()
+    @property
+    def metrics(self) -> Metrics:
+        """What the peer writes down."""
+        return self.peer.metrics
 
     # -- the main line -------------------------------------------------------------------------------------------------
 
@@ -172,6 +188,7 @@ class Node:
     async def run(self, say: Callable[[str], None]) -> Ending:
         """Take part until something ends it; ``say`` tells the user what came out."""
         self.begin()
+        self.host.spawn(self.whereabouts.keep(say), name="whereabouts")
         self.host.spawn(self.roster.keep(), name="roster")
         self.host.spawn(self.fellowship.keep(), name="members")
         self.host.spawn(self._tell_progress(), name="progress")

@@ -15,12 +15,11 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
 from p2pdiloco.node.fellowship import Fellowship
+from p2pdiloco.node.ladder import Ladder
 from p2pdiloco.protocol.identifiers import PeerId, RunId
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory, DirectoryError
@@ -28,15 +27,16 @@ from p2pdiloco.runtime.files import write_atomically
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.transport import DialError, Impostor, PeerRefused, Transport
 from p2pdiloco.wire.bodies import decode_as
-from p2pdiloco.wire.certificates import CHAIN_LIMIT
+from p2pdiloco.wire.records import PeerRecord
 
 log = logs.get("roster")
 
 LOOK_S = 2.0
 """Between two looks into the directory."""
 ANNOUNCE_S = 10.0
+NEWS_S = 1.0
+"""Where we can be reached in another way than the record says."""
 RECORD_LIFE_S = 40.0
-DIAL_S = 8.0
 LONGEST_PAUSE_S = 30.0
 PATIENCE_S = 3.0
 """How long the peer with the larger id waits to be dialled."""
@@ -44,26 +44,26 @@ SHORT_S = 5.0
 """A connection that ends so soon after our dial counts as one that failed."""
 SHORT_PAUSE_S = 8.0
 """At most, before the next dial after that."""
+DIRECT_S, DIRECT_MOST_S = 30.0, 600.0
+"""Between looks for a direct way to a peer over a relay."""
 MAX_KNOWN = 1024
 
 
-class PeerRecord(msgspec.Struct, frozen=True):
-    """What a peer publishes of itself."""
-
-    addresses: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=16)]
-    life: Annotated[str, Meta(max_length=64)] = ""
-    """Of the process that published it (``Transport.life``)."""
-    began_s: float = 0.0
-    """When that process began, by the directory's clock."""
-    chain: Annotated[bytes, Meta(max_length=CHAIN_LIMIT)] = b""
-    """Its certificates."""
-
-
 class _Known:
-    __slots__ = ("addresses", "failures", "is_dialling", "next_dial_at", "reached_at", "refusals", "since")
+    __slots__ = (
+        "direct_tries",
+        "failures",
+        "is_dialling",
+        "next_dial_at",
+        "next_direct_at",
+        "reached_at",
+        "record",
+        "refusals",
+        "since",
+    )
 
     def __init__(self, since: float) -> None:
-        self.addresses: tuple[str, ...] = ()
+        self.record = PeerRecord(())
         self.since = since
         self.next_dial_at = since
         self.reached_at = since - SHORT_S
@@ -72,6 +72,9 @@ class _Known:
         self.refusals = 0
         """Dials that were answered by a no, or by somebody else."""
         self.is_dialling = False
+        self.next_direct_at: float | None = None
+        """When a direct way is looked for, of a peer over a relay."""
+        self.direct_tries = 0
 
 
 class Roster:
@@ -82,22 +85,26 @@ class Roster:
         run: RunId,
         directory: Directory,
         transport: Transport,
-        addresses: Callable[[], list[str]],
+        record: Callable[[], PeerRecord],
         cache: Path,
         twin_seen: Callable[[PeerRecord], None],
         fellowship: Fellowship,
+        ladder: Ladder,
     ) -> None:
-        """``twin_seen`` gets a record of this peer's that another process has published."""
+        """``record``: of this peer, as far as others know better. ``twin_seen`` gets one that another process has
+        published."""
         self._run = run
         self._directory = directory
         self._transport = transport
-        self._addresses = addresses
+        self._record = record
+        self._ladder = ladder
         self._cache = cache
         self._known: dict[PeerId, _Known] = {}
         self._twin_seen = twin_seen
         self._fellowship = fellowship
         self.began_s = directory.now_s()
         self._announced_at = -ANNOUNCE_S
+        self._announced = PeerRecord(())
         self._saved: dict[str, list[str]] = {}
 
     @property
@@ -110,14 +117,20 @@ class Roster:
         self._directory.screen_peers(self._run, self._is_of_member)
         loop = asyncio.get_running_loop()
         for peer, addresses in _load(self._cache).items():
-            self._learn(PeerId(peer), tuple(addresses), loop.time())
+            self._learn(PeerId(peer), PeerRecord(tuple(addresses)), loop.time())
         async with Tasks() as tasks:
             while True:
                 await self._quietly(self._look(loop.time()))
                 await self._quietly(self._announce(loop.time()))
                 for peer in self._due(loop.time()):
                     tasks.spawn(self._dial(peer), name=f"dial {peer}")
+                for peer in self._relayed(loop.time()):
+                    tasks.spawn(self._look_for_direct_way(peer), name=f"direct way to {peer}")
                 await asyncio.sleep(LOOK_S)
+
+    def records(self) -> dict[PeerId, PeerRecord]:
+        """What is known of the others."""
+        return {peer: known.record for peer, known in self._known.items()}
 
     async def withdraw(self) -> None:
         """Take our record back."""
@@ -139,8 +152,15 @@ class Roster:
             log.debug("directory does not answer", reason=str(error))
 
     async def _announce(self, now: float) -> None:
-        if now - self._announced_at >= ANNOUNCE_S:
-            told = PeerRecord(tuple(self._addresses()), self._transport.life, self.began_s, self._fellowship.door.chain)
+        is_news = msgspec.structs.replace(self._announced, life="", began_s=0.0) != self._record()
+        if now - self._announced_at >= (NEWS_S if is_news else ANNOUNCE_S):
+            told = msgspec.structs.replace(
+                self._record(),
+                life=self._transport.life,
+                began_s=self.began_s,
+                chain=self._fellowship.door.chain,
+            )
+            self._announced = msgspec.structs.replace(told, chain=b"")
             await self._directory.publish_peer(self._run, msgspec.msgpack.encode(told), RECORD_LIFE_S)
             self._announced_at = now
 
@@ -154,7 +174,7 @@ class Roster:
             if peer == self._transport.peer_id and told.life not in ("", self._transport.life):
                 self._announced_at = now - ANNOUNCE_S
                 self._twin_seen(told)
-            self._learn(peer, told.addresses, now)
+            self._learn(peer, told, now)
         await self._save()
 
     def _is_of_member(self, peer: PeerId, record: bytes) -> bool:
@@ -164,7 +184,7 @@ class Roster:
             return False
         return self._fellowship.is_announced_by_member(peer, told.chain)
 
-    def _learn(self, peer: PeerId, addresses: tuple[str, ...], now: float) -> None:
+    def _learn(self, peer: PeerId, record: PeerRecord, now: float) -> None:
         if peer == self._transport.peer_id:
             return
         known = self._known.get(peer)
@@ -172,10 +192,12 @@ class Roster:
             if len(self._known) >= MAX_KNOWN:
                 return
             known = self._known[peer] = _Known(now)
-        if addresses and addresses != known.addresses:
-            known.addresses = addresses
+        where = (record.addresses, record.points, record.seen)
+        if any(where[:2]) and where != (known.record.addresses, known.record.points, known.record.seen):
             known.failures = 0
             known.next_dial_at = now
+        if any(where[:2]):
+            known.record = record
 
     def _due(self, now: float) -> list[PeerId]:
         connected = set(self._transport.peers())
@@ -190,25 +212,53 @@ class Roster:
         known = self._known[peer]
         known.is_dialling = True
         try:
-            for address in known.addresses:
-                try:
-                    await self._transport.dial(address, timeout_s=DIAL_S)
-                    known.reached_at = asyncio.get_running_loop().time()
-                    return
-                except (Impostor, PeerRefused) as error:
-                    known.refusals += 1
-                    if known.refusals.bit_count() == 1:
-                        what = "refuses us" if isinstance(error, PeerRefused) else "is not who answers there"
-                        log.warning(f"a peer {what}", peer=peer, reason=str(error), times=known.refusals)
-                except (DialError, ValueError) as error:
-                    log.debug("dial failed", peer=peer, address=address, reason=str(error))
+            try:
+                await self._ladder.climb(peer, known.record)
+                known.reached_at = asyncio.get_running_loop().time()
+                return
+            except (Impostor, PeerRefused) as error:
+                known.refusals += 1
+                if known.refusals.bit_count() == 1:
+                    what = "refuses us" if isinstance(error, PeerRefused) else "is not who answers there"
+                    log.warning(f"a peer {what}", peer=peer, reason=str(error), times=known.refusals)
+            except DialError as error:
+                if (known.failures + 1).bit_count() == 1:
+                    log.info("no way to a peer", peer=peer, reason=str(error), times=known.failures + 1)
             known.failures += 1
             known.next_dial_at = asyncio.get_running_loop().time() + _pause_s(known.failures)
         finally:
             known.is_dialling = False
 
+    def _relayed(self, now: float) -> list[PeerId]:
+        """Peers over a relay, to which a direct way is looked for again; the smaller id of two looks."""
+        due = []
+        for peer in self._transport.peers():
+            channel, known = self._transport.channel_of(peer), self._known.get(peer)
+            is_relayed = channel is not None and channel.is_met and channel.connection.greeting.is_relayed
+            if not is_relayed or known is None or self._transport.peer_id > peer:
+                continue
+            if known.next_direct_at is None:
+                known.next_direct_at = now + DIRECT_S
+            if now >= known.next_direct_at and not known.is_dialling:
+                due.append(peer)
+        return due
+
+    async def _look_for_direct_way(self, peer: PeerId) -> None:
+        known = self._known[peer]
+        known.is_dialling = True
+        try:
+            await self._ladder.meet(peer, known.record)
+            known.direct_tries = 0
+        except DialError as error:
+            log.debug("still relayed", peer=peer, reason=str(error))
+            known.direct_tries += 1
+        finally:
+            known.is_dialling = False
+            pause_s = min(DIRECT_MOST_S, DIRECT_S * 2.0 ** min(known.direct_tries, 10))
+            known.next_direct_at = asyncio.get_running_loop().time() + pause_s
+
     async def _save(self) -> None:
-        known = {str(peer): list(k.addresses) for peer, k in sorted(self._known.items()) if k.addresses}
+        known = {str(peer): list(k.record.addresses) for peer, k in sorted(self._known.items()) if k.record.addresses}
         if known != self._saved:
             try:
                 await asyncio.to_thread(write_atomically, self._cache, json.dumps(known).encode())

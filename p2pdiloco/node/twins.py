@@ -15,12 +15,12 @@ import asyncio
 
 from p2pdiloco.node.credentials import Credentials
 from p2pdiloco.node.lookup import observer_transport
-from p2pdiloco.node.roster import PeerRecord
 from p2pdiloco.protocol.identifiers import PeerId, RunId
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity, IdentityError
 from p2pdiloco.runtime.transport import DialError
 from p2pdiloco.wire.bodies import decode_as
+from p2pdiloco.wire.records import PeerRecord
 
 ANSWER_S = 3.0
 """What a twin has to answer, at all its addresses at once."""

@@ -89,7 +89,7 @@ def protocol_config(manifest: Manifest, options: PeerOptions, peer: PeerId) -> P
         evaluation_every=config.evaluation.every,
         log_length=logged(config.schedule),
         heartbeat_s=heartbeat_s(config.schedule),
-        weight=0.0 if options.link.is_unreachable else options.link.weight,
+        weight=options.link.weight,
         leave_s=options.leave_s,
     )
 

@@ -70,6 +70,7 @@ class Daemon:
         self._startup_timeout_s = startup_timeout_s
         self._nat_port_map = nat_port_map
         self._validator = SignedRecords()
+        self._is_serving = True
         self._p2p: Any = None
         self._node: Any = None
         self.visible: list[str] = []
@@ -120,6 +121,8 @@ class Daemon:
         self._node = await DHTNode.create(
             p2p=self._p2p, wait_timeout=PING_S, record_validator=self._validator, cache_refresh_before_expiry=0
         )
+        if not self._is_serving:
+            self.serve_nobody()
         found = [str(text) for text in await self._p2p.get_visible_maddrs(latest=True)]
         self.visible = sorted(found, key=is_loopback)
         self._pin_port()
@@ -172,6 +175,13 @@ class Daemon:
         """End a p2pd that does not answer."""
         if self._p2p is not None and self._p2p._child.returncode is None:
             self._p2p._child.kill()
+
+    def serve_nobody(self) -> None:
+        """From now on, also after a restart."""
+        self._is_serving = False
+        if self._node is not None:
+            self._node.protocol.client_mode = True
+            self._node.protocol.node_info = dht_pb2.NodeInfo()
 
     # -- calls -------------------------------------------------------------------------------------------------------
 

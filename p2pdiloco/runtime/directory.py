@@ -29,7 +29,7 @@ from p2pdiloco.runtime.dht import CLOCK, adopt_logging
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.record_book import RecordBook
 from p2pdiloco.runtime.tasks import Tasks
-from p2pdiloco.wire.records import RUNS_TOPIC, TTL_LIMIT_S, Envelope, peers_topic, seal
+from p2pdiloco.wire.records import POINTS_TOPIC, RUNS_TOPIC, TTL_LIMIT_S, Envelope, peers_topic, seal
 
 __all__ = ["Directory", "DirectoryError"]
 
@@ -147,6 +147,10 @@ class Directory:
         """What to write into invites: the initial peers, whose nodes are meant to be found; else our own."""
         return tuple(self._initial_peers) or tuple(self.bootstrap_lines())
 
+    def serve_nobody(self) -> None:
+        """Others cannot reach our node: keep no keys for them, and be in nobody's routing table."""
+        self._daemon.serve_nobody()
+
     async def publish_run(self, run: RunId, record: bytes, ttl_s: float) -> None:
         """Say that ``run`` exists. ``record``: at most 12 KiB. Renew it before ``ttl_s`` (at most a day) is over.
 
@@ -155,6 +159,15 @@ class Directory:
             ValueError: too large, or a ttl out of range.
         """
         await self._publish(RUNS_TOPIC, run, record, ttl_s)
+
+    async def publish_point(self, record: bytes, ttl_s: float) -> None:
+        """Say that peers may meet here; as for ``publish_run``."""
+        await self._publish(POINTS_TOPIC, "", record, ttl_s)
+
+    async def points(self) -> dict[PeerId, bytes]:
+        """The record of each meeting point, the initial peers' first."""
+        found = {PeerId(envelope.peer): envelope.body for envelope in await self._read(POINTS_TOPIC)}
+        return {peer: found[peer] for peer in sorted(found, key=lambda peer: peer not in self._initial)}
 
     async def publish_peer(self, run: RunId, record: bytes, ttl_s: float) -> None:
         """Say that we take part in ``run``; as for ``publish_run``."""

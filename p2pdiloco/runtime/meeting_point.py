@@ -18,7 +18,7 @@ from collections import Counter, deque
 from p2pdiloco.net.admission import machine_of
 from p2pdiloco.net.introducer import Hang, Introducer, Joined, NotIntroducedError, Say
 from p2pdiloco.protocol.identifiers import PeerId
-from p2pdiloco.runtime import logs
+from p2pdiloco.runtime import addresses, logs
 from p2pdiloco.runtime.relay import Relay
 from p2pdiloco.runtime.transport import Transport
 from p2pdiloco.wire import introductions as intro
@@ -190,7 +190,10 @@ class MeetingPoint:
             self.introducer.received(key, data, loop.time())
             self._act()
         if line.carried is not None:
-            await asyncio.wait([line.carried])
+            try:
+                await asyncio.wait([line.carried])
+            finally:
+                line.carried.cancel()
 
     def _act(self) -> None:
         """Do what the introducer wants, and set the timer."""
@@ -228,13 +231,18 @@ class MeetingPoint:
 
     async def _carry(self, keys: tuple[object, object]) -> None:
         lines = [self._lines[key] for key in keys if key in self._lines]
+        hosts = "-".join(addresses.of_socket(*line.raw.getpeername()[:2]).host for line in lines)
+        carried = 0
         try:
             if len(lines) == len(keys):
                 readings = [line.reading for line in lines if line.reading is not None]
                 for reading in readings:
                     reading.cancel()
                 await asyncio.gather(*readings, return_exceptions=True)
-                log.info("relaying", pairs=self.introducer.joined)
-                await self.relay.carry(lines[0].raw, lines[1].raw)
+                log.info("relaying", between=hosts, pairs=self.introducer.joined)
+                carried = sum(await self.relay.carry(lines[0].raw, lines[1].raw))
+        except OSError as error:
+            log.debug("a relayed pair failed", reason=str(error))
         finally:
             self.introducer.parted(keys)
+            log.info("relayed", between=hosts, bytes=carried)

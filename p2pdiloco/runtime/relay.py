@@ -58,19 +58,20 @@ class Relay:
         self._budget = Budget(bytes_per_s)
         self.carried_bytes = 0
 
-    async def carry(self, a: socket.socket, b: socket.socket) -> None:
-        """Until both directions have ended, or one has failed. The sockets are not blocking; the caller closes them."""
-        ways = [asyncio.create_task(self._pump(a, b)), asyncio.create_task(self._pump(b, a))]
+    async def carry(self, a: socket.socket, b: socket.socket) -> list[int]:
+        """Until both directions have ended, or one has failed; bytes from each. The sockets are not blocking; the
+        caller closes them."""
+        carried = [0, 0]
+        ways = [asyncio.create_task(self._pump(a, b, carried, 0)), asyncio.create_task(self._pump(b, a, carried, 1))]
         try:
-            done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_EXCEPTION)
-            if any(way.exception() is not None for way in done):
-                return
+            await asyncio.wait(ways, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
+        return carried
 
-    async def _pump(self, source: socket.socket, target: socket.socket) -> None:
+    async def _pump(self, source: socket.socket, target: socket.socket, carried: list[int], side: int) -> None:
         reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         with suppress(OSError):  # beyond what this user's pipes may hold: smaller pieces
             fcntl.fcntl(writer, F_SETPIPE_SZ, LARGEST_BYTES)
@@ -78,6 +79,7 @@ class Relay:
             while count := await _splice(source.fileno(), writer, self._budget.turn_bytes, source.fileno()):
                 await self._budget.take(count)
                 self.carried_bytes += count
+                carried[side] += count
                 while count:
                     count -= await _splice(reader, target.fileno(), count, target.fileno(), writes=True)
             target.shutdown(socket.SHUT_WR)

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from p2pdiloco.protocol.identifiers import PeerId, RunId, digest_of
+from p2pdiloco.wire.certificates import CHAIN_LIMIT
 
 CONTEXT = b"p2pdiloco record 1\x00"
 SIGNATURE_BYTES = 64
@@ -28,6 +29,8 @@ TTL_LIMIT_S = 24 * 3600.0
 CLOCK_SKEW_S = 10.0
 
 RUNS_TOPIC = "p2pdiloco/runs"
+POINTS_TOPIC = "p2pdiloco/points"
+"""Meeting points that take part in no run (wire/introductions.py)."""
 PEERS_CONTEXT = b"p2pdiloco topic 1\x00"
 
 Sign = Callable[[bytes], bytes]
@@ -48,6 +51,30 @@ class Envelope(Struct, frozen=True, kw_only=True):
     """Where the publisher's own directory listens."""
     is_withdrawn: bool = False
     body: Annotated[bytes, Meta(max_length=BODY_LIMIT)] = b""
+
+
+class PointRecord(Struct, frozen=True):
+    """Where a meeting point is."""
+
+    addresses: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=8)]
+
+
+class PeerRecord(Struct, frozen=True):
+    """What a peer publishes of itself."""
+
+    addresses: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=16)]
+    life: Annotated[str, Meta(max_length=64)] = ""
+    """Of the process that published it (a transport's)."""
+    began_s: float = 0.0
+    """When that process began, by the directory's clock."""
+    chain: Annotated[bytes, Meta(max_length=CHAIN_LIMIT)] = b""
+    """Its certificates."""
+    seen: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=4)] = ()
+    """The hosts as which others see it."""
+    points: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=4)] = ()
+    """Where it can be met."""
+    is_point: bool = False
+    """Others have dialled it: peers can meet there."""
 
 
 def peers_topic(run: RunId) -> str:

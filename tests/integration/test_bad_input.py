@@ -22,7 +22,6 @@ from waiting import until
 from p2pdiloco.cli.main import main
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.lookup import Observer, RunRecord
-from p2pdiloco.node.roster import PeerRecord
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId
 from p2pdiloco.protocol.manifest import (
     DataConfig,
@@ -35,6 +34,7 @@ from p2pdiloco.protocol.manifest import (
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import Answer, Transport
+from p2pdiloco.wire.records import PeerRecord
 
 FAILED, REPAIR, NOBODY_THERE = 1, 2, 3
 NOBODY = "12D3KooWFBqHtZsnYhFyqTpV8N2Ynw3YwMxt2TDXZqKpY2Y4RgvC"

@@ -26,7 +26,6 @@ from waiting import until as until_in_loop
 from p2pdiloco.chaos.swarm import Member
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.lookup import Observer, list_runs
-from p2pdiloco.node.roster import PeerRecord
 from p2pdiloco.peer.signatures import signed
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol import signatures
@@ -37,6 +36,7 @@ from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import Transport
 from p2pdiloco.wire.bodies import CommitParts, decode_message, encode, join_commit
 from p2pdiloco.wire.compression import compress
+from p2pdiloco.wire.records import PeerRecord
 
 GARBAGE = (b"no zstd at all", compress(bytes(1000)), compress(b"\xff" * 1000))
 KINDS = {"message", "payload", "contribution"}

@@ -12,11 +12,13 @@ import pytest
 
 from p2pdiloco.net.doors import OpenDoor
 from p2pdiloco.node.fellowship import Fellowship
-from p2pdiloco.node.roster import RECORD_LIFE_S, PeerRecord, Roster
+from p2pdiloco.node.ladder import Ladder
+from p2pdiloco.node.roster import RECORD_LIFE_S, Roster
 from p2pdiloco.peersim.loop import VirtualLoop
 from p2pdiloco.protocol.identifiers import PeerId, RunId
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.transport import Transport
+from p2pdiloco.wire.records import PeerRecord
 
 ME, RUN = PeerId("me"), RunId("run")
 LATENCY_S = 0.05
@@ -78,10 +80,11 @@ class Process:
             RUN,
             cast(Directory, board),
             cast(Transport, Lines(life)),
-            lambda: [f"/ip4/127.0.0.1/tcp/1/p2p/{life}"],
+            lambda: PeerRecord((f"/ip4/127.0.0.1/tcp/1/p2p/{life}",)),
             folder / f"{life}.json",
             self._saw,
             cast(Fellowship, OpenRun()),
+            cast(Ladder, None),
         )
 
     def _saw(self, record: PeerRecord) -> None:

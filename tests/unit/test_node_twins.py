@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from p2pdiloco.node.roster import PeerRecord
 from p2pdiloco.node.twins import gives_way
+from p2pdiloco.wire.records import PeerRecord
 
 
 @pytest.mark.parametrize(

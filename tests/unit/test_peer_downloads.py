@@ -329,7 +329,7 @@ def test_a_state_that_its_maker_signed_and_nothing_leads_to_replaces_nobodys_mod
         async with Stage(tmp_path) as stage:
             ann, bob = await two_donors(stage)
             key = Identity.ephemeral()
-            eve = await stage.add("eve", identity=key, has_learner=False, is_unreachable=True)
+            eve = await stage.add("eve", identity=key, has_learner=False, weight=0.0)
             await stage.wait(10.0)
             assert eve.state.heads == ann.state.heads
             before = ann.state.heads[0]

@@ -227,7 +227,7 @@ def test_who_comes_back_from_a_checkpoint_goes_on_with_the_same_bits(tmp_path: P
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
-            bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, is_unreachable=True)
+            bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, weight=0.0)
             await stage.wait(3.0)
             await stage.train(ann, *[1.0] * 8)
             await stage.wait(1.0)

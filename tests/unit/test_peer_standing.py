@@ -49,7 +49,7 @@ def test_what_a_follower_contributes_is_not_taken(tmp_path: Path) -> None:
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found(has_learner=False)
-            bob = await stage.add("bob", genesis(stage.manifest), is_unreachable=True)
+            bob = await stage.add("bob", genesis(stage.manifest), weight=0.0)
             await stage.ready(bob)
             await stage.wait(3.0)
             stage.catch = lambda sender, to, message: isinstance(message, msg.Contribution)
@@ -86,7 +86,7 @@ def test_a_commit_waits_until_its_sender_was_asked_whom_it_names(tmp_path: Path,
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
-            bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, is_unreachable=True)
+            bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, weight=0.0)
             await stage.wait(3.0)
             bob.driver.cargo._register = bob.driver.standing = newcomer = Newcomer(told=is_told)
             await stage.train(ann, 1.0, 1.0)

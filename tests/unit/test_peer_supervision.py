@@ -20,7 +20,7 @@ def test_what_the_learner_could_not_take_at_once_it_takes_later(tmp_path: Path) 
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
-            bob = await stage.add("bob", genesis(stage.manifest), is_unreachable=True)
+            bob = await stage.add("bob", genesis(stage.manifest), weight=0.0)
             await stage.ready(bob)
             await stage.wait(3.0)
             bob.learner.step(3.0)
@@ -69,7 +69,7 @@ def test_what_was_queued_for_a_dead_learner_does_not_move_the_next(tmp_path: Pat
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
-            bob = await stage.add("bob", genesis(stage.manifest), is_unreachable=True)
+            bob = await stage.add("bob", genesis(stage.manifest), weight=0.0)
             await stage.ready(bob)
             await stage.wait(3.0)
             for _ in range(3):
@@ -136,7 +136,7 @@ def test_the_learner_hears_of_the_swarms_step(tmp_path: Path) -> None:
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
-            bob = await stage.add("bob", genesis(stage.manifest), is_unreachable=True)
+            bob = await stage.add("bob", genesis(stage.manifest), weight=0.0)
             await stage.ready(bob)
             await stage.wait(3.0)
             await stage.train(ann, *[1.0] * 8)

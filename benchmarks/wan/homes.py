@@ -1,0 +1,259 @@
+"""Homes behind routers train together: who gets in, whose progress is merged, what a relay carries.
+
+    python -m benchmarks.wan.homes --json out/homes.json           # topology homes; as root
+    python -m benchmarks.wan.homes --kill-bootstrap                # the small public machine dies when all are in
+
+Real processes by the commands of README.md, in the sites of a testbed: a bootstrap in the first site, which is public,
+and a peer in each of the others; the second founds the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.wan.sites import network, on_sigterm
+from p2pdiloco.protocol.identifiers import LearnerId, peer_of
+from p2pdiloco.testbed.inside import command
+from p2pdiloco.testbed.namespaces import kill_inside
+from p2pdiloco.testbed.testbed import Testbed
+from p2pdiloco.testbed.topology import address, find_topology
+
+START_S = 90.0
+POLL_S = 0.1
+KEEPS = (None, "keep", "cgn")
+"""Routers through which two peers connect directly."""
+CONFIG = {
+    "name": "homes",
+    "access": "open",
+    "model.width": 32,
+    "model.depth": 1,
+    "model.heads": 2,
+    "model.context": 32,
+    "data.kind": "files",
+    "data.pattern": "*.txt",
+    "data.held_out_share": 0.3,
+    "inner.batch": 32,
+    "inner.warmup": 5,
+    "schedule.fragments": 2,
+    "schedule.sync_every": 8,
+    "schedule.overlap": 2,
+    "schedule.max_shard": 16384,
+    "evaluation.every": 1000,
+    "evaluation.samples": 16,
+}
+WORDS = [
+    "swarm",
+    "trains",
+    "one",
+    "model",
+    "every",
+    "peer",
+    "holds",
+    "the",
+    "same",
+    "bits",
+    "while",
+    "owners",
+    "merge",
+    "what",
+    "others",
+    "sent",
+]
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What the benchmark writes."""
+
+    topology: str
+    joined: int
+    """Peers that were connected to all others."""
+    peers: int
+    joint_s: float
+    """From the last peer's start until all were."""
+    versions: int
+    """Of shards, since all were connected and before any left."""
+    joint_versions_with_all: float
+    fork_share: float
+    tokens_merged_share: float
+    relayed_bytes: int
+    relayed_bytes_between_port_keeping: int
+    ways: dict[str, str]
+    """How pairs connected: "ann-bob": "punching"."""
+    statuses: dict[str, int]
+    models: int
+    """Different ones at the end."""
+
+
+class Home:
+    """A process in a site, and what it told."""
+
+    def __init__(self, made: Testbed, site: int, folder: Path, words: Sequence[str]) -> None:
+        self.name = made.topology.sites[site].name
+        self.folder = folder / self.name
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._log = self.folder / "log"
+        argv = [sys.executable, "-m", "p2pdiloco", words[0], "--state", str(self.folder / "state"), *words[1:]]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "P2PDILOCO_LOG": "info"}
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command(made.site(site), argv), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+            )
+
+    def told(self) -> str:
+        """All that it said."""
+        return self._log.read_text(errors="replace")
+
+    def events(self) -> list[dict[str, Any]]:
+        """Of its event log."""
+        found = sorted((self.folder / "state").glob("*/metrics.jsonl"))
+        return [json.loads(line) for path in found for line in path.read_text().splitlines() if line.endswith("}")]
+
+    def report(self) -> dict[str, Any]:
+        """What it wrote at its end."""
+        (path,) = (self.folder / "state").glob("*/report.json")
+        return dict(json.loads(path.read_text()))
+
+    @property
+    def live(self) -> int:
+        """Peers connected to it, itself included."""
+        return next((event["live"] for event in reversed(self.events()) if event["event"] == "peers"), 1)
+
+
+class HomesError(Exception):
+    """Somebody did not do what it should in time; the text has its last words."""
+
+
+def wait_for(condition: Callable[[], Any], homes: Sequence[Home], timeout_s: float, what: str) -> Any:
+    """What it becomes, once it is true."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        dead = [home for home in homes if home.process.poll() not in (None, 0)]
+        if dead or time.monotonic() >= deadline:
+            words = "\n".join(f"--- {home.name}\n{home.told()[-1500:]}" for home in dead or homes)
+            raise HomesError(f"{what}: {'somebody ended' if dead else f'not within {timeout_s:g} s'}\n{words}")
+        time.sleep(POLL_S)
+    return found
+
+
+def train(
+    made: Testbed, folder: Path, *, steps: int, kills_bootstrap: bool = False, hub: Sequence[str] = ()
+) -> Outcome:
+    """One run on a testbed that is up."""
+    corpus = folder / "corpus"
+    corpus.mkdir(parents=True)
+    for number in range(12):
+        text = " ".join(WORDS[(number * 7 + i * i) % len(WORDS)] for i in range(1000))
+        (corpus / f"{number}.txt").write_text(text)
+    config = folder / "run.toml"
+    values = CONFIG | {"data.path": str(corpus), "inner.steps": steps}
+    config.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
+    sites = range(1, len(made.topology.sites))
+    homes: list[Home] = []
+    try:
+        listen = ["--listen", f"/ip4/{address(0)}/tcp/31337", *hub]
+        bootstrap = Home(made, 0, folder, ["bootstrap", *listen])
+        line = wait_for(lambda: re.search(r"p2pdiloco join (\S+)", bootstrap.told()), [bootstrap], START_S, "bootstrap")
+        where = line[1]
+        own = ["--threads", "1", "--data", str(corpus), "--stay-s", "0"]
+        founder = Home(made, sites[0], folder, ["start", str(config), "--bootstrap", where, *own])
+        homes.append(founder)
+        wait_for(lambda: "meeting point" in founder.told(), homes, START_S, "the founder looks around")
+        homes += [Home(made, site, folder, ["join", where, *own]) for site in sites[1:]]
+        began = time.monotonic()
+        wait_for(lambda: all(home.live == len(homes) for home in homes), homes, START_S, "all are connected")
+        joint_s = time.monotonic() - began
+        joint_at = time.time()
+        if kills_bootstrap:
+            bootstrap.process.kill()
+        wait_for(lambda: all(home.process.poll() is not None for home in homes), [], 10 * START_S, "the run's end")
+        time.sleep(POLL_S)
+        return _outcome(made, bootstrap, homes, joint_s, joint_at)
+    finally:
+        kill_inside([made.site(i) for i in range(len(made.topology.sites))])
+        for home in homes:
+            home.process.wait()
+
+
+def _outcome(made: Testbed, bootstrap: Home, homes: Sequence[Home], joint_s: float, joint_at: float) -> Outcome:
+    reports = {home.name: home.report() for home in homes}
+    named = {report["peer"]: name for name, report in reports.items()}
+    events = {home.name: home.events() for home in homes}
+    first_end = min(event["time"] for some in events.values() for event in some if event["event"] == "ended")
+    commits: dict[tuple[int, int], dict[str, set[str]]] = {}
+    for some in events.values():
+        for event in some:
+            if event["event"] == "commit" and joint_at + 2.0 < event["time"] < first_end - 1.0:
+                contributors = {str(peer_of(LearnerId(learner))) for learner in event["contributors"]}
+                commits.setdefault((event["shard"], event["version"]), {})[event["head"]] = contributors
+    joint = sum(any(len(peers) == len(homes) for peers in heads.values()) for heads in commits.values())
+    relayed, keeping = 0, 0
+    sites = {address(i): site for i, site in enumerate(made.topology.sites)}
+    told = "".join(home.told() for home in [bootstrap, *homes])
+    for a, b, count in re.findall(r"relayed between=([\d.]+)-([\d.]+) bytes=(\d+)", told):
+        relayed += int(count)
+        keeping += int(count) * all(sites[host].nat in KEEPS for host in (a, b))
+    ways: dict[str, str] = {}
+    for home in homes:
+        for line in home.told().splitlines():
+            other = next((name for peer, name in named.items() if f"peer={peer}" in line), None)
+            if " connected " in line and other:
+                by = re.search(r"by=(\w+)", line)
+                ways["-".join(sorted((home.name, other)))] = by[1] if by else "dialling"
+    merged = max(report["tokens_merged"] for report in reports.values())
+    return Outcome(
+        topology=made.topology.name,
+        joined=sum(
+            max((e["live"] for e in some if e["event"] == "peers"), default=1) == len(homes) for some in events.values()
+        ),
+        peers=len(homes),
+        joint_s=round(joint_s, 2),
+        versions=len(commits),
+        joint_versions_with_all=joint / max(1, len(commits)),
+        fork_share=sum(len(heads) > 1 for heads in commits.values()) / max(1, len(commits)),
+        tokens_merged_share=merged / max(1, sum(report["tokens_trained"] for report in reports.values())),
+        relayed_bytes=relayed,
+        relayed_bytes_between_port_keeping=keeping,
+        ways=ways,
+        statuses={home.name: home.process.returncode for home in homes},
+        models=len({tuple(report["digests"]) for report in reports.values()}),
+    )
+
+
+def main() -> int:
+    """Make the testbed, measure it, train on it, write and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else "")
+    parser.add_argument("--topology", default="homes", help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=1500, help="global steps (default: %(default)s)")
+    parser.add_argument("--kill-bootstrap", action="store_true", help="once all are in")
+    parser.add_argument("--unverified", action="store_true", help="do not measure the links")
+    parser.add_argument("--json", type=Path, help="write the outcome here")
+    options = parser.parse_args()
+    on_sigterm()
+    source = find_topology(options.topology).read_text()
+    with (
+        tempfile.TemporaryDirectory(prefix="p2pdiloco-homes-") as folder,
+        network(source, is_verified=not options.unverified) as made,
+    ):
+        outcome = train(made, Path(folder), steps=options.steps, kills_bootstrap=options.kill_bootstrap)
+    text = json.dumps(msgspec.to_builtins(outcome), indent=2)
+    print(text)
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""From what a peer publishes to a connection: its addresses at once, then a meeting point.
+
+Rules of this file:
+1. Bounded: at most ADDRESSES are dialled, one begun every STAGGER_S; the first connection ends the others.
+2. A private address is dialled only by who may share its network: the peer is seen as that address, or both are seen as
+   one (behind one router), or nobody knows yet. A loopback address is dialled only if there is no other.
+3. Where an address may answer, a meeting begins a little later; where none may, at once.
+4. What failed is told whole, newest first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+from p2pdiloco.net.handshake import HandshakeError
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.runtime import addresses
+from p2pdiloco.runtime.addresses import Address
+from p2pdiloco.runtime.rendezvous import Rendezvous
+from p2pdiloco.runtime.transport import DialError, Impostor, PeerRefused, Transport
+from p2pdiloco.wire.records import PeerRecord
+
+ADDRESSES = 8
+STAGGER_S = 0.2
+MEETING_S = 0.4
+"""After the last dial began."""
+DIAL_S = 8.0
+
+
+class Ladder:
+    """See the module's rules. ``seen``: the hosts as which others see us."""
+
+    def __init__(self, transport: Transport, rendezvous: Rendezvous, seen: Callable[[], Iterable[str]]) -> None:
+        self._transport = transport
+        self._rendezvous = rendezvous
+        self._seen = seen
+
+    async def climb(self, peer: PeerId, record: PeerRecord) -> PeerId:
+        """Connect to ``peer``.
+
+        Raises:
+            PeerRefused: it answered, and said no.
+            Impostor: somebody else answers wherever anybody does.
+            DialError: anything else; all reasons.
+        """
+        where = dialable(record, frozenset(self._seen()))
+        reasons: list[str] = []
+        ways: list[tuple[float, Coroutine[Any, Any, PeerId]]] = [
+            (number * STAGGER_S, self._transport.dial(_named(address, peer), DIAL_S))
+            for number, address in enumerate(where)
+        ]
+        if record.points:
+            delay_s = len(where) * STAGGER_S + MEETING_S if where else 0.0
+            ways.append((delay_s, self._meet(peer, record.points)))
+        if not ways:
+            raise DialError(_nowhere(record))
+        impostor: Impostor | None = None
+        running = {asyncio.create_task(_after(delay_s, way), name=f"way to {peer}") for delay_s, way in ways}
+        pending = running
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for way in done:
+                    error = way.exception()
+                    if error is None:
+                        return way.result()
+                    if isinstance(error, PeerRefused):
+                        raise error
+                    if not isinstance(error, (DialError, ValueError)):
+                        raise error
+                    impostor = error if isinstance(error, Impostor) else impostor
+                    reasons.insert(0, str(error))
+        finally:
+            for way in running:
+                way.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        if impostor is not None and len(ways) == 1:
+            raise impostor
+        raise DialError("; ".join(dict.fromkeys(reasons)))
+
+    async def meet(self, peer: PeerId, record: PeerRecord) -> PeerId:
+        """A direct connection instead of a relayed one.
+
+        Raises:
+            DialError: none came about.
+        """
+        return await self._meet(peer, record.points, may_relay=False)
+
+    async def _meet(self, peer: PeerId, points: Sequence[str], *, may_relay: bool = True) -> PeerId:
+        try:
+            return await self._rendezvous.reach(peer, points, may_relay=may_relay)
+        except HandshakeError as error:
+            raise DialError(f"it was met, and: {error}") from error
+
+
+def dialable(record: PeerRecord, seen: frozenset[str]) -> list[str]:
+    """The addresses of a record that may answer from here, best first. ``seen``: the hosts as which others see us."""
+    found: list[tuple[int, str]] = []
+    local: list[str] = []
+    for text in record.addresses[: 2 * ADDRESSES]:
+        try:
+            address = addresses.parse(text)
+        except ValueError:
+            continue
+        rank = _rank(address, record.seen, seen)
+        if rank == 0:
+            local.append(text)
+        elif rank is not None:
+            found.append((rank, text))
+    return [text for _, text in sorted(found, key=lambda one: one[0])][:ADDRESSES] or local[:ADDRESSES]
+
+
+def _rank(address: Address, theirs: Sequence[str], ours: frozenset[str]) -> int | None:
+    """1 for the same network, 2 for IPv6, 3 for the rest; 0 for loopback; None: it is not for us."""
+    if address.family in ("dns", "dns4"):
+        return 3
+    ip = ipaddress.ip_address(address.host)
+    if ip.is_loopback:
+        return 0
+    if ip.is_unspecified or ip.is_multicast or ip.is_link_local:
+        return None
+    if ip.is_global:
+        return 2 if ip.version == 6 else 3
+    if not theirs or not ours or address.host in theirs:
+        return 3
+    return 1 if ours.intersection(theirs) else None
+
+
+def _nowhere(record: PeerRecord) -> str:
+    if not record.addresses:
+        return "it publishes no address"
+    return f"{', '.join(record.addresses)} is of another network than this one, and it attends no meeting point"
+
+
+def _named(text: str, peer: PeerId) -> str:
+    return text if "/p2p/" in text else f"{text}/p2p/{peer}"
+
+
+async def _after(delay_s: float, way: Coroutine[Any, Any, PeerId]) -> PeerId:
+    try:
+        await asyncio.sleep(delay_s)
+    except BaseException:
+        way.close()
+        raise
+    return await way

@@ -1,0 +1,201 @@
+"""How this peer stands in the network: it asks meeting points how it is seen and whether it can be dialled, and attends
+them, so that others can meet it.
+
+Rules of this file:
+1. Nobody has to say whether a peer can be dialled: who has dialled it knows. One that did is enough; if all that tried
+   failed, it cannot be.
+2. Bootstraps are asked first, then members that can be dialled; at most POINTS are attended, anew when one is gone.
+3. What was found is told to the user in one sentence, and again when it changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from p2pdiloco.net.handshake import WIRE_VERSION
+from p2pdiloco.node.ladder import Ladder
+from p2pdiloco.node.lookup import Observer
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.runtime import addresses, logs
+from p2pdiloco.runtime.directory import Directory, DirectoryError
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.introductions import IntroductionHandler
+from p2pdiloco.runtime.meeting_point import MeetingPoint
+from p2pdiloco.runtime.rendezvous import POINTS, Rendezvous
+from p2pdiloco.runtime.tasks import Tasks
+from p2pdiloco.runtime.transport import DialError, Transport
+from p2pdiloco.wire.bodies import decode_as
+from p2pdiloco.wire.records import PeerRecord, PointRecord
+
+log = logs.get("whereabouts")
+
+LOOK_S = 2.0
+RENEW_S = 120.0
+"""After which a meeting point is asked again how we are seen."""
+PAUSE_S = 15.0
+"""Before one that did not answer is asked again."""
+MOST_ADDRESSES = 16
+ASKED = 8
+"""Of the meeting points in the directory, and of an address each."""
+
+
+class Whereabouts:
+    """See the module's rules; ``async with`` it, within the transport. ``announced``: addresses that the user says are
+    ours. ``members``: what is known of the others."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        directory: Directory,
+        transport: Transport,
+        handler: IntroductionHandler,
+        *,
+        announced: Sequence[str],
+        relay_bytes_per_s: float | None,
+        members: Callable[[], Mapping[PeerId, PeerRecord]],
+    ) -> None:
+        self._directory = directory
+        self._transport = transport
+        self._announced = list(announced)
+        self._members = members
+        self._tasks = Tasks()
+        outside = IntroductionHandler(Observer())
+        self._outside = Transport(identity, listen="", run="", version=WIRE_VERSION, handler=outside, observes=True)
+        self._rendezvous = Rendezvous(transport, self._outside, self._tasks, lambda peer: peer in members())
+        self._rendezvous.points_of = lambda peer: members()[peer].points if peer in members() else ()
+        handler.rendezvous = outside.rendezvous = self._rendezvous
+        self._point = handler.point = MeetingPoint(transport, relay_bytes_per_s)
+        self.ladder = Ladder(transport, self._rendezvous, lambda: self.seen)
+        self._asked_at: dict[str, float] = {}
+        self._said = ""
+        self._is_directory_told = False
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        await self._outside.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._tasks.__aexit__(kind, error, trace)
+        await self._outside.__aexit__(kind, error, trace)
+
+    def record(self) -> PeerRecord:
+        """What others are told of how to reach us."""
+        own = self._announced or list(dict.fromkeys([*self._outside_addresses(), *self._transport.listen_addresses()]))
+        return PeerRecord(
+            tuple(own[:MOST_ADDRESSES]), seen=self.seen, points=self.points, is_point=self.is_dialable is True
+        )
+
+    @property
+    def seen(self) -> tuple[str, ...]:
+        """The hosts as which meeting points see us."""
+        found = (one.told.host for one in self._rendezvous.attended.values())
+        return tuple(dict.fromkeys(found))[:POINTS]
+
+    @property
+    def is_dialable(self) -> bool | None:
+        """Whether others have dialled us back; None: nobody has tried."""
+        told = [one.told.answers[0] for one in self._rendezvous.attended.values() if one.told.answers]
+        return any(told) if told else None
+
+    @property
+    def points(self) -> tuple[str, ...]:
+        """Where we can be met; nowhere, if we can be dialled anyway."""
+        return () if self.is_dialable else tuple(one.address for one in self._rendezvous.attended.values())
+
+    @property
+    def port(self) -> int:
+        """At which our transport listens."""
+        return next((addresses.parse(text).port for text in self._transport.listen_addresses()), 0)
+
+    def _outside_addresses(self) -> list[str]:
+        """Multiaddrs at which others have reached us."""
+        if not self.is_dialable:
+            return []
+        hosts = (one.told.host for one in self._rendezvous.attended.values() if one.told.answers[:1] == (True,))
+        return [str(addresses.of_socket(host, self.port, self._transport.peer_id)) for host in dict.fromkeys(hosts)]
+
+    async def keep(self, say: Callable[[str], None]) -> None:
+        """Attend, until cancelled; ``say`` tells the user."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._rendezvous.forget()
+            for text in await self._candidates():
+                if len(self._rendezvous.attended) >= POINTS and text not in self._attended():
+                    continue
+                pause_s = RENEW_S if text in self._attended() else PAUSE_S
+                if loop.time() - self._asked_at.get(text, -RENEW_S) < pause_s:
+                    continue
+                self._asked_at[text] = loop.time()
+                await self._attend(text, say)
+            await asyncio.sleep(LOOK_S)
+
+    def _attended(self) -> set[str]:
+        return {one.address for one in self._rendezvous.attended.values()}
+
+    async def _candidates(self) -> list[str]:
+        """One address of each, those that are met already first."""
+        found: dict[PeerId, str] = {}
+        try:
+            records = await self._directory.points()
+        except DirectoryError:
+            records = {}
+        for peer, body in list(records.items())[:ASKED]:
+            try:
+                where = [addresses.parse(text) for text in decode_as(body, PointRecord).addresses]
+            except ValueError:
+                continue
+            if where and peer != self._transport.peer_id:
+                best = min(where, key=lambda address: _is_loopback(address.host))
+                found[peer] = str(addresses.Address(family=best.family, host=best.host, port=best.port, peer=peer))
+        for peer, record in self._members().items():
+            if record.is_point and record.addresses:
+                found.setdefault(peer, f"{record.addresses[0].partition('/p2p/')[0]}/p2p/{peer}")
+        attended = self._attended()
+        return sorted(dict.fromkeys([*attended, *found.values()]), key=lambda text: text not in attended)
+
+    async def _attend(self, text: str, say: Callable[[str], None]) -> None:
+        directory_port = next(
+            (addresses.parse(line).port for line in self._directory.visible_addresses() if "/tcp/" in line), 0
+        )
+        ports = tuple(port for port in (self.port, directory_port) if port)
+        try:
+            attendance = await self._rendezvous.attend(text, ports, self._point.token)
+        except DialError as error:
+            log.debug("a meeting point does not answer", address=text, reason=str(error))
+            return
+        answers = attendance.told.answers
+        if len(answers) > 1 and not answers[1] and not self._is_directory_told:
+            self._is_directory_told = True
+            self._directory.serve_nobody()
+        sentence = self.sentence()
+        if sentence != self._said:
+            self._said = sentence
+            log.info("whereabouts", found=sentence)
+            say(sentence)
+
+    def sentence(self) -> str:
+        """For the user."""
+        seen = ", ".join(self.seen) or "nobody knows which address"
+        if self.is_dialable:
+            return f"{', '.join(f'{host}:{self.port}' for host in self.seen)} answers from outside"
+        if self.is_dialable is None:
+            return f"seen as {seen}; nobody has dialled back yet"
+        via = f"{len(self._rendezvous.attended)} meeting point{'s' * (len(self._rendezvous.attended) > 1)}"
+        return (
+            f"seen as {seen}, and cannot be dialled there: others are met through {via}, by punching or a relay (a "
+            f"port forwarded to {self.port}, with --listen and --announce, would do without)"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

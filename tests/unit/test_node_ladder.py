@@ -1,0 +1,119 @@
+"""Which addresses of a record are dialled, and that all ways are tried at once, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import cast
+
+import pytest
+
+from p2pdiloco.node.ladder import ADDRESSES, Ladder, dialable
+from p2pdiloco.peersim.loop import VirtualLoop
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.runtime.rendezvous import Rendezvous
+from p2pdiloco.runtime.transport import DialError, PeerRefused, Transport
+from p2pdiloco.wire.records import PeerRecord
+
+BOB = PeerId("bob")
+HOME, WORLD, SIX, LOOP = (
+    "/ip4/192.168.1.2/tcp/1",
+    "/ip4/1.1.1.1/tcp/1",
+    "/ip6/2606:4700::1/tcp/1",
+    "/ip4/127.0.0.1/tcp/1",
+)
+
+
+@pytest.mark.parametrize(
+    ("record", "seen", "dialled"),
+    [
+        (PeerRecord((HOME, LOOP), seen=("9.9.9.9",)), {"8.8.8.8"}, [LOOP]),  # another home: only its own loopback is left
+        (PeerRecord((HOME, LOOP), seen=("9.9.9.9",)), {"9.9.9.9"}, [HOME]),  # behind the same router
+        (PeerRecord((HOME, LOOP), seen=("192.168.1.2",)), {"192.168.7.7"}, [HOME]),  # seen as that: a routed network
+        (PeerRecord((HOME, LOOP)), {"8.8.8.8"}, [HOME]),  # nobody has told it yet
+        (PeerRecord((HOME, LOOP), seen=("9.9.9.9",)), set(), [HOME]),  # nobody has told us yet
+        (PeerRecord((LOOP,)), set(), [LOOP]),
+        (PeerRecord((LOOP, WORLD, SIX, HOME), seen=("9.9.9.9",)), {"9.9.9.9"}, [HOME, SIX, WORLD]),
+        (PeerRecord(("/ip4/169.254.0.1/tcp/1", "/ip4/0.0.0.0/tcp/1", "nonsense", "/ip4/224.0.0.1/tcp/1")), set(), []),
+    ],
+)
+def test_a_private_address_is_dialled_by_who_may_share_its_network_and_loopback_last(
+    record: PeerRecord, seen: set[str], dialled: list[str]
+) -> None:
+    assert dialable(record, frozenset(seen)) == dialled
+
+
+def test_of_many_addresses_few_are_dialled() -> None:
+    record = PeerRecord(tuple(f"/ip4/1.1.1.{number}/tcp/1" for number in range(16)))
+    assert len(dialable(record, frozenset())) == ADDRESSES
+
+
+class Ways:
+    """A transport and a rendezvous: what becomes of each dial, after how long."""
+
+    def __init__(self, ends: dict[str, tuple[float, Exception | None]]) -> None:
+        self.ends = ends
+        self.tried: dict[str, float] = {}
+        self.left: list[str] = []
+
+    async def dial(self, address: str, timeout_s: float) -> PeerId:
+        return await self._try(address.partition("/p2p/")[0])
+
+    async def reach(self, peer: PeerId, points: Sequence[str], *, may_relay: bool) -> PeerId:
+        return await self._try("meeting")
+
+    async def _try(self, name: str) -> PeerId:
+        self.tried[name] = asyncio.get_running_loop().time()
+        after_s, error = self.ends[name]
+        try:
+            await asyncio.sleep(after_s)
+        except asyncio.CancelledError:
+            self.left.append(name)
+            raise
+        if error is not None:
+            raise error
+        return BOB
+
+
+def climbed(ways: Ways, record: PeerRecord) -> float:
+    """How long it took."""
+    ladder = Ladder(cast(Transport, ways), cast(Rendezvous, ways), lambda: ())
+    loop = VirtualLoop()
+    try:
+        assert loop.run_until_complete(ladder.climb(BOB, record)) == BOB
+        return loop.time()
+    finally:
+        loop.close()
+
+
+def test_addresses_that_say_nothing_do_not_hold_up_the_others() -> None:
+    ways = Ways({HOME: (8.0, DialError("nothing")), WORLD: (0.05, None), "meeting": (0.1, None)})
+    assert climbed(ways, PeerRecord((HOME, WORLD), points=("/ip4/2.2.2.2/tcp/1/p2p/hub",))) < 0.5
+    assert ways.left == [HOME]
+    assert "meeting" not in ways.tried
+
+
+def test_where_no_address_answers_a_meeting_begins_soon_and_where_there_is_none_at_once() -> None:
+    ways = Ways({WORLD: (8.0, DialError("nothing")), "meeting": (0.1, None)})
+    assert climbed(ways, PeerRecord((WORLD,), points=("p",))) < 1.0
+    ways = Ways({"meeting": (0.1, None)})
+    assert climbed(ways, PeerRecord((), points=("p",))) < 0.2
+
+
+def test_all_reasons_are_told_newest_first() -> None:
+    ways = Ways({HOME: (0.1, DialError("first")), WORLD: (0.5, DialError("second")), "meeting": (0.1, DialError("third"))})
+    with pytest.raises(DialError, match="third; second; first"):
+        climbed(ways, PeerRecord((HOME, WORLD), points=("p",)))
+
+
+def test_a_no_ends_it() -> None:
+    ways = Ways({WORLD: (0.1, PeerRefused("a private run")), "meeting": (9.0, None)})
+    with pytest.raises(PeerRefused, match="private"):
+        climbed(ways, PeerRecord((WORLD,), points=("p",)))
+
+
+def test_who_publishes_nothing_that_is_of_use_is_not_dialled_in_vain() -> None:
+    with pytest.raises(DialError, match="publishes no address"):
+        climbed(Ways({}), PeerRecord(()))
+    with pytest.raises(DialError, match="another network"):
+        climbed(Ways({}), PeerRecord(("/ip4/169.254.0.1/tcp/1",)))
