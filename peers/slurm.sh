@@ -4,7 +4,7 @@
 #   sbatch --export=ALL,ADDR=/ip4/203.0.113.5/tcp/31337/p2p/12D3KooW... peers/slurm.sh
 #
 # A minute before the limit SLURM sends SIGUSR1; the peer contributes what is unmerged, saves, and ends within 20 s. So it
-# does if the job is preempted (SIGTERM). A requeued element goes on from its own folder. Behind a firewall: --unreachable.
+# does if the job is preempted (SIGTERM). A requeued element goes on from its own folder.
 #SBATCH --job-name=p2pdiloco
 #SBATCH --array=0-7
 #SBATCH --gres=gpu:1

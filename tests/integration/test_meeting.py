@@ -182,6 +182,10 @@ def test_who_attends_learns_whether_it_can_be_dialled() -> None:
                 theirs = int(other.split("/")[4])
                 told = (await kim.rendezvous.attend(address, (theirs, 1), token)).told
                 assert told.answers == (False, False)  # somebody else's port does not count, nor one where nobody is
+                greets = await asyncio.start_server(lambda _, writer: writer.write(b"SSH-2.0-whatever"), "127.0.0.1", 0)
+                async with greets:
+                    port = greets.sockets[0].getsockname()[1]
+                    assert (await kim.rendezvous.attend(address, (port,), token)).told.answers == (False,)
 
     run(work)
 

@@ -27,7 +27,11 @@ HOME, WORLD, SIX, LOOP = (
 @pytest.mark.parametrize(
     ("record", "seen", "dialled"),
     [
-        (PeerRecord((HOME, LOOP), seen=("9.9.9.9",)), {"8.8.8.8"}, [LOOP]),  # another home: only its own loopback is left
+        (
+            PeerRecord((HOME, LOOP), seen=("9.9.9.9",)),
+            {"8.8.8.8"},
+            [LOOP],
+        ),  # another home: only its own loopback is left
         (PeerRecord((HOME, LOOP), seen=("9.9.9.9",)), {"9.9.9.9"}, [HOME]),  # behind the same router
         (PeerRecord((HOME, LOOP), seen=("192.168.1.2",)), {"192.168.7.7"}, [HOME]),  # seen as that: a routed network
         (PeerRecord((HOME, LOOP)), {"8.8.8.8"}, [HOME]),  # nobody has told it yet
@@ -101,7 +105,9 @@ def test_where_no_address_answers_a_meeting_begins_soon_and_where_there_is_none_
 
 
 def test_all_reasons_are_told_newest_first() -> None:
-    ways = Ways({HOME: (0.1, DialError("first")), WORLD: (0.5, DialError("second")), "meeting": (0.1, DialError("third"))})
+    ways = Ways(
+        {HOME: (0.1, DialError("first")), WORLD: (0.5, DialError("second")), "meeting": (0.1, DialError("third"))}
+    )
     with pytest.raises(DialError, match="third; second; first"):
         climbed(ways, PeerRecord((HOME, WORLD), points=("p",)))
 

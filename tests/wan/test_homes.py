@@ -1,0 +1,59 @@
+"""Homes behind routers train together: real processes, real routers' address translation. They need root."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.wan.homes import train
+from benchmarks.wan.sites import network
+from p2pdiloco.testbed.kernel import choose_engine, probe
+from p2pdiloco.testbed.namespaces import TestbedError
+
+pytestmark = pytest.mark.xdist_group("wan")  # namespaces are the machine's
+
+SOURCE = """
+name = "test-homes"
+[defaults]
+up = "50mbit"
+down = "100mbit"
+round_trip_ms = 10
+[[site]]
+name = "hub"
+[[site]]
+name = "ann"
+nat = "keep"
+[[site]]
+name = "bob"
+nat = "cgn"
+[[site]]
+name = "kim"
+nat = "random"
+"""
+
+
+def _why_not() -> str:
+    try:
+        choose_engine(probe())
+    except (TestbedError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def test_three_homes_train_together_one_of_them_over_a_relay(tmp_path: Path) -> None:
+    if reason := _why_not():
+        pytest.skip(reason)
+    try:
+        with network(SOURCE, is_verified=False) as made:
+            outcome = train(made, tmp_path, steps=400)
+    except TestbedError as error:
+        pytest.skip(str(error))
+    assert outcome.statuses == {"ann": 0, "bob": 0, "kim": 0}, outcome
+    assert (outcome.joined, outcome.models) == (3, 1), outcome
+    assert outcome.fork_share == 0.0, outcome
+    assert outcome.tokens_merged_share == 1.0, outcome
+    assert outcome.joint_versions_with_all > 0.8, outcome
+    assert outcome.ways == {"ann-bob": "punching", "ann-kim": "relay", "bob-kim": "relay"}, outcome
+    assert outcome.relayed_bytes > 0, outcome
+    assert outcome.relayed_bytes_between_port_keeping == 0, outcome
