@@ -176,6 +176,11 @@ class Hand:
                 for link in network.between(fault.peers, to_them=False):
                     link.cut()
                 return f"{who} is not heard"
+            case "one-way":
+                count = network.deafen(fault.peers[0])
+                if not count:
+                    raise NotNow(f"{who} has no connection")
+                return f"what {who} says on {count} connections goes nowhere"
             case "slow":
                 slow = self._plan.slow
                 slow_down(network.between(fault.peers), slow.delay_s, slow.bytes_per_s)

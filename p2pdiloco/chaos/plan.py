@@ -34,12 +34,13 @@ Kind = Literal[
     "blackout",
     "cut",
     "mute",
+    "one-way",
     "split",
     "slow",
     "corrupt",
     "break",
 ]
-LINK_KINDS = frozenset({"cut", "mute", "split", "slow", "corrupt", "break"})
+LINK_KINDS = frozenset({"cut", "mute", "one-way", "split", "slow", "corrupt", "break"})
 """They hit connections, not processes; a peer may have one of each sort at a time."""
 DURATIONS_S: dict[Kind, tuple[float, float]] = {
     "kill": (1.0, 8.0),
@@ -56,12 +57,14 @@ DURATIONS_S: dict[Kind, tuple[float, float]] = {
     "blackout": (2.0, 4.0),
     "cut": (3.0, 15.0),
     "mute": (3.0, 15.0),
+    "one-way": (12.0, 12.0),
     "split": (3.0, 15.0),
     "slow": (5.0, 15.0),
     "corrupt": (0.0, 0.0),
     "break": (0.0, 0.0),
 }
 """Shortest and longest. For what ends processes: until they are started again; for ``rollback``: the copy's age;
+for ``one-way``: what the peers are given to find out, and to meet again, since nobody undoes it;
 for ``twins``: what the copy that is started beside its original is given to start, find out, and end."""
 RECOVERY_S = 12.0
 """What starting again, and catching up, is given before a peer's processes are hit again."""

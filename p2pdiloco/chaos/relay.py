@@ -8,6 +8,7 @@ Rules of this file:
 3. A cut link loses nothing: like TCP over a dead path, what was under way goes on when the path is back. Corruption
    flips a bit of each of the next pieces.
 4. What waits in a relay is bounded; a sender beyond that is not read.
+5. A connection may go dead one way (``deafen``): then that is the connection's, and lasts as long as it does.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class _Pipe:
     """One direction of one connection: read, hold as long as the link wants, write."""
 
     def __init__(self, link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.is_dead = False
+        """It carries nothing any more, whatever becomes of the link."""
         self._link = link
         self._reader = reader
         self._writer = writer
@@ -101,6 +104,8 @@ class _Pipe:
             due, data = self._held[0]
             await asyncio.sleep(max(0.0, due - loop.time()))
             await link.is_open.wait()
+            if self.is_dead:
+                await asyncio.Event().wait()  # until the other direction ends
             self._held.popleft()
             self._held_bytes -= len(data)
             self._changed.set()
@@ -129,6 +134,8 @@ class _Relay:
         self.port = 0
         self.connections: dict[asyncio.Task[None], str] = {}
         """Each with the peer that dialled."""
+        self.pipes: dict[asyncio.Task[None], dict[str, _Pipe]] = {}
+        """Of each, by who speaks."""
 
     async def open(self) -> None:
         self._server = await asyncio.start_server(self._accepted, self._host, 0)
@@ -149,15 +156,20 @@ class _Relay:
         onward: asyncio.StreamWriter | None = None
         try:
             back, onward = await asyncio.open_connection(self._host, self._target)
-            async with asyncio.TaskGroup() as pipes:
-                pipes.create_task(_Pipe(self._network.link(dialler, self._peer), reader, onward).run())
-                pipes.create_task(_Pipe(self._network.link(self._peer, dialler), back, writer).run())
-        except* OSError:
+            self.pipes[task] = {
+                dialler: _Pipe(self._network.link(dialler, self._peer), reader, onward),
+                self._peer: _Pipe(self._network.link(self._peer, dialler), back, writer),
+            }
+            async with asyncio.TaskGroup() as running:
+                for pipe in self.pipes[task].values():
+                    running.create_task(pipe.run())
+        except* (OSError, RuntimeError):
             pass  # nobody listens there now, or one side is gone: the other learns it
         except* asyncio.CancelledError:
             pass  # reset by a fault, or the run is over
         finally:
             del self.connections[task]
+            self.pipes.pop(task, None)
             for end in (writer, onward):
                 if end is not None:
                     with contextlib.suppress(OSError, RuntimeError):
@@ -212,6 +224,15 @@ class Network:
         ]
         for task in hit:
             task.cancel()
+        return len(hit)
+
+    def deafen(self, peer: str) -> int:
+        """What ``peer`` says on the connections that it has now goes nowhere; how many there were. Those that are dead
+        the other way are left alone: dead both ways is the kernel's to notice."""
+        its = [pipes for relay in self._relays.values() for pipes in relay.pipes.values() if peer in pipes]
+        hit = [pipes[peer] for pipes in its if not any(pipe.is_dead for pipe in pipes.values())]
+        for pipe in hit:
+            pipe.is_dead = True
         return len(hit)
 
     @property

@@ -31,6 +31,7 @@ LOOKS: dict[Kind, tuple[str, str, str]] = {
     "disk": ("h", "#8c564b", "disk full"),
     "cut": ("_", "#7b2cbf", "cut off"),
     "mute": ("_", "#b58be0", "not heard (cut one way)"),
+    "one-way": ("1", "#b58be0", "connections that carry nothing one way"),
     "split": ("_", "#3c096c", "region cut off"),
     "slow": ("_", "#17a2b8", "slow link"),
     "corrupt": ("*", "#d4a017", "bytes spoilt"),
@@ -42,7 +43,15 @@ SIZES = {"*": 140}
 LEGEND_GAP = 36.0
 """Points between the rows and the legend: the axis's numbers and label."""
 PROCESS_LINE = 0.0
-LINK_LINES = {"cut": 0.30, "split": 0.30, "mute": 0.36, "slow": -0.33, "corrupt": -0.33, "break": -0.33}
+LINK_LINES = {
+    "cut": 0.30,
+    "split": 0.30,
+    "mute": 0.36,
+    "one-way": 0.36,
+    "slow": -0.33,
+    "corrupt": -0.33,
+    "break": -0.33,
+}
 """Where in its peer's row a fault of a link is drawn; those of processes lie on the bar."""
 
 

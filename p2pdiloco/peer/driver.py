@@ -157,6 +157,8 @@ class Driver:
                 self.around.fetch(effect.shard, effect.peer)
             case ef.BecameCurrent():
                 self.around.became_current()
+            case ef.HangUp():
+                self.host.links.hang_up(effect.peer, effect.reason)
             case ef.Leave():
                 self._has_left = True
                 self.around.leave(effect.reason)

@@ -48,6 +48,9 @@ class Links(Protocol):
     async def request(self, peer: PeerId, body: bytes, *, timeout_s: float, max_payload: int = 0) -> Response:
         """Ask; raises RequestError."""
 
+    def hang_up(self, peer: PeerId, reason: str) -> None:
+        """End the connection with ``peer`` at once; what waits to be sent is lost."""
+
     def blame(self, peer: PeerId) -> None:
         """``peer`` sent what cannot be read. Too much of that, and it is cut off for a while."""
 

@@ -47,9 +47,14 @@ FurtherKind = Literal[
     "forget",  # payloads that the node holds are gone: memory was short
     "encode",  # nothing that the learner trains can be encoded, in this life of its node
 ]
-Kind = FirstKind | FurtherKind
+LateKind = Literal[
+    "one-way",  # what a peer says on the connections that it has is lost from then on, and nobody is told
+]
+Kind = FirstKind | FurtherKind | LateKind
 FURTHER_SHARE = 0.4
 """Of seeds have further kinds."""
+LATE_SHARE = 0.2
+"""Of seeds have late ones."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,19 +66,21 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-def draw_faults(random: Random, further: Random, names: list[PeerId], typical_s: float) -> list[Fault]:
-    """By time, within the time that the run takes without faults. Those of ``FurtherKind`` are drawn apart, so that
-    the worlds of seeds that have none stay as they were."""
+def draw_faults(random: Random, further: Random, late: Random, names: list[PeerId], typical_s: float) -> list[Fault]:
+    """By time, within the time that the run takes without faults. Those of ``FurtherKind`` and ``LateKind`` are drawn
+    apart, so that the worlds of seeds that have none stay as they were."""
     faults = _draw(random, random.choice((0, 1, 2, 3, 5, 8)), get_args(FirstKind), names, typical_s)
     if further.random() < FURTHER_SHARE:
         faults += _draw(further, further.choice((1, 2, 3, 5)), get_args(FurtherKind), names, typical_s)
+    if late.random() < LATE_SHARE:
+        faults += _draw(late, late.choice((1, 2)), get_args(LateKind), names, typical_s)
     return sorted(faults, key=lambda fault: fault.at)
 
 
 def _draw(
     random: Random, count: int, all_kinds: tuple[Kind, ...], names: list[PeerId], typical_s: float
 ) -> list[Fault]:
-    kinds = random.sample(all_kinds, random.randint(1, 6))
+    kinds = random.sample(all_kinds, min(len(all_kinds), random.randint(1, 6)))
     return [
         Fault(
             at=1.0 + random.random() * typical_s,

@@ -47,6 +47,8 @@ class Direction:
         self.waiting: dict[str, tuple[float, list[object]]] = {}
         """By topic: until when it may be replaced, and the message."""
         self.held: list[tuple[Callable[[], None], int]] = []
+        self.is_dead = False
+        """It carries nothing any more, and nobody is told."""
 
 
 class Connection:
@@ -87,6 +89,8 @@ class Network:
     def carry(self, connection: Connection, source: PeerId, size: int, arrive: Callable[[], None]) -> None:
         """``arrive`` at the other end after ``size`` bytes; 0: a control message."""
         direction = connection.directions[source]
+        if direction.is_dead:
+            return
         if (source, direction.target.name) in self.blocked:
             direction.held.append((arrive, size))
             return
@@ -365,6 +369,11 @@ class SimulatedLinks:
             raise RequestError(f"no answer within {timeout_s:g} s") from None
         finally:
             del self._questions[done]
+
+    def hang_up(self, peer: PeerId, reason: str) -> None:
+        """End the connection with ``peer``."""
+        if (connection := self.connections.get(peer)) is not None:
+            self._host.world.network.break_connection(connection, reason)
 
     def blame(self, peer: PeerId) -> None:
         """``peer`` sent what cannot be read: nobody does, here."""

@@ -14,6 +14,7 @@ from p2pdiloco.peersim.world import PeerSetting, World, WorldSetting
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, ScheduleConfig
 
 FURTHER = "further faults 185"
+LATE = "late faults 1"
 """What they are drawn from: so that seeds that once failed (regressions.toml) have none, and are the same worlds."""
 
 
@@ -69,7 +70,8 @@ def run_seed(seed: int) -> Outcome:
     world = World(seed % PRIVATE, setting)
     names = list(world.identities)
     typical_s = max(peer.step_s for peer in setting.peers) * setting.steps
-    faults = draw_faults(random, Random(f"{seed % PRIVATE}/{FURTHER}"), names, typical_s)
+    further, late = Random(f"{seed % PRIVATE}/{FURTHER}"), Random(f"{seed % PRIVATE}/{LATE}")
+    faults = draw_faults(random, further, late, names, typical_s)
     for i, name in enumerate(names):
         late_s = 0.0 if i == 0 else 0.2 + random.random() * (typical_s / 3 if random.random() < 0.3 else 0.5)
         world.at(late_s, partial(world.begin, name))

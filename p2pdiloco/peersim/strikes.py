@@ -23,6 +23,8 @@ Strike = Callable[[World, Fault], bool]
 
 CUT_MOST_S = 30.0
 SPOILT_LEAST_S = 5.0
+ONE_WAY_S = 20.0
+"""What both ends need to find out, with heartbeats of the slowest kind, and to meet again."""
 FORKED_S = 4.0
 """After a cut, both sides have versions of their own."""
 
@@ -164,6 +166,16 @@ def _break(world: World, fault: Fault) -> bool:
     return bool(connections)
 
 
+def _one_way(world: World, fault: Fault) -> bool:
+    host = world.hosts.get(fault.peer)
+    connections = [] if host is None else list(host.links.connections.values())
+    for connection in connections:
+        if not any(direction.is_dead for direction in connection.directions.values()):
+            connection.directions[fault.peer].is_dead = True
+    world.harm_until(world.now + ONE_WAY_S)
+    return bool(connections)
+
+
 def _slow(world: World, fault: Fault) -> bool:
     world.network.slow[fault.peer] = 1e4
     world.at(world.now + min(fault.seconds, CUT_MOST_S), lambda: world.network.slow.pop(fault.peer, None))
@@ -242,6 +254,7 @@ STRIKES: dict[Kind, Strike] = {
     "pause-learner": _pause_learner,
     "cut": _cut,
     "break": _break,
+    "one-way": _one_way,
     "slow": _slow,
     "power": damage.power,
     "in-write": damage.in_write,

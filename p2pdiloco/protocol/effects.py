@@ -104,6 +104,13 @@ class Evaluate(msgspec.Struct, frozen=True, array_like=True, tag="evaluate"):
     version: int
 
 
+class HangUp(msgspec.Struct, frozen=True, array_like=True, tag="hang-up"):
+    """End the connection with ``peer`` at once; another may take its place. Ends in ``PeerDisconnected``."""
+
+    peer: PeerId
+    reason: str
+
+
 class Leave(msgspec.Struct, frozen=True, array_like=True, tag="done"):
     """Nothing is left to do here: save, say good-bye, exit."""
 
@@ -134,6 +141,7 @@ Effect = (
     | BecameCurrent
     | PauseLearner
     | Evaluate
+    | HangUp
     | Leave
     | Note
 )

@@ -40,6 +40,8 @@ LEAST_SPREAD = 1e-24
 PASSED_OVER = 3
 """How often an owner comes after others that let the takeover time pass; the worst connected does so twice."""
 MISSES_COUNTED = 4
+DEAF_BEATS = 3
+"""In a row, by which a peer says that it hears us no more: one may be what it said before it read what came."""
 
 
 def capped(candidates: list[tuple[PeerId, float]]) -> Candidates:
@@ -67,6 +69,7 @@ class PeerView:
         "peer",
         "round_trip_s",
         "sequence",
+        "unheard",
         "vain_until",
         "variation_s",
     )
@@ -84,6 +87,8 @@ class PeerView:
         self.variation_s = 0.0
         self.mismatches = 0
         """Heartbeats in a row whose summary of heads differs from ours."""
+        self.unheard = 0
+        """Heartbeats in a row that came though their echoes are too old for it to be live."""
         self.missed = 0
         """Takeover times in a row that it let pass as an owner."""
         self.passed_over_until = 0.0
@@ -203,6 +208,8 @@ class Membership:
         if beat.echo:
             self._measure(view, beat, now)
         is_other_list = self.connectedness.told(peer, beat.hears, now)
+        own_s = self.beat_s()
+        view.unheard = view.unheard + 1 if now - view.acked_at > view.deadline_s(own_s) + own_s else 0
         return (
             is_other_list
             or previous is None

@@ -4,6 +4,7 @@ Who is live ``membership`` decides. Rules of this file:
 1. What several heartbeats change is looked at together (rule W8); a connection that ends, immediately.
 2. While turns go on their announcements compare heads. Heads that stand still and differ are a fork, or a loss: whose
    heartbeats say so is counted, and asked at the next beat (rule W1c).
+3. A connection that carries one way only is ended by whoever is not heard: nobody else can know (rule L4).
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from p2pdiloco.protocol.adoption import Adoption
 from p2pdiloco.protocol.alarms import Key
 from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.core import Core
-from p2pdiloco.protocol.effects import Send
+from p2pdiloco.protocol.effects import HangUp, Send
 from p2pdiloco.protocol.identifiers import FragmentId, PeerId
-from p2pdiloco.protocol.membership import PeerView
+from p2pdiloco.protocol.membership import DEAF_BEATS, PeerView
 from p2pdiloco.protocol.merges import Merges
 from p2pdiloco.protocol.messages import Heartbeat
 from p2pdiloco.protocol.workload import Workload
@@ -59,6 +60,11 @@ class Presence:
         if beat.phase != "joining":
             is_still = before is not None and before.heads_mark == beat.heads_mark
             view.mismatches = view.mismatches + 1 if is_still and beat.heads_mark != core.heads_mark else 0
+        if view.unheard >= DEAF_BEATS:
+            view.unheard = 0
+            why = f"nothing of ours has reached it for {core.now - view.acked_at:.1f} s, though it is heard"
+            core.note("warning", "connection", f"to {peer}: {why}; another one is dialled")
+            core.effects.append(HangUp(peer, why))
         if is_news and NEWS not in core.alarms:
             core.alarms.set(NEWS, core.now + NEWS_SHARE * core.membership.beat_s())
 

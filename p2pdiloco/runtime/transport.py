@@ -244,6 +244,12 @@ class Transport:
         self._endpoint.part(peer, reason, self._pump.now())
         self._pump.turn()
 
+    def hang_up(self, peer: PeerId, reason: str) -> None:
+        """End the connection with ``peer`` at once; what waits to be sent is lost."""
+        if (connection := self._endpoint.serving.get(peer)) is not None:
+            self._endpoint.abort(connection, reason, self._pump.now())
+            self._pump.turn()
+
     def blame(self, peer: PeerId) -> None:
         """``peer`` sent a body that cannot be read. Too many of them, and it is cut off for a while."""
         self._endpoint.blame(peer, self._pump.now())

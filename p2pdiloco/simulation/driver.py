@@ -109,6 +109,7 @@ class Process:
             ef.BecameCurrent: self._became_current,
             ef.PauseLearner: self._pause_learner,
             ef.Evaluate: self._evaluate,
+            ef.HangUp: lambda effect: world.network.break_connection(self, effect.peer, effect.reason),
             ef.Leave: self._leave,
         }
 

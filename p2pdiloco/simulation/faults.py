@@ -16,10 +16,13 @@ from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.simulation.network import LinkQuality
 from p2pdiloco.simulation.world import World
 
-Kind = Literal["crash", "wipe", "learner", "pause", "cut", "mute", "break", "slow", "leave", "blackout"]
-
+Kind = Literal["crash", "wipe", "learner", "pause", "cut", "mute", "one-way", "break", "slow", "leave", "blackout"]
 
 STORM_CRASHES = 8
+ONE_WAY_SHARE = 0.15
+"""Runs in which connections go dead one way."""
+ONE_WAY_S = 8.0
+"""What their ends need to find out, and to meet again."""
 SLOW = LinkQuality(delay_s=0.2, jitter_s=0.3, bytes_per_s=2e3)
 
 
@@ -98,6 +101,21 @@ def storm(random: Random, peers: list[PeerId], end: float) -> list[Fault]:
     return faults
 
 
+def one_way(random: Random, peers: list[PeerId], end: float) -> list[Fault]:
+    """In some runs, what one peer says on its connections with some others is lost for as long as they last."""
+    if random.random() >= ONE_WAY_SHARE:
+        return []
+    return [
+        Fault(
+            at=max(1.0, end - ONE_WAY_S) * random.random(),
+            kind="one-way",
+            peers=tuple(random.sample(peers, random.randint(2, len(peers)))),
+            duration_s=ONE_WAY_S,
+        )
+        for _ in range(random.randint(1, 3))
+    ]
+
+
 def schedule_faults(world: World, faults: list[Fault]) -> None:
     """Let them happen."""
     for fault in faults:
@@ -130,6 +148,13 @@ def strike(world: World, fault: Fault) -> None:
             )
         case "mute":
             _cut(world, [(first, p) for p in fault.peers[1:]], fault)
+        case "one-way":
+            process = world.processes.get(first)
+            links = process.links if process is not None else {}
+            for link in [links[name] for name in fault.peers[1:] if name in links]:
+                back = link.target.links.get(first)
+                if back is None or not back.is_dead:  # dead both ways is the kernel's to notice
+                    link.is_dead = True
         case "break":
             process = world.processes.get(first)
             if process is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from p2pdiloco.protocol import adoption, carry, chain, contributions, farewell, machine, merges, quorum
+from p2pdiloco.protocol import adoption, carry, chain, contributions, farewell, machine, merges, presence, quorum
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.effects import PauseLearner
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, ShardId
@@ -198,6 +198,10 @@ def _turn_never_over() -> list[Patch]:
     return [(contributions.Contributions, "open", announced_once)]
 
 
+def _one_way_connections_stay() -> list[Patch]:
+    return [(presence, "DEAF_BEATS", 10**9)]
+
+
 MUTANTS: dict[str, Callable[[], list[Patch]]] = {
     "no parent check": _no_parent_check,
     "contribution counted twice after a takeover": _counted_twice_after_a_takeover,
@@ -217,4 +221,5 @@ MUTANTS: dict[str, Callable[[], list[Patch]]] = {
     "leaves without contributing": _leaves_at_once,
     "heads are never compared": _heads_never_compared,
     "turn announced only when all shards are done": _turn_never_over,
+    "connections that carry one way stay": _one_way_connections_stay,
 }

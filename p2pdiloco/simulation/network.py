@@ -84,6 +84,7 @@ class Link:
         "connection",
         "control_at",
         "held",
+        "is_dead",
         "key",
         "opened_at",
         "payload_at",
@@ -107,6 +108,8 @@ class Link:
         self.waiting: dict[ShardId, tuple[float, Delivery]] = {}
         """By shard, the newest contribution, and when its first byte leaves."""
         self.held: list[tuple[Message, Payload | None, int]] = []
+        self.is_dead = False
+        """It carries nothing any more, and nobody is told."""
 
 
 class Network:
@@ -144,7 +147,7 @@ class Network:
         if self.is_measured:
             self.control_bytes += len(msgspec.msgpack.encode(message)) + 16
             self.payload_bytes += payload_bytes
-        if not link.connection.is_open:
+        if not link.connection.is_open or link.is_dead:
             return
         if link.key in self.blocked:
             link.held.append((message, payload, payload_bytes))

@@ -45,6 +45,22 @@ BUGS = (
         "test_timers.py::test_who_beats_more_slowly_may_be_silent_for_longer",
     ),
     _bug(
+        "a connection that carries one way only stays",
+        "presence",
+        "if view.unheard >= DEAF_BEATS:",
+        "if False:",
+        "two peers that are there lose each other for as long as TCP lives, and what each owns is merged twice",
+        "test_membership.py::test_who_is_heard_and_does_not_hear_is_hung_up_on",
+    ),
+    _bug(
+        "one old echo ends a connection",
+        "membership",
+        "view.unheard = view.unheard + 1 if now",
+        "view.unheard = 3 if now",
+        "whoever goes on after a stop loses all its connections, and what waits on them",
+        "test_membership.py::test_who_is_silent_or_goes_on_after_a_stop_is_not_hung_up_on",
+    ),
+    _bug(
         "a sibling of the head is waited for",
         "adoption",
         """            if shard in self.wanted and header.version <= chain.head.version:

@@ -11,7 +11,7 @@ from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.identifiers import PeerId, RunId, ShardId
 from p2pdiloco.simulation import meshes
 from p2pdiloco.simulation.driver import PeerSetting
-from p2pdiloco.simulation.faults import Fault, FaultRates, draw_faults, storm
+from p2pdiloco.simulation.faults import Fault, FaultRates, draw_faults, one_way, storm
 from p2pdiloco.simulation.meshes import Mesh
 from p2pdiloco.simulation.network import LinkQuality, NetworkSetting
 
@@ -221,7 +221,7 @@ def with_liars(scene: Scene) -> Scene:
 
 
 def with_rarities(scene: Scene) -> Scene:
-    """``scene``, and now and then what no usual run has: a poisoned learner, restarts in a row, a stop of minutes."""
+    """``scene``, and now and then what no usual run has: poison, restarts in a row, a long stop, deaf connections."""
     random = Random(f"rare {scene.seed}")
     peers, faults, faults_s = list(scene.peers), list(scene.faults), scene.faults_s
     names = [name for name, _, _ in peers]
@@ -237,6 +237,7 @@ def with_rarities(scene: Scene) -> Scene:
         stop_s = 20.0 + 100.0 * random.random()
         faults.append(Fault(at=faults_s, kind="pause", peers=(random.choice(names),), duration_s=stop_s))
         faults_s += stop_s
+    faults += one_way(random, names, faults_s)
     faults.sort(key=lambda fault: fault.at)
     return msgspec.structs.replace(scene, peers=tuple(peers), faults=tuple(faults), faults_s=faults_s)
 

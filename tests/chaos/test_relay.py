@@ -95,6 +95,21 @@ def test_a_new_connection_over_a_cut_link_is_accepted_and_silent() -> None:
     check(test)
 
 
+@pytest.mark.parametrize("speaker", ["A", "B"])
+def test_a_connection_goes_dead_one_way_and_a_new_one_carries(speaker: str) -> None:
+    async def test(there: Line) -> None:
+        assert await there.echo(b"both ways") == b"both ways"
+        assert there.network.deafen(speaker) == 1
+        there.writer.write(b"lost")
+        assert await there.is_silent()
+        assert there.network.link("B", "A").is_open.is_set(), "the link is whole"
+        reader, writer = await asyncio.open_connection(HOST, there.network.port("B"))
+        assert await Line(there.network, reader, writer).echo(b"new") == b"new"
+        writer.close()
+
+    check(test)
+
+
 def test_a_cut_of_some_does_not_touch_others() -> None:
     async def test(there: Line) -> None:
         for link in there.network.between(["A"]):

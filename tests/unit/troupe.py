@@ -108,6 +108,9 @@ class StageHost:
 
     # -- other peers
 
+    def hang_up(self, peer: PeerId, reason: str) -> None:
+        self._member.hung_up[peer] += 1
+
     def blame(self, peer: PeerId) -> None:
         self._member.blamed[peer] += 1
 
@@ -166,6 +169,7 @@ class Member:
         self.asked: Counter[PeerId] = Counter()
         """Questions of its own."""
         self.blamed: Counter[PeerId] = Counter()
+        self.hung_up: Counter[PeerId] = Counter()
         """For what could not be read."""
         self.queued: Counter[PeerId] = Counter()
         """Bytes that wait to be sent, as it sees them."""

@@ -70,6 +70,45 @@ def test_a_one_way_cut_is_a_cut_for_both() -> None:
     assert live == {P0: (P2,), P1: (P2,), P2: (P0, P1)}
 
 
+def says_after(stage: Stage, beat: msg.Heartbeat, heard_at: float, wait_s: float) -> list[ef.Effect]:
+    """B beats again after a while, and has not heard us since ``heard_at``."""
+    effects = stage.wait(wait_s)
+    sequence = stage.machine.core.membership.peers[B].sequence + 1
+    again = msgspec.structs.replace(beat, sequence=sequence, echo_held_s=stage.now - heard_at)
+    return effects + stage.hear(B, again)
+
+
+def test_who_is_heard_and_does_not_hear_is_hung_up_on() -> None:
+    """L4a: at the third heartbeat that comes after its echoes are too old for it to be live."""
+    stage = Stage(C)
+    stage.meet(B)
+    beat, heard_at, hung_up = stage.beats.pop(B), stage.now, []
+    for _ in range(12):
+        effects = says_after(stage, beat, heard_at, 0.5)
+        hung_up += [(stage.now - heard_at, effect.peer) for effect in only(effects, ef.HangUp)]
+    assert [peer for _, peer in hung_up] == [B] * len(hung_up)
+    assert 3.0 <= hung_up[0][0] <= 4.0
+    assert len(hung_up) <= 2, "while it is not ended, no more often than every three heartbeats"
+    stage.tell(ev.PeerDisconnected(B, "hung up"))
+    stage.meet(B)
+    assert not only(stage.wait(6.0), ef.HangUp), "the new connection carries both ways"
+
+
+def test_who_is_silent_or_goes_on_after_a_stop_is_not_hung_up_on() -> None:
+    """L4b: its first heartbeats may be older than what it has read since."""
+    stage = Stage(C)
+    stage.meet(B)
+    beat, heard_at = stage.beats.pop(B), stage.now
+    assert not only(stage.wait(20.0), ef.HangUp), "it says nothing"
+    effects = says_after(stage, beat, heard_at, 0.0) + says_after(stage, beat, heard_at, 0.01)
+    stage.beats[B] = msgspec.structs.replace(beat, sequence=stage.machine.core.membership.peers[B].sequence)
+    effects += stage.wait(0.2)
+    del stage.beats[B]
+    effects += says_after(stage, beat, stage.now, 0.3)
+    assert not only(effects, ef.HangUp)
+    assert stage.machine.status().live == (B, C)
+
+
 def test_the_directory_never_makes_a_peer_live_and_never_dead() -> None:
     """L2: nothing that the machine is told, and nothing that it remembers, is from the directory."""
     events = {kind.__name__ for kind in get_args(ev.Event)}
