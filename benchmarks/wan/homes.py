@@ -83,7 +83,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     joint_s: float
     """From the last peer's start until all were."""
     versions: int
-    """Of shards, since all were connected and before any left."""
+    """Of shards, since all were connected and all learners had begun, and before any left."""
     joint_versions_with_all: float
     fork_share: float
     tokens_merged_share: float
@@ -104,8 +104,18 @@ class Home:
         self.folder = folder / self.name
         self.folder.mkdir(parents=True, exist_ok=True)
         self._log = self.folder / "log"
-        argv = [sys.executable, "-m", "p2pdiloco", words[0], "--state", str(self.folder / "state"), *words[1:]]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "P2PDILOCO_LOG": "info"}
+        argv = [
+            sys.executable,
+            "-m",
+            "p2pdiloco",
+            words[0],
+            "--state",
+            str(self.folder / "state"),
+            "--log-format",
+            "json",
+            *words[1:],
+        ]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 command(made.site(site), argv), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
@@ -114,6 +124,10 @@ class Home:
     def told(self) -> str:
         """All that it said."""
         return self._log.read_text(errors="replace")
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Of its log."""
+        return [json.loads(line) for line in self.told().splitlines() if line.startswith("{") and line.endswith("}")]
 
     def events(self) -> list[dict[str, Any]]:
         """Of its event log."""
@@ -191,26 +205,25 @@ def _outcome(made: Testbed, bootstrap: Home, homes: Sequence[Home], joint_s: flo
     named = {report["peer"]: name for name, report in reports.items()}
     events = {home.name: home.events() for home in homes}
     first_end = min(event["time"] for some in events.values() for event in some if event["event"] == "ended")
+    told = [event for some in events.values() for event in some if event["event"] == "commit"]
+    merged_of = {event["head"]: {str(peer_of(LearnerId(one))) for one in event["contributors"]} for event in told}
+    all_at = min(event["time"] for event in told if len(merged_of[event["head"]]) == len(homes))
     commits: dict[tuple[int, int], dict[str, set[str]]] = {}
-    for some in events.values():
-        for event in some:
-            if event["event"] == "commit" and joint_at + 2.0 < event["time"] < first_end - 1.0:
-                contributors = {str(peer_of(LearnerId(learner))) for learner in event["contributors"]}
-                commits.setdefault((event["shard"], event["version"]), {})[event["head"]] = contributors
+    for event in told:
+        if max(all_at, joint_at) <= event["time"] < first_end - 1.0:
+            commits.setdefault((event["shard"], event["version"]), {})[event["head"]] = merged_of[event["head"]]
     joint = sum(any(len(peers) == len(homes) for peers in heads.values()) for heads in commits.values())
     relayed, keeping = 0, 0
     sites = {address(i): site for i, site in enumerate(made.topology.sites)}
-    told = "".join(home.told() for home in [bootstrap, *homes])
-    for a, b, count in re.findall(r"relayed between=([\d.]+)-([\d.]+) bytes=(\d+)", told):
-        relayed += int(count)
-        keeping += int(count) * all(sites[host].nat in KEEPS for host in (a, b))
+    for line in (line for home in [bootstrap, *homes] for line in home.lines()):
+        if line["event"] == "relayed":
+            relayed += line["bytes"]
+            keeping += line["bytes"] * all(sites[host].nat in KEEPS for host in line["between"].split("-"))
     ways: dict[str, str] = {}
     for home in homes:
-        for line in home.told().splitlines():
-            other = next((name for peer, name in named.items() if f"peer={peer}" in line), None)
-            if " connected " in line and other:
-                by = re.search(r"by=(\w+)", line)
-                ways["-".join(sorted((home.name, other)))] = by[1] if by else "dialling"
+        for line in home.lines():
+            if line["event"] == "connected" and line["peer"] in named:
+                ways["-".join(sorted((home.name, named[line["peer"]])))] = line.get("by", "dialling")
     merged = max(report["tokens_merged"] for report in reports.values())
     return Outcome(
         topology=made.topology.name,
