@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from p2pdiloco.peer.shift_queue import Moves, Payload
-from p2pdiloco.peer.signatures import OPEN, Register, check_commit, check_contributor, signed
+from p2pdiloco.peer.signatures import OPEN, Register, check_commit, check_contributor, check_equivocation, signed
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol import signatures
@@ -80,6 +80,8 @@ class Cargo:
         self._run = run
         self._register = register
         self.shelves = [Shelf() for _ in layout.shards]
+        self.contradictions: list[msg.Equivocation] = []
+        """Proofs that were found here."""
         self._swept_at = 0.0
         self._next = 0
         """The shard to be swept next."""
@@ -130,7 +132,7 @@ class Cargo:
         check_contributor(self._run, message.shard, message.base.id, message.contributor, self._register)
         return lambda: shelf.payloads.update({message.payload: data})
 
-    def commit(self, data: memoryview, header: msg.CommitHeader) -> Keep:
+    def commit(self, data: memoryview, header: msg.CommitHeader, register: Register | None = None) -> Keep:
         """A commit's payload, signature and digests.
 
         Raises:
@@ -141,15 +143,34 @@ class Cargo:
         parts = split_commit(data, list_bytes(self._shards[header.shard].elements))
         if digest_of(parts.gradient) != header.payload or digest_of(parts.digests) != header.result:
             raise ValueError("its digests do not match")
-        check_commit(self._run, header, parts.signature, self._register)
+        check_commit(self._run, header, parts.signature, register or self._register)
         commit = msg.commit_id(header)
 
         def keep() -> None:
             shelf.payloads[header.payload] = parts.gradient
             shelf.digests[header.result] = parts.digests
+            self.compare(header, parts.signature)
             shelf.proofs[commit] = (header, parts.signature)
 
         return keep
+
+    def compare(self, header: msg.CommitHeader, signature: bytes) -> None:
+        """A signed commit came, with its payload or in a lineage: is another of its owner on its parent here?"""
+        for other, other_signature in self.shelves[header.shard].proofs.values():
+            if other.parent == header.parent and other.owner == header.owner:
+                proof = msg.Equivocation(other, header, other_signature, signature)
+                self.contradictions += [proof] if proof.is_one else []
+
+    def equivocation(self, proof: msg.Equivocation) -> Keep:
+        """What somebody tells of an owner.
+
+        Raises:
+            UnknownMemberError: the owner is not known as a member.
+            ValueError: that is no proof.
+        """
+        self._shelf(proof.first.shard)
+        check_equivocation(proof, self._register)
+        return lambda: None
 
     # -- what is kept --------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from p2pdiloco.peer.proofs import proven_digest
 from p2pdiloco.protocol.chain import is_heavier
 from p2pdiloco.protocol.identifiers import RunId, digest_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.protocol.messages import Head
 from p2pdiloco.protocol.soundness import decode_manifest
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.files import LOCAL
@@ -96,6 +97,11 @@ class Draft:
     def _part(self) -> Path:
         path = _tensors(self._folder, self._number)
         return path.with_name(f".{path.name}{PART}")
+
+    @property
+    def heads(self) -> list[Head]:
+        """Of its shards, in order."""
+        return [saved.state.head for saved in self._shards]
 
     def begin(self) -> None:
         """Raises OSError: the disk is full or not writable."""

@@ -28,6 +28,7 @@ from p2pdiloco.peer.arrivals import Arrivals
 from p2pdiloco.peer.chunk_plan import Ask, ChunkPlan
 from p2pdiloco.peer.distrust import Distrust
 from p2pdiloco.peer.driver import Driver
+from p2pdiloco.peer.inspection import Inspection
 from p2pdiloco.peer.offers import ancestors, checked_offer, chunk_sizes, is_listed
 from p2pdiloco.peer.signatures import UnknownMemberError
 from p2pdiloco.protocol import events as ev
@@ -74,12 +75,14 @@ class Downloads:
         manifest: Manifest,
         layout: Layout,
         driver: Driver,
+        inspection: Inspection,
         arrivals: Arrivals,
         fault: Callable[[PeerId, str, str], None],
     ) -> None:
         self._manifest = manifest
         self._layout = layout
         self._driver = driver
+        self._inspection = inspection
         self._host = driver.host
         self._arrivals = arrivals
         self._fault = fault
@@ -175,6 +178,11 @@ class Downloads:
             self._was_wrong(peer, str(error))
             raise
         head = offer.proof.state.head
+        for commit in offer.lineage:
+            self._driver.cargo.compare(commit.header, commit.signature)
+        if offer.proof.header is not None:
+            self._driver.cargo.compare(offer.proof.header, offer.proof.signature)
+        self._inspection.tell_contradictions()
         self._driver.feed(ev.StateOffered(peer, head, ancestors(offer.proof, offer.lineage)))
         if problem := self._driver.machine.view.refusal(head):
             raise RequestError(problem)
@@ -184,12 +192,12 @@ class Downloads:
         """As ``checked_offer``; of members that are not known here ``peer`` is asked first."""
 
         def check() -> StateOffer:
-            return checked_offer(self._manifest, self._layout, shard, body, self._driver.standing)
+            return checked_offer(self._manifest, self._layout, shard, body, self._inspection.standing)
 
         try:
             return await self._host.work("checks", check)
         except UnknownMemberError:
-            await self._driver.ask_for_members(peer)
+            await self._inspection.ask_for_members(peer)
         return await self._host.work("checks", check)
 
     async def _download(self, shard: ShardId, peer: PeerId, offer: StateOffer) -> Sequence[Tensor]:

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol, TypeVar, assert_never
 
-from p2pdiloco.peer.cargo import Cargo, Keep
+from p2pdiloco.peer.cargo import Cargo
 from p2pdiloco.peer.codec_choice import CodecChoice
 from p2pdiloco.peer.global_state import (
     ContributionError,
@@ -24,8 +24,9 @@ from p2pdiloco.peer.global_state import (
 )
 from p2pdiloco.peer.host import Handle, Host
 from p2pdiloco.peer.integrity import SpoiltStateError
+from p2pdiloco.peer.own_commits import OwnCommits
 from p2pdiloco.peer.shift_queue import Payload, Shifts
-from p2pdiloco.peer.signatures import UnknownMemberError
+from p2pdiloco.peer.signatures import OPEN
 from p2pdiloco.peer.standing import Standing
 from p2pdiloco.peer.traffic import PayloadTraffic
 from p2pdiloco.protocol import effects as ef
@@ -81,6 +82,7 @@ class Driver:
         around: Surroundings,
         codecs: CodecChoice,
         standing: Standing,
+        own: OwnCommits,
     ) -> None:
         self.machine = machine
         self.state = state
@@ -89,9 +91,7 @@ class Driver:
         self.around = around
         self.codecs = codecs
         self.cargo = Cargo(state.layout, identity, machine.view.run, standing)
-        self.standing = standing
-        self._asking: dict[PeerId, asyncio.Task[None]] = {}
-        """Peers that named somebody unknown, and are asked for members."""
+        self.own = own
         self.traffic = PayloadTraffic([s.elements for s in state.layout.shards])
         self._timer: Handle | None = None
         self.is_closed = False
@@ -102,6 +102,19 @@ class Driver:
         self.is_closed = True
         if self._timer is not None:
             self._timer.cancel()
+
+    def made_earlier(self) -> list[msg.CommitHeader]:
+        """Commits of this peer's earlier lives, which it may have sent. Blocks."""
+        found = []
+        for header, data in self.own.load():
+            try:
+                self.cargo.commit(memoryview(data), header, OPEN)()
+            except ValueError as error:
+                log.warning("a commit of an earlier life cannot be used", version=header.version, reason=str(error))
+                continue
+            if header.owner == self.identity.peer_id:
+                found.append(header)
+        return found
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -177,6 +190,9 @@ class Driver:
                         return
                     self.traffic.sent_up(message.shard, payload, len(effect.peers))
                     topic = f"contribution {message.shard}"  # A later one covers an earlier one's tokens (rule T5).
+            case msg.Commit() if self.own.is_writing(commit := msg.commit_id(message.header)):
+                self.own.when_kept(commit, lambda: None if self.is_closed else self._send(effect))
+                return
             case msg.Commit():
                 shard, payload = message.header.shard, self.cargo.joined(message.header)
                 if payload is None:
@@ -296,10 +312,12 @@ class Driver:
             self.feed(ev.Failed("apply", header.shard, None, f"the payload of commit {effect.id[:8]} is gone"))
             return
         self.cargo.sign(effect.id, header)
+        if header.owner == self.identity.peer_id and (whole := self.cargo.joined(header)) is not None:
+            self.own.keep(header, whole)
         moves = self.cargo.moves(header.shard, effect)
         self.job(
             lambda: self.state.apply(header, effect.id, payload, digests, moves),
-            lambda shifts: self._applied(header.shard, effect.id, shifts),
+            lambda shifts: self._applied_when_kept(header.shard, effect.id, shifts),
             self._failed("apply", header.shard, header.owner),
         )
 
@@ -312,69 +330,10 @@ class Driver:
             self._failed("install", head.shard),
         )
 
+    def _applied_when_kept(self, shard: ShardId, head: Digest, shifts: Shifts) -> None:
+        self.around.shifts_ready(shifts)
+        self.own.when_kept(head, lambda: self.feed(ev.Applied(shard, head)))
+
     def _applied(self, shard: ShardId, head: Digest, shifts: Shifts) -> None:
         self.around.shifts_ready(shifts)
         self.feed(ev.Applied(shard, head))
-
-    # -- messages from peers -------------------------------------------------------------------------------------------
-
-    def received(self, peer: PeerId, message: msg.Message, payload: memoryview | None) -> asyncio.Future[Keep] | None:
-        """A decoded message; payloads are checked beside the loop before the machine hears of it. The future ends
-        when that is done: until then the peer gets no credit for as many bytes."""
-        if self.is_closed:
-            return None
-        match message:
-            case msg.Contribution() if message.payload:
-                return self._inspect(peer, message, payload, lambda data: self.cargo.contribution(data, message))
-            case msg.Commit(header=header):
-                return self._inspect(peer, message, payload, lambda data: self.cargo.commit(data, header))
-            case _:
-                self.feed(ev.Received(peer, message))
-                return None
-
-    def _inspect(
-        self,
-        peer: PeerId,
-        message: msg.Contribution | msg.Commit,
-        data: memoryview | None,
-        check: Callable[[memoryview], Keep],
-    ) -> asyncio.Future[Keep] | None:
-        """``check`` what came beside the loop; it returns what keeps it, or raises ValueError."""
-        if data is None:
-            self.around.fault(peer, "payload", "the message came without its payload")
-            return None
-
-        whole: asyncio.Future[Keep] = asyncio.get_running_loop().create_future()
-
-        def inspect() -> None:
-            self.host.work("checks", lambda: check(data)).add_done_callback(checked)
-
-        def checked(future: asyncio.Future[Keep]) -> None:
-            if self.is_closed or future.cancelled() or whole.cancelled():
-                whole.cancel()
-                return
-            error = future.exception()
-            if isinstance(error, UnknownMemberError) and not was_asked:
-                was_asked.append(peer)
-                self.ask_for_members(peer).add_done_callback(lambda _: None if self.is_closed else inspect())
-                return
-            if isinstance(error, ValueError):
-                self.around.fault(peer, "payload", str(error))
-                whole.cancel()
-                return
-            keep = future.result()
-            keep()
-            whole.set_result(keep)
-            self.feed(ev.Received(peer, message))
-
-        was_asked: list[PeerId] = []
-        inspect()
-        return whole
-
-    def ask_for_members(self, peer: PeerId) -> asyncio.Task[None]:
-        """Hear from ``peer``, which named somebody unknown, of the members that it knows; one question at a time."""
-        asking = self._asking.get(peer)
-        if asking is None:
-            asking = self._asking[peer] = self.host.spawn(self.standing.ask(peer), name=f"ask {peer} for members")
-            asking.add_done_callback(lambda _: self._asking.pop(peer, None))
-        return asking

@@ -21,9 +21,9 @@ from p2pdiloco.wire.answers import Response
 
 T = TypeVar("T")
 
-Queue = Literal["tensors", "checks", "disk"]
+Queue = Literal["tensors", "checks", "disk", "own"]
 """Where long work runs, in the order in which it came: what touches the global state; checks of what others sent, so
-that a flood of payloads does not delay our own merges; files."""
+that a flood of payloads does not delay our own merges; files; own commits, which wait for no checkpoint."""
 
 
 class Links(Protocol):

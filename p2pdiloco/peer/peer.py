@@ -23,10 +23,13 @@ from p2pdiloco.peer.downloads import Downloads
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.global_state import GlobalState
 from p2pdiloco.peer.host import Host
+from p2pdiloco.peer.inspection import Inspection
 from p2pdiloco.peer.kept_shards import INCOMING
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.offers import ancestors, unbroken
 from p2pdiloco.peer.options import PeerOptions
+from p2pdiloco.peer.own_commits import FOLDER as OWN_COMMITS
+from p2pdiloco.peer.own_commits import OwnCommits
 from p2pdiloco.peer.respondent import Respondent
 from p2pdiloco.peer.saver import Saver
 from p2pdiloco.peer.scrub import Scrub
@@ -143,17 +146,19 @@ class Peer:
         self.metrics = metrics
         self.observed = observed
         self._parted = parted
-        self._standing: Standing = standing or Everybody()
+        standing = standing or Everybody()
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._failure: Ending | None = None
         self.state = GlobalState(self.layout, manifest.config.outer, manifest.config.codec, vectors)
         codecs = CodecChoice(
             manifest.config, self.layout, self.machine.view, metrics, rate=lambda: host.links.up_bytes_per_s
         )
-        self.driver = Driver(self.machine, self.state, identity, host, self, codecs, self._standing)
+        own = OwnCommits(options.folder / OWN_COMMITS, host, self.layout.elements)
+        self.driver = Driver(self.machine, self.state, identity, host, self, codecs, standing, own)
+        self.inspection = Inspection(self.driver, standing)
         self._arrivals = Arrivals(self.layout, options.folder / INCOMING, metrics, host)
-        self._downloads = Downloads(manifest, self.layout, self.driver, self._arrivals, self.fault)
-        self._respondent = Respondent(manifest, self.driver, status, self._standing)
+        self._downloads = Downloads(manifest, self.layout, self.driver, self.inspection, self._arrivals, self.fault)
+        self._respondent = Respondent(manifest, self.driver, status, standing)
         self.supervision = Supervision(
             identity.peer_id,
             self.driver,
@@ -196,7 +201,7 @@ class Peer:
         brought = {state.head.shard for state in shards}
         if missing := [piece.elements for piece in self.layout.shards if piece.shard not in brought]:
             self._arrivals.begin(missing)
-        self.driver.feed(ev.Started(tuple(shards), tuple(lineages)))
+        self.driver.feed(ev.Started(tuple(shards), tuple(lineages), tuple(self.driver.made_earlier())))
 
     async def live(self) -> Ending:
         """Take part, after ``begin``, until something ends it."""
@@ -309,9 +314,9 @@ class Peer:
 
     def connected(self, peer: PeerId, address: str, is_observer: bool, inbound: bool) -> None:
         """A connection stands; observers only ask."""
-        if not is_observer and not self._standing.observes(peer):
+        if not is_observer and not self.inspection.standing.observes(peer):
             self.driver.feed(ev.PeerConnected(peer))
-            self._standing.connected(peer)
+            self.inspection.standing.connected(peer)
 
     def disconnected(self, peer: PeerId, reason: str) -> None:
         """A connection is lost."""
@@ -328,15 +333,17 @@ class Peer:
             self.host.links.blame(peer)
             return None
         match message:
-            case msg.Contribution() if not self._standing.may_contribute(peer_of(message.contributor.learner)):
+            case msg.Contribution() if not self.inspection.standing.may_contribute(
+                peer_of(message.contributor.learner)
+            ):
                 self.fault(peer, "contribution", "its giver's certificate is a follower's")
                 return None
             case msg.Heartbeat():
-                weight = min(message.weight, self._standing.most_weight(peer))
+                weight = min(message.weight, self.inspection.standing.most_weight(peer))
                 message = message if weight == message.weight else msgspec.structs.replace(message, weight=weight)
             case _:
                 pass
-        return self.driver.received(peer, message, payload)
+        return self.inspection.received(peer, message, payload)
 
     def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
         """Whether a payload of this size may come with this message."""
@@ -348,7 +355,7 @@ class Peer:
             case msg.Contribution():
                 shard = message.shard
                 giver = peer_of(message.contributor.learner)
-                may_come = self._standing.may_contribute(giver) and self.machine.wants(peer, message)
+                may_come = self.inspection.standing.may_contribute(giver) and self.machine.wants(peer, message)
                 if size != message.payload_bytes or not may_come:
                     return False
             case msg.Commit():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from p2pdiloco.peer.offers import lineage_of
 from p2pdiloco.peer.shard_copy import CopyError, copied
 from p2pdiloco.protocol.identifiers import Digest, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.protocol.messages import Head
 from p2pdiloco.runtime import logs
 from p2pdiloco.wire.bodies import StateProof
 
@@ -66,6 +68,8 @@ class Saver:
         self._one_at_a_time = asyncio.Lock()
         self._saved_mark: int | None = None
         """Of the heads in the last checkpoint."""
+        self._heads: deque[list[Head]] = deque(maxlen=keep)
+        """Heads of the checkpoints that are there, as far as they were written in this life."""
 
     async def keep_saving(self, every_s: float, bytes_per_day: float | None = None) -> None:
         """Write a checkpoint when there is something new, as often as ``COST_SHARE`` and ``bytes_per_day`` allow and,
@@ -107,6 +111,9 @@ class Saver:
             self._driver.job(self._driver.state.integrity.look_again, lambda _: None)  # it is found and mended
         else:
             self._saved_mark = mark
+            self._heads.append(draft.heads)
+            if len(self._heads) == self._keep:
+                self._driver.own.forget(self._heads[0])
             self._metrics.write("checkpoint", is_last=is_last)
             return True
         await self._host.work("disk", draft.discard)

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from p2pdiloco.protocol import signatures
 from p2pdiloco.protocol.identifiers import Digest, PeerId, RunId, ShardId, peer_of
-from p2pdiloco.protocol.messages import CommitHeader, Contributor, commit_id
+from p2pdiloco.protocol.messages import CommitHeader, Contributor, Equivocation, commit_id
 from p2pdiloco.runtime.identity import Identity, verify
 
 
@@ -91,3 +91,19 @@ def check_commit(run: RunId, header: CommitHeader, signature: bytes, register: R
         raise ValueError("it does not bear its owner's signature")
     for contributor in header.contributors:
         check_contributor(run, header.shard, header.parent, contributor, register)
+
+
+def check_equivocation(proof: Equivocation, register: Register = OPEN) -> None:
+    """Whether one owner, a member, signed two commits on one parent.
+
+    Raises:
+        UnknownMemberError: it is not known as a member.
+        ValueError: it did not.
+    """
+    if not proof.is_one:
+        raise ValueError("these two commits do not exclude each other")
+    if not register.was_member(proof.owner):
+        raise UnknownMemberError(f"their owner {proof.owner} is not known as a member of the run")
+    for header, signature in ((proof.first, proof.first_signature), (proof.second, proof.second_signature)):
+        if not verify(proof.owner, signatures.commit(commit_id(header)), signature):
+            raise ValueError(f"{proof.owner} has not signed one of these commits")

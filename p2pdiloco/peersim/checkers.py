@@ -116,6 +116,14 @@ class Checks:
             self._applied(peer, event.shard, event.head)
         elif isinstance(event, ev.Encoded):
             self._encoded(peer, event)
+        elif isinstance(event, ev.Contradicted):
+            self._contradicted(event.proof.owner)
+
+    def _contradicted(self, owner: PeerId) -> None:
+        """Rule E1: honest owners are killed at any moment and make no two commits of one parent."""
+        self.world.happened["equivocation"] += 1
+        if owner not in self.spoilt | self.damaged | self.forgetful and not self.world.disks[owner].is_unreliable:
+            self.violated(1, f"{owner[-6:]} has made two commits of one version")
 
     def _tensors(self, peer: Peer, shard: ShardId) -> tuple[Vector, Vector]:
         piece = self.world.layout.shards[shard]

@@ -48,6 +48,7 @@ def in_write(world: World, fault: Fault) -> bool:
 def full(world: World, fault: Fault) -> bool:
     """For a while."""
     disk = world.disks[fault.peer]
+    world.disks[fault.peer].is_unreliable = True
     disk.room = world.random.randrange(1 << 16)
 
     def empty() -> None:
@@ -60,6 +61,7 @@ def full(world: World, fault: Fault) -> bool:
 def fsync(world: World, fault: Fault) -> bool:
     """It refuses to sync, for a while."""
     disk = world.disks[fault.peer]
+    world.disks[fault.peer].is_unreliable = True
     disk.is_failing = True
 
     def heal() -> None:
@@ -106,6 +108,7 @@ def rollback(world: World, fault: Fault) -> bool:
     def put_back() -> None:
         if world.survives_without({fault.peer}) and fault.peer in world.hosts:
             world.kill(fault.peer, with_learner=True)
+            world.disks[fault.peer].is_unreliable = True
             disk.put_back(old)
             again(world, fault)
             world.happened["rollback"] += 1
@@ -120,6 +123,7 @@ def wipe(world: World, fault: Fault) -> bool:
         return False
     is_alive = fault.peer in world.hosts
     world.kill(fault.peer, with_learner=True)
+    world.disks[fault.peer].is_unreliable = True
     world.disks[fault.peer].put_back({})
     again(world, fault)
     return is_alive

@@ -35,6 +35,8 @@ class SimulatedDisk:
         """Bytes that still fit; None: enough."""
         self.is_failing = False
         """fsync says EIO."""
+        self.is_unreliable = False
+        """It took nothing for a while, or was put back to what it had been."""
         self.lie = ""
         """What becomes of the next file that is written: "lost" (zeros are read back) or "misdirected" (the same, and
         its bytes are in the place of another file's)."""

@@ -208,6 +208,7 @@ def _join_in_fork(world: World, fault: Fault) -> bool:
     world.network.cut(pairs + [(other, one) for one, other in pairs], seconds)
     world.harm_until(world.now + seconds)
     world.kill(fault.peer, with_learner=True)
+    world.disks[fault.peer].is_unreliable = True
     world.disks[fault.peer].put_back({})
 
     def come() -> None:

@@ -68,6 +68,8 @@ class Adoption:
     def receive(self, sender: PeerId, header: CommitHeader) -> None:
         """Another peer's commit: apply it, keep it until its parent is here, or settle a fork."""
         shard, core = header.shard, self.core
+        if sender == header.owner and core.membership.is_excluded(sender):
+            return  # from others it is taken: see ``equivocations``
         chain = core.chains[shard]
         new_id = commit_id(header)
         if chain.head is None:
@@ -105,15 +107,11 @@ class Adoption:
         waiting = self.waiting.setdefault(header.shard, {})
         if len(waiting) >= self.core.config.log_length:
             del waiting[min(waiting, key=lambda parent: waiting[parent].version)]
-        elif sum(map(len, self.waiting.values())) >= self._most_waiting():
+        elif sum(map(len, self.waiting.values())) >= self.core.config.waiting_most:
             return  # who sent it is asked again, once what waits is applied
         other = waiting.get(header.parent)
         if other is None or (header.tokens, commit_id(header)) > (other.tokens, commit_id(other)):
             waiting[header.parent] = header
-
-    def _most_waiting(self) -> int:
-        """Over all shards; a peer that catches up needs a whole log for a few of them."""
-        return MAX_FETCHES * (self.core.config.log_length + self.core.config.shards)
 
     def apply(self, header: CommitHeader, new_id: Digest) -> None:
         """Take a sound commit on top of the head."""
@@ -148,7 +146,7 @@ class Adoption:
         old = chain.head
         self.repairing.discard(shard)
         if old is not None and old.id == head_id:
-            self.merges.reopen(shard)  # it was repaired: nothing else has changed
+            self.merges.repaired(shard)  # nothing else has changed
             self._next(shard)
             return
         if isinstance(target, CommitHeader):
@@ -190,6 +188,8 @@ class Adoption:
     def apply_failed(self, shard: ShardId, reason: str) -> None:
         """A commit did not give its digest, or a state did not fit: get the shard's state from somebody else."""
         entry = self.applying.pop(shard, None)
+        if entry is not None and isinstance(entry[1], CommitHeader):
+            self.merges.not_applied(entry[1])
         self.core.note("warning", "repair", f"shard {shard}: {reason}; its state is fetched from a peer")
         donors = [p for p in self.core.membership.live if self.is_donor(p)]
         if entry is not None and donors:
@@ -204,6 +204,8 @@ class Adoption:
     def saw(self, peer: PeerId, theirs: Head) -> None:
         """A peer has this head: get it if it is heavier than ours, show ours if it is a lighter fork's."""
         core, shard = self.core, theirs.shard
+        if peer == core.config.peer:
+            return  # made in an earlier life, and not on this chain
         self.lineage.told(peer, theirs)
         chain = core.chains[shard]
         if chain.head is None or shard in self.applying:

@@ -75,6 +75,11 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
         return sum(len(f) for f in self.fragments)
 
     @property
+    def waiting_most(self) -> int:
+        """Commits that wait for their parents, over all shards: who catches up needs a whole log for a few of them."""
+        return 4 * (self.log_length + self.shards)
+
+    @property
     def limits(self) -> Limits:
         """What is believed of a contribution or a commit."""
         return Limits(

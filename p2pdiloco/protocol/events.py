@@ -6,7 +6,7 @@ import msgspec
 
 from p2pdiloco.protocol.blocks import Block, Trained
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, ShardId
-from p2pdiloco.protocol.messages import Contributor, Head, Message
+from p2pdiloco.protocol.messages import CommitHeader, Contributor, Equivocation, Head, Message
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
@@ -35,6 +35,8 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
     shards: tuple[ShardState, ...]
     lineages: tuple[tuple[Digest, ...], ...] = ()
     """Of each of them the commits that led to it, oldest first, as far as they were saved; or of none."""
+    own: tuple[CommitHeader, ...] = ()
+    """Commits that this peer made in earlier lives, by shard and version: none is made anew."""
 
 
 class Woke(msgspec.Struct, frozen=True, array_like=True, tag="woke"):
@@ -165,6 +167,12 @@ class LeaveRequested(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
     reason: str
 
 
+class Contradicted(msgspec.Struct, frozen=True, array_like=True, tag="contradicted"):
+    """Among the signed commits that are here are two of one owner on one parent."""
+
+    proof: Equivocation
+
+
 class Evaluated(msgspec.Struct, frozen=True, array_like=True, tag="evaluated"):
     """The learner measured the global model's held-out loss."""
 
@@ -190,6 +198,7 @@ OwnEvent = (
     | Fetched
     | Failed
     | LeaveRequested
+    | Contradicted
     | Evaluated
 )
 """What happens here."""

@@ -24,6 +24,7 @@ from p2pdiloco.protocol.chain import SizeOf, no_size
 from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.core import BEAT, Core, LearnerView, ProtocolConfig
 from p2pdiloco.protocol.effects import Effect, Evaluate
+from p2pdiloco.protocol.equivocations import Equivocations
 from p2pdiloco.protocol.errands import hand_on_commit
 from p2pdiloco.protocol.evaluations import Evaluations
 from p2pdiloco.protocol.farewell import Farewell
@@ -50,6 +51,7 @@ class Machine:
         self.contributions = Contributions(self.core, self.merges, self.workload)
         self.evaluations = Evaluations(self.core)
         self.adoption = Adoption(self.core, self.merges, self.contributions, self.evaluations)
+        self.equivocations = Equivocations(self.core)
         self.repair = Repair(self.core, self.adoption, self.merges)
         self.presence = Presence(self.core, self.merges, self.contributions, self.adoption, self.workload)
         self.farewell = Farewell(self.core, self.contributions)
@@ -106,6 +108,7 @@ class Machine:
                 self._failed(event)
             case ev.PeerConnected():
                 self.presence.connected(event.peer)
+                self.equivocations.tell(event.peer)
             case ev.PeerDisconnected():
                 self.presence.lost(event.peer, event.reason)
             case ev.LearnerStarted():
@@ -118,6 +121,8 @@ class Machine:
                 self.farewell.leave(event.reason)
             case ev.Evaluated():
                 self.evaluations.made(event)
+            case ev.Contradicted():
+                self.equivocations.learn(event.proof)
             case ev.Started():
                 self._started(event)
             case _:
@@ -129,6 +134,9 @@ class Machine:
             self.adoption.lineage.brought(state.head, lineage)
             self.adoption.applying[state.head.shard] = (state.head.id, state)
             self._applied(state.head.shard, state.head.id)
+        for header in event.own:
+            if self.merges.made.brought(header, self.core.chains[header.shard].head):
+                self.adoption.receive(self.core.config.peer, header)
         self._beat()
 
     def _applied(self, shard: ShardId, head: Digest) -> None:
@@ -234,6 +242,8 @@ class Machine:
                     self.adoption.fetch_advised(peer, message)
             case msg.Evaluation():
                 self.evaluations.heard(message)
+            case msg.Equivocation():
+                self.equivocations.learn(message, peer)
             case msg.Leaving():
                 self.presence.lost(peer, f"{peer} left: {message.reason}", said_goodbye=True)
             case _:
@@ -280,6 +290,7 @@ class Machine:
         membership = core.membership
         core.alarms.set(BEAT, core.now + membership.beat_s())
         self.presence.greet(membership.peers.values())
+        self.equivocations.look()
         self.presence.refresh("silent")
         self.workload.take()
         self.repair.go_on()
@@ -337,7 +348,7 @@ class Machine:
 
     def commits(self, shard: ShardId) -> set[Digest]:
         """A shard's commits, by id, whose owners' signatures this machine may still have to show."""
-        return self.adoption.commits(shard) | self.core.chains[shard].commits()
+        return self.adoption.commits(shard) | self.merges.made.commits(shard) | self.core.chains[shard].commits()
 
     def status(self) -> Status:
         """For people: the node's status, logs and reports."""

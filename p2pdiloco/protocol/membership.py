@@ -118,6 +118,7 @@ class Membership:
         "_asking",
         "_median_s",
         "_passed_over_until",
+        "barred",
         "candidates",
         "connectedness",
         "fastest_step_s",
@@ -162,6 +163,8 @@ class Membership:
         self._passed_over_until = 0.0
         """Of all peers, the latest."""
         self._median_s: float | None = None
+        self.barred: frozenset[PeerId] = frozenset()
+        """Who is proved to have signed two commits on one parent: owns nothing, if somebody else can."""
         self.willing: Candidates = ()
         """Who may own, this peer included, with capped weights."""
         self.candidates: Candidates = ()
@@ -176,6 +179,10 @@ class Membership:
         """Whether this peer merges at all: on its way out only if nobody else may, since whoever gave to it gives to
         another owner at once, and a merge here would be a fork."""
         return not self.is_leaving or any(peer == self.me for peer, _ in self.candidates)
+
+    def is_excluded(self, peer: PeerId) -> bool:
+        """Whether ``peer`` is barred, and somebody else can own."""
+        return peer in self.barred and all(peer != other for other, _ in self.willing)
 
     def beat_s(self) -> float:
         """Between two of this peer's heartbeats now."""
@@ -300,6 +307,8 @@ class Membership:
                 candidates.append((peer, beat.weight))
         if self.my_candidacy is not None and not (self.is_leaving and candidates):
             candidates.append((self.me, self.my_candidacy))
+        others = [candidate for candidate in candidates if candidate[0] not in self.barred]
+        candidates = others or candidates
         self._median_s = None
         if slowest_s > interval_s:
             trips = sorted(self.peers[peer].round_trip_s for peer in live)

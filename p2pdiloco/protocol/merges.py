@@ -17,11 +17,14 @@ from p2pdiloco.protocol.effects import Merge
 from p2pdiloco.protocol.errands import hand_on_contribution, is_handed_on
 from p2pdiloco.protocol.events import Merged
 from p2pdiloco.protocol.identifiers import Digest, LearnerId, PeerId, ShardId, peer_of
+from p2pdiloco.protocol.made import Made
 from p2pdiloco.protocol.messages import MAX_TEXT, CommitHeader, Contribution, Head, Refused
 from p2pdiloco.protocol.ownership import ranked_owners
 from p2pdiloco.protocol.quorum import QuorumView, decide, grace_window_s
 
 SMOOTHING = 0.2
+OWN_TRIES = 8
+"""Of an own commit that cannot be applied, before who is alone makes another."""
 
 
 def is_on_head(contribution: Contribution, head: Head) -> bool:
@@ -59,6 +62,14 @@ class Job(NamedTuple):
     began_at: float
 
 
+class Again(NamedTuple):
+    """An own commit that could not be applied."""
+
+    tries: int
+    at: float
+    """When it is tried again."""
+
+
 class Merges:
     """What this peer collects, for all shards."""
 
@@ -76,6 +87,9 @@ class Merges:
         """Smoothed time from closing to the commit."""
         self.jobs: dict[ShardId, Job] = {}
         """Merges under way: one for a shard, so that it is clear which one has ended."""
+        self.made = Made(len(core.chains))
+        self._again: dict[ShardId, Again] = {}
+        """Own commits that could not be applied."""
 
     # -- measured times ------------------------------------------------------------------------------------------------
 
@@ -185,6 +199,9 @@ class Merges:
             return
         if not core.membership.may_own:
             return
+        if (again := self._again.get(shard)) is not None and core.now < again.at:
+            core.alarms.set(("close", shard), again.at)
+            return
         head, quorum = core.head(shard), self.quorum(collection)
         if collection.quorum_at is None and len(collection.given) >= quorum:
             collection.quorum_at = core.now
@@ -267,7 +284,7 @@ class Merges:
             return None
         self.sync_s += SMOOTHING * (core.now - job.began_at - self.sync_s)
         contributors = tuple(contribution.contributor for contribution in job.contributions)
-        return CommitHeader(
+        header = CommitHeader(
             shard=event.shard,
             version=head.version + 1,
             parent=head.id,
@@ -279,6 +296,7 @@ class Merges:
             result=event.result,
             record=core.chains[event.shard].record_after(head.version + 1, contributors),
         )
+        return self.made.once(header)
 
     def merge_failed(self, shard: ShardId, culprit: PeerId | None, reason: str) -> None:
         """A merge did not work: drop the contribution to blame (all of them if nobody is named) and look again."""
@@ -298,6 +316,22 @@ class Merges:
         self.collections[shard].is_closed = True
         self.core.alarms.cancel(("close", shard))
 
+    def not_applied(self, header: CommitHeader) -> None:
+        """What was made here cannot be applied here, now: others may have it, so it is tried again. Who is alone gives
+        up at last."""
+        if not self.made.is_own(header):
+            return
+        again = self._again.get(header.shard)
+        tries = 1 if again is None else again.tries + 1
+        if tries >= OWN_TRIES and not self.core.membership.live:
+            self.made.forget(header)
+        self._again[header.shard] = Again(tries, self.core.now + self.takeover_s())
+
+    def repaired(self, shard: ShardId) -> None:
+        """The shard's state is what it should be: what was made on it can be applied."""
+        self._again.pop(shard, None)
+        self.reopen(shard)
+
     def reopen(self, shard: ShardId) -> None:
         """The commit could not be applied: the contributions are still there."""
         self.collections[shard].is_closed = shard in self.jobs
@@ -312,6 +346,8 @@ class Merges:
             self.answers.moved(shard, base, opened_at)
         self.collections[shard] = Collection()
         self.guests = set(filter(core.membership.connectedness.is_afar, self.guests))
+        self.made.moved(core.head(shard))
+        self._again.pop(shard, None)
         early, self.early[shard] = self.early[shard], {}
         for sender in sorted(early):
             self.collect(sender, early[sender])
@@ -327,4 +363,4 @@ class Merges:
         held = {c.payload for c in self.collections[shard].given.values()}
         if (job := self.jobs.get(shard)) is not None:
             held.update(c.payload for c in job.contributions)
-        return held | {c.payload for c in self.early[shard].values()}
+        return held | self.made.payloads(shard) | {c.payload for c in self.early[shard].values()}

@@ -210,6 +210,26 @@ class Evaluation(msgspec.Struct, frozen=True, array_like=True, tag="evaluation")
     loss: Annotated[float, Meta(ge=0.0, le=1e6)]
 
 
+class Equivocation(msgspec.Struct, frozen=True, array_like=True, tag="equivocation"):
+    """Two commits that one owner signed on one parent, with its signatures: whoever has them can check them."""
+
+    first: CommitHeader
+    second: CommitHeader
+    first_signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)]
+    second_signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)]
+
+    @property
+    def owner(self) -> PeerId:
+        """Who signed both."""
+        return self.first.owner
+
+    @property
+    def is_one(self) -> bool:
+        """Whether these commits exclude each other, whoever signed them."""
+        a, b = self.first, self.second
+        return (a.owner, a.shard, a.parent) == (b.owner, b.shard, b.parent) and commit_id(a) != commit_id(b)
+
+
 Message = (
     Heartbeat
     | Turn
@@ -222,4 +242,5 @@ Message = (
     | FetchAdvised
     | Leaving
     | Evaluation
+    | Equivocation
 )

@@ -122,6 +122,11 @@ class MachineView:
         """Of the live ones."""
         return self._core.membership.participating
 
+    @property
+    def barred(self) -> frozenset[PeerId]:
+        """Who is proved to have signed two commits on one parent."""
+        return self._core.membership.barred
+
     def is_connected(self, peer: PeerId) -> bool:
         """Whether there is a connection, live or not."""
         return peer in self._core.membership.peers

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.blocks import Block
-from p2pdiloco.protocol.identifiers import Digest, LearnerId, ShardId, peer_of
+from p2pdiloco.protocol.identifiers import Digest, LearnerId, PeerId, ShardId, peer_of
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
+from p2pdiloco.simulation.honesty import Honesty
 from p2pdiloco.simulation.learner import Copy
 from p2pdiloco.simulation.meshes import pair_of, parts
 from p2pdiloco.simulation.shards import GlobalShard, tokens_in, value_of
@@ -50,6 +51,7 @@ class Checks:
         self.forks = 0
         self.children: dict[tuple[ShardId, Digest], int] = {}
         self.tokens_merged = 0
+        self.honesty = Honesty()
         self.finished: dict[LearnerId, list[tuple[int, Block]]] = {}
         """By learner, the blocks of data that it has trained, with its tokens at their ends."""
 
@@ -101,6 +103,16 @@ class Checks:
             self.advanced_at[shard] = self.world.now
         self.merged_once(process, header, base, value)
         return known
+
+    def made(self, name: PeerId, header: CommitHeader) -> None:
+        """A peer makes a commit."""
+        if not self.honesty.made(header) and not self.world.settings[name].lies:
+            self.violated(1, f"{name} makes two commits of version {header.version} of shard {header.shard}")
+
+    def contradicted(self, owner: PeerId) -> None:
+        """Two commits of one owner on one parent were seen."""
+        if not self.world.settings[owner].lies and not self.honesty.is_excused(owner):
+            self.violated(1, f"{owner}, which is honest, is proved to have made two commits of one version")
 
     # -- 2: no token is merged twice -----------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from p2pdiloco.protocol.messages import Commit, Contribution, Head
 from p2pdiloco.simulation.clock import Clock
 from p2pdiloco.simulation.learner import Adopt, Copy, Learner, Pause
 from p2pdiloco.simulation.network import Link
-from p2pdiloco.simulation.shards import GlobalShard, Payload, States, component, merged, payload_digest
+from p2pdiloco.simulation.shards import Checkpoint, GlobalShard, Payload, States, component, merged, payload_digest
 
 if TYPE_CHECKING:
     from p2pdiloco.simulation.world import World
@@ -60,13 +60,6 @@ class PeerSetting(msgspec.Struct, frozen=True, kw_only=True):
     """Share of its messages that are lies."""
     poison: Literal["", "encode", "merge"] = ""
     """The learner's values are never finite: nothing of it can be encoded, or merged by anybody."""
-
-
-class Checkpoint(msgspec.Struct, frozen=True):
-    """What a process leaves on disk."""
-
-    shards: tuple[tuple[ev.ShardState, GlobalShard], ...]
-    lineages: tuple[tuple[Digest, ...], ...] = ()
 
 
 Fetched = tuple[ev.ShardState, tuple[Digest, ...], GlobalShard]
@@ -122,7 +115,9 @@ class Process:
         for state, value in disk.shards:
             self.states.heads[state.head.shard] = state.head.id
             self.states.values[state.head.shard] = value
-        self.tell(ev.Started(tuple(state for state, _ in disk.shards), disk.lineages))
+        self.store.update((header.payload, payload) for header, payload in disk.own)
+        own = tuple(header for header, _ in disk.own)
+        self.tell(ev.Started(tuple(state for state, _ in disk.shards), disk.lineages, own))
 
     def tell(self, event: ev.Event) -> None:
         """Hand the machine an event and run what it answers."""
@@ -254,7 +249,10 @@ class Process:
     # -- states --------------------------------------------------------------------------------------------------------
 
     def _apply_later(self, effect: ef.Apply) -> None:
-        self._work(self._apply, (effect, self._payload(effect.header.payload), self._own(effect)))
+        payload = self._payload(effect.header.payload)
+        if effect.header.owner == self.name:
+            self.world.made(self.name, effect.header, payload)
+        self._work(self._apply, (effect, payload, self._own(effect)))
 
     def _own(self, effect: ef.Apply | ef.Install) -> int:
         """The own component of what is settled, less what is restored."""

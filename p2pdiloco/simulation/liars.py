@@ -19,7 +19,16 @@ from typing import Any
 import msgspec
 
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId, peer_of
-from p2pdiloco.protocol.messages import Commit, CommitHeader, Contribution, Contributor, Heads, Message, commit_id
+from p2pdiloco.protocol.messages import (
+    Commit,
+    CommitHeader,
+    Contribution,
+    Contributor,
+    Equivocation,
+    Heads,
+    Message,
+    commit_id,
+)
 from p2pdiloco.simulation.shards import Payload, merged, payload_digest
 
 REMEMBERED = 200
@@ -101,6 +110,8 @@ class Liars:
                 is_signed = commit_id(header) in self.signed
                 is_given = all((header.shard, header.parent, c) in self.given for c in header.contributors)
                 is_sound = is_signed and is_given and self._is_merged(header)
+            case Equivocation(first=first, second=second):
+                is_sound = {commit_id(first), commit_id(second)} <= self.signed
             case _:
                 return True
         self.refused += not is_sound

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from p2pdiloco.protocol.events import PeerConnected, PeerDisconnected, Received
+from p2pdiloco.protocol.events import Contradicted, PeerConnected, PeerDisconnected, Received
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
-from p2pdiloco.protocol.messages import Commit, Contribution, Message
+from p2pdiloco.protocol.messages import Commit, CommitHeader, Contribution, Message
 from p2pdiloco.simulation.meshes import WHOLE, Mesh, Pair, pair_of
 from p2pdiloco.simulation.shards import Payload
 
@@ -191,7 +191,16 @@ class Network:
                 return
             if delivery.payload is not None:
                 target.store[payload_named(message)] = delivery.payload
+            if self.world.liars is not None and isinstance(message, Commit):
+                self._compare(target, message.header)
             target.tell(Received(link.source.name, message))
+
+    def _compare(self, target: Process, header: CommitHeader) -> None:
+        """As a driver does with the signed commits that it has."""
+        checks = self.world.checks
+        if (proof := checks.honesty.compared(target.name, header)) is not None:
+            checks.contradicted(header.owner)
+            target.tell(Contradicted(proof))
 
     # -- connections ---------------------------------------------------------------------------------------------------
 

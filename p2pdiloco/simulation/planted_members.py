@@ -47,7 +47,7 @@ BUGS = (
     ),
     Bug(
         name="who is not known is not asked for",
-        module="p2pdiloco.peer.driver",
+        module="p2pdiloco.peer.inspection",
         old="if isinstance(error, UnknownMemberError) and not was_asked:",
         new="if False:",
         harm="the first commits with a newcomer are dropped by all who have not met it",
@@ -64,7 +64,7 @@ BUGS = (
     Bug(
         name="makers of a state need not be members",
         module="p2pdiloco.peer.downloads",
-        old="checked_offer(self._manifest, self._layout, shard, body, self._driver.standing)",
+        old="checked_offer(self._manifest, self._layout, shard, body, self._inspection.standing)",
         new="checked_offer(self._manifest, self._layout, shard, body)",
         harm="a newcomer takes a chain of keys that nobody let in",
         killed_by=(f"{_STANDING_TESTS}::test_a_state_is_taken_when_its_donor_has_told_who_made_it",),

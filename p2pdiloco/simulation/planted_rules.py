@@ -195,7 +195,7 @@ BUGS = (
     _bug(
         "waiting commits of all shards without a bound",
         "adoption",
-        "elif sum(map(len, self.waiting.values())) >= self._most_waiting():",
+        "elif sum(map(len, self.waiting.values())) >= self.core.config.waiting_most:",
         "elif False:",
         "memory fills with commits whose parents never come",
         "test_plausibility.py::test_commits_that_wait_are_bounded_over_all_shards",

@@ -8,8 +8,41 @@ _STATE = "p2pdiloco.peer.global_state"
 _SHIFTS = "p2pdiloco.peer.shift_queue"
 _STATE_TESTS = "tests/unit/test_peer_global_state.py"
 _CONSERVATION = "tests/property/test_conservation.py::test_every_token_trained_stands_in_the_parameters_once"
+_OWN_TESTS = "tests/unit/test_peer_own_commits.py"
 
 BUGS = (
+    Bug(
+        name="a commit is sent before it is on the disk",
+        module="p2pdiloco.peer.driver",
+        old="case msg.Commit() if self.own.is_writing(commit := msg.commit_id(message.header)):",
+        new="case msg.Commit() if self.own.is_writing(commit := msg.commit_id(message.header)) and False:",
+        harm="who is killed in between makes another one, and is convicted",
+        killed_by=(f"{_OWN_TESTS}::test_a_commit_is_sent_and_counts_when_it_is_on_the_disk",),
+    ),
+    Bug(
+        name="own commits are removed with the first checkpoint",
+        module="p2pdiloco.peer.saver",
+        old="if len(self._heads) == self._keep:",
+        new="if self._heads:",
+        harm="with the newest checkpoint torn a peer makes other commits in their place",
+        killed_by=(f"{_OWN_TESTS}::test_what_checkpoints_hold_is_removed",),
+    ),
+    Bug(
+        name="signed commits are not compared",
+        module="p2pdiloco.peer.cargo",
+        old="self.contradictions += [proof] if proof.is_one else []",
+        new="pass",
+        harm="an owner splits the swarm as often as it likes",
+        killed_by=(f"{_OWN_TESTS}::test_a_peer_that_makes_two_commits_of_a_version_owns_no_more",),
+    ),
+    Bug(
+        name="a proof's signatures are not verified",
+        module="p2pdiloco.peer.cargo",
+        old="check_equivocation(proof, self._register)",
+        new="pass",
+        harm="anybody convicts anybody",
+        killed_by=(f"{_OWN_TESTS}::test_a_proof_that_is_none_is_its_senders_fault",),
+    ),
     # -- the shift queue -----------------------------------------------------------------------------------------------
     Bug(
         name="snapshot without queued shifts",

@@ -13,7 +13,11 @@ Rules of this file:
 
 from __future__ import annotations
 
+import msgspec
+
+from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.identifiers import Digest, LearnerId, ShardId, digest_of
+from p2pdiloco.protocol.messages import CommitHeader
 
 PLACE = 1 << 48
 """Above the token count, in the same integer, lies the sum of the tokens' positions."""
@@ -85,3 +89,12 @@ def outer_step(base: GlobalShard, payload: Payload) -> GlobalShard:
 def component(payload: Payload, learner: LearnerId) -> int:
     """The learner's own component of an outer gradient."""
     return sum(value for who, value in payload if who == learner)
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """What a process leaves on disk."""
+
+    shards: tuple[tuple[ev.ShardState, GlobalShard], ...]
+    lineages: tuple[tuple[Digest, ...], ...] = ()
+    own: tuple[tuple[CommitHeader, Payload], ...] = ()
+    """Commits that it made after that, with their payloads."""

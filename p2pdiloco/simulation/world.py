@@ -12,15 +12,19 @@ from heapq import heappop, heappush
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.chain import genesis_head
 from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
+from p2pdiloco.protocol.made import is_left
+from p2pdiloco.protocol.messages import CommitHeader
 from p2pdiloco.simulation.checkers import Checks
-from p2pdiloco.simulation.driver import Checkpoint, PeerSetting, Process
+from p2pdiloco.simulation.driver import PeerSetting, Process
 from p2pdiloco.simulation.liars import Liars
 from p2pdiloco.simulation.network import Network, NetworkSetting
-from p2pdiloco.simulation.shards import EMPTY, GlobalShard, Payload, outer_step
+from p2pdiloco.simulation.shards import EMPTY, Checkpoint, GlobalShard, Payload, outer_step
 
 if TYPE_CHECKING:
     from p2pdiloco.simulation.transcript import Transcript
@@ -157,10 +161,18 @@ class World:
         self.network.vanish(process)
         if not keeps_disk:
             self.fates.disks.pop(name, None)
+            self.checks.honesty.forgot(name)
         if restart_s is not None:
             if keeps_disk and name in self.fates.disks:
                 self.fates.coming_back.add(name)
             self.schedule(self.now + restart_s, None, self._start, name)
+
+    def made(self, name: PeerId, header: CommitHeader, payload: Payload) -> None:
+        """A peer makes a commit, and keeps it before it sends it."""
+        self.checks.made(name, header)
+        disk = self.fates.disks.get(name, Checkpoint(()))
+        if header not in [earlier for earlier, _ in disk.own]:
+            self.fates.disks[name] = msgspec.structs.replace(disk, own=(*disk.own, (header, payload)))
 
     def pause(self, name: PeerId, duration_s: float) -> None:
         """SIGSTOP, and SIGCONT later."""
@@ -187,7 +199,10 @@ class World:
         if process is not None:
             checkpoint = process.checkpoint()
             if checkpoint is not None:
-                self.fates.disks[name] = checkpoint
+                heads = {state.head.shard: state.head for state, _ in checkpoint.shards}
+                kept = self.fates.disks[name].own if name in self.fates.disks else ()
+                own = tuple((h, payload) for h, payload in kept if not is_left(h, heads[h.shard]))
+                self.fates.disks[name] = msgspec.structs.replace(checkpoint, own=own)
 
     def survives_without(self, name: PeerId) -> bool:
         """Whether the run goes on if this peer never comes back: somebody else has all states, or will have."""

@@ -1,0 +1,107 @@
+"""What others sent is looked at before the machine hears of it: digests, signatures, members; beside the event loop.
+
+Rules of this file:
+1. What is not as it should be is dropped, and its sender counted. What names somebody who is not known as a member
+   waits until its sender was asked for members, once.
+2. Signed commits are compared with those that are here: two of one owner on one parent are a proof against it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from p2pdiloco.peer.cargo import Keep
+from p2pdiloco.peer.driver import Driver
+from p2pdiloco.peer.signatures import UnknownMemberError
+from p2pdiloco.peer.standing import Standing
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.identifiers import PeerId
+
+
+class Inspection:
+    """Of one peer."""
+
+    def __init__(self, driver: Driver, standing: Standing) -> None:
+        self._driver = driver
+        self._host = driver.host
+        self.standing = standing
+        self._asking: dict[PeerId, asyncio.Task[None]] = {}
+        """Peers that named somebody unknown, and are asked for members."""
+
+    def received(self, peer: PeerId, message: msg.Message, payload: memoryview | None) -> asyncio.Future[Keep] | None:
+        """A decoded message; payloads are checked beside the loop before the machine hears of it. The future ends
+        when that is done: until then the peer gets no credit for as many bytes."""
+        if self._driver.is_closed:
+            return None
+        match message:
+            case msg.Contribution() if message.payload:
+                return self._inspect(
+                    peer, message, payload, lambda data: self._driver.cargo.contribution(data, message)
+                )
+            case msg.Commit(header=header):
+                return self._inspect(peer, message, payload, lambda data: self._driver.cargo.commit(data, header))
+            case msg.Equivocation():
+                if message.owner in self._driver.machine.view.barred:
+                    return None
+                return self._inspect(peer, message, memoryview(b""), lambda _: self._driver.cargo.equivocation(message))
+            case _:
+                self._driver.feed(ev.Received(peer, message))
+                return None
+
+    def tell_contradictions(self) -> None:
+        """The machine hears of owners that contradict themselves in what is here."""
+        proofs, self._driver.cargo.contradictions = self._driver.cargo.contradictions, []
+        for proof in proofs:
+            if proof.owner not in self._driver.machine.view.barred:
+                self._driver.around.fault(proof.owner, "equivocation", f"two commits of version {proof.first.version}")
+            self._driver.feed(ev.Contradicted(proof))
+
+    def _inspect(
+        self,
+        peer: PeerId,
+        message: msg.Contribution | msg.Commit | msg.Equivocation,
+        data: memoryview | None,
+        check: Callable[[memoryview], Keep],
+    ) -> asyncio.Future[Keep] | None:
+        """``check`` what came beside the loop; it returns what keeps it, or raises ValueError."""
+        if data is None:
+            self._driver.around.fault(peer, "payload", "the message came without its payload")
+            return None
+
+        whole: asyncio.Future[Keep] = asyncio.get_running_loop().create_future()
+
+        def inspect() -> None:
+            self._host.work("checks", lambda: check(data)).add_done_callback(checked)
+
+        def checked(future: asyncio.Future[Keep]) -> None:
+            if self._driver.is_closed or future.cancelled() or whole.cancelled():
+                whole.cancel()
+                return
+            error = future.exception()
+            if isinstance(error, UnknownMemberError) and not was_asked:
+                was_asked.append(peer)
+                self.ask_for_members(peer).add_done_callback(lambda _: None if self._driver.is_closed else inspect())
+                return
+            if isinstance(error, ValueError):
+                self._driver.around.fault(peer, "payload", str(error))
+                whole.cancel()
+                return
+            keep = future.result()
+            keep()
+            whole.set_result(keep)
+            self.tell_contradictions()
+            self._driver.feed(ev.Received(peer, message))
+
+        was_asked: list[PeerId] = []
+        inspect()
+        return whole
+
+    def ask_for_members(self, peer: PeerId) -> asyncio.Task[None]:
+        """Hear from ``peer``, which named somebody unknown, of the members that it knows; one question at a time."""
+        asking = self._asking.get(peer)
+        if asking is None:
+            asking = self._asking[peer] = self._host.spawn(self.standing.ask(peer), name=f"ask {peer} for members")
+            asking.add_done_callback(lambda _: self._asking.pop(peer, None))
+        return asking

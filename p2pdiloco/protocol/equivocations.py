@@ -1,0 +1,62 @@
+"""Owners that signed two commits on one parent, and what follows for them.
+
+Rules of this file:
+1. The two are a proof that nobody can forge and everybody can check. It is kept, and told to all who are connected and
+   all who connect later.
+2. Who is proved to have done it owns nothing for TERM versions of that shard's chain, which everybody counts alike; its
+   commits are not taken from itself. From others they are: what has been built on is not taken apart.
+3. The honest never do it (``made``). Where nobody else can own it owns all the same.
+"""
+
+from __future__ import annotations
+
+from p2pdiloco.protocol.core import Core
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.messages import Equivocation
+
+TERM = 1000
+"""Versions."""
+PROOFS_MOST = 64
+"""Owners of whom a proof is kept; the latest."""
+
+
+class Equivocations:
+    """Proofs, one an owner."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.proofs: dict[PeerId, Equivocation] = {}
+
+    def learn(self, proof: Equivocation, sender: PeerId | None = None) -> None:
+        """A proof, whose signatures were checked."""
+        core = self.core
+        if not proof.is_one or proof.first.shard >= len(core.chains) or self._is_served(proof):
+            return
+        known = self.proofs.get(proof.owner)
+        if known is not None and not self._is_served(known):
+            return
+        while len(self.proofs) >= PROOFS_MOST:
+            del self.proofs[next(iter(self.proofs))]
+        self.proofs[proof.owner] = proof
+        core.note(
+            "warning",
+            "equivocation",
+            f"{proof.owner} has signed two commits of version {proof.first.version} of shard {proof.first.shard}: it "
+            f"owns nothing for {TERM} versions",
+        )
+        self.look()
+        core.send(tuple(peer for peer in core.membership.live if peer != sender), proof)
+
+    def look(self) -> None:
+        """Some may have served their term."""
+        self.proofs = {owner: proof for owner, proof in self.proofs.items() if not self._is_served(proof)}
+        self.core.membership.barred = frozenset(self.proofs)
+
+    def tell(self, peer: PeerId) -> None:
+        """``peer`` is connected."""
+        for proof in self.proofs.values():
+            self.core.send((peer,), proof)
+
+    def _is_served(self, proof: Equivocation) -> bool:
+        head = self.core.chains[proof.first.shard].head
+        return head is not None and head.version >= proof.first.version + TERM

@@ -1,0 +1,167 @@
+"""Commits of its own lie on a peer's disk before anybody hears of them: whole peers on a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import pytest
+from actors import FOUNDER, genesis
+from troupe import Member, Stage, act
+
+from p2pdiloco.peer.own_commits import FOLDER, OwnCommits
+from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol import signatures
+from p2pdiloco.runtime.files import LocalDisk
+from p2pdiloco.tensors.digests import list_bytes
+from p2pdiloco.wire.bodies import CommitParts, join_commit, split_commit
+
+
+def files(member: Member) -> list[str]:
+    folder = member.peer.options.folder / FOLDER
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+async def followed(stage: Stage) -> tuple[Member, Member]:
+    """The founder, who owns everything, and a follower."""
+    ann = await stage.found()
+    bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, is_unreachable=True)
+    await stage.wait(3.0)
+    return ann, bob
+
+
+def test_killed_between_sending_and_saving_a_peer_makes_the_same_commit(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            await stage.train(ann, 1.0, 1.0, 1.0, 1.0)
+            heads = [chain.head for chain in ann.machine.core.chains]
+            assert ann.versions == [1, 1]
+            assert len(files(ann)) == 2
+            stage.kill(ann)
+            again = await stage.add("ann", genesis(stage.manifest), identity=FOUNDER, has_learner=False)
+            await stage.settle()
+            assert [chain.head for chain in again.machine.core.chains] == heads
+
+    act(story)
+
+
+def test_a_commit_is_sent_and_counts_when_it_is_on_the_disk(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann, bob = await followed(stage)
+            ann.held["own"] = []
+            await stage.train(ann, 1.0, 1.0)
+            assert (ann.versions, bob.versions, files(ann)) == ([0, 0], [0, 0], [])
+            await ann.release("own")
+            assert (ann.versions, bob.versions, len(files(ann))) == ([0, 1], [0, 1], 1)
+
+    act(story)
+
+
+class FullDisk(LocalDisk):
+    """Nothing can be written to it."""
+
+    def write(self, path: Path, parts: Iterable[bytes | bytearray | memoryview]) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_disk_that_takes_nothing_does_not_stop_a_run(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann, bob = await followed(stage)
+            ann.host.disk = FullDisk()
+            await stage.train(ann, 1.0, 1.0)
+            assert (ann.versions, bob.versions, files(ann)) == ([0, 1], [0, 1], [])
+
+    act(story)
+
+
+def test_what_checkpoints_hold_is_removed(tmp_path: Path) -> None:
+    """When the oldest of those that are kept holds it: a younger one may be torn."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(keep_checkpoints=2)
+            await stage.train(ann, 1.0, 1.0, 1.0, 1.0)
+            first = files(ann)
+            assert await ann.peer._saver.save(is_last=False)
+            await stage.settle()
+            assert files(ann) == first
+            await stage.train(ann, 1.0, 1.0)
+            assert await ann.peer._saver.save(is_last=False)
+            await stage.settle()
+            assert len(files(ann)) == 1
+            assert not set(files(ann)) & set(first)
+
+    act(story)
+
+
+def test_what_is_kept_is_bounded(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            ann.driver.own._most_bytes = 1
+            await stage.train(ann, *[1.0] * 8)
+            assert sum(ann.versions) > 3
+            assert len(files(ann)) == 1
+
+    act(story)
+
+
+@pytest.mark.parametrize("spoilt", [b"", b"\x00\x00\x00\xff", b"\x00\x00\x00\x02no"])
+def test_what_cannot_be_read_is_left_alone(tmp_path: Path, spoilt: bytes) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(has_learner=False)
+            folder = ann.peer.options.folder / FOLDER
+            folder.mkdir(parents=True)
+            (folder / "0-1-spoilt.commit").write_bytes(spoilt)
+            (folder / ".0-2-torn.commit.part").write_bytes(spoilt)
+            assert OwnCommits(folder, ann.host, 128).load() == []
+            assert files(ann) == ["0-1-spoilt.commit"]
+
+    act(story)
+
+
+def test_a_peer_that_makes_two_commits_of_a_version_owns_no_more(tmp_path: Path) -> None:
+    """The founder itself, with a changed program; also where the second comes in a state's lineage."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann, bob = await followed(stage)
+            cat = await stage.add("cat", genesis(stage.manifest), has_learner=False)
+            await stage.wait(3.0)
+            stage.catch = lambda sender, to, message: isinstance(message, msg.Commit)
+            await stage.train(ann, 1.0, 1.0)
+            caught = next(caught for caught in stage.caught if caught.to == bob.id)
+            stage.catch = lambda sender, to, message: False
+            assert isinstance(caught.message, msg.Commit)
+            header, parts = caught.message.header, split_commit(memoryview(caught.payload), list_bytes(64))
+            second = msgspec.structs.replace(header, step=header.step + 1)
+            for one in (header, second):
+                signature = FOUNDER.sign(signatures.commit(msg.commit_id(one)))
+                sent = CommitParts(signature, parts.digests, parts.gradient)
+                await stage.deliver(bob, ann.id, msg.Commit(one), join_commit(sent))
+            assert bob.faults() == {"equivocation": 1}
+            await stage.settle()
+            assert all(ann.id in member.machine.view.barred for member in (bob, cat)), "cat was told"
+
+    act(story)
+
+
+def test_a_proof_that_is_none_is_its_senders_fault(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann, bob = await followed(stage)
+            await stage.train(ann, 1.0, 1.0)
+            header = bob.machine.core.chains[1].log[-1]
+            genuine = FOUNDER.sign(signatures.commit(msg.commit_id(header)))
+            second = msgspec.structs.replace(header, step=header.step + 1)
+            for number, signature in enumerate((bytes(64), genuine), 1):
+                await stage.deliver(bob, ann.id, msg.Equivocation(header, second, genuine, signature))
+                assert bob.faults() == {"payload": number}
+                assert not bob.machine.view.barred
+
+    act(story)
