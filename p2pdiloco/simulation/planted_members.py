@@ -262,7 +262,7 @@ BUGS = (
     Bug(
         name="a follower's contribution taken",
         module=_PEER,
-        old="case msg.Contribution() if not self._standing.may_contribute(peer_of(message.contributor.learner)):",
+        old="case msg.Contribution() if not self.inspection.standing.may_contribute(peer_of(message.contributor.learner)):",
         new="case msg.Contribution() if False:",
         harm="an invite to look on is one to train",
         killed_by=(f"{_STANDING_TESTS}::test_what_a_follower_contributes_is_not_taken",),
