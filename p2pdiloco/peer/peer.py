@@ -332,14 +332,13 @@ class Peer:
             self.fault(peer, "message", str(error))
             self.host.links.blame(peer)
             return None
+        standing = self.inspection.standing
         match message:
-            case msg.Contribution() if not self.inspection.standing.may_contribute(
-                peer_of(message.contributor.learner)
-            ):
+            case msg.Contribution() if not standing.may_contribute(peer_of(message.contributor.learner)):
                 self.fault(peer, "contribution", "its giver's certificate is a follower's")
                 return None
             case msg.Heartbeat():
-                weight = min(message.weight, self.inspection.standing.most_weight(peer))
+                weight = min(message.weight, standing.most_weight(peer))
                 message = message if weight == message.weight else msgspec.structs.replace(message, weight=weight)
             case _:
                 pass

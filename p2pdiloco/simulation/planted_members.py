@@ -262,7 +262,7 @@ BUGS = (
     Bug(
         name="a follower's contribution taken",
         module=_PEER,
-        old="case msg.Contribution() if not self.inspection.standing.may_contribute(peer_of(message.contributor.learner)):",
+        old="case msg.Contribution() if not standing.may_contribute(peer_of(message.contributor.learner)):",
         new="case msg.Contribution() if False:",
         harm="an invite to look on is one to train",
         killed_by=(f"{_STANDING_TESTS}::test_what_a_follower_contributes_is_not_taken",),
@@ -270,7 +270,7 @@ BUGS = (
     Bug(
         name="a certificate's weight not looked at",
         module=_PEER,
-        old="weight = min(message.weight, self._standing.most_weight(peer))",
+        old="weight = min(message.weight, standing.most_weight(peer))",
         new="weight = message.weight",
         harm="whoever has an invite owns as much as it likes",
         killed_by=(f"{_STANDING_TESTS}::test_a_weight_counts_for_what_the_certificate_says",),
@@ -278,7 +278,7 @@ BUGS = (
     Bug(
         name="an observer taken for a peer",
         module=_PEER,
-        old="if not is_observer and not self._standing.observes(peer):",
+        old="if not is_observer and not self.inspection.standing.observes(peer):",
         new="if not is_observer:",
         harm="who may ask for the status takes turns, too",
         killed_by=(f"{_STANDING_TESTS}::test_who_observes_is_no_peer",),

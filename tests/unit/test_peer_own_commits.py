@@ -26,7 +26,7 @@ def files(member: Member) -> list[str]:
 async def followed(stage: Stage) -> tuple[Member, Member]:
     """The founder, who owns everything, and a follower."""
     ann = await stage.found()
-    bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, is_unreachable=True)
+    bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, weight=0.0)
     await stage.wait(3.0)
     return ann, bob
 
@@ -131,7 +131,7 @@ def test_a_peer_that_makes_two_commits_of_a_version_owns_no_more(tmp_path: Path)
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann, bob = await followed(stage)
-            cat = await stage.add("cat", genesis(stage.manifest), has_learner=False, is_unreachable=True)
+            cat = await stage.add("cat", genesis(stage.manifest), has_learner=False, weight=0.0)
             await stage.wait(3.0)
             stage.catch = lambda sender, to, message: isinstance(message, msg.Commit)
             await stage.train(ann, 1.0, 1.0)
