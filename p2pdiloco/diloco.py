@@ -354,6 +354,9 @@ class DiLoCo(SwarmView):
             link.stepped(tokens, loss, now - self._stepped_at)
         self._look_at_batches(link)
         self._is_linked = link.boundary()
+        while self._is_linked and link.is_training and link.is_resting:
+            time.sleep(_LOOK_S)
+            self._is_linked = link.boundary()
         if not self._is_linked and not link.is_dismissed:
             log.warning("the node is gone: training goes on alone (see %s)", self._log)
         self._stepped_at = time.perf_counter()

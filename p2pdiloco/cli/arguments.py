@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from p2pdiloco.cli import tool_arguments as tools
 from p2pdiloco.cli.network_options import add_network, add_relay
-from p2pdiloco.cli.quantities import at_least, between, cloud
+from p2pdiloco.cli.quantities import at_least, between, cloud, size
 from p2pdiloco.cli.terms import lifetime
 
 
@@ -189,6 +189,11 @@ def _add_source(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--model", metavar="DIR", help="folder with the safetensors that the run's adapters are for")
 
 
+def _pause(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--run", metavar="NAME", help="only this one, by name or the beginning of its id")
+    sub.add_argument("--end", action="store_true", help="let them go on")
+
+
 def _launch(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("invite", metavar="INVITE", help="what they join with")
     sub.add_argument(
@@ -259,6 +264,14 @@ def _add_peer(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--spot", type=cloud, metavar="CLOUD", help="aws, gcp or azure: leave when it takes this machine back"
     )
+    sub.add_argument(
+        "--max-memory",
+        type=size,
+        metavar="SIZE",
+        help="of node and learner, such as 8gb: a peer that needs more leaves",
+    )
+    sub.add_argument("--only-when-idle", action="store_true", help="rest while others use this machine's processors")
+    sub.add_argument("--on-battery", action="store_true", help="train on battery, too; else a learner rests then")
     sub.add_argument("--learner", default="", metavar="NAME", help=argparse.SUPPRESS)  # p2pdiloco.DiLoCo's node
     sub.add_argument("--journal", action="store_true", help="record every event, for p2pdiloco replay")
 
@@ -316,6 +329,7 @@ COMMANDS = {
     "chaos": Command("hurt a real swarm on this machine and judge what it makes of that", tools.chaos, is_quiet=True),
     "replay": Command("tell or check a peer's journal", tools.replay, is_quiet=True),
     "bench": Command("run commands on a throttled network of namespaces, measured first", tools.bench, is_quiet=True),
+    "pause": Command("let this machine's peers rest, until told otherwise", _pause, is_quiet=True),
     "launch": Command("rent machines that join a run, through SkyPilot, within a budget", _launch, is_quiet=True),
     "completion": Command("print what completes p2pdiloco's words in a shell", _completion, is_quiet=True),
     "doctor": Command("check what this machine can do as a peer", tools.doctor, is_quiet=True),

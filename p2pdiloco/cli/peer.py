@@ -7,7 +7,11 @@ import sys
 from pathlib import Path
 
 from p2pdiloco.node.session import DirectoryOptions
+<<<<<<< HEAD
 from p2pdiloco.peer.options import LearnerOptions, LinkOptions, PeerOptions
+=======
+from p2pdiloco.peer.options import MachineOptions, PeerOptions
+>>>>>>> c1ab7db (A peer is a guest on its machine: it rests when it is paused, on battery, or while others use the processors, and goes before it takes too much memory; private runs are fetched and served again, also to scripts)
 from p2pdiloco.peer.peer import Ending
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.wire.invites import Invite, InviteError, decode_invite, is_invite
@@ -40,7 +44,12 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
         leave_s=arguments.leave_s,
         stay_s=getattr(arguments, "stay_s", 0.0),
         is_fetching=arguments.command == "fetch",
-        spot=getattr(arguments, "spot", None),
+        machine=MachineOptions(
+            spot=getattr(arguments, "spot", None),
+            most_memory_bytes=getattr(arguments, "max_memory", None),
+            only_when_idle=getattr(arguments, "only_when_idle", False),
+            is_battery_used=getattr(arguments, "on_battery", False),
+        ),
         has_journal=arguments.journal,
     )
 

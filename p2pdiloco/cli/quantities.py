@@ -34,6 +34,16 @@ def between(lowest: float, highest: float, unit: str = "") -> Callable[[str], fl
     return number
 
 
+def size(text: str) -> float:
+    """Bytes: a number with kb, mb, gb or tb (powers of 1,000)."""
+    lower = text.lower()
+    for unit, factor in (("kb", 1e3), ("mb", 1e6), ("gb", 1e9), ("tb", 1e12)):
+        digits = lower.removesuffix(unit)
+        if digits != lower and digits.replace(".", "", 1).isdecimal() and float(digits) > 0:
+            return float(digits) * factor
+    raise argparse.ArgumentTypeError(f"{text!r} is no size: say 500mb or 8gb")
+
+
 def cloud(text: str) -> str:
     """A cloud that gives notice before it takes a machine back; ``=ADDRESS`` to ask it elsewhere."""
     if text.partition("=")[0] not in ("aws", "gcp", "azure"):

@@ -20,6 +20,7 @@ from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.credentials import Credentials, MemberFiles, members_of
 from p2pdiloco.node.fellowship import Fellowship
 from p2pdiloco.node.figures import Figures
+from p2pdiloco.node.guest import Guest, toggle
 from p2pdiloco.node.local_host import LocalHost
 from p2pdiloco.node.lookup import ask_status
 from p2pdiloco.node.outlook import Outlook, duration
@@ -192,7 +193,13 @@ class Node:
         self.host.spawn(self.roster.keep(), name="roster")
         self.host.spawn(self.fellowship.keep(), name="members")
         self.host.spawn(self._tell_progress(), name="progress")
+<<<<<<< HEAD
         if self.options.learner.script:
+=======
+        guest = Guest(self.options.folder, self.options.machine, self.peer.supervision, self._end_early)
+        self.host.spawn(guest.keep(), name="guest")
+        if self.options.learner:
+>>>>>>> c1ab7db (A peer is a guest on its machine: it rests when it is paused, on battery, or while others use the processors, and goes before it takes too much memory; private runs are fetched and served again, also to scripts)
             self.host.spawn(Figures(self.peer, self.status, self._ask_status).keep(), name="figures")
         if self.options.is_fetching:
             self.host.spawn(self._go_when_fetched(), name="fetch")
@@ -211,10 +218,19 @@ class Node:
     async def _ask_status(self, peer: PeerId) -> PeerStatus | None:
         return await ask_status(self.transport, peer)
 
+    def _end_early(self, reason: str) -> None:
+        """Leave in order, since the machine cannot have this peer."""
+        self._sent_away.set()
+        self.peer.end_in_order(Ending(1, reason))
+
     def leave(self, reason: str) -> None:
         """Leave in order; of a run that is over, at once."""
         self._sent_away.set()
         self.peer.request_leave(reason)
+
+    def toggle_pause(self) -> None:
+        """Let the learner rest, until told otherwise, or end that."""
+        toggle(self.options.folder)
 
     def abandon(self, reason: str) -> None:
         """Leave at once: nothing more is contributed or saved."""
@@ -316,7 +332,7 @@ class Node:
             run=self.manifest.run,
             name=self.manifest.config.name,
             peer=self.identity.peer_id,
-            phase=status.phase,
+            phase="resting" if self.peer.supervision.resting else status.phase,
             step=status.step,
             total_steps=self.manifest.config.inner.steps,
             known=max(self.roster.known, len(status.live) + 1),
@@ -328,7 +344,7 @@ class Node:
             heads_mark=self.peer.machine.view.heads_mark,
             tokens_trained=self.metrics.tokens,
             tokens_merged=self._tokens_merged(),
-            tokens_per_second=self.metrics.tokens_per_second,
+            tokens_per_second=0.0 if self.peer.supervision.resting else self.metrics.tokens_per_second,
             train_loss=self.metrics.loss,
             held_out_loss=None if evaluation is None else evaluation.loss,
             held_out_step=0 if evaluation is None else evaluation.step,
@@ -348,7 +364,8 @@ class Node:
             await asyncio.sleep(PROGRESS_S)
             if self.peer.machine.view.is_current and not self.peer.is_over:
                 status = self.status()
-                log.info("progress", **progress_fields(status), **outlook.look(self.host.now(), status))
+                resting = {"resting": why} if (why := self.peer.supervision.resting) else {}
+                log.info("progress", **progress_fields(status), **outlook.look(self.host.now(), status), **resting)
 
     def _tokens_merged(self) -> int:
         """Cumulative tokens of the chains, averaged over the shards by their size."""

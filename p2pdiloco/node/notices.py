@@ -3,7 +3,7 @@
 Rules of this file:
 1. All of them are one thing, leaving in order: what is unmerged is contributed, the state saved, within ``--leave-s``.
 2. SIGINT and SIGTERM leave, and end the process at once when they come again. SIGUSR1 (SLURM: ``--signal=B:USR1@60``)
-   leaves, and may come again: whoever sends it means no harm.
+   leaves, and may come again: whoever sends it means no harm. SIGUSR2 lets the peer rest, or go on (``guest.py``).
 3. A metadata address is asked only if the user says which cloud this is, and only at the address of that cloud (tests
    give another one). What it answers is bounded, and compared, never interpreted further.
 """
@@ -93,11 +93,12 @@ def leave_when_asked(node: Node, spot: str | None) -> Iterator[None]:
     numbers = (*IMPATIENT, signal.SIGUSR1)
     for number in numbers:
         loop.add_signal_handler(number, on_signal, number)
+    loop.add_signal_handler(signal.SIGUSR2, node.toggle_pause)
     watch = None if spot is None else loop.create_task(_watch(node, spot), name="spot notices")
     try:
         yield
     finally:
-        for number in numbers:
+        for number in (*numbers, signal.SIGUSR2):
             loop.remove_signal_handler(number)
         if watch is not None:
             watch.cancel()

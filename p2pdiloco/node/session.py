@@ -277,6 +277,12 @@ def _has_what_it_takes(manifest: Manifest, options: PeerOptions, say: Callable[[
     """
     needed = Layout.of(manifest).elements * NODE_BYTES
     memory = psutil.virtual_memory().total + psutil.swap_memory().total
+    allowed = options.machine.most_memory_bytes
+    if allowed is not None and 2 * needed > allowed:  # its learner has as much again, or more
+        raise ConfigError(
+            f"a peer of run {manifest.config.name} needs {2 * needed / 1e9:,.1f} GB of memory or more, --max-memory "
+            f"allows {allowed / 1e9:,.1f} GB: allow more, or join from a larger machine"
+        )
     if needed > memory:
         raise ConfigError(
             f"a node of run {manifest.config.name} needs {needed / 1e9:,.1f} GB of memory for the model, this machine "
@@ -337,7 +343,7 @@ async def take_part(
     async with Node(manifest, options, identity, directory, initial, mine) as node:
         announcing = asyncio.create_task(_announce(manifest, directory), name="announce run")
         try:
-            with leave_when_asked(node, options.spot):
+            with leave_when_asked(node, options.machine.spot):
                 return await node.run(say)
         finally:
             announcing.cancel()

@@ -9,8 +9,26 @@ import msgspec
 from msgspec import Meta
 
 
+<<<<<<< HEAD
 class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a peer is reached, and what it gives and takes."""
+=======
+class MachineOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the machine asks of a peer that is a guest on it (``node/guest.py``)."""
+
+    spot: str | None = None
+    """Cloud whose notices are heeded (``node/notices.py``)."""
+    most_memory_bytes: float | None = None
+    """Of node and learner together; a peer that has more leaves."""
+    only_when_idle: bool = False
+    """Rest while others use the processors."""
+    is_battery_used: bool = False
+    """Train also on battery."""
+
+
+class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """A peer's own settings. Times in seconds."""
+>>>>>>> c1ab7db (A peer is a guest on its machine: it rests when it is paused, on battery, or while others use the processors, and goes before it takes too much memory; private runs are fetched and served again, also to scripts)
 
     listen: str = "/ip4/0.0.0.0/tcp/0"
     """Where other peers reach the node (data port)."""
@@ -67,7 +85,6 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     (``node/node.py``), a script's node not at all."""
     is_fetching: bool = False
     """It goes as soon as it holds what its peers hold."""
-    spot: str | None = None
-    """Cloud whose notices are heeded (``node/notices.py``)."""
+    machine: MachineOptions = MachineOptions()
     has_journal: bool = False
     """Record every event for ``p2pdiloco replay``."""

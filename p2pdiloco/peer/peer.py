@@ -160,7 +160,6 @@ class Peer:
         self._downloads = Downloads(manifest, self.layout, self.driver, self.inspection, self._arrivals, self.fault)
         self._respondent = Respondent(manifest, self.driver, status, standing)
         self.supervision = Supervision(
-            identity.peer_id,
             self.driver,
             options,
             metrics,

@@ -26,7 +26,7 @@ from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.shift_queue import Shifts
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.identifiers import LearnerId, PeerId, digest_of, learner_id, peer_of
+from p2pdiloco.protocol.identifiers import LearnerId, digest_of, learner_id, peer_of
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.logs import short
 from p2pdiloco.wire import link
@@ -65,7 +65,6 @@ class Supervision:
 
     def __init__(
         self,
-        peer: PeerId,
         driver: Driver,
         options: PeerOptions,
         metrics: Metrics,
@@ -74,7 +73,6 @@ class Supervision:
         gave_up: Callable[[int, str], None],
         sent_bytes: Callable[[], int],
     ) -> None:
-        self._peer = peer
         self._driver = driver
         self._options = options
         self._metrics = metrics
@@ -89,6 +87,8 @@ class Supervision:
         self._lost_lives = 0
         self.trouble = ""
         """Why nothing that the learner trains can be merged; empty: it can."""
+        self.resting = ""
+        """Why the learner makes no steps for now; empty: it does."""
         self.first_batches: tuple[str, ...] = ()
         """Digests of what a training script has trained first."""
         self._met: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -104,7 +104,12 @@ class Supervision:
     async def live(self, lives: AsyncExitStack) -> None:
         """Start the learner; after a crash again. Whoever closes ``lives`` ends the learner in order."""
         while True:
+<<<<<<< HEAD
             ward = self.ward = Ward(learner_id(self._peer, self._host.draw_name()))
+=======
+            self._is_ready = self._is_loaded = False
+            self.learner = learner_id(self._driver.machine.view.me, self._host.draw_name())
+>>>>>>> c1ab7db (A peer is a guest on its machine: it rests when it is paused, on battery, or while others use the processors, and goes before it takes too much memory; private runs are fetched and served again, also to scripts)
             ended: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
 
             def gone(reason: str, status: int, ended: asyncio.Future[tuple[str, int]] = ended) -> None:
@@ -201,6 +206,8 @@ class Supervision:
                 driver.feed(ev.LearnerPaused(message.steps, message.tokens))
             case link.Evaluated():
                 driver.feed(ev.Evaluated(message.version, message.loss))
+            case link.Rested():
+                driver.feed(ev.LearnerRested())
             case link.Ready():
                 assert self.ward is not None
                 self.ward.is_ready = True
@@ -261,9 +268,26 @@ class Supervision:
                 if ward.process is not None:
                     ward.process.send(link.Load(step=driver.machine.view.step))
                     self.wait_for_nobody()
+<<<<<<< HEAD
                     driver.feed(ev.LearnerStarted(ward.learner, ward.has_blocks))
+=======
+                    driver.feed(ev.LearnerStarted(learner, self._has_blocks))
+                    if self.resting:
+                        self.rest(self.resting)
+>>>>>>> c1ab7db (A peer is a guest on its machine: it rests when it is paused, on battery, or while others use the processors, and goes before it takes too much memory; private runs are fetched and served again, also to scripts)
 
             driver.job(lambda: driver.state.shifts.load(ward.learner, driver.state.theta), loaded)
+
+    def rest(self, reason: str) -> None:
+        """Have no steps made as long as there is a ``reason``, one for people; the learner goes on answering."""
+        self.resting = reason
+        if self._process is not None and self._is_loaded:
+            self._process.send(link.Rest(is_resting=bool(reason)))
+
+    @property
+    def pid(self) -> int | None:
+        """Of the learner's process."""
+        return None if self._process is None else self._process.pid
 
     def shifts_ready(self, shifts: Shifts) -> None:
         """Tell the learner which shifts to take."""

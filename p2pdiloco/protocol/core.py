@@ -98,7 +98,7 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
 class LearnerView:
     """This peer's learner: its counters over its whole life, and how far each shard's chain has merged them."""
 
-    __slots__ = ("id", "is_able", "is_paused", "marks", "reached", "step_time_s", "steps", "tokens")
+    __slots__ = ("id", "is_able", "is_paused", "is_resting", "marks", "reached", "step_time_s", "steps", "tokens")
 
     def __init__(self, learner: LearnerId, shards: int, step: int) -> None:
         self.id = learner
@@ -110,8 +110,14 @@ class LearnerView:
         self.tokens = 0
         self.step_time_s = 0.0
         self.is_paused = False
+        self.is_resting = False
         self.is_able = True
         """What it trains can be encoded: else it does not participate."""
+
+    @property
+    def is_idle(self) -> bool:
+        """It makes no steps: no more (paused), or none for now (resting)."""
+        return self.is_paused or self.is_resting
 
     def unmerged(self, shard: ShardId) -> int:
         """Own tokens that the shard's chain does not hold."""
@@ -209,7 +215,7 @@ class Core:
 
     def step_time_s(self) -> float:
         """The learner's own; 0 without one that trains."""
-        return 0.0 if self.learner is None or self.learner.is_paused else self.learner.step_time_s
+        return 0.0 if self.learner is None or self.learner.is_idle else self.learner.step_time_s
 
     def fastest_step_time_s(self) -> float:
         """Of all learners that train; 0 if none does."""
@@ -221,7 +227,7 @@ class Core:
         learner = self.learner
         if learner is None or not self.is_current or not learner.is_able:
             return False
-        return not learner.is_paused or self.unmerged_tokens() > 0
+        return not learner.is_idle or self.unmerged_tokens() > 0
 
     def unmerged_tokens(self) -> int:
         """The learner's own tokens not merged yet, in the shard where that is most."""
@@ -234,4 +240,4 @@ class Core:
             return "joining"
         if self.departure:
             return self.departure
-        return "following" if self.learner is None or self.learner.is_paused else "training"
+        return "following" if self.learner is None or self.learner.is_idle else "training"

@@ -20,7 +20,7 @@ class Evaluations:
         """Shard 0 is at ``version``: if one is due, one of those who can measures it."""
         core = self.core
         every = core.config.evaluation_every
-        if not every or version % every or core.learner is None or core.learner.is_paused:
+        if not every or version % every or core.learner is None or core.learner.is_idle:
             return
         able = {*core.membership.participating, core.config.peer}
         candidates = tuple((peer, 1.0) for peer in sorted(able))

@@ -84,6 +84,10 @@ class LearnerPaused(msgspec.Struct, frozen=True, array_like=True, tag="learner-p
     tokens: int
 
 
+class LearnerRested(msgspec.Struct, frozen=True, array_like=True, tag="learner-rested"):
+    """The learner makes no steps for now, since its machine is wanted by others; its next ``Stepped`` ends that."""
+
+
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
     """The learner's counters after an inner step, over its whole life."""
 
@@ -188,6 +192,7 @@ OwnEvent = (
     | LearnerStarted
     | LearnerStopped
     | LearnerPaused
+    | LearnerRested
     | Stepped
     | BlockFinished
     | Snapshotted

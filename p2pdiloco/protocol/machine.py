@@ -117,6 +117,8 @@ class Machine:
                 self._learner_stopped(event.reason)
             case ev.LearnerPaused():
                 self._learner_paused(event)
+            case ev.LearnerRested():
+                self._learner_rested()
             case ev.LeaveRequested():
                 self.farewell.leave(event.reason)
             case ev.Evaluated():
@@ -204,10 +206,19 @@ class Machine:
             self.farewell.finish()
             self._beat()
 
+    def _learner_rested(self) -> None:
+        learner = self.core.learner
+        if learner is not None and not learner.is_resting:
+            learner.is_resting = True
+            self._beat()
+
     def _stepped(self, event: ev.Stepped) -> None:
         learner = self.core.learner
         if learner is None or event.steps <= learner.steps:
             return
+        if learner.is_resting:
+            learner.is_resting = False
+            self._beat()
         made = event.steps - learner.steps
         learner.steps, learner.tokens = event.steps, event.tokens
         before = learner.step_time_s
@@ -302,7 +313,7 @@ class Machine:
             peer = differing[membership.sequence % len(differing)]
             membership.peers[peer].mismatches = 0
             core.send((peer,), msg.HeadsRequest())
-        if core.learner is None or core.learner.is_paused:
+        if core.learner is None or core.learner.is_idle:
             self.contributions.adopt_step(membership.furthest_step())
         self.contributions.look()
         is_over = core.step >= core.config.total_steps and not membership.participating

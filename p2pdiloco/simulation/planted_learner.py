@@ -74,8 +74,8 @@ BUGS = (
     Bug(
         name="one sound fragment outweighs a spoilt one",
         module=_LINK,
-        old="            if self._has_sound_loss and not self._spoilt:",
-        new="            if self._has_sound_loss:",
+        old="            if not self._spoilt:",
+        new="            if None not in self._spoilt:",
         harm="trouble comes and goes with the fragments",
         killed_by=(f"{_LINK_TESTS}::test_parameters_that_are_not_finite_are_told_once_and_once_that_they_are_again",),
     ),

@@ -88,6 +88,24 @@ BUGS = (
         killed_by=(f"{_NOTICES_TESTS}::test_signals",),
     ),
     Bug(
+        name="a moment's work stops a peer",
+        module="p2pdiloco.node.guest",
+        old="if self._looks >= (BUSY_LOOKS if is_busy else IDLE_LOOKS):",
+        new="if self._looks >= 1:",
+        harm="a peer that trains only when idle never does",
+        killed_by=(
+            "tests/unit/test_node_guest.py::test_others_are_busy_after_a_moment_and_not_any_more_after_a_while",
+        ),
+    ),
+    Bug(
+        name="a pause that does not end",
+        module="p2pdiloco.node.guest",
+        old="(folder / PAUSED).unlink(missing_ok=True)",
+        new="pass",
+        harm="a machine that was paused once never helps again",
+        killed_by=("tests/unit/test_node_guest.py::test_paused_by_its_user_until_told_otherwise",),
+    ),
+    Bug(
         name="threads are never measured again",
         module="p2pdiloco.training.threads",
         old="if self._usual_s / CHANGED <= now_s <= self._usual_s * CHANGED:",

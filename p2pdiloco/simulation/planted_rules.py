@@ -21,6 +21,22 @@ BUGS = (
     *CLAIM_BUGS,
     *MESH_BUGS,
     _bug(
+        "who rests is waited for",
+        "core",
+        "return self.is_paused or self.is_resting",
+        "return self.is_paused",
+        "with K = 2 nothing is merged while one of two machines is wanted by its user",
+        "test_trouble.py::test_a_learner_that_rests_does_not_participate_when_it_has_given_all",
+    ),
+    _bug(
+        "who rested is forgotten",
+        "machine",
+        "            learner.is_resting = False\n",
+        "            pass\n",
+        "what a learner trains after a rest is waited for by nobody",
+        "test_trouble.py::test_a_learner_that_rested_participates_with_its_next_step",
+    ),
+    _bug(
         "heartbeats do not slow down",
         "membership",
         "return self.interval_s * max(1.0, len(self.peers) / BEAT_PEERS)",

@@ -112,14 +112,14 @@ class Learner:
         link.greet(device=str(self._device), inner_steps=self._inner_steps, has_blocks=self._data is not None)
         try:
             while True:
-                if not link.is_training:
+                if not link.is_training or link.is_resting:
                     link.wait()
                 if self._keeper is not None and self._keeper.trouble:
                     link.trouble(self._keeper.trouble)
                     self._keeper.trouble = ""
                 if not link.boundary():
                     return
-                if link.is_training:
+                if link.is_training and not link.is_resting:
                     self._step()
         except (RuntimeError, ValueError) as error:
             link.fail(str(error) or type(error).__name__)

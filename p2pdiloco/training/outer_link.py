@@ -48,6 +48,8 @@ from p2pdiloco.wire.link import (
     Paused,
     Progress,
     Ready,
+    Rest,
+    Rested,
     Save,
     Shift,
     Shifted,
@@ -156,10 +158,10 @@ class OuterLink:
         self.tokens = 0
         self.exchange_s = 0.0
         """Copies since the last ``Progress``."""
-        self._has_sound_loss = True
-        """The last one that was told is finite."""
-        self._spoilt: set[FragmentId] = set()
-        """Fragments whose last snapshot was not finite."""
+        self.is_resting = False
+        """No steps for now: others want the machine."""
+        self._spoilt: set[FragmentId | None] = set()
+        """Fragments whose last snapshot was not finite; None: nor was the last loss that was told."""
         self._is_unable = False
 
     # ------------------------------------------------------------------------------------------------ to the node
@@ -176,8 +178,9 @@ class OuterLink:
         self.tokens += tokens
         self.global_step += 1
         if loss is not None:
-            self._has_sound_loss = math.isfinite(loss)
-            if not self._has_sound_loss:
+            self._spoilt.discard(None)
+            if not math.isfinite(loss):
+                self._spoilt.add(None)
                 self._judge(f"the loss is {loss} at step {self.global_step}")
                 loss = None
         progress = Progress(
@@ -211,7 +214,7 @@ class OuterLink:
     # ------------------------------------------------------------------------------------------------ the boundary
 
     def wait(self) -> None:
-        """Sleep until the node says something. Not while training."""
+        """Sleep until the node says something. Not while steps are to be made."""
         if self._reunion is not None and self._reunion.is_open:
             time.sleep(_LOOK_S)
         elif self._answers:
@@ -227,7 +230,7 @@ class OuterLink:
             return self._look_out(self._reunion)
         self._release()
         commands = self._channel.exchange()
-        if not self.is_training:
+        if not self.is_training or self.is_resting:
             self._channel.blocked_s = 0.0
         for command in commands:
             if isinstance(command, Exit):
@@ -255,6 +258,10 @@ class OuterLink:
                 self._answer(Evaluated(version=version, loss=self._trainer.evaluate(self._vectors.theta)))
             case Pause():
                 self._stop()
+            case Rest():
+                self.is_resting = command.is_resting
+                if self.is_resting:
+                    self._answer(Rested())
             case Train(block=block):
                 self._trainer.train(block)
             case Save():
@@ -303,7 +310,7 @@ class OuterLink:
         shards = (self._layout.shards[shard] for shard in self._flat.of_fragment(fragment))
         if all(_is_finite(self._vectors.snapshot[shard.start : shard.stop]) for shard in shards):
             self._spoilt.discard(fragment)
-            if self._has_sound_loss and not self._spoilt:
+            if not self._spoilt:
                 self._judge("")
         else:
             self._spoilt.add(fragment)
@@ -377,6 +384,7 @@ class OuterLink:
             self._flat.pin((self._vectors.shift, self._vectors.snapshot))
             assert self._ready is not None
             self._channel.post(self._ready)
+            self.is_resting = False  # the node's next life says it anew
             if not self.is_training:
                 self._channel.post(Paused(steps=self.steps, tokens=self.tokens))
         if reunion.is_open and reunion.is_over:

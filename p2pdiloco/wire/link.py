@@ -77,6 +77,12 @@ class Pause(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Stop training, go on answering commands."""
 
 
+class Rest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Make no steps for now, go on answering commands (``Rested``); or go on with them."""
+
+    is_resting: bool
+
+
 class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Write the inner optimizer's state and the data's position to the learner's file, beside training."""
 
@@ -164,6 +170,10 @@ class Paused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tokens: int
 
 
+class Rested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """No steps are made until ``Rest`` says otherwise."""
+
+
 class Batches(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Digests of the first batches that a script has trained."""
 
@@ -188,9 +198,20 @@ class Unable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-FromNode = Load | Shift | Snapshot | Train | AdoptStep | Evaluate | Pause | Save | Swarm | Exit
+FromNode = Load | Shift | Snapshot | Train | AdoptStep | Evaluate | Pause | Rest | Save | Swarm | Exit
 FromLearner = (
-    Ready | Progress | BlockFinished | Shifted | Snapshotted | Evaluated | Paused | Batches | Trouble | Unable | Failed
+    Ready
+    | Progress
+    | BlockFinished
+    | Shifted
+    | Snapshotted
+    | Evaluated
+    | Paused
+    | Rested
+    | Batches
+    | Trouble
+    | Unable
+    | Failed
 )
 
 MessageT = TypeVar("MessageT")

@@ -12,7 +12,9 @@ import pytest
 from swarm import PEER, START_S, ended, learners_held, log_lines, report_of, swarm_in, write_config
 from waiting import wait_until
 
+from p2pdiloco.chaos.swarm import Member
 from p2pdiloco.peer.checkpoint import load
+from p2pdiloco.runtime.invitation import INVITED
 
 SERVED = "it is served to whoever comes"
 
@@ -61,3 +63,48 @@ def test_who_comes_after_the_end_gets_the_model(tmp_path: Path) -> None:
         assert ended(late) == 0, log_lines(late)
         assert report_of(late)["digests"] == report_of(ann)["digests"]
         assert ann.is_running
+
+
+def invited(member: Member) -> str:
+    """The invite that a founder prints."""
+    wait_until(lambda: member.said(INVITED), START_S, f"an invite of {member.name}")
+    return str(member.said(INVITED)).split()[-1]
+
+
+def fetched(invite: str, state: Path) -> list[str]:
+    """What ``p2pdiloco fetch`` has got, as digests."""
+    assert "run tiny is complete" in command("fetch", invite, "--state", state, *PEER)
+    return list(json.loads(next(state.glob("*/report.json")).read_text())["digests"])
+
+
+@pytest.mark.timeout(300)
+def test_a_private_runs_model_is_fetched_by_invite_and_served_again_later(tmp_path: Path) -> None:
+    """From the founder that stays; then, when everybody is gone, from its folder, by whoever resumes it."""
+    config = write_config(tmp_path, inner_steps=40, access="invite")
+    with swarm_in(tmp_path) as swarm:
+        ann = swarm.launch("A", ["start", str(config)], "--stay-s", "300")
+        invite = invited(ann)
+        wait_until(lambda: ann.said(SERVED), START_S, "the end of the run")
+        digests = report_of(ann)["digests"]
+        assert fetched(invite, tmp_path / "first") == digests
+        ann.process.terminate()
+        assert ended(ann) == 0
+
+        gone = subprocess.run(
+            [sys.executable, "-P", "-m", "p2pdiloco", "fetch", invite, "--state", str(tmp_path / "none"), *PEER],
+            capture_output=True,
+            text=True,
+            timeout=START_S,
+            check=False,
+        )
+        assert (gone.returncode, "Traceback" in gone.stderr) == (3, False), "nobody is there, which it says"
+        again = swarm.launch("A", ["resume", str(ann.folder)], "--stay-s", "300")
+        invite = invited(again)
+        wait_until(lambda: again.said(SERVED), START_S, "somebody who serves")
+        assert fetched(invite, tmp_path / "second") == digests
+        assert again.is_running
+        again.process.terminate()
+        assert ended(again) == 0
+        assert swarm.launch("A", ["resume", str(ann.folder)], "--stay-s", "0")
+        assert ended(swarm["A"]) == 0
+        assert swarm["A"].said("p2pdiloco generate"), "what to do with it"

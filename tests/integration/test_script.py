@@ -23,9 +23,10 @@ from scripts import (
     until_merged,
     until_ready,
 )
-from swarm import swarm_in
+from swarm import PEER, swarm_in
 from waiting import wait_until
 
+from p2pdiloco.chaos.swarm import Member
 from p2pdiloco.wire.invites import is_invite
 
 SCRIPT = Path(__file__).parents[2] / "peers" / "own_script.py"
@@ -56,7 +57,7 @@ def test_two_scripts_train_one_model(tmp_path: Path) -> None:
         address = swarm.start_bootstrap()
         founder = start(tmp_path / "a", "--run", "sines", "--peer", address, "--found", "--steps", "400")
         until_founded(tmp_path / "a")
-        invite = next(word for word in (tmp_path / "a" / "node.log").read_text().split() if is_invite(word))
+        invite = invite_in((tmp_path / "a" / "node.log").read_text())
         with held(founder.pid, SCRIPT.name):
             other = start(tmp_path / "b", "--run", "sines", "--peer", invite, "--seed", "1")
             until_ready(tmp_path / "b")
@@ -161,35 +162,39 @@ def test_a_script_whose_loss_is_not_finite_is_told_and_the_others_go_on(tmp_path
 
 @pytest.mark.timeout(900)
 def test_a_script_that_is_started_after_the_end_finds_the_result(tmp_path: Path) -> None:
+    """Of a run for members: its own, when nobody else is there any more; then of another's folder that is served."""
     with swarm_in(tmp_path / "swarm") as swarm:
         address = swarm.start_bootstrap()
-        founder = start(tmp_path / "a", "--run", "sines", "--peer", address, *FOUND, "--steps", "60")
+        founder = start(tmp_path / "a", "--run", "sines", "--peer", address, "--found", "--steps", "60")
         until_founded(tmp_path / "a")
+        invite = invite_in((tmp_path / "a" / "node.log").read_text())
         with held(founder.pid, SCRIPT.name):
-            other = start(tmp_path / "b", "--run", "sines", "--peer", address, "--seed", "1")
+            other = start(tmp_path / "b", "--run", "sines", "--peer", invite, "--seed", "1")
             until_ready(tmp_path / "b")
         for script in (founder, other):
             assert script.communicate(timeout=END_S)[0] is not None
-        result = json.loads((tmp_path / "a" / "result.json").read_text())
-    # the bootstrap node has gone, too
-    for name, more in (
-        (
-            "a",
-            (
-                "--found",
-                "--access",
-                "open",
-            ),
-        ),
-        ("b", ()),
-    ):
-        (tmp_path / name / "result.json").unlink()
-        again = start(tmp_path / name, "--run", "sines", "--peer", address, *more, "--steps", "60", "--seed", "2")
+        total = json.loads((tmp_path / "a" / "result.json").read_text())["sum"]
+
+    def gets_it(name: str, *words: str) -> None:
+        (tmp_path / name / "result.json").unlink(missing_ok=True)
+        again = start(tmp_path / name, "--run", "sines", *words, "--steps", "60", "--seed", "2")
         out, _ = again.communicate(timeout=END_S)
         assert again.returncode == 0, (out, (tmp_path / name / "node.log").read_text()[-2000:])
         found = json.loads((tmp_path / name / "result.json").read_text())
-        assert found["sum"] == result["sum"]
-        assert found["step"] >= 60
+        assert (found["sum"], found["step"] >= 60) == (total, True)
+
+    gets_it("a", "--peer", address, "--found")  # the bootstrap node has gone, too
+    gets_it("b", "--peer", invite)
+    with swarm_in(tmp_path / "later") as swarm:
+        command = ("resume", str(tmp_path / "a"), "--stay-s", "300", *PEER)
+        serving = Member("A", command, tmp_path / "a", swarm.mark)  # by the founder: nobody else is a member here
+        swarm.members.append(serving)
+        wait_until(lambda: serving.said("it is served"), START_S, "somebody who serves")
+        gets_it("c", "--peer", invite_in(serving.log_path.read_text()))
+
+
+def invite_in(text: str) -> str:
+    return next(word for word in text.split() if is_invite(word))
 
 
 @pytest.mark.timeout(900)

@@ -77,6 +77,9 @@ class Node:
         self.said.append(f"leave: {reason}")
         self.left.set()
 
+    def toggle_pause(self) -> None:
+        self.said.append("pause")
+
     def abandon(self, reason: str) -> None:
         self.said.append(f"at once: {reason}")
 
@@ -128,6 +131,7 @@ def test_signals(monkeypatch: pytest.MonkeyPatch) -> None:
 
     usr1, term, interrupt = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
     assert asyncio.run(live(usr1)) == ["leave: SIGUSR1"]
+    assert asyncio.run(live(signal.SIGUSR2, signal.SIGUSR2, usr1)) == ["pause", "pause", "leave: SIGUSR1"]
     assert asyncio.run(live(usr1, usr1)) == ["leave: SIGUSR1"], "SLURM may send it to all steps, and again"
     assert asyncio.run(live(usr1, term)) == ["leave: SIGUSR1", "at once: SIGTERM"]
     assert asyncio.run(live(interrupt, interrupt)) == ["leave: SIGINT", "at once: SIGINT"]

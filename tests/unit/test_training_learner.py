@@ -216,6 +216,25 @@ def test_training_ends_at_the_runs_last_step(start: Callable[..., Node]) -> None
     assert node.until(link.Paused).steps < 1000
 
 
+def test_a_learner_that_rests_makes_no_steps_and_goes_on_answering(start: Callable[..., Node]) -> None:
+    node = start()
+    node.send(link.Load(step=0))
+    node.until(link.Progress)
+    node.send(link.Rest(is_resting=True))
+    node.until(link.Rested)
+    steps = []
+    for fragment in (0, 1, 0):
+        node.send(link.Snapshot(fragment=FragmentId(fragment), step=9))
+        steps.append(node.until(link.Snapshotted).steps)
+    assert len(set(steps)) == 1, "not one in between"
+    node.send(link.Rest(is_resting=False))
+    assert node.until(link.Progress, lambda p: p.steps > steps[0]).blocked_s == 0.0, "a rest is no wait for the network"
+    node.send(link.Rest(is_resting=True), link.Pause())
+    node.until(link.Paused)
+    node.send(link.Exit())
+    assert node.end() == 0
+
+
 def test_training_yields_the_processor_to_nodes(start: Callable[..., Node]) -> None:
     node = start()
     node.send(link.Load(step=0))

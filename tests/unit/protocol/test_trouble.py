@@ -151,3 +151,30 @@ def test_while_nobody_trains_nobody_is_stuck() -> None:
     assert not notes(stage.wait(9.0), "stuck")
     assert notes(stage.wait(2.0), "stuck")
     assert stage.head(SHARD).version == 0
+
+
+def test_a_learner_that_rests_does_not_participate_when_it_has_given_all() -> None:
+    """N4a: with K = 2 the other one of two learners is enough then."""
+    stage = Stage(B, owners="bac")
+    stage.train(1)
+    beats = [beat for _, beat in sent(stage.tell(ev.LearnerRested()), msg.Heartbeat)]
+    assert beats
+    assert all(beat.is_participating for beat in beats), "it has something to give"
+
+    stage = Stage(B, C, owners="abc", min_quorum=2)
+    stage.says(C, is_participating=False)
+    effects = stage.announce(B, 4) + stage.offer(B) + stage.wait(3.0)
+    assert not only(effects, ef.Merge), "one of two"
+    effects = stage.work(stage.tell(ev.LearnerRested()), ef.Snapshot, ef.Encode) + stage.wait(3.0)
+    assert A not in stage.machine.status().participating
+    assert len(only(effects, ef.Merge)) == 1
+
+
+def test_a_learner_that_rested_participates_with_its_next_step() -> None:
+    """N4b: and tells so at once."""
+    stage = Stage(B, owners="bac")
+    [told] = {beat.is_participating for _, beat in sent(stage.tell(ev.LearnerRested()), msg.Heartbeat)}
+    assert not told
+    beats = [beat for _, beat in sent(stage.train(1), msg.Heartbeat)]
+    assert beats
+    assert all(beat.is_participating for beat in beats)
