@@ -7,11 +7,7 @@ import sys
 from pathlib import Path
 
 from p2pdiloco.node.session import DirectoryOptions
-<<<<<<< HEAD
-from p2pdiloco.peer.options import LearnerOptions, LinkOptions, PeerOptions
-=======
-from p2pdiloco.peer.options import MachineOptions, PeerOptions
->>>>>>> c1ab7db (A peer is a guest on its machine: it rests when it is paused, on battery, or while others use the processors, and goes before it takes too much memory; private runs are fetched and served again, also to scripts)
+from p2pdiloco.peer.options import LearnerOptions, LinkOptions, MachineOptions, PeerOptions
 from p2pdiloco.peer.peer import Ending
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.wire.invites import Invite, InviteError, decode_invite, is_invite

@@ -193,13 +193,9 @@ class Node:
         self.host.spawn(self.roster.keep(), name="roster")
         self.host.spawn(self.fellowship.keep(), name="members")
         self.host.spawn(self._tell_progress(), name="progress")
-<<<<<<< HEAD
-        if self.options.learner.script:
-=======
         guest = Guest(self.options.folder, self.options.machine, self.peer.supervision, self._end_early)
         self.host.spawn(guest.keep(), name="guest")
-        if self.options.learner:
->>>>>>> c1ab7db (A peer is a guest on its machine: it rests when it is paused, on battery, or while others use the processors, and goes before it takes too much memory; private runs are fetched and served again, also to scripts)
+        if self.options.learner.script:
             self.host.spawn(Figures(self.peer, self.status, self._ask_status).keep(), name="figures")
         if self.options.is_fetching:
             self.host.spawn(self._go_when_fetched(), name="fetch")

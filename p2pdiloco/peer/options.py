@@ -9,10 +9,6 @@ import msgspec
 from msgspec import Meta
 
 
-<<<<<<< HEAD
-class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a peer is reached, and what it gives and takes."""
-=======
 class MachineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What the machine asks of a peer that is a guest on it (``node/guest.py``)."""
 
@@ -26,9 +22,8 @@ class MachineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Train also on battery."""
 
 
-class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """A peer's own settings. Times in seconds."""
->>>>>>> c1ab7db (A peer is a guest on its machine: it rests when it is paused, on battery, or while others use the processors, and goes before it takes too much memory; private runs are fetched and served again, also to scripts)
+class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a peer is reached, and what it gives and takes."""
 
     listen: str = "/ip4/0.0.0.0/tcp/0"
     """Where other peers reach the node (data port)."""

@@ -104,12 +104,7 @@ class Supervision:
     async def live(self, lives: AsyncExitStack) -> None:
         """Start the learner; after a crash again. Whoever closes ``lives`` ends the learner in order."""
         while True:
-<<<<<<< HEAD
-            ward = self.ward = Ward(learner_id(self._peer, self._host.draw_name()))
-=======
-            self._is_ready = self._is_loaded = False
-            self.learner = learner_id(self._driver.machine.view.me, self._host.draw_name())
->>>>>>> c1ab7db (A peer is a guest on its machine: it rests when it is paused, on battery, or while others use the processors, and goes before it takes too much memory; private runs are fetched and served again, also to scripts)
+            ward = self.ward = Ward(learner_id(self._driver.machine.view.me, self._host.draw_name()))
             ended: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
 
             def gone(reason: str, status: int, ended: asyncio.Future[tuple[str, int]] = ended) -> None:
@@ -268,26 +263,22 @@ class Supervision:
                 if ward.process is not None:
                     ward.process.send(link.Load(step=driver.machine.view.step))
                     self.wait_for_nobody()
-<<<<<<< HEAD
                     driver.feed(ev.LearnerStarted(ward.learner, ward.has_blocks))
-=======
-                    driver.feed(ev.LearnerStarted(learner, self._has_blocks))
                     if self.resting:
                         self.rest(self.resting)
->>>>>>> c1ab7db (A peer is a guest on its machine: it rests when it is paused, on battery, or while others use the processors, and goes before it takes too much memory; private runs are fetched and served again, also to scripts)
 
             driver.job(lambda: driver.state.shifts.load(ward.learner, driver.state.theta), loaded)
 
     def rest(self, reason: str) -> None:
         """Have no steps made as long as there is a ``reason``, one for people; the learner goes on answering."""
         self.resting = reason
-        if self._process is not None and self._is_loaded:
-            self._process.send(link.Rest(is_resting=bool(reason)))
+        self._send(link.Rest(is_resting=bool(reason)))
 
     @property
     def pid(self) -> int | None:
         """Of the learner's process."""
-        return None if self._process is None else self._process.pid
+        process = None if self.ward is None else self.ward.process
+        return None if process is None else process.pid
 
     def shifts_ready(self, shifts: Shifts) -> None:
         """Tell the learner which shifts to take."""
