@@ -29,7 +29,7 @@ demo: $(READY) ## a swarm on this machine: found, join, kill, join late, merge, 
 	@$(BIN)/p2pdiloco demo --out out/demo
 
 # Two workers: most tests wait for processes, and two cores are what CI has. Durations are told, and kept in out/.
-TESTS := -q -n $(JOBS) --dist loadgroup
+TESTS := -q -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 test: $(READY) ## everything that CI runs but lint
 	@$(BIN)/python -m pytest $(TESTS) --durations=20 --junitxml=out/test.xml
 
