@@ -30,7 +30,7 @@ from p2pdiloco.node.twins import gives_way, reach, sentence
 from p2pdiloco.node.whereabouts import Whereabouts
 from p2pdiloco.peer.metrics import Metrics, progress_fields
 from p2pdiloco.peer.options import PeerOptions
-from p2pdiloco.peer.peer import Ending, InitialState, Peer
+from p2pdiloco.peer.peer import APART, Ending, InitialState, Peer
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
@@ -202,11 +202,14 @@ class Node:
         ending = await self.peer.live()
         self._report(ending)
         has_finished = self.peer.machine.view.has_finished
-        if ending.status == 0 and (has_finished or self.options.is_fetching):
+        if ending.status in (0, APART) and (has_finished or self.options.is_fetching):
+            if ending.status:
+                say(ending.reason)
             for line in farewell(self.status(), self.options.folder):
                 say(line)
             if has_finished:
                 await self._stay(say)
+                ending = await self.peer.stayed(ending)
         if not self._gives_way:  # the record is the other one's
             await self.roster.withdraw()
         return ending

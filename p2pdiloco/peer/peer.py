@@ -64,8 +64,13 @@ EARLY_BYTES_PER_PARAMETER = 2
 Observed = Callable[[ev.Event, list[ef.Effect], float], None]
 
 
+APART = 4
+"""The exit status of a peer that may have a model of its own."""
+
+
 class Ending(msgspec.Struct, frozen=True):
-    """Why the node stopped. Status 0: in order; 1: something failed; 2: the user must repair something."""
+    """Why the node stopped. Status 0: in order; 1: something failed; 2: the user must repair something; 4: it was apart
+    from as many as were with it, and did not meet them again."""
 
     status: int
     reason: str
@@ -91,6 +96,7 @@ def protocol_config(manifest: Manifest, options: PeerOptions, peer: PeerId) -> P
         is_overwrite=config.outer.adopt == "overwrite",
         evaluation_every=config.evaluation.every,
         log_length=logged(config.schedule),
+        needs_majority=config.schedule.needs_majority is True,
         heartbeat_s=heartbeat_s(config.schedule),
         weight=options.link.weight,
         leave_s=options.leave_s,
@@ -221,11 +227,29 @@ class Peer:
     def _ordinary_ending(self, reason: str) -> Ending:
         unmerged = self.machine.view.unmerged_tokens()
         if unmerged:
-            why = self.trouble or "--leave-s allows longer"
+            is_alone = self.config.needs_majority and self.machine.view.missing
+            alone = "the run merges nothing without a majority, and too many peers are missing" if is_alone else ""
+            why = self.trouble or alone or "--leave-s allows longer"
             return Ending(1, f"{reason}; {unmerged:,} tokens were not merged in time and are lost ({why})")
         if self.supervision.trouble:
             return Ending(1, f"{reason}; {self.supervision.trouble}")
+        if missing := self.machine.view.missing:
+            return Ending(
+                APART,
+                f"{reason}, but {missing} of the peers that were here were lost at once and have not come back: they "
+                "may have gone on, and have a second model. To make one of both, let a peer of each side serve its own "
+                "(p2pdiloco resume FOLDER --stay-s 3600): where they meet, the model with more tokens wins",
+            )
         return Ending(0, reason)
+
+    async def stayed(self, ending: Ending) -> Ending:
+        """What is to be said after the peer has stayed: those from whom it was apart may have come."""
+        view = self.machine.view
+        is_one = not view.missing and all(mark == view.heads_mark for mark in view.marks().values())
+        if ending.status != APART or not is_one:
+            return ending
+        await self._saver.save(is_last=True)
+        return Ending(0, "those who were missing came back, and all have the same model")
 
     @property
     def trouble(self) -> str:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from p2pdiloco.peer.peer import APART
 from p2pdiloco.peersim.knobs import CHUNK
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import signatures
@@ -284,11 +285,15 @@ class Checks:
         if self.world.now - self.world.harmed_at > CALM_S and peer.machine.core.departure == "finished":
             live = peer.machine.core.membership.live
             self._together += [(name, other) for other in live if self._is_waited_for(other)]
-        if ending.status and not self.world.may_fail(name) and not self._stands_still(name):
+        is_sound = ending.status in (0, APART)
+        if ending.status == APART and not self.world.happened:
+            self.violated(5, f"{name[-6:]} says that it is apart where nobody was: {ending.reason}")
+            return
+        if not is_sound and not self.world.may_fail(name) and not self._stands_still(name):
             self.violated(5, f"{name[-6:]} ended with status {ending.status}: {ending.reason}")
             return
         learner = self.world.learners.get(peer.supervision.learner or LearnerId(""))
-        if ending.status or learner is None or name in self.spoilt or self.world.manifest.config.outer.adopt != "carry":
+        if not is_sound or learner is None or name in self.spoilt or self.world.manifest.config.outer.adopt != "carry":
             return
         if not peer.state.shifts.is_empty:
             return  # it left before its learner could take the last commits, which nobody needs any more

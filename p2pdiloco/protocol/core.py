@@ -66,6 +66,8 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long a request for commits or state may be unanswered."""
     leave_s: float = 20.0
     """How long an orderly leave may take."""
+    needs_majority: bool = False
+    """Nothing is merged to which no more than half have answered, of all who could or are missing."""
     finish_s: float = 60.0
     """How long a peer waits for the others when the run is complete."""
 

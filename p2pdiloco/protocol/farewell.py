@@ -8,6 +8,8 @@ Rules of this file:
 3. At the run's end a peer waits for its learner, whose last life may hold progress.
 4. Who is alone because others were lost without a word may be the one behind a cut: what it merged there is lost if it
    goes and the others' fork wins. It waits for them until its deadline.
+5. So does, at the run's end, who is apart (``company``). What it says then is not that all is well: there may be a
+   second model.
 """
 
 from __future__ import annotations
@@ -57,6 +59,11 @@ class Farewell:
         tokens = self.core.unmerged_tokens()
         if tokens:
             self._go("warning", f"the deadline passed with {tokens} tokens unmerged")
+        elif self.core.membership.company.is_apart:
+            missing = len(self.core.membership.company.missing)
+            self._go(
+                "warning", f"{missing} peers that were lost at once did not come back: they may have another model"
+            )
         else:
             self._go("info", "all progress is merged; who was lost without a word did not come back")
 
@@ -75,7 +82,7 @@ class Farewell:
             return  # it may have trained on while this node was gone
         if core.unmerged_tokens():
             self._flush()
-        elif not self._is_deserted() and (core.departure == "leaving" or self._others_are_done()):
+        elif not self._is_waiting() and (core.departure == "leaving" or self._others_are_done()):
             self._go("info", "all progress is merged")
 
     def _flush(self) -> None:
@@ -96,11 +103,14 @@ class Farewell:
                     self.contributions.open(FragmentId(fragment), max(core.step, turn.step + 1), is_mine=True)
                     break
 
-    def _is_deserted(self) -> bool:
-        """Whether nobody is left, and somebody was lost lately who did not say goodbye."""
-        membership = self.core.membership
-        lost_at = membership.silently_lost_at
-        return not membership.live and lost_at is not None and self.core.now - lost_at < self.core.config.finish_s
+    def _is_waiting(self) -> bool:
+        """Whether nobody is left, and somebody was lost lately who did not say goodbye; or this peer is apart at the
+        run's end."""
+        core, company = self.core, self.core.membership.company
+        if core.departure == "finished" and company.is_apart:
+            return True
+        lost_at = company.silently_lost_at
+        return not core.membership.live and lost_at is not None and core.now - lost_at < core.config.finish_s
 
     def _others_are_done(self) -> bool:
         """Every live peer has finished with our heads."""

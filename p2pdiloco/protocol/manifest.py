@@ -148,6 +148,10 @@ class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     log_length: Annotated[int, Meta(ge=4, le=1024)] | UnsetType = UNSET
     """Versions of a shard that every peer can send again, and take back: a network that was cut for longer costs the
     smaller side what it trained before. Left out: what 768 steps make, at least 32 (``protocol/defaults.py``)."""
+    needs_majority: bool | UnsetType = UNSET
+    """A peer merges nothing to which not more than half have answered of all who train, those included that are missing
+    since they were lost at once: of a run that was cut in two only the larger side goes on, so nobody ends with a
+    second model. Left out: both go on, and one side's progress is merged again when they meet."""
 
 
 class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

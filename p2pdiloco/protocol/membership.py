@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 
 from p2pdiloco.protocol.blocks import Block
+from p2pdiloco.protocol.company import WINDOW_BEATS, Company
 from p2pdiloco.protocol.connectedness import SETTLING_BEATS, Connectedness
 from p2pdiloco.protocol.estimates import smoothed
 from p2pdiloco.protocol.identifiers import PeerId
@@ -120,6 +121,7 @@ class Membership:
         "_passed_over_until",
         "barred",
         "candidates",
+        "company",
         "connectedness",
         "fastest_step_s",
         "interval_s",
@@ -131,7 +133,6 @@ class Membership:
         "peers",
         "sent_at",
         "sequence",
-        "silently_lost_at",
         "slowest_round_trip_s",
         "stall",
         "willing",
@@ -150,8 +151,7 @@ class Membership:
         """Own weight as an owner, once all states are here."""
         self.is_leaving = False
         """A peer on its way out owns nothing new, unless it is the last."""
-        self.silently_lost_at: float | None = None
-        """When a live peer was last lost that had not said goodbye."""
+        self.company = Company()
         self.stall = (0.0, 0.0)
         """When this peer last went on after it had stood still, and for how long it had."""
         self.live: tuple[PeerId, ...] = ()
@@ -332,6 +332,11 @@ class Membership:
             return (), ()
         old, new = set(before), set(self.live)
         return tuple(sorted(new - old)), tuple(sorted(old - new))
+
+    def look_round(self, now: float, *, is_silent: bool) -> None:
+        """Who is here, as of the last ``refresh``; ``is_silent``: somebody was lost then who had not said goodbye."""
+        here = self.connectedness.lists[self.me] | self.connectedness.afar
+        self.company.look(now, here, WINDOW_BEATS * self.beat_s(), is_silent=is_silent)
 
     def _rank_candidates(self, now: float) -> None:
         """The best connected first, then those who hear one of them; those that let the takeover time pass come after

@@ -197,7 +197,7 @@ class Merges:
         collection, core = self.collections[shard], self.core
         if collection.is_closed or shard in self.jobs or not collection.given or collection.opened_at is None:
             return
-        if not core.membership.may_own:
+        if not core.membership.may_own or (core.config.needs_majority and not self._is_majority(collection.answered)):
             return
         if (again := self._again.get(shard)) is not None and core.now < again.at:
             core.alarms.set(("close", shard), again.at)
@@ -218,6 +218,12 @@ class Merges:
         contributions = tuple(collection.given[learner] for learner in sorted(collection.given))
         self.jobs[shard] = Job(head.id, contributions, core.now)
         core.effects.append(Merge(shard, head, contributions))
+
+    def _is_majority(self, answered: set[PeerId]) -> bool:
+        """Whether more than half have answered of all who could, those included who are missing."""
+        core, membership = self.core, self.core.membership
+        able = len(membership.participating | self.guests) + core.is_participating() + len(membership.company.missing)
+        return 2 * len(answered) > able
 
     def consider_all(self) -> None:
         """Membership changed: every collection may close now, or no longer."""

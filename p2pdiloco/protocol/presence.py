@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from p2pdiloco.protocol.adoption import Adoption
 from p2pdiloco.protocol.alarms import Key
+from p2pdiloco.protocol.company import Company
 from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.effects import HangUp, Send
@@ -74,11 +75,13 @@ class Presence:
         if chain.head is not None:
             core.membership.connectedness.merged(chain.head.version, chain.marks)
         appeared, lost = core.membership.refresh(core.now)
+        was_apart = core.membership.company.is_apart
+        core.membership.look_round(core.now, is_silent=bool(lost) and not said_goodbye)
         if lost:
-            if not said_goodbye:
-                core.membership.silently_lost_at = core.now
             core.note("info", "peers", f"lost {', '.join(lost)}: {why_lost}; {len(core.membership.live)} live")
             self.adoption.peers_lost(lost)
+        if core.membership.company.is_apart != was_apart:
+            self._told_apart(core.membership.company)
         if appeared:
             core.note("info", "peers", f"found {', '.join(appeared)}; {len(core.membership.live)} live")
             self.adoption.look_for_donors(appeared)
@@ -87,6 +90,13 @@ class Presence:
                     core.send(appeared, self.contributions.announcement(FragmentId(fragment)))
         self.contributions.candidates_changed()
         self.merges.consider_all()
+
+    def _told_apart(self, company: Company) -> None:
+        if company.is_apart:
+            told = f"lost {len(company.missing)} of them at once: they may go on with a model of their own"
+            self.core.note("warning", "apart", told)
+        else:
+            self.core.note("info", "apart", "most of those who were here are here again")
 
     def greet(self, views: Iterable[PeerView]) -> None:
         """A heartbeat to each."""

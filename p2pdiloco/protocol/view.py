@@ -59,6 +59,11 @@ class MachineView:
         """The newest that is known."""
         return self._evaluations.newest
 
+    @property
+    def missing(self) -> int:
+        """Peers that were lost at once with as many as are here, and may have another model."""
+        return len(self._core.membership.company.missing)
+
     # -- states --------------------------------------------------------------------------------------------------------
 
     @property

@@ -6,6 +6,7 @@ from p2pdiloco.simulation.planter import Bug
 
 _P = "p2pdiloco.protocol"
 _TESTS = "tests/unit/protocol/test_connectedness.py"
+_COMPANY = "tests/unit/protocol/test_company.py"
 _DIVIDED = "test_where_for_long_most_stand_by_nothing_a_newcomer_takes_what_as_many_stand_by_as_by_any_other"
 
 
@@ -189,6 +190,78 @@ BUGS = (
         "return core.membership.connectedness.has_listed(sender, giver)",
         "a liar says for everybody that it has nothing to give",
         "test_an_owner_takes_what_is_handed_on_by_a_peer_that_hears_the_giver",
+    ),
+    Bug(
+        "who was cut off believes that all is well",
+        f"{_P}.company",
+        "self.missing.update(self._lost)",
+        "pass",
+        "two peers that met through a third end with two models, and neither says so",
+        (f"{_COMPANY}::test_who_is_lost_with_as_many_as_stay_may_be_cut_off",),
+    ),
+    Bug(
+        "each death taken for a cut",
+        f"{_P}.company",
+        "if len(self.missing) <= len(here):",
+        "if not self.missing:",
+        "one of many that dies makes all others wait at the end",
+        (f"{_COMPANY}::test_who_is_lost_with_as_many_as_stay_may_be_cut_off",),
+    ),
+    Bug(
+        "deaths of days added up",
+        f"{_P}.company",
+        "if one not in here and now - at <= window_s}",
+        "if one not in here}",
+        "a swarm whose machines come and go takes itself for cut off",
+        (f"{_COMPANY}::test_those_who_are_lost_one_after_the_other_are_dead",),
+    ),
+    Bug(
+        "who leaves taken for lost",
+        f"{_P}.company",
+        "if is_silent:",
+        "if True:",
+        "the last two of a run wait for those who have gone home",
+        (f"{_COMPANY}::test_who_says_goodbye_is_not_missing",),
+    ),
+    Bug(
+        "those afar no company",
+        f"{_P}.membership",
+        "here = self.connectedness.lists[self.me] | self.connectedness.afar",
+        "here = self.connectedness.lists[self.me]",
+        "when the public peer dies nobody thinks of those behind other routers",
+        (f"{_COMPANY}::test_whom_only_the_lost_heard_is_lost_with_them",),
+    ),
+    Bug(
+        "apart for ever",
+        f"{_P}.company",
+        "self.missing -= here",
+        "pass",
+        "a cut that is over is waited for at the end",
+        (f"{_COMPANY}::test_it_is_over_when_most_are_here_again",),
+    ),
+    Bug(
+        "nobody waits at the end",
+        f"{_P}.farewell",
+        'if core.departure == "finished" and company.is_apart:',
+        "if False:",
+        "who was cut off is gone when the others come back",
+        (f"{_COMPANY}::test_at_the_runs_end_who_is_apart_waits_and_then_says_so",),
+    ),
+    Bug(
+        "the fewer merge though a majority is needed",
+        f"{_P}.merges",
+        "return 2 * len(answered) > able",
+        "return True",
+        "a run that wanted one model has two",
+        (f"{_COMPANY}::test_where_a_majority_is_needed_the_fewer_merge_nothing",),
+    ),
+    Bug(
+        "who has just been cut off takes over",
+        f"{_P}.merges",
+        "return 2 * len(answered) > able",
+        "return not membership.company.is_apart",
+        "until a cut is noticed both sides go on, and have two models for good",
+        (f"{_COMPANY}::test_where_a_majority_is_needed_no_version_is_made_without_it",),
     ),
     Bug(
         "a divided run not joined",

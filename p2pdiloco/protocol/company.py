@@ -1,0 +1,44 @@
+"""Who else was here, and who of them is missing since the swarm fell apart.
+
+A peer that dies and a cut that takes it away look the same. Rules of this file:
+1. Those who are lost one after the other while most stay are dead, or will find out themselves that they are the fewer.
+   If within a while as many are lost as stay, this peer included, it may be this one that was cut off: those are
+   *missing*, and may have gone on without it.
+2. Whom only others heard is lost with the last of them, if that one said nothing; else it has left.
+3. This peer is apart until most of those whom it knew are back, or others with whom they are most.
+"""
+
+from __future__ import annotations
+
+WINDOW_BEATS = 32
+"""Own heartbeats within which the losses of one cut are noticed: paths time out one after the other."""
+
+
+class Company:
+    """All others, as fingerprints (``connectedness``)."""
+
+    def __init__(self) -> None:
+        self.silently_lost_at: float | None = None
+        """When a live peer was last lost that had not said goodbye."""
+        self.missing: set[int] = set()
+        self._here: frozenset[int] = frozenset()
+        """Heard by this peer, or by one that it hears."""
+        self._lost: dict[int, float] = {}
+        """Without a word, and when."""
+
+    @property
+    def is_apart(self) -> bool:
+        """As many are missing as are here, this peer included: they may have another model by now."""
+        return bool(self.missing)
+
+    def look(self, now: float, here: frozenset[int], window_s: float, *, is_silent: bool) -> None:
+        """Those are ``here`` now; ``is_silent``: one was lost that had not said goodbye."""
+        gone, self._here = self._here - here, here
+        if is_silent:
+            self.silently_lost_at = now
+            self._lost.update(dict.fromkeys(gone, now))
+        self._lost = {one: at for one, at in self._lost.items() if one not in here and now - at <= window_s}
+        self.missing -= here
+        self.missing.update(self._lost)
+        if len(self.missing) <= len(here):
+            self.missing.clear()

@@ -1,0 +1,51 @@
+"""Whole peers in meshes that fall apart: what they say at the end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from p2pdiloco.peer.peer import APART
+
+SCRIPT = Path(__file__).with_name("apart.py")
+
+
+def told(peers: int, dies_at: float = 0.0, back_at: float = 0.0, *, needs_majority: bool = False) -> dict[str, Any]:
+    """What came of it."""
+    words = [sys.executable, str(SCRIPT), str(peers), str(dies_at), str(back_at), str(int(needs_majority))]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert found["violations"] == []
+    return found
+
+
+def test_behind_routers_all_train_one_model() -> None:
+    """Five peers, of which four meet nobody but the first (rules R)."""
+    found = told(5)
+    assert found["statuses"] == [0] * 5
+    assert (found["models"], found["forks"]) == (1, 0)
+
+
+def test_when_the_public_peer_dies_the_others_say_that_there_may_be_two_models() -> None:
+    """C6c: each of the two trains on alone, and their models differ; neither ends as if all were well."""
+    found = told(3, dies_at=20.0)
+    assert found["statuses"] == [APART, APART]
+    assert all("2 of the peers that were here were lost at once" in reason for reason in found["reasons"])
+    assert found["models"] == 2
+
+
+def test_who_comes_back_before_the_end_makes_one_model_of_both() -> None:
+    """C6b, C6c: and nobody says anything but that it is complete."""
+    found = told(3, dies_at=20.0, back_at=35.0)
+    assert found["statuses"] == [0, 0, 0]
+    assert found["models"] == 1
+
+
+def test_where_a_majority_is_needed_there_is_one_model() -> None:
+    """C6e: the two stop at the version that all three had, and say what they have lost."""
+    found = told(3, dies_at=20.0, needs_majority=True)
+    assert found["models"] == 1
+    assert found["statuses"] == [1, 1]

@@ -1,0 +1,167 @@
+"""Rules C6 of docs/protocol.md: whoever may have been cut off says so, and waits."""
+
+from __future__ import annotations
+
+from stage import A, B, C, D, Stage, notes, only, sent
+
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.company import Company
+from p2pdiloco.protocol.connectedness import fingerprint, listed
+from p2pdiloco.protocol.identifiers import PeerId
+
+E, F, G = PeerId("e"), PeerId("f"), PeerId("g")
+
+
+def lose(stage: Stage, *peers: PeerId, goodbye: bool = False) -> list[ef.Effect]:
+    """They are gone."""
+    effects = []
+    for peer in peers:
+        stage.beats.pop(peer, None)
+        effects += stage.hear(peer, msg.Leaving("asked to")) if goodbye else []
+        effects += stage.tell(ev.PeerDisconnected(peer, "timed out"))
+    return effects
+
+
+def missing(stage: Stage) -> int:
+    """As the node reads it."""
+    return stage.machine.view.missing
+
+
+def test_who_is_lost_with_as_many_as_stay_may_be_cut_off() -> None:
+    """C6a: three of four; two of four as well; not one of four."""
+    stage = Stage(B, C, D)
+    lose(stage, B)
+    assert missing(stage) == 0
+    effects = lose(stage, C)
+    assert missing(stage) == 2
+    assert "lost 2 of them at once" in notes(effects, "apart")[0]
+    lose(stage, D)
+    assert missing(stage) == 3
+
+
+def test_those_who_are_lost_one_after_the_other_are_dead() -> None:
+    """C6a: while most stay they will find out themselves, if it is they who were cut off."""
+    stage = Stage(B, C, D)
+    lose(stage, B)
+    stage.wait(20.0)
+    lose(stage, C)
+    assert missing(stage) == 0
+    stage.wait(20.0)
+    lose(stage, D)
+    assert missing(stage) == 1, "of two one is as many as stay"
+
+
+def test_whom_only_the_lost_heard_is_lost_with_them() -> None:
+    """C6a: the public peer dies, and with it the way to those behind other routers."""
+    stage = Stage(B)
+    stage.says(B, hears=listed(map(fingerprint, (A, C, D))))
+    lose(stage, B)
+    assert missing(stage) == 3
+
+
+def test_who_says_goodbye_is_not_missing() -> None:
+    """C6a: nor is whom only others heard, and hear no more."""
+    stage = Stage(B, C)
+    lose(stage, B, C, goodbye=True)
+    assert missing(stage) == 0
+    stage = Stage(B)
+    stage.says(B, hears=listed(map(fingerprint, (A, C, D, E))))
+    stage.says(B, hears=listed(map(fingerprint, (A,))))
+    stage.wait(5.0)
+    assert missing(stage) == 0
+
+
+def test_it_is_over_when_most_are_here_again() -> None:
+    """C6b: those who were missing, or others."""
+    for *some, last in ((B, C), (E, F, G)):
+        stage = Stage(B, C, D)
+        lose(stage, B, C, D)
+        for peer in some:
+            stage.meet(peer)
+        assert missing(stage) == (2 if last == C else 3)
+        effects = stage.meet(last)
+        assert missing(stage) == 0
+        assert "here again" in notes(effects, "apart")[-1]
+
+
+def test_a_cut_is_noticed_bit_by_bit() -> None:
+    """C6a: within 32 heartbeats."""
+    company = Company()
+    company.look(0.0, frozenset(range(6)), 10.0, is_silent=False)
+    for at, left in enumerate((5, 4, 3)):
+        company.look(3.0 * at, frozenset(range(left)), 10.0, is_silent=True)
+    assert not company.is_apart, "this peer and three others, and three are lost"
+    company.look(9.0, frozenset(range(2)), 10.0, is_silent=True)
+    assert company.missing == {2, 3, 4, 5}
+    slow = Company()
+    slow.look(0.0, frozenset(range(6)), 10.0, is_silent=False)
+    for at, left in enumerate((5, 4, 3, 2)):
+        slow.look(9.0 * at, frozenset(range(left)), 10.0, is_silent=True)
+    assert not slow.is_apart
+
+
+def complete(**changes: object) -> Stage:
+    """b is lost, and then peer a's run is complete and all its progress merged, by itself."""
+    stage = Stage(B, owners="ba", total_steps=4, finish_s=60.0, **changes)
+    lose(stage, B)
+    effects = stage.work(stage.give() + stage.wait(5.0))
+    assert stage.machine.core.unmerged_tokens() == 0 or changes, notes(effects, "close")
+    stage.work(stage.tell(ev.LearnerPaused(4, 40)))
+    return stage
+
+
+def test_at_the_runs_end_who_is_apart_waits_and_then_says_so() -> None:
+    """C6c."""
+    stage = complete()
+    effects = stage.work(stage.wait(54.0))
+    assert not only(effects, ef.Leave)
+    effects = stage.work(stage.wait(7.0))
+    assert only(effects, ef.Leave)
+    assert "may have another model" in notes(effects, "leave")[-1]
+    assert missing(stage) == 1
+
+
+def test_at_the_runs_end_those_who_come_back_end_it_in_order() -> None:
+    """C6c: with the heavier head, as ever."""
+    stage = complete()
+    stage.work(stage.wait(10.0))
+    effects = stage.meet(B, phase="finished", is_participating=False)
+    assert only(effects, ef.Leave)
+    assert "all progress is merged" in notes(effects, "leave")[-1]
+    assert missing(stage) == 0
+
+
+def test_after_its_end_a_peer_that_stays_still_heals() -> None:
+    """C6d: its heads are compared, and a heavier chain's commits asked for."""
+    stage = complete()
+    stage.work(stage.wait(61.0))
+    theirs = msg.Head(stage.head().shard, 9, "9" * 40, 900)  # type: ignore[arg-type]
+    stage.meet(B, phase="finished", is_participating=False, heads_mark=7)
+    asked = sent(stage.wait(3.0), msg.HeadsRequest)
+    assert [to for to, _ in asked][:1] == [B]
+    effects = stage.hear(B, msg.Heads((theirs,), 4)) + stage.wait(3.0)
+    assert [to for to, _ in sent(effects, msg.CommitsRequest)] == [B]
+
+
+def test_where_a_majority_is_needed_the_fewer_merge_nothing() -> None:
+    """C6e: and go on when the others are back."""
+    stage = complete(needs_majority=True)
+    assert stage.machine.core.unmerged_tokens() == 40
+    assert stage.head().version == 0
+    stage.wait(10.0)
+    effects = stage.work(stage.meet(B, is_participating=False, phase="following", weight=0.0) + stage.wait(5.0))
+    assert [len(merge.contributions) for merge in only(effects, ef.Merge)] == [1]
+    most = Stage(B, C, owners="abc", needs_majority=True)
+    lose(most, C)
+    most.offer(B, 0, 40)
+    assert only(most.work(most.give() + most.wait(5.0)), ef.Merge), "two of three"
+
+
+def test_where_a_majority_is_needed_no_version_is_made_without_it() -> None:
+    """C6e: b stands still, and is not lost yet."""
+    stage = Stage(B, owners="ab", needs_majority=True)
+    effects = stage.work(stage.give() + stage.wait(8.0))
+    assert not only(effects, ef.Merge)
+    assert only(stage.offer(B), ef.Merge)
