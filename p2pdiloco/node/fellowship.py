@@ -50,6 +50,9 @@ class Links(Protocol):
     def disconnect(self, peer: PeerId, reason: str) -> None:
         """Part from ``peer``."""
 
+    def blame(self, peer: PeerId) -> None:
+        """``peer`` sent what cannot be read: too much of that ends its connection."""
+
 
 class Fellowship:
     """See the module's rules. ``spawn`` runs a coroutine beside; ``expelled`` hears why this peer is no member any
@@ -130,6 +133,7 @@ class Fellowship:
         try:
             self._spread(await self._learned(split_statements(request.statements)), but=peer)
         except CertificateError as error:
+            self.links.blame(peer)
             raise RequestRefused(str(error)) from error
         return Answer(b"")
 
@@ -166,7 +170,10 @@ class Fellowship:
                 self._spread(news, but=peer)
                 if not news:
                     return
-        except (RequestError, CertificateError) as error:
+        except CertificateError as error:
+            self.links.blame(peer)
+            log.debug("what a peer tells of members is malformed", peer=peer, reason=str(error))
+        except RequestError as error:
             log.debug("a peer tells nothing of members", peer=peer, reason=str(error))
 
     # -- inside ------------------------------------------------------------------------------------------------------

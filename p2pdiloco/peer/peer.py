@@ -82,6 +82,7 @@ def protocol_config(manifest: Manifest, options: PeerOptions, peer: PeerId) -> P
     return ProtocolConfig(
         run=manifest.run,
         peer=peer,
+        founder=manifest.founder,
         fragments=layout.fragments,
         sync_every=config.schedule.sync_every,
         overlap=config.schedule.overlap,

@@ -27,6 +27,8 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     run: RunId
     peer: PeerId
+    founder: PeerId = PeerId("")
+    """Whose word decides for a newcomer between as many on each side."""
     fragments: tuple[tuple[ShardId, ...], ...]
     """The shards of each fragment; shard ids count up over all fragments."""
     sync_every: int

@@ -106,7 +106,8 @@ class Lineage:
             return None
         if chain.head is None:
             stand = sum(self._was_at(donor, shard, theirs) for donor in donors)
-            if 2 * stand <= len(donors) and not self._is_divided(shard, stand, theirs, donors):
+            is_half = 2 * stand == len(donors) and self._stands_founder(shard, theirs, donors) is True
+            if 2 * stand <= len(donors) and not is_half and not self._is_divided(shard, stand, theirs, donors):
                 return f"{stand} of {len(donors)} peers stand by it, and more than half must"
         elif chain.head.id not in theirs and theirs.isdisjoint(chain.ancestry):
             ours = {chain.head.id, *chain.ancestry}
@@ -120,12 +121,21 @@ class Lineage:
         return None
 
     def _is_divided(self, shard: ShardId, stand: int, theirs: Container[Digest], donors: Sequence[PeerId]) -> bool:
-        """Whether for long there was nothing by which most stand, and nothing has more than these ``stand``."""
+        """Whether for long there was nothing by which most stand, nothing has more than these ``stand``, and the
+        founder, if it is there, is one of them."""
+        if self._stands_founder(shard, theirs, donors) is False:
+            return False
         since = self._divided_at.setdefault(shard, self.core.now)
         told = (self._told.get(donor, {}).get(shard) for donor in donors)
         others = Counter(one.head for one in told if one is not None and one.head not in theirs)
         is_long = self.core.now - since >= DIVIDED_REQUESTS * self.core.config.request_s
         return is_long and 0 < stand >= max(others.values(), default=0)
+
+    def _stands_founder(self, shard: ShardId, theirs: Container[Digest], donors: Sequence[PeerId]) -> bool | None:
+        """Whether the run's founder stands by ``theirs``; None if it is not there, or has told nothing."""
+        founder = self.core.config.founder
+        has_told = founder in donors and shard in self._told.get(founder, ())
+        return self._was_at(founder, shard, theirs) if has_told else None
 
     def _donors(self) -> list[PeerId]:
         """Live peers that say they have all states."""

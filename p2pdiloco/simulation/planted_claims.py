@@ -17,6 +17,22 @@ def _bug(name: str, module: str, old: str, new: str, harm: str, killed_by: str) 
 
 BUGS = (
     _bug(
+        "the founder's word does not decide",
+        "lineage",
+        "if 2 * stand <= len(donors) and not is_half and not",
+        "if 2 * stand <= len(donors) and not",
+        "one liar beside one honest donor keeps newcomers out",
+        "test_lineage.py::test_between_as_many_on_each_side_the_founders_word_decides",
+    ),
+    _bug(
+        "what the founder does not stand by is taken after a while",
+        "lineage",
+        "if self._stands_founder(shard, theirs, donors) is False:",
+        "if False:",
+        "one liar beside one honest donor gives a newcomer a model of its own",
+        "test_lineage.py::test_between_as_many_on_each_side_the_founders_word_decides",
+    ),
+    _bug(
         "an owner merges on a parent again and signs another commit",
         "made",
         "return self._made[header.shard].setdefault(header.parent, header)",
@@ -171,7 +187,7 @@ BUGS = (
     _bug(
         "a newcomer believes the first",
         "lineage",
-        "if 2 * stand <= len(donors) and not self._is_divided(shard, stand, theirs, donors):",
+        "if 2 * stand <= len(donors) and not is_half and not self._is_divided(shard, stand, theirs, donors):",
         "if not stand:",
         "whoever answers first gives a newcomer its model",
         "test_lineage.py::test_a_newcomer_takes_what_more_than_half_stand_by",

@@ -20,6 +20,17 @@ _INVITE_TESTS = "tests/unit/test_wire_invites.py"
 _DOORS_TESTS = "tests/unit/test_net_doors.py"
 
 BUGS = (
+    Bug(
+        name="malformed statements cost nothing",
+        module=_FELLOWSHIP,
+        old="""            self.links.blame(peer)
+            raise RequestRefused(str(error)) from error
+""",
+        new="""            raise RequestRefused(str(error)) from error
+""",
+        harm="a member has others look at signatures for as long as it likes",
+        killed_by=(f"{_FELLOWSHIP_TESTS}::test_malformed_statements_cost_their_sender",),
+    ),
     # -- what members sign ---------------------------------------------------------------------------------------------
     Bug(
         name="givers in a commit need not be members",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ class Place:
         self.links: set[frozenset[PeerId]] = set()
         self.parted: list[tuple[PeerId, PeerId, str]] = []
         self.expelled: list[tuple[PeerId, str]] = []
+        self.blamed: Counter[tuple[PeerId, PeerId]] = Counter()
         self.now_s = 1_000_000.0
         self._work: list[asyncio.Task[None]] = []
 
@@ -86,6 +88,9 @@ class Line:
         assert len(answer.payload or b"") <= max_payload
         return Response(answer.body, memoryview(bytes(answer.payload)) if answer.payload else None)  # type: ignore[arg-type]
 
+    def blame(self, peer: PeerId) -> None:
+        self._place.blamed[self._me, peer] += 1
+
     def disconnect(self, peer: PeerId, reason: str) -> None:
         self._place.links.discard(frozenset({self._me, peer}))
         self._place.parted.append((self._me, peer, reason))
@@ -137,6 +142,26 @@ def test_a_ban_reaches_everybody_and_ends_connections(tmp_path: Path) -> None:
         assert all("is banned" in reason for _, _, reason in place.parted)
         assert {peer for peer, _ in place.expelled} == {eve.peer}, "it is told, and ends"
         assert not list((tmp_path / the_founder().peer / "members" / "new").iterdir()), "it was taken"
+
+    played(tmp_path, story)
+
+
+def test_malformed_statements_cost_their_sender(tmp_path: Path) -> None:
+    """Told, or in an answer: each is a signature that is looked at for nothing."""
+    ann, bob = the_founder().invites().certifies(), the_founder().invites().certifies()
+
+    async def story(place: Place) -> None:
+        for holder in (ann, bob):
+            place.enter(holder)
+        place.connect(ann, bob)
+        await place.settle()
+        for number, malformed in enumerate((b"\x00", b"\x00\x01x", b"\xff\xff"), 1):
+            with pytest.raises(RequestRefused):
+                await place.there[ann.peer].answer(bob.peer, TellStatements(malformed))
+            assert place.blamed == {(ann.peer, bob.peer): number}
+        place.there[bob.peer].members._statements[b"none"] = b"x"
+        await place.there[ann.peer].ask(bob.peer)
+        assert place.blamed == {(ann.peer, bob.peer): 4}
 
     played(tmp_path, story)
 

@@ -90,8 +90,8 @@ HONEST = tuple(Head(SHARD, 7 + i, digest(f"honest {i}"), 700 + 100 * i) for i in
 FORGED = Head(SHARD, 5000, digest("forged"), 10**6)
 
 
-def newcomer(*others: PeerId) -> Stage:
-    return Stage(*others, is_founder=False, has_learner=False)
+def newcomer(*others: PeerId, **changes: Any) -> Stage:
+    return Stage(*others, is_founder=False, has_learner=False, **changes)
 
 
 def bring(stage: Stage, head: Head, *lineage: Digest, by: PeerId = B) -> list[ef.Effect]:
@@ -143,6 +143,27 @@ def test_what_a_peer_commits_itself_tells_of_its_head() -> None:
     assert only(stage.hear(C, msg.Commit(child)), ef.Fetch)
     bring(stage, HONEST[0])
     assert stage.machine.status().heads == (head_of(child),), "and the commit that waited is applied"
+
+
+def test_between_as_many_on_each_side_the_founders_word_decides() -> None:
+    """H2e: one liar beside one honest donor neither keeps a newcomer out nor brings it to another model."""
+    for donors in ((B, C), (C, B)):
+        stage = newcomer(*donors, founder=B)
+        for peer, head in ((C, FORGED), (B, HONEST[0])):
+            stage.hear(peer, msg.Heads((head,), 0))
+        bring(stage, FORGED, by=C)
+        stage.wait(4 * stage.config.request_s)
+        bring(stage, FORGED, by=C)
+        assert stage.machine.status().heads == (), "not even after a while"
+        bring(stage, HONEST[0], by=B)
+        assert stage.machine.status().heads == (HONEST[0],)
+    alone = newcomer(B, C, D, founder=B)
+    for peer, head in ((B, FORGED), (C, HONEST[0]), (D, HONEST[0])):
+        alone.hear(peer, msg.Heads((head,), 0))
+    bring(alone, FORGED, by=B)
+    assert alone.machine.status().heads == (), "more than half know better than the founder"
+    bring(alone, HONEST[0], by=C)
+    assert alone.machine.status().heads == (HONEST[0],)
 
 
 def test_a_newcomer_fetches_nothing_before_more_than_half_have_told_of_their_heads() -> None:
