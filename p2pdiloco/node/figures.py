@@ -43,7 +43,8 @@ class Figures:
         self._peer = peer
         self._status = status
         self._ask = ask
-        self._others: dict[PeerId, PeerStatus] = {}
+        self.others: dict[PeerId, PeerStatus] = {}
+        """What they answered last, of those that are live."""
         self._turn = 0
         self._same = ""
 
@@ -57,7 +58,7 @@ class Figures:
             mine = self._peer.supervision.first_batches
             if now() - asked_at >= ASK_S or mine != batches:
                 asked_at, batches = now(), mine
-                await self._look_round()
+                await self.look_round()
             told = self.told()
             if told.peers != peers or now() - told_at >= TELL_S:
                 peers, told_at = told.peers, now()
@@ -72,20 +73,20 @@ class Figures:
         return link.Swarm(
             me=me,
             peers=tuple(training),
-            figures=figures(own, [self._others[p] for p in training if p in self._others]),
+            figures=figures(own, [self.others[p] for p in training if p in self.others]),
             same_batches=self._same,
         )
 
-    async def _look_round(self) -> None:
+    async def look_round(self) -> None:
         """Ask some of the live peers how they stand."""
         live = self._peer.machine.view.live
         asked = [live[(self._turn + i) % len(live)] for i in range(min(ASKED, len(live)))]
         self._turn += len(asked)
         answers = await asyncio.gather(*map(self._ask, asked))
-        self._others |= {peer: one for peer, one in zip(asked, answers, strict=True) if one is not None}
-        self._others = {peer: one for peer, one in self._others.items() if peer in live}
+        self.others |= {peer: one for peer, one in zip(asked, answers, strict=True) if one is not None}
+        self.others = {peer: one for peer, one in self.others.items() if peer in live}
         mine = set(self._peer.supervision.first_batches)
-        same = sorted(peer for peer, one in self._others.items() if mine.intersection(one.first_batches))
+        same = sorted(peer for peer, one in self.others.items() if mine.intersection(one.first_batches))
         if same and not self._same:
             log.warning("another peer trains the same batches: it adds nothing", peer=same[0])
         self._same = same[0] if same else ""

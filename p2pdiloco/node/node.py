@@ -22,6 +22,7 @@ from p2pdiloco.node.fellowship import Fellowship
 from p2pdiloco.node.figures import Figures
 from p2pdiloco.node.guest import Guest, toggle
 from p2pdiloco.node.local_host import LocalHost
+from p2pdiloco.node.lookout import Lookout
 from p2pdiloco.node.lookup import ask_status
 from p2pdiloco.node.outlook import Outlook, duration
 from p2pdiloco.node.results import farewell
@@ -33,7 +34,6 @@ from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import APART, Ending, InitialState, Peer
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.runtime import logs
@@ -82,7 +82,6 @@ class Node:
         self._stack = AsyncExitStack()
         self._sent_away = asyncio.Event()
         """Nobody wants it to stay."""
-        self._live_told = 1
         self._gives_way = False
         """Another process has this peer's identity, and began earlier."""
         self._twin_looked_at = -TWIN_LOOK_S
@@ -160,6 +159,8 @@ class Node:
                 self.fellowship,
                 self.whereabouts.ladder,
             )
+            figures = Figures(self.peer, self.status, self._ask_status)
+            self.lookout = Lookout(self.peer, self.transport, self.metrics, self.status, figures)
             await stack.enter_async_context(self.transport)
             await stack.enter_async_context(self.whereabouts)
             self._stack = stack.pop_all()
@@ -196,7 +197,8 @@ class Node:
         guest = Guest(self.options.folder, self.options.machine, self.peer.supervision, self._end_early)
         self.host.spawn(guest.keep(), name="guest")
         if self.options.learner.script:
-            self.host.spawn(Figures(self.peer, self.status, self._ask_status).keep(), name="figures")
+            self.host.spawn(self.lookout.figures.keep(), name="figures")
+        self.host.spawn(self.lookout.keep(), name="lookout")
         if self.options.is_fetching:
             self.host.spawn(self._go_when_fetched(), name="fetch")
         ending = await self.peer.live()
@@ -290,30 +292,7 @@ class Node:
                 self._journal.record(now, event, effects)
             except OSError as error:
                 self._end_journal(error)
-        live = len(self.peer.machine.view.live) + 1
-        if live != self._live_told:
-            self._live_told = live
-            self.metrics.write("peers", live=live)
-        match event:
-            case ev.Applied():
-                header = self.peer.machine.view.commit_of(event.shard, event.head)
-                if header is not None:
-                    self.metrics.write(
-                        "commit",
-                        shard=event.shard,
-                        version=header.version,
-                        head=event.head,
-                        step=header.step,
-                        tokens=header.tokens,
-                        owner=header.owner,
-                        contributors={c.learner: c.tokens for c in header.contributors},
-                    )
-            case ev.Evaluated() | ev.Received(message=msg.Evaluation()):
-                evaluation = self.peer.machine.view.evaluation
-                if evaluation is not None:
-                    self.metrics.write("evaluation", **msgspec.structs.asdict(evaluation))
-            case _:
-                pass
+        self.lookout.observed(event, effects)
 
     def _end_journal(self, error: OSError) -> None:
         """A journal with a gap would replay to something else, so it ends where the disk, or it, was full."""

@@ -21,26 +21,49 @@ class _Look(NamedTuple):
     merged: int
 
 
+class Prospect(NamedTuple):
+    """Where a run stands, as far as that is known: None where it is not."""
+
+    done: float | None = None
+    """Share of its steps."""
+    left_s: float | None = None
+    my_share: float | None = None
+    """Of what is merged."""
+
+
 class Outlook:
     """Looks at one peer's status."""
 
     def __init__(self) -> None:
         self._looks: deque[_Look] = deque(maxlen=WINDOW)
+        self._total_steps = 0
 
     def look(self, now: float, status: PeerStatus) -> dict[str, str]:
         """Percent done, time left, this peer's share of what is merged, each where it is known. ``now``: seconds."""
         self._looks.append(_Look(now, status.step, status.tokens_trained, status.tokens_merged))
-        first, last = self._looks[0], self._looks[-1]
-        told = {}
-        left_s = _left_s(first, last, status.total_steps)
-        if left_s is None or left_s <= LONGEST_S:
-            told["done"] = f"{min(1.0, status.step / max(1, status.total_steps)):.1%}"
-        if left_s is not None and left_s <= LONGEST_S and len(self._looks) >= FEWEST:
-            told["left"] = duration(left_s)
-        merged, trained = last.merged - first.merged, last.trained - first.trained
-        if len(self._looks) >= FEWEST and merged > 0 and trained >= 0:
-            told["my_share"] = f"{min(1.0, trained / merged):.0%}"
+        self._total_steps = status.total_steps
+        prospect, told = self.prospect(), {}
+        if prospect.done is not None:
+            told["done"] = f"{prospect.done:.1%}"
+        if prospect.left_s is not None:
+            told["left"] = duration(prospect.left_s)
+        if prospect.my_share is not None:
+            told["my_share"] = f"{prospect.my_share:.0%}"
         return told
+
+    def prospect(self) -> Prospect:
+        """The same, as numbers."""
+        if not self._looks:
+            return Prospect()
+        first, last = self._looks[0], self._looks[-1]
+        left_s = _left_s(first, last, self._total_steps)
+        has_end, has_looked = left_s is None or left_s <= LONGEST_S, len(self._looks) >= FEWEST
+        merged, trained = last.merged - first.merged, last.trained - first.trained
+        return Prospect(
+            done=min(1.0, last.step / max(1, self._total_steps)) if has_end else None,
+            left_s=left_s if has_end and has_looked else None,
+            my_share=min(1.0, trained / merged) if has_looked and merged > 0 and trained >= 0 else None,
+        )
 
 
 def _left_s(first: _Look, last: _Look, total_steps: int) -> float | None:

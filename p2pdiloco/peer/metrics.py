@@ -10,9 +10,10 @@ import json
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.rotation import rotate
@@ -49,6 +50,8 @@ class Metrics:
         self.tokens = 0
         self.learner_tokens = 0
         """Of ``tokens``, those of the learner's present life."""
+        self.told: Callable[[dict[str, Any]], None] | None = None
+        """Hears each event, too, also where none can be written."""
         self.faults: Counter[str] = Counter()
         """What peers sent against the rules, by kind."""
 
@@ -78,9 +81,12 @@ class Metrics:
 
     def write(self, event: str, **fields: object) -> None:
         """Append one line. ``time`` is Unix time in seconds."""
+        told = {"time": round(time.time(), 3), "event": event, **fields}
+        if self.told is not None:
+            self.told(told)
         if self._file is None:
             return
-        line = json.dumps({"time": round(time.time(), 3), "event": event, **fields}) + "\n"
+        line = json.dumps(told) + "\n"
         try:
             if self._bytes + len(line) > MOST_BYTES:
                 self._begin_anew()

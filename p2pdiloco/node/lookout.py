@@ -1,0 +1,288 @@
+"""What a node shows of itself: its machine's events become lines of the event log, and with what is seen just now (the
+status, connections, what others answer) they become the picture that page, ``top``, metrics and alerts show.
+
+Rules of this file:
+1. Nothing here decides anything of the protocol, and nothing waits for it.
+2. Others are asked how they stand only while somebody looks at a picture.
+3. Notes are bounded: a topic that comes too often is told now and then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from p2pdiloco.net.handshake import Role
+from p2pdiloco.node.figures import ASK_S, Figures
+from p2pdiloco.node.outlook import Outlook
+from p2pdiloco.peer.metrics import Metrics
+from p2pdiloco.peer.peer import Peer
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.runtime.transport import Transport
+from p2pdiloco.watch.chronicle import Chronicle, finite
+from p2pdiloco.watch.picture import (
+    Attendance,
+    Costs,
+    Course,
+    LinkUse,
+    OwnWords,
+    PeerRow,
+    Picture,
+    Reach,
+    ShardRow,
+    Title,
+)
+from p2pdiloco.wire.bodies import PeerStatus
+
+LOOK_S = 1.0
+OUTLOOK_S = 5.0
+WATCHED_S = 60.0
+"""Somebody who asked for a picture so lately is looking."""
+RATE_LOOKS = 10
+"""Looks over which the link's use is averaged."""
+NOTES_AT_ONCE, NOTE_EVERY_S = 10, 6.0
+"""Of one topic."""
+LONGEST_NOTE = 500
+
+
+class Lookout:
+    """One node's. ``status``: this peer's own; ``figures`` knows what others answer."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        links: Transport,
+        metrics: Metrics,
+        status: Callable[[], PeerStatus],
+        figures: Figures,
+    ) -> None:
+        self._peer = peer
+        self._links = links
+        self._metrics = metrics
+        self._status = status
+        self.figures = figures
+        config = peer.manifest.config
+        self.chronicle = Chronicle(
+            Title(
+                run=peer.manifest.run,
+                name=config.name,
+                me=peer.config.peer,
+                parameters=peer.layout.elements,
+            ),
+            [shard.elements for shard in peer.layout.shards],
+            config.inner.steps,
+        )
+        self.troubles: tuple[str, ...] = ()
+        """Of alerts; the status's own is told anyway."""
+        self._live: tuple[PeerId, ...] = ()
+        self._since: dict[str, tuple[object, float]] = {}
+        """Of each peer its connection, and when that was seen first."""
+        self._traffic: deque[tuple[float, int, int]] = deque(maxlen=RATE_LOOKS)
+        self._outlook = Outlook()
+        self._watched_at = -math.inf
+        self._notes: dict[str, tuple[float, float]] = {}
+        """Of each topic how many more may be told, and since when."""
+        metrics.told = self.chronicle.take
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def observed(self, event: ev.Event, effects: list[ef.Effect]) -> None:
+        """What the machine was told, and what it said: into the event log."""
+        view, write = self._peer.machine.view, self._metrics.write
+        if view.live != self._live:
+            self._live_changed(view.live)
+        match event:
+            case ev.Applied():
+                header = view.commit_of(event.shard, event.head)
+                if header is not None:
+                    write(
+                        "commit",
+                        shard=event.shard,
+                        version=header.version,
+                        head=event.head,
+                        step=header.step,
+                        tokens=header.tokens,
+                        owner=header.owner,
+                        contributors={c.learner: c.tokens for c in header.contributors},
+                    )
+            case ev.Evaluated() | ev.Received(message=msg.Evaluation()):
+                evaluation = view.evaluation
+                if evaluation is not None:
+                    write("evaluation", **msgspec.structs.asdict(evaluation))
+            case _:
+                pass
+        for effect in effects:
+            if isinstance(effect, ef.Note) and (effect.level != "debug" or effect.topic == "refusal"):
+                self._note(effect)
+
+    def _live_changed(self, live: tuple[PeerId, ...]) -> None:
+        was, self._live = set(self._live), live
+        self._metrics.write("peers", live=len(live) + 1)
+        for peer in live:
+            if peer not in was:
+                self._metrics.write("came", peer=peer, live=len(live) + 1)
+        for peer in sorted(was.difference(live)):
+            self._metrics.write("went", peer=peer, live=len(live) + 1)
+
+    def _note(self, note: ef.Note) -> None:
+        if note.topic == "peers":  # said already
+            return
+        now = self._peer.host.now()
+        left, at = self._notes.get(note.topic, (float(NOTES_AT_ONCE), now))
+        left = min(NOTES_AT_ONCE, left + (now - at) / NOTE_EVERY_S)
+        if left >= 1.0:
+            self._metrics.write("note", level=note.level, topic=note.topic, text=note.reason[:LONGEST_NOTE])
+            left -= 1.0
+        self._notes[note.topic] = (left, now)
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    async def keep(self) -> None:
+        """Run until cancelled: rates and prospects; others are asked while somebody looks."""
+        asked_at = prospect_at = -math.inf
+        while True:
+            now = self._peer.host.now()
+            traffic = self._links.traffic()
+            up, down = (traffic.sent_control + traffic.sent_bulk), (traffic.received_control + traffic.received_bulk)
+            self._traffic.append((now, up, down))
+            if now - prospect_at >= OUTLOOK_S and self._peer.machine.view.is_current:
+                prospect_at = now
+                self._outlook.look(now, self._status())
+            if now - asked_at >= ASK_S and self.is_watched and not self._peer.options.learner.script:
+                asked_at = now
+                await self.figures.look_round()
+            await asyncio.sleep(LOOK_S)
+
+    @property
+    def is_watched(self) -> bool:
+        """Somebody looked a while ago."""
+        return self._peer.host.now() - self._watched_at < WATCHED_S
+
+    def watched(self) -> Picture:
+        """The picture for somebody who goes on looking."""
+        self._watched_at = self._peer.host.now()
+        return self.picture()
+
+    def picture(self) -> Picture:
+        """Of this moment."""
+        now, status = time.time(), self._status()
+        base = self.chronicle.picture(now)
+        peers = self._rows(now, status, base.peers)
+        rates = [row.words.tokens_per_s for row in peers if row.words is not None]
+        prospect = self._outlook.prospect()
+        return msgspec.structs.replace(
+            base,
+            course=Course(
+                phase=status.phase,
+                step=status.step,
+                total_steps=status.total_steps,
+                done=prospect.done,
+                left_s=prospect.left_s,
+                my_share=prospect.my_share,
+                tokens_trained=status.tokens_trained,
+                tokens_merged=status.tokens_merged,
+                tokens_per_s=status.tokens_per_second,
+                swarm_tokens_per_s=sum(rates),
+                train_loss=finite(status.train_loss),
+                held_out_loss=finite(status.held_out_loss),
+                held_out_step=status.held_out_step,
+            ),
+            attendance=Attendance(
+                known=status.known,
+                live=status.live,
+                participating=status.participating,
+                weight_averaged=status.weight_averaged,
+            ),
+            link=self._link_use(status),
+            costs=Costs(
+                compute_s=self._metrics.compute_s,
+                exchange_s=self._metrics.exchange_s,
+                blocked_s=self._metrics.blocked_s,
+            ),
+            shards=self._shards({row.shard: row.at for row in base.shards}),
+            peers=peers,
+            troubles=tuple(dict.fromkeys((*([status.trouble] if status.trouble else []), *self.troubles))),
+        )
+
+    def _link_use(self, status: PeerStatus) -> LinkUse:
+        (began, up, down), (ended, last_up, last_down) = (
+            (self._traffic[0], self._traffic[-1]) if self._traffic else ((0.0, 0, 0), (0.0, 0, 0))
+        )
+        seconds = max(ended - began, LOOK_S)
+        return LinkUse(
+            up_bytes=status.bytes_up,
+            down_bytes=status.bytes_down,
+            up_per_s=(last_up - up) / seconds,
+            down_per_s=(last_down - down) / seconds,
+            up_budget=self._links.up_bytes_per_s,
+            down_budget=self._peer.options.down_bytes_per_s,
+        )
+
+    def _shards(self, came: dict[int, float]) -> tuple[ShardRow, ...]:
+        heads = self._peer.machine.view.heads()
+        return tuple(
+            ShardRow(shard=head.shard, version=head.version, at=came.get(head.shard, 0.0))
+            for head in heads
+            if head is not None
+        )
+
+    def _rows(self, now: float, status: PeerStatus, given: tuple[PeerRow, ...]) -> tuple[PeerRow, ...]:
+        """Who is live, and who gave anything; those who went a while ago last."""
+        view, rows = self._peer.machine.view, {row.peer: row for row in given}
+        participating, words = view.participating, {view.me: status, **self.figures.others}
+        live = (view.me, *view.live)
+        reaches = {peer: self._reach(peer, now) for peer in view.live}
+        self._since = {peer: self._since[peer] for peer in view.live if peer in self._since}
+        told = []
+        for peer in dict.fromkeys((*live, *rows)):
+            is_live = peer == view.me or peer in reaches
+            told.append(
+                msgspec.structs.replace(
+                    rows.get(peer, PeerRow(peer=peer, is_me=peer == view.me)),
+                    is_live=is_live,
+                    is_participating=peer in participating or (peer == view.me and status.phase == "training"),
+                    reach=reaches.get(PeerId(peer)),
+                    words=own_words(words[PeerId(peer)]) if is_live and peer in words else None,
+                )
+            )
+        return tuple(sorted(told, key=lambda row: (not row.is_me, not row.is_live, -row.merged, row.peer)))
+
+    def _reach(self, peer: PeerId, now: float) -> Reach | None:
+        channel = self._links.channel(peer)
+        if channel is None:
+            return None
+        known, since = self._since.get(peer, (None, now))
+        if known is not channel:
+            self._since[peer] = (channel, since := now)
+        path = channel.path()
+        return Reach(
+            how="they dialled" if channel.connection.role is Role.LISTENER else "we dialled",
+            address=str(channel.address),
+            since=since,
+            lanes=self._links.lanes(peer),
+            round_trip_s=None if path is None else finite(path.round_trip_s),
+        )
+
+
+def own_words(status: PeerStatus) -> OwnWords:
+    """What is shown of what a peer tells of itself."""
+    return OwnWords(
+        phase=status.phase,
+        tokens_per_s=max(0.0, finite(status.tokens_per_second) or 0.0),
+        tokens=status.tokens_trained,
+        loss=finite(status.train_loss),
+        version_min=status.version_min,
+        version_max=status.version_max,
+        up_bytes=status.bytes_up,
+        down_bytes=status.bytes_down,
+        blocked_s=max(0.0, finite(status.blocked_s) or 0.0),
+        trouble=status.trouble,
+    )

@@ -1,0 +1,93 @@
+"""What happened, in a sentence that needs no knowledge of the code. Pure.
+
+Rule of this file: a sentence is one line of at most ``LONGEST`` characters, whatever others have put into it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from p2pdiloco.runtime.logs import short
+
+LONGEST = 300
+_ID = re.compile(r"\b(?:12D3KooW|Qm)[1-9A-HJ-NP-Za-km-z]{36,}\b")
+
+Line = dict[str, Any]
+"""One of the event log."""
+
+
+class Sentence(NamedTuple):
+    """``level`` as in ``picture.Headline``."""
+
+    level: str
+    text: str
+
+
+def plain(text: object) -> str:
+    """One line, printable, bounded, with short names of peers."""
+    named = _ID.sub(lambda found: short(found[0]), str(text)[: 4 * LONGEST])
+    return "".join(c if c.isprintable() else " " for c in named)[:LONGEST]
+
+
+def sentence(line: Line) -> Sentence | None:
+    """Of an event; None: it is no news for people.
+
+    Raises:
+        KeyError: the event lacks what belongs to it.
+    """
+    write = _WRITERS.get(line["event"])
+    found = None if write is None else write(line)
+    return None if found is None else Sentence(found.level, plain(found.text))
+
+
+def _note(line: Line) -> Sentence:
+    topic = line["topic"]
+    level = "warning" if line["level"] == "warning" else _GOOD.get(topic, "info")
+    return Sentence(level, f"{_TOPICS.get(topic, topic)}: {line['text']}")
+
+
+def _ended(line: Line) -> Sentence:
+    return Sentence("error" if line["status"] else "good", f"this peer ended: {line['reason']}")
+
+
+_GOOD = {"join": "good", "finish": "good"}
+_TOPICS = {
+    "peers": "peers",
+    "fork": "a fork healed",
+    "repair": "the state here was altered, and is fetched again",
+    "join": "the whole state is here",
+    "stall": "a standstill",
+    "takeover": "an owner is gone, another one takes its place",
+    "commit": "a commit was not taken",
+    "alone": "this peer merges alone",
+    "stuck": "no new versions",
+    "poisoned": "the learner gives nothing that can be used",
+    "silent": "the learner does not answer",
+    "finish": "the run is complete",
+    "leave": "leaving",
+    "merge": "a merge failed",
+    "learner": "the learner",
+    "fetch": "a state is fetched",
+}
+_WRITERS: dict[str, Callable[[Line], Sentence | None]] = {
+    "started": lambda line: Sentence("info", "this peer starts" + (" anew" if line["is_new"] else " with its state")),
+    "current": lambda line: Sentence("good", f"it has the whole model, at step {line['step']:,}"),
+    "downloaded": lambda line: Sentence(
+        "info", f"it downloaded {line['bytes'] / 1e6:,.1f} MB of state in {line['seconds']:.1f} s"
+    ),
+    "learner-ready": lambda line: Sentence("info", f"the learner is ready, on {line['device']}"),
+    "learner-adopted": lambda line: Sentence("good", "the learner of this peer's last life goes on"),
+    "learner-lost": lambda line: Sentence("error", f"the learner ended: {line['reason']}"),
+    "learner-trouble": lambda line: Sentence("warning", f"the learner is in trouble, it goes on: {line['reason']}"),
+    "learner-unable": lambda line: Sentence("error", f"nothing of the learner can be merged: {line['reason']}"),
+    "learner-able": lambda line: Sentence("good", "what the learner trains can be merged again"),
+    "checkpoint-failed": lambda line: Sentence("error", f"the checkpoint could not be written: {line['reason']}"),
+    "fault": lambda line: Sentence("warning", f"{short(line['peer'])} sent a {line['what']} against the rules"),
+    "came": lambda line: Sentence("good", f"{short(line['peer'])} has come; {line['live']} peers are live"),
+    "went": lambda line: Sentence("warning", f"{short(line['peer'])} has gone; {line['live']} peers are live"),
+    "alert": lambda line: Sentence("good" if line["is_over"] else "error", line["text"]),
+    "note": _note,
+    "ended": _ended,
+}
