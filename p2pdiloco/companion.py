@@ -28,7 +28,7 @@ import psutil
 from p2pdiloco.protocol.identifiers import RunId, digest_of
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.runtime.files import LockedError, lock
-from p2pdiloco.runtime.invitation import INVITED
+from p2pdiloco.runtime.invitation import INVITED, LOOK_AT
 from p2pdiloco.training.reunion import Found, Reunion
 
 log = logging.getLogger("p2pdiloco")
@@ -123,8 +123,8 @@ class Companion:
             reunion.close()
         if is_new:
             for line in self._said():
-                if line.startswith(INVITED):
-                    print(line, file=sys.stderr, flush=True)  # noqa: T201 - for whoever watches the founding script
+                if line.startswith((INVITED, LOOK_AT)):
+                    print(line, file=sys.stderr, flush=True)  # noqa: T201 - for whoever watches the script
         return found
 
     def revive(self, run: RunId) -> bool:

@@ -307,4 +307,4 @@ def _keep_what_is_there(folder: Path) -> None:
 
 
 _PEER = ["--listen", LOOPBACK, "--host_maddrs", LOOPBACK, "--threads", "1", "--leave-s", "10", "--reattach-s", "0"]
-_PEER += ["--stay-s", "0"]
+_PEER += ["--stay-s", "0", "--page", "off"]

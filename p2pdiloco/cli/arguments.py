@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from p2pdiloco.cli import tool_arguments as tools
 from p2pdiloco.cli.network_options import add_network, add_relay
-from p2pdiloco.cli.quantities import at_least, between, cloud, size
+from p2pdiloco.cli.quantities import at_least, between, cloud, page_place, size
 from p2pdiloco.cli.terms import lifetime
 
 
@@ -156,6 +156,12 @@ def _fetch(sub: argparse.ArgumentParser) -> None:
     )
 
 
+def _page(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("folder", type=Path, metavar="FOLDER", help="where peers have logged what happened")
+    sub.add_argument("--port", type=page_place, default="auto", metavar="[HOST:]PORT", help="default: a free one")
+    sub.add_argument("--speed", type=between(0, 10_000, "times"), default=10.0, metavar="X", help="default: 10")
+
+
 def _export(sub: argparse.ArgumentParser) -> None:
     _add_source(sub)
     sub.add_argument(
@@ -272,6 +278,14 @@ def _add_peer(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--only-when-idle", action="store_true", help="rest while others use this machine's processors")
     sub.add_argument("--on-battery", action="store_true", help="train on battery, too; else a learner rests then")
+    sub.add_argument(
+        "--page",
+        type=page_place,
+        default="auto",
+        metavar="[HOST:]PORT|off",
+        help="where this peer shows itself to browsers (default: a free port, for this machine alone; another HOST "
+        "asks for a token)",
+    )
     sub.add_argument("--learner", default="", metavar="NAME", help=argparse.SUPPRESS)  # p2pdiloco.DiLoCo's node
     sub.add_argument("--journal", action="store_true", help="record every event, for p2pdiloco replay")
 
@@ -322,6 +336,7 @@ COMMANDS = {
     "export": Command("make files of a run's model that other programs load", _export, is_quiet=True),
     "generate": Command("have a run's model continue a text", _generate, is_quiet=True),
     "status": Command("show runs and their peers", _status, is_quiet=True),
+    "page": Command("play a recorded run on the page that a live peer serves", _page, is_quiet=True),
     "invite": Command("make an invite to a run of yours", _invite, is_quiet=True),
     "ban": Command("end a peer's membership, or an invite's and of all who came with it", _ban, is_quiet=True),
     "members": Command("show who is a member of this machine's runs, by whom, until when", _members, is_quiet=True),

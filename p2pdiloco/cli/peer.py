@@ -46,6 +46,7 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
             only_when_idle=getattr(arguments, "only_when_idle", False),
             is_battery_used=getattr(arguments, "on_battery", False),
         ),
+        page=getattr(arguments, "page", "off"),
         has_journal=arguments.journal,
     )
 

@@ -44,6 +44,14 @@ def size(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is no size: say 500mb or 8gb")
 
 
+def page_place(text: str) -> str:
+    """Where a page is served: a port, perhaps after a host; ``auto``, ``off``."""
+    host, _, port = text.rpartition(":")
+    if text in ("auto", "off") or (port.isdecimal() and int(port) < 65536 and not host.startswith("/")):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is not a port, HOST:PORT, auto or off")
+
+
 def cloud(text: str) -> str:
     """A cloud that gives notice before it takes a machine back; ``=ADDRESS`` to ask it elsewhere."""
     if text.partition("=")[0] not in ("aws", "gcp", "azure"):

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from p2pdiloco.chaos.swarm import Member, Swarm, SwarmError
 from p2pdiloco.demo.report import Story
 from p2pdiloco.protocol.manifest import RunConfig
+from p2pdiloco.runtime.invitation import LOOK_AT
 
 KILL_AT = 0.35
 """Share of the run's steps after which one peer is killed."""
@@ -37,11 +38,12 @@ def play(swarm: Swarm, config: RunConfig, limit_s: float, is_interrupted: Callab
     began = time.monotonic()
     print("starting a bootstrap node and three peers on this machine ...", flush=True)
     address = swarm.start_bootstrap()
-    founder = swarm.start_founder("A", swarm.out / "run.toml", address)
+    founder = swarm.start_founder("A", swarm.out / "run.toml", address, "--page", "auto")
     for name in ("B", "C"):
         swarm.join(name, address)
     story = Story(began_unix=time.time())
     screen = _Screen(config.inner.steps)
+    is_page_told = False
     while any(member.is_running for member in swarm.members if not member.was_killed):
         if is_interrupted():
             print("\nstopping the swarm ...", flush=True)
@@ -53,6 +55,9 @@ def play(swarm: Swarm, config: RunConfig, limit_s: float, is_interrupted: Callab
             member.refresh()
             if member.ended_badly:
                 raise SwarmError(f"peer {member.name} ended with status {member.status}, see {member.log_path}")
+        if not is_page_told and (line := founder.said(LOOK_AT)) is not None:
+            is_page_told = True
+            screen.say(f"{line}  to see it live")
         share = founder.view.step / config.inner.steps
         if share >= KILL_AT and story.killed is None:
             story.killed = swarm["B"]

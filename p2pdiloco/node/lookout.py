@@ -223,7 +223,7 @@ class Lookout:
             up_per_s=(last_up - up) / seconds,
             down_per_s=(last_down - down) / seconds,
             up_budget=self._links.up_bytes_per_s,
-            down_budget=self._peer.options.down_bytes_per_s,
+            down_budget=self._peer.options.link.down_bytes_per_s,
         )
 
     def _shards(self, came: dict[int, float]) -> tuple[ShardRow, ...]:

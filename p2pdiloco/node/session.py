@@ -27,6 +27,7 @@ from p2pdiloco.node.lookup import (
 )
 from p2pdiloco.node.node import Node
 from p2pdiloco.node.notices import leave_when_asked
+from p2pdiloco.node.page import served
 from p2pdiloco.node.results import finished
 from p2pdiloco.node.run_folder import (
     chosen_run,
@@ -344,7 +345,8 @@ async def take_part(
         announcing = asyncio.create_task(_announce(manifest, directory), name="announce run")
         try:
             with leave_when_asked(node, options.machine.spot):
-                return await node.run(say)
+                async with served(node.lookout, options.folder, options.page, say):
+                    return await node.run(say)
         finally:
             announcing.cancel()
             await asyncio.gather(announcing, return_exceptions=True)

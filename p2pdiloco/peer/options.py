@@ -81,5 +81,7 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     is_fetching: bool = False
     """It goes as soon as it holds what its peers hold."""
     machine: MachineOptions = MachineOptions()
+    page: str = "off"
+    """Where this peer serves its page: ``off``, ``auto`` (a free port of loopback), a port there, or HOST:PORT."""
     has_journal: bool = False
     """Record every event for ``p2pdiloco replay``."""

@@ -69,7 +69,8 @@ class Chronicle:
         self._elements = tuple(elements)
         self._course = Course(total_steps=total_steps)
         self._live = 1
-        self._blocked_s = 0.0
+        self._costs = Costs()
+        self._link = LinkUse()
         self._given: dict[str, _Given] = {}
         self._words: dict[str, tuple[float, OwnWords]] = {}
         self._shards: dict[int, tuple[int, float, int]] = {}
@@ -106,8 +107,12 @@ class Chronicle:
                 self._count(line["topic"])
             case "came" | "went":
                 self._word(source if source != self.title.me else str(line["peer"]), at)
+            case "started" if source == self.title.me:
+                self._course = msgspec.structs.replace(self._course, phase="joining" if line["is_new"] else "starting")
             case "ended":
                 self._words.pop(source, None)
+                if source == self.title.me:
+                    self._course = msgspec.structs.replace(self._course, phase="ended", tokens_per_s=0.0)
             case _:
                 pass
         told = sentence(line)
@@ -200,7 +205,9 @@ class Chronicle:
                 tokens_per_s=rate,
                 train_loss=loss,
             )
-            self._blocked_s = words.blocked_s
+            sent, since = words.up_bytes, at - was[0] if was is not None else 0.0
+            self._link = LinkUse(up_bytes=sent, up_per_s=max(0, sent - self._link.up_bytes) / since if since else 0.0)
+            self._costs = Costs(compute_s=float(line["compute_s"]), blocked_s=words.blocked_s)
 
     def _weight(self, shard: int) -> float:
         """The shard's share of the model."""
@@ -231,8 +238,8 @@ class Chronicle:
                 participating=len(words),
                 weight_averaged=self._merges[-1].contributors if self._merges else 0,
             ),
-            link=LinkUse(up_bytes=words[self.title.me].up_bytes if self.title.me in words else 0),
-            costs=Costs(blocked_s=self._blocked_s),
+            link=self._link,
+            costs=self._costs,
             shards=tuple(ShardRow(shard=s, version=v, at=at) for s, (v, at, _) in sorted(self._shards.items())),
             peers=self.rows(now, words),
             merges=tuple(reversed(self._merges)),

@@ -1,0 +1,27 @@
+"""``p2pdiloco page``: Play what a run's peers have logged, on the same page that a live peer serves. FOLDER is a peer's
+state folder, a run's folder in it, or the folder of a demo or a chaos run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+from p2pdiloco.cli import peer
+from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.node.page import split_place
+from p2pdiloco.runtime.invitation import sight
+from p2pdiloco.watch.recording import Recording, player
+from p2pdiloco.watch.server import PageServer, is_loopback, new_token
+
+
+async def run(arguments: argparse.Namespace) -> int:
+    """Serve until interrupted."""
+    with complaining(repair=(ValueError,), nobody=()):
+        recording = await asyncio.to_thread(Recording, arguments.folder)
+        host, port = split_place(arguments.port)
+        token = "" if is_loopback(host) else new_token()
+        server = PageServer(lambda query: player(recording, query, arguments.speed), host, port or 0, token)
+        async with server:
+            peer.say(sight(server.address))
+            await asyncio.Event().wait()
+        return 0

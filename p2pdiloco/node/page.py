@@ -1,0 +1,112 @@
+"""The page of a live node: where it is served, and what it shows.
+
+Rules of this file:
+1. A page is never a reason for a peer not to run: without a free port there is none, unless its user named the port.
+2. The port stays the same over a peer's lives if it can, so that a browser finds the next one.
+3. What the event log holds of earlier lives is read before the peer begins, in slices that do not block the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from p2pdiloco.node.lookout import Lookout
+from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.invitation import sight
+from p2pdiloco.watch.chronicle import Chronicle
+from p2pdiloco.watch.picture import History, Picture
+from p2pdiloco.watch.recording import LOG, lines
+
+log = logs.get("page")
+
+OFF = "off"
+AUTO = "auto"
+FIRST_PORT, PORTS = 7373, 16
+FRESH_S = 0.9
+"""A picture so young is shown to the next looker, too."""
+READ_BYTES = 8 << 20
+"""Of the event log of earlier lives."""
+SLICE = 50
+"""Lines at once: well under a millisecond."""
+
+
+class LiveView:
+    """What all lookers of one node see."""
+
+    def __init__(self, lookout: Lookout, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lookout = lookout
+        self._clock = clock
+        self._made: tuple[float, Picture] | None = None
+
+    def picture(self) -> Picture:
+        """Made once a second, for all."""
+        now = self._clock()
+        if self._made is None or now - self._made[0] >= FRESH_S:
+            self._made = (now, self._lookout.watched())
+        return self._made[1]
+
+    def history(self) -> History:
+        """What led to it."""
+        return self._lookout.chronicle.history()
+
+    @property
+    def mark(self) -> int:
+        """Of the history."""
+        return self._lookout.chronicle.mark
+
+
+def split_place(place: str) -> tuple[str, int | None]:
+    """Host and port of ``--page``; None: any. ``7373``, ``0.0.0.0:7373``, ``auto``."""
+    if place == AUTO:
+        return "127.0.0.1", None
+    host, _, port = place.rpartition(":")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+@asynccontextmanager
+async def served(lookout: Lookout, folder: Path, place: str, say: Callable[[str], None]) -> AsyncIterator[None]:
+    """Serve a node's page and tell its address.
+
+    Raises:
+        OSError: the port that its user named is taken.
+    """
+    if place == OFF:
+        yield
+        return
+    from p2pdiloco.watch.server import PageServer, is_loopback, kept_token  # aiohttp, which not every node needs
+
+    await remember(lookout.chronicle, folder)
+    host, port = split_place(place)
+    view = LiveView(lookout)
+    token = "" if is_loopback(host) else await asyncio.to_thread(kept_token, folder)
+    server = PageServer(lambda _: view, host, port or 0, token)
+    if port is None:
+        server.try_ports([*_port_before(folder), *range(FIRST_PORT, FIRST_PORT + PORTS), 0])
+    async with server:
+        with suppress(OSError):
+            (folder / "page.port").write_text(str(server.port))
+        say(sight(server.address))
+        yield
+
+
+async def remember(chronicle: Chronicle, folder: Path) -> None:
+    """What this peer's earlier lives have logged."""
+    try:
+        for number, line in enumerate(lines(folder / LOG, READ_BYTES)):
+            chronicle.take(line)
+            if number % SLICE == SLICE - 1:
+                await asyncio.sleep(0)
+    except OSError as error:
+        log.warning("the event log of earlier lives is not shown", reason=error.strerror)
+
+
+def _port_before(folder: Path) -> list[int]:
+    with suppress(OSError, ValueError):
+        port = int((folder / "page.port").read_text())
+        if 0 < port < 65536:
+            return [port]
+    return []

@@ -1,0 +1,298 @@
+"""The page that a peer serves, its live stream, and the same numbers for machines.
+
+Rules of this file:
+1. Only reading: GET and HEAD, nothing else. Nothing that is asked here changes anything of the peer.
+2. On loopback everybody on this machine may look; on any other address only who knows the token, given once as
+   ``?token=`` (it becomes a cookie of this page) or as ``Authorization: Bearer``.
+3. The Host header must name this machine by an address, or by ``localhost`` or its own name: a foreign name that was
+   made to point here (DNS rebinding) is refused. No other origin may read, frame or embed anything.
+4. Lookers are few (``MOST_STREAMS``), slow ones are let go, and who only connects is closed by aiohttp.
+5. Without a looker nothing is made. What does not change is not sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import os
+import secrets
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+import msgspec
+from aiohttp import web
+
+from p2pdiloco.runtime import logs
+from p2pdiloco.watch.exposition import CONTENT_TYPE, exposition, is_healthy, is_ready
+from p2pdiloco.watch.picture import History, Picture
+
+log = logs.get("page")
+
+FILES = Path(__file__).parent / "page"
+TYPES = {"page.html": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
+TICK_S = 1.0
+HISTORY_S = 2.0
+"""At least between two histories of a stream."""
+MOST_STREAMS = 16
+SEND_S = 10.0
+"""A looker that does not read for so long is let go."""
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class View(Protocol):
+    """What a stream shows."""
+
+    def picture(self) -> Picture:
+        """Of this moment."""
+
+    def history(self) -> History:
+        """What led to it."""
+
+    @property
+    def mark(self) -> int:
+        """Another one: the history is another one."""
+
+
+class PageServer:
+    """``async with PageServer(...)``. ``open_view``: what one looker sees, by its query; a live peer's is the same for
+    all. ``port`` 0: any free one."""
+
+    def __init__(
+        self, open_view: Callable[[Mapping[str, str]], View], host: str = "127.0.0.1", port: int = 0, token: str = ""
+    ) -> None:
+        """``token`` must be there unless ``host`` is loopback: see ``new_token``."""
+        assert token or is_loopback(host)
+        self._open_view = open_view
+        self._host = host
+        self._token = token
+        self._ports = [port]
+        self._runner: web.AppRunner | None = None
+        self._streams = 0
+        self._closing = asyncio.Event()
+        self.port = 0
+
+    def try_ports(self, ports: list[int]) -> Self:
+        """The first free one of these instead."""
+        self._ports = ports
+        return self
+
+    async def __aenter__(self) -> Self:
+        """Listen.
+
+        Raises:
+            OSError: none of the ports is free, or the host is not this machine's.
+        """
+        app = web.Application(middlewares=[self._guard], client_max_size=1024)
+        app.router.add_get("/", self._page)
+        for name in TYPES:
+            app.router.add_get(f"/{name}", self._page)
+        app.router.add_get("/stream", self._stream)
+        app.router.add_get("/picture.json", self._picture)
+        app.router.add_get("/history.json", self._history)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/ready", self._ready)
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.5)
+        await self._runner.setup()
+        for port in self._ports:
+            try:
+                site = web.TCPSite(self._runner, self._host, port, backlog=32)
+                await site.start()
+                break
+            except OSError:
+                if port == self._ports[-1]:
+                    await self._runner.cleanup()
+                    raise
+        self.port = self._runner.addresses[0][1]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing.set()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @property
+    def address(self) -> str:
+        """To be opened in a browser."""
+        host = socket.gethostname() if self._host in ("0.0.0.0", "::", "") else self._host
+        host = f"[{host}]" if ":" in host else host
+        return f"http://{host}:{self.port}" + (f"/?token={self._token}" if self._token else "")
+
+    # -- who may look --------------------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            self._check(request)
+            response = await handler(request)
+        except web.HTTPException as error:
+            error.headers.update(HEADERS)
+            raise
+        if not response.prepared:
+            response.headers.update(HEADERS)
+        return response
+
+    def _check(self, request: web.Request) -> None:
+        if not is_this_machine(request.host, self._host):
+            raise web.HTTPMisdirectedRequest(text="this peer's page is not reached by that name\n")
+        if request.method not in ("GET", "HEAD"):
+            raise web.HTTPMethodNotAllowed(request.method, ["GET", "HEAD"])
+        is_foreign = request.headers.get("Sec-Fetch-Site", "none") in ("cross-site", "same-site")
+        if is_foreign and (request.path != "/" or request.headers.get("Sec-Fetch-Mode") != "navigate"):
+            raise web.HTTPForbidden(text="only this peer's own page may ask\n")
+        if self._token and not self._knows_token(request):
+            raise web.HTTPUnauthorized(
+                text="the token is missing: open the address that the peer has printed, with ?token=...\n",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    def _knows_token(self, request: web.Request) -> bool:
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        told = (request.query.get("token", ""), request.cookies.get(self._cookie, ""), bearer)
+        return any(hmac.compare_digest(word.encode(), self._token.encode()) for word in told)
+
+    @property
+    def _cookie(self) -> str:
+        """Cookies are not kept apart by port: each peer's has a name of its own."""
+        return f"p2pdiloco-{self.port}"
+
+    # -- what there is -------------------------------------------------------------------------------------------------
+
+    async def _page(self, request: web.Request) -> web.StreamResponse:
+        name = request.path.lstrip("/") or "page.html"
+        if name == "page.html" and "token" in request.query:
+            found = web.HTTPSeeOther("/")
+            found.set_cookie(self._cookie, self._token, httponly=True, samesite="Lax")
+            raise found
+        text = await asyncio.to_thread((FILES / name).read_text, encoding="utf-8")
+        return web.Response(text=text, content_type=TYPES[name], charset="utf-8")
+
+    async def _picture(self, request: web.Request) -> web.StreamResponse:
+        return _json(self._view(request).picture())
+
+    async def _history(self, request: web.Request) -> web.StreamResponse:
+        return _json(self._view(request).history())
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        text = exposition(self._view(request).picture())
+        return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        return _verdict(is_healthy(self._view(request).picture()))
+
+    async def _ready(self, request: web.Request) -> web.StreamResponse:
+        return _verdict(is_ready(self._view(request).picture()))
+
+    def _view(self, request: web.Request) -> View:
+        try:
+            return self._open_view(request.query)
+        except ValueError as error:
+            raise web.HTTPBadRequest(text=f"{error}\n") from error
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        """Server-sent events: ``picture`` each second, ``history`` where there is another one."""
+        if self._streams >= MOST_STREAMS:
+            raise web.HTTPServiceUnavailable(
+                text=f"{MOST_STREAMS} pages are open already: close one\n", headers={"Retry-After": "10"}
+            )
+        view = self._view(request)
+        response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream; charset=utf-8"})
+        self._streams += 1
+        try:
+            await response.prepare(request)
+            await self._send(response, b"retry: 1000\n\n")
+            mark, told_at = -1, -HISTORY_S
+            while not self._closing.is_set():
+                now = time.monotonic()
+                await self._send(response, _event("picture", view.picture()))
+                if view.mark != mark and now - told_at >= HISTORY_S:
+                    mark, told_at = view.mark, now
+                    await self._send(response, _event("history", view.history()))
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._closing.wait(), TICK_S)
+        except (ConnectionError, TimeoutError):
+            pass  # it looks no longer, or does not read
+        finally:
+            self._streams -= 1
+        return response
+
+    async def _send(self, response: web.StreamResponse, data: bytes) -> None:
+        await asyncio.wait_for(response.write(data), SEND_S)
+
+
+def _json(value: Picture | History) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+def _event(name: str, value: Picture | History) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(value))
+
+
+def _verdict(trouble: str) -> web.Response:
+    """200, or 503 and why."""
+    return web.Response(status=503 if trouble else 200, text=f"{trouble or 'ok'}\n")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_this_machine(named: str, listens: str) -> bool:
+    """Whether a Host header names the machine by an address or one of its own names: names that others chose are made
+    to point here by them. ``listens``: the address on which the page is."""
+    name = named.rpartition(":")[0] if named.rpartition(":")[2].isdecimal() and not named.endswith("]") else named
+    name = name.strip("[]").rstrip(".").lower()
+    if name == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return not is_loopback(listens) and name in (socket.gethostname().lower(), listens.lower())
+    return address.is_loopback or not is_loopback(listens)
+
+
+def new_token() -> str:
+    """128 random bits."""
+    return secrets.token_urlsafe(16)
+
+
+def kept_token(folder: Path) -> str:
+    """The token of this peer's page, made at the first time, for its user alone to read.
+
+    Raises:
+        OSError: it can be neither read nor written.
+    """
+    path = folder / "page.token"
+    with suppress(FileNotFoundError):
+        return path.read_text().strip()
+    token = new_token()
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        file.write(token)
+    return token

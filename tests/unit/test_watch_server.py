@@ -1,0 +1,233 @@
+"""What the page's server shows, and to whom: real sockets, a view made up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from test_watch_chronicle import ANN, BOB, chronicle, commit, progress
+
+from p2pdiloco.watch import server as server_module
+from p2pdiloco.watch.chronicle import Chronicle
+from p2pdiloco.watch.picture import History, Picture
+from p2pdiloco.watch.server import PageServer, is_this_machine, kept_token
+
+HOSTILE = "</script><script>alert(1)</script>"
+
+
+class Shown:
+    """A view whose picture is the test's."""
+
+    def __init__(self) -> None:
+        self.chronicle: Chronicle = chronicle(1)
+        self.chronicle.take(commit(1.0, 1, ANN, ann=5, bob=6))
+        self.chronicle.take(progress(1.0, 500))
+        self.asked = 0
+
+    def picture(self) -> Picture:
+        self.asked += 1
+        return self.chronicle.picture(2.0)
+
+    def history(self) -> History:
+        return self.chronicle.history()
+
+    @property
+    def mark(self) -> int:
+        return self.chronicle.mark
+
+
+Ask = Callable[[PageServer, aiohttp.ClientSession, Shown], Coroutine[Any, Any, None]]
+
+
+def serving(ask: Ask, host: str = "127.0.0.1", token: str = "") -> None:
+    async def whole() -> None:
+        shown = Shown()
+        async with PageServer(lambda _: shown, host, 0, token) as server, aiohttp.ClientSession() as session:
+            await ask(server, session, shown)
+
+    asyncio.run(whole())
+
+
+def at(server: PageServer, path: str = "/") -> str:
+    return f"http://127.0.0.1:{server.port}{path}"
+
+
+def test_the_page_is_small_and_loads_nothing_from_elsewhere() -> None:
+    async def ask(server: PageServer, session: aiohttp.ClientSession, shown: Shown) -> None:
+        size = 0
+        for path in ("/", "/page.js", "/page.css"):
+            async with session.get(at(server, path)) as answer:
+                body = await answer.read()
+                assert answer.status == 200
+                policy = answer.headers["Content-Security-Policy"]
+                assert "default-src 'none'" in policy
+                assert "unsafe" not in policy
+                assert "Access-Control-Allow-Origin" not in answer.headers
+                assert answer.headers["X-Content-Type-Options"] == "nosniff"
+                size += len(body)
+                elsewhere = body.replace(b"http://www.w3.org/2000/svg", b"")
+                assert b"http:" not in elsewhere
+                assert b"https:" not in elsewhere
+                for markup in (b"innerHTML", b"outerHTML", b"insertAdjacentHTML", b"document.write", b"eval("):
+                    assert markup not in body
+        assert size < 300_000
+        assert not shown.asked
+
+    serving(ask)
+
+
+def test_the_stream_tells_pictures_and_the_history_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "TICK_S", 0.01)
+    monkeypatch.setattr(server_module, "HISTORY_S", 0.0)
+
+    async def ask(server: PageServer, session: aiohttp.ClientSession, shown: Shown) -> None:
+        async with session.get(at(server, "/stream")) as answer:
+            assert answer.content_type == "text/event-stream"
+            names: list[str] = []
+            async for raw in answer.content:
+                line = raw.decode().rstrip("\n")
+                if line.startswith("event: "):
+                    names.append(line[7:])
+                    if names.count("picture") == 3 and names.count("history") == 1:
+                        shown.chronicle.take(commit(2.0, 2, BOB, bob=6))
+                elif line.startswith("data: ") and names[-1] == "picture":
+                    assert json.loads(line[6:])["title"]["me"] == ANN
+                if names.count("history") == 2:
+                    break
+            assert names.count("picture") >= 3
+
+    serving(ask)
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "localhost.evil"])
+def test_a_foreign_name_that_points_here_is_refused(host: str) -> None:
+    async def ask(server: PageServer, session: aiohttp.ClientSession, shown: Shown) -> None:
+        for path in ("/", "/stream", "/picture.json", "/metrics"):
+            async with session.get(at(server, path), headers={"Host": host}) as answer:
+                assert answer.status in (400, 421)
+        assert not shown.asked
+
+    serving(ask)
+
+
+def test_names_of_this_machine() -> None:
+    for named in ("127.0.0.1:7373", "localhost:7373", "[::1]:7373", "LOCALHOST", "127.0.0.1"):
+        assert is_this_machine(named, "127.0.0.1"), named
+    assert not is_this_machine("192.0.2.7:7373", "127.0.0.1"), "nobody reaches loopback by that"
+    assert is_this_machine("192.0.2.7:7373", "0.0.0.0")
+    assert is_this_machine("home.example:7373", "home.example")
+    assert not is_this_machine("evil.example:7373", "0.0.0.0")
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
+def test_nothing_can_be_changed(method: str) -> None:
+    async def ask(server: PageServer, session: aiohttp.ClientSession, shown: Shown) -> None:
+        for path in ("/", "/picture.json", "/stream"):
+            async with session.request(method, at(server, path)) as answer:
+                assert answer.status == 405
+        assert not shown.asked
+
+    serving(ask)
+
+
+def test_another_site_may_not_read_but_a_link_may_lead_here() -> None:
+    async def ask(server: PageServer, session: aiohttp.ClientSession, shown: Shown) -> None:
+        foreign = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors", "Origin": "https://evil.example"}
+        for path in ("/picture.json", "/page.js", "/"):
+            async with session.get(at(server, path), headers=foreign) as answer:
+                assert answer.status == 403
+        async with session.get(at(server), headers={**foreign, "Sec-Fetch-Mode": "navigate"}) as answer:
+            assert answer.status == 200
+        assert not shown.asked
+
+    serving(ask)
+
+
+def test_an_exposed_page_wants_its_token_everywhere() -> None:
+    async def ask(server: PageServer, session: aiohttp.ClientSession, shown: Shown) -> None:
+        paths = ("/", "/page.js", "/stream", "/picture.json", "/history.json", "/metrics", "/health", "/ready")
+        for path in paths:
+            for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer "}, {"Cookie": "x=secret"}):
+                async with session.get(at(server, path), headers=wrong) as answer:
+                    assert answer.status == 401, path
+        assert not shown.asked
+        async with session.get(at(server, "/metrics"), headers={"Authorization": "Bearer secret"}) as answer:
+            assert answer.status == 200
+        jar = aiohttp.CookieJar(unsafe=True)  # cookies of an address
+        async with aiohttp.ClientSession(cookie_jar=jar) as visitor:
+            async with visitor.get(at(server, "/?token=secret")) as answer:
+                assert answer.status == 200
+                assert "token" not in str(answer.url), "it does not stay in the address"
+            async with visitor.get(at(server, "/picture.json")) as answer:
+                assert answer.status == 200
+
+    serving(ask, host="0.0.0.0", token="secret")
+
+
+def test_an_exposed_page_without_a_token_is_not_made() -> None:
+    with pytest.raises(AssertionError):
+        PageServer(lambda _: Shown(), "0.0.0.0", 0)
+
+
+def test_the_token_stays_and_is_its_users(tmp_path: Path) -> None:
+    token = kept_token(tmp_path)
+    assert kept_token(tmp_path) == token
+    assert len(token) >= 20
+    assert (tmp_path / "page.token").stat().st_mode & 0o777 == 0o600
+
+
+def test_lookers_are_few_and_who_goes_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "TICK_S", 0.01)
+    monkeypatch.setattr(server_module, "MOST_STREAMS", 2)
+
+    async def ask(server: PageServer, session: aiohttp.ClientSession, shown: Shown) -> None:
+        first, second = [await session.get(at(server, "/stream")) for _ in range(2)]
+        async with session.get(at(server, "/stream")) as third:
+            assert third.status == 503
+            assert "close one" in await third.text()
+        first.close()
+        async with asyncio.timeout(5.0):
+            while True:
+                async with session.get(at(server, "/stream")) as again:
+                    if again.status == 200:
+                        break
+                await asyncio.sleep(0.02)
+        second.close()
+
+    serving(ask)
+
+
+def test_a_port_that_is_taken_is_passed_over() -> None:
+    async def ask(server: PageServer, session: aiohttp.ClientSession, shown: Shown) -> None:
+        async with PageServer(lambda _: shown).try_ports([server.port, 0]) as other:
+            assert other.port not in (0, server.port)
+        with pytest.raises(OSError, match="in use"):
+            async with PageServer(lambda _: shown, port=server.port):
+                pass
+
+    serving(ask)
+
+
+def test_machines_are_told_whether_it_is_healthy_and_ready() -> None:
+    async def ask(server: PageServer, session: aiohttp.ClientSession, shown: Shown) -> None:
+        async with session.get(at(server, "/health")) as answer:
+            assert (answer.status, await answer.text()) == (200, "ok\n")
+        async with session.get(at(server, "/ready")) as answer:
+            assert answer.status == 200
+        new = chronicle(1)
+        new.take({"time": 1.0, "event": "started", "peer": ANN, "run": "r", "is_new": True})
+        shown.chronicle = new
+        async with session.get(at(server, "/ready")) as answer:
+            assert (answer.status, await answer.text()) == (503, "joining: the model is not whole here yet\n")
+        picture = msgspec.structs.replace(new.picture(1.0), troubles=("no new version",))
+        shown.picture = lambda: picture  # type: ignore[method-assign]
+        async with session.get(at(server, "/health")) as answer:
+            assert (answer.status, await answer.text()) == (503, "no new version\n")
+
+    serving(ask)
