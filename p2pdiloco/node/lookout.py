@@ -29,9 +29,9 @@ from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime.transport import Transport
 from p2pdiloco.watch.chronicle import Chronicle, finite
 from p2pdiloco.watch.picture import (
-    Attendance,
     Costs,
     Course,
+    Headcount,
     LinkUse,
     OwnWords,
     PeerRow,
@@ -195,7 +195,7 @@ class Lookout:
                 held_out_loss=finite(status.held_out_loss),
                 held_out_step=status.held_out_step,
             ),
-            attendance=Attendance(
+            attendance=Headcount(
                 known=status.known,
                 live=status.live,
                 participating=status.participating,

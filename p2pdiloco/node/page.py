@@ -19,7 +19,7 @@ from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.invitation import sight
 from p2pdiloco.watch.chronicle import Chronicle
 from p2pdiloco.watch.picture import History, Picture
-from p2pdiloco.watch.recording import LOG, lines
+from p2pdiloco.watch.playback import LOG, lines
 
 log = logs.get("page")
 

@@ -18,9 +18,9 @@ import msgspec
 from p2pdiloco.protocol.identifiers import LearnerId, peer_of
 from p2pdiloco.watch.curves import Curve, LaneBook
 from p2pdiloco.watch.picture import (
-    Attendance,
     Costs,
     Course,
+    Headcount,
     Headline,
     History,
     LaneRow,
@@ -232,7 +232,7 @@ class Chronicle:
                 done=min(1.0, self._course.step / total) if total else None,
                 swarm_tokens_per_s=sum(told.tokens_per_s for told in words.values()),
             ),
-            attendance=Attendance(
+            attendance=Headcount(
                 known=max(self._live, len(words)),
                 live=max(self._live, len(words)),
                 participating=len(words),

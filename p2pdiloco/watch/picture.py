@@ -43,7 +43,7 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
     held_out_step: int = 0
 
 
-class Attendance(msgspec.Struct, frozen=True, kw_only=True):
+class Headcount(msgspec.Struct, frozen=True, kw_only=True):
     """The four numbers of the glossary, this peer included."""
 
     known: int = 1
@@ -166,7 +166,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     title: Title
     course: Course
-    attendance: Attendance
+    attendance: Headcount
     link: LinkUse
     costs: Costs
     shards: tuple[ShardRow, ...] = ()

@@ -58,7 +58,7 @@ HEADERS = {
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class View(Protocol):
+class Sight(Protocol):
     """What a stream shows."""
 
     def picture(self) -> Picture:
@@ -77,7 +77,7 @@ class PageServer:
     all. ``port`` 0: any free one."""
 
     def __init__(
-        self, open_view: Callable[[Mapping[str, str]], View], host: str = "127.0.0.1", port: int = 0, token: str = ""
+        self, open_view: Callable[[Mapping[str, str]], Sight], host: str = "127.0.0.1", port: int = 0, token: str = ""
     ) -> None:
         """``token`` must be there unless ``host`` is loopback: see ``new_token``."""
         assert token or is_loopback(host)
@@ -204,7 +204,7 @@ class PageServer:
     async def _ready(self, request: web.Request) -> web.StreamResponse:
         return _verdict(is_ready(self._view(request).picture()))
 
-    def _view(self, request: web.Request) -> View:
+    def _view(self, request: web.Request) -> Sight:
         try:
             return self._open_view(request.query)
         except ValueError as error:

@@ -59,7 +59,7 @@ function show() {
   const p = picture, c = p.course, a = p.attendance, l = p.link;
   document.title = (c.held_out_loss != null ? loss(c.held_out_loss) + " · " : "") + p.title.name;
   say("name", p.title.name);
-  say("where", `run ${p.title.run.slice(0, 12)} · ${amount(p.title.parameters)} parameters · seen by ${short(p.title.me)}`);
+  say("where", `run ${p.title.run.slice(0, 12)} · ${p.title.parameters ? amount(p.title.parameters) + " parameters · " : ""}seen by ${short(p.title.me)}`);
   say("phase", c.phase);
   $("phase").className = "badge" + (c.phase === "training" || c.phase === "following" ? "" : c.phase === "finished" || c.phase === "ended" ? " over" : " waits");
   const done = c.done == null ? null : Math.floor(1000 * c.done) / 1000;
@@ -208,14 +208,15 @@ function drawCurve() {
     f.svg.append(draw("text", { x: Math.min(at, f.right - 16), y: f.bottom + 18, "text-anchor": "middle" }, overTime ? (t ? duration(t) : "0") : amount(t)));
   }
   let labelled = -1e9;
-  for (const m of history.marks.slice(-24)) {
+  const marks = history.marks.slice(-24), isCrowded = marks.length > 8;
+  for (const m of marks) {
     const at = overTime ? m.at : tokensAt(m.at);
     if (at < low || at > high) continue;
     const px = f.left + (at - low) / (high - low) * (f.right - f.left), tone = m.level === "good" ? color("--good") : color("--error");
-    const line = draw("line", { x1: px, x2: px, y1: f.top, y2: f.bottom, stroke: tone, "stroke-dasharray": "3 4", "stroke-width": 1.2 });
+    const line = draw("line", { x1: px, x2: px, y1: f.top, y2: f.bottom, stroke: tone, "stroke-dasharray": "3 4", "stroke-width": isCrowded ? 1 : 1.2, opacity: isCrowded ? 0.4 : 1 });
     line.append(draw("title", {}, m.text));
     f.svg.append(line);
-    if (px - labelled > 96) {
+    if (!isCrowded && px - labelled > 96) {
       const isLate = px > f.right - 90, words = m.text.split(";")[0].replace(" has", "");
       const label = draw("text", { x: px + (isLate ? -5 : 5), y: f.top + 10, "text-anchor": isLate ? "end" : "start" }, words);
       label.style.fill = tone; f.svg.append(label); labelled = px;

@@ -58,7 +58,7 @@ def lines(log: Path, most_bytes: int = MOST_BYTES) -> Iterator[Line]:
                     continue  # torn by a kill, a full disk, or our seek
 
 
-class Told(NamedTuple):
+class LoggedEvent(NamedTuple):
     """An event, and the peer whose log it is from."""
 
     at: float
@@ -152,7 +152,7 @@ def player(recording: Recording, query: Mapping[str, str], speed: float) -> Play
     return Player(recording, at, asked)
 
 
-def _read(log: Path) -> list[Told]:
+def _read(log: Path) -> list[LoggedEvent]:
     source, found = "", []
     for line in lines(log):
         at = line.get("time")
@@ -160,12 +160,12 @@ def _read(log: Path) -> list[Told]:
             continue
         if line.get("event") == "started" and isinstance(line.get("peer"), str):
             source = line["peer"]
-        found.append(Told(float(at), source, line))
+        found.append(LoggedEvent(float(at), source, line))
     named = source or str(log.parent)
     return [event if event.source else event._replace(source=named) for event in found]
 
 
-def _run_of(events: list[Told]) -> str:
+def _run_of(events: list[LoggedEvent]) -> str:
     return next((str(e.line["run"]) for e in events if e.line.get("event") == "started" and "run" in e.line), "")
 
 
