@@ -26,6 +26,7 @@ from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.runtime.channel import Channel
 from p2pdiloco.runtime.transport import Transport
 from p2pdiloco.watch.chronicle import Chronicle, finite
 from p2pdiloco.watch.picture import (
@@ -256,7 +257,7 @@ class Lookout:
         return tuple(sorted(told, key=lambda row: (not row.is_me, not row.is_live, -row.merged, row.peer)))
 
     def _reach(self, peer: PeerId, now: float) -> Reach | None:
-        channel = self._links.channel(peer)
+        channel = self._links.channel_of(peer)
         if channel is None:
             return None
         known, since = self._since.get(peer, (None, now))
@@ -264,12 +265,18 @@ class Lookout:
             self._since[peer] = (channel, since := now)
         path = channel.path()
         return Reach(
-            how="they dialled" if channel.connection.role is Role.LISTENER else "we dialled",
+            how=_how(channel),
             address=str(channel.address),
             since=since,
             lanes=self._links.lanes(peer),
             round_trip_s=None if path is None else finite(path.round_trip_s),
         )
+
+
+def _how(channel: Channel) -> str:
+    if channel.is_met:
+        return "relayed" if channel.connection.greeting.is_relayed else "punched"
+    return "they dialled" if channel.connection.role is Role.LISTENER else "we dialled"
 
 
 def own_words(status: PeerStatus) -> OwnWords:

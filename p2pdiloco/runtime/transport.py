@@ -180,11 +180,6 @@ class Transport:
         connection = self._endpoint.serving.get(peer)
         return len(connection.conversation.lanes.members) if connection is not None else 0
 
-    def channel(self, peer: PeerId) -> Channel | None:
-        """What serves ``peer``, to be looked at."""
-        connection = self._endpoint.serving.get(peer)
-        return self._channels.get(connection) if connection is not None else None
-
     def traffic(self) -> Traffic:
         """Bytes on all connections since the start."""
         return self._endpoint.traffic()

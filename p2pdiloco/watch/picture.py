@@ -84,7 +84,7 @@ class Reach(msgspec.Struct, frozen=True, kw_only=True):
     """How a peer is connected to this one."""
 
     how: str
-    """``they dialled`` or ``we dialled``, and on what way if it is not a direct one."""
+    """``they dialled``, ``we dialled``, ``punched`` (both did, through their routers) or ``relayed``."""
     address: str
     since: float
     lanes: int = 1
