@@ -281,8 +281,10 @@ class Checks:
         """A peer has ended by itself."""
         name = peer.config.peer
         self.endings[name] = ending
-        self._ended_at[name] = self.world.now
-        if self.world.now - self.world.harmed_at > CALM_S and peer.machine.core.departure == "finished":
+        is_promised = peer.machine.core.departure == "finished" and not peer.machine.farewell.is_overdue  # W7
+        if is_promised:
+            self._ended_at[name] = self.world.now
+        if self.world.now - self.world.harmed_at > CALM_S and is_promised:
             live = peer.machine.core.membership.live
             self._together += [(name, other) for other in live if self._is_waited_for(other)]
         is_sound = ending.status in (0, APART)

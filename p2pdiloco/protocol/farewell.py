@@ -29,6 +29,8 @@ class Farewell:
         self.contributions = contributions
         self.reason = ""
         self.is_done = False
+        self.is_overdue = False
+        """It goes, or has gone, because its time was up."""
         self.flush_at = 0.0
         """When to look again at turns that are open, but to which nothing was given."""
 
@@ -56,6 +58,7 @@ class Farewell:
 
     def overdue(self) -> None:
         """The deadline passed."""
+        self.is_overdue = True
         tokens = self.core.unmerged_tokens()
         if tokens:
             self._go("warning", f"the deadline passed with {tokens} tokens unmerged")

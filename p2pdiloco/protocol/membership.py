@@ -41,8 +41,9 @@ LEAST_SPREAD = 1e-24
 PASSED_OVER = 3
 """How often an owner comes after others that let the takeover time pass; the worst connected does so twice."""
 MISSES_COUNTED = 4
-DEAF_BEATS = 3
-"""In a row, by which a peer says that it hears us no more: one may be what it said before it read what came."""
+DEAF_BEATS = 2
+"""Of its intervals, for which a peer's heartbeats say that it hears us no more: what was held up on the way, or said
+before it read what had come, comes at once."""
 
 
 def capped(candidates: list[tuple[PeerId, float]]) -> Candidates:
@@ -61,6 +62,7 @@ class PeerView:
     __slots__ = (
         "acked_at",
         "beat",
+        "deaf_since",
         "echoed",
         "heard_at",
         "is_behind",
@@ -70,7 +72,6 @@ class PeerView:
         "peer",
         "round_trip_s",
         "sequence",
-        "unheard",
         "vain_until",
         "variation_s",
     )
@@ -88,8 +89,8 @@ class PeerView:
         self.variation_s = 0.0
         self.mismatches = 0
         """Heartbeats in a row whose summary of heads differs from ours."""
-        self.unheard = 0
-        """Heartbeats in a row that came though their echoes are too old for it to be live."""
+        self.deaf_since = float("inf")
+        """When the first heartbeat came of those in a row whose echoes are too old for it to be live."""
         self.missed = 0
         """Takeover times in a row that it let pass as an owner."""
         self.passed_over_until = 0.0
@@ -216,7 +217,8 @@ class Membership:
             self._measure(view, beat, now)
         is_other_list = self.connectedness.told(peer, beat.hears, now)
         own_s = self.beat_s()
-        view.unheard = view.unheard + 1 if now - view.acked_at > view.deadline_s(own_s) + own_s else 0
+        is_deaf = now - view.acked_at > view.deadline_s(own_s) + own_s
+        view.deaf_since = min(view.deaf_since, now) if is_deaf else float("inf")
         return (
             is_other_list
             or previous is None

@@ -232,7 +232,9 @@ def test_when_the_run_is_complete_peers_stay_no_longer_than_finish_s() -> None:
     """C5b."""
     stage = finished()
     assert not only(stage.wait(stage.config.finish_s - 0.1), ef.Leave)
+    assert not stage.machine.farewell.is_overdue
     assert only(stage.wait(0.2), ef.Leave)
+    assert stage.machine.farewell.is_overdue
 
 
 def test_a_peer_with_a_learner_waits_for_it_when_the_run_is_complete() -> None:
