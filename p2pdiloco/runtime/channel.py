@@ -30,7 +30,7 @@ class Driver(Protocol):
 
     def writable(self, channel: Channel, is_writable: bool) -> None: ...
 
-    def lost(self, channel: Channel, reason: str) -> None: ...
+    def lost(self, channel: Channel, reason: str, error: Exception | None = None) -> None: ...
 
 
 class Channel(asyncio.BufferedProtocol):
@@ -46,6 +46,7 @@ class Channel(asyncio.BufferedProtocol):
         self.proved.add_done_callback(lambda future: future.cancelled() or future.exception())
         self.gone: asyncio.Future[str] = loop.create_future()
         """The reason, once the connection has ended."""
+        self.began_at = loop.time()
         self.is_met = False
         """It came about by a meeting point, so that its address cannot be dialled again."""
         self.opening: asyncio.Task[object] | None = None
@@ -103,7 +104,7 @@ class Channel(asyncio.BufferedProtocol):
         self._driver.made(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._driver.lost(self, f"connection lost: {exc}" if exc else "the other side closed the connection")
+        self._driver.lost(self, f"connection lost: {exc}" if exc else "the other side closed the connection", exc)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         buffer = self.connection.buffer()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 
 import msgspec
 
@@ -31,6 +31,7 @@ log = logs.get("transport")
 ACCEPT_PAUSE_S = 0.2
 """After the machine ran out of file descriptors."""
 LINES_A_MINUTE = 20
+NARROW_LIMIT = 256
 TRIED_ADDRESSES = 4
 """Of the addresses that a name resolves to."""
 
@@ -70,6 +71,9 @@ class Strangers:
         self._minute = float("-inf")
         self._failures = 0
         """In this minute."""
+        self._narrow: dict[str, None] = {}
+        """Hosts to which long packets vanish."""
+        self._listener: socket.socket | None = None
 
     async def dial(self, target: Address, lane: int = 0, bond: bytes = b"") -> PeerId:
         """Connect and prove each other; as a ``lane`` of the connection that ``bond`` names, or in its own right.
@@ -80,7 +84,7 @@ class Strangers:
             Impostor: somebody else answers there, or is in between.
             DialError: anything else.
         """
-        raw = await connect(target, congestion=self._congestion)
+        raw = await connect(target, congestion=self._congestion, narrow=self._narrow)
         channel = self._new_channel(Role.DIALLER, _host_of(raw), target, Dialled(target.peer, lane, bond))
         return await self._proved(channel, raw)
 
@@ -117,6 +121,7 @@ class Strangers:
     async def accept_all(self, listener: socket.socket) -> None:
         """Accept, until cancelled."""
         loop = asyncio.get_running_loop()
+        self._listener = listener
         while True:
             try:
                 raw, _ = await loop.sock_accept(listener)
@@ -132,6 +137,27 @@ class Strangers:
             sockets.tune(raw, congestion=self._congestion)
             channel = self._new_channel(Role.LISTENER, address.host, address, ANYBODY)
             self._tasks.spawn(self._accept(channel, raw), name="accept one")
+
+    def lost(self, channel: Channel, error: Exception | None) -> None:
+        """A socket is closed. If what we sent was acknowledged no more, on what was a good connection shortly before,
+        the way loses what is long (a tunnel with a smaller MTU, and nobody tells): segments are shorter from now on."""
+        if not isinstance(error, TimeoutError):
+            return
+        connection, now = channel.connection, asyncio.get_running_loop().time()
+        is_heard = now - connection.heard_at < sockets.DEAD_AFTER_S / 2
+        if not connection.is_proved or not (is_heard or now - channel.began_at < 2 * sockets.DEAD_AFTER_S):
+            return
+        if connection.role is Role.LISTENER and self._listener is not None:
+            sockets.shorten(self._listener)
+        self._narrow[connection.host] = None
+        if len(self._narrow) > NARROW_LIMIT:
+            del self._narrow[next(iter(self._narrow))]
+        log.warning(
+            "nothing that was sent to a peer was acknowledged: long packets may vanish on the way; from now on "
+            f"segments have {sockets.SHORT_BYTES} bytes",
+            peer=connection.peer,
+            address=str(channel.address),
+        )
 
     async def _accept(self, channel: Channel, raw: socket.socket) -> None:
         try:
@@ -209,8 +235,9 @@ class Strangers:
             self._give_up(channel, why)
 
 
-async def connect(address: Address, *, congestion: str) -> socket.socket:
-    """A connected, tuned, non-blocking socket. The caller gives the deadline.
+async def connect(address: Address, *, congestion: str, narrow: Container[str] = ()) -> socket.socket:
+    """A connected, tuned, non-blocking socket; with short segments to the ``narrow`` hosts. The caller gives the
+    deadline.
 
     Raises:
         DialError: unknown host, refused, unreachable; the text says which.
@@ -227,6 +254,8 @@ async def connect(address: Address, *, congestion: str) -> socket.socket:
         try:
             connection.setblocking(False)
             sockets.tune(connection, congestion=congestion)
+            if target[0] in narrow:
+                sockets.shorten(connection)
             await loop.sock_connect(connection, target)
         except OSError as error:
             connection.close()

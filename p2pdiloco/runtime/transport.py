@@ -51,7 +51,6 @@ __all__ = [
 ]
 
 log = logs.get("transport")
-
 LEAVING = "the peer is leaving"
 
 
@@ -299,14 +298,15 @@ class Transport:
 
     def writable(self, channel: Channel, is_writable: bool) -> None:
         """The kernel takes more, or is slow."""
-        if is_writable:
-            self._endpoint.resume(channel.connection)
-            self._pump.turn()
-        else:
+        if not is_writable:
             self._endpoint.pause(channel.connection)
+            return
+        self._endpoint.resume(channel.connection)
+        self._pump.turn()
 
-    def lost(self, channel: Channel, reason: str) -> None:
+    def lost(self, channel: Channel, reason: str, error: Exception | None = None) -> None:
         """The socket is closed."""
+        self.strangers.lost(channel, error)
         self._endpoint.lost(channel.connection, reason, self._pump.now())
         self._pump.turn()
 

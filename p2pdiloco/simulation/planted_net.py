@@ -59,6 +59,37 @@ BUGS = (
         killed_by=(f"{_MEETING}::test_a_relay_keeps_to_its_budget_and_uses_it",),
     ),
     Bug(
+        name="no way is found to be narrow",
+        module="p2pdiloco.runtime.strangers",
+        old="        self._narrow[connection.host] = None\n",
+        new="",
+        harm="where long packets vanish a peer connects, waits for 20 s, and connects again, for ever",
+        killed_by=(
+            "tests/integration/test_meeting.py::test_what_times_out_shortly_after_a_good_handshake_is_a_narrow_way",
+        ),
+    ),
+    Bug(
+        name="a private address of another home is dialled",
+        module="p2pdiloco.node.ladder",
+        old="    return 1 if ours.intersection(theirs) else None\n",
+        new="    return 1\n",
+        harm="who is in 192.168.1.0/24 dials machines of its own home for those of others",
+        killed_by=(
+            "tests/unit/test_node_ladder.py::test_a_private_address_is_dialled_by_who_may_share_its_network_and_loopback_last",
+        ),
+    ),
+    Bug(
+        name="a meeting waits for every dial to fail",
+        module="p2pdiloco.node.ladder",
+        old="delay_s = len(where) * STAGGER_S + MEETING_S if where else 0.0",
+        new="delay_s = len(where) * DIAL_S if where else 0.0",
+        harm="a home is met 8 s after each address that says nothing",
+        killed_by=(
+            "tests/unit/test_node_ladder.py::"
+            "test_where_no_address_answers_a_meeting_begins_soon_and_where_there_is_none_at_once",
+        ),
+    ),
+    Bug(
         name="any port that answers is our own",
         module="p2pdiloco.runtime.meeting_point",
         old="return await loop.sock_recv(raw, intro.TICKET_BYTES) == intro.echo(token)",

@@ -274,6 +274,22 @@ def test_what_a_meeting_point_may_have_dialled(host: str, by: str, is_dialable: 
     assert lines.is_dialable(host, by) is is_dialable
 
 
+def test_what_times_out_shortly_after_a_good_handshake_is_a_narrow_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async with meeting() as (ann, _, hub, address):
+            channel = ann.transport.channel_of(hub.id)
+            assert channel is not None
+            shortened: list[socket.socket] = []
+            monkeypatch.setattr(lines.sockets, "shorten", shortened.append)
+            await ann.transport.dial(address)
+            assert shortened == []
+            ann.transport.lost(channel, "connection lost", TimeoutError(110, "Connection timed out"))
+            await ann.transport.dial(address)
+            assert len(shortened) == 1
+
+    run(work)
+
+
 def test_a_line_that_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting_point, "OPENING_S", 0.2)
 

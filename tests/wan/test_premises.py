@@ -123,6 +123,52 @@ def test_long_packets_vanish_and_nobody_is_told(made):
     assert dialled(made, NARROW, address(HUB), 7000, 5557, size=1400) == [f"{address(NARROW)} 5557", "nothing"]
 
 
+SPEAK = """
+import asyncio, sys
+from p2pdiloco.node.lookup import Observer
+from p2pdiloco.runtime import sockets
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.transport import DialError, Transport
+sockets.DEAD_AFTER_S = 2
+class Ear(Observer):
+    def admit(self, peer, body, size): return True
+    def message(self, peer, body, payload): print("came", len(payload), flush=True)
+async def main(words):
+    listen = words[1] if words[0] == "listen" else ""
+    async with Transport(Identity.ephemeral(), listen=listen, run="", version=1, handler=Ear()) as transport:
+        if listen:
+            print(transport.listen_addresses()[0], flush=True)
+            await asyncio.sleep(30)
+            return
+        peer = await transport.dial(words[1])
+        transport.send(peer, b"x", bytes(300_000))
+        while peer in transport.peers():
+            await asyncio.sleep(0.05)
+        await transport.dial(words[1])
+        transport.send(peer, b"x", bytes(300_000))
+        await asyncio.sleep(1.0)
+asyncio.run(main(sys.argv[1:]))
+"""
+
+
+def test_where_long_packets_vanish_segments_become_short(made):
+    argv = [sys.executable, "-c", SPEAK]
+    listener = subprocess.Popen(
+        command(made.site(HUB), [*argv, "listen", f"/ip4/{address(HUB)}/tcp/7100"]), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert listener.stdout is not None
+        where = listener.stdout.readline().strip()
+        dialler = command(made.site(NARROW), [*argv, "dial", where])
+        done = subprocess.run(dialler, capture_output=True, text=True, timeout=40, check=False)
+        assert "segments have 1200 bytes" in done.stderr, done.stderr
+        assert listener.stdout.readline() == "came 300000\n", done.stderr
+    finally:
+        listener.kill()
+        listener.wait()
+        listener.stdout.close()
+
+
 def test_the_shipped_homes_are_of_three_kinds():
     homes = parse_topology((SHIPPED / "homes.toml").read_bytes())
     assert [site.nat for site in homes.sites] == [None, "keep", "keep", "keep", "random", "cgn", "cgn"]
