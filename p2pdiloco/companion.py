@@ -29,6 +29,7 @@ from p2pdiloco.protocol.identifiers import RunId, digest_of
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.runtime.files import LockedError, lock
 from p2pdiloco.runtime.invitation import INVITED, LOOK_AT
+from p2pdiloco.runtime.rotation import rotate
 from p2pdiloco.training.reunion import Found, Reunion
 
 log = logging.getLogger("p2pdiloco")
@@ -42,6 +43,8 @@ RESTARTS = 5
 STABLE_S = 600.0
 """A life that lasted this long proves the node sound: earlier deaths are forgotten."""
 NODE_LOG = "node.log"
+LOG_BYTES = 4 << 20
+"""Of what nodes said; the next life then begins another file."""
 NOBODY_THERE = 3
 """Exit status of a node that found nobody (``cli/main.py``)."""
 _LOOK_S = 0.05
@@ -191,6 +194,8 @@ class Companion:
         """
         command = [sys.executable, "-P", "-m", "p2pdiloco", *arguments, *self._wish.options]
         command += ["--state", str(self._folder), "--learner", self.meeting_place, "--reattach-s", str(RETURN_S)]
+        if self.log_path.exists() and self.log_path.stat().st_size > LOG_BYTES:
+            rotate(self.log_path, keep=1, most_bytes=LOG_BYTES)
         with open(self.log_path, "ab") as output:
             self._said_from = output.tell()
             self._process = psutil.Popen(

@@ -23,10 +23,11 @@ from p2pdiloco.wire.link import Progress
 log = logs.get("node")
 
 SMOOTHING = 0.1
-MOST_BYTES = 24 << 20
+MOST_BYTES = 12 << 20
 """Of the event log; then it is moved aside, and a new one begun."""
 KEPT = 3
-"""Event logs that were moved aside: 96 MiB in all, which is about a day of a small model's turns."""
+"""Event logs that were moved aside: 48 MiB in all, so that with what learners say a peer's logs have less than 100 MB,
+however long it runs. That is half a day of a small model's turns."""
 PROGRESS_S = 1.0
 """Between two lines about the learner's progress."""
 

@@ -2,6 +2,7 @@
 
 Rules of this file:
 1. A line has the time (UTC), the level, the peer that speaks (its short id), the logger, the event's name, and fields.
+   In a terminal it has the time of day, the event's name, and fields.
 2. Whatever a remote peer wrote is quoted, so that nobody can forge a line by sending a newline.
 3. Below it is the standard library's logging, so that hivemind, asyncio and warnings come out in the same shape.
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 import time
 from contextvars import ContextVar
 from typing import Literal, TextIO
@@ -87,7 +89,9 @@ def configure(level: str = "info", format: LogFormat = "text", stream: TextIO | 
     if format not in ("text", "json"):
         raise ValueError(f"log format {format!r}: use text or json")
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    is_watched = bool(getattr(stream or sys.stderr, "isatty", bool)())
+    formatter = TerminalFormatter() if is_watched else TextFormatter()
+    handler.setFormatter(JsonFormatter() if format == "json" else formatter)
     logging.captureWarnings(True)
     for name in (ROOT, *FOREIGN):
         logger = logging.getLogger(name)
@@ -100,13 +104,25 @@ class TextFormatter(logging.Formatter):
     """``2026-10-28T11:08:27.123Z info    a1b2c3 transport connected peer=d4e5f6 address=/ip4/...``."""
 
     def format(self, record: logging.LogRecord) -> str:
-        head = [_time_of(record), f"{_level_of(record):<7}", _speaker.get(), _name_of(record)]
-        parts = [*head, _clean(_event_of(record))]
+        parts = [*self._head(record), _clean(_event_of(record))]
         for key, value in _fields_of(record).items():
             parts.append(f"{key}={_quoted(short(value) if key == 'peer' and isinstance(value, str) else value)}")
         if record.exc_info:
             parts.append(f"traceback={json.dumps(self.formatException(record.exc_info))}")
         return " ".join(parts)
+
+    def _head(self, record: logging.LogRecord) -> list[str]:
+        """What comes before the event."""
+        return [_time_of(record), f"{_level_of(record):<7}", _speaker.get(), _name_of(record)]
+
+
+class TerminalFormatter(TextFormatter):
+    """``11:08:27 connected peer=d4e5f6 address=/ip4/...``, for the one who watches: local time, and nothing that is the
+    same in each line. What is more than news says so."""
+
+    def _head(self, record: logging.LogRecord) -> list[str]:
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        return [clock] if record.levelno <= logging.INFO else [clock, f"{_level_of(record)}:"]
 
 
 class JsonFormatter(logging.Formatter):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from p2pdiloco.companion import LOG_BYTES as NODE_LOG
+from p2pdiloco.node.learner_process import LOG_BYTES as LEARNER_LOG
 from p2pdiloco.peer import metrics as metrics_module
 from p2pdiloco.peer.metrics import Metrics, progress_fields
 from p2pdiloco.protocol.identifiers import RunId
@@ -118,3 +121,27 @@ def test_rates_and_losses_follow_slowly_and_a_new_life_counts_from_zero(tmp_path
     assert metrics.steps == 3
     assert metrics.compute_s == pytest.approx(1.5)
     assert metrics.exchange_s == pytest.approx(0.03)
+
+
+@pytest.mark.heavy
+def test_a_weeks_event_logs_have_less_than_a_hundred_megabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In virtual time: four steps a second, a turn of 13 shards of four contributors each minute. What learners say
+    (two files) and a script's node, which tells its progress every 5 s, come on top."""
+    clock = SimpleNamespace(now=1.8e9)
+    told = SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now)
+    monkeypatch.setattr(metrics_module, "time", told)
+    contributors = {f"12D3KooW{'a' * 44}/{number:016x}": 8192 for number in range(4)}
+    before = 0
+    with Metrics(tmp_path / "metrics.jsonl") as metrics:
+        for second in range(7 * 86400):
+            clock.now += 1.0
+            metrics.progress(progress(4 * second, 4096 * second), step=second, sent_bytes=1000 * second)
+            if second % 60 == 0:
+                for shard in range(13):
+                    metrics.write("commit", shard=shard, version=second, head="f" * 40, contributors=contributors)
+            if second == 86400:
+                before = sum(path.stat().st_size for path in tmp_path.iterdir())
+    after = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert before > 20e6, "a day fills some of it"
+    others = 2 * LEARNER_LOG + NODE_LOG + 7 * 17280 * 220
+    assert after + others < 100e6

@@ -67,6 +67,24 @@ def test_log_lines_cannot_be_forged_by_a_peer() -> None:
     assert "share=0.123457" in line
 
 
+class Terminal(io.StringIO):
+    """Somebody watches."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_in_a_terminal_lines_are_short_and_cannot_be_forged_either() -> None:
+    stream = Terminal()
+    logs.configure("info", "text", stream)
+    logs.get("test").info("connected", peer=PEER, reason="ok\n2026 error fake")
+    logs.get("test").warning("gone", count=3)
+    first, second = stream.getvalue().splitlines()
+    assert first[8:] == f' connected peer={PEER[-6:]} reason="ok\\n2026 error fake"'
+    assert second[8:] == " warning: gone count=3"
+    assert first[2] == first[5] == ":", "the time of day"
+
+
 def test_json_log_lines_are_objects_with_full_ids() -> None:
     stream = io.StringIO()
     logs.configure("debug", "json", stream)
