@@ -19,10 +19,10 @@ import time
 from pathlib import Path
 
 import psutil
-from p2pdiloco.peer.saving import shortest_s
 
 from benchmarks import bench
 from p2pdiloco.chaos.swarm import Member, Swarm
+from p2pdiloco.peer.saver import shortest_s
 
 WARM_S = 60.0
 DAY_S = 86400.0
