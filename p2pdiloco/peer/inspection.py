@@ -91,8 +91,8 @@ class Inspection:
             keep = future.result()
             keep()
             whole.set_result(keep)
+            self._driver.feed(ev.Received(peer, message))  # first: else what was kept may be swept
             self.tell_contradictions()
-            self._driver.feed(ev.Received(peer, message))
 
         was_asked: list[PeerId] = []
         inspect()

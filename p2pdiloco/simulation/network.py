@@ -191,9 +191,9 @@ class Network:
                 return
             if delivery.payload is not None:
                 target.store[payload_named(message)] = delivery.payload
-            if self.world.liars is not None and isinstance(message, Commit):
-                self._compare(target, message.header)
             target.tell(Received(link.source.name, message))
+            if self.world.liars is not None and isinstance(message, Commit) and not target.is_dead:
+                self._compare(target, message.header)
 
     def _compare(self, target: Process, header: CommitHeader) -> None:
         """As a driver does with the signed commits that it has."""

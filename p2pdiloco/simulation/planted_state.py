@@ -12,6 +12,18 @@ _OWN_TESTS = "tests/unit/test_peer_own_commits.py"
 
 BUGS = (
     Bug(
+        name="a proof is told before the commit in it",
+        module="p2pdiloco.peer.inspection",
+        old="""            self._driver.feed(ev.Received(peer, message))  # first: else what was kept may be swept
+            self.tell_contradictions()
+""",
+        new="""            self.tell_contradictions()
+            self._driver.feed(ev.Received(peer, message))
+""",
+        harm="its payload is swept, and the state is fetched instead",
+        killed_by=(f"{_OWN_TESTS}::test_a_commit_that_proves_something_is_taken_before_anything_is_swept",),
+    ),
+    Bug(
         name="a commit is sent before it is on the disk",
         module="p2pdiloco.peer.driver",
         old="case msg.Commit() if self.own.is_writing(commit := msg.commit_id(message.header)):",

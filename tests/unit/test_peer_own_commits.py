@@ -11,6 +11,7 @@ from actors import FOUNDER, genesis
 from troupe import Member, Stage, act
 
 from p2pdiloco.peer.own_commits import FOLDER, OwnCommits
+from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol import signatures
 from p2pdiloco.runtime.files import LocalDisk
@@ -147,6 +148,30 @@ def test_a_peer_that_makes_two_commits_of_a_version_owns_no_more(tmp_path: Path)
             assert bob.faults() == {"equivocation": 1}
             await stage.settle()
             assert all(ann.id in member.machine.view.barred for member in (bob, cat)), "cat was told"
+
+    act(story)
+
+
+def test_a_commit_that_proves_something_is_taken_before_anything_is_swept(tmp_path: Path) -> None:
+    """Liars' seeds 70 and 122: its payload was gone before the machine had heard of it."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann, bob = await followed(stage)
+            stage.catch = lambda sender, to, message: isinstance(message, msg.Commit)
+            await stage.train(ann, 1.0, 1.0)
+            (caught,) = stage.caught
+            assert isinstance(caught.message, msg.Commit)
+            header, parts = caught.message.header, split_commit(memoryview(caught.payload), list_bytes(64))
+            too_far = msgspec.structs.replace(header, step=10**6)
+            for one, version in ((too_far, 0), (header, 1)):
+                bob.driver.cargo._swept_at = bob.host.now() - 10.0 * version
+                signature = FOUNDER.sign(signatures.commit(msg.commit_id(one)))
+                sent = CommitParts(signature, parts.digests, parts.gradient)
+                await stage.deliver(bob, ann.id, msg.Commit(one), join_commit(sent))
+                assert bob.versions == [0, version]
+            assert ann.id in bob.machine.view.barred
+            assert not any(isinstance(event, ev.Failed) for event in bob.events), "no state was fetched instead"
 
     act(story)
 
