@@ -12,9 +12,9 @@ import msgspec
 
 from p2pdiloco.cli.complaints import complaining
 from p2pdiloco.net.handshake import WIRE_VERSION
-from p2pdiloco.node.lookup import Observer
 from p2pdiloco.runtime import addresses, logs, sockets
 from p2pdiloco.runtime.directory import Directory, DirectoryError
+from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity, IdentityError
 from p2pdiloco.runtime.introductions import IntroductionHandler
 from p2pdiloco.runtime.meeting_point import MeetingPoint

@@ -18,9 +18,10 @@ import psutil
 
 from p2pdiloco.node.lookup import LookupFailedError, dial_any, list_runs, observer_transport
 from p2pdiloco.node.session import DirectoryOptions, open_directory
+from p2pdiloco.node.whereabouts import looked_up
 from p2pdiloco.protocol.manifest import PROTOCOL_VERSION
 from p2pdiloco.runtime.dht import CLOCK
-from p2pdiloco.runtime.directory import DirectoryError
+from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.shared_clock import SharedClock
 from p2pdiloco.wire import libzstd
@@ -44,7 +45,7 @@ async def run(arguments: argparse.Namespace) -> int:
     """Print the findings; 1 if one of them failed."""
     findings = [check() for check in LOCAL_CHECKS]
     findings.append(_disk(arguments.state))
-    findings += await _directory(arguments.address)
+    findings += await _directory(arguments.address, arguments.listen)
     width = max(len(f.subject) for f in findings)
     for finding in findings:
         print(f"{finding.verdict:<5} {finding.subject:<{width}}  {finding.detail}")
@@ -161,7 +162,16 @@ def _clock(clock: SharedClock) -> Finding:
     return Finding("ok", "clock", f"within {abs(clock.ahead_s):.1f} s of {clock.witnesses} nodes of the directory")
 
 
-async def _directory(addresses: list[str]) -> list[Finding]:
+async def _reach(directory: Directory, listen: str) -> Finding:
+    """Whether others could dial a peer here."""
+    try:
+        is_dialable, sentence = await looked_up(directory, listen, PATIENCE_S)
+    except OSError as error:
+        return Finding("FAIL", "reach", f"cannot listen at {listen}: {error.strerror or error}")
+    return Finding("ok" if is_dialable else "note", "reach", sentence)
+
+
+async def _directory(addresses: list[str], listen: str) -> list[Finding]:
     """Start the libp2p daemon, join the directory, look for runs, dial their peers."""
     options = DirectoryOptions(initial_peers=tuple(addresses))
     try:
@@ -173,6 +183,7 @@ async def _directory(addresses: list[str]) -> list[Finding]:
                 return findings
             findings.append(Finding("ok", "directory", "answers"))
             findings.append(_clock(CLOCK))
+            findings.append(await _reach(directory, listen))
             runs = await list_runs(directory, patience_s=PATIENCE_S)
             if not runs:
                 findings.append(

@@ -18,10 +18,11 @@ from p2pdiloco.protocol.manifest import Manifest, Name
 from p2pdiloco.protocol.soundness import MAX_MANIFEST_BYTES, decode_manifest
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory, DirectoryError
+from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.rendezvous import Rendezvous
 from p2pdiloco.runtime.tasks import Tasks
-from p2pdiloco.runtime.transport import Answer, DialError, PeerRefused, RequestError, RequestRefused, Transport
+from p2pdiloco.runtime.transport import DialError, PeerRefused, RequestError, Transport
 from p2pdiloco.wire.bodies import GetManifest, GetStatus, PeerStatus, decode_as, encode
 from p2pdiloco.wire.certificates import Role
 from p2pdiloco.wire.records import PeerRecord
@@ -45,27 +46,6 @@ class RunRecord(msgspec.Struct, frozen=True):
 
     name: Name
     parameters: Annotated[int, Meta(ge=1, le=2**48)]
-
-
-class Observer:
-    """A transport's handler that takes no part."""
-
-    def connected(self, peer: PeerId, address: str, is_observer: bool, inbound: bool) -> None:
-        """Nothing to do."""
-
-    def disconnected(self, peer: PeerId, reason: str) -> None:
-        """Nothing to do."""
-
-    def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> None:
-        """Heartbeats and the like are not for us."""
-
-    def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
-        """No payloads."""
-        return False
-
-    async def answer(self, peer: PeerId, body: bytes) -> Answer:
-        """Nobody asks an observer."""
-        raise RequestRefused("this peer only observes")
 
 
 def observer_transport(identity: Identity, credentials: Credentials | None = None) -> Transport:

@@ -18,10 +18,10 @@ from typing import Self
 
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.ladder import Ladder
-from p2pdiloco.node.lookup import Observer
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import addresses, logs
 from p2pdiloco.runtime.directory import Directory, DirectoryError
+from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.introductions import IntroductionHandler
 from p2pdiloco.runtime.meeting_point import MeetingPoint
@@ -199,3 +199,26 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+async def looked_up(directory: Directory, listen: str, patience_s: float) -> tuple[bool | None, str]:
+    """Whether a peer that listens at ``listen`` could be dialled, and the sentence for the user.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    identity, handler, said = Identity.ephemeral(), IntroductionHandler(Observer()), asyncio.Event()
+    async with Transport(identity, listen=listen, run="", version=WIRE_VERSION, handler=handler) as transport:
+        whereabouts = Whereabouts(
+            identity, directory, transport, handler, announced=(), relay_bytes_per_s=0.0, members=dict
+        )
+        async with whereabouts:
+            keeping = asyncio.create_task(whereabouts.keep(lambda _: said.set()), name="look around")
+            try:
+                await asyncio.wait_for(said.wait(), patience_s)
+            except TimeoutError:
+                return None, "no meeting point has answered, so nobody has dialled back"
+            finally:
+                keeping.cancel()
+                await asyncio.gather(keeping, return_exceptions=True)
+            return whereabouts.is_dialable, whereabouts.sentence()

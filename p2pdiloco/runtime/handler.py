@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, Protocol
 
 from p2pdiloco.protocol.identifiers import PeerId
-from p2pdiloco.wire.answers import Answer
+from p2pdiloco.wire.answers import Answer, RequestRefused
 
 
 class TransportHandler(Protocol):
@@ -34,3 +34,24 @@ class TransportHandler(Protocol):
         Raises:
             RequestRefused: the text goes to the asker.
         """
+
+
+class Observer:
+    """A transport's handler that takes no part."""
+
+    def connected(self, peer: PeerId, address: str, is_observer: bool, inbound: bool) -> None:
+        """Nothing to do."""
+
+    def disconnected(self, peer: PeerId, reason: str) -> None:
+        """Nothing to do."""
+
+    def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> None:
+        """Heartbeats and the like are not for us."""
+
+    def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
+        """No payloads."""
+        return False
+
+    async def answer(self, peer: PeerId, body: bytes) -> Answer:
+        """Nobody asks an observer."""
+        raise RequestRefused("this peer only observes")

@@ -18,7 +18,7 @@ from contextlib import suppress
 F_SETPIPE_SZ = 1031
 LARGEST_BYTES = 1 << 20
 SMALLEST_BYTES = 16 << 10
-TURN_S = 0.01
+TURN_S = 0.05
 """Of the budget, at a time."""
 BURST_S = 0.02
 """What an idle budget saves up."""

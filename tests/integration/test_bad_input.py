@@ -21,7 +21,7 @@ from waiting import until
 
 from p2pdiloco.cli.main import main
 from p2pdiloco.net.handshake import WIRE_VERSION
-from p2pdiloco.node.lookup import Observer, RunRecord
+from p2pdiloco.node.lookup import RunRecord
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId
 from p2pdiloco.protocol.manifest import (
     DataConfig,
@@ -32,6 +32,7 @@ from p2pdiloco.protocol.manifest import (
     TensorSpec,
 )
 from p2pdiloco.runtime.directory import Directory
+from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import Answer, Transport
 from p2pdiloco.wire.records import PeerRecord

@@ -25,13 +25,14 @@ from waiting import until as until_in_loop
 
 from p2pdiloco.chaos.swarm import Member
 from p2pdiloco.net.handshake import WIRE_VERSION
-from p2pdiloco.node.lookup import Observer, list_runs
+from p2pdiloco.node.lookup import list_runs
 from p2pdiloco.peer.signatures import signed
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol import signatures
 from p2pdiloco.protocol.identifiers import DIGEST_BYTES, Digest, PeerId, RunId, ShardId, digest_of, learner_id
 from p2pdiloco.protocol.messages import SIGNATURE_BYTES
 from p2pdiloco.runtime.directory import Directory
+from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import Transport
 from p2pdiloco.wire.bodies import CommitParts, decode_message, encode, join_commit

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from p2pdiloco.net.handshake import Role
-from p2pdiloco.node.lookup import Observer
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import lines, meeting_point
+from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.introductions import IntroductionHandler
 from p2pdiloco.runtime.meeting_point import MeetingPoint

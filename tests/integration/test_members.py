@@ -17,7 +17,8 @@ from p2pdiloco.chaos.swarm import Member
 from p2pdiloco.net.doors import JoinersDoor
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.credentials import Credentials, make_invite
-from p2pdiloco.node.lookup import Observer, observer_transport
+from p2pdiloco.node.lookup import observer_transport
+from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.invitation import INVITED
 from p2pdiloco.runtime.transport import DialError, PeerRefused, Transport

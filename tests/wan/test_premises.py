@@ -125,7 +125,7 @@ def test_long_packets_vanish_and_nobody_is_told(made):
 
 SPEAK = """
 import asyncio, sys
-from p2pdiloco.node.lookup import Observer
+from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime import sockets
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import DialError, Transport
