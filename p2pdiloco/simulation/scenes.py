@@ -204,7 +204,9 @@ def with_meshes(scene: Scene) -> Scene:
     is_whole = random.random() < 1 / 3
     if is_whole:
         found.append((scene.faults_s, meshes.WHOLE))
-    ending: Ending = "rest" if scene.ending == "leave" and not is_whole else scene.ending
+    has_glacial = any(setting.step_s >= GLACIAL_S for _, setting, _ in scene.peers)
+    is_long = scene.ending == "finish" and has_glacial  # by itself, once those whom it heard have gone
+    ending: Ending = "rest" if (scene.ending == "leave" or is_long) and not is_whole else scene.ending
     return msgspec.structs.replace(scene, meshes=tuple(found), ending=ending, patience=MESH_PATIENCE)
 
 
