@@ -207,7 +207,8 @@ def _outcome(made: Testbed, bootstrap: Home, homes: Sequence[Home], joint_s: flo
     first_end = min(event["time"] for some in events.values() for event in some if event["event"] == "ended")
     told = [event for some in events.values() for event in some if event["event"] == "commit"]
     merged_of = {event["head"]: {str(peer_of(LearnerId(one))) for one in event["contributors"]} for event in told}
-    all_at = min(event["time"] for event in told if len(merged_of[event["head"]]) == len(homes))
+    all_times = [event["time"] for event in told if len(merged_of[event["head"]]) == len(homes)]
+    all_at = min(all_times, default=joint_at)
     commits: dict[tuple[int, int], dict[str, set[str]]] = {}
     for event in told:
         if max(all_at, joint_at) <= event["time"] < first_end - 1.0:
