@@ -38,7 +38,7 @@ def node_figures(parameters: int, rounds: int, folder: str, *, is_verbose: bool)
     """
     case = Case("p2pdiloco", "int4", "lo", 2, parameters)
     with Swarm(case, 0.0, is_verbose=is_verbose, module="benchmarks.memory.node") as swarm:
-        busy = [swarm.exchange() for _ in range(rounds)]
+        busy = [answer for _ in range(rounds) for answer in swarm.ask_all({"do": "round"})]
         resting = swarm.ask_all({"do": "rest", "seconds": REST_S})
         saved = swarm.ask_all({"do": "save"})
         after = swarm.ask_all({"do": "rest", "seconds": 1.0})
@@ -47,7 +47,7 @@ def node_figures(parameters: int, rounds: int, folder: str, *, is_verbose: bool)
         "at_rest": max(one["shared"] + one["own"] for one in resting),
         **{name: node[name] for name in ("shared", "own", "theta", "shift", "snapshot", "momentum", "payloads")},
         "rest_disk": node["disk"],
-        "exchange_peak": max(one.peak_rss for one in busy),
+        "exchange_peak": max(one["peak"] for one in busy),
         "checkpoint_peak": max(one["peak"] for one in saved),
         "checkpoint_s": max(one["seconds"] for one in saved),
         "disk": max(one["disk"] for one in after),

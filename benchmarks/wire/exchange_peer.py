@@ -180,6 +180,7 @@ class ExchangePeer(Node):
     def fill(self, index: int, number: int) -> None:
         """Put the gradient of peer ``index`` in round ``number`` into the snapshot."""
         block = block_of(index, number)
+        self.peer.state.shifts.is_pinned = True  # the snapshot is there before it is asked for
         for shard in self.peer.layout.shards:
             for start in range(shard.start, shard.stop, BLOCK):
                 span = slice(start, min(start + BLOCK, shard.stop))

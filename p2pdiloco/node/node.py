@@ -58,6 +58,8 @@ STAY_S = 600.0
 FETCH_S = 20.0
 """Whoever only fetches a state that goes on changing has the newest after so long."""
 LOOK_S = 0.2
+LEAST_REUSED_BYTES, MOST_REUSED_BYTES = 4 << 20, 256 << 20
+"""Memory for payloads that is kept for the next ones: half a byte a parameter, within these."""
 
 
 class Node:
@@ -136,6 +138,7 @@ class Node:
                     connection=ConnectionLimits.for_payloads(8 * max(s.elements for s in layout.shards)),
                     up_bytes_per_s=self.options.link.up_bytes_per_s,
                     down_bytes_per_s=self.options.link.down_bytes_per_s,
+                    reused_bytes=min(MOST_REUSED_BYTES, max(LEAST_REUSED_BYTES, layout.elements // 2)),
                 ),
                 door=self.fellowship.door,
             )

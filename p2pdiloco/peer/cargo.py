@@ -5,15 +5,18 @@ Rules of this file:
    done on any thread; what was checked is kept by the loop.
 2. It is kept while the machine may still need it, and no longer (``Machine.payloads``, rule B1e). A contribution stays
    in the memory that it was received in.
-3. Payloads of commits in the logs serve peers that lag: as many as a shard's share of the memory allows. Who asks for
-   one that is gone is advised to fetch the state, as if the log had been shorter.
+3. Payloads of commits in the logs serve peers that lag: as many as a shard's share of ``LOG_BYTES`` allows. Who asks
+   for one that is gone is advised to fetch the state, as if the log had been shorter. Where payloads lie, in memory or
+   on the disk, is the matter of ``payload_store``.
 4. It is swept a few shards at a time, so that the event loop is never busy with all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
+from p2pdiloco.peer.disk import Disk
+from p2pdiloco.peer.payload_store import Held, PayloadStore
 from p2pdiloco.peer.shift_queue import Moves, Payload
 from p2pdiloco.peer.signatures import OPEN, Register, check_commit, check_contributor, check_equivocation, signed
 from p2pdiloco.protocol import effects as ef
@@ -22,9 +25,12 @@ from p2pdiloco.protocol import signatures
 from p2pdiloco.protocol.identifiers import Digest, RunId, ShardId, digest_of
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.manifest import Layout
+from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.tensors.digests import list_bytes
 from p2pdiloco.wire.bodies import CommitParts, join_commit, split_commit
+
+log = logs.get("protocol")
 
 LOG_BYTES = 256 << 20
 LOG_BYTES_PER_PARAMETER = 2
@@ -44,7 +50,8 @@ class Shelf:
     __slots__ = ("digests", "payloads", "proofs")
 
     def __init__(self) -> None:
-        self.payloads: dict[Digest, Payload] = {}
+        self.payloads: dict[Digest, Held] = {}
+        """The oldest first."""
         self.proofs: dict[Digest, tuple[msg.CommitHeader, bytes]] = {}
         """Commits by id with their owners' signatures: of the log, and of the head."""
         self.digests: dict[Digest, bytes] = {}
@@ -54,26 +61,58 @@ class Shelf:
         """Bytes; 0 if it is not here."""
         return len(self.payloads.get(payload, b""))
 
-    def those_here(self, payloads: Sequence[Digest]) -> list[Payload]:
+    def in_memory(self, payload: Digest) -> int:
+        """Bytes of it that are in memory."""
+        held = self.payloads.get(payload)
+        return 0 if held is None or held.data is None else held.size
+
+    def put(self, digest: Digest, payload: Payload) -> None:
+        """Keep it. What came before and lies in a file is in memory again: it is wanted."""
+        held = self.payloads.setdefault(digest, Held(digest, payload))
+        if held.data is None:
+            held.data = payload
+
+    def those_here(self, payloads: Sequence[Digest]) -> list[Held]:
         """Of these, in order."""
         return [self.payloads[payload] for payload in payloads if payload in self.payloads]
 
-    def keep_only(self, payloads: set[Digest], commits: set[Digest]) -> None:
-        """Drop all others."""
-        if self.payloads.keys() - payloads:
-            self.payloads = {digest: data for digest, data in self.payloads.items() if digest in payloads}
+    def keep_only(self, payloads: set[Digest], commits: set[Digest]) -> list[Held]:
+        """Drop all others; the payloads among them."""
+        dropped = [held for digest, held in self.payloads.items() if digest not in payloads]
+        if dropped:
+            self.payloads = {digest: held for digest, held in self.payloads.items() if digest in payloads}
         if self.proofs.keys() - commits:
             self.proofs = {commit: proof for commit, proof in self.proofs.items() if commit in commits}
         results = {header.result for header, _ in self.proofs.values()}
         if self.digests.keys() - results:
             self.digests = {result: digests for result, digests in self.digests.items() if result in results}
+        return dropped
+
+    def beyond(self, most_bytes: int, at_work: Container[Digest] = ()) -> list[Held]:
+        """Those in memory that are not ``at_work``, but for the newest that have at most ``most_bytes`` together."""
+        found, total = list[Held](), 0
+        for held in reversed(self.payloads.values()):
+            if held.data is not None:
+                total += held.size
+                found += [held] if total > most_bytes and held.digest not in at_work else []
+        return found
 
 
 class Cargo:
     """One peer's payloads and what proves them."""
 
-    def __init__(self, layout: Layout, identity: Identity, run: RunId, register: Register = OPEN) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        identity: Identity,
+        run: RunId,
+        register: Register = OPEN,
+        store: PayloadStore | None = None,
+    ) -> None:
+        """Without a ``store`` all stays in memory."""
         self._shards = layout.shards
+        self._elements = layout.elements
+        self._store = store
         self._log_bytes = max(LOG_BYTES, LOG_BYTES_PER_PARAMETER * layout.elements) / layout.elements
         """For each parameter."""
         self._identity = identity
@@ -96,21 +135,33 @@ class Cargo:
         """What our learner gives, with our signature."""
         return signed(self._identity, self._run, effect.shard, effect.base.id, effect.contributor, payload)
 
-    def joined(self, header: msg.CommitHeader) -> bytes | None:
-        """What travels with a commit, if it is all here."""
+    def parts(self, header: msg.CommitHeader) -> tuple[Held, Callable[[Payload], bytes]] | None:
+        """A commit's payload, and what makes of its bytes what travels with the commit; None if not all is here."""
         shelf = self.shelves[header.shard]
         payload, digests = shelf.payloads.get(header.payload), shelf.digests.get(header.result)
         _, signature = shelf.proofs.get(msg.commit_id(header), (None, None))
         if payload is None or digests is None or signature is None:
             return None
-        return join_commit(CommitParts(signature, digests, payload))
+        return payload, lambda gradient: join_commit(CommitParts(signature, digests, gradient))
 
-    def moves(self, shard: ShardId, effect: ef.Apply | ef.Install) -> Moves:
-        """Own contributions by their payloads; one that is gone makes the learner's delta unknown, hence a reset."""
+    def moves(self, shard: ShardId, effect: ef.Apply | ef.Install, disk: Disk) -> Callable[[], Moves]:
+        """Own contributions by their payloads, to be read on the worker; one that is gone makes the learner's delta
+        unknown, hence a reset."""
         shelf = self.shelves[shard]
         settled, restored = shelf.those_here(effect.settled), shelf.those_here(effect.restored)
         is_whole = len(settled) == len(effect.settled) and len(restored) == len(effect.restored)
-        return Moves(effect.learner, settled, restored, effect.is_reset or not is_whole)
+
+        def read() -> Moves:
+            if effect.is_reset or not is_whole:
+                return Moves(effect.learner, (), (), is_reset=True)
+            try:
+                mine, back = [held.read(disk) for held in settled], [held.read(disk) for held in restored]
+            except ValueError as error:
+                log.warning("own contribution is lost: the learner takes the global parameters", reason=str(error))
+                return Moves(effect.learner, (), (), is_reset=True)
+            return Moves(effect.learner, mine, back, is_reset=False)
+
+        return read
 
     # -- what others sent ----------------------------------------------------------------------------------------------
 
@@ -130,7 +181,7 @@ class Cargo:
         if digest_of(data) != message.payload:
             raise ValueError("its digest does not match")
         check_contributor(self._run, message.shard, message.base.id, message.contributor, self._register)
-        return lambda: shelf.payloads.update({message.payload: data})
+        return lambda: shelf.put(message.payload, data)
 
     def commit(self, data: memoryview, header: msg.CommitHeader, register: Register | None = None) -> Keep:
         """A commit's payload, signature and digests.
@@ -147,7 +198,7 @@ class Cargo:
         commit = msg.commit_id(header)
 
         def keep() -> None:
-            shelf.payloads[header.payload] = parts.gradient
+            shelf.put(header.payload, parts.gradient)
             shelf.digests[header.result] = parts.digests
             self.compare(header, parts.signature)
             shelf.proofs[commit] = (header, parts.signature)
@@ -174,17 +225,29 @@ class Cargo:
 
     # -- what is kept --------------------------------------------------------------------------------------------------
 
-    def sweep(self, machine: Machine, now: float) -> None:
-        """Drop what nobody needs any more of the shards whose time has come; at most ``SWEPT_AT_ONCE``."""
+    def sweep(self, machine: Machine, now: float) -> bool:
+        """Drop what nobody needs any more of the shards whose time has come; at most ``SWEPT_AT_ONCE``. Whether a lap
+        through all shards is done."""
         due = int(len(self.shelves) * (now - self._swept_at) / SWEEP_S)
         if not due:
-            return
-        self._swept_at = now
+            return False
+        self._swept_at, before = now, self._next
         for _ in range(min(due, SWEPT_AT_ONCE, len(self.shelves))):
             self._next = (self._next + 1) % len(self.shelves)
             self._sweep(machine, ShardId(self._next))
+        return self._next <= before
 
     def _sweep(self, machine: Machine, shard: ShardId) -> None:
-        shelf = self.shelves[shard]
-        most_bytes = int(self._log_bytes * self._shards[shard].elements)
-        shelf.keep_only(machine.payloads(shard, shelf.size_of, most_bytes), machine.commits(shard))
+        shelf, store, elements = self.shelves[shard], self._store, self._shards[shard].elements
+        most_bytes, size_of = int(self._log_bytes * elements), shelf.size_of
+        if store is not None and not store.may_write():  # what cannot be written stays, or goes if nobody must have it
+            most_bytes, size_of = store.window_bytes(elements, elements / self._elements), shelf.in_memory
+        dropped = shelf.keep_only(machine.payloads(shard, size_of, most_bytes), machine.commits(shard))
+        if store is None:
+            return
+        store.drop(dropped)
+        del dropped
+        store.sweep()
+        for held in shelf.beyond(store.window_bytes(elements, elements / self._elements), machine.at_work(shard)):
+            if store.may_write():
+                store.spill(shard, held)

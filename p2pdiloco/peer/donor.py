@@ -3,7 +3,8 @@
 Rules of this file:
 1. Who is asked for a shard's state copies it once, between two jobs, in the order in which it travels; all chunks that
    are asked for afterwards are views of that copy, also when the shard has moved on, and for every newcomer.
-2. Copies are bounded: in bytes, the longest unused goes first, and in time. Their memory is used again.
+2. Copies are bounded: in bytes, the longest unused goes first, and in time. Their memory is used again, and goes
+   with the last of them.
 3. A chunk of a shard that was not copied is copied alone, as long as its head is still the shard's.
 4. The proof of a copy is taken with it: a copy and its proof are of one head.
 """
@@ -53,6 +54,7 @@ class Donor:
         self._copies: OrderedDict[tuple[ShardId, Digest], _Copy] = OrderedDict()
         """The longest unused first."""
         self._used_at: dict[tuple[ShardId, Digest], float] = {}
+        self._is_looking = False
         self._one_at_a_time = asyncio.Lock()
         """So that no more copies than there is room for are being made."""
         self._making: dict[ShardId, asyncio.Future[_Copy]] = {}
@@ -139,7 +141,23 @@ class Donor:
         self._copies[key] = copy
         self._used_at[key] = self._driver.host.now()
         self._drop_unused()
+        self._look_later()
         return copy
+
+    def _look_later(self) -> None:
+        """Whether copies are still used."""
+        if not self._is_looking:
+            self._is_looking = True
+            host = self._driver.host
+            host.call_at(host.now() + KEEP_S, self._look)
+
+    def _look(self) -> None:
+        self._is_looking = False
+        self._drop_unused()
+        if self._copies:
+            self._look_later()
+        else:
+            self._blocks = Blocks(limit_bytes=self._room)  # the last one's memory goes
 
     async def _copy(
         self, shard: ShardId, data: memoryview, chunks: range | None, then: Callable[[Digest, bytes], T]

@@ -10,7 +10,8 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol, TypeVar, assert_never
 
 from p2pdiloco.peer.cargo import Cargo
@@ -25,6 +26,7 @@ from p2pdiloco.peer.global_state import (
 from p2pdiloco.peer.host import Handle, Host
 from p2pdiloco.peer.integrity import SpoiltStateError
 from p2pdiloco.peer.own_commits import OwnCommits
+from p2pdiloco.peer.payload_store import PayloadStore
 from p2pdiloco.peer.shift_queue import Payload, Shifts
 from p2pdiloco.peer.signatures import OPEN
 from p2pdiloco.peer.standing import Standing
@@ -83,6 +85,7 @@ class Driver:
         codecs: CodecChoice,
         standing: Standing,
         own: OwnCommits,
+        store: PayloadStore,
     ) -> None:
         self.machine = machine
         self.state = state
@@ -90,7 +93,8 @@ class Driver:
         self.host = host
         self.around = around
         self.codecs = codecs
-        self.cargo = Cargo(state.layout, identity, machine.view.run, standing)
+        self.cargo = Cargo(state.layout, identity, machine.view.run, standing, store)
+        self.store = store
         self.own = own
         self.traffic = PayloadTraffic([s.elements for s in state.layout.shards])
         self._timer: Handle | None = None
@@ -132,7 +136,8 @@ class Driver:
             self.around.crashed(error)
             return
         self._set_timer()
-        self.cargo.sweep(self.machine, now)
+        if self.cargo.sweep(self.machine, now):
+            self.job(self.state.shifts.rest, lambda _: None)
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -180,31 +185,41 @@ class Driver:
 
     def _send(self, effect: ef.Send) -> None:
         message: msg.Message = effect.message
-        payload: Payload | None = None
-        topic = None
         match message:
-            case msg.Contribution():
-                if message.payload:
-                    payload = self.cargo.shelves[message.shard].payloads.get(message.payload)
-                    if payload is None:
-                        return
-                    self.traffic.sent_up(message.shard, payload, len(effect.peers))
-                    topic = f"contribution {message.shard}"  # A later one covers an earlier one's tokens (rule T5).
+            case msg.Contribution() if message.payload:
+                shard, held = message.shard, self.cargo.shelves[message.shard].payloads.get(message.payload)
+                if held is None:
+                    return
+                self.traffic.sent_up(shard, held, len(effect.peers))
+                topic = f"contribution {shard}"  # A later one covers an earlier one's tokens (rule T5).
+                told = encode(message)
+                self.store.fetch(held, lambda data: self._deliver(effect.peers, told, data, topic), lambda: None)
             case msg.Commit() if self.own.is_writing(commit := msg.commit_id(message.header)):
                 self.own.when_kept(commit, lambda: None if self.is_closed else self._send(effect))
-                return
-            case msg.Commit():
-                shard, payload = message.header.shard, self.cargo.joined(message.header)
-                if payload is None:
-                    head = self.machine.view.head(shard)
-                    assert head is not None, "what is sent of a shard follows from its head"
-                    message = msg.FetchAdvised(shard, head)
-                else:
-                    self.traffic.sent_down(shard, payload, len(effect.peers))
-        body = encode(message)
-        for peer in effect.peers:
-            if not self.host.links.send(peer, body, payload, topic=topic):
+            case msg.Commit(header=header):
+                advice = partial(self._advise_to_fetch, effect.peers, header.shard)
+                parts = self.cargo.parts(header)
+                if parts is None:
+                    advice()
+                    return
+                (held, join), told = parts, encode(message)
+                self.traffic.sent_down(header.shard, held, len(effect.peers))
+                self.store.fetch(held, lambda data: self._deliver(effect.peers, told, join(data)), advice)
+            case _:
+                self._deliver(effect.peers, encode(message))
+
+    def _deliver(
+        self, peers: Iterable[PeerId], body: bytes, payload: Payload | None = None, topic: str | None = None
+    ) -> None:
+        for peer in peers:
+            if not self.is_closed and not self.host.links.send(peer, body, payload, topic=topic):
                 log.debug("message not sent: not connected, or too much waits", peer=peer)
+
+    def _advise_to_fetch(self, peers: Iterable[PeerId], shard: ShardId) -> None:
+        """Instead of commits that are not here."""
+        head = self.machine.view.head(shard)
+        assert head is not None, "what is sent of a shard follows from its head"
+        self._deliver(peers, encode(msg.FetchAdvised(shard, head)))
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -272,7 +287,7 @@ class Driver:
 
         def done(result: tuple[bytes, Digest, msg.Contributor, float]) -> None:
             payload, digest, given, error = result
-            self.cargo.shelves[effect.shard].payloads[digest] = payload
+            self.cargo.shelves[effect.shard].put(digest, payload)
             if rung is not None:
                 self.codecs.used("up", effect.shard, rung, len(payload), error)
             self.feed(ev.Encoded(effect.shard, effect.base.id, given, len(payload)))
@@ -288,7 +303,8 @@ class Driver:
         rung = self.codecs.choose("down", effect.shard)
 
         def work() -> tuple[MergeResult, float]:
-            merged = self.state.merge(effect.shard, effect.base.id, given, rung and rung.recipe)
+            read = [(contributor, held.read(self.host.disk)) for contributor, held in given]
+            merged = self.state.merge(effect.shard, effect.base.id, read, rung and rung.recipe)
             return merged, self.state.merge_error(effect.shard, merged.payload) if rung else 0.0
 
         def done(result: tuple[MergeResult, float]) -> None:
@@ -301,7 +317,7 @@ class Driver:
 
     def _merged(self, effect: ef.Merge, merged: MergeResult) -> None:
         result, shelf = digest_of(merged.digests), self.cargo.shelves[effect.shard]
-        shelf.payloads[merged.payload_digest] = merged.payload
+        shelf.put(merged.payload_digest, merged.payload)
         shelf.digests[result] = merged.digests
         self.feed(ev.Merged(effect.shard, effect.base.id, merged.payload_digest, result))
 
@@ -312,20 +328,21 @@ class Driver:
             self.feed(ev.Failed("apply", header.shard, None, f"the payload of commit {effect.id[:8]} is gone"))
             return
         self.cargo.sign(effect.id, header)
-        if header.owner == self.identity.peer_id and (whole := self.cargo.joined(header)) is not None:
-            self.own.keep(header, whole)
-        moves = self.cargo.moves(header.shard, effect)
+        parts = self.cargo.parts(header) if header.owner == self.identity.peer_id else None
+        if parts is not None and payload.data is not None:  # else it was kept when it was made
+            self.own.keep(header, parts[1](payload.data))
+        moves, disk = self.cargo.moves(header.shard, effect, self.host.disk), self.host.disk
         self.job(
-            lambda: self.state.apply(header, effect.id, payload, digests, moves),
+            lambda: self.state.apply(header, effect.id, payload.read(disk), digests, moves()),
             lambda shifts: self._applied_when_kept(header.shard, effect.id, shifts),
             self._failed("apply", header.shard, header.owner),
         )
 
     def _install(self, effect: ef.Install) -> None:
         head = effect.state.head
-        moves = self.cargo.moves(head.shard, effect)
+        moves = self.cargo.moves(head.shard, effect, self.host.disk)
         self.job(
-            lambda: self.state.install(head.shard, head.id, moves),
+            lambda: self.state.install(head.shard, head.id, moves()),
             lambda shifts: self._applied(head.shard, head.id, shifts),
             self._failed("install", head.shard),
         )

@@ -71,7 +71,11 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_s: Annotated[float, Meta(ge=1.0)] = 60.0
     """At most between two, unless ``write_bytes_per_day`` asks for longer."""
     write_bytes_per_day: Annotated[float, Meta(gt=0.0)] | None = None
-    """What checkpoints and the learner's own state may write, as long as they are not more than an hour apart."""
+    """What payloads that memory has no room for, checkpoints and the learner's own state may write. Checkpoints are at
+    most an hour apart even so; payloads that may not be written stay in memory."""
+    payload_memory_bytes: Annotated[int, Meta(ge=0)] = 4 << 20
+    """Of payloads that are kept so many bytes are in memory, or half a byte a parameter if that is more; the others lie
+    in files."""
     keep_checkpoints: Annotated[int, Meta(ge=1)] = 2
     """Checkpoints that stay; of a torn one the next is used."""
     leave_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 20.0

@@ -30,6 +30,7 @@ from p2pdiloco.peer.offers import ancestors, unbroken
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.own_commits import FOLDER as OWN_COMMITS
 from p2pdiloco.peer.own_commits import OwnCommits
+from p2pdiloco.peer.payload_store import PayloadStore
 from p2pdiloco.peer.respondent import Respondent
 from p2pdiloco.peer.saver import Saver
 from p2pdiloco.peer.scrub import Scrub
@@ -161,7 +162,8 @@ class Peer:
             manifest.config, self.layout, self.machine.view, metrics, rate=lambda: host.links.up_bytes_per_s
         )
         own = OwnCommits(options.folder / OWN_COMMITS, host, self.layout.elements)
-        self.driver = Driver(self.machine, self.state, identity, host, self, codecs, standing, own)
+        store = PayloadStore(host, options)
+        self.driver = Driver(self.machine, self.state, identity, host, self, codecs, standing, own, store)
         self.inspection = Inspection(self.driver, standing)
         self._arrivals = Arrivals(self.layout, options.folder / INCOMING, metrics, host)
         self._downloads = Downloads(manifest, self.layout, self.driver, self.inspection, self._arrivals, self.fault)
@@ -212,7 +214,10 @@ class Peer:
     async def live(self) -> Ending:
         """Take part, after ``begin``, until something ends it."""
         self.host.spawn(
-            self._saver.keep_saving(self.options.checkpoint_s, self.options.write_bytes_per_day), name="checkpoints"
+            self._saver.keep_saving(
+                self.options.checkpoint_s, self.options.write_bytes_per_day, lambda: self.driver.store.written_bytes
+            ),
+            name="checkpoints",
         )
         self.host.spawn(Scrub(self.driver).keep(), name="scrub")
         async with AsyncExitStack() as lives:

@@ -71,15 +71,18 @@ class Saver:
         self._heads: deque[list[Head]] = deque(maxlen=keep)
         """Heads of the checkpoints that are there, as far as they were written in this life."""
 
-    async def keep_saving(self, every_s: float, bytes_per_day: float | None = None) -> None:
+    async def keep_saving(
+        self, every_s: float, bytes_per_day: float | None = None, also_written: Callable[[], int] = lambda: 0
+    ) -> None:
         """Write a checkpoint when there is something new, as often as ``COST_SHARE`` and ``bytes_per_day`` allow and,
         but for the latter, at least every ``every_s`` seconds, until cancelled. The learner saves its own state by the
-        clock alone, since it waits for its copy."""
-        least_s = shortest_s(self._layout.elements, bytes_per_day)
-        every_s = max(every_s, least_s)
-        learner_saved_at = self._host.now()
-        rest_s = 0.0
+        clock alone. What was ``also_written`` is of the same budget."""
+        started_at = learner_saved_at = self._host.now()
+        wanted_s, rest_s = every_s, 0.0
         while True:
+            left = rest_of(bytes_per_day, also_written(), self._host.now() - started_at)
+            least_s = shortest_s(self._layout.elements, left)
+            every_s = max(wanted_s, least_s)
             await self._host.sleep(max(LOOK_S, least_s, min(rest_s, every_s)))
             began = self._host.now()
             if began - learner_saved_at >= every_s:
@@ -164,3 +167,10 @@ def shortest_s(elements: int, bytes_per_day: float | None) -> float:
     if bytes_per_day is None:
         return 0.0
     return min(LONGEST_S, 2 * STATE_BYTES * elements * DAY_S / bytes_per_day)
+
+
+def rest_of(bytes_per_day: float | None, written: int, seconds: float) -> float | None:
+    """Of a budget, when others have ``written`` bytes in the last ``seconds``; never less than a quarter."""
+    if bytes_per_day is None:
+        return None
+    return max(bytes_per_day / 4, bytes_per_day - written * DAY_S / max(seconds, LONGEST_S))

@@ -6,27 +6,28 @@ Rules of this file:
 2. A shard has one shift in flight at a time; what comes before the learner has added it waits in a queue, added up.
 3. A snapshot is brought up to date with all shifts that the learner had not added when it was taken. An outer gradient
    is therefore always relative to the head it claims.
-4. All of it runs on the thread of ``global_state``, in the order in which it was asked for.
+4. Memory is for what is in flight: what no shift, no queue and no snapshot has used from one ``rest`` to the next is
+   given back. Never under a learner that has page-locked it: its device would go on with the old pages.
+5. All of it runs on the thread of ``global_state``, in the order in which it was asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from p2pdiloco.protocol.identifiers import FragmentId, LearnerId, ShardId
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.tensors import quantizers
-from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.training.shared_memory import SharedVectors, SpareVector
 from p2pdiloco.wire.compression import Body
 
 Payload = bytes | memoryview
 """Of a contribution or a commit, compressed; not to be changed."""
+Place = Literal["shift", "queued", "snapshot"]
 
 
 class Shifts(NamedTuple):
@@ -98,9 +99,16 @@ class ShiftQueue:
         self._layout = layout
         self.shift = vectors.shift
         self.snapshot = vectors.snapshot
-        self.queued = torch.from_numpy(np.zeros(layout.elements, np.float32))
-        """Shifts that wait until the learner has added the last one; any content where none waits. Few ever wait, and
-        numpy's zeros take no memory before they are written, which torch's do."""
+        self._vectors = vectors
+        self._spare = SpareVector(layout.elements)
+        self.queued = self._spare.values
+        """Shifts that wait until the learner has added the last one; any content where none waits. Few ever wait."""
+        self.is_pinned = False
+        """The learner's device has page-locked the shared vectors: nothing is given back."""
+        self._used: dict[tuple[Place, ShardId], bool] = {}
+        """Memory that holds something, or did; whether it was used since the last ``rest``."""
+        self._asked: set[ShardId] = set()
+        """The learner is writing their snapshots."""
         self.learner: LearnerId | None = None
         self._in_flight = [ShiftKind.NONE] * len(layout.shards)
         self._in_queue = [ShiftKind.NONE] * len(layout.shards)
@@ -121,8 +129,10 @@ class ShiftQueue:
     def load(self, learner: LearnerId, theta: Tensor) -> None:
         """Put all global parameters where a new learner takes them from. It must acknowledge with ``shifted``."""
         self.learner = learner
+        self._asked.clear()
         self.shift.copy_(theta)
-        for shard in range(len(self._layout.shards)):
+        for shard in map(ShardId, range(len(self._layout.shards))):
+            self._used["shift", shard] = True
             self._in_flight[shard] = ShiftKind.REPLACE
             self._in_queue[shard] = ShiftKind.NONE
             self._has_snapshot[shard] = False
@@ -147,7 +157,9 @@ class ShiftQueue:
             self._in_flight[shard] = kind
             shifts = Shifts((), (shard,)) if moves.is_reset else Shifts((shard,), ())
             buffer = self.shift
+            self._used["shift", shard] = True
         else:
+            self._used["queued", shard] = True
             is_first = self._in_queue[shard] is ShiftKind.NONE
             is_added = not is_first and not moves.is_reset
             if is_first or moves.is_reset:
@@ -170,6 +182,7 @@ class ShiftQueue:
             kind = self._in_queue[shard]
             if kind is not ShiftKind.NONE and self._in_flight[shard] is ShiftKind.NONE:
                 self._range(self.shift, shard).copy_(self._range(self.queued, shard))
+                self._used["shift", shard] = self._used["queued", shard] = True
                 self._in_queue[shard] = ShiftKind.NONE
                 self._in_flight[shard] = kind
                 ready[kind].append(shard)
@@ -191,10 +204,13 @@ class ShiftQueue:
         """From now on the fragment's part of the snapshot buffer is the learner's."""
         for shard in self._layout.fragments[fragment]:
             self._has_snapshot[shard] = False
+            self._used["snapshot", shard] = True
+            self._asked.add(shard)
 
     def snapshot_taken(self, fragment: FragmentId) -> None:
         """The learner has written the fragment: add the shifts that it had not added by then."""
         for shard in self._layout.fragments[fragment]:
+            self._asked.discard(shard)
             waiting = ((self._in_flight[shard], self.shift), (self._in_queue[shard], self.queued))
             self._has_snapshot[shard] = all(kind is not ShiftKind.REPLACE for kind, _ in waiting)
             for kind, buffer in waiting:
@@ -204,3 +220,31 @@ class ShiftQueue:
     def snapshot_encoded(self, shard: ShardId) -> None:
         """The next contribution has a snapshot of its own: no need to keep this one up."""
         self._has_snapshot[shard] = False
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def rest(self) -> None:
+        """Give back the memory of what has not been used since the last call."""
+        if self.learner is None or self.is_pinned:
+            return
+        for (place, shard), is_fresh in list(self._used.items()):
+            if self._is_needed(place, shard):
+                continue
+            if is_fresh:
+                self._used[place, shard] = False
+                continue
+            del self._used[place, shard]
+            piece = self._layout.shards[shard]
+            if place == "queued":
+                self._spare.give_back(piece.start, piece.stop)
+            else:
+                self._vectors.give_back(place, piece.start, piece.stop)
+
+    def _is_needed(self, place: Place, shard: ShardId) -> bool:
+        match place:
+            case "shift":
+                return self._in_flight[shard] is not ShiftKind.NONE
+            case "queued":
+                return self._in_queue[shard] is not ShiftKind.NONE
+            case "snapshot":
+                return self._has_snapshot[shard] or shard in self._asked

@@ -207,6 +207,8 @@ class Supervision:
                 assert self.ward is not None
                 self.ward.is_ready = True
                 self.ward.has_blocks = message.has_blocks
+                is_pinned = message.device.startswith("cuda")
+                driver.job(lambda: setattr(state.shifts, "is_pinned", is_pinned), lambda _: None)
                 self._metrics.write(
                     "learner-ready",
                     learner=self.learner,

@@ -24,7 +24,7 @@ from p2pdiloco.peer.peer import APART
 from p2pdiloco.peersim.knobs import CHUNK
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import signatures
-from p2pdiloco.protocol.identifiers import Digest, LearnerId, PeerId, ShardId
+from p2pdiloco.protocol.identifiers import Digest, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.messages import CommitHeader, Contribution
 from p2pdiloco.runtime.identity import verify
 from p2pdiloco.tensors import quantizers
@@ -32,7 +32,9 @@ from p2pdiloco.tensors.digests import state_digest
 from p2pdiloco.wire import compression
 
 if TYPE_CHECKING:
+    from p2pdiloco.peer.payload_store import Held
     from p2pdiloco.peer.peer import Ending, Peer
+    from p2pdiloco.peer.shift_queue import Payload
     from p2pdiloco.peersim.learner import SimulatedLearner
     from p2pdiloco.peersim.world import World
 
@@ -170,7 +172,10 @@ class Checks:
     def _committed(self, peer: Peer, shard: ShardId, head: Digest, header: CommitHeader) -> Value | None:
         """A commit that nobody has applied before."""
         parent = self.values.get((shard, header.parent))
-        payload = peer.driver.cargo.shelves[header.shard].payloads.get(header.payload)
+        held = peer.driver.cargo.shelves[header.shard].payloads.get(header.payload)
+        payload = None if held is None else self._bytes_of(peer, held)
+        if parent is not None and held is not None and payload is None:
+            return None  # its disk has lost it
         if parent is None or payload is None:
             self.violated(1, f"{peer.config.peer[-6:]} commits {head[:8]} of shard {shard} on nothing")
             return None
@@ -201,7 +206,12 @@ class Checks:
     def _is_near(self, value: Value, theta: NDArray[Any], momentum: NDArray[Any]) -> bool:
         return np.allclose(theta, value.theta, atol=1e-4) and np.allclose(momentum, value.momentum, atol=1e-4)
 
-    def decoded(self, shard: ShardId, payload: bytes | memoryview) -> Vector:
+    def _bytes_of(self, peer: Peer, held: Held) -> Payload | None:
+        """A payload's, wherever it lies, unless the disk has altered them; looking is no operation of the disk."""
+        found = held.data or self.world.disks[peer.config.peer].files.get(str(held.path), b"")
+        return found if digest_of(found) == held.digest else None
+
+    def decoded(self, shard: ShardId, payload: Payload) -> Vector:
         """What a payload stands for, float32 [elements of the shard]."""
         elements = self.world.layout.shards[shard].elements
         out = torch.empty(elements)
@@ -219,7 +229,10 @@ class Checks:
         self.contributions += 1
         contribution: Contribution = pending.contribution
         c, shard = contribution.contributor, event.shard
-        vector = self.decoded(shard, peer.driver.cargo.shelves[shard].payloads[contribution.payload])
+        payload = self._bytes_of(peer, peer.driver.cargo.shelves[shard].payloads[contribution.payload])
+        if payload is None:  # it was made before, and the disk has lost it
+            return
+        vector = self.decoded(shard, payload)
         key = (shard, c.learner, c.tokens_from, c.tokens_to, event.base)
         self.given[key] = Given(event.base, vector, c.tokens, c.steps)
         learner, truth = self.world.learners.get(c.learner), self.world.truths.get(c.learner)

@@ -88,6 +88,7 @@ def _lie(world: World, fault: Fault, lie: str) -> bool:
     disk.lie = lie
     disk.lied = lambda: world.happened.update([fault.kind])
     world.checks.damaged.add(fault.peer)
+    world.checks.forgetful.add(fault.peer)  # it may be a payload's
     return False  # it is counted when something was written
 
 

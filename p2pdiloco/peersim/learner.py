@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,10 @@ class Vectors:
     def __init__(self, elements: int) -> None:
         self.elements = elements
         self.theta, self.shift, self.snapshot = (torch.zeros(elements) for _ in range(3))
+
+    def give_back(self, vector: Literal["shift", "snapshot"], start: int, stop: int) -> None:
+        """Nobody may look at it any more."""
+        (self.shift if vector == "shift" else self.snapshot)[start:stop] = float("nan")
 
     def close(self) -> None:
         """The memory goes with whoever holds it last."""

@@ -81,6 +81,8 @@ class WorldSetting(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_s: float
     keep_checkpoints: int = 2
     checkpoint_s: float = 5.0
+    has_payloads_on_disk: bool = False
+    """All but the newest of each shard."""
     is_private: bool = False
     """Peers know only those as members whom they have met, or heard of when they asked."""
     limit_s: float = 600.0
@@ -217,6 +219,7 @@ class World:
             checkpoint_s=self.setting.checkpoint_s,
             keep_checkpoints=self.setting.keep_checkpoints,
             learner=LearnerOptions(reattach_s=setting.reattach_s),
+            payload_memory_bytes=0 if self.setting.has_payloads_on_disk else 4 << 20,
         )
         peer = host.peer = Peer(
             self.manifest,

@@ -357,6 +357,14 @@ class Machine:
         held.update(self.core.chains[shard].payloads(size_of, most_bytes))
         return held
 
+    def at_work(self, shard: ShardId) -> set[Digest]:
+        """Of a shard's ``payloads`` those that are still to be merged or applied, here or elsewhere: without one of
+        them tokens wait for the next turn. The others serve who lags, and undo."""
+        held = self.merges.payloads(shard) | self.adoption.payloads(shard)
+        if (pending := self.contributions.pending.get(shard)) is not None:
+            held.add(pending.contribution.payload)
+        return held
+
     def commits(self, shard: ShardId) -> set[Digest]:
         """A shard's commits, by id, whose owners' signatures this machine may still have to show."""
         return self.adoption.commits(shard) | self.merges.made.commits(shard) | self.core.chains[shard].commits()

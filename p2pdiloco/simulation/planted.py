@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from p2pdiloco.simulation.planted_learner import BUGS as LEARNER_BUGS
 from p2pdiloco.simulation.planted_members import BUGS as MEMBERS_BUGS
+from p2pdiloco.simulation.planted_memory import BUGS as MEMORY_BUGS
 from p2pdiloco.simulation.planted_net import BUGS as NET_BUGS
 from p2pdiloco.simulation.planted_results import BUGS as RESULTS_BUGS
 from p2pdiloco.simulation.planted_state import BUGS as STATE_BUGS
@@ -98,8 +99,8 @@ BUGS = (
     Bug(
         name="missing own payloads ignored",
         module=_CARGO,
-        old="return Moves(effect.learner, settled, restored, effect.is_reset or not is_whole)",
-        new="return Moves(effect.learner, settled, restored, effect.is_reset)",
+        old="if effect.is_reset or not is_whole:",
+        new="if effect.is_reset:",
         harm="what was merged stays in the learner's delta and is merged again",
         killed_by=(f"{_DRIVER_TESTS}::test_a_learner_whose_merged_payload_is_gone_takes_the_global_parameters",),
     ),
@@ -328,6 +329,7 @@ BUGS = (
             f"{_SUPERVISION_TESTS}::test_a_learner_that_stops_to_be_finite_says_what_was_merged_last_and_from_whom",
         ),
     ),
+    *MEMORY_BUGS,
     *STATE_BUGS,
     *LEARNER_BUGS,
     *NET_BUGS,

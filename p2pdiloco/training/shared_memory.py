@@ -5,7 +5,8 @@ Rules of this file:
    to learner, ``snapshot`` from learner to node. Who may write when is ``wire/link.py``'s rule 2.
 2. The memory has no name: it lives as long as a process maps it or holds its file descriptor. SIGKILL leaves nothing
    behind.
-3. Memory that nobody wrote costs nothing: a follower without a learner pays for ``theta`` alone.
+3. Memory that nobody wrote costs nothing: a follower without a learner pays for ``theta`` alone. What is not in use
+   any more can be given back; it is zero then, on both sides.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import mmap
 import os
 import tempfile
 from types import TracebackType
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class SharedVectors:
         self.fd = fd
         """The file descriptor to hand to the learner; closed by ``close``."""
         self.elements = elements
-        memory = mmap.mmap(fd, _VECTORS * _stride(elements))
+        self._memory = memory = mmap.mmap(fd, _VECTORS * _stride(elements))
         self.theta, self.shift, self.snapshot = (
             torch.frombuffer(memory, dtype=torch.float32, count=elements, offset=i * _stride(elements))
             for i in range(_VECTORS)
@@ -74,12 +75,18 @@ class SharedVectors:
             raise ValueError(f"the shared memory has {size} bytes, {elements} parameters need others: wrong manifest?")
         return cls(fd, elements)
 
+    def give_back(self, vector: Literal["shift", "snapshot"], start: int, stop: int) -> None:
+        """Elements ``start`` to ``stop`` are not in use: their memory goes, as far as it is whole pages."""
+        begin = _stride(self.elements) * (1 if vector == "shift" else 2)
+        give_back(self._memory, begin + 4 * start, begin + 4 * stop)
+
     def close(self) -> None:
         """Close the file descriptor and let go of the vectors. The memory goes when the last tensor over it does."""
         if self._open:
             self._open = False
             os.close(self.fd)
             self.theta = self.shift = self.snapshot = Tensor()
+            del self._memory
 
     def __enter__(self) -> SharedVectors:
         return self
@@ -88,6 +95,26 @@ class SharedVectors:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class SpareVector:
+    """``values``, float32 [elements], zero when new, whose memory comes when it is written and can be given back."""
+
+    def __init__(self, elements: int) -> None:
+        self._memory = mmap.mmap(-1, _stride(elements))
+        self.values = torch.frombuffer(self._memory, dtype=torch.float32, count=elements)
+
+    def give_back(self, start: int, stop: int) -> None:
+        """As ``SharedVectors`` does."""
+        give_back(self._memory, 4 * start, 4 * stop)
+
+
+def give_back(memory: mmap.mmap, begin: int, end: int) -> None:
+    """The system takes the whole pages from byte ``begin`` to ``end`` of a shared mapping; they are zeros afterwards.
+    Where it does not know how (not Linux) nothing changes."""
+    first, last = -(-begin // _PAGE) * _PAGE, end // _PAGE * _PAGE
+    if first < last and hasattr(mmap, "MADV_REMOVE"):
+        memory.madvise(mmap.MADV_REMOVE, first, last - first)
 
 
 class NoVectors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,26 @@ def test_a_copy_that_nobody_uses_is_dropped(tmp_path: Path) -> None:
             await stage.wait(donor.KEEP_S * 1.1)
             await offer_of(ann, 0)
             assert made == [0, 0]
+
+    act(story)
+
+
+def test_copies_that_nobody_asks_for_any_more_leave_no_memory(tmp_path: Path) -> None:
+    """Also if nobody ever asks again."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            donor_of = ann.peer._respondent._donor
+            await offer_of(ann, 0)
+            room = weakref.ref(donor_of._blocks)
+            await stage.wait(donor.KEEP_S * 0.9)
+            await offer_of(ann, 0)
+            await stage.wait(donor.KEEP_S * 0.9)
+            assert donor_of._copies
+            await stage.wait(donor.KEEP_S * 2.1)
+            assert not donor_of._copies
+            assert room() is None
 
     act(story)
 

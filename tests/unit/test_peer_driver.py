@@ -268,7 +268,7 @@ def test_many_shards_are_swept_a_few_at_a_time() -> None:
             return set()
 
     for shelf in cargo.shelves:
-        shelf.payloads[Digest("unknown")] = b"left over"
+        shelf.put(Digest("unknown"), b"left over")
     for call in range(1, 5):
         cargo.sweep(Needless(), 100.0 * call)  # type: ignore[arg-type]
         assert len(asked) <= SWEPT_AT_ONCE * call
@@ -281,7 +281,7 @@ def test_payloads_that_nobody_needs_are_dropped(tmp_path: Path) -> None:
             ann = await stage.found()
             await stage.train(ann, *[1.0] * 8)
             for shelf in ann.driver.cargo.shelves:
-                shelf.payloads[Digest("unknown")] = b"left over"
+                shelf.put(Digest("unknown"), b"left over")
             await stage.wait(2 * SWEEP_S)
             for shard, shelf in enumerate(ann.driver.cargo.shelves):
                 log = ann.machine.core.chains[shard].log

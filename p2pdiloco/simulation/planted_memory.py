@@ -1,0 +1,128 @@
+"""Bugs in what is in memory, what lies on the disk instead, and what is given back."""
+
+from __future__ import annotations
+
+from p2pdiloco.simulation.planter import Bug
+
+_SHIFTS = "p2pdiloco.peer.shift_queue"
+_STORE = "p2pdiloco.peer.payload_store"
+_QUEUE_TESTS = "tests/unit/test_peer_shift_queue.py"
+_STORE_TESTS = "tests/unit/test_peer_payload_store.py"
+
+BUGS = (
+    # -- shifts and snapshots ------------------------------------------------------------------------------------------
+    Bug(
+        name="memory in use goes as soon as anybody rests",
+        module=_SHIFTS,
+        old="            if is_fresh:\n",
+        new="            if not place:\n",
+        harm="memory that turns need again at once is fetched from the kernel each time",
+        killed_by=(f"{_QUEUE_TESTS}::test_what_is_used_between_two_rests_stays",),
+    ),
+    Bug(
+        name="a snapshot's memory goes while the learner writes it",
+        module=_SHIFTS,
+        old="return self._has_snapshot[shard] or shard in self._asked",
+        new="return self._has_snapshot[shard]",
+        harm="an outer gradient is made of zeros",
+        killed_by=(f"{_QUEUE_TESTS}::test_a_snapshot_stays_until_it_is_encoded",),
+    ),
+    Bug(
+        name="memory that a device has locked is given back",
+        module=_SHIFTS,
+        old="if self.learner is None or self.is_pinned:",
+        new="if False:",
+        harm="the device copies from pages that nobody writes any more",
+        killed_by=(f"{_QUEUE_TESTS}::test_nothing_is_given_back_under_a_device_that_has_locked_it",),
+    ),
+    # -- payloads ------------------------------------------------------------------------------------------------------
+    Bug(
+        name="a payload that is read back is not compared",
+        module=_STORE,
+        old="if digest_of(found) != self.digest:",
+        new="if False:",
+        harm="what the disk has altered is sent, and a learner keeps what is none of its own",
+        killed_by=(f"{_STORE_TESTS}::test_what_the_disk_has_lost_is_not_sent",),
+    ),
+    Bug(
+        name="an own contribution that the disk has lost is ignored",
+        module="p2pdiloco.peer.cargo",
+        old="reason=str(error))\n                return Moves(effect.learner, (), (), is_reset=True)",
+        new="reason=str(error))\n                return Moves(effect.learner, (), (), is_reset=False)",
+        harm="what was merged stays in the learner's delta and is merged again",
+        killed_by=(f"{_STORE_TESTS}::test_a_learner_whose_contribution_the_disk_has_lost_takes_the_global_parameters",),
+    ),
+    Bug(
+        name="files of payloads stay",
+        module=_STORE,
+        old="        if gone:\n",
+        new="        if not self:\n",
+        harm="the disk fills",
+        killed_by=(f"{_STORE_TESTS}::test_all_but_the_newest_are_in_files_that_go_with_them",),
+    ),
+    Bug(
+        name="a payload's file goes while it is read",
+        module=_STORE,
+        old="for held, path in self._doomed if held() is None]",
+        new="for held, path in self._doomed]",
+        harm="a learner loses what it has trained",
+        killed_by=(f"{_STORE_TESTS}::test_a_payload_that_is_being_read_keeps_its_file",),
+    ),
+    Bug(
+        name="memory is given back though the file was not written",
+        module=_STORE,
+        old="            held.path = None\n            if self._failed_at is None:",
+        new="            held.data = None\n            if self._failed_at is None:",
+        harm="a full disk costs payloads",
+        killed_by=(f"{_STORE_TESTS}::test_a_full_disk_costs_memory_and_no_payload",),
+    ),
+    Bug(
+        name="what is still to be merged lies on the disk",
+        module="p2pdiloco.peer.cargo",
+        old=", machine.at_work(shard)):",
+        new="):",
+        harm="a disk that loses it holds up a turn, and at the run's end costs tokens",
+        killed_by=(f"{_STORE_TESTS}::test_what_is_still_to_be_merged_stays_in_memory",),
+    ),
+    Bug(
+        name="reading payloads has no bound",
+        module=_STORE,
+        old="if self._reading_bytes + held.size > READ_BYTES:",
+        new="if False:",
+        harm="whoever asks for commits fills the memory",
+        killed_by=(f"{_STORE_TESTS}::test_what_is_read_at_once_is_bounded",),
+    ),
+    Bug(
+        name="payloads are written without a budget",
+        module=_STORE,
+        old="return not is_resting and (self._rate is None or self._allowed > 0)",
+        new="return not is_resting",
+        harm="a disk is worn out by what its user has forbidden",
+        killed_by=(f"{_STORE_TESTS}::test_no_more_is_written_than_a_day_allows",),
+    ),
+    Bug(
+        name="copies for newcomers stay for ever",
+        module="p2pdiloco.peer.donor",
+        old="        self._look_later()\n        return copy",
+        new="        return copy",
+        harm="whoever has helped one newcomer holds 128 MiB more than it needs, for the rest of the run",
+        killed_by=("tests/unit/test_peer_donor.py::test_copies_that_nobody_asks_for_any_more_leave_no_memory",),
+    ),
+    # -- a learner -----------------------------------------------------------------------------------------------------
+    Bug(
+        name="the model goes on with what it was evaluated with",
+        module="p2pdiloco.training.parameters",
+        old="                parameter.data = data\n",
+        new="                parameter.grad = None\n",
+        harm="whoever evaluates loses what it has trained, and trains in the node's memory",
+        killed_by=("tests/unit/test_training_parameters.py::test_a_model_shows_a_vector_and_is_itself_again",),
+    ),
+    Bug(
+        name="the inner optimizer's state is written whole",
+        module="p2pdiloco.training.inner_state",
+        old="for start in range(0, flat.numel(), PIECE):\n            piece = flat[start : start + PIECE]",
+        new="for start in range(0, 1 if flat.numel() else 0):\n            piece = flat[start:]",
+        harm="a learner holds its largest tensor twice while it saves, on a GPU in the machine's memory",
+        killed_by=("tests/unit/test_training_inner_state.py::test_what_is_written_needs_memory_for_a_piece",),
+    ),
+)

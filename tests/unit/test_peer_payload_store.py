@@ -1,0 +1,321 @@
+"""Payloads beyond the newest lie on the disk: read when they are asked for, whatever the disk does."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from actors import genesis
+from troupe import Member, Stage, act
+
+from p2pdiloco.peer.cargo import SWEEP_S
+from p2pdiloco.peer.disk import Buffer
+from p2pdiloco.peer.payload_store import AGAIN_S, READ_BYTES, Held
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol.identifiers import Digest, ShardId, digest_of
+from p2pdiloco.runtime.files import LOCAL, LocalDisk
+
+
+def held_by(member: Member) -> list[Held]:
+    return [held for shelf in member.driver.cargo.shelves for held in shelf.payloads.values()]
+
+
+def files_of(member: Member) -> list[Path]:
+    return sorted((member.peer.options.folder / "payloads").glob("*"))
+
+
+async def rested(stage: Stage) -> None:
+    await stage.wait(2 * SWEEP_S)
+    await stage.wait(2 * SWEEP_S)
+
+
+def test_all_but_the_newest_are_in_files_that_go_with_them(tmp_path: Path) -> None:
+    """What the machine names is kept, in memory or not; what it does not leaves no file."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(payload_memory_bytes=0)
+            await stage.train(ann, *map(float, range(1, 17)))
+            await rested(stage)
+            held = held_by(ann)
+            assert len(held) > 4
+            assert all(one.data is None for one in held), "half a byte a parameter holds none of these"
+            assert {one.path for one in held} == set(files_of(ann))
+            for shard, shelf in enumerate(ann.driver.cargo.shelves):
+                assert set(shelf.payloads) == ann.machine.payloads(ShardId(shard))
+                assert all(digest_of(one.read(LOCAL)) == one.digest for one in shelf.payloads.values())
+            held.clear()  # who holds a payload keeps its file
+            await stage.train(ann, *map(float, range(1, 161)))
+            await rested(stage)
+            assert {one.path for one in held_by(ann)} == set(files_of(ann))
+
+    act(story)
+
+
+def test_the_newest_stay_in_memory_as_far_as_they_fit(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(payload_memory_bytes=10_000_000)
+            await stage.train(ann, *map(float, range(1, 17)))
+            await rested(stage)
+            assert not files_of(ann)
+            shelf = ann.driver.cargo.shelves[0]
+            newest = list(shelf.payloads.values())[-2:]
+            beyond = shelf.beyond(sum(map(len, newest)))
+            assert beyond
+            assert {id(one) for one in shelf.payloads.values()} - {id(one) for one in beyond} == set(map(id, newest))
+
+    act(story)
+
+
+def test_what_is_still_to_be_merged_stays_in_memory(tmp_path: Path) -> None:
+    """A disk that loses it would hold up a turn."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(payload_memory_bytes=0)
+            bob = await stage.add("bob", genesis(stage.manifest), weight=0.0, payload_memory_bytes=0)
+            await stage.ready(bob)
+            await stage.wait(3.0)
+            ann.held["tensors"] = []  # nothing is merged
+            for _ in range(4):
+                bob.learner.step(2.0)
+            await stage.rest(bob)
+            await stage.wait(5 * SWEEP_S)
+            pending = bob.machine.contributions.pending
+            assert pending
+            for shard, one in pending.items():
+                for member in (ann, bob):
+                    held = member.driver.cargo.shelves[shard].payloads[one.contribution.payload]
+                    assert held.data is not None, member.id
+
+    act(story)
+
+
+def test_what_comes_again_is_in_memory_again(tmp_path: Path) -> None:
+    """And needs no second file."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(payload_memory_bytes=0)
+            store, shelf, digest = ann.driver.store, ann.driver.cargo.shelves[0], digest_of(b"payload")
+            shelf.put(digest, b"payload")
+            held = shelf.payloads[digest]
+            store.spill(ShardId(0), held)
+            await stage.wait(0.1)
+            assert held.data is None
+            shelf.put(digest, b"payload")
+            assert shelf.payloads[digest] is held
+            assert held.data == b"payload"
+            before = store.written_bytes
+            store.spill(ShardId(0), held)
+            assert held.data is None
+            assert store.written_bytes == before
+
+    act(story)
+
+
+def test_who_was_away_gets_versions_that_lie_on_the_disk(tmp_path: Path) -> None:
+    """In the place of a state."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(payload_memory_bytes=0)
+            bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, weight=0.0)
+            await stage.wait(3.0)
+            stage.disconnect(ann, bob)
+            await stage.train(ann, *map(float, range(1, 13)))
+            await rested(stage)
+            assert all(one.data is None for one in held_by(ann))
+            stage.connect(ann, bob)
+            await stage.wait(5.0)
+            assert bob.versions == ann.versions
+            assert not any(isinstance(event, ev.Fetched) for event in bob.events)
+            assert torch.equal(bob.state.theta, ann.state.theta)
+
+    act(story)
+
+
+def spoil_files(member: Member, how: str) -> None:
+    for path in files_of(member):
+        if how == "gone":
+            path.unlink()
+        else:
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data[: len(data) // 2] if how == "cut" else data)
+
+
+@pytest.mark.parametrize("how", ["gone", "cut", "flipped"])
+def test_what_the_disk_has_lost_is_not_sent(tmp_path: Path, how: str) -> None:
+    """Who asked for it fetches the state."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(payload_memory_bytes=0)
+            bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, weight=0.0)
+            await stage.wait(3.0)
+            stage.disconnect(ann, bob)
+            await stage.train(ann, *map(float, range(1, 13)))
+            await rested(stage)
+            spoil_files(ann, how)
+            stage.connect(ann, bob)
+            await stage.wait(10.0)
+            assert any(isinstance(event, ev.Fetched) for event in bob.events)
+            assert bob.versions == ann.versions
+            assert torch.equal(bob.state.theta, ann.state.theta)
+            assert bob.faults() == ann.faults() == {}
+
+    act(story)
+
+
+@pytest.mark.parametrize("how", ["gone", "cut", "flipped"])
+def test_a_learner_whose_contribution_the_disk_has_lost_takes_the_global_parameters(tmp_path: Path, how: str) -> None:
+    """Anything else would leave what it gave in its parameters, to be given again."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            bob = await stage.add("bob", genesis(stage.manifest), weight=0.0, payload_memory_bytes=0)
+            await stage.ready(bob)
+            await stage.wait(3.0)
+            lost: list[Held] = []
+
+            def lose(event: ev.Event, effects: list[ef.Effect]) -> None:
+                for effect in effects:
+                    if isinstance(effect, ef.Apply) and effect.settled:
+                        held = bob.driver.cargo.shelves[effect.header.shard].payloads[effect.settled[0]]
+                        assert held.data is not None
+                        data, held.path, held.data = bytearray(held.data), tmp_path / "lost", None
+                        if how != "gone":
+                            data[0] ^= how == "flipped"
+                            held.path.write_bytes(data[: len(data) - (how == "cut")])
+                        lost.append(held)
+
+            bob.before = lose
+            for _ in range(2):
+                ann.learner.step(1.0)
+                bob.learner.step(4.0)
+            for _ in range(2):
+                await stage.rest(ann)
+                await stage.rest(bob)
+            assert len(lost) == 1
+            assert ann.versions == bob.versions == [0, 1]
+            unmerged = torch.cat((torch.full((64,), 8.0), torch.zeros(64)))
+            assert torch.equal(bob.learner.flat(), bob.state.theta + unmerged)
+
+    act(story)
+
+
+class Full(LocalDisk):
+    is_full = True
+    tries = 0
+
+    def write(self, path: Path, parts: Iterable[Buffer]) -> None:
+        if path.parent.name == "payloads" and self.is_full:
+            self.tries += 1
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write(path, parts)
+
+
+def test_a_full_disk_costs_memory_and_no_payload(tmp_path: Path) -> None:
+    """It is tried again after a while, and not before; nothing half-written stays."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(payload_memory_bytes=0)
+            disk = ann.host.disk = Full()  # type: ignore[misc]
+            await stage.train(ann, *map(float, range(1, 9)))
+            await rested(stage)
+            tries = disk.tries
+            assert tries
+            assert not files_of(ann)
+            assert all(one.data is not None for one in held_by(ann))
+            await rested(stage)
+            assert disk.tries == tries
+            disk.is_full = False
+            await stage.wait(AGAIN_S + SWEEP_S)
+            await rested(stage)
+            assert any(one.data is None for one in held_by(ann))
+
+    act(story)
+
+
+def test_no_more_is_written_than_a_day_allows(tmp_path: Path) -> None:
+    """Own contributions stay in memory then; of the log what has no room there goes."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(payload_memory_bytes=0, write_bytes_per_day=24.0)
+            await stage.train(ann, *map(float, range(1, 25)))
+            await rested(stage)
+            assert len(files_of(ann)) <= 2, "what an hour allows, and the one that went beyond"
+            for shard, shelf in enumerate(ann.driver.cargo.shelves):
+                own = {edge.payload for edge in ann.machine.contributions.ledgers[shard].edges}
+                assert own <= set(shelf.payloads)
+
+    act(story)
+
+
+def test_what_an_earlier_life_left_goes_first(tmp_path: Path) -> None:
+    left = tmp_path / "ann" / "payloads" / "00000000-000000000001"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"left")
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            await stage.found()
+            await stage.wait(0.1)
+            assert not left.exists()
+
+    act(story)
+
+
+def test_a_payload_that_is_being_read_keeps_its_file(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(payload_memory_bytes=0)
+            store = ann.driver.store
+            held = Held(digest_of(b"payload"), b"payload")
+            store.spill(ShardId(0), held)
+            await stage.wait(0.1)
+            assert held.data is None
+            store.drop([held])
+            store.sweep()
+            await stage.wait(0.1)
+            assert held.read(LOCAL) == b"payload"
+            path = held.path
+            assert path is not None
+            del held
+            store.sweep()
+            await stage.wait(0.1)
+            assert not path.exists()
+
+    act(story)
+
+
+def test_what_is_read_at_once_is_bounded(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(payload_memory_bytes=0)
+            store, data = ann.driver.store, bytes(READ_BYTES // 4)
+            large = [Held(Digest(digest_of(data)), data) for _ in range(6)]
+            for held in large:
+                store.spill(ShardId(0), held)
+            await stage.wait(0.1)
+            came, failed = list[int](), list[bool]()
+            for held in large:
+                store.fetch(held, lambda data: came.append(len(data)), lambda: failed.append(True))
+            await stage.wait(0.1)
+            assert (len(came), len(failed)) == (4, 2)
+            store.fetch(large[0], lambda data: came.append(len(data)), lambda: failed.append(True))
+            await stage.wait(0.1)
+            assert (len(came), len(failed)) == (5, 2)
+
+    act(story)
