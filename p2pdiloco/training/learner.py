@@ -3,7 +3,7 @@
 Rules of this file:
 1. A step that fails, or whose loss is not finite, ends the learner before it can spoil a snapshot: ``Failed``, and the
    supervisor starts a new life from the global parameters.
-2. Training never waits for data: without a block in hand it draws random windows.
+2. Training never waits for data (``supply``).
 
 The inner optimizers are those that the manifest names (``optimizers``). A new life goes on with their state on the
 peer's disk (``inner_state``); without one it warms up briefly.
@@ -14,8 +14,6 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections import deque
-from collections.abc import Iterator
 from itertools import chain
 
 import torch
@@ -24,7 +22,6 @@ from torch import Tensor, nn
 from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.training.channel import Channel
-from p2pdiloco.training.corpus import Batches, Blocks, data_digest
 from p2pdiloco.training.corpus_files import Corpus
 from p2pdiloco.training.evaluation import held_out_loss
 from p2pdiloco.training.inner_state import InnerStateError, Keeper, put, take
@@ -35,6 +32,7 @@ from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.reunion import Reunion
 from p2pdiloco.training.schedule import learning_rate
 from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.training.supply import Supply
 from p2pdiloco.training.threads import ThreadChoice
 from p2pdiloco.training.trainable import trainable
 from p2pdiloco.training.transformer import loss
@@ -72,21 +70,9 @@ class Learner:
                 "tokens as many as the tokenizer has"
             )
         self._config = config
-        self._manifest = manifest
-        self._layout = layout
         self._device = torch.device(device)
         self._corpus = corpus
-        self._batches = Batches(corpus, config.model.context, config.inner.batch, f"{manifest.run}/{incarnation}")
-        """Random samples, when there is no block."""
-        self._data: Blocks | None = None
-        if manifest.blocks.number and data_digest(corpus) == manifest.blocks.data:
-            context, batch = config.model.context, config.inner.batch
-            self._data = Blocks(corpus, context, batch, manifest.blocks, manifest.run)
-        self._assigned: deque[Block] = deque()
-        self._block: Block | None = None
-        """In training; of it the batches that are left, and how many."""
-        self._in_block: Iterator[Tensor] = iter(())
-        self._left = 0
+        self._supply = Supply(manifest, corpus, incarnation)
         self._model = build(config.model, config.seed, manifest.tensors, base).to(self._device)
         self._flat = FlatParameters(trainable(self._model), manifest.tensors, layout)
         self._link = OuterLink(
@@ -109,7 +95,7 @@ class Learner:
             RuntimeError, ValueError: a step or a command failed; the node was told.
         """
         link = self._link
-        link.greet(device=str(self._device), inner_steps=self._inner_steps, has_blocks=self._data is not None)
+        link.greet(device=str(self._device), inner_steps=self._inner_steps, has_blocks=self._supply.has_blocks)
         try:
             while True:
                 if not link.is_training or link.is_resting:
@@ -129,19 +115,18 @@ class Learner:
 
     def train(self, block: Block) -> None:
         """This block of data is next but those given before."""
-        self._assigned.append(block)
+        self._supply.assign(block)
 
     def begin_again(self) -> None:
         """The node is lost, and with it the claim to what it had given."""
-        self._assigned.clear()
-        self._block = None
+        self._supply.clear()
 
     def _restore(self) -> None:
         """Go on with the inner optimizer's state on the disk, if there is one."""
         try:
             taken = None if self._keeper is None else self._keeper.read()
             if taken is not None:
-                self._inner_steps = put(taken, self._optimizers, self._batches)
+                self._inner_steps = put(taken, self._optimizers, self._supply.windows)
         except InnerStateError as error:
             self._link.trouble(f"the inner optimizer starts fresh, its state on the disk is not used: {error}")
 
@@ -150,7 +135,7 @@ class Learner:
         if self._keeper is not None:
             self._is_save_due = self._keeper.is_busy
             if not self._is_save_due:
-                self._keeper.keep(take(self._optimizers, self._batches, self._inner_steps))
+                self._keeper.keep(take(self._optimizers, self._supply.windows, self._inner_steps))
 
     def end(self) -> None:
         """A save that was put off is done before the process ends."""
@@ -172,7 +157,7 @@ class Learner:
     def _step(self) -> None:
         began = time.perf_counter()
         inner = self._config.inner
-        batch = self._next_batch().to(self._device)
+        batch = self._supply.next().to(self._device)
         with torch.autocast("cuda", torch.bfloat16, enabled=self._device.type == "cuda"):
             value = loss(self._model, batch)
         value.backward()  # type: ignore[no-untyped-call]
@@ -192,19 +177,5 @@ class Learner:
         if self._threads is not None and (number := self._threads.stepped(took_s)) is not None:
             torch.set_num_threads(number)
         self._link.stepped(batch.shape[0] * (batch.shape[1] - 1), measured, took_s)
-        self._trained_batch()
-
-    def _next_batch(self) -> Tensor:
-        """Of the block in hand, of the next one, or random windows: training never waits for data."""
-        if self._block is None and self._assigned and self._data is not None:
-            self._block = self._assigned.popleft()
-            self._in_block = self._data.batches(self._block)
-            self._left = self._manifest.blocks.samples // self._config.inner.batch
-        return next(self._batches if self._block is None else self._in_block)
-
-    def _trained_batch(self) -> None:
-        """One batch less of the block in training."""
-        self._left -= 1
-        if self._block is not None and self._left == 0:
-            self._link.block_finished(self._block)
-            self._block = None
+        if (block := self._supply.trained()) is not None:
+            self._link.block_finished(block)

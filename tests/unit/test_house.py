@@ -26,7 +26,6 @@ LARGE = {
     "node/node.Node": 19,
     "peer/peer.Peer": 19,
     "protocol/membership.Membership": 20,
-    "training/learner.Learner": 19,
 }
 """Classes with more attributes, and how many."""
 TWO_SIDES = """
