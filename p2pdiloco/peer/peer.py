@@ -239,7 +239,8 @@ class Peer:
             return Ending(1, f"{reason}; {unmerged:,} tokens were not merged in time and are lost ({why})")
         if self.supervision.trouble:
             return Ending(1, f"{reason}; {self.supervision.trouble}")
-        if missing := self.machine.view.missing:
+        missing = self.machine.view.missing
+        if missing and self.machine.view.has_finished:  # who is sent away may come back, and goes on then
             return Ending(
                 APART,
                 f"{reason}, but {missing} of the peers that were here were lost at once and have not come back: they "
