@@ -26,7 +26,6 @@ class Due(Enum):
     LIFE = "life"
     QUESTION = "question"
     ASKING = "asking"
-    LANES = "lanes"
     LOOK = "look"
 
 
