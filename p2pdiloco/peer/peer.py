@@ -393,8 +393,7 @@ class Peer:
                 return False
         if shard >= len(self.layout.shards):
             return False
-        elements = self.layout.shards[shard].elements
-        return size <= payload_limit(elements) + SIGNATURE_BYTES + list_bytes(elements)
+        return size <= payload_limit(of := self.layout.shards[shard].elements) + SIGNATURE_BYTES + list_bytes(of)
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:
         """A request came."""
