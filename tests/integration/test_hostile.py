@@ -187,7 +187,8 @@ def test_a_hostile_peer_does_no_harm(tmp_path: Path) -> None:
             evil = uvloop.run(attack(address, [ann, bob], begin=stack.close))
         reports = []
         for member in (ann, bob):
-            assert ended(member, 2 * START_S) == 0, log_lines(member)
+            # 4: the hostile peer goes without a word, and is one of two others, as if there had been a cut (rule C6)
+            assert ended(member, 2 * START_S) in (0, 4), log_lines(member)
             reports.append(report_of(member))
     assert reports[0]["digests"] == reports[1]["digests"]
     assert sum(report["tokens_trained"] for report in reports) == reports[0]["tokens_merged"]
