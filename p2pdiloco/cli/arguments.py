@@ -286,6 +286,12 @@ def _add_peer(sub: argparse.ArgumentParser) -> None:
         help="where this peer shows itself to browsers (default: a free port, for this machine alone; another HOST "
         "asks for a token)",
     )
+    sub.add_argument(
+        "--notify",
+        default="",
+        metavar="COMMAND|URL",
+        help="run it, or post to it, when this peer is stuck, alone, diverging, short of disk, or done",
+    )
     sub.add_argument("--learner", default="", metavar="NAME", help=argparse.SUPPRESS)  # p2pdiloco.DiLoCo's node
     sub.add_argument("--journal", action="store_true", help="record every event, for p2pdiloco replay")
 

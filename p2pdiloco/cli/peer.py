@@ -47,6 +47,7 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
             is_battery_used=getattr(arguments, "on_battery", False),
         ),
         page=getattr(arguments, "page", "off"),
+        notify=getattr(arguments, "notify", ""),
         has_journal=arguments.journal,
     )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime.channel import Channel
 from p2pdiloco.runtime.transport import Transport
+from p2pdiloco.watch.alerts import Alert, Alerts
 from p2pdiloco.watch.chronicle import Chronicle, finite
 from p2pdiloco.watch.picture import (
     Costs,
@@ -81,8 +83,9 @@ class Lookout:
             [shard.elements for shard in peer.layout.shards],
             config.inner.steps,
         )
-        self.troubles: tuple[str, ...] = ()
-        """Of alerts; the status's own is told anyway."""
+        self.tell: Callable[[Alert], None] = lambda _: None
+        """Hears of alerts."""
+        self._alerts = Alerts()
         self._live: tuple[PeerId, ...] = ()
         self._since: dict[str, tuple[object, float]] = {}
         """Of each peer its connection, and when that was seen first."""
@@ -157,10 +160,22 @@ class Lookout:
             if now - prospect_at >= OUTLOOK_S and self._peer.machine.view.is_current:
                 prospect_at = now
                 self._outlook.look(now, self._status())
+                await self._look_for_alerts()
             if now - asked_at >= ASK_S and self.is_watched and not self._peer.options.learner.script:
                 asked_at = now
                 await self.figures.look_round()
             await asyncio.sleep(LOOK_S)
+
+    async def _look_for_alerts(self) -> None:
+        """Tell what a person should know."""
+        folder = self._peer.options.folder
+        room = (await asyncio.to_thread(shutil.disk_usage, folder)).free
+        for alert in self._alerts.look(self._peer.host.now(), self._seen(), room):
+            self._metrics.write("alert", kind=alert.kind, text=alert.text, is_over=alert.is_over)
+            self.tell(alert)
+
+    def _alerts_told(self) -> tuple[str, ...]:
+        return tuple(text for kind, text in self._alerts.present.items() if kind != "trouble")
 
     @property
     def is_watched(self) -> bool:
@@ -173,7 +188,11 @@ class Lookout:
         return self.picture()
 
     def picture(self) -> Picture:
-        """Of this moment."""
+        """Of this moment, with what lasts of alerts."""
+        seen = self._seen()
+        return msgspec.structs.replace(seen, troubles=tuple(dict.fromkeys((*seen.troubles, *self._alerts_told()))))
+
+    def _seen(self) -> Picture:
         now, status = time.time(), self._status()
         base = self.chronicle.picture(now)
         peers = self._rows(now, status, base.peers)
@@ -196,7 +215,7 @@ class Lookout:
                 held_out_loss=finite(status.held_out_loss),
                 held_out_step=status.held_out_step,
             ),
-            attendance=Headcount(
+            headcount=Headcount(
                 known=status.known,
                 live=status.live,
                 participating=status.participating,
@@ -210,7 +229,7 @@ class Lookout:
             ),
             shards=self._shards({row.shard: row.at for row in base.shards}),
             peers=peers,
-            troubles=tuple(dict.fromkeys((*([status.trouble] if status.trouble else []), *self.troubles))),
+            troubles=(status.trouble,) if status.trouble else (),
         )
 
     def _link_use(self, status: PeerStatus) -> LinkUse:

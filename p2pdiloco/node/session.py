@@ -27,6 +27,7 @@ from p2pdiloco.node.lookup import (
 )
 from p2pdiloco.node.node import Node
 from p2pdiloco.node.notices import leave_when_asked
+from p2pdiloco.node.notifier import Notifier
 from p2pdiloco.node.page import served
 from p2pdiloco.node.results import finished
 from p2pdiloco.node.run_folder import (
@@ -49,6 +50,7 @@ from p2pdiloco.runtime import addresses, logs
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.training.sources import tell_sources
+from p2pdiloco.watch.alerts import Alert
 from p2pdiloco.wire.invites import Invite
 
 log = logs.get("session")
@@ -345,8 +347,14 @@ async def take_part(
         announcing = asyncio.create_task(_announce(manifest, directory), name="announce run")
         try:
             with leave_when_asked(node, options.machine.spot):
-                async with served(node.lookout, options.folder, options.page, say):
-                    return await node.run(say)
+                async with (
+                    served(node.lookout, options.folder, options.page, say),
+                    Notifier(options.notify, identity.peer_id) as notifier,
+                ):
+                    node.lookout.tell = notifier.tell
+                    ending = await node.run(say)
+                    notifier.tell(Alert(kind="done", text=ending.reason))
+                    return ending
         finally:
             announcing.cancel()
             await asyncio.gather(announcing, return_exceptions=True)

@@ -85,6 +85,8 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     is_fetching: bool = False
     """It goes as soon as it holds what its peers hold."""
     machine: MachineOptions = MachineOptions()
+    notify: str = ""
+    """Command or address that is told of alerts (``node/notifier.py``)."""
     page: str = "off"
     """Where this peer serves its page: ``off``, ``auto`` (a free port of loopback), a port there, or HOST:PORT."""
     has_journal: bool = False

@@ -14,6 +14,7 @@ from p2pdiloco.simulation.planted_memory import BUGS as MEMORY_BUGS
 from p2pdiloco.simulation.planted_net import BUGS as NET_BUGS
 from p2pdiloco.simulation.planted_results import BUGS as RESULTS_BUGS
 from p2pdiloco.simulation.planted_state import BUGS as STATE_BUGS
+from p2pdiloco.simulation.planted_watch import BUGS as WATCH_BUGS
 from p2pdiloco.simulation.planter import Bug
 
 _CARGO = "p2pdiloco.peer.cargo"
@@ -334,5 +335,6 @@ BUGS = (
     *LEARNER_BUGS,
     *NET_BUGS,
     *MEMBERS_BUGS,
+    *WATCH_BUGS,
     *RESULTS_BUGS,
 )

@@ -232,7 +232,7 @@ class Chronicle:
                 done=min(1.0, self._course.step / total) if total else None,
                 swarm_tokens_per_s=sum(told.tokens_per_s for told in words.values()),
             ),
-            attendance=Headcount(
+            headcount=Headcount(
                 known=max(self._live, len(words)),
                 live=max(self._live, len(words)),
                 participating=len(words),

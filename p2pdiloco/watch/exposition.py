@@ -81,7 +81,7 @@ Samples = dict[str, list[tuple[Labels, float | None]]]
 def _samples(picture: Picture) -> Samples:
     course, link, costs, title = picture.course, picture.link, picture.costs, picture.title
     versions = [row.version for row in picture.shards]
-    present = picture.attendance
+    present = picture.headcount
     states = {
         "known": present.known,
         "live": present.live,

@@ -166,7 +166,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     title: Title
     course: Course
-    attendance: Headcount
+    headcount: Headcount
     link: LinkUse
     costs: Costs
     shards: tuple[ShardRow, ...] = ()

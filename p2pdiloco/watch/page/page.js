@@ -56,7 +56,7 @@ function pulse() {
 // -------------------------------------------------------------------------------------------------------- picture
 
 function show() {
-  const p = picture, c = p.course, a = p.attendance, l = p.link;
+  const p = picture, c = p.course, a = p.headcount, l = p.link;
   document.title = (c.held_out_loss != null ? loss(c.held_out_loss) + " · " : "") + p.title.name;
   say("name", p.title.name);
   say("where", `run ${p.title.run.slice(0, 12)} · ${p.title.parameters ? amount(p.title.parameters) + " parameters · " : ""}seen by ${short(p.title.me)}`);

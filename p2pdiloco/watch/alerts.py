@@ -1,0 +1,111 @@
+"""When a person should be told without looking: stuck, alone, diverging, disk, membership, done. Pure.
+
+Rules of this file:
+1. An alert is told once when it begins and once when it is over. What lasts shorter than ``PATIENCE_S`` is none.
+2. It is judged from the picture and two amounts of this machine (room on the disk, time left of the membership), and
+   time is a number. Looked at every few seconds, each kind is noticed within a minute.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from p2pdiloco.watch.picture import Picture
+
+Kind = Literal["stuck", "alone", "diverging", "disk", "membership", "trouble", "done"]
+PATIENCE_S = 10.0
+STUCK_S = 45.0
+STUCK_TURNS = 6.0
+"""No version for so long, and for so many of the usual pauses between two. Before there was one, the machine's own
+patience (``protocol/trouble.py``) decides."""
+WORSE = 0.15
+"""A held-out loss that is so much above the best one, as a share,"""
+WORSE_NATS = 0.3
+"""and by so much at least."""
+LEAST_ROOM_BYTES = 1 << 30
+MEMBERSHIP_S = 86400.0
+
+
+class Alert(msgspec.Struct, frozen=True, kw_only=True):
+    """For whoever is to be told."""
+
+    kind: Kind
+    text: str
+    is_over: bool = False
+
+
+class Alerts:
+    """Of one peer."""
+
+    def __init__(self) -> None:
+        self.present: dict[Kind, str] = {}
+        """What lasts now, in sentences."""
+        self._since: dict[Kind, float] = {}
+        self._most_live = 1
+        self._best: float | None = None
+        self._newest = 0.0
+        self._moved_at: float | None = None
+        self._pause_s = 0.0
+        """Usual between two versions."""
+
+    def look(
+        self, now: float, picture: Picture, room_bytes: float | None = None, membership_s: float | None = None
+    ) -> list[Alert]:
+        """What is to be told. ``now``: seconds that never go back; None: not known, or without an end."""
+        found = self._found(now, picture, room_bytes, membership_s)
+        told = []
+        for kind, text in found.items():
+            since = self._since.setdefault(kind, now)
+            is_news = kind not in self.present and (now - since >= PATIENCE_S or kind == "stuck")
+            if is_news:
+                told.append(Alert(kind=kind, text=text))
+            if is_news or kind in self.present:
+                self.present[kind] = text
+        for kind in [kind for kind in self._since if kind not in found]:
+            del self._since[kind]
+            if self.present.pop(kind, None) is not None:
+                told.append(Alert(kind=kind, text=f"{kind}: over", is_over=True))
+        return told
+
+    def _found(
+        self, now: float, picture: Picture, room_bytes: float | None, membership_s: float | None
+    ) -> dict[Kind, str]:
+        found: dict[Kind, str] = {}
+        trouble = "; ".join(picture.troubles)
+        if trouble:
+            found["trouble"] = trouble
+        stuck = self._stuck(now, picture)
+        if stuck:
+            found["stuck"] = stuck
+        live = picture.headcount.live
+        self._most_live = max(self._most_live, live)
+        if live == 1 and self._most_live > 1 and picture.course.phase in ("training", "following"):
+            found["alone"] = "all other peers are gone: this one goes on alone. Look at the link, or start another peer"
+        loss = picture.course.held_out_loss
+        if loss is not None:
+            self._best = loss if self._best is None else min(self._best, loss)
+            if loss - self._best > max(WORSE_NATS, WORSE * self._best):
+                found["diverging"] = (
+                    f"the held-out loss is {loss:.3f}, and was {self._best:.3f}: look at who joined, and at rates"
+                )
+        if room_bytes is not None and room_bytes < LEAST_ROOM_BYTES:
+            found["disk"] = f"{room_bytes / 1e6:,.0f} MB are left on the disk of the state folder: make room"
+        if membership_s is not None and membership_s < MEMBERSHIP_S:
+            found["membership"] = f"the membership ends in {max(0.0, membership_s) / 3600:.1f} hours: ask for an invite"
+        return found
+
+    def _stuck(self, now: float, picture: Picture) -> str:
+        newest = max((row.at for row in picture.shards), default=0.0)
+        goes_on = picture.course.phase in ("training", "following") and picture.headcount.participating > 0
+        if newest != self._newest or self._moved_at is None or not goes_on:
+            if self._newest and newest > self._newest:
+                pause_s = newest - self._newest
+                self._pause_s = pause_s if not self._pause_s else self._pause_s + 0.2 * (pause_s - self._pause_s)
+            self._newest, self._moved_at = newest, now
+            return ""
+        since_s = now - self._moved_at
+        if not self._pause_s or since_s < max(STUCK_S, STUCK_TURNS * self._pause_s):
+            return ""
+        return f"no new version for {since_s:.0f} s: look for learners that give nothing, and at the links"

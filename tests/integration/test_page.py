@@ -1,0 +1,131 @@
+"""The page in a real headless browser: it loads, lives, shows hostile words as text, and finds its peer's next life."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from benchmarks.watch import browser as browsers
+from benchmarks.watch.browser import Tab, browser
+from benchmarks.watch.shots import crowd
+from p2pdiloco.watch.chronicle import Chronicle
+from p2pdiloco.watch.picture import Headline, History, OwnWords, PeerRow, Picture, Sample, Title
+from p2pdiloco.watch.playback import Recording, player
+from p2pdiloco.watch.server import PageServer
+
+pytestmark = [
+    pytest.mark.heavy,
+    pytest.mark.skipif(
+        browsers.found() is None, reason="no headless browser here: install chromium, or name one in P2PDILOCO_BROWSER"
+    ),
+]
+HOSTILE = "<img src=x onerror=\"document.title='evil'\"></td><script>document.title='evil'</script>"
+ME = "12D3KooW" + "A" * 44
+LOADED = "typeof picture !== 'undefined' && picture !== null && history !== null"
+
+
+class Live:
+    """A peer whose events are the test's, and whose others say hostile words."""
+
+    def __init__(self) -> None:
+        self.chronicle = Chronicle(Title(run="5" * 40, name="story", me=ME), [1], 100)
+        self.step(1)
+
+    def step(self, number: int) -> None:
+        base: dict[str, Any] = {"time": 100.0 + number, "step": number, "tokens": 1000 * number}
+        contributors = {f"{ME}/1": 1000}
+        self.chronicle.take(
+            {**base, "event": "commit", "shard": 0, "version": number, "owner": ME, "contributors": contributors}
+        )
+        self.chronicle.take({**base, "event": "evaluation", "version": number, "loss": 5.0 / number})
+
+    def picture(self) -> Picture:
+        told = self.chronicle.picture(101.0)
+        words = OwnWords(
+            phase=HOSTILE,
+            tokens_per_s=1.0,
+            tokens=1,
+            loss=None,
+            version_min=1,
+            version_max=1,
+            up_bytes=0,
+            down_bytes=0,
+            blocked_s=0.0,
+            trouble=HOSTILE,
+        )
+        other = PeerRow(peer=HOSTILE, is_live=True, words=words)
+        return msgspec.structs.replace(
+            told,
+            peers=(*told.peers, other),
+            headlines=(Headline(at=1.0, level=HOSTILE, text=HOSTILE),),
+            troubles=(HOSTILE,),
+            counts={HOSTILE: 1},
+            sample=Sample(at=1.0, step=1, text=HOSTILE),
+        )
+
+    def history(self) -> History:
+        return self.chronicle.history()
+
+    @property
+    def mark(self) -> int:
+        return self.chronicle.mark
+
+
+def test_it_loads_lives_and_comes_back_after_a_restart_and_hostile_words_stay_words() -> None:
+    async def whole() -> None:
+        live = Live()
+        async with browser() as tab:
+            async with PageServer(lambda _: live) as server:
+                port = server.port
+                await tab.open(server.address)
+                await tab.until(LOADED, "it shows something")
+                assert await tab.text("name") == "story"
+                assert await tab.text("loss") == "5.000"
+                await is_harmless(tab)
+                for number in range(2, 6):
+                    live.step(number)
+                await tab.until("document.getElementById('loss').textContent === '1.000'", "it is live")
+                await tab.until("document.querySelectorAll('#curve circle').length === 5", "and so is the curve")
+                await tab.press("x")
+                assert await tab.value("document.getElementById('over-time').getAttribute('aria-pressed')") == "true"
+                was = await tab.value("getComputedStyle(document.body).backgroundColor")
+                await tab.press("t")
+                assert await tab.value("getComputedStyle(document.body).backgroundColor") != was
+            lost = "document.getElementById('pulse').classList.contains('lost')"
+            await tab.until(lost, "it says that nobody answers")
+            live.step(6)
+            async with PageServer(lambda _: live, port=port):
+                await tab.until("document.getElementById('loss').textContent === '0.833'", "it is there again")
+                await tab.until(f"!{lost}", "and says so")
+
+    asyncio.run(whole())
+
+
+async def is_harmless(tab: Tab) -> None:
+    assert await tab.value("document.querySelectorAll('main img, main script, footer script').length") == 0
+    assert "evil" not in await tab.value("document.title")
+    assert HOSTILE in await tab.text("troubles")
+    assert HOSTILE in await tab.text("headlines")
+    assert not tab.complaints
+
+
+def test_sixty_four_recorded_peers_fit_a_phone_and_are_drawn_in_time(tmp_path: Path) -> None:
+    recording = Recording(crowd(tmp_path))
+
+    async def whole() -> None:
+        async with PageServer(lambda query: player(recording, query, 60.0)) as server, browser() as tab:
+            await tab.open(f"{server.address}/?at={recording.ends}", 390, 844, dark=True)
+            await tab.until(LOADED, "it shows something")
+            assert await tab.value("picture.peers.length") >= 60
+            await tab.until("document.documentElement.scrollWidth <= 390", "nothing sticks out")
+            drawn = "(() => { const t = performance.now(); show(); redraw(); return performance.now() - t })()"
+            took_ms = await tab.value(drawn)
+            assert took_ms < 500.0
+            assert not await tab.value("document.getElementById('playback').hidden")
+            assert not tab.complaints
+
+    asyncio.run(whole())
