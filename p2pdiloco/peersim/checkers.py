@@ -176,18 +176,13 @@ class Checks:
         payload = None if held is None else self._bytes_of(peer, held)
         if parent is not None and held is not None and payload is None:
             return None  # its disk has lost it
-        if parent is None or payload is None:
+        is_forgotten = held is None and peer.config.peer in self.forgetful  # while it was being applied
+        if parent is None or (payload is None and not is_forgotten):
             self.violated(1, f"{peer.config.peer[-6:]} commits {head[:8]} of shard {shard} on nothing")
             return None
         self.commits += 1
         self.forks += (shard, header.parent) in self._children
         self._children.add((shard, header.parent))
-        change = self.decoded(shard, payload)
-        self._is_merged(shard, header, change)
-        outer = self.world.manifest.config.outer
-        rate, factor = np.float32(outer.learning_rate), np.float32(outer.momentum)
-        momentum = parent.momentum * factor + change
-        theta = parent.theta - rate * (change + factor * momentum)
         marks = dict(parent.marks)
         for c in header.contributors:
             if c.tokens_from < marks.get(c.learner, 0):
@@ -196,12 +191,22 @@ class Checks:
         actual_theta, actual_momentum = self._tensors(peer, shard)
         actual = actual_theta.copy(), actual_momentum.copy()
         value = Value(*actual, marks, header.step, header.version, header.owner, header.result)
-        if not self._is_near(value, theta, momentum):
+        if payload is not None and not self._is_step(parent, value, shard, header, payload):
             if peer.config.peer in self.spoilt:
                 return None
             self.violated(1, f"commit {head[:8]} of shard {shard} does not give what its payload says")
         self.values[shard, head] = value
         return value
+
+    def _is_step(self, parent: Value, value: Value, shard: ShardId, header: CommitHeader, payload: Payload) -> bool:
+        """Whether ``value`` is the outer step of this commit's payload on its parent."""
+        change = self.decoded(shard, payload)
+        self._is_merged(shard, header, change)
+        outer = self.world.manifest.config.outer
+        rate, factor = np.float32(outer.learning_rate), np.float32(outer.momentum)
+        momentum = parent.momentum * factor + change
+        theta = parent.theta - rate * (change + factor * momentum)
+        return self._is_near(value, theta, momentum)
 
     def _is_near(self, value: Value, theta: NDArray[Any], momentum: NDArray[Any]) -> bool:
         return np.allclose(theta, value.theta, atol=1e-4) and np.allclose(momentum, value.momentum, atol=1e-4)

@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 
 from p2pdiloco.peersim import report
-from p2pdiloco.peersim.faults import FirstKind, FurtherKind
+from p2pdiloco.peersim.faults import FirstKind, FurtherKind, LateKind
 from p2pdiloco.peersim.report import PRIVATE, BugFound, Outcome
 
 JOBS = os.cpu_count() or 1
@@ -47,7 +47,7 @@ def test_whole_peers_keep_what_must_hold(found: dict[int, Outcome]) -> None:
     assert sum(o.forks for o in fixed) > 20
     assert sum(o.lives for o in fixed) > 2 * len(fixed)
     happened = {kind for o in fixed for kind in o.happened}
-    missing = {*get_args(FirstKind), *get_args(FurtherKind)} - happened
+    missing = {*get_args(FirstKind), *get_args(FurtherKind), *get_args(LateKind)} - happened
     assert len(missing) <= 8, f"faults that hit nobody: {sorted(missing)}"
     assert "repeated" in happened
 
