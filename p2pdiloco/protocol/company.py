@@ -21,6 +21,8 @@ class Company:
         self.silently_lost_at: float | None = None
         """When a live peer was last lost that had not said goodbye."""
         self.missing: set[int] = set()
+        self.has_left = False
+        """This peer has gone in order: who goes after it is not lost."""
         self._here: frozenset[int] = frozenset()
         """Heard by this peer, or by one that it hears."""
         self._lost: dict[int, float] = {}
@@ -34,7 +36,7 @@ class Company:
     def look(self, now: float, here: frozenset[int], window_s: float, *, is_silent: bool) -> None:
         """Those are ``here`` now; ``is_silent``: one was lost that had not said goodbye."""
         gone, self._here = self._here - here, here
-        if is_silent:
+        if is_silent and not self.has_left:
             self.silently_lost_at = now
             self._lost.update(dict.fromkeys(gone, now))
         self._lost = {one: at for one, at in self._lost.items() if one not in here and now - at <= window_s}

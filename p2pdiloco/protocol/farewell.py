@@ -129,7 +129,7 @@ class Farewell:
 
     def _go(self, level: str, how: str) -> None:
         core = self.core
-        self.is_done = True
+        self.is_done = core.membership.company.has_left = True
         core.alarms.cancel(("depart", 0))
         core.note("warning" if level == "warning" else "info", "leave", f"{self.reason}; {how}")
         core.send(tuple(sorted(core.membership.peers)), Leaving(self.reason))

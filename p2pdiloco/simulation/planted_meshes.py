@@ -218,8 +218,8 @@ BUGS = (
     Bug(
         "who leaves taken for lost",
         f"{_P}.company",
-        "if is_silent:",
-        "if True:",
+        "if is_silent and not self.has_left:",
+        "if not self.has_left:",
         "the last two of a run wait for those who have gone home",
         (f"{_COMPANY}::test_who_says_goodbye_is_not_missing",),
     ),

@@ -165,3 +165,12 @@ def test_where_a_majority_is_needed_no_version_is_made_without_it() -> None:
     effects = stage.work(stage.give() + stage.wait(8.0))
     assert not only(effects, ef.Merge)
     assert only(stage.offer(B), ef.Merge)
+
+
+def test_who_goes_after_this_peer_is_not_lost() -> None:
+    """C6a: two that leave at the same moment do not hear each other's goodbye."""
+    stage = Stage(B, total_steps=4, has_learner=False)
+    effects = stage.tell(ev.LeaveRequested("asked to"))
+    assert only(effects, ef.Leave)
+    lose(stage, B)
+    assert missing(stage) == 0
