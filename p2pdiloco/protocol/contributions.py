@@ -28,7 +28,7 @@ from p2pdiloco.protocol.workload import Workload
 class FragmentTurn:
     """One fragment's turns."""
 
-    __slots__ = ("asked_at", "encoding", "failure", "is_snapshotting", "open", "step", "steps", "tokens")
+    __slots__ = ("asked_at", "encoding", "is_snapshotting", "open", "step", "steps", "tokens")
 
     def __init__(self) -> None:
         self.step = 0
@@ -40,8 +40,6 @@ class FragmentTurn:
         """When that was asked for."""
         self.encoding: dict[ShardId, tuple[Digest, Contributor]] = {}
         """Shards being encoded: the heads that their outer gradients are relative to, and the ranges."""
-        self.failure = ""
-        """Why none of the last snapshot's could be; empty if one could, or the head moved."""
         self.steps = 0
         """The learner's counters at the last snapshot."""
         self.tokens = 0
@@ -188,7 +186,6 @@ class Contributions:
         turn.is_snapshotting = False
         self.trouble.answered()
         turn.steps, turn.tokens = event.steps, event.tokens
-        turn.failure = ""
         for shard in turn.open:
             if self.has_given(shard) or self.merges.collections[shard].is_closed:
                 continue
@@ -216,7 +213,7 @@ class Contributions:
         shard, given = event.shard, event.contributor
         turn = self.turns[self.core.fragment_of[shard]]
         if turn.encoding.get(shard) == (event.base, replace(given, payload=b"", signature=b"")):
-            self.trouble.encoded()
+            self.trouble.encoded(shard)
             if shard in turn.open and event.base == self.core.head(shard).id:
                 self.ledgers[shard].record(self._mark(shard).tokens, given.tokens_to, Digest(given.payload.hex()))
                 self._contribute(shard, given, event.payload_bytes)
@@ -229,13 +226,11 @@ class Contributions:
             self.core.note("debug", "contribution", f"shard {shard} not encoded: {reason}")
             if shard in turn.open and turn.encoding[shard][0] == self.core.head(shard).id:
                 self._give_nothing(shard)
-                turn.failure = reason
+                self.trouble.encode_failed(shard, reason)
             self._finished_encoding(turn, shard)
 
     def _finished_encoding(self, turn: FragmentTurn, shard: ShardId) -> None:
         turn.encoding.pop(shard)
-        if not turn.encoding and turn.failure and not any(map(self.has_given, turn.open)):
-            self.trouble.turn_failed(turn.failure)
         if not turn.encoding and any(s not in self.pending for s in turn.open):
             self._ask_for_snapshot(self.core.fragment_of[shard])
 

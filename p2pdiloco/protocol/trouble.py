@@ -9,9 +9,10 @@ Rules of this file:
 from __future__ import annotations
 
 from p2pdiloco.protocol.core import Core
+from p2pdiloco.protocol.identifiers import ShardId
 
 POISONED_TURNS = 2
-"""Turns in a row in which nothing of the learner's could be encoded."""
+"""Turns in a row in which nothing of the learner's could be encoded for one and the same shard."""
 STUCK_PERIODS = 4
 """Periods of H steps without a new version of a shard, but at least ``stuck_s``."""
 
@@ -31,7 +32,8 @@ class Trouble:
         self.poisoned = ""
         self.silent = ""
         self.stuck = ""
-        self._failed_turns = 0
+        self._failed_turns: dict[ShardId, int] = {}
+        """In a row. A shard without them: the last one was encoded."""
         self._moved_at = [0.0] * len(core.chains)
         self._idle_at = 0.0
         """When nobody participated last."""
@@ -45,22 +47,23 @@ class Trouble:
 
     def learner_changed(self) -> None:
         """Another one: what the last one could not give says nothing of it."""
-        self._failed_turns, self.poisoned, self.silent = 0, "", ""
+        self._failed_turns, self.poisoned, self.silent = {}, "", ""
 
-    def encoded(self) -> None:
+    def encoded(self, shard: ShardId) -> None:
         """An outer gradient of the learner's is sound."""
-        self._failed_turns = 0
-        if self.poisoned:
+        self._failed_turns.pop(shard, None)
+        if self.poisoned and max(self._failed_turns.values(), default=0) < POISONED_TURNS:
             self.poisoned = ""
             self._participate()
             self.core.note("info", "poisoned", "the learner's outer gradients can be encoded again")
 
-    def turn_failed(self, reason: str) -> None:
-        """Nothing of a turn's could be encoded, though its base is still the head."""
-        self._failed_turns += 1
-        if self._failed_turns >= POISONED_TURNS and not self.poisoned:
+    def encode_failed(self, shard: ShardId, reason: str) -> None:
+        """Nothing of a turn's could be encoded for this shard, though its base is still the head: it would stand still
+        as long as others wait for this learner."""
+        turns = self._failed_turns[shard] = self._failed_turns.get(shard, 0) + 1
+        if turns >= POISONED_TURNS and not self.poisoned:
             self.poisoned = (
-                f"the learner's outer gradients cannot be encoded, {self._failed_turns} turns in a row ({reason}): "
+                f"the learner's outer gradients cannot be encoded, {turns} turns in a row ({reason}): "
                 "what it trains is not merged, and the others go on without it. Look at its loss, and restart it"
             )
             self._participate()

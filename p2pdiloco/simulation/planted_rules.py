@@ -265,6 +265,14 @@ BUGS = (
         "test_trouble.py::test_the_others_go_on_without_a_poisoned_learner",
     ),
     _bug(
+        "what can be encoded hides a shard that cannot",
+        "trouble",
+        "self._failed_turns.pop(shard, None)",
+        "self._failed_turns.clear()",
+        "a shard waits for ever for a learner that is poisoned there alone, with K = 2",
+        "test_trouble.py::test_a_learner_of_which_one_shard_cannot_be_encoded_does_not_participate",
+    ),
+    _bug(
         "a recovered learner stays out",
         "trouble",
         '            self.poisoned = ""\n            self._participate()\n',

@@ -41,6 +41,23 @@ def test_a_learner_that_can_give_nothing_two_turns_in_a_row_does_not_participate
     assert not notes(fail(stage), "poisoned")
 
 
+def test_a_learner_of_which_one_shard_cannot_be_encoded_does_not_participate() -> None:
+    """N1a: that shard would wait for it for ever, whatever it gives of the others (whole peers, 8000413)."""
+    stage = Stage(B, C, owners="abc", min_quorum=2, fragments=((0, 1),))
+    stage.says(C, is_participating=False)
+    told: list[str] = []
+    for _ in range(2):
+        for encode in only(stage.work(stage.train(4), ef.Snapshot), ef.Encode):
+            is_sound = encode.shard != SHARD
+            told += notes(
+                stage.tell(stage.end_of(encode) if is_sound else ev.Failed("encode", SHARD, None, NAN)), "poisoned"
+            )
+        commit_of_b(stage, 40 * len(told))
+        stage.wait(0.6)
+    assert len(told) == 1
+    assert A not in stage.machine.status().participating
+
+
 def test_a_poisoned_learner_participates_again_when_something_can_be_encoded() -> None:
     """N1b: or when it is another one; a success between two failures counts, too."""
     stage = Stage(B, owners="bac")
