@@ -28,11 +28,14 @@ DEAR = ("base", "complete", "found", "report")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """What shares a dear fixture goes to one worker, as ``--dist loadgroup`` tells by an id's end. xdist 3.8 would set
-    that for a mark, but sets what pytest 9.2 does not read any more."""
-    for name in DEAR if hasattr(item.config, "workerinput") else ():
-        if name in getattr(item, "fixturenames", ()):
-            item._id = coerce_node_id(f"{item.nodeid}@{name}")
+    """What shares a dear fixture, or what only one may use (a mark ``xdist_group``), goes to one worker, as ``--dist
+    loadgroup`` tells by an id's end. xdist 3.8 would set that for a mark, but sets what pytest 9.2 does not read."""
+    if not hasattr(item.config, "workerinput"):
+        return
+    mark = item.get_closest_marker("xdist_group")
+    dear = [name for name in DEAR if name in getattr(item, "fixturenames", ())]
+    for name in [mark.args[0]] if mark else dear:
+        item._id = coerce_node_id(f"{item.nodeid}@{name}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

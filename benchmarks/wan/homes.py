@@ -44,7 +44,7 @@ CONFIG = {
     "data.kind": "files",
     "data.pattern": "*.txt",
     "data.held_out_share": 0.3,
-    "inner.batch": 32,
+    "inner.batch": 256,
     "inner.warmup": 5,
     "schedule.fragments": 2,
     "schedule.sync_every": 8,
@@ -183,7 +183,7 @@ def train(
         own = ["--threads", "1", "--data", str(corpus), "--stay-s", "0"]
         founder = Home(made, sites[0], folder, ["start", str(config), "--bootstrap", where, *own])
         homes.append(founder)
-        wait_for(lambda: "meeting point" in founder.told(), homes, START_S, "the founder looks around")
+        wait_for(lambda: "to join from" in founder.told(), homes, START_S, "the founder's run")
         homes += [Home(made, site, folder, ["join", where, *own]) for site in sites[1:]]
         began = time.monotonic()
         wait_for(lambda: all(home.live == len(homes) for home in homes), homes, START_S, "all are connected")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ from troupe import Member, Stage, act
 
 from p2pdiloco.peer.cargo import SWEEP_S, SWEPT_AT_ONCE, Cargo
 from p2pdiloco.peer.checkpoint import load
+from p2pdiloco.peer.own_commits import FOLDER as OWN
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.peer.signatures import signed
 from p2pdiloco.protocol import effects as ef
@@ -325,6 +327,7 @@ def test_the_proof_of_a_head_is_kept_without_a_log(tmp_path: Path) -> None:
             stage.kill(ann)
             found = load(tmp_path / "ann" / "checkpoint")
             assert found is not None
+            shutil.rmtree(tmp_path / "ann" / OWN)  # its own commits would tell as well
             again = await stage.add("ann", InitialState(found.shards, found.theta, found.momentum), has_learner=False)
             await stage.wait(3 * SWEEP_S)
             newcomer = await stage.add("cid", has_learner=False)
