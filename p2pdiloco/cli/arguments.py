@@ -147,7 +147,7 @@ def _fetch(sub: argparse.ArgumentParser) -> None:
         tokenizer=None,
         model=None,
         checkpoint_s=1e6,
-        write_gb=20.0,
+        write_gb=19.0,
         keep_checkpoints=2,
         leave_s=20.0,
         reattach_s=0.0,
@@ -243,7 +243,7 @@ def _add_peer(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--write-gb",
         type=between(0.001, 1e6, "gigabytes"),
-        default=20.0,
+        default=19.0,
         metavar="GB",
         help="a day: checkpoints (an hour apart at most), payloads that memory has no room for (default: %(default)g)",
     )
