@@ -24,7 +24,7 @@ def main(path: str) -> None:
         words = case.get("classname", "").split(".")
         file = "/".join(word for word in words if word[:1].islower()) + ".py"
         classes = [word for word in words if word[:1].isupper()]
-        name = re.sub(r"@\w+$", "", case.get("name", ""))  # xdist's group
+        name = re.sub(r"((?<=\])@\w+\]|@\w+)$", "", case.get("name", ""))  # xdist's group, within the brackets, too
         found["::".join([file, *classes, name])] = round(float(case.get("time", "0")), 1)
     slowest = sorted(found.items(), key=lambda item: -item[1])
     for test, seconds in slowest[:NAMED]:

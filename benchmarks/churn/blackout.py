@@ -27,13 +27,12 @@ from typing import Any
 import psutil
 
 from benchmarks import bench
-from benchmarks.churn.soak import toml
+from benchmarks.churn.processes import toml, until
 from p2pdiloco.chaos.swarm import Member, Swarm
 from p2pdiloco.peer.checkpoint import best_of, load_all
 from p2pdiloco.protocol.events import LearnerStarted, Stepped
 from p2pdiloco.runtime.journal import read_journal
 
-WAIT_S = 120.0
 SYNC_EVERY = 24
 BATCH = 32
 CONFIG: dict[str, Any] = {
@@ -66,19 +65,6 @@ def trained(member: Member, killed_at: float) -> tuple[str, float]:
     if learner is None or last is None:
         raise SystemExit(f"{member.name} had not trained: see {folder}")
     return str(learner), last.steps + max(0.0, killed_at - last_at) / last.step_time_s
-
-
-def until(condition: Any, what: str) -> None:
-    """Look every tenth of a second.
-
-    Raises:
-        SystemExit: it does not come true.
-    """
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise SystemExit(f"not within {WAIT_S:.0f} s: {what}")
-        time.sleep(0.1)
 
 
 def trains(members: list[Member], tokens: int) -> bool:

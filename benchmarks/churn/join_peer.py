@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -152,20 +151,14 @@ def load(config: line.Message) -> None:
             line.answer(steps=steps, wall_s=time.monotonic(), cpu_s=time.process_time())
 
 
-def main() -> None:
-    config = line.begin()
+def begin(config: line.Message) -> None:
+    """In its role."""
     logs.configure("info")
-    try:
-        match config["role"]:
-            case "load":
-                load(config)
-            case _:
-                uvloop.run(serve(config))
-    except Exception as error:  # noqa: BLE001
-        print(f"{config['role']}: {error!r}", file=sys.stderr)
-        os._exit(1)
-    os._exit(0)
+    if config["role"] == "load":
+        load(config)
+    else:
+        uvloop.run(serve(config))
 
 
 if __name__ == "__main__":
-    main()
+    line.live(begin)

@@ -29,13 +29,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import bench
-from benchmarks.churn.soak import toml
+from benchmarks.churn.processes import WAIT_S, toml, until
 from p2pdiloco.chaos.swarm import Member, Swarm
 
 LEAVE_S = 20.0
 NOTICE_S = 30.0
 """The shortest that a large cloud gives; the signal of peers/slurm.sh comes 60 s before the end."""
-WAIT_S = 150.0
 CONFIG: dict[str, Any] = {
     "name": "notice",
     "model": {"width": 64, "depth": 2, "heads": 2, "context": 64},
@@ -158,19 +157,6 @@ class Peers:
             time.sleep(0.1)
         trouble = "" if status == 0 and report else f"status {status}"
         return Left(seconds, trained, max(trained - merged, int(report.get("tokens_unmerged", trained))), trouble)
-
-
-def until(condition: Any, what: str) -> None:
-    """Look every tenth of a second.
-
-    Raises:
-        SystemExit: it does not come true.
-    """
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise SystemExit(f"not within {WAIT_S:.0f} s: {what}")
-        time.sleep(0.1)
 
 
 def for_real(tries: int, seed: int, folder: Path) -> list[tuple[str, Left]]:

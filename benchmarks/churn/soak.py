@@ -21,7 +21,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ import psutil
 import uvloop
 
 from benchmarks import bench
+from benchmarks.churn.processes import toml
 from p2pdiloco.chaos.swarm import Member, Swarm
 from p2pdiloco.node.lookup import dial_any, fetch_manifest, list_runs, observer_transport
 from p2pdiloco.node.node import Node
@@ -49,15 +49,6 @@ CONFIG = {
     "schedule": {"fragments": 4, "sync_every": 40, "overlap": 4, "max_shard": 16384},
     "evaluation": {"every": 0},
 }
-
-
-def toml(table: Mapping[str, object], prefix: str = "") -> str:
-    """Dotted keys, which is all that a run's file needs."""
-    lines = []
-    for key, value in table.items():
-        name = f"{prefix}{key}"
-        lines.append(toml(value, f"{name}.") if isinstance(value, dict) else f"{name} = {json.dumps(value)}\n")
-    return "".join(lines)
 
 
 async def cycle(address: str, folder: Path, *, vanishes: bool) -> float:

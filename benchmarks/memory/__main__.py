@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from benchmarks import bench
-from benchmarks.wire.exchange import BenchmarkError, Case, Swarm
+from benchmarks.wire.exchange_swarm import BenchmarkError, Case, Swarm
 
 REST_S = 6.0
 FIXED_BYTES = 45e6

@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
-import os
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -117,15 +115,5 @@ async def serve(config: line.Message) -> None:
                 await rounds.obey(command)
 
 
-def main() -> None:
-    config = line.begin()
-    try:
-        uvloop.run(serve(config))
-    except Exception as error:  # noqa: BLE001
-        print(f"peer {config['index']}: {error!r}", file=sys.stderr)
-        os._exit(1)
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main()
+    line.live(lambda config: uvloop.run(serve(config)))

@@ -53,24 +53,8 @@ CONFIG = {
     "evaluation.every": 1000,
     "evaluation.samples": 16,
 }
-WORDS = [
-    "swarm",
-    "trains",
-    "one",
-    "model",
-    "every",
-    "peer",
-    "holds",
-    "the",
-    "same",
-    "bits",
-    "while",
-    "owners",
-    "merge",
-    "what",
-    "others",
-    "sent",
-]
+TEXT = "swarm trains one model every peer holds the same bits while owners merge what others sent"
+WORDS = TEXT.split()
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,8 +14,6 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 import tempfile
 import threading
 import time
@@ -359,15 +357,5 @@ async def _until(condition: Callable[[], bool], what: str) -> None:
         await asyncio.sleep(0.05)
 
 
-def main() -> None:
-    config = line.begin()
-    try:
-        uvloop.run(serve(config))
-    except Exception as error:  # noqa: BLE001
-        print(f"peer {config['index']}: {error!r}", file=sys.stderr)
-        os._exit(1)
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main()
+    line.live(lambda config: uvloop.run(serve(config)))

@@ -16,7 +16,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from p2pdiloco.runtime.parent import die_with_parent
@@ -34,6 +34,17 @@ def begin() -> Message:
     die_with_parent(signal.SIGKILL)
     config: Message = json.loads(sys.argv[1])
     return config
+
+
+def live(serve: Callable[[Message], None]) -> None:
+    """A peer's whole program: do what the configuration says, and end without waiting for any thread."""
+    config = begin()
+    try:
+        serve(config)
+    except Exception as error:  # noqa: BLE001
+        print(f"{config.get('role', 'peer')} {config.get('index', '')}: {error!r}", file=sys.stderr)
+        os._exit(1)
+    os._exit(0)
 
 
 def answer(**fields: object) -> None:

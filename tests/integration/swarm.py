@@ -22,21 +22,8 @@ GONE_S = 20.0
 """How soon what lost its parent must be gone."""
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 PEER = ("--listen", LOOPBACK, "--host_maddrs", LOOPBACK)
-WORDS = (
-    "swarm",
-    "trains",
-    "one",
-    "model",
-    "every",
-    "peer",
-    "holds",
-    "same",
-    "bits",
-    "while",
-    "owners",
-    "merge",
-    "what",
-)
+TEXT = "swarm trains one model every peer holds same bits while owners merge what"
+WORDS = TEXT.split()
 
 
 def write_corpus(folder: Path) -> Path:

@@ -58,8 +58,7 @@ def is_commit(sender: PeerId, to: PeerId, message: msg.Message) -> bool:
 async def with_commit(stage: Stage) -> tuple[Member, Member, msg.CommitHeader, CommitParts]:
     """The founder, who owns everything, a peer that follows, and a commit that has not reached that one."""
     ann = await stage.found()
-    bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, weight=0.0)
-    await stage.wait(3.0)
+    bob = await stage.beside(has_learner=False)
     stage.catch = is_commit
     await stage.train(ann, 1.0, 1.0)
     (caught,) = stage.caught
@@ -147,9 +146,7 @@ def test_a_contribution_that_is_not_what_it_names_is_dropped(tmp_path: Path) -> 
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found(has_learner=False)
-            bob = await stage.add("bob", genesis(stage.manifest), weight=0.0)
-            await stage.ready(bob)
-            await stage.wait(3.0)
+            bob = await stage.beside()
             stage.catch = lambda sender, to, message: isinstance(message, msg.Contribution)
             await stage.train(bob, 1.0, 1.0)
             caught = stage.caught[0]
@@ -176,9 +173,7 @@ def test_a_learner_whose_merged_payload_is_gone_takes_the_global_parameters(tmp_
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
-            bob = await stage.add("bob", genesis(stage.manifest), weight=0.0)
-            await stage.ready(bob)
-            await stage.wait(3.0)
+            bob = await stage.beside()
             resets: list[bool] = []
 
             def forget(event: ev.Event, effects: list[ef.Effect]) -> None:
@@ -230,9 +225,7 @@ def test_own_contributions_are_kept_until_it_is_known_what_became_of_them(tmp_pa
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
-            bob = await stage.add("bob", genesis(stage.manifest), weight=0.0)
-            await stage.ready(bob)
-            await stage.wait(3.0)
+            bob = await stage.beside()
             stage.catch = is_commit
             for _ in range(2):
                 ann.learner.step(1.0)
@@ -301,8 +294,7 @@ def test_who_was_away_gets_the_versions_it_missed_and_not_the_state(tmp_path: Pa
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
-            bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, weight=0.0)
-            await stage.wait(3.0)
+            bob = await stage.beside(has_learner=False)
             stage.disconnect(ann, bob)
             await stage.train(ann, *[1.0] * 12)
             await stage.wait(3 * SWEEP_S)
@@ -418,9 +410,7 @@ def test_what_is_no_message_is_a_fault_and_a_payload_is_admitted_only_with_what_
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
-            bob = await stage.add("bob", genesis(stage.manifest), weight=0.0)
-            await stage.ready(bob)
-            await stage.wait(3.0)
+            bob = await stage.beside()
             ann.peer.message(bob.id, b"\x93 this is no message", None)
             assert ann.faults() == {"message": 1}
             assert ann.blamed == {bob.id: 1}

@@ -27,8 +27,7 @@ def files(member: Member) -> list[str]:
 async def followed(stage: Stage) -> tuple[Member, Member]:
     """The founder, who owns everything, and a follower."""
     ann = await stage.found()
-    bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, weight=0.0)
-    await stage.wait(3.0)
+    bob = await stage.beside(has_learner=False)
     return ann, bob
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from actors import genesis
 from troupe import Member, Stage, act
 
 from p2pdiloco.peer.cargo import SWEEP_S
@@ -31,6 +30,16 @@ def files_of(member: Member) -> list[Path]:
 async def rested(stage: Stage) -> None:
     await stage.wait(2 * SWEEP_S)
     await stage.wait(2 * SWEEP_S)
+
+
+async def parted(stage: Stage) -> tuple[Member, Member]:
+    """Two of whom one trains on alone, and keeps nothing in memory."""
+    ann = await stage.found(payload_memory_bytes=0)
+    bob = await stage.beside(has_learner=False)
+    stage.disconnect(ann, bob)
+    await stage.train(ann, *map(float, range(1, 13)))
+    await rested(stage)
+    return ann, bob
 
 
 def test_all_but_the_newest_are_in_files_that_go_with_them(tmp_path: Path) -> None:
@@ -78,9 +87,7 @@ def test_what_is_still_to_be_merged_stays_in_memory(tmp_path: Path) -> None:
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found(payload_memory_bytes=0)
-            bob = await stage.add("bob", genesis(stage.manifest), weight=0.0, payload_memory_bytes=0)
-            await stage.ready(bob)
-            await stage.wait(3.0)
+            bob = await stage.beside(payload_memory_bytes=0)
             ann.held["tensors"] = []  # nothing is merged
             for _ in range(4):
                 bob.learner.step(2.0)
@@ -124,12 +131,7 @@ def test_who_was_away_gets_versions_that_lie_on_the_disk(tmp_path: Path) -> None
 
     async def story() -> None:
         async with Stage(tmp_path) as stage:
-            ann = await stage.found(payload_memory_bytes=0)
-            bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, weight=0.0)
-            await stage.wait(3.0)
-            stage.disconnect(ann, bob)
-            await stage.train(ann, *map(float, range(1, 13)))
-            await rested(stage)
+            ann, bob = await parted(stage)
             assert all(one.data is None for one in held_by(ann))
             stage.connect(ann, bob)
             await stage.wait(5.0)
@@ -156,12 +158,7 @@ def test_what_the_disk_has_lost_is_not_sent(tmp_path: Path, how: str) -> None:
 
     async def story() -> None:
         async with Stage(tmp_path) as stage:
-            ann = await stage.found(payload_memory_bytes=0)
-            bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, weight=0.0)
-            await stage.wait(3.0)
-            stage.disconnect(ann, bob)
-            await stage.train(ann, *map(float, range(1, 13)))
-            await rested(stage)
+            ann, bob = await parted(stage)
             spoil_files(ann, how)
             stage.connect(ann, bob)
             await stage.wait(10.0)
@@ -180,9 +177,7 @@ def test_a_learner_whose_contribution_the_disk_has_lost_takes_the_global_paramet
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
-            bob = await stage.add("bob", genesis(stage.manifest), weight=0.0, payload_memory_bytes=0)
-            await stage.ready(bob)
-            await stage.wait(3.0)
+            bob = await stage.beside(payload_memory_bytes=0)
             lost: list[Held] = []
 
             def lose(event: ev.Event, effects: list[ef.Effect]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from actors import FOUNDER, genesis
+from actors import FOUNDER
 from troupe import Member, Stage, act
 
 from p2pdiloco.peer.checkpoint import load
@@ -227,8 +227,7 @@ def test_who_comes_back_from_a_checkpoint_goes_on_with_the_same_bits(tmp_path: P
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
-            bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, weight=0.0)
-            await stage.wait(3.0)
+            bob = await stage.beside(has_learner=False)
             await stage.train(ann, *[1.0] * 8)
             await stage.wait(1.0)
             assert same(ann, bob)

@@ -49,9 +49,7 @@ def test_what_a_follower_contributes_is_not_taken(tmp_path: Path) -> None:
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found(has_learner=False)
-            bob = await stage.add("bob", genesis(stage.manifest), weight=0.0)
-            await stage.ready(bob)
-            await stage.wait(3.0)
+            bob = await stage.beside()
             stage.catch = lambda sender, to, message: isinstance(message, msg.Contribution)
             await stage.train(bob, 1.0, 1.0)
             caught = stage.caught[0]
@@ -86,8 +84,7 @@ def test_a_commit_waits_until_its_sender_was_asked_whom_it_names(tmp_path: Path,
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
-            bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, weight=0.0)
-            await stage.wait(3.0)
+            bob = await stage.beside(has_learner=False)
             bob.driver.cargo._register = bob.peer.inspection.standing = newcomer = Newcomer(told=is_told)
             await stage.train(ann, 1.0, 1.0)
             assert newcomer.asked == [ann.id]

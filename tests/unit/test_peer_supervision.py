@@ -20,9 +20,7 @@ def test_what_the_learner_could_not_take_at_once_it_takes_later(tmp_path: Path) 
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
-            bob = await stage.add("bob", genesis(stage.manifest), weight=0.0)
-            await stage.ready(bob)
-            await stage.wait(3.0)
+            bob = await stage.beside()
             bob.learner.step(3.0)
             for _ in range(3):
                 await stage.train(ann, *[1.0] * 4)
@@ -69,9 +67,7 @@ def test_what_was_queued_for_a_dead_learner_does_not_move_the_next(tmp_path: Pat
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
-            bob = await stage.add("bob", genesis(stage.manifest), weight=0.0)
-            await stage.ready(bob)
-            await stage.wait(3.0)
+            bob = await stage.beside()
             for _ in range(3):
                 await stage.train(ann, *[1.0] * 4)
             bob.learner.die()
@@ -136,9 +132,7 @@ def test_the_learner_hears_of_the_swarms_step(tmp_path: Path) -> None:
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
-            bob = await stage.add("bob", genesis(stage.manifest), weight=0.0)
-            await stage.ready(bob)
-            await stage.wait(3.0)
+            bob = await stage.beside()
             await stage.train(ann, *[1.0] * 8)
             await stage.rest(bob)
             assert bob.learner.link.global_step == bob.machine.core.step == 8

@@ -372,6 +372,14 @@ class Stage:
             await self.ready(member)
         return member
 
+    async def beside(self, **options: Any) -> Member:
+        """Bob, a founder's equal who merges nothing himself; the two know each other."""
+        bob = await self.add("bob", genesis(self.manifest), weight=0.0, **options)
+        if options.get("has_learner", True):
+            await self.ready(bob)
+        await self.wait(3.0)
+        return bob
+
     async def ready(self, member: Member) -> None:
         """Its learner has taken the global parameters."""
         await self.settle()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from possible import why_not
 
 from benchmarks.wan.homes import train
 from benchmarks.wan.sites import network
-from p2pdiloco.testbed.kernel import choose_engine, probe
 from p2pdiloco.testbed.namespaces import TestbedError
 
 pytestmark = pytest.mark.xdist_group("wan")  # namespaces are the machine's
@@ -35,16 +35,8 @@ nat = "random"
 """
 
 
-def _why_not() -> str:
-    try:
-        choose_engine(probe())
-    except (TestbedError, OSError) as error:
-        return str(error)
-    return ""
-
-
 def test_three_homes_train_together_one_of_them_over_a_relay(tmp_path: Path) -> None:
-    if reason := _why_not():
+    if reason := why_not():
         pytest.skip(reason)
     try:
         with network(SOURCE, is_verified=False) as made:

@@ -7,11 +7,10 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from possible import why_not
 
 from p2pdiloco.testbed import testbed as testbeds
 from p2pdiloco.testbed.inside import command
-from p2pdiloco.testbed.kernel import choose_engine, probe
-from p2pdiloco.testbed.namespaces import TestbedError
 from p2pdiloco.testbed.testbed import Testbed
 from p2pdiloco.testbed.topology import SHIPPED, TopologyError, address, parse_topology
 
@@ -58,15 +57,6 @@ except TimeoutError:
 """
 
 
-def _why_not() -> str:
-    try:
-        choose_engine(probe())
-        with_rules()
-    except (TestbedError, OSError) as error:
-        return str(error)
-    return ""
-
-
 def with_rules() -> None:
     source = 'name = "test-prem-p"\n[[site]]\nname = "a"\nnat = "random"\n[[site]]\nname = "b"\n'
     testbeds.up(source.encode())
@@ -75,7 +65,7 @@ def with_rules() -> None:
 
 @pytest.fixture(scope="module")
 def made() -> Iterator[Testbed]:
-    if reason := _why_not():
+    if reason := why_not(with_rules):
         pytest.skip(reason)
     made = testbeds.up(SOURCE.encode())
     argv = [sys.executable, "-S", "-c", LISTEN]

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from possible import why_not
 
 from p2pdiloco.cli.main import main
 from p2pdiloco.testbed import testbed as testbeds
 from p2pdiloco.testbed.inside import command
-from p2pdiloco.testbed.kernel import choose_engine, probe
 from p2pdiloco.testbed.measure import Flow, arriving
 from p2pdiloco.testbed.namespaces import TestbedError, configure, create, listed, processes_in, remove
 from p2pdiloco.testbed.queues import set_bucket
@@ -53,15 +53,7 @@ round_trip_ms = 60
 SOON_S = 15.0
 
 
-def _why_not() -> str:
-    try:
-        choose_engine(probe())
-    except (TestbedError, OSError) as error:
-        return str(error)
-    return ""
-
-
-WHY_NOT = _why_not()
+WHY_NOT = why_not()
 needs_kernel = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "none")
 measures = pytest.mark.skipif(
     os.environ.get("P2PDILOCO_MEASURE") != "1",
