@@ -1,7 +1,8 @@
 """From what a peer publishes to a connection: its addresses at once, then a meeting point.
 
 Rules of this file:
-1. Bounded: at most ADDRESSES are dialled, one begun every STAGGER_S; the first connection ends the others.
+1. Bounded: at most ADDRESSES are dialled, one begun every STAGGER_S, within the dialler's budget; the first connection
+   ends the others.
 2. A private address is dialled only by who may share its network: the peer is seen as that address, or both are seen as
    one (behind one router), or nobody knows yet. A loopback address is dialled only if there is no other.
 3. Where an address may answer, a meeting begins a little later; where none may, at once.
@@ -19,6 +20,7 @@ from p2pdiloco.net.handshake import HandshakeError
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import addresses
 from p2pdiloco.runtime.addresses import Address
+from p2pdiloco.runtime.dialler import Dialler
 from p2pdiloco.runtime.rendezvous import Rendezvous
 from p2pdiloco.runtime.transport import DialError, Impostor, PeerRefused, Transport
 from p2pdiloco.wire.records import PeerRecord
@@ -33,8 +35,11 @@ DIAL_S = 8.0
 class Ladder:
     """See the module's rules. ``seen``: the hosts as which others see us."""
 
-    def __init__(self, transport: Transport, rendezvous: Rendezvous, seen: Callable[[], Iterable[str]]) -> None:
+    def __init__(
+        self, transport: Transport, dialler: Dialler, rendezvous: Rendezvous, seen: Callable[[], Iterable[str]]
+    ) -> None:
         self._transport = transport
+        self._dialler = dialler
         self._rendezvous = rendezvous
         self._seen = seen
 
@@ -49,7 +54,7 @@ class Ladder:
         where = dialable(record, frozenset(self._seen()))
         reasons: list[str] = []
         ways: list[tuple[float, Coroutine[Any, Any, PeerId]]] = [
-            (number * STAGGER_S, self._transport.dial(_named(address, peer), DIAL_S))
+            (number * STAGGER_S, self._dialler.dial(self._transport, _named(address, peer), DIAL_S))
             for number, address in enumerate(where)
         ]
         if record.points:

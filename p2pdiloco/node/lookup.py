@@ -17,6 +17,7 @@ from p2pdiloco.protocol.identifiers import PeerId, RunId
 from p2pdiloco.protocol.manifest import Manifest, Name
 from p2pdiloco.protocol.soundness import MAX_MANIFEST_BYTES, decode_manifest
 from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.dialler import Dialler
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
@@ -90,7 +91,9 @@ async def dial_any(
     reasons: dict[PeerId, str] = {}
     records: dict[PeerId, bytes] = {}
     async with observer_transport(Identity.ephemeral()) as outside, Tasks() as tasks:
-        ladder = Ladder(transport, Rendezvous(transport, outside, tasks, lambda peer: peer in records), lambda: ())
+        dialler = Dialler()
+        rendezvous = Rendezvous(transport, outside, dialler, tasks, lambda peer: peer in records)
+        ladder = Ladder(transport, dialler, rendezvous, lambda: ())
         while True:
             try:
                 records = await directory.peers(run)

@@ -20,6 +20,7 @@ from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.ladder import Ladder
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import addresses, logs
+from p2pdiloco.runtime.dialler import Dialler
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
@@ -63,13 +64,13 @@ class Whereabouts:
         self._announced = list(announced)
         self._members = members
         self._tasks = Tasks()
-        outside = IntroductionHandler(Observer())
+        outside, dialler = IntroductionHandler(Observer()), Dialler()
         self._outside = Transport(identity, listen="", run="", version=WIRE_VERSION, handler=outside, observes=True)
-        self._rendezvous = Rendezvous(transport, self._outside, self._tasks, lambda peer: peer in members())
+        self._rendezvous = Rendezvous(transport, self._outside, dialler, self._tasks, lambda peer: peer in members())
         self._rendezvous.points_of = lambda peer: members()[peer].points if peer in members() else ()
         handler.rendezvous = outside.rendezvous = self._rendezvous
         self._point = handler.point = MeetingPoint(transport, relay_bytes_per_s)
-        self.ladder = Ladder(transport, self._rendezvous, lambda: self.seen)
+        self.ladder = Ladder(transport, dialler, self._rendezvous, lambda: self.seen)
         self._asked_at: dict[str, float] = {}
         self._said = ""
         self._is_directory_told = False

@@ -11,8 +11,9 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 
 from msgspec import Struct
 
@@ -21,6 +22,7 @@ from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import addresses, lines, logs
 from p2pdiloco.runtime.addresses import Address
+from p2pdiloco.runtime.dialler import Dialler
 from p2pdiloco.runtime.lines import Met
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.transport import DialError, Transport
@@ -53,11 +55,13 @@ class Rendezvous:
         self,
         transport: Transport,
         outside: Transport,
+        dialler: Dialler,
         tasks: Tasks,
         is_member: Callable[[PeerId], bool] = lambda _: False,
     ) -> None:
         self._transport = transport
         self._outside = outside
+        self._dialler = dialler
         self._tasks = tasks
         self._is_member = is_member
         self._congestion = TransportLimits().congestion
@@ -66,6 +70,8 @@ class Rendezvous:
         """Where a peer can be met, for further connections to it."""
         self._calls: deque[float] = deque()
         self._coming = 0
+        self._asking: Counter[PeerId] = Counter()
+        """Requests to meeting points that are under way."""
         transport.strangers.again = self._again
 
     # -- attending ---------------------------------------------------------------------------------------------------
@@ -78,14 +84,14 @@ class Rendezvous:
         """
         point = self._parsed(text)
         assert point.peer is not None
-        links, where = await self._linked(point)
-        try:
-            body = encode(intro.Attend(ports, token))
-            told = decode_as((await links.request(point.peer, body, timeout_s=ATTEND_S)).body, intro.Attended)
-        except (RequestError, ValueError) as error:
-            raise DialError(f"meeting point {where}: {error}") from error
-        attendance = self.attended[point.peer] = Attendance(text, told)
-        return attendance
+        async with self._linked(point) as (links, where):
+            try:
+                body = encode(intro.Attend(ports, token))
+                told = decode_as((await links.request(point.peer, body, timeout_s=ATTEND_S)).body, intro.Attended)
+            except (RequestError, ValueError) as error:
+                raise DialError(f"meeting point {where}: {error}") from error
+            attendance = self.attended[point.peer] = Attendance(text, told)
+            return attendance
 
     def forget(self) -> list[PeerId]:
         """Meeting points that are gone: their connection has ended."""
@@ -124,12 +130,12 @@ class Rendezvous:
         assert point.peer is not None
         if point.peer == self._transport.peer_id:
             raise DialError("it attends here, and did not come: it is dialled by nobody else")
-        links, where = await self._linked(point)
-        try:
-            answer = await links.request(point.peer, encode(intro.Meet(peer, True)), timeout_s=ASK_S)
-            ticket = decode_as(answer.body, intro.Introduced).ticket
-        except (RequestError, ValueError) as error:
-            raise DialError(f"meeting point {where}: {error}") from error
+        async with self._linked(point) as (links, where):
+            try:
+                answer = await links.request(point.peer, encode(intro.Meet(peer, True)), timeout_s=ASK_S)
+                ticket = decode_as(answer.body, intro.Introduced).ticket
+            except (RequestError, ValueError) as error:
+                raise DialError(f"meeting point {where}: {error}") from error
         return await lines.meet(where, ticket, Role.DIALLER, may_relay=may_relay, congestion=self._congestion)
 
     async def _again(self, peer: PeerId) -> Met:
@@ -177,16 +183,26 @@ class Rendezvous:
             raise DialError(f"meeting point {text} lacks the peer id")
         return point
 
-    async def _linked(self, point: Address) -> tuple[Transport, Address]:
-        """The transport that is connected to it, and where its lines are opened."""
+    @asynccontextmanager
+    async def _linked(self, point: Address) -> AsyncIterator[tuple[Transport, Address]]:
+        """The transport that is connected to it, and where its lines are opened. A connection to a point outside the
+        run lasts as long as it is attended or asked something: whoever names points costs no places."""
         assert point.peer is not None
         links = self._transport if self._is_member(point.peer) else self._outside
         if point.peer not in links.peers():
             try:
-                await links.dial(str(point), timeout_s=DIAL_S)
+                await self._dialler.dial(links, str(point), DIAL_S)
             except ValueError as error:
                 raise DialError(str(error)) from error
-        return links, self._where(point, point.peer)
+        self._asking[point.peer] += 1
+        try:
+            yield links, self._where(point, point.peer)
+        finally:
+            self._asking[point.peer] -= 1
+            if not self._asking[point.peer]:
+                del self._asking[point.peer]
+                if links is self._outside and point.peer not in self.attended:
+                    links.disconnect(point.peer, "that was all")
 
     def _where(self, point: Address, peer: PeerId) -> Address:
         """As it was dialled; where it dialled us, as it says."""

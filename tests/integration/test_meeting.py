@@ -14,6 +14,7 @@ import pytest
 from p2pdiloco.net.handshake import Role
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import lines, meeting_point
+from p2pdiloco.runtime.dialler import Dialler
 from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.introductions import IntroductionHandler
@@ -48,7 +49,7 @@ class One:
         self.ear = Ear()
         self.handler = IntroductionHandler(self.ear)
         self.transport = Transport(Identity.ephemeral(), listen=listen, run="", version=1, handler=self.handler)
-        self.handler.rendezvous = self.rendezvous = Rendezvous(self.transport, self.transport, tasks)
+        self.handler.rendezvous = self.rendezvous = Rendezvous(self.transport, self.transport, Dialler(), tasks)
 
     @property
     def id(self) -> PeerId:
@@ -139,6 +140,21 @@ def test_a_direct_connection_takes_a_relays_place_and_nothing_is_lost(monkeypatc
                 channel = one.transport.channel_of(other.id)
                 assert channel is not None
                 assert not channel.connection.greeting.is_relayed
+
+    run(work)
+
+
+def test_a_point_outside_the_run_that_a_record_names_costs_no_place() -> None:
+    async def work() -> None:
+        async with meeting() as (ann, bob, _, _), Tasks() as tasks:
+            hub = One(tasks, LISTEN)
+            hub.handler.point = MeetingPoint(hub.transport, None)
+            async with hub.transport:
+                (address,) = hub.transport.listen_addresses()
+                await bob.rendezvous.attend(address, (), b"")
+                assert await ann.rendezvous.reach(bob.id, [address]) == bob.id
+                await until(lambda: hub.id not in ann.transport.peers())
+                assert hub.id in bob.transport.peers(), "who attends stays"
 
     run(work)
 

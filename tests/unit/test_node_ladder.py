@@ -8,14 +8,17 @@ from typing import cast
 
 import pytest
 
+from p2pdiloco.net.dials import A_MINUTE
 from p2pdiloco.node.ladder import ADDRESSES, Ladder, dialable
 from p2pdiloco.peersim.loop import VirtualLoop
 from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.runtime.dialler import Dialler
+from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.rendezvous import Rendezvous
 from p2pdiloco.runtime.transport import DialError, PeerRefused, Transport
 from p2pdiloco.wire.records import PeerRecord
 
-BOB = PeerId("bob")
+BOB = Identity.ephemeral().peer_id
 HOME, WORLD, SIX, LOOP = (
     "/ip4/192.168.1.2/tcp/1",
     "/ip4/1.1.1.1/tcp/1",
@@ -63,6 +66,9 @@ class Ways:
     async def dial(self, address: str, timeout_s: float) -> PeerId:
         return await self._try(address.partition("/p2p/")[0])
 
+    def peers(self) -> list[PeerId]:
+        return []
+
     async def reach(self, peer: PeerId, points: Sequence[str], *, may_relay: bool) -> PeerId:
         return await self._try("meeting")
 
@@ -81,7 +87,7 @@ class Ways:
 
 def climbed(ways: Ways, record: PeerRecord) -> float:
     """How long it took."""
-    ladder = Ladder(cast(Transport, ways), cast(Rendezvous, ways), lambda: ())
+    ladder = Ladder(cast(Transport, ways), Dialler(), cast(Rendezvous, ways), lambda: ())
     loop = VirtualLoop()
     try:
         assert loop.run_until_complete(ladder.climb(BOB, record)) == BOB
@@ -123,3 +129,40 @@ def test_who_publishes_nothing_that_is_of_use_is_not_dialled_in_vain() -> None:
         climbed(Ways({}), PeerRecord(()))
     with pytest.raises(DialError, match="another network"):
         climbed(Ways({}), PeerRecord(("/ip4/169.254.0.1/tcp/1",)))
+
+
+class Victim:
+    """A machine that is dialled, and knows nothing of it: what is dialled comes to nothing after a while."""
+
+    def __init__(self) -> None:
+        self.dials = 0
+
+    async def dial(self, address: str, timeout_s: float) -> PeerId:
+        self.dials += 1
+        await asyncio.sleep(0.5)
+        raise DialError("refused")
+
+    def peers(self) -> list[PeerId]:
+        return []
+
+
+def test_two_hundred_forged_records_have_a_machine_dialled_few_times() -> None:
+    victim, loop = Victim(), VirtualLoop()
+    ladder = Ladder(cast(Transport, victim), Dialler(), cast(Rendezvous, victim), lambda: ())
+
+    async def climb(number: int) -> None:
+        ports = range(number * 16 + 1, number * 16 + 17)
+        record = PeerRecord(tuple(f"/ip4/1.1.1.1/tcp/{port}" for port in ports))
+        for _ in range(4):
+            with pytest.raises(DialError):
+                await ladder.climb(Identity.ephemeral().peer_id, record)
+
+    async def all_climb() -> None:
+        await asyncio.gather(*(climb(number) for number in range(200)))
+
+    try:
+        loop.run_until_complete(all_climb())
+        assert loop.time() < 60.0
+        assert victim.dials == A_MINUTE
+    finally:
+        loop.close()
