@@ -111,13 +111,10 @@ class Exchange:
         change = parcel.values.clone()
         if self._setting.outer == "delayed":
             return self._delayed_step(span, change, self._turns[shard])
-        outer.outer_step(
-            self.theta[span],
-            self.momentum[span],
-            change,
-            learning_rate=self._setting.outer_rate,
-            momentum_factor=self._setting.outer_momentum,
-        )
+        rate, factor = self._setting.outer_rate, self._setting.outer_momentum
+        if self._setting.correction:
+            rate = outer.rate_at(self._turns[shard], rate, factor)
+        outer.outer_step(self.theta[span], self.momentum[span], change, learning_rate=rate, momentum_factor=factor)
         return change
 
     def _delayed_step(self, span: slice, gradient: Tensor, turn: int) -> Tensor:

@@ -49,6 +49,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     outer_rate: float = 0.4
     outer_momentum: float = 0.7
+    correction: bool = False
+    """The outer momentum's bias is corrected (shipped); what was measured before it had no such field."""
     outer: Literal["nesterov", "delayed"] = "nesterov"
     """``delayed``: momentum moves every second turn only (Delayed Nesterov, arXiv 2401.09135)."""
     restart_every: int = 0

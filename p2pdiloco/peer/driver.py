@@ -304,7 +304,7 @@ class Driver:
 
         def work() -> tuple[MergeResult, float]:
             read = [(contributor, held.read(self.host.disk)) for contributor, held in given]
-            merged = self.state.merge(effect.shard, effect.base.id, read, rung and rung.recipe)
+            merged = self.state.merge(effect.shard, effect.base.id, effect.base.version + 1, read, rung and rung.recipe)
             return merged, self.state.merge_error(effect.shard, merged.payload) if rung else 0.0
 
         def done(result: tuple[MergeResult, float]) -> None:

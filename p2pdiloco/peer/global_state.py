@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -28,6 +28,13 @@ from p2pdiloco.tensors import digests, ladder, merge, outer, quantizers
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire import compression
 from p2pdiloco.wire.compression import Body
+
+
+class _Factors(TypedDict):
+    """Of one outer step."""
+
+    learning_rate: float
+    momentum_factor: float
 
 
 class StaleBaseError(Exception):
@@ -94,7 +101,7 @@ class GlobalState:
 
     def __init__(self, layout: Layout, outer_config: OuterConfig, codec: CodecConfig, vectors: SharedVectors) -> None:
         self.layout = layout
-        self._factors = {"learning_rate": outer_config.learning_rate, "momentum_factor": outer_config.momentum}
+        self._outer = outer_config
         self._up = ladder.fixed(codec.up, codec.up_step)
         self._down = ladder.fixed(codec.down, codec.down_step)
         self.theta = vectors.theta
@@ -199,9 +206,9 @@ class GlobalState:
             bodies = prepared.bodies
         else:
             bodies = self._checked(header, head, payload, listed)
-        handover = self.shifts.begin(shard, moves, partial(self._bodies, shard))
+        handover, factors = self.shifts.begin(shard, moves, partial(self._bodies, shard)), self._factors(header.version)
         for body, span in zip(bodies, self._chunks(shard), strict=True):
-            self._step(body, span, handover)
+            self._step(body, span, handover, factors)
         self._is_at(shard, head, listed)
         return handover.shifts
 
@@ -213,7 +220,7 @@ class GlobalState:
 
     def _checked(self, header: CommitHeader, head: Digest, payload: Payload, listed: bytes) -> Sequence[Body]:
         """The bodies of a commit's payload; all can be decoded, and the sample of its version gives what is listed."""
-        shard, spans = header.shard, self._chunks(header.shard)
+        shard, spans, factors = header.shard, self._chunks(header.shard), self._factors(header.version)
         try:
             bodies = list(self._bodies(shard, payload))
             for body, span in zip(bodies, spans, strict=True):
@@ -221,30 +228,37 @@ class GlobalState:
         except ValueError as error:
             raise DigestMismatchError(f"the payload of commit {head[:8]} is malformed: {error}") from error
         for index in digests.sample(self.layout.shards[shard].elements, header.version):
-            theta, momentum = self._next_chunk(bodies[index], spans[index])
+            theta, momentum = self._next_chunk(bodies[index], spans[index], factors)
             if not digests.is_chunk(listed, index, theta, momentum):
                 self.verify(shard, index)  # it may be ours that is wrong
                 raise DigestMismatchError(f"commit {head[:8]} of shard {shard} does not give chunk {index} as promised")
         return bodies
 
-    def _next_chunk(self, body: Body, span: slice) -> tuple[Tensor, Tensor]:
+    def _factors(self, version: int) -> _Factors:
+        """Of the outer step that makes ``version``."""
+        rate, momentum = self._outer.learning_rate, self._outer.momentum
+        if self._outer.bias_correction is True:
+            rate = outer.rate_at(version, rate, momentum)
+        return {"learning_rate": rate, "momentum_factor": momentum}
+
+    def _next_chunk(self, body: Body, span: slice, factors: _Factors) -> tuple[Tensor, Tensor]:
         """What a chunk's parameters and momentum become with a merged outer gradient, in scratch."""
         elements = span.stop - span.start
         new = self._scratch.theta[:elements], self._scratch.momentum[:elements]
-        outer.step_aside(body, self.theta[span], self.momentum[span], new, **self._factors)
+        outer.step_aside(body, self.theta[span], self.momentum[span], new, **factors)
         return new
 
-    def _step(self, body: Body, span: slice, to: Handover) -> None:
+    def _step(self, body: Body, span: slice, to: Handover, factors: _Factors) -> None:
         """One chunk's outer step and what follows from it for the learner."""
         theta, momentum = self.theta[span], self.momentum[span]
         if not to.is_reset and to.snapshot is None and not to.restored and len(to.settled) <= 1:
             own = next(to.settled[0]) if to.settled else None
             buffer = None if to.buffer is None else to.buffer[span]
-            if outer.step_and_hand_over(body, own, theta, momentum, buffer, is_added=to.is_added, **self._factors):
+            if outer.step_and_hand_over(body, own, theta, momentum, buffer, is_added=to.is_added, **factors):
                 return
             to = to._replace(settled=[iter((own,))] if own is not None else ())
         change = quantizers.decode_chunk(body, self._scratch.gradient[: theta.numel()])
-        outer.outer_step(theta, momentum, change, **self._factors)
+        outer.outer_step(theta, momentum, change, **factors)
         to.take(span, theta, change)
 
     def _bodies(self, shard: ShardId, payload: Payload) -> Iterator[Body]:
@@ -295,11 +309,12 @@ class GlobalState:
         self,
         shard: ShardId,
         base: Digest,
+        version: int,
         given: Sequence[tuple[Contributor, Payload]],
         how: quantizers.Recipe | None = None,
     ) -> MergeResult:
         """Merge contributions (sorted by learner), quantize the result (None: as the run says), and prepare the outer
-        step.
+        step that makes ``version``, the next one after ``base``.
 
         Raises:
             StaleBaseError: the shard's head is not ``base``.
@@ -324,8 +339,8 @@ class GlobalState:
         payload = compression.join(bodies)
         payload_digest = digest_of(payload)
         self._prepared[shard] = _Prepared(base, payload_digest, bodies)
-        pairs = zip(bodies, self._chunks(shard), strict=True)
-        listed = b"".join(digests.chunk_digest(*self._next_chunk(body, span)) for body, span in pairs)
+        pairs, factors = zip(bodies, self._chunks(shard), strict=True), self._factors(version)
+        listed = b"".join(digests.chunk_digest(*self._next_chunk(body, span, factors)) for body, span in pairs)
         return MergeResult(payload, payload_digest, listed)
 
     def merge_error(self, shard: ShardId, payload: Payload) -> float:

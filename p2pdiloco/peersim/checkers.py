@@ -203,7 +203,8 @@ class Checks:
         change = self.decoded(shard, payload)
         self._is_merged(shard, header, change)
         outer = self.world.manifest.config.outer
-        rate, factor = np.float32(outer.learning_rate), np.float32(outer.momentum)
+        age = 1.0 - outer.momentum ** (header.version + 1) if outer.bias_correction is True else 1.0
+        rate, factor = np.float32(outer.learning_rate / age), np.float32(outer.momentum)
         momentum = parent.momentum * factor + change
         theta = parent.theta - rate * (change + factor * momentum)
         return self._is_near(value, theta, momentum)

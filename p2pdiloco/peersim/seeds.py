@@ -48,6 +48,7 @@ def draw(seed: int) -> tuple[WorldSetting, Random]:
         outer=OuterConfig(
             learning_rate=random.choice((0.4, 0.5, 1.0)),
             momentum=random.choice((0.0, 0.5, 0.7)),
+            bias_correction=seed % 3 > 0,
             merge=random.choice(("rda", "direct")),
             adopt="overwrite" if random.random() < 0.08 else "carry",
         ),

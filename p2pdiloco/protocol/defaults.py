@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 from msgspec import UNSET
 
-from p2pdiloco.protocol.manifest import RunConfig, ScheduleConfig
+from p2pdiloco.protocol.manifest import OuterConfig, RunConfig, ScheduleConfig
 
 OLD_LOG_LENGTH: Final = 32
 OLD_HEARTBEAT_S: Final = 1.0
@@ -17,6 +17,16 @@ LOG_STEPS: Final = 768
 """Steps of a fork that heals without loss: at any H as many as 32 versions have at the default H of 24."""
 MOST_LOGGED: Final = 1 << 18
 """Commits in all logs of a peer: about 1 kB each."""
+
+
+LARGEST_GAIN: Final = 2.0
+"""Largest rate / (1 - momentum) for which momentum's bias is corrected: the first turn's merge alone goes so far, with
+nothing to average it with."""
+
+
+def is_bias_corrected(outer: OuterConfig) -> bool:
+    """Whether the outer momentum of a new run is."""
+    return outer.learning_rate / (1.0 - outer.momentum) <= LARGEST_GAIN
 
 
 def most_logged(shards: int) -> int:
@@ -37,7 +47,10 @@ def completed(config: RunConfig, shards: int) -> RunConfig:
         heartbeat_s=heartbeat_s(schedule),
         log_length=log_length(schedule.sync_every, shards) if schedule.log_length is UNSET else schedule.log_length,
     )
-    return msgspec.structs.replace(config, schedule=filled)
+    outer = config.outer
+    if outer.bias_correction is UNSET:
+        outer = msgspec.structs.replace(outer, bias_correction=is_bias_corrected(outer))
+    return msgspec.structs.replace(config, schedule=filled, outer=outer)
 
 
 def heartbeat_s(schedule: ScheduleConfig) -> float:

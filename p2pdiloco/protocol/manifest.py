@@ -161,6 +161,9 @@ class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     momentum: Share = 0.7
     """What RDA merges keeps its length, so rate / (1 - momentum), how far a turn goes in the end, is 1.3, not the 7 of
     DiLoCo's shrinking mean; momentum averages several turns (docs/quality.md)."""
+    bias_correction: bool | UnsetType = UNSET
+    """Momentum begins at 0, so that without it the first turns go less far: the rate of a shard's version v is divided
+    by 1 - momentum^(v + 1). Left out: where rate / (1 - momentum) is at most 2 (``protocol/defaults.py``)."""
     merge: MergeRule = "rda"
     """Radial-directional averaging, or the direct mean. Embeddings always use the direct mean."""
     adopt: Literal["carry", "overwrite"] = "carry"

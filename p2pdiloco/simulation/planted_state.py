@@ -156,6 +156,24 @@ BUGS = (
         killed_by=(f"{_STATE_TESTS}::test_a_fetched_state_gives_back_what_a_fork_had_merged", _CONSERVATION),
     ),
     Bug(
+        name="momentum's age counted from where a state was fetched",
+        module=_STATE,
+        old="rate = outer.rate_at(version, rate, momentum)",
+        new="self._age = getattr(self, '_age', 0) + 1; rate = outer.rate_at(self._age, rate, momentum)",
+        harm="who has come late takes longer steps than the others, and refuses every commit",
+        killed_by=(f"{_STATE_TESTS}::test_a_turn_goes_as_far_as_any_where_the_bias_is_corrected",),
+    ),
+    Bug(
+        name="momentum's bias not corrected",
+        module="p2pdiloco.tensors.outer",
+        old="return learning_rate / (1.0 - power)",
+        new="return learning_rate",
+        harm="the first turns go less far than the later ones, and short runs end further behind",
+        killed_by=(
+            "tests/unit/test_tensors_outer.py::test_a_corrected_rate_makes_up_for_what_momentum_does_not_hold_yet",
+        ),
+    ),
+    Bug(
         name="a state that nobody signed is handed on",
         module="p2pdiloco.peer.integrity",
         old="        self._unsigned.add(shard)\n",

@@ -4,6 +4,7 @@ Legend: Theta are the global parameters, m the outer momentum, Delta the merged 
 
 Rules of this file:
 1. SGD with Nesterov momentum: m <- mu m + Delta; Theta <- Theta - lr (Delta + mu m) (DiLoCo, arXiv 2311.08105).
+   Where the run corrects the bias of m, which begins at 0, lr is that of ``rate_at``.
 2. Every operation is one elementwise IEEE float32 multiply or add, each rounded on its own: no ``alpha=``, no addcmul,
    no lerp, which may round once for two operations on one machine and twice on another. lr and mu are rounded to
    float32 first. So all peers compute the same bits, and digests can be compared.
@@ -28,6 +29,22 @@ if TYPE_CHECKING:
 
 _NOTHING = chunk_bodies.Packed(np.empty(0, np.int8), np.empty(0, np.float32), 0)
 _NOWHERE = np.empty(0, np.float32)
+
+
+def rate_at(version: int, learning_rate: float, momentum: float) -> float:
+    """The bias-corrected rate of the step that makes ``version`` (1 is the first) of a shard.
+
+    What merges alike goes learning_rate (1 + mu + ... + mu^version) far in that step, and learning_rate / (1 - mu) once
+    m is old; so the rate is divided by 1 - mu^(version + 1), and the first turns go as far as the later ones. How old m
+    is every peer reads from the commit. Multiplications alone: a library's power may differ from machine to machine.
+    """
+    left, power, factor = version + 1, 1.0, momentum
+    while left:
+        if left & 1:
+            power *= factor
+        factor *= factor
+        left >>= 1
+    return learning_rate / (1.0 - power)
 
 
 def outer_step(

@@ -256,13 +256,15 @@ class Conservation:
         assert base is not None
         other = encoded(np.full(ELEMENTS, float(value)))
         if prepares and not is_own:  # our own merge, which another's commit forestalls
-            self.state.merge(piece, base, [(Contributor(OTHER, 0, 10, 0, 1), encoded(np.full(ELEMENTS, 9.0)))])
+            self.state.merge(
+                piece, base, self.commits, [(Contributor(OTHER, 0, 10, 0, 1), encoded(np.full(ELEMENTS, 9.0)))]
+            )
         given = [(Contributor(OTHER, 0, 10, 0, 1), other)]
         if mine and np.abs(mine[0].values).max() <= EXACT_MOST // 2:
             given = [(Contributor(self.learner, 0, 10, 0, 1), mine[0].payload), *given]
         gradient = sum((decoded(payload) for _, payload in given), np.zeros(ELEMENTS)) / len(given)
         if is_own:
-            merged = self.state.merge(piece, base, given)
+            merged = self.state.merge(piece, base, self.commits, given)
             payload, listed = merged.payload, merged.digests
             assert np.array_equal(decoded(payload), gradient)
         else:

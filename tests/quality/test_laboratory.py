@@ -203,11 +203,14 @@ class Node:
         return self.state.encode(ShardId(0), head)[0]
 
 
-@pytest.mark.parametrize(("up", "down", "merge"), [("int4", "int4", "rda"), ("int2", "bf16", "direct")])
-def test_the_exchange_is_the_nodes(up: Any, down: Any, merge: Any) -> None:
+@pytest.mark.parametrize(
+    ("up", "down", "merge", "correction"), [("int4", "int4", "rda", True), ("int2", "bf16", "direct", False)]
+)
+def test_the_exchange_is_the_nodes(up: Any, down: Any, merge: Any, correction: bool) -> None:
     """Three peers' real nodes and the laboratory's exchange make three turns with the same learners: the same bits."""
     elements, shard = 3000, ShardId(0)
     setting = Setting(learners=2, up=up, down=down, outer_rate=0.7, outer_momentum=0.4, merge=merge)
+    setting = msgspec.structs.replace(setting, correction=correction)
     tensors = (TensorSpec(name="all", shape=(elements,), merge="rda", fragment=FragmentId(0)),)
     layout = make_layout(tensors, 1, 1 << 20, merge)
     random = torch.Generator().manual_seed(5)
@@ -216,7 +219,7 @@ def test_the_exchange_is_the_nodes(up: Any, down: Any, merge: Any) -> None:
     nodes = []
     for name in ("a", "b", "c"):
         vectors = SharedVectors.create(elements)
-        outer = OuterConfig(learning_rate=0.7, momentum=0.4, merge=merge)
+        outer = OuterConfig(learning_rate=0.7, momentum=0.4, merge=merge, bias_correction=correction)
         node = Node(LearnerId(f"{name}/1"), GlobalState(layout, outer, CodecConfig(up=up, down=down), vectors), vectors)
         node.state.put(shard, digest_of(b"version 0"), start, torch.zeros(elements))
         node.state.shifts.load(node.learner, node.state.theta)
@@ -234,7 +237,7 @@ def test_the_exchange_is_the_nodes(up: Any, down: Any, merge: Any) -> None:
         contributors = [Contributor(n.learner, 0, t, 0, s) for n, (s, t) in zip(nodes, counts, strict=True)]
         head = nodes[0].state.heads[0]
         assert head is not None
-        merged = nodes[0].state.merge(shard, head, list(zip(contributors, payloads, strict=True)))
+        merged = nodes[0].state.merge(shard, head, version, list(zip(contributors, payloads, strict=True)))
         result = digest_of(merged.digests)
         header = CommitHeader(shard, version, head, 0, PeerId("a"), (), 0, merged.payload_digest, result, result)
         for node, learner, payload, parcel in zip(nodes, learners, payloads, parcels, strict=True):

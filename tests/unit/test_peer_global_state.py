@@ -28,6 +28,7 @@ FRAGMENT = FragmentId(0)
 ME = LearnerId("me/1")
 ZERO = digest_of(b"version 0")
 NOTHING = Moves(None, (), (), False)
+CLASSIC = OuterConfig(learning_rate=0.7, momentum=0.9)
 
 
 def bell(seed: int, scale: float = 1e-3) -> Tensor:
@@ -42,10 +43,10 @@ def decoded(payload: bytes) -> Tensor:
 class Peer:
     """One shard's global state, with a learner that answers when it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, outer: OuterConfig = CLASSIC) -> None:
         tensors = (TensorSpec(name="all", shape=(ELEMENTS,), merge="rda", fragment=FRAGMENT),)
         layout = make_layout(tensors, 1, 1 << 20, "rda")
-        self.outer = OuterConfig(learning_rate=0.7, momentum=0.9)
+        self.outer = outer
         self.vectors = SharedVectors.create(ELEMENTS)
         self.state = GlobalState(layout, self.outer, CodecConfig(), self.vectors)
         self.state.put(SHARD, ZERO, bell(99, 0.02), bell(98))
@@ -70,7 +71,7 @@ class Peer:
 
     def merge(self, payloads: list[bytes]) -> tuple[CommitHeader, MergeResult]:
         contributors = [Contributor(LearnerId(f"p{i}/1"), 0, 1000, 0, 10) for i in range(len(payloads))]
-        merged = self.state.merge(SHARD, self.head, list(zip(contributors, payloads, strict=True)))
+        merged = self.state.merge(SHARD, self.head, self.version + 1, list(zip(contributors, payloads, strict=True)))
         return self.header(merged), merged
 
     def header(self, merged: MergeResult) -> CommitHeader:
@@ -104,6 +105,28 @@ def test_all_peers_get_the_same_bits_and_the_owners_digests(peers: tuple[Peer, P
             assert torch.equal(peer.state.momentum, momentum)
             assert peer.state.integrity.digests[SHARD] == merged.digests == digests.digest_list(theta, momentum)
             assert peer.state.digest(SHARD) == header.result
+
+
+def test_a_turn_goes_as_far_as_any_where_the_bias_is_corrected() -> None:
+    """Merged alike each time, the parameters move alike each time: by rate / (1 - momentum) times what was merged. Who
+    fetched the state on the way knows how old the momentum is by the commit."""
+    outer = OuterConfig(learning_rate=0.4, momentum=0.5, bias_correction=True)
+    owner, late = Peer(outer), Peer(outer)
+    for peer in (owner, late):
+        peer.state.put(SHARD, ZERO, torch.zeros(ELEMENTS), torch.zeros(ELEMENTS))
+    payload, moved = owner.contribute(bell(1)), []
+    for version in range(1, 4):
+        header, merged = owner.merge([payload])
+        before = owner.state.theta.clone()
+        if version == 3:
+            theta, momentum = owner.state.theta.clone(), owner.state.momentum.clone()
+            late.state.put(SHARD, owner.head, theta, momentum)
+            late.apply(header, merged)
+        owner.apply(header, merged)
+        moved.append(before - owner.state.theta)
+    for change in moved:
+        assert torch.allclose(change, 0.8 * decoded(merged.payload), rtol=1e-4, atol=1e-8)
+    assert torch.equal(owner.state.theta, late.state.theta)
 
 
 def test_the_learner_keeps_what_was_not_merged(peers: tuple[Peer, Peer]) -> None:
@@ -355,7 +378,7 @@ def test_malformed_payloads_change_nothing(peers: tuple[Peer, Peer]) -> None:
         with pytest.raises(ContributionError, match="p1/1"):
             other.merge([merged.payload, payload])
     with pytest.raises(StaleBaseError):
-        other.state.merge(SHARD, digest_of(b"another head"), [])
+        other.state.merge(SHARD, digest_of(b"another head"), 1, [])
     assert torch.equal(other.state.theta, before)
 
 

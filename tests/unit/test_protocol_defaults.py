@@ -12,7 +12,7 @@ from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import protocol_config
 from p2pdiloco.protocol.defaults import MOST_LOGGED, completed, log_length
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId, digest_of
-from p2pdiloco.protocol.manifest import Manifest, RunConfig, ScheduleConfig, TensorSpec
+from p2pdiloco.protocol.manifest import Manifest, OuterConfig, RunConfig, ScheduleConfig, TensorSpec
 from p2pdiloco.protocol.soundness import decode_manifest
 
 
@@ -37,7 +37,16 @@ def test_what_is_left_out_is_filled_in_and_what_is_said_is_kept() -> None:
     config = RunConfig(name="run", schedule=ScheduleConfig(fragments=4, sync_every=4))
     assert (completed(config, 4).schedule.heartbeat_s, completed(config, 4).schedule.log_length) == (1.0, 192)
     said = msgspec.structs.replace(config, schedule=ScheduleConfig(heartbeat_s=3.0, log_length=7))
+    said = msgspec.structs.replace(said, outer=OuterConfig(bias_correction=False))
     assert completed(said, 4) == said
+
+
+@pytest.mark.parametrize(("rate", "momentum", "is_corrected"), [(0.4, 0.7, True), (0.7, 0.0, True), (0.7, 0.9, False)])
+def test_the_bias_of_momentum_is_corrected_where_a_turn_does_not_go_too_far(
+    rate: float, momentum: float, is_corrected: bool
+) -> None:
+    config = RunConfig(name="run", outer=OuterConfig(learning_rate=rate, momentum=momentum))
+    assert completed(config, 4).outer.bias_correction is is_corrected
 
 
 def test_a_manifest_of_an_older_release_is_taken_and_keeps_its_name() -> None:
@@ -47,6 +56,7 @@ def test_a_manifest_of_an_older_release_is_taken_and_keeps_its_name() -> None:
     assert old.config.schedule.heartbeat_s is UNSET
     assert b"heartbeat_s" not in data
     assert b"log_length" not in data
+    assert b"bias_correction" not in data
     read = decode_manifest(data, RunId(digest_of(data)))
     assert (read, read.run) == (old, digest_of(data))
     config = protocol_config(read, PeerOptions(folder=Path("state")), PeerId("p"))

@@ -6,7 +6,7 @@ import torch
 
 from p2pdiloco.protocol.manifest import Codec
 from p2pdiloco.tensors import kernels, quantizers
-from p2pdiloco.tensors.outer import outer_step, outer_step_by_torch, step_and_hand_over, step_aside
+from p2pdiloco.tensors.outer import outer_step, outer_step_by_torch, rate_at, step_and_hand_over, step_aside
 
 
 def test_two_steps_by_hand() -> None:
@@ -19,6 +19,16 @@ def test_two_steps_by_hand() -> None:
     # m = (0.25 + 0.25, 0.5); theta -= 0.5 * (0.25 + 0.25, 0.25)
     assert momentum.tolist() == [0.5, 0.5]
     assert theta.tolist() == [0.375, -2.875]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.3, 0.7, 0.9, 0.999])
+def test_a_corrected_rate_makes_up_for_what_momentum_does_not_hold_yet(momentum: float) -> None:
+    held = 0.0
+    for version in range(1, 200):
+        held = momentum * held + 1.0
+        gone = rate_at(version, 0.4, momentum) * (1.0 + momentum * held)
+        assert gone == pytest.approx(0.4 / (1.0 - momentum), rel=1e-9)
+    assert rate_at(1 << 50, 0.4, momentum) == 0.4
 
 
 @pytest.mark.parametrize("elements", [1, 1000, (1 << 18) + 17])
