@@ -2,6 +2,7 @@
 
 python -m benchmarks.quality run SWEEP ...    run the cells of these sweeps that are not in the results yet
 python -m benchmarks.quality list             the sweeps, and how much of each is there
+python -m benchmarks.quality table            what is claimed: one row each, with baselines
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.quality import report, runner, sweeps, tie
+from benchmarks.quality import claims, report, runner, sweeps, tie
 from p2pdiloco.chaos.swarm import SwarmError
 
 
@@ -25,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("list", help="the sweeps")
     report_ = commands.add_parser("report", help="tables and plots")
     report_.add_argument("--plots", type=Path, help="a folder for the plots, e.g. docs/plots")
+    table = commands.add_parser("table", help="every claim's row: three seeds, test split, token efficiency")
+    table.add_argument("--json", type=Path, help="append the rows here")
     tie_ = commands.add_parser("tie", help="compare with real processes")
     tie_.add_argument("--out", type=Path, default=Path("out/quality/tie"))
     tie_.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
@@ -38,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             report.print_tables()
             if options.plots:
                 report.draw(options.plots)
+        case "table":
+            print("\n".join(claims.table(options.json)))
         case "tie":
             try:
                 return 0 if tie.tie(options.out, options.seeds, options.json, options.time_limit) else 1

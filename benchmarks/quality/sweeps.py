@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from benchmarks.quality.settings import Setting
+from p2pdiloco.protocol.defaults import is_bias_corrected
+from p2pdiloco.protocol.manifest import OuterConfig
 
 SEEDS = (1, 2, 3)
 UNEVEN = (1.0, 1.0, 2.0, 4.0)
@@ -16,6 +18,14 @@ BASE = Setting(outer_rate=0.7, outer_momentum=0.3)
 """What was shipped when most of the sweeps with AdamW were run."""
 MUON = Setting(batch=64, inner="muon", learning_rate=8e-3)
 """Where the gap to data parallel is small enough that smaller differences can be seen."""
+SHIPPED = msgspec.structs.replace(
+    MUON,
+    outer_rate=OuterConfig().learning_rate,
+    outer_momentum=OuterConfig().momentum,
+    merge=OuterConfig().merge,
+    correction=is_bias_corrected(OuterConfig()),
+)
+"""What a founder gets who sets nothing but the model, its batch and its inner rate."""
 
 
 def _with(**changes: object) -> Setting:
@@ -24,6 +34,10 @@ def _with(**changes: object) -> Setting:
 
 def _muon(**changes: object) -> Setting:
     return msgspec.structs.replace(MUON, **changes)
+
+
+def _shipped(**changes: object) -> Setting:
+    return msgspec.structs.replace(SHIPPED, **changes)
 
 
 def _parallel(**changes: object) -> Setting:
@@ -155,6 +169,46 @@ def flat() -> list[Setting]:
     return [_parallel(**shape), *rda, *direct, whole]
 
 
+def correction() -> list[Setting]:
+    """The bias of the outer momentum, corrected or not, in runs of 20 turns and of 80; where a turn goes far, too."""
+    short = {"steps": 480}
+    pairs = [_shipped(**short, correction=is_it, seed=seed) for seed in SEEDS for is_it in (True, False)]
+    far = [
+        _shipped(**short, merge=merge, outer_rate=0.7, outer_momentum=0.9, correction=is_it)
+        for merge in ("rda", "direct")
+        for is_it in (True, False)
+    ]
+    mean = [
+        _shipped(**short, merge="direct", outer_rate=0.7, outer_momentum=0.7, correction=is_it)
+        for is_it in (True, False)
+    ]
+    long = [_shipped(correction=True, learners=m, seed=seed) for m in (4, 8, 2) for seed in SEEDS]
+    return [*pairs, *mean, *far, *long]
+
+
+def lengths() -> list[Setting]:
+    """Data parallel with fewer tokens, which token efficiency is read from; one learner with the outer optimizer."""
+    one = {"method": "parallel", "learners": 1, **RDA}
+    rates = {240: (8e-3, 16e-3), 480: (8e-3, 16e-3), 960: (8e-3, 16e-3), 1440: (8e-3,)}
+    curve = [_muon(**one, steps=steps, learning_rate=rate) for steps, found in rates.items() for rate in found]
+    seeds = [_muon(**one, steps=480, learning_rate=8e-3, seed=seed) for seed in SEEDS[1:]]
+    return [*curve[2:4], *seeds, *curve[:2], *curve[4:], *(_shipped(learners=1, seed=seed) for seed in SEEDS)]
+
+
+def brief() -> list[Setting]:
+    """480 steps: H, outer settings and numbers of learners, where turns are few."""
+    short = {"steps": 480}
+    found = [
+        _shipped(**short, sync_every=12),
+        _shipped(**short, learners=8),
+        _shipped(**short, learners=8, sync_every=12),
+    ]
+    pairs = ((0.6, 0.5), (0.7, 0.3), (0.5, 0.7))
+    found += [_shipped(**short, outer_rate=r, outer_momentum=mu) for r, mu in pairs]
+    found += [_shipped(**short, sync_every=12, outer_rate=0.3, outer_momentum=0.8)]
+    return [*found, _shipped(**short, fragments=6, sync_every=6, overlap=1)]
+
+
 def headline() -> list[Setting]:
     """492,384 parameters in 24 fragments (H = 24), 20 tokens a parameter: some two core hours on a quiet machine."""
     shape = {"width": 96, "depth": 4, "heads": 6, "context": 64, "batch": 32, "steps": 4800, "warmup": 240}
@@ -226,6 +280,9 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "gain": gain,
     "memory": memory,
     "flat": flat,
+    "correction": correction,
+    "lengths": lengths,
+    "brief": brief,
     "headline": headline,
     "outer-m": outer_by_learners,
     "outer-h": outer_by_h,

@@ -1,0 +1,154 @@
+"""What is claimed of a model's quality, one row each; what ships comes first.
+
+Rules of this file:
+1. The held-out windows are two halves, every second 2 kB of each file: *validation*, by which a setting or a rate is
+   chosen, and *test*, which is shown. (Cut in the middle they would be other packages, one of them harder, and per cent
+   of a higher loss look better.)
+2. A gap is relative to data parallel with the same inner optimizer, model, tokens and batch, at its best learning rate,
+   seed by seed; and to one learner that has the outer optimizer, too, which is better than data parallel.
+3. Token efficiency is the share of its tokens after which data parallel has the same loss: runs of that length, with
+   schedules of their own, the best rate for each length; between two lengths loss is a line over the logarithm.
+4. What was not run is a row without figures. Where there are fewer than three seeds the row says how many.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from benchmarks import record
+from benchmarks.quality.report import by_seed, seedless, spread
+from benchmarks.quality.runner import rows
+from benchmarks.quality.settings import Setting, to_row
+from benchmarks.quality.sweeps import MUON, SHIPPED, UNEVEN
+
+Cells = Mapping[Setting, Mapping[int, Mapping[str, Any]]]
+LENGTHS = (240, 480, 960, 1440, 1920)
+"""Steps of the runs of data parallel that token efficiency is read from."""
+
+
+class Claim(NamedTuple):
+    """One row of the table."""
+
+    name: str
+    setting: Setting
+
+
+def _of(name: str, base: Setting = SHIPPED, **changes: object) -> Claim:
+    return Claim(name, seedless(msgspec.structs.replace(base, **changes)))
+
+
+def claims() -> list[Claim]:
+    """All that docs/quality.md speaks of, in the order in which it is shown."""
+    adamw = msgspec.structs.replace(MUON, inner="adamw", learning_rate=4e-3)
+    return [
+        *(_of(f"as shipped, M = {m}", learners=m) for m in (8, 4, 2)),
+        _of("one learner with the outer optimizer", learners=1),
+        _of("as shipped, M = 4, 20 turns", steps=480),
+        _of("as shipped, M = 8, 20 turns", steps=480, learners=8),
+        _of("as shipped, M = 4, 480 steps in 40 turns", steps=480, sync_every=12),
+        *(_of(f"AdamW instead, M = {m}", adamw, learners=m) for m in (8, 4)),
+        *(_of(f"bias not corrected, M = {m}", MUON, learners=m) for m in (8, 4, 2)),
+        _of("bias not corrected, M = 4, 20 turns", MUON, steps=480),
+        _of("not corrected, fp32 both ways", MUON, up="fp32", down="fp32"),
+        _of("not corrected, int4 at step 1.0", MUON, up="int4@1.0", down="int4@1.0"),
+        _of("not corrected, int2", MUON, up="int2", down="int2"),
+        _of("not corrected, speeds 1:1:2:4", MUON, speeds=UNEVEN),
+        _of("not corrected, absent half of the time", MUON, absent=0.5),
+        _of("not corrected, each a part of the data", MUON, data="parts"),
+    ]
+
+
+def halves(figures: Mapping[str, Any]) -> tuple[float, float]:
+    """Validation and test loss of a run."""
+    windows: Sequence[float] = figures["by_window"]
+    return statistics.fmean(windows[::2]), statistics.fmean(windows[1::2])
+
+
+def parallel(cells: Cells, setting: Setting, steps: int) -> dict[int, float]:
+    """Data parallel's test loss by seed, with ``setting``'s model, batch and inner optimizer, in ``steps`` steps, at
+    the learning rate that has the best validation loss over the seeds that all rates have."""
+    alike = ("width", "depth", "heads", "context", "batch", "final_share", "warmup", "inner", "memory")
+    found = {
+        cell: {seed: halves(figures) for seed, figures in runs.items()}
+        for cell, runs in cells.items()
+        if cell.method == "parallel"
+        and cell.steps == steps
+        and cell.data == "same"
+        and all(getattr(cell, name) == getattr(setting, name) for name in alike)
+    }
+    if not found:
+        return {}
+    shared = set.intersection(*(set(runs) for runs in found.values()))
+    best = min(found, key=lambda cell: statistics.fmean(found[cell][s][0] for s in shared) if shared else 0.0)
+    return {seed: test for seed, (_, test) in found[best].items()}
+
+
+def efficiency(loss: float, curve: Mapping[int, float], steps: int) -> float | None:
+    """The share of ``steps`` after which data parallel has ``loss``, by its loss at other lengths; None where that lies
+    beyond what was run."""
+    points = sorted(curve.items())
+    for (fewer, worse), (more, better) in itertools.pairwise(points):
+        if better <= loss <= worse:
+            part = (worse - loss) / (worse - better)
+            return math.exp(math.log(fewer) + part * (math.log(more) - math.log(fewer))) / steps
+    return None
+
+
+def measured(cells: Cells, claim: Claim) -> dict[str, Any]:
+    """A claim's figures, as far as there are any."""
+    setting, runs = claim.setting, cells.get(claim.setting, {})
+    found: dict[str, Any] = {"seeds": sorted(runs)}
+    if not runs:
+        return found
+    test = {seed: halves(figures)[1] for seed, figures in runs.items()}
+    found["validation"] = statistics.fmean(halves(figures)[0] for figures in runs.values())
+    found["test"] = list(test.values())
+    against = parallel(cells, setting, setting.steps)
+    like = {name: getattr(setting, name) for name in ("width", "depth", "heads", "context", "batch", "steps", "inner")}
+    alone = cells.get(seedless(msgspec.structs.replace(SHIPPED, learners=1, **like)), {})
+    found["to_parallel"] = [100.0 * (x / against[s] - 1.0) for s, x in sorted(test.items()) if s in against]
+    found["to_one"] = [100.0 * (x / halves(alone[s])[1] - 1.0) for s, x in sorted(test.items()) if s in alone]
+    shares = []
+    for seed, loss in sorted(test.items()):
+        lengths = ((steps, parallel(cells, setting, steps)) for steps in LENGTHS if steps <= setting.steps)
+        curve = {steps: losses.get(seed, losses.get(1)) for steps, losses in lengths}
+        share = efficiency(loss, {steps: x for steps, x in curve.items() if x is not None}, setting.steps)
+        shares += [] if share is None else [100.0 * share]
+    found["token_efficiency"] = shares
+    figures = next(iter(runs.values()))
+    found["bytes_up"], found["bytes_down"] = figures["up_bytes_per_parameter"], figures["down_bytes_per_parameter"]
+    return found
+
+
+def table(path: Path | None, wanted: Iterable[Claim] | None = None, results: Path | None = None) -> list[str]:
+    """The table as Markdown; each row's figures are appended to ``path``, if there is one. ``results``: rows of other
+    cells than those in the repository."""
+    cells = by_seed(rows() if results is None else rows(results))
+    lines = [
+        "| | seeds | test loss | to data parallel, % | to one learner, % | token efficiency, % | bytes a parameter |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    written = []
+    for claim in claims() if wanted is None else wanted:
+        found = measured(cells, claim)
+        written.append(record.row("quality-table", {"name": claim.name, **to_row(claim.setting)}, found))
+        shown = [_shown(found.get(key), form) for key, form in COLUMNS]
+        size = f"{found['bytes_up']:.2f}, {found['bytes_down']:.2f}" if "bytes_up" in found else "-"
+        lines.append(f"| {claim.name} | {len(found['seeds'])} | {' | '.join(shown)} | {size} |")
+    if path is not None:
+        record.append(path, written)
+    return lines
+
+
+COLUMNS = (("test", ".4f"), ("to_parallel", "+.2f"), ("to_one", "+.2f"), ("token_efficiency", ".0f"))
+
+
+def _shown(values: Sequence[float] | None, form: str) -> str:
+    return spread(values, form) if values else "-"
