@@ -313,12 +313,9 @@ class Process:
         if link is None or not link.connection.is_open:
             world.schedule(world.now, self, self._fetch_failed, effect)
             return
-        quality = world.network.quality((effect.peer, self.name))
-        took_s = 2 * quality.delay_s + self.setting.state_bytes / max(quality.bytes_per_s, 2e4) * (
-            1 + world.random.random()
-        )
+        slowness = 1 + world.random.random()
         at_once = self._read(link.target, effect.shard) if world.random.random() < 0.5 else None
-        world.schedule(world.now + took_s, self, self._fetch_ends, (effect, link, at_once))
+        world.network.carry(link, self.setting.state_bytes, slowness, self._fetch_ends, (effect, link, at_once))
 
     def _read(self, donor: Process, shard: ShardId) -> Fetched | None:
         value = donor.states.values[shard]

@@ -10,7 +10,8 @@ Rules of this file:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 NO_PAYLOAD = Digest("")
 OUTBOX_S = 3.0
 """Payloads that would wait longer than this to be sent are dropped: outboxes are bounded."""
+
+STATE_BYTES_PER_S = 2e4
+"""No path is slower for states."""
 
 
 def payload_named(message: Message) -> Digest:
@@ -142,11 +146,15 @@ class Network:
         for said in liars.said(link.source.name, message, link.source.setting.lies):
             self._send(link, said, payload, payload_bytes)
 
+    def measure(self, message: Message, payload_bytes: int) -> None:
+        """Count what a message takes."""
+        self.control_bytes += len(msgspec.msgpack.encode(message)) + 16
+        self.payload_bytes += payload_bytes
+
     def _send(self, link: Link, message: Message, payload: Payload | None, payload_bytes: int) -> None:
         self.messages += 1
         if self.is_measured:
-            self.control_bytes += len(msgspec.msgpack.encode(message)) + 16
-            self.payload_bytes += payload_bytes
+            self.measure(message, payload_bytes)
         if not link.connection.is_open or link.is_dead:
             return
         if link.key in self.blocked:
@@ -201,6 +209,14 @@ class Network:
         if (proof := checks.honesty.compared(target.name, header)) is not None:
             checks.contradicted(header.owner)
             target.tell(Contradicted(proof))
+
+    def carry(
+        self, link: Link, state_bytes: int, slowness: float, action: Callable[[Any], None], argument: Any
+    ) -> None:
+        """A state comes to the link's source from its target; then, or when it will not come, ``action`` is called."""
+        world, quality = self.world, self.quality(link.key[::-1])
+        took_s = 2 * quality.delay_s + state_bytes / max(quality.bytes_per_s, STATE_BYTES_PER_S) * slowness
+        world.schedule(world.now + took_s, link.source, action, argument)
 
     # -- connections ---------------------------------------------------------------------------------------------------
 

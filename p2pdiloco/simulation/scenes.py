@@ -14,6 +14,7 @@ from p2pdiloco.simulation.driver import PeerSetting
 from p2pdiloco.simulation.faults import Fault, FaultRates, draw_faults, one_way, storm
 from p2pdiloco.simulation.meshes import Mesh
 from p2pdiloco.simulation.network import LinkQuality, NetworkSetting
+from p2pdiloco.simulation.uplinks import Bandwidth, on_the_line
 
 HEALING_S = 12.0
 """By then everybody is connected and current, and old requests have been given up."""
@@ -24,6 +25,10 @@ FORK_S = 30.0
 
 MESH_PATIENCE = 3.0
 """Heads at rest go from peer to peer, some seconds for each step of the way."""
+JOIN_S = 3.0
+"""What the states of a newcomer may take of an uplink that carries nothing else."""
+UPLINK_PATIENCE = 3.0
+"""Who has come back waits for states behind others' payloads, and so do forks at rest."""
 HIDDEN_SHARE = 0.1
 """Of peers, those behind routers: two of them never meet."""
 POISON_SHARE = 0.1
@@ -54,6 +59,8 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_every_s: float
     meshes: tuple[tuple[float, Mesh], ...]
     """Who cannot connect to whom, from when on; the last one stays to the end."""
+    bandwidths: tuple[tuple[PeerId, Bandwidth], ...] = ()
+    """Each peer's own line; none: every pair has its own."""
     patience: float = 1.0
     """How much longer healing and rest may take than where everybody is connected to everybody."""
     faults: tuple[Fault, ...]
@@ -69,6 +76,7 @@ SCENARIOS: dict[str, FaultRates] = {
     "pauses": FaultRates(pause=4.0, slow=3.0),
     "leaves": FaultRates(leave=3.0, crash=1.0),
     "liars": FaultRates(),
+    "uplinks": FaultRates(crash=0.5, wipe=0.2, learner=0.5, pause=0.5, break_=1.0, cut=0.5, slow=0.5),
     "meshes": FaultRates(crash=0.5, wipe=0.2, learner=0.5, pause=0.5, mute=1.0, break_=2.0, cut=0.5),
 }
 """Runs with only some kinds of faults, for ``simulate --scenario``; ``mixed`` draws all kinds from the seed."""
@@ -182,6 +190,8 @@ def draw_scene(seed: int, scenario: str = MIXED) -> Scene:
             return with_liars(scene)
         case "meshes":
             return with_meshes(scene)
+        case "uplinks":
+            return with_uplinks(scene)
         case _:
             return with_rarities(scene) if scenario == MIXED else scene
 
@@ -208,6 +218,24 @@ def with_meshes(scene: Scene) -> Scene:
     is_long = scene.ending == "finish" and has_glacial  # by itself, once those whom it heard have gone
     ending: Ending = "rest" if (scene.ending == "leave" or is_long) and not is_whole else scene.ending
     return msgspec.structs.replace(scene, meshes=tuple(found), ending=ending, patience=MESH_PATIENCE)
+
+
+def with_uplinks(scene: Scene) -> Scene:
+    """The scene where each peer's connections share one line, slower up than down: two to a hundred times what it must
+    carry if every learner is in every commit and somebody takes its states."""
+    random = Random(f"uplinks {scene.seed}")
+    config, peers = scene.config, len(scene.peers)
+    payload_bytes = max(setting.payload_bytes for _, setting, _ in scene.peers)
+    turn_s = config.sync_every * min(setting.step_s for _, setting, _ in scene.peers if setting.has_learner)
+    control = peers * 300.0 / config.heartbeat_s
+    state_bytes = max(setting.state_bytes for _, setting, _ in scene.peers)
+    load = control + config.shards * (2 * on_the_line(payload_bytes) / turn_s + state_bytes / JOIN_S)
+    bandwidths = []
+    for name, _, _ in scene.peers:
+        up = load * random.choice((2.0, 4.0, 20.0, 100.0))
+        bandwidths.append((name, Bandwidth(up_bytes_per_s=up, down_bytes_per_s=up * random.choice((1.0, 4.0, 10.0)))))
+    links = tuple((a, b, msgspec.structs.replace(q, bytes_per_s=100 * load)) for a, b, q in scene.links)
+    return msgspec.structs.replace(scene, bandwidths=tuple(bandwidths), links=links, patience=UPLINK_PATIENCE)
 
 
 def with_liars(scene: Scene) -> Scene:

@@ -18,6 +18,7 @@ from p2pdiloco.simulation.driver import PeerSetting, Process
 from p2pdiloco.simulation.faults import schedule_faults
 from p2pdiloco.simulation.liars import Liars
 from p2pdiloco.simulation.scenes import GLACIAL_S, HEALING_S, MIXED, Scene, draw_scene
+from p2pdiloco.simulation.shared_network import share_lines
 from p2pdiloco.simulation.transcript import Transcript
 from p2pdiloco.simulation.world import World
 
@@ -53,6 +54,8 @@ def build_world(scene: Scene, transcript: Transcript | None = None) -> World:
     world.network.default = scene.default_link
     for a, b, quality in scene.links:
         world.network.qualities[a, b] = quality
+    if scene.bandwidths:
+        share_lines(world, dict(scene.bandwidths))
     for at, mesh in scene.meshes:
         world.schedule(at, None, world.network.part, mesh)
     for i, (name, setting, at) in enumerate(scene.peers):

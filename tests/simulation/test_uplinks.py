@@ -1,0 +1,98 @@
+"""Lines that all connections of a peer share: who goes when, and seeds under them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any
+
+import pytest
+
+from p2pdiloco.simulation.report import simulate
+from p2pdiloco.simulation.uplinks import Parcel, Uplink
+
+JOBS = min(2, os.cpu_count() or 1)
+
+
+class Hours:
+    """Virtual time, and what left when."""
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self.left: list[tuple[str, float]] = []
+        self.now = 0.0
+
+    def schedule(self, at: float, action: Callable[[Any], None], argument: Any) -> None:
+        heappush(self.heap, (at, len(self.left) + len(self.heap), action, argument))
+
+    def parcel(self, size: float, name: str) -> Parcel:
+        return Parcel(size, lambda told: self.left.append((told, round(self.now, 6))), name)
+
+    def pass_until(self, end: float) -> None:
+        while self.heap and self.heap[0][0] <= end:
+            self.now, _, action, argument = heappop(self.heap)
+            action(argument)
+        self.now = end
+
+
+@pytest.fixture
+def hours() -> Hours:
+    return Hours()
+
+
+@pytest.fixture
+def uplink(hours: Hours) -> Uplink:
+    return Uplink(100.0, hours.schedule)
+
+
+def test_connections_share_an_uplink_equally(hours: Hours, uplink: Uplink) -> None:
+    for name, size in (("a", 100.0), ("b", 100.0), ("c", 200.0)):
+        uplink.put(name, hours.parcel(size, name), 0.0)
+    hours.pass_until(10.0)
+    assert hours.left == [("a", 3.0), ("b", 3.0), ("c", 4.0)]
+
+
+def test_parcels_of_one_connection_go_one_by_one_the_urgent_first(hours: Hours, uplink: Uplink) -> None:
+    for name, urgency in (("first", 10.0), ("state", 10.0), ("commit", 0.0)):
+        uplink.put("a", hours.parcel(100.0, name), 0.0, urgency)
+    assert [parcel.argument for parcel in uplink.waiting("a")] == ["commit", "state"]
+    hours.pass_until(10.0)
+    assert hours.left == [("first", 1.0), ("commit", 2.0), ("state", 3.0)]
+
+
+def test_control_does_not_wait_for_bulk_which_pays_for_it(hours: Hours, uplink: Uplink) -> None:
+    uplink.put("a", hours.parcel(100.0, "bulk"), 0.0)
+    hours.pass_until(0.5)
+    assert uplink.control(10.0, 0.5) == pytest.approx(0.6)
+    assert uplink.control(10.0, 0.5) == pytest.approx(0.7)
+    hours.pass_until(10.0)
+    assert hours.left == [("bulk", 1.2)]
+
+
+def test_what_waits_for_a_broken_connection_takes_nothing_of_the_line(hours: Hours, uplink: Uplink) -> None:
+    for name in ("a", "b"):
+        uplink.put(name, hours.parcel(100.0, name), 0.0)
+    uplink.put("b", hours.parcel(100.0, "more"), 0.0)
+    hours.pass_until(1.0)
+    assert [parcel.argument for parcel in uplink.clear("b", 1.0)] == ["more", "b"]
+    hours.pass_until(10.0)
+    assert hours.left == [("a", 1.5)]
+    assert uplink.clear("b", 10.0) == []
+
+
+def test_a_line_that_rested_saved_nothing(hours: Hours, uplink: Uplink) -> None:
+    uplink.put("a", hours.parcel(100.0, "a"), 0.0)
+    hours.pass_until(50.0)
+    uplink.put("a", hours.parcel(100.0, "again"), 50.0)
+    hours.pass_until(60.0)
+    assert hours.left == [("a", 1.0), ("again", 51.0)]
+
+
+@pytest.mark.timeout(300)
+def test_shared_uplinks_break_nothing() -> None:
+    """In 7, 10 and 20 newcomers take states over slow lines; in 151 and 162 forks are as heavy as each other."""
+    report = simulate([*range(11), 20, 151, 162], "uplinks", jobs=JOBS)
+    assert not report.violations, "\n".join(f"{v.command}   # {v.sentence}" for v in report.violations)
+    assert report.tokens_lost == 0
+    assert report.versions > 500
