@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from benchmarks.quality.settings import Setting
-from p2pdiloco.protocol.defaults import is_bias_corrected
-from p2pdiloco.protocol.manifest import OuterConfig
+from p2pdiloco.protocol.defaults import inner_optimizer, is_bias_corrected
+from p2pdiloco.protocol.manifest import ModelConfig, OuterConfig
 
 SEEDS = (1, 2, 3)
 UNEVEN = (1.0, 1.0, 2.0, 4.0)
@@ -20,6 +20,7 @@ MUON = Setting(batch=64, inner="muon", learning_rate=8e-3)
 """Where the gap to data parallel is small enough that smaller differences can be seen."""
 SHIPPED = msgspec.structs.replace(
     MUON,
+    inner=inner_optimizer(ModelConfig()),
     outer_rate=OuterConfig().learning_rate,
     outer_momentum=OuterConfig().momentum,
     merge=OuterConfig().merge,

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import msgspec
 import torch
-from msgspec import UNSET
 from torch import nn
 
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.chain import genesis_head
-from p2pdiloco.protocol.defaults import completed
+from p2pdiloco.protocol.defaults import completed, without_left_out
 from p2pdiloco.protocol.events import ShardState
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import (
@@ -146,12 +145,7 @@ def is_founded_from(config: RunConfig, written: RunConfig) -> bool:
     """Whether a run's ``config`` is what somebody has ``written``, but for what founding filled in and left out."""
     data = msgspec.structs.replace(config.data, tokenizer_digest=written.data.tokenizer_digest)
     model = written.model if written.model.folder else config.model
-    schedule, left_out = config.schedule, written.schedule
-    if left_out.heartbeat_s is UNSET:
-        schedule = msgspec.structs.replace(schedule, heartbeat_s=UNSET)
-    if left_out.log_length is UNSET:
-        schedule = msgspec.structs.replace(schedule, log_length=UNSET)
-    config = msgspec.structs.replace(config, schedule=schedule)
+    config = without_left_out(config, written)
     return without_places(msgspec.structs.replace(config, data=data, model=model)) == without_places(written)
 
 

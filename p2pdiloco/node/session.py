@@ -44,6 +44,7 @@ from p2pdiloco.node.twins import refuse_to_be_one
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import Ending, InitialState
+from p2pdiloco.protocol.defaults import few_turns
 from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.runtime import addresses, logs
@@ -129,6 +130,8 @@ async def start(
         if name != config.name:
             renamed = msgspec.structs.replace(config, name=name)
             manifest, initial = await asyncio.to_thread(found, renamed, identity.peer_id, options)
+        if warning := few_turns(manifest.config):
+            say(f"warning: {warning}")
         with hold(options.folder, manifest):
             return await _go_on(manifest, initial, options, identity, directory, say)
 

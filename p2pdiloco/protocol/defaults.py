@@ -4,12 +4,12 @@ founded; a manifest without them is of a release that had the ``OLD`` ones.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 from msgspec import UNSET
 
-from p2pdiloco.protocol.manifest import OuterConfig, RunConfig, ScheduleConfig
+from p2pdiloco.protocol.manifest import ModelConfig, OuterConfig, RunConfig, ScheduleConfig
 
 OLD_LOG_LENGTH: Final = 32
 OLD_HEARTBEAT_S: Final = 1.0
@@ -19,6 +19,10 @@ MOST_LOGGED: Final = 1 << 18
 """Commits in all logs of a peer: about 1 kB each."""
 
 
+PARTS: Final = {"inner": ("optimizer",), "schedule": ("heartbeat_s", "log_length"), "outer": ("bias_correction",)}
+"""The settings that are filled in."""
+ENOUGH_TURNS: Final = 40
+"""Turns of a fragment in a run, below which its founder is warned; docs/quality.md has the figures."""
 LARGEST_GAIN: Final = 2.0
 """Largest rate / (1 - momentum) for which momentum's bias is corrected: the first turn's merge alone goes so far, with
 nothing to average it with."""
@@ -41,7 +45,9 @@ def log_length(sync_every: int, shards: int) -> int:
 
 def completed(config: RunConfig, shards: int) -> RunConfig:
     """``config`` as it is founded: nothing is left out."""
-    schedule = config.schedule
+    schedule, inner = config.schedule, config.inner
+    if inner.optimizer is UNSET:
+        inner = msgspec.structs.replace(inner, optimizer=inner_optimizer(config.model))
     filled = msgspec.structs.replace(
         schedule,
         heartbeat_s=heartbeat_s(schedule),
@@ -50,7 +56,35 @@ def completed(config: RunConfig, shards: int) -> RunConfig:
     outer = config.outer
     if outer.bias_correction is UNSET:
         outer = msgspec.structs.replace(outer, bias_correction=is_bias_corrected(outer))
-    return msgspec.structs.replace(config, schedule=filled, outer=outer)
+    return msgspec.structs.replace(config, inner=inner, schedule=filled, outer=outer)
+
+
+def without_left_out(config: RunConfig, written: RunConfig) -> RunConfig:
+    """A run's ``config`` without what its founder left out in ``written``."""
+    parts = {}
+    for name in ("inner", "schedule", "outer"):
+        left = {field: UNSET for field in PARTS[name] if getattr(getattr(written, name), field) is UNSET}
+        parts[name] = msgspec.structs.replace(getattr(config, name), **left)
+    return msgspec.structs.replace(config, **parts)
+
+
+def inner_optimizer(model: ModelConfig) -> Literal["adamw", "muon"]:
+    """A new run's: Muon where a built-in learner trains whole matrices; adapters' were not measured."""
+    return "muon" if model.kind != "external" and model.lora is None else "adamw"
+
+
+def few_turns(config: RunConfig) -> str:
+    """What to tell a founder whose run has few turns, and what would do; empty if it has enough."""
+    inner, schedule = config.inner, config.schedule
+    turns = inner.steps // schedule.sync_every
+    if turns >= ENOUGH_TURNS:
+        return ""
+    shorter = inner.steps // ENOUGH_TURNS // schedule.fragments * schedule.fragments
+    remedy = f"schedule.sync_every = {shorter} or " if shorter > schedule.overlap else ""
+    return (
+        f"a run of {inner.steps} steps has {turns} turns of {schedule.sync_every} steps, and learns less than one of "
+        f"{ENOUGH_TURNS} would: {remedy}inner.steps = {ENOUGH_TURNS * schedule.sync_every} has as many"
+    )
 
 
 def heartbeat_s(schedule: ScheduleConfig) -> float:

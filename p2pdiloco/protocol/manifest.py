@@ -107,9 +107,9 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The inner optimizer, with warm-up and cosine decay over the *global* step, and gradient clipping."""
 
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Literal["adamw", "muon"] | UnsetType = UNSET
     """``muon``: for the matrices between embedding and output head (training/muon.py), AdamW for the rest. Several
-    learners with small batches lose less by it (docs/quality.md)."""
+    learners with small batches lose less by it (docs/quality.md). Left out: ``muon``, for adapters ``adamw``."""
     steps: Positive = 1000
     """Global step at which the run is complete."""
     batch: Samples = 16

@@ -10,9 +10,18 @@ from msgspec import UNSET
 
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import protocol_config
-from p2pdiloco.protocol.defaults import MOST_LOGGED, completed, log_length
+from p2pdiloco.protocol.defaults import MOST_LOGGED, completed, few_turns, log_length, without_left_out
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId, digest_of
-from p2pdiloco.protocol.manifest import Manifest, OuterConfig, RunConfig, ScheduleConfig, TensorSpec
+from p2pdiloco.protocol.manifest import (
+    InnerConfig,
+    LoraConfig,
+    Manifest,
+    ModelConfig,
+    OuterConfig,
+    RunConfig,
+    ScheduleConfig,
+    TensorSpec,
+)
 from p2pdiloco.protocol.soundness import decode_manifest
 
 
@@ -37,8 +46,32 @@ def test_what_is_left_out_is_filled_in_and_what_is_said_is_kept() -> None:
     config = RunConfig(name="run", schedule=ScheduleConfig(fragments=4, sync_every=4))
     assert (completed(config, 4).schedule.heartbeat_s, completed(config, 4).schedule.log_length) == (1.0, 192)
     said = msgspec.structs.replace(config, schedule=ScheduleConfig(heartbeat_s=3.0, log_length=7))
-    said = msgspec.structs.replace(said, outer=OuterConfig(bias_correction=False))
+    said = msgspec.structs.replace(said, outer=OuterConfig(bias_correction=False), inner=InnerConfig(optimizer="adamw"))
     assert completed(said, 4) == said
+    assert without_left_out(completed(config, 4), config) == config
+    assert without_left_out(completed(config, 4), said) == completed(config, 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [
+        (ModelConfig(), "muon"),
+        (ModelConfig(kind="huggingface", lora=LoraConfig()), "adamw"),
+        (ModelConfig(kind="external"), "adamw"),
+    ],
+)
+def test_muon_is_for_whole_matrices_that_a_built_in_learner_trains(model: ModelConfig, optimizer: str) -> None:
+    assert completed(RunConfig(name="run", model=model), 4).inner.optimizer == optimizer
+
+
+def test_a_run_of_few_turns_is_warned_of_and_told_what_would_do() -> None:
+    def told(steps: int, **schedule: int) -> str:
+        return few_turns(RunConfig(name="run", inner=InnerConfig(steps=steps), schedule=ScheduleConfig(**schedule)))
+
+    assert told(960) == ""
+    assert "480 steps has 20 turns" in told(480, fragments=12)
+    assert "schedule.sync_every = 12 or inner.steps = 960" in told(480, fragments=12)
+    assert "sync_every =" not in told(480, fragments=24)
 
 
 @pytest.mark.parametrize(("rate", "momentum", "is_corrected"), [(0.4, 0.7, True), (0.7, 0.0, True), (0.7, 0.9, False)])
