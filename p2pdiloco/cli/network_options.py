@@ -16,6 +16,9 @@ def add_network(sub: argparse.ArgumentParser) -> None:
         "--announce", action="append", default=[], metavar="MULTIADDR", help="data address to publish (port forwarding)"
     )
     sub.add_argument(
+        "--no-map", dest="map", action="store_false", help="do not ask the router for a port (PCP, NAT-PMP, UPnP)"
+    )
+    sub.add_argument(
         "--host_maddrs",
         "--directory-listen",
         nargs="*",

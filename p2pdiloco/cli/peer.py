@@ -20,6 +20,7 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
         link=LinkOptions(
             listen=arguments.listen,
             announce=tuple(arguments.announce),
+            maps_port=arguments.map,
             relay_bytes_per_s=arguments.relay,
             up_bytes_per_s=arguments.up,
             down_bytes_per_s=arguments.down,

@@ -150,6 +150,7 @@ class Node:
                 handler,
                 announced=self.options.link.announce,
                 relay_bytes_per_s=self.options.link.relay_bytes_per_s,
+                maps_port=self.options.link.maps_port,
                 members=lambda: self.roster.records(),
             )
             self.roster = Roster(

@@ -6,6 +6,7 @@ Rules of this file:
    failed, it cannot be.
 2. Bootstraps are asked first, then members that can be dialled; at most POINTS are attended, anew when one is gone.
 3. What was found is told to the user in one sentence, and again when it changes.
+4. A router is asked for a port where this machine has a private address and its user has announced none.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -22,6 +24,7 @@ from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import addresses, logs
 from p2pdiloco.runtime.dialler import Dialler
 from p2pdiloco.runtime.directory import Directory, DirectoryError
+from p2pdiloco.runtime.gateway import Lease, RouterPort
 from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.introductions import IntroductionHandler
@@ -57,6 +60,7 @@ class Whereabouts:
         *,
         announced: Sequence[str],
         relay_bytes_per_s: float | None,
+        maps_port: bool,
         members: Callable[[], Mapping[PeerId, PeerRecord]],
     ) -> None:
         self._directory = directory
@@ -74,6 +78,8 @@ class Whereabouts:
         self._asked_at: dict[str, float] = {}
         self._said = ""
         self._is_directory_told = False
+        self._maps_port = maps_port
+        self._router: RouterPort | None = None
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -84,6 +90,8 @@ class Whereabouts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._tasks.__aexit__(kind, error, trace)
+        if self._router is not None:
+            await self._router.give_back()
         await self._outside.__aexit__(kind, error, trace)
 
     def record(self) -> PeerRecord:
@@ -115,16 +123,45 @@ class Whereabouts:
         """At which our transport listens."""
         return next((addresses.parse(text).port for text in self._transport.listen_addresses()), 0)
 
+    @property
+    def _lease(self) -> Lease | None:
+        return None if self._router is None else self._router.lease
+
+    @property
+    def outside_port(self) -> int:
+        """At which others may reach our transport: the router's, if it has given one."""
+        return self.port if self._lease is None else self._lease.port
+
     def _outside_addresses(self) -> list[str]:
         """Multiaddrs at which others have reached us."""
         if not self.is_dialable:
             return []
         hosts = (one.told.host for one in self._rendezvous.attended.values() if one.told.answers[:1] == (True,))
-        return [str(addresses.of_socket(host, self.port, self._transport.peer_id)) for host in dict.fromkeys(hosts)]
+        port = self.outside_port
+        return [str(addresses.of_socket(host, port, self._transport.peer_id)) for host in dict.fromkeys(hosts)]
+
+    async def mapped(self) -> None:
+        """Wait until the router has given a port.
+
+        Raises:
+            TimeoutError: it gives none.
+        """
+        if self._router is not None:
+            await self._router.asked.wait()
+        if self._lease is None:
+            raise TimeoutError
+
+    def _ask_router(self) -> None:
+        """For a port, where there may be a router."""
+        hosts = (ipaddress.ip_address(addresses.parse(text).host) for text in self._transport.listen_addresses())
+        if self._maps_port and not self._announced and any(not ip.is_global and not ip.is_loopback for ip in hosts):
+            self._router = RouterPort(self.port)
+            self._tasks.spawn(self._router.keep(self._asked_at.clear), name="router")
 
     async def keep(self, say: Callable[[str], None]) -> None:
         """Attend, until cancelled; ``say`` tells the user."""
         loop = asyncio.get_running_loop()
+        self._ask_router()
         while True:
             self._rendezvous.forget()
             for text in await self._candidates():
@@ -165,7 +202,7 @@ class Whereabouts:
         directory_port = next(
             (addresses.parse(line).port for line in self._directory.visible_addresses() if "/tcp/" in line), 0
         )
-        ports = tuple(port for port in (self.port, directory_port) if port)
+        ports = tuple(port for port in (self.outside_port, directory_port) if port)
         try:
             attendance = await self._rendezvous.attend(text, ports, self._point.token)
         except DialError as error:
@@ -183,16 +220,22 @@ class Whereabouts:
 
     def sentence(self) -> str:
         """For the user."""
-        seen = ", ".join(self.seen) or "nobody knows which address"
+        seen, lease = ", ".join(self.seen) or "nobody knows which address", self._lease
         if self.is_dialable:
-            return f"{', '.join(f'{host}:{self.port}' for host in self.seen)} answers from outside"
+            mapped = f": the router maps it to this machine ({lease.by})" if lease else ""
+            return f"{', '.join(f'{host}:{self.outside_port}' for host in self.seen)} answers from outside{mapped}"
         if self.is_dialable is None:
             return f"seen as {seen}; nobody has dialled back yet"
         via = f"{len(self._rendezvous.attended)} meeting point{'s' * (len(self._rendezvous.attended) > 1)}"
-        return (
-            f"seen as {seen}, and cannot be dialled there: others are met through {via}, by punching or a relay (a "
-            f"port forwarded to {self.port}, with --listen and --announce, would do without)"
-        )
+        how = f"seen as {seen}, and cannot be dialled there: others are met through {via}, by punching or a relay"
+        if lease is None:
+            return f"{how} (a port forwarded to {self.port}, with --listen and --announce, would do without)"
+        if lease.host and lease.host not in self.seen:
+            return (
+                f"{how} (the router maps its port {lease.port}, but its own address is {lease.host}: behind a "
+                "carrier's NAT forwarding does not help)"
+            )
+        return f"{how} (the router maps its port {lease.port}, and nobody gets in there)"
 
 
 def _is_loopback(host: str) -> bool:
@@ -211,12 +254,17 @@ async def looked_up(directory: Directory, listen: str, patience_s: float) -> tup
     identity, handler, said = Identity.ephemeral(), IntroductionHandler(Observer()), asyncio.Event()
     async with Transport(identity, listen=listen, run="", version=WIRE_VERSION, handler=handler) as transport:
         whereabouts = Whereabouts(
-            identity, directory, transport, handler, announced=(), relay_bytes_per_s=0.0, members=dict
+            identity, directory, transport, handler, announced=(), relay_bytes_per_s=0.0, maps_port=True, members=dict
         )
         async with whereabouts:
             keeping = asyncio.create_task(whereabouts.keep(lambda _: said.set()), name="look around")
             try:
                 await asyncio.wait_for(said.wait(), patience_s)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(patience_s):
+                        await whereabouts.mapped()
+                        said.clear()
+                        await said.wait()
             except TimeoutError:
                 return None, "no meeting point has answered, so nobody has dialled back"
             finally:

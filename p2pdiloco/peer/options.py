@@ -29,6 +29,8 @@ class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Where other peers reach the node (data port)."""
     announce: tuple[str, ...] = ()
     """Addresses to publish instead of the machine's own (port forwarding)."""
+    maps_port: bool = True
+    """Ask the router for a port that leads to the data port."""
     weight: Annotated[float, Meta(ge=0.0, le=1e12)] = 1.0
     """Share of ownership, in any unit that the peers of a run agree on (upload budget); 0: it never owns a shard."""
     relay_bytes_per_s: Annotated[float, Meta(ge=0.0)] | None = 0.0

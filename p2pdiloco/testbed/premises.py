@@ -15,6 +15,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import struct
 from collections.abc import Sequence
@@ -33,8 +34,12 @@ OUT, IN = "eth0", "lan"
 IPV4 = 2
 ACCEPT, DROP = 1, 0
 META_IN, META_OUT, META_L4 = 6, 7, 16
-CT_STATE = 0
+CT_STATE, CT_STATUS = 0, 2
 ESTABLISHED_OR_RELATED = 6
+TRANSLATED = 1 << 5
+"""Of a connection's status: its destination is another one than was dialled."""
+DESTINATION_NAT = -100
+TO_DESTINATION = 1
 NOT_EQUAL = 1
 TRANSPORT_HEADER = 2
 TCP, ICMP = 6, 1
@@ -79,6 +84,31 @@ def make_narrow(edge: str, site_address: str, mtu: int) -> None:
     _install(edge, "silent", "output", "filter", 0, [(*_protocol(ICMP), *_verdict(DROP))])
 
 
+def forward(router: str, port: int, host: str, inner: int) -> None:
+    """Have TCP ``port`` of a router lead to ``inner`` of ``host``, behind it.
+
+    Raises:
+        TestbedError: the kernel refuses.
+    """
+    values = [_expression("immediate", {"dreg": 1, "data": _value(ipaddress.IPv4Address(host).packed)})]
+    values.append(_expression("immediate", {"dreg": 2, "data": _value(inner.to_bytes(2, "big"))}))
+    where = {"type": TO_DESTINATION, "family": IPV4, "reg_addr_min": 1, "reg_proto_min": 2}
+    rule = (*_interface(META_IN, OUT), *_protocol(TCP), *_port(port), *values, _expression("nat", where))
+    _install(router, f"map{port}", "prerouting", "nat", DESTINATION_NAT, [rule])
+
+
+def stop_forwarding(router: str, port: int) -> None:
+    """Undo ``forward``; who is connected stays so."""
+
+    def work() -> None:
+        from pyroute2.nftables.main import NFTables
+
+        with NFTables(nfgen_family=IPV4) as nft:
+            nft.table("del", name=f"map{port}")
+
+    opened_in(router, work)
+
+
 def _route_out(net: Any, gateway: str) -> None:
     net.route("add", dst="default", gateway=gateway)
 
@@ -101,7 +131,8 @@ def _translate(router: str, *, is_random: bool) -> None:
     masquerade = _expression("masq", {"flags": ("NF_NAT_RANGE_PROTO_RANDOM_FULLY",)} if is_random else {})
     _install(router, "nat", "postrouting", "nat", SOURCE_NAT, [(*_interface(META_OUT, OUT), masquerade)])
     strangers = (*_interface(META_IN, OUT), *_verdict(DROP))
-    _install(router, "inwards", "forward", "filter", 0, [(*_known(), *_verdict(ACCEPT)), strangers])
+    known = [(*_known(), *_verdict(ACCEPT)), (*_forwarded(), *_verdict(ACCEPT))]
+    _install(router, "inwards", "forward", "filter", 0, [*known, strangers])
     to_itself = (*_interface(META_IN, OUT), *_protocol(TCP), *_verdict(DROP))
     _install(router, "own", "input", "filter", 0, [(*_known(), *_verdict(ACCEPT)), to_itself])
 
@@ -175,6 +206,13 @@ def _known() -> Rule:
     mask = struct.pack("=I", ESTABLISHED_OR_RELATED)
     masked = {"sreg": 1, "dreg": 1, "len": 4, "mask": _value(mask), "xor": _value(bytes(4))}
     return [_expression("ct", {"key": CT_STATE, "dreg": 1}), _expression("bitwise", masked), _is(bytes(4), NOT_EQUAL)]
+
+
+def _forwarded() -> Rule:
+    """It was let in by ``forward``."""
+    mask = struct.pack("=I", TRANSLATED)
+    masked = {"sreg": 1, "dreg": 1, "len": 4, "mask": _value(mask), "xor": _value(bytes(4))}
+    return [_expression("ct", {"key": CT_STATUS, "dreg": 1}), _expression("bitwise", masked), _is(bytes(4), NOT_EQUAL)]
 
 
 def _verdict(code: int) -> Rule:

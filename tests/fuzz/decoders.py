@@ -22,7 +22,7 @@ from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.protocol.messages import Message
 from p2pdiloco.protocol.soundness import decode_manifest
 from p2pdiloco.runtime.identity import Identity, verify
-from p2pdiloco.wire import bodies, certificates, compression, introductions, invites, records, statements
+from p2pdiloco.wire import bodies, certificates, compression, introductions, invites, mappings, records, statements
 from p2pdiloco.wire.certificates import NEVER, NO_CAP, Certificate, Chain, Grant, Kind, certify, hint_of
 from p2pdiloco.wire.members import Members
 from p2pdiloco.wire.records import PeerRecord
@@ -172,6 +172,22 @@ def _line(data: bytes) -> None:
     introductions.decode_seen(data)
 
 
+def _router_answers(data: bytes) -> None:
+    for read in (mappings.decode_address, lambda data: mappings.decode_nat_pmp(data, 7)):
+        try:
+            read(data)
+        except ValueError:
+            continue
+    mappings.decode_pcp(data, 7, bytes(12))
+
+
+def _router_sample(rng: Random) -> bytes:
+    pcp = bytearray(mappings.ask_pcp("192.168.1.2", 7, 8, 1200, bytes(12)))
+    pcp[1] |= mappings.ANSWER
+    pmp = bytes((0, mappings.ANSWER | rng.choice((0, 2)), 0, 0))
+    return rng.choice([bytes(pcp), pmp + rng.randbytes(rng.choice((8, 12)))])
+
+
 def _as(kind: Any) -> Decoder:
     return Decoder(lambda data: bodies.decode_as(data, kind), lambda rng: encoded(kind, rng))
 
@@ -184,6 +200,7 @@ DECODERS: dict[str, Decoder] = {
     "request": Decoder(bodies.decode_request, lambda rng: encoded(bodies.Request, rng)),
     "introduction": Decoder(introductions.decode_introduction, lambda rng: encoded(introductions.Introduction, rng)),
     "line": Decoder(_line, lambda rng: encoded(introductions.Seen, rng)),
+    "router": Decoder(_router_answers, _router_sample),
     "attended": _as(introductions.Attended),
     "introduced": _as(introductions.Introduced),
     "status": _as(bodies.PeerStatus),

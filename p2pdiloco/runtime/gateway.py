@@ -1,0 +1,185 @@
+"""A port of the router's that leads to ours: asked for, renewed, given back.
+
+Rules of this file:
+1. PCP first, then NAT-PMP, then UPnP (where miniupnpc is installed), each time anew: the network may be another one.
+2. A lease is short and renewed at its half, so that a process that is killed leaves nothing for long.
+3. Whoever holds one gives it back at the end, within GIVE_BACK_S.
+4. Nothing that a router says is more than a hint: whether others get in, others tell (node/whereabouts.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from p2pdiloco.runtime import logs
+from p2pdiloco.wire import mappings
+from p2pdiloco.wire.mappings import Denied, Granted
+
+log = logs.get("gateway")
+
+PORT = 5351
+LEASE_S = 1200
+RETRY_S = 300.0
+TRIES_S = (0.25, 0.5, 1.0)
+"""Before each further try."""
+GIVE_BACK_S = 2.0
+UPNP_WAIT_MS = 2000
+ROUTES = Path("/proc/net/route")
+
+Answer = TypeVar("Answer")
+
+
+class GatewayError(Exception):
+    """No port was had; the text says why, beginning with a verb of the router's."""
+
+
+class Lease(NamedTuple):
+    """``port`` of ``host``, the router's address on the other side, leads to our port, for ``life_s`` seconds."""
+
+    by: str
+    host: str
+    port: int
+    life_s: float
+
+
+class RouterPort:
+    """See the module's rules. ``port``: ours, TCP. ``find``: the router's address here; None: there is none."""
+
+    def __init__(self, port: int, find: Callable[[], str | None] | None = None) -> None:
+        self._port = port
+        self._find = find or default_gateway
+        self._nonce = os.urandom(mappings.NONCE_BYTES)
+        self.lease: Lease | None = None
+        self.asked = asyncio.Event()
+        """Once, whatever came of it."""
+
+    async def keep(self, changed: Callable[[], None]) -> None:
+        """Ask, and ask again before the lease ends, until cancelled; ``changed`` after what others should know."""
+        while True:
+            before = self.lease
+            try:
+                self.lease = await self._ask(LEASE_S)
+            except GatewayError as error:
+                self.lease = None
+                log.debug("the router gives no port", reason=str(error))
+            self.asked.set()
+            if (self.lease and self.lease[:3]) != (before and before[:3]):
+                lease = self.lease or Lease("none any more", "", 0, 0)
+                log.info("the router maps a port", by=lease.by, host=lease.host, port=lease.port)
+                changed()
+            await asyncio.sleep(RETRY_S if self.lease is None else max(1.0, self.lease.life_s / 2))
+
+    async def give_back(self) -> None:
+        """The router may forget what we hold."""
+        if self.lease is None:
+            return
+        with suppress(GatewayError, TimeoutError):
+            async with asyncio.timeout(GIVE_BACK_S):
+                await self._ask(0)
+        self.lease = None
+
+    async def _ask(self, life_s: int) -> Lease:
+        """Raises GatewayError: nobody gave one."""
+        held, reasons = self.lease, []
+        wanted = held.port if held else self._port
+        gateway = self._find()
+        for name, way in (("PCP", self._by_pcp), ("NAT-PMP", self._by_nat_pmp)):
+            if gateway and (life_s or (held and held.by == name)):
+                try:
+                    return await way(gateway, wanted, life_s)
+                except GatewayError as error:
+                    reasons.append(f"{name}: {error}")
+        if life_s or (held and held.by == "UPnP"):
+            try:
+                return await asyncio.to_thread(_by_upnp, self._port, wanted, life_s)
+            except GatewayError as error:
+                reasons.append(f"UPnP: {error}")
+        raise GatewayError("; ".join(reasons))
+
+    async def _by_pcp(self, gateway: str, wanted: int, life_s: int) -> Lease:
+        with _opened(gateway) as raw:
+            question = mappings.ask_pcp(raw.getsockname()[0], self._port, wanted if life_s else 0, life_s, self._nonce)
+            told = await _exchanged(raw, question, lambda data: mappings.decode_pcp(data, self._port, self._nonce))
+        return _lease("PCP", told, told.host if isinstance(told, Granted) else "")
+
+    async def _by_nat_pmp(self, gateway: str, wanted: int, life_s: int) -> Lease:
+        with _opened(gateway) as raw:
+            host = await _exchanged(raw, mappings.ask_address(), mappings.decode_address)
+            question = mappings.ask_nat_pmp(self._port, wanted if life_s else 0, life_s)
+            told = await _exchanged(raw, question, lambda data: mappings.decode_nat_pmp(data, self._port))
+        return _lease("NAT-PMP", told, host if isinstance(host, str) else "")
+
+
+def _lease(by: str, told: Granted | Denied, host: str) -> Lease:
+    if isinstance(told, Denied):
+        raise GatewayError(told.reason)
+    return Lease(by, host, told.port, told.life_s)
+
+
+def _opened(gateway: str) -> socket.socket:
+    """A socket that hears that gateway alone."""
+    raw = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        raw.setblocking(False)
+        raw.connect((gateway, PORT))
+    except OSError as error:
+        raw.close()
+        raise GatewayError(f"has no way to it ({error.strerror})") from error
+    return raw
+
+
+async def _exchanged(raw: socket.socket, question: bytes, decode: Callable[[bytes], Answer]) -> Answer:
+    """The first datagram that is an answer; asked again where none comes."""
+    loop = asyncio.get_running_loop()
+    try:
+        for wait_s in TRIES_S:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await loop.sock_sendall(raw, question)
+                    while True:
+                        with suppress(ValueError):
+                            return decode(await loop.sock_recv(raw, 2 * mappings.LONGEST_BYTES))
+    except OSError:
+        raise GatewayError("does not speak it") from None
+    raise GatewayError("does not answer")
+
+
+def _by_upnp(port: int, wanted: int, life_s: int) -> Lease:
+    """On a thread: the library waits."""
+    try:
+        import miniupnpc
+    except ModuleNotFoundError:
+        raise GatewayError("was not asked (pip install 'p2pdiloco[upnp]' does)") from None
+    found = miniupnpc.UPnP()
+    found.discoverdelay = UPNP_WAIT_MS
+    try:
+        if not found.discover():
+            raise GatewayError("does not answer")
+        found.selectigd()
+        if not life_s:
+            found.deleteportmapping(wanted, "TCP")
+            return Lease("UPnP", "", 0, 0)
+        found.addportmapping(wanted, "TCP", found.lanaddr, port, "p2pdiloco", "", life_s)
+        return Lease("UPnP", str(found.externalipaddress() or ""), wanted, life_s)
+    except GatewayError:
+        raise
+    except Exception as error:  # the library raises bare Exceptions, with the router's words or "Success" for silence
+        told = str(error)
+        raise GatewayError("does not answer" if told == "Success" else f"says: {told}") from error
+
+
+def default_gateway() -> str | None:
+    """The router's address, by which this machine reaches the internet; None: none is known."""
+    with suppress(OSError, ValueError, IndexError):
+        for line in ROUTES.read_text().splitlines()[1:]:
+            _, target, gateway, flags, *_ = line.split()
+            if int(target, 16) == 0 and int(flags, 16) & 2:
+                return socket.inet_ntoa(struct.pack("=L", int(gateway, 16)))
+    return None

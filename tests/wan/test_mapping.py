@@ -1,0 +1,115 @@
+"""A port of the router's is asked for, leads here, and is given back: real routers' address translation. Needs root."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from p2pdiloco.testbed import testbed as testbeds
+from p2pdiloco.testbed.inside import command
+from p2pdiloco.testbed.namespaces import TestbedError
+from p2pdiloco.testbed.testbed import Testbed
+from p2pdiloco.testbed.topology import address
+
+pytestmark = pytest.mark.xdist_group("wan")  # namespaces are the machine's
+
+NAME = "test-mapping"
+SOURCE = f'name = "{NAME}"\n' + "".join(
+    f'[[site]]\nname = "{name}"\n{more}\n'
+    for name, more in (("hub", ""), ("ann", 'nat = "keep"'), ("max", 'nat = "cgn"'))
+)
+HUB, HOME, CARRIER = range(3)
+ASK = """
+import asyncio, socket, sys
+from p2pdiloco.runtime.gateway import RouterPort
+async def main():
+    asked = asyncio.Event()
+    listener = socket.create_server(("0.0.0.0", 7000))
+    router = RouterPort(7000)
+    keeping = asyncio.create_task(router.keep(asked.set))
+    await asyncio.wait_for(asked.wait(), 15.0)
+    print(*router.lease[:3], flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    keeping.cancel()
+    await router.give_back()
+    print("given back", flush=True)
+asyncio.run(main())
+"""
+DIAL = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 1.0)"
+
+
+@pytest.fixture(scope="module")
+def made() -> Iterator[Testbed]:
+    try:
+        made = testbeds.up(SOURCE.encode())
+    except (TestbedError, OSError) as error:
+        pytest.skip(str(error))
+    try:
+        yield made
+    finally:
+        testbeds.down(NAME)
+
+
+@contextmanager
+def started(namespace: str, *argv: str) -> Iterator[subprocess.Popen[str]]:
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command(namespace, [sys.executable, *argv]), stdin=pipe, stdout=pipe, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def is_let_in(made: Testbed, port: int) -> bool:
+    argv = [sys.executable, "-S", "-c", DIAL, address(HOME), str(port)]
+    return subprocess.run(command(made.site(HUB), argv), stderr=subprocess.DEVNULL, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("protocol", "name"), [("pcp", "PCP"), ("nat-pmp", "NAT-PMP")])
+def test_a_routers_port_leads_here_until_it_is_given_back(made: Testbed, protocol: str, name: str) -> None:
+    router = f"{made.site(HOME)}.home"
+    with started(router, "-m", "tests.wan.mapper", router, protocol, "1") as mapper:
+        assert line(mapper) == "up"
+        with started(made.site(HOME), "-c", ASK) as asker:
+            assert line(asker) == f"{name} {address(HOME)} 7000"
+            assert is_let_in(made, 7000)
+            asker.communicate("\n")
+        assert not is_let_in(made, 7000)
+        mapper.terminate()
+        assert mapper.communicate()[0].split("\n")[0] == "7000 leads to 192.168.1.2 7000"
+
+
+def test_a_user_is_told_what_the_router_maps_and_when_that_does_not_help(made: Testbed, tmp_path: Path) -> None:
+    home, carrier = f"{made.site(HOME)}.home", f"{made.site(CARRIER)}.home"
+    bootstrap = ("-m", "p2pdiloco", "bootstrap", "--listen", f"/ip4/{address(HUB)}/tcp/31337")
+    with (
+        started(made.site(HUB), *bootstrap, "--state", str(tmp_path)) as hub,
+        started(home, "-m", "tests.wan.mapper", home, "pcp") as one,
+        started(carrier, "-m", "tests.wan.mapper", carrier, "nat-pmp") as other,
+    ):
+        assert (line(one), line(other)) == ("up", "up")
+        while "p2pdiloco join " not in (said := line(hub)):
+            assert said
+        where = said.rpartition(" ")[2]
+        doctors = [
+            subprocess.Popen(
+                command(made.site(site), [sys.executable, "-m", "p2pdiloco", "doctor", where]),
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for site in (HOME, CARRIER)
+        ]
+        found = [doctor.communicate(timeout=150)[0] for doctor in doctors]
+    assert "answers from outside: the router maps it to this machine (PCP)" in found[0], found[0]
+    assert "behind a carrier's NAT forwarding does not help" in found[1], found[1]
