@@ -30,9 +30,15 @@ import uvloop
 from benchmarks import bench
 from benchmarks.churn.processes import toml
 from p2pdiloco.chaos.swarm import Member, Swarm
-from p2pdiloco.node.lookup import dial_any, fetch_manifest, list_runs, observer_transport
+from p2pdiloco.node.lookup import (
+    DirectoryOptions,
+    dial_any,
+    fetch_manifest,
+    list_runs,
+    observer_transport,
+    open_directory,
+)
 from p2pdiloco.node.node import Node
-from p2pdiloco.node.session import DirectoryOptions, open_directory
 from p2pdiloco.peer.options import LinkOptions, PeerOptions
 from p2pdiloco.runtime.identity import Identity
 

@@ -9,9 +9,8 @@ import time
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import REPAIR, Complaint, complaining
 from p2pdiloco.node.credentials import MemberFiles, invite_key
-from p2pdiloco.node.foundation import ConfigError
 from p2pdiloco.node.invites import credentials_of, grant_here
-from p2pdiloco.node.run_folder import folder_of, manifest_here
+from p2pdiloco.node.kept_runs import ConfigError, folder_of, manifest_here
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime.identity import IdentityError
 from p2pdiloco.wire.certificates import Role

@@ -15,7 +15,8 @@ from p2pdiloco.chaos.swarm import Swarm, SwarmError
 from p2pdiloco.cli.complaints import FAILED, INTERRUPTED, REPAIR, Complaint, complaining
 from p2pdiloco.demo.report import judge, make_report, print_report
 from p2pdiloco.demo.stage import play
-from p2pdiloco.node.foundation import ConfigError, find_run, read_config
+from p2pdiloco.node.foundation import find_run, read_config
+from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.protocol.manifest import RunConfig
 
 RUN = "run.toml"

@@ -16,8 +16,14 @@ from typing import Literal
 import msgspec
 import psutil
 
-from p2pdiloco.node.lookup import LookupFailedError, dial_any, list_runs, observer_transport
-from p2pdiloco.node.session import DirectoryOptions, open_directory
+from p2pdiloco.node.lookup import (
+    DirectoryOptions,
+    LookupFailedError,
+    dial_any,
+    list_runs,
+    observer_transport,
+    open_directory,
+)
 from p2pdiloco.node.whereabouts import looked_up
 from p2pdiloco.protocol.manifest import PROTOCOL_VERSION
 from p2pdiloco.runtime.dht import CLOCK

@@ -9,7 +9,7 @@ from pathlib import Path
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import REPAIR, Complaint, complaining
 from p2pdiloco.cli.join import choose
-from p2pdiloco.node.foundation import ConfigError
+from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.node.lookup import LookupFailedError
 from p2pdiloco.node.run_folder import FolderInUseError
 from p2pdiloco.node.session import join

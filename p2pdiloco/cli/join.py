@@ -8,7 +8,7 @@ import sys
 
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
-from p2pdiloco.node.foundation import ConfigError
+from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.node.lookup import LookupFailedError, RunRecord
 from p2pdiloco.node.run_folder import FolderInUseError
 from p2pdiloco.node.session import join

@@ -12,8 +12,7 @@ from typing import Any
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
 from p2pdiloco.node.credentials import MemberFiles, members_of
-from p2pdiloco.node.foundation import ConfigError
-from p2pdiloco.node.run_folder import folder_of, manifest_here, manifests_here
+from p2pdiloco.node.kept_runs import ConfigError, folder_of, manifest_here, manifests_here
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.runtime.identity import IdentityError
 from p2pdiloco.wire.certificates import NEVER, Grant

@@ -8,8 +8,7 @@ import argparse
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
 from p2pdiloco.node import guest
-from p2pdiloco.node.foundation import ConfigError
-from p2pdiloco.node.run_folder import folder_of, manifest_here, manifests_here
+from p2pdiloco.node.kept_runs import ConfigError, folder_of, manifest_here, manifests_here
 
 
 async def run(arguments: argparse.Namespace) -> int:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from p2pdiloco.node.session import DirectoryOptions
+from p2pdiloco.node.lookup import DirectoryOptions
 from p2pdiloco.peer.options import LearnerOptions, LinkOptions, MachineOptions, PeerOptions
-from p2pdiloco.peer.peer import Ending
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.wire.invites import Invite, InviteError, decode_invite, is_invite
+
+if TYPE_CHECKING:
+    from p2pdiloco.peer.peer import Ending  # which loads torch, and who only looks does without
 
 
 def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:

@@ -7,7 +7,7 @@ import argparse
 
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
-from p2pdiloco.node.foundation import ConfigError
+from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.node.run_folder import FolderInUseError
 from p2pdiloco.node.session import resume
 from p2pdiloco.peer.checkpoint import CheckpointError

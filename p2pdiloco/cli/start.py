@@ -12,7 +12,8 @@ import msgspec
 
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
-from p2pdiloco.node.foundation import ConfigError, find_run, read_config
+from p2pdiloco.node.foundation import find_run, read_config
+from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.node.lookup import LookupFailedError, RunRecord
 from p2pdiloco.node.run_folder import FolderInUseError, NameTakenError
 from p2pdiloco.node.session import start, start_from_script

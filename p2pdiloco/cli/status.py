@@ -15,6 +15,7 @@ from p2pdiloco.cli.complaints import NOBODY_THERE, complaining
 from p2pdiloco.cli.peer import with_invite
 from p2pdiloco.node.credentials import accepted
 from p2pdiloco.node.lookup import (
+    DirectoryOptions,
     LookupFailedError,
     RunRecord,
     ask_status,
@@ -22,8 +23,9 @@ from p2pdiloco.node.lookup import (
     fetch_manifest,
     list_runs,
     observer_transport,
+    open_directory,
+    pick_runs,
 )
-from p2pdiloco.node.session import DirectoryOptions, open_directory, pick_runs
 from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.runtime.directory import Directory, DirectoryError

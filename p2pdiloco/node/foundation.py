@@ -10,6 +10,7 @@ import msgspec
 import torch
 from torch import nn
 
+from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.chain import genesis_head
@@ -39,10 +40,6 @@ from p2pdiloco.training.trainable import embedding_names, trainable
 from p2pdiloco.wire.bodies import StateProof
 
 SHIPPED = Path(__file__).parents[1] / "runs"
-
-
-class ConfigError(Exception):
-    """The configuration cannot be used; the message names the field and what is allowed."""
 
 
 def find_run(text: str) -> Path:

@@ -13,13 +13,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
 from p2pdiloco.peer.options import MachineOptions
-from p2pdiloco.peer.supervision import Supervision
 from p2pdiloco.runtime import logs
+
+if TYPE_CHECKING:
+    from p2pdiloco.peer.supervision import Supervision
 
 log = logs.get("node")
 

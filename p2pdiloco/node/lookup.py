@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -16,7 +19,7 @@ from p2pdiloco.node.ladder import Ladder
 from p2pdiloco.protocol.identifiers import PeerId, RunId
 from p2pdiloco.protocol.manifest import Manifest, Name
 from p2pdiloco.protocol.soundness import MAX_MANIFEST_BYTES, decode_manifest
-from p2pdiloco.runtime import logs
+from p2pdiloco.runtime import addresses, logs
 from p2pdiloco.runtime.dialler import Dialler
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.handler import Observer
@@ -26,6 +29,7 @@ from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.transport import DialError, PeerRefused, RequestError, Transport
 from p2pdiloco.wire.bodies import GetManifest, GetStatus, PeerStatus, decode_as, encode
 from p2pdiloco.wire.certificates import Role
+from p2pdiloco.wire.invites import Invite
 from p2pdiloco.wire.records import PeerRecord
 
 log = logs.get("lookup")
@@ -40,6 +44,41 @@ MOST_DIALS = 64
 
 class LookupFailedError(Exception):
     """What was looked for is not to be had; the message says what to do."""
+
+
+class DirectoryOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How this peer takes part in the directory."""
+
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce: tuple[str, ...] = ()
+    initial_peers: tuple[str, ...] = ()
+    invite: Invite | None = None
+    """With which to join; its addresses are among the initial peers."""
+
+
+@contextlib.asynccontextmanager
+async def open_directory(
+    identity: Identity, options: DirectoryOptions, folder: Path | None
+) -> AsyncIterator[Directory]:
+    """The directory, with a cache of its peers' addresses in ``folder`` (None: no cache).
+
+    Raises:
+        DirectoryError: none of the initial (and remembered) peers answers.
+        ValueError: an address is malformed, or names no peer.
+        OSError: a port is taken.
+    """
+    for text in options.initial_peers:
+        if addresses.parse(text).peer is None:
+            raise ValueError(f"{text} lacks the peer id at its end (/p2p/12D3KooW...): copy the whole address")
+    directory = Directory(
+        identity,
+        listen=list(options.listen),
+        announce=list(options.announce),
+        initial_peers=list(options.initial_peers),
+        cache_path=None if folder is None else folder / "directory.json",
+    )
+    async with directory:
+        yield directory
 
 
 class RunRecord(msgspec.Struct, frozen=True):
@@ -76,6 +115,26 @@ async def list_runs(directory: Directory, *, patience_s: float = FIND_S) -> dict
         if found or asyncio.get_running_loop().time() >= deadline:
             return found
         await asyncio.sleep(0.5)
+
+
+def pick_runs(runs: dict[RunId, RunRecord], wanted: str | None) -> dict[RunId, RunRecord]:
+    """Those called ``wanted`` (a name, or the beginning of an id), or all.
+
+    Raises:
+        LookupFailedError: there is none.
+    """
+    if not runs:
+        raise LookupFailedError(
+            "the directory knows no run that is open to all: has anybody started one with this bootstrap address? "
+            "A private run is not told to strangers: ask whoever takes part in it for an invite"
+        )
+    if wanted is None:
+        return runs
+    found = {run: record for run, record in runs.items() if record.name == wanted or run.startswith(wanted)}
+    if not found:
+        names = ", ".join(sorted(f"{record.name} ({run[:12]})" for run, record in runs.items()))
+        raise LookupFailedError(f"no run is called {wanted!r}; the directory knows: {names}")
+    return found
 
 
 async def dial_any(

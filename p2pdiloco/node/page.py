@@ -13,13 +13,16 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from p2pdiloco.node.lookout import Lookout
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.invitation import sight
 from p2pdiloco.watch.chronicle import Chronicle
 from p2pdiloco.watch.picture import History, Picture
 from p2pdiloco.watch.playback import LOG, lines
+
+if TYPE_CHECKING:
+    from p2pdiloco.node.lookout import Lookout
 
 log = logs.get("page")
 

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from p2pdiloco.node.foundation import ConfigError, is_founded_from
+from p2pdiloco.node.foundation import is_founded_from
+from p2pdiloco.node.kept_runs import folder_of
 from p2pdiloco.peer import kept_shards
 from p2pdiloco.peer.checkpoint import (
-    MANIFEST,
     CheckpointError,
     Index,
     best_of,
@@ -34,8 +34,7 @@ from p2pdiloco.peer.checkpoint import sweep_halves as sweep_checkpoints
 from p2pdiloco.peer.disk import sweep
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.identifiers import RunId, digest_of
-from p2pdiloco.protocol.manifest import Manifest, RunConfig
-from p2pdiloco.protocol.soundness import decode_manifest
+from p2pdiloco.protocol.manifest import MANIFEST, Manifest, RunConfig
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.files import LOCAL, LockedError, lock, write_atomically
 from p2pdiloco.wire.bodies import StateProof
@@ -44,7 +43,6 @@ log = logs.get("session")
 
 CHECKPOINT = "checkpoint"
 LOCK = "lock"
-NAME_LETTERS = 12
 
 
 class FolderInUseError(Exception):
@@ -67,11 +65,6 @@ class Standing(NamedTuple):
     def is_finished(self) -> bool:
         """Whether nothing is left to train."""
         return self.step >= self.manifest.config.inner.steps
-
-
-def folder_of(state: Path, run: RunId) -> Path:
-    """Where a peer with this state folder keeps ``run``."""
-    return state / run[:NAME_LETTERS]
 
 
 @contextlib.contextmanager
@@ -101,35 +94,6 @@ def hold(state: Path, manifest: Manifest) -> Iterator[Path]:
         yield folder
     finally:
         os.close(descriptor)
-
-
-def manifests_here(state: Path) -> list[Manifest]:
-    """Of all runs that have a folder in ``state``."""
-    found = []
-    for path in sorted(state.glob(f"*/{MANIFEST}")):
-        try:
-            data = path.read_bytes()
-            found.append(decode_manifest(data, RunId(digest_of(data))))
-        except (OSError, ValueError) as error:
-            log.warning("a run's folder without a manifest that can be read", folder=path.parent, reason=str(error))
-    return sorted(found, key=lambda manifest: (manifest.config.name, manifest.run))
-
-
-def manifest_here(state: Path, wanted: str | None) -> Manifest:
-    """Of the run of that name, or whose id begins so, with a folder in ``state``; None: of the only one.
-
-    Raises:
-        ConfigError: there is none, or there are several.
-    """
-    every = manifests_here(state)
-    chosen = [m for m in every if wanted in (None, m.config.name) or m.run.startswith(wanted or "")]
-    if not chosen:
-        what = "no run" if wanted is None else f"no run {wanted}"
-        raise ConfigError(f"{state} has {what}: is --state the folder of the peer that founded or joined it?")
-    if len(chosen) > 1:
-        names = ", ".join(f"{m.config.name} ({m.run[:12]})" for m in chosen)
-        raise ConfigError(f"{state} has several runs ({names}): name one with --run")
-    return chosen[0]
 
 
 def standings(folders: Iterable[Path]) -> dict[RunId, Standing]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import psutil
 
 from p2pdiloco.node.credentials import Credentials, accepted
-from p2pdiloco.node.foundation import ConfigError, found, found_from_script, with_own_places
+from p2pdiloco.node.foundation import found, found_from_script, with_own_places
 from p2pdiloco.node.invites import as_granted, credentials_of, how_to_join, keep_addresses, kept_credentials
+from p2pdiloco.node.kept_runs import ConfigError, folder_of
 from p2pdiloco.node.lookup import (
     RUN_RECORD_LIFE_S,
-    LookupFailedError,
+    DirectoryOptions,
     RunRecord,
     dial_any,
     fetch_manifest,
@@ -24,6 +24,8 @@ from p2pdiloco.node.lookup import (
     is_live,
     list_runs,
     observer_transport,
+    open_directory,
+    pick_runs,
 )
 from p2pdiloco.node.node import Node
 from p2pdiloco.node.notices import leave_when_asked
@@ -32,7 +34,6 @@ from p2pdiloco.node.page import served
 from p2pdiloco.node.results import finished
 from p2pdiloco.node.run_folder import (
     chosen_run,
-    folder_of,
     founded_earlier,
     has_finished,
     hold,
@@ -47,7 +48,7 @@ from p2pdiloco.peer.peer import Ending, InitialState
 from p2pdiloco.protocol.defaults import few_turns
 from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
-from p2pdiloco.runtime import addresses, logs
+from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.training.sources import tell_sources
@@ -61,41 +62,6 @@ LOOK_S = 1.0
 """How long a founder looks for another run of that name."""
 NODE_BYTES = 16
 """A parameter's, in a node: state and momentum, and what it shares with its learner."""
-
-
-class DirectoryOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How this peer takes part in the directory."""
-
-    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
-    announce: tuple[str, ...] = ()
-    initial_peers: tuple[str, ...] = ()
-    invite: Invite | None = None
-    """With which to join; its addresses are among the initial peers."""
-
-
-@contextlib.asynccontextmanager
-async def open_directory(
-    identity: Identity, options: DirectoryOptions, folder: Path | None
-) -> AsyncIterator[Directory]:
-    """The directory, with a cache of its peers' addresses in ``folder`` (None: no cache).
-
-    Raises:
-        DirectoryError: none of the initial (and remembered) peers answers.
-        ValueError: an address is malformed, or names no peer.
-        OSError: a port is taken.
-    """
-    for text in options.initial_peers:
-        if addresses.parse(text).peer is None:
-            raise ValueError(f"{text} lacks the peer id at its end (/p2p/12D3KooW...): copy the whole address")
-    directory = Directory(
-        identity,
-        listen=list(options.listen),
-        announce=list(options.announce),
-        initial_peers=list(options.initial_peers),
-        cache_path=None if folder is None else folder / "directory.json",
-    )
-    async with directory:
-        yield directory
 
 
 async def start(
@@ -298,26 +264,6 @@ def _has_what_it_takes(manifest: Manifest, options: PeerOptions, say: Callable[[
         own = options.learner
         for line in tell_sources(manifest.config, own.data, own.tokenizer, own.model):
             say(line)
-
-
-def pick_runs(runs: dict[RunId, RunRecord], wanted: str | None) -> dict[RunId, RunRecord]:
-    """Those called ``wanted`` (a name, or the beginning of an id), or all.
-
-    Raises:
-        LookupFailedError: there is none.
-    """
-    if not runs:
-        raise LookupFailedError(
-            "the directory knows no run that is open to all: has anybody started one with this bootstrap address? "
-            "A private run is not told to strangers: ask whoever takes part in it for an invite"
-        )
-    if wanted is None:
-        return runs
-    found = {run: record for run, record in runs.items() if record.name == wanted or run.startswith(wanted)}
-    if not found:
-        names = ", ".join(sorted(f"{record.name} ({run[:12]})" for run, record in runs.items()))
-        raise LookupFailedError(f"no run is called {wanted!r}; the directory knows: {names}")
-    return found
 
 
 async def take_part(

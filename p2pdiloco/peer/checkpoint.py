@@ -28,7 +28,7 @@ from p2pdiloco.peer.offers import listed, packed, unpacked
 from p2pdiloco.peer.proofs import proven_digest
 from p2pdiloco.protocol.chain import is_heavier
 from p2pdiloco.protocol.identifiers import RunId, digest_of
-from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.protocol.manifest import MANIFEST, Layout, Manifest
 from p2pdiloco.protocol.messages import Head
 from p2pdiloco.protocol.soundness import decode_manifest
 from p2pdiloco.runtime import logs
@@ -37,7 +37,6 @@ from p2pdiloco.wire.bodies import SignedCommit, StateProof
 
 log = logs.get("node")
 
-MANIFEST = "manifest.msgpack"
 FORMAT = 4
 PREFIX = "state-"
 PLACES = ("checkpoint", "*/checkpoint")

@@ -20,6 +20,8 @@ from msgspec import UNSET, Meta, UnsetType
 from p2pdiloco.protocol.blocks import MAX_BLOCKS
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId, ShardId, digest_of
 
+MANIFEST = "manifest.msgpack"
+"""The file that holds one."""
 PROTOCOL_VERSION = 2
 """Raised whenever peers of two releases could no longer merge together."""
 

@@ -3,8 +3,8 @@
 Rules of this file:
 1. ``runtime/daemon.py`` takes hivemind's names from here; nothing else imports hivemind.
 2. What is changed in hivemind is changed here: its clock, its log, the session of its daemon.
-3. hivemind's own ``__init__`` is not run: it loads averaging, experts and optimizers (and scipy for them), which a node
-   has no use for. They are a sixth of a node's start and 31 MB.
+3. The ``__init__`` of hivemind, and of its ``dht`` and ``utils``, are not run: they load averaging, experts, optimizers
+   and torch, which a directory has no use for.
 """
 
 from __future__ import annotations
@@ -28,12 +28,22 @@ from p2pdiloco.runtime.shared_clock import SharedClock
 from p2pdiloco.wire.records import CLOCK_SKEW_S, TTL_LIMIT_S, subkey_of, unseal
 
 os.environ.setdefault("GOLOG_LOG_LEVEL", "error")  # p2pd's own log, which hivemind reads and repeats
-if "hivemind" not in sys.modules:
-    _package = importlib.util.find_spec("hivemind")
-    assert _package is not None
-    sys.modules["hivemind"] = importlib.util.module_from_spec(_package)  # the package as a place to find modules in
+for _name in ("hivemind", "hivemind.dht", "hivemind.utils"):
+    if _name not in sys.modules:
+        _package = importlib.util.find_spec(_name)
+        assert _package is not None
+        sys.modules[_name] = importlib.util.module_from_spec(_package)  # the package as a place to find modules in
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from hivemind.utils import serializer, timed_storage
+    from hivemind.utils.logging import get_logger, use_hivemind_log_handler
+
+    vars(sys.modules["hivemind.utils"]).update(  # what its modules take from there
+        MSGPackSerializer=serializer.MSGPackSerializer,
+        SerializerBase=serializer.SerializerBase,
+        get_logger=get_logger,
+        get_dht_time=timed_storage.get_dht_time,
+    )
     from hivemind.dht import node as dht_node
     from hivemind.dht import protocol as dht_protocol
     from hivemind.dht import routing as dht_routing
@@ -43,8 +53,6 @@ with warnings.catch_warnings():
     from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
     from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
     from hivemind.proto import dht_pb2
-    from hivemind.utils import timed_storage
-    from hivemind.utils.logging import use_hivemind_log_handler
     from hivemind.utils.multiaddr import Multiaddr
 
 CLOCK = SharedClock()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from p2pdiloco.protocol.identifiers import RunId, digest_of
-from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.protocol.manifest import MANIFEST, Layout, Manifest
 from p2pdiloco.protocol.soundness import decode_manifest
 from p2pdiloco.runtime.rotation import older
 from p2pdiloco.watch.chronicle import Chronicle
@@ -24,7 +24,6 @@ from p2pdiloco.watch.picture import History, Picture, Playback, Title
 from p2pdiloco.watch.sentences import Line
 
 LOG = "metrics.jsonl"
-MANIFEST = "manifest.msgpack"
 MOST_BYTES = 128 << 20
 """Of one peer's log."""
 MOST_LOGS = 1024

@@ -10,8 +10,8 @@ import pytest
 import p2pdiloco
 from p2pdiloco.cli.main import main
 from p2pdiloco.node.foundation import make_manifest, version_zero
+from p2pdiloco.node.kept_runs import folder_of
 from p2pdiloco.node.results import farewell, finished
-from p2pdiloco.node.run_folder import folder_of
 from p2pdiloco.peer.checkpoint import save
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import Manifest, ModelConfig, RunConfig, ScheduleConfig

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from p2pdiloco.cli import start
-from p2pdiloco.node.foundation import ConfigError
+from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.node.lookup import RunRecord
 from p2pdiloco.node.run_folder import NameTakenError
 from p2pdiloco.protocol.identifiers import RunId

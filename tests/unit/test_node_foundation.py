@@ -8,7 +8,8 @@ import msgspec
 import pytest
 import torch
 
-from p2pdiloco.node.foundation import ConfigError, found, is_founded_from, with_own_places
+from p2pdiloco.node.foundation import found, is_founded_from, with_own_places
+from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.peer.options import LearnerOptions, PeerOptions
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import DataConfig, ModelConfig, RunConfig, ScheduleConfig

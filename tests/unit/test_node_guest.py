@@ -14,7 +14,7 @@ import pytest
 from p2pdiloco.cli.main import main
 from p2pdiloco.node import guest
 from p2pdiloco.node.guest import BUSY_LOOKS, IDLE_LOOKS, Guest, Others, Used, pause, toggle
-from p2pdiloco.node.run_folder import folder_of
+from p2pdiloco.node.kept_runs import folder_of
 from p2pdiloco.peer.options import MachineOptions
 from p2pdiloco.protocol.identifiers import RunId
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from p2pdiloco.node import learner_process
-from p2pdiloco.node.foundation import ConfigError, read_config
+from p2pdiloco.node.foundation import read_config
+from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.node.learner_process import Adopted, LearnerProcess
 from p2pdiloco.wire import link
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from p2pdiloco.node.foundation import ConfigError, found_from_script
+from p2pdiloco.node.foundation import found_from_script
+from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.training import foundation

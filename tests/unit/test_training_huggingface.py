@@ -11,7 +11,8 @@ import msgspec
 import pytest
 import torch
 
-from p2pdiloco.node.foundation import ConfigError, is_founded_from, read_config
+from p2pdiloco.node.foundation import is_founded_from, read_config
+from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.protocol.architecture import architecture_problems
 from p2pdiloco.protocol.manifest import LoraConfig, ModelConfig
 from p2pdiloco.tensors.fragments import tensor_specs
