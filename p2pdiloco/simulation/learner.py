@@ -132,6 +132,9 @@ class Learner:
         world = self.process.world
         jitter = self.process.setting.step_jitter
         duration_s = self.process.setting.step_s * (1.0 + jitter * (2.0 * world.random.random() - 1.0))
+        pace = world.conditions.paces.get(self.process.name)
+        if pace is not None:
+            duration_s = pace(world.now, duration_s)
         world.schedule(world.now + duration_s, self.process, self._step, duration_s)
 
     def _step(self, duration_s: float) -> None:

@@ -46,6 +46,8 @@ class Conditions:
         self.clock_drift = 0.0
         """Share by which peers' clocks are too fast or too slow at most."""
         self.directory_lag_s = 0.5
+        self.paces: dict[PeerId, Callable[[float, float], float]] = {}
+        """Of learners whose machines fail in part: how long work takes that begins now and needs so many seconds."""
 
 
 class Fates:

@@ -1,0 +1,48 @@
+"""Pictures of the tables of docs/scale.md, for a talk: figures in, one PNG out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plots import OTHERS, OURS, figure
+
+Rows = Mapping[str, Mapping[str, Any]]
+SHADES = {"M = 2": "#f0b8bf", "M = 4": "#e58c97", "M = 8": OURS, "M = 16": "#96293a", "M = 32": "#5f1a25"}
+
+
+def goodput(path: Path, rows: Rows) -> None:
+    """Lines are ours, circles the paper's."""
+    lines: dict[str, list[tuple[int, float, float | None]]] = defaultdict(list)
+    for name, one in rows.items():
+        system, _, count = name.rpartition(", ")
+        lines[system].append((int(count), one["goodput_percent"], one["published"]))
+    with figure(path, size=(11, 6)) as axes:
+        for system, points in lines.items():
+            size = system.rpartition(", ")[2]
+            is_ours = system.startswith("p2pdiloco")
+            if (is_ours and size not in SHADES) or len(points) < 2:
+                continue
+            shade = SHADES[size] if is_ours else OTHERS[3 if system.startswith("data") else 0]
+            points.sort()
+            chips, ours, papers = zip(*points, strict=True)
+            axes.plot(chips, ours, "-", color=shade, lw=2.4)
+            told = [(c, p) for c, p in zip(chips, papers, strict=True) if p is not None]
+            if told:
+                axes.plot(*zip(*told, strict=True), "o", mfc="white", mec=shade, mew=1.8, ms=8)
+            axes.annotate(
+                system,
+                (chips[-1], ours[-1]),
+                (10, 0),
+                textcoords="offset points",
+                va="center",
+                color=shade,
+                fontsize=11,
+            )
+        axes.set(xscale="log", xlabel="chips, each failing once a year", ylabel="goodput, %", ylim=(0, 102))
+        axes.set_xticks([150e3, 300e3, 600e3, 1.2e6, 2.4e6], ["150k", "300k", "600k", "1.2M", "2.4M"])
+        axes.minorticks_off()
+        axes.set_xlim(140e3, 7e6)
+        axes.set_title("Lines: simulated here. Circles: arXiv 2604.21428.", fontsize=11, loc="left")

@@ -1,0 +1,56 @@
+"""The paper's goodput table: islands that fail, and the protocol over them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from benchmarks.scale import goodput
+from benchmarks.scale.islands import CHIPS, DATA_PARALLEL, ELASTIC, Constants, Island, row, worst
+from benchmarks.scale.worlds import make_islands, make_world, measure
+
+
+@pytest.mark.parametrize(("is_elastic", "published"), [(False, DATA_PARALLEL), (True, ELASTIC)])
+def test_the_constants_fit_the_rows_to_which_they_were_fitted(is_elastic: bool, published: tuple[int, ...]) -> None:
+    assert worst(row(Constants(), is_elastic=is_elastic, failures=1500), published) < 5.0
+
+
+def test_work_takes_as_long_as_the_chips_that_are_left_need() -> None:
+    island = Island(Random(1), CHIPS[2], Constants())
+    at = 0.0
+    for _ in range(1000):
+        at += island.pace(at, 2.0)
+    assert island.failures > 40
+    assert island.computed_s(at) == pytest.approx(2000.0)
+    assert island.computed_s(at) < island.running_s(at) < at
+
+
+def test_racks_take_more_than_chips() -> None:
+    alike = Constants(slice_chips=16, growth_s=1e6)
+    racks = alike._replace(chip_year_s=1e15, racks_year_s=alike.chip_year_s / alike.rack_chips)
+    islands = [Island(Random(1), CHIPS[0], constants) for constants in (alike, racks)]
+    shares = [island.computed_s(1e5) / island.running_s(1e5) for island in islands]
+    assert abs(islands[0].failures - islands[1].failures) < 100
+    assert shares[1] < shares[0]
+
+
+def test_the_protocol_merges_what_islands_compute() -> None:
+    islands = make_islands(CHIPS[3], 4, Constants(), seed=1)
+    figures = measure(make_world(islands), islands, 600.0)
+    assert figures["goodput"] == pytest.approx(figures["computed"], abs=0.02)
+    assert figures["computed"] < 0.95
+    assert figures["uptime"] > 0.98
+    assert (figures["tokens_lost"], figures["violations"]) == (0, 0)
+
+
+def test_cells_that_were_made_are_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = tmp_path / "goodput.jsonl"
+    monkeypatch.setattr("sys.argv", ["goodput", "--short", "--json", str(told), "--only", "peer fails"])
+    goodput.main()
+    goodput.main()
+    assert len(told.read_text().splitlines()) == 1
+    assert "peer fails, M = 4, 1200000" in capsys.readouterr().out
