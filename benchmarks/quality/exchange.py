@@ -75,11 +75,15 @@ class Exchange:
         self.layout = layout
         self.theta = theta
         self.momentum = torch.zeros_like(theta)
+        self.given = 0
+        self.shortened = 0
+        """Contributions, and how many of them did not count as long as they were."""
         self.up_bytes = 0.0
         self.up_parameters = 0
         self.down_bytes = 0.0
         self.down_parameters = 0
         self._setting = setting
+        self._noise = torch.Generator().manual_seed(setting.seed)
         self._turns = [0] * len(layout.shards)
         self._delayed = torch.zeros_like(theta) if setting.outer == "delayed" else torch.empty(0)
 
@@ -88,19 +92,37 @@ class Exchange:
         piece = self.layout.shards[shard]
         return slice(piece.start, piece.stop)
 
-    def contribute(self, shard: ShardId, snapshot: Tensor) -> Parcel:
-        """A learner's outer gradient: global parameters minus its own, ``snapshot`` float32 [all elements]."""
+    def contribute(self, shard: ShardId, snapshot: Tensor, noise: float = 0.0) -> Parcel:
+        """A learner's outer gradient: global parameters minus its own, ``snapshot`` float32 [all elements]. ``noise``:
+        a random vector so many times as long instead."""
         span = self.span(shard)
-        parcel = pack(self._setting.up, self.theta[span] - snapshot[span])
+        parcel = pack(self._setting.up, self._disturbed(self.theta[span] - snapshot[span], noise))
         self.up_bytes += parcel.bytes
         self.up_parameters += parcel.values.numel()
         return parcel
 
-    def commit(self, shard: ShardId, gradients: Sequence[merge.Gradient], weights: Sequence[float]) -> Tensor:
+    def _disturbed(self, gradient: Tensor, noise: float) -> Tensor:
+        if not noise:
+            return gradient
+        drawn = torch.randn(gradient.shape, generator=self._noise)
+        return drawn.mul_(noise * float(gradient.norm() / drawn.norm()))
+
+    def commit(
+        self, shard: ShardId, gradients: Sequence[merge.Gradient], weights: Sequence[float], steps: Sequence[int]
+    ) -> Tensor:
         """Merge, and make the outer step; returns new - old global parameters, float32 [elements]."""
         span, rule = self.span(shard), self.layout.shards[shard].merge
         merged = torch.empty_like(self.theta[span])
-        merge.merge(rule, gradients, weights, merged)
+        if self._setting.bounded:
+            merge.merge(rule, gradients, weights, steps, merged)
+            norms = [v.norm() for v in gradients]
+            counted = merge.counted_lengths(norms, weights, steps)
+            self.given += len(norms)
+            self.shortened += sum(c < n for c, n in zip(counted, norms, strict=True))
+        elif rule == "rda":
+            merge.radial_directional(gradients, weights, merged)
+        else:
+            merge.direct_mean(gradients, weights, merged)
         parcel = pack(self._setting.down, merged)
         self.down_bytes += parcel.bytes
         self.down_parameters += merged.numel()

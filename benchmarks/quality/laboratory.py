@@ -250,7 +250,8 @@ class Laboratory:
         for shift in member.shifts:  # what it has not taken yet; as ``node.global_state`` does
             if shift.shard in shards:
                 self._scratch[self.exchange.span(shift.shard)] += shift.change
-        parcels = {shard: self.exchange.contribute(shard, self._scratch) for shard in shards}
+        noise = self.setting.noise if index == len(self.members) - 1 else 0.0
+        parcels = {shard: self.exchange.contribute(shard, self._scratch, noise) for shard in shards}
         meant = {}
         if not self.setting.feedback:
             spans = ((shard, self.exchange.span(shard)) for shard in shards)
@@ -292,11 +293,12 @@ class Laboratory:
         given = sorted(turn.given.items())
         ready_at = max(now, turn.opened_at + self.setting.overlap)
         for shard in self.layout.fragments[turn.fragment]:
-            weights = []
+            weights, made = [], []
             for index, one in given:
                 steps, tokens = self.members[index].marks[shard]
-                weights.append(token_weight(max(0, one.tokens - tokens), max(0, one.steps - steps)))
-            change = self.exchange.commit(shard, [one.parcels[shard].gradient for _, one in given], weights)
+                made.append(max(0, one.steps - steps))
+                weights.append(token_weight(max(0, one.tokens - tokens), made[-1]))
+            change = self.exchange.commit(shard, [one.parcels[shard].gradient for _, one in given], weights, made)
             for index, member in enumerate(self.members):
                 self._send(member, turn.given.get(index), shard, change, ready_at)
         for index, _ in given:
@@ -357,5 +359,6 @@ class Laboratory:
             "global_steps": float(self._step),
             "up_bytes_per_parameter": out.up_bytes / out.up_parameters if out.up_parameters else 0.0,
             "down_bytes_per_parameter": out.down_bytes / out.down_parameters if out.down_parameters else 0.0,
+            "shortened_share": out.shortened / max(1, out.given),
             "smallest_share_of_turns": min(self._contributions) / max(1, max(self._contributions)),
         }

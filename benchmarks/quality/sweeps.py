@@ -25,6 +25,7 @@ SHIPPED = msgspec.structs.replace(
     outer_momentum=OuterConfig().momentum,
     merge=OuterConfig().merge,
     correction=is_bias_corrected(OuterConfig()),
+    bounded=True,
 )
 """What a founder gets who sets nothing but the model, its batch and its inner rate."""
 
@@ -210,6 +211,14 @@ def brief() -> list[Setting]:
     return [*found, _shipped(**short, fragments=6, sync_every=6, overlap=1)]
 
 
+def hostile() -> list[Setting]:
+    """One of four that sends noise; what the bound on lengths does to it, and to the honest."""
+    short = {"steps": 480}
+    noisy = [_shipped(**short, noise=noise, bounded=is_it) for noise in (100.0, 1.0) for is_it in (True, False)]
+    honest: list[dict[str, object]] = [{"speeds": UNEVEN}, {"absent": 0.5}, {"cut": (0.4, 0.6)}]
+    return [*noisy, *(_shipped(**short, **one, bounded=is_it) for one in honest for is_it in (True, False))]
+
+
 def headline() -> list[Setting]:
     """492,384 parameters in 24 fragments (H = 24), 20 tokens a parameter: some two core hours on a quiet machine."""
     shape = {"width": 96, "depth": 4, "heads": 6, "context": 64, "batch": 32, "steps": 4800, "warmup": 240}
@@ -284,6 +293,7 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "correction": correction,
     "lengths": lengths,
     "brief": brief,
+    "hostile": hostile,
     "headline": headline,
     "outer-m": outer_by_learners,
     "outer-h": outer_by_h,

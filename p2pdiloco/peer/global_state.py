@@ -334,7 +334,7 @@ class GlobalState:
                 raise ContributionError(contributor.learner, str(error)) from error
             weights.append(merge.token_weight(contributor.tokens, contributor.steps))
         merged = self._scratch.merged[: piece.elements]
-        merge.merge(piece.merge, gradients, weights, merged)
+        merge.merge(piece.merge, gradients, weights, [c.steps for c, _ in given], merged)
         bodies = [bytes(body) for body in quantizers.encode_chunks(how or self._down, merged)]
         payload = compression.join(bodies)
         payload_digest = digest_of(payload)

@@ -164,6 +164,28 @@ BUGS = (
         killed_by=(f"{_STATE_TESTS}::test_a_turn_goes_as_far_as_any_where_the_bias_is_corrected",),
     ),
     Bug(
+        name="a contribution counts as long as it is",
+        module="p2pdiloco.tensors.merge",
+        old="return [min(n, LONGEST * max(typical, pace * s)) for n, s in zip(norms, steps, strict=True)]",
+        new="return list(norms)",
+        harm="one of four that sends noise a hundred times as long makes the merged step 25 times as long",
+        killed_by=(
+            "tests/unit/test_tensors_merge.py::test_one_of_four_that_sends_noise_does_not_lengthen_the_step",
+            "tests/unit/test_tensors_merge.py::test_a_contribution_counts_as_twice_the_median_at_most",
+        ),
+    ),
+    Bug(
+        name="who comes back with many steps is cut short",
+        module="p2pdiloco.tensors.merge",
+        old="LONGEST * max(typical, pace * s)",
+        new="LONGEST * typical",
+        harm="most of what a learner made while it was cut off is lost",
+        killed_by=(
+            "tests/unit/test_tensors_merge.py::"
+            "test_who_comes_back_with_many_steps_counts_whole_and_who_made_few_is_no_measure",
+        ),
+    ),
+    Bug(
         name="momentum's bias not corrected",
         module="p2pdiloco.tensors.outer",
         old="return learning_rate / (1.0 - power)",

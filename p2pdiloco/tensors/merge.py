@@ -7,7 +7,10 @@ Rules of this file:
    Only the owner merges, so that its sums' order may be its machine's.
 2. phi(0) = 0: a contribution of zeros, or several that cancel out, have no direction.
 3. With no weight at all the result is zero: nobody trained, so nothing moves.
-4. Chunk by chunk, and of each gradient no more is decoded than the chunk at hand: memory does not grow with the peers.
+4. No contribution counts as longer than twice the median length, or twice the median length of a step for as many steps
+   as it is about (who comes back from a cut is honestly longer). Medians are by weight, so that whoever has less than
+   half of it moves them little. What is cut off is lost, not given again.
+5. Chunk by chunk, and of each gradient no more is decoded than the chunk at hand: memory does not grow with the peers.
 
 Source: Decoupled DiLoCo, arXiv 2604.21428. Learners' outer gradients are nearly orthogonal, so that their plain mean
 shrinks like 1/sqrt(M); radial-directional averaging (RDA) keeps the mean length.
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +31,10 @@ from p2pdiloco.tensors.recipes import CHUNK
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+
+LONGEST: Final = 2.0
+"""How many times as long as the median a contribution may count."""
 
 
 class Gradient(Protocol):
@@ -84,27 +91,61 @@ def token_weight(tokens: int, steps: int) -> float:
     return tokens * (tokens / steps) if steps else 0.0
 
 
-def merge(rule: MergeRule, gradients: Sequence[Gradient], weights: Sequence[float], out: Tensor) -> None:
-    """Merge by ``rule`` into ``out``; see the two functions."""
+def merge(
+    rule: MergeRule, gradients: Sequence[Gradient], weights: Sequence[float], steps: Sequence[int], out: Tensor
+) -> None:
+    """Merge by ``rule`` into ``out``; see the two functions. ``steps``: inner steps that each is about."""
+    lengths = counted_lengths([v.norm() for v in gradients], weights, steps)
     match rule:
         case "direct":
-            direct_mean(gradients, weights, out)
+            direct_mean(gradients, weights, out, lengths)
         case "rda":
-            radial_directional(gradients, weights, out)
+            radial_directional(gradients, weights, out, lengths)
 
 
-def direct_mean(gradients: Sequence[Gradient], weights: Sequence[float], out: Tensor) -> None:
-    """``out`` = sum_m w_m v_m / W. ``out`` is float32 [n].
+def counted_lengths(norms: Sequence[float], weights: Sequence[float], steps: Sequence[int]) -> list[float]:
+    """How long each contribution counts, by the gradients' ``norms``; rule 4."""
+    found = [(n, w, s) for n, w, s in zip(norms, weights, steps, strict=True) if n and w and s]
+    typical = _median([(n, w) for n, w, _ in found])
+    pace = _median([(n / s, w) for n, w, s in found])
+    return [min(n, LONGEST * max(typical, pace * s)) for n, s in zip(norms, steps, strict=True)]
+
+
+def _median(weighted: Sequence[tuple[float, float]]) -> float:
+    """The smallest value that has half of the weight at or below it; 0 of nothing."""
+    half, reached = math.fsum(w for _, w in weighted) / 2, 0.0
+    for value, weight in sorted(weighted):
+        reached += weight
+        if reached >= half:
+            return value
+    return 0.0
+
+
+def direct_mean(
+    gradients: Sequence[Gradient], weights: Sequence[float], out: Tensor, lengths: Sequence[float] | None = None
+) -> None:
+    """``out`` = sum_m w_m v_m / W. ``out`` is float32 [n]; ``lengths``: as which the v_m count (None: their own).
 
     Raises:
         ValueError: see ``radial_directional``.
     """
     total = _checked_total(gradients, weights, out)
-    _weighted_sum(gradients, [w / total if total else 0.0 for w in weights], out)
+    factors = [w / total if total else 0.0 for w in weights]
+    if lengths is not None:
+        pairs = zip(gradients, lengths, strict=True)
+        factors = [f * _shortened(v.norm(), length) for f, (v, length) in zip(factors, pairs, strict=True)]
+    _weighted_sum(gradients, factors, out)
 
 
-def radial_directional(gradients: Sequence[Gradient], weights: Sequence[float], out: Tensor) -> None:
-    """``out`` = (sum_m w_m ||v_m|| / W) * phi(sum_m w_m phi(v_m) / W). ``out`` is float32 [n].
+def _shortened(norm_: float, length: float) -> float:
+    return length / norm_ if length < norm_ else 1.0
+
+
+def radial_directional(
+    gradients: Sequence[Gradient], weights: Sequence[float], out: Tensor, lengths: Sequence[float] | None = None
+) -> None:
+    """``out`` = (sum_m w_m ||v_m|| / W) * phi(sum_m w_m phi(v_m) / W). ``out`` is float32 [n]; ``lengths``: as which
+    the v_m count (None: their own).
 
     Raises:
         ValueError: lengths differ, or a weight is negative or not finite.
@@ -113,7 +154,7 @@ def radial_directional(gradients: Sequence[Gradient], weights: Sequence[float], 
     shares = [w / total if total else 0.0 for w in weights]
     norms = [v.norm() for v in gradients]
     _weighted_sum(gradients, [s / n if n else 0.0 for s, n in zip(shares, norms, strict=True)], out)
-    radius = math.fsum(s * n for s, n in zip(shares, norms, strict=True))
+    radius = math.fsum(s * n for s, n in zip(shares, norms if lengths is None else lengths, strict=True))
     length = norm(out)
     out.mul_(radius / length if length else 0.0)
 

@@ -233,7 +233,8 @@ def test_the_exchange_is_the_nodes(up: Any, down: Any, merge: Any, correction: b
         parcels = [exchange.contribute(shard, learner) for learner in learners]
         payloads = [node.encode(learner) for node, learner in zip(nodes, learners, strict=True)]
         weights = [token_weight(tokens, steps) for steps, tokens in counts]
-        change = exchange.commit(shard, [parcel.gradient for parcel in parcels], weights)
+        steps = [steps for steps, _ in counts]
+        change = exchange.commit(shard, [parcel.gradient for parcel in parcels], weights, steps)
         contributors = [Contributor(n.learner, 0, t, 0, s) for n, (s, t) in zip(nodes, counts, strict=True)]
         head = nodes[0].state.heads[0]
         assert head is not None

@@ -6,8 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from p2pdiloco.protocol.manifest import Codec
-from p2pdiloco.tensors.merge import EncodedGradient, Vector, direct_mean, merge, radial_directional, token_weight
+from p2pdiloco.protocol.manifest import Codec, MergeRule
+from p2pdiloco.tensors.merge import (
+    EncodedGradient,
+    Vector,
+    counted_lengths,
+    direct_mean,
+    merge,
+    radial_directional,
+    token_weight,
+)
 from p2pdiloco.tensors.quantizers import decode_chunks, encode_chunks, recipe
 
 
@@ -70,9 +78,9 @@ def test_vectors_longer_than_a_chunk() -> None:
     v = torch.randn((1 << 18) + 3, generator=torch.Generator().manual_seed(3))
     w = torch.randn((1 << 18) + 3, generator=torch.Generator().manual_seed(4))
     out = torch.empty_like(v)
-    merge("direct", [Vector(v), Vector(w)], [1.0, 1.0], out)
+    merge("direct", [Vector(v), Vector(w)], [1.0, 1.0], [1, 1], out)
     assert torch.allclose(out, (v + w) / 2, atol=1e-6)
-    merge("rda", [Vector(v), Vector(w)], [1.0, 1.0], out)
+    merge("rda", [Vector(v), Vector(w)], [1.0, 1.0], [1, 1], out)
     assert float(out.double().norm()) == pytest.approx(float(v.double().norm() + w.double().norm()) / 2, rel=1e-5)
 
 
@@ -109,3 +117,26 @@ def test_encoded_gradients_are_merged_as_what_they_decode_to(codec: Codec) -> No
 def test_a_missing_body_is_refused() -> None:
     with pytest.raises(ValueError, match="0 bodies"):
         EncodedGradient([], 1)
+
+
+@pytest.mark.parametrize("rule", ["rda", "direct"])
+def test_one_of_four_that_sends_noise_does_not_lengthen_the_step(rule: MergeRule) -> None:
+    generator = torch.Generator().manual_seed(5)
+    honest = [torch.randn(1000, generator=generator) for _ in range(4)]
+    noise = 100.0 * torch.randn(1000, generator=generator)
+    alone, beside = torch.empty(1000), torch.empty(1000)
+    merge(rule, [Vector(v) for v in honest], [1.0] * 4, [24] * 4, alone)
+    merge(rule, [Vector(v) for v in (*honest[:3], noise)], [1.0] * 4, [24] * 4, beside)
+    assert float(beside.norm()) < 1.5 * float(alone.norm())
+
+
+def test_a_contribution_counts_as_twice_the_median_at_most() -> None:
+    assert counted_lengths([1.0, 2.0, 3.0, 100.0], [1.0] * 4, [24] * 4) == [1.0, 2.0, 3.0, 4.0]
+    assert counted_lengths([1.0, 2.0, 3.0, 100.0], [1.0] * 3 + [2.0], [24] * 4) == [1.0, 2.0, 3.0, 6.0]
+
+
+def test_who_comes_back_with_many_steps_counts_whole_and_who_made_few_is_no_measure() -> None:
+    assert counted_lengths([1.0, 1.0, 1.0, 40.0], [24.0, 24.0, 24.0, 960.0], [24, 24, 24, 960]) == [1.0, 1.0, 1.0, 40.0]
+    assert counted_lengths([1.0, 1.0, 5.0], [2.0, 2.0, 3.0], [24, 24, 120]) == [1.0, 1.0, 5.0]
+    assert counted_lengths([0.0, 0.0, 3.0], [1.0, 1.0, 1.0], [24, 24, 24]) == [0.0, 0.0, 3.0]
+    assert counted_lengths([2.0, 3.0], [0.0, 0.0], [0, 0]) == [0.0, 0.0]
