@@ -78,6 +78,13 @@ class BlockLedger:
         self.rows += [bytearray(self.blocks) for _ in range(OPEN_EPOCHS - len(self.rows))]
         self._close_epochs()
 
+    def copied(self) -> BlockLedger:
+        """Another one with the same blocks."""
+        other = BlockLedger(self.blocks)
+        other.epoch, other.trained, other.repeated = self.epoch, self.trained, self.repeated
+        other.rows = [bytearray(row) for row in self.rows]
+        return other
+
     def state(self) -> Trained:
         """As it travels."""
         return Trained(self.epoch, tuple(map(self._pack, self.rows)), self.trained, self.repeated)

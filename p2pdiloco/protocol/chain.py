@@ -110,8 +110,7 @@ class Chain:
         marks, ledger = self._marks_after(version, contributors), self.ledger
         if ledger is None:
             return record_of(marks, Trained())
-        after = BlockLedger(ledger.blocks)
-        after.restore(ledger.state())
+        after = ledger.copied()
         for c in contributors:
             after.add(c.blocks)
         return record_of(marks, after.state())

@@ -35,6 +35,8 @@ class Company:
 
     def look(self, now: float, here: frozenset[int], window_s: float, *, is_silent: bool) -> None:
         """Those are ``here`` now; ``is_silent``: one was lost that had not said goodbye."""
+        if here == self._here and not (is_silent or self._lost or self.missing):
+            return
         gone, self._here = self._here - here, here
         if is_silent and not self.has_left:
             self.silently_lost_at = now

@@ -12,12 +12,14 @@ Heartbeats tell whom their sender hears, as fingerprints, when that has changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from struct import unpack
 
 from p2pdiloco.protocol.events import Mark
 from p2pdiloco.protocol.identifiers import LearnerId, PeerId, peer_of
+from p2pdiloco.protocol.ownership import Candidates
 
 FINGERPRINT_BYTES = 4
 SETTLING_BEATS = 8
@@ -42,8 +44,8 @@ def listed(prints: Iterable[int]) -> bytes:
 
 def prints_in(data: bytes) -> frozenset[int]:
     """The fingerprints in a list; what is left of a broken one is nobody's."""
-    whole = range(0, len(data) - FINGERPRINT_BYTES + 1, FINGERPRINT_BYTES)
-    return frozenset(int.from_bytes(data[at : at + FINGERPRINT_BYTES], "big") for at in whole)
+    whole = len(data) // FINGERPRINT_BYTES
+    return frozenset(unpack(f">{whole}I", data[: whole * FINGERPRINT_BYTES]))
 
 
 class Connectedness:
@@ -55,6 +57,8 @@ class Connectedness:
         """Whom each peer says it hears, this one included. Who has told nothing is taken to hear everybody."""
         self.told_from = 1
         """The first of our heartbeats that carries our list as it is."""
+        self._own_list = b""
+        """It, as heartbeats carry it."""
         self.givers: frozenset[int] | None = None
         """Whose tokens were merged lately; None: the run is young."""
         self.afar: frozenset[int] = frozenset()
@@ -63,6 +67,8 @@ class Connectedness:
         """The best connected, here or afar."""
         self.tiers: dict[PeerId, int] = {}
         """Of those who may own and are not fit: 1 if they hear one of the best, else 2."""
+        self._fit: tuple[PeerId, ...] = ()
+        """Of those who may own, the best."""
         self._fit_until: dict[PeerId, float] = {}
         self._judged: tuple[object, ...] = ()
         """What ``best`` was found from."""
@@ -88,12 +94,13 @@ class Connectedness:
 
     def live_changed(self, live: Iterable[PeerId], sequence: int) -> None:
         """This peer hears others than before, and has sent ``sequence`` heartbeats."""
-        self.lists[self.me] = frozenset(map(fingerprint, live))
+        self.lists[self.me] = prints = frozenset(map(fingerprint, live))
+        self._own_list = listed(prints)
         self.told_from = sequence + 1
 
     def list_for(self, echoed: int) -> bytes | None:
         """Our list for a peer that has seen our heartbeat ``echoed``, unless it has it."""
-        return None if echoed >= self.told_from else listed(self.lists[self.me])
+        return None if echoed >= self.told_from else self._own_list
 
     def forget(self, peer: PeerId) -> None:
         """The connection has ended."""
@@ -140,44 +147,47 @@ class Connectedness:
                 found.append(peer)
         return tuple(found)
 
-    def judge(self, now: float, live: Sequence[PeerId], willing: Sequence[PeerId], settling_s: float) -> None:
+    def judge(self, now: float, live: Sequence[PeerId], willing: Candidates, settling_s: float) -> None:
         """Who is fit to own, of those who may and are here (``willing``, this peer perhaps among them)."""
-        found_from = (self._changes, live, tuple(willing), self.givers)
+        found_from = (self._changes, live, willing, self.givers)
         if found_from != self._judged:
             self._judged = found_from
-            self._find_best(live, willing)
+            able = {peer: fingerprint(peer) for peer, _ in willing}
+            self._find_best(live, able.values())
+            self._fit = tuple(peer for peer, one in able.items() if one in self.best)
+        self._fit_until.update(dict.fromkeys(self._fit, now + settling_s))
         self.tiers = {}
-        for peer in willing:
-            if fingerprint(peer) in self.best:
-                self._fit_until[peer] = now + settling_s
-            elif now > self._fit_until.get(peer, -1.0):
-                prints = self.lists.get(peer)
-                self.tiers[peer] = 1 if prints is None or prints & self.best else 2
+        if len(self._fit) < len(willing):
+            for peer, _ in willing:
+                if now > self._fit_until.get(peer, -1.0):
+                    prints = self.lists.get(peer)
+                    self.tiers[peer] = 1 if prints is None or prints & self.best else 2
 
-    def _find_best(self, live: Sequence[PeerId], willing: Sequence[PeerId]) -> None:
+    def _find_best(self, live: Sequence[PeerId], able: Collection[int]) -> None:
         me = fingerprint(self.me)
         here: dict[int, frozenset[int] | None] = {me: self.lists[self.me]}
         for peer in live:  # hears us, whether it has said so or not
-            here[fingerprint(peer)] = self.lists[peer] | {me} if peer in self.lists else None
+            prints = self.lists.get(peer)
+            here[fingerprint(peer)] = prints if prints is None or me in prints else prints | {me}
         lists = [prints for prints in here.values() if prints is not None]
         afar = frozenset().union(*lists) - here.keys()
         self.afar = afar = afar if self.givers is None else afar & self.givers
-        able = [fingerprint(peer) for peer in willing]
-        names = here.keys()
-        if not afar and all(prints is None or names <= prints | {x} for x, prints in here.items()):
+        if not afar and all(prints is None or here.keys() - prints <= {x} for x, prints in here.items()):
             self.best = frozenset(able)
             return
+        everybody = afar | here.keys()
 
-        def meet(x: int, y: int) -> bool:
-            """Whether both say so, as far as they are here."""
-            theirs, others = here.get(x), here.get(y)
-            return (theirs is None or y in theirs) and (others is None or x in others)
+        def met_by(x: int) -> set[int]:
+            """Whom it meets: both say so, as far as they are here."""
+            theirs = here.get(x)
+            named = everybody if theirs is None else everybody & theirs
+            return {y for y in named if y != x and ((others := here.get(y)) is None or x in others)}
 
-        reach = {x: sum(y != x and meet(x, y) for y in (*names, *afar)) for x in (*able, *afar)}
-        most = max(reach.values(), default=0)
-        enough = [x for x, reached in reach.items() if reached >= most - most // TOLERANCE]
-        best: list[int] = []
-        for x in sorted(enough, key=lambda x: (-reach[x], x)):
-            if all(meet(x, y) for y in best):
-                best.append(x)
+        meets = {x: met_by(x) for x in (*able, *afar)}
+        most = max(map(len, meets.values()), default=0)
+        enough = [x for x, met in meets.items() if len(met) >= most - most // TOLERANCE]
+        best: set[int] = set()
+        for x in sorted(enough, key=lambda x: (-len(meets[x]), x)):
+            if best <= meets[x]:
+                best.add(x)
         self.best = frozenset(best)

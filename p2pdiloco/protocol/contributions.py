@@ -295,6 +295,8 @@ class Contributions:
 
     def candidates_changed(self) -> None:
         """Owners that are gone, or on their way out: their contributions go to the new owners at once."""
+        if not self.pending:
+            return
         able = {peer for peer, _ in self.core.membership.candidates}
         for pending in self.pending.values():
             pending.beyond &= able  # who comes back may have less

@@ -106,7 +106,9 @@ class PeerView:
 
     def interval_s(self, own_s: float) -> float:
         """How long this peer takes between two heartbeats; we take ``own_s``."""
-        return own_s if self.beat is None else max(own_s, min(self.beat.interval_s, SLOWER * own_s))
+        if self.beat is None or self.beat.interval_s <= own_s:
+            return own_s
+        return min(self.beat.interval_s, SLOWER * own_s)
 
     def deadline_s(self, own_s: float) -> float:
         """How long this peer may be silent."""
@@ -187,7 +189,8 @@ class Membership:
 
     def beat_s(self) -> float:
         """Between two of this peer's heartbeats now."""
-        return self.interval_s * max(1.0, len(self.peers) / BEAT_PEERS)
+        peers = len(self.peers)
+        return self.interval_s if peers <= BEAT_PEERS else self.interval_s * (peers / BEAT_PEERS)
 
     def connect(self, peer: PeerId, now: float) -> bool:
         """Note a connection; False if there are too many."""
@@ -209,14 +212,14 @@ class Membership:
         previous = view.beat
         if previous is not None and beat.sequence <= view.sequence:
             return False
-        was_quiet = now - view.heard_at > 2 * view.interval_s(self.beat_s())
+        own_s = self.beat_s()
+        was_quiet = now - view.heard_at > 2 * view.interval_s(own_s)
         view.heard_at = now
         view.sequence = beat.sequence
         view.beat = beat
         if beat.echo:
             self._measure(view, beat, now)
         is_other_list = self.connectedness.told(peer, beat.hears, now)
-        own_s = self.beat_s()
         is_deaf = now - view.acked_at > view.deadline_s(own_s) + own_s
         view.deaf_since = min(view.deaf_since, now) if is_deaf else float("inf")
         return (
@@ -309,8 +312,9 @@ class Membership:
                 candidates.append((peer, beat.weight))
         if self.my_candidacy is not None and not (self.is_leaving and candidates):
             candidates.append((self.me, self.my_candidacy))
-        others = [candidate for candidate in candidates if candidate[0] not in self.barred]
-        candidates = others or candidates
+        if self.barred:
+            others = [candidate for candidate in candidates if candidate[0] not in self.barred]
+            candidates = others or candidates
         self._median_s = None
         if slowest_s > interval_s:
             trips = sorted(self.peers[peer].round_trip_s for peer in live)
@@ -327,8 +331,7 @@ class Membership:
         if candidates != self._asking:
             self._asking = candidates
             self.willing = capped(candidates)
-        able = [peer for peer, _ in self.willing]
-        self.connectedness.judge(now, self.live, able, SETTLING_BEATS * beat_s)
+        self.connectedness.judge(now, self.live, self.willing, SETTLING_BEATS * beat_s)
         self._rank_candidates(now)
         if self.live == before:
             return (), ()

@@ -61,7 +61,8 @@ class Presence:
         if beat.phase != "joining":
             is_still = before is not None and before.heads_mark == beat.heads_mark
             view.mismatches = view.mismatches + 1 if is_still and beat.heads_mark != core.heads_mark else 0
-        if core.now - view.deaf_since >= DEAF_BEATS * view.interval_s(core.membership.beat_s()):
+        deaf_s = core.now - view.deaf_since
+        if deaf_s > 0.0 and deaf_s >= DEAF_BEATS * view.interval_s(core.membership.beat_s()):
             view.deaf_since = core.now
             why = f"nothing of ours has reached it for {core.now - view.acked_at:.1f} s, though it is heard"
             core.note("warning", "connection", f"to {peer}: {why}; another one is dialled")

@@ -112,8 +112,8 @@ class Workload:
         if ledger is None:
             return ()
         recent = max(0, len(self.trained) - RECENT)
-        held = [b for i, (_, b) in enumerate(self.trained) if i >= recent or not ledger.is_trained(b)]
-        return (*self.assigned, *held)[:MAX_CLAIMS]
+        waiting = [block for _, block in self.trained[:recent] if not ledger.is_trained(block)]
+        return (*self.assigned, *waiting, *(block for _, block in self.trained[recent:]))[:MAX_CLAIMS]
 
     def between(self, shard: ShardId, start: int, stop: int) -> tuple[Block, ...]:
         """The blocks that a contribution to ``shard`` of the learner's tokens from ``start`` to ``stop`` carries."""

@@ -148,7 +148,7 @@ class Process:
             self.tell(WOKE)
 
     def _clear_payloads(self) -> None:
-        held = {payload for shard in range(len(self.states.heads)) for payload in self.machine.payloads(ShardId(shard))}
+        held = set[Digest]().union(*(self.machine.payloads(chain.shard) for chain in self.machine.core.chains))
         self.store = {digest: payload for digest, payload in self.store.items() if digest in held}
 
     # -- messages ------------------------------------------------------------------------------------------------------

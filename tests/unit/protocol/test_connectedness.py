@@ -166,7 +166,7 @@ def test_in_a_large_swarm_a_sixteenth_fewer_are_as_good() -> None:
         friends = [shy] if peer == others[0] else []
         connectedness.told(peer, hearing(*(p for p in names[:-1] if p != peer), *friends), 0.0)
     connectedness.live_changed(others, 0)
-    connectedness.judge(0.0, tuple(others), [me, *others], 1.0)
+    connectedness.judge(0.0, tuple(others), tuple((peer, 1.0) for peer in (me, *others)), 1.0)
     assert connectedness.is_afar(shy)
     assert not connectedness.tiers
     few = Connectedness(me)
@@ -174,7 +174,7 @@ def test_in_a_large_swarm_a_sixteenth_fewer_are_as_good() -> None:
         friends = [shy] if peer == others[0] else []
         few.told(peer, hearing(*(p for p in (me, *others[:3]) if p != peer), *friends), 0.0)
     few.live_changed(others[:3], 0)
-    few.judge(0.0, tuple(others[:3]), [me, *others[:3]], 1.0)
+    few.judge(0.0, tuple(others[:3]), tuple((peer, 1.0) for peer in (me, *others[:3])), 1.0)
     assert set(few.tiers) == {me, *others[1:3]}, "in a small one they are"
 
 
@@ -193,12 +193,13 @@ def test_who_was_among_the_best_stays_it_for_a_while() -> None:
 
 
 def test_after_the_best_come_those_who_hear_one_of_them() -> None:
-    """R3c: the best is afar, so what this peer has goes to b, who hears it; c and this peer itself come last."""
-    stage = met({B: (A, D), C: (A,)}, has_learner=False)
+    """R3c: the best are afar, so what this peer has goes to b or d, who hear two of them each; c and this peer itself
+    come last."""
+    afar = tuple(map(PeerId, "wxyz"))
+    stage = met({B: (A, *afar[:2]), C: (A,), D: (A, *afar[2:])}, has_learner=False)
     connectedness = stage.machine.core.membership.connectedness
-    connectedness.best = frozenset({fingerprint(D)})
-    connectedness.judge(stage.now + 60.0, stage.machine.core.membership.live, [A, B, C], 1.0)
-    assert connectedness.tiers == {A: 2, B: 1, C: 2}
+    assert connectedness.best == set(map(fingerprint, afar))
+    assert connectedness.tiers == {A: 2, B: 1, C: 2, D: 1}
 
 
 # -- what is handed on -------------------------------------------------------------------------------------------------
