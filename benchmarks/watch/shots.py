@@ -1,5 +1,6 @@
 """Looks at a page as a person does: a real run of small peers at three moments (one is killed, another joins late),
-and a made-up recording of 64 peers. Pictures lie in --out; ``--crowd`` makes the last alone.
+and a made-up recording of 64 peers. Pictures lie in --out; ``--crowd`` makes the last alone, ``--terminal`` those of
+``top`` (SVG), for which no browser is needed.
 
     python -m benchmarks.watch.shots --out out/shots
 """
@@ -19,6 +20,8 @@ from p2pdiloco.node.foundation import find_run
 from p2pdiloco.runtime.invitation import LOOK_AT
 from p2pdiloco.watch.playback import Recording, player
 from p2pdiloco.watch.server import PageServer
+from p2pdiloco.watch.sources import Tape
+from p2pdiloco.watch.terminal import Top
 
 LIMIT_S = 420.0
 LOADED = "typeof picture !== 'undefined' && picture !== null && history !== null"
@@ -82,6 +85,25 @@ async def show_crowd(out: Path) -> None:
             print(name, tab.complaints or "no complaints")
 
 
+async def show_terminal(out: Path) -> None:
+    """The same in a terminal, wide and narrow."""
+    recording = Recording(await asyncio.to_thread(crowd, out / "crowd"))
+    moment = recording.begins + 0.8 * (recording.ends - recording.begins)
+    for name, size, is_light in (
+        ("top-crowd", (150, 48), False),
+        ("top-light", (150, 48), True),
+        ("top-narrow", (80, 40), False),
+    ):
+        app = Top(Tape(recording, 0.0, moment))
+        async with app.run_test(size=size) as pilot:
+            if is_light:
+                await pilot.press("t")
+            await app.look()
+            await pilot.pause()
+            (out / f"{name}.svg").write_text(app.export_screenshot())
+            print(name)
+
+
 async def show_run(out: Path) -> None:
     """Two peers, a kill, a join."""
     swarm = Swarm(out / "swarm")
@@ -123,8 +145,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/shots"))
     parser.add_argument("--crowd", action="store_true", help="only the made-up recording")
+    parser.add_argument("--terminal", action="store_true", help="only `top`")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.terminal:
+        asyncio.run(show_terminal(arguments.out))
+        return
     asyncio.run(show_crowd(arguments.out))
     if not arguments.crowd:
         asyncio.run(show_run(arguments.out))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from p2pdiloco.cli import tool_arguments as tools
+from p2pdiloco.cli import watch_arguments as watch
 from p2pdiloco.cli.network_options import add_network, add_relay
 from p2pdiloco.cli.quantities import at_least, between, cloud, page_place, size
 from p2pdiloco.cli.terms import lifetime
@@ -154,12 +155,6 @@ def _fetch(sub: argparse.ArgumentParser) -> None:
         learner="",
         journal=False,
     )
-
-
-def _page(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("folder", type=Path, metavar="FOLDER", help="where peers have logged what happened")
-    sub.add_argument("--port", type=page_place, default="auto", metavar="[HOST:]PORT", help="default: a free one")
-    sub.add_argument("--speed", type=between(0, 10_000, "times"), default=10.0, metavar="X", help="default: 10")
 
 
 def _export(sub: argparse.ArgumentParser) -> None:
@@ -342,7 +337,9 @@ COMMANDS = {
     "export": Command("make files of a run's model that other programs load", _export, is_quiet=True),
     "generate": Command("have a run's model continue a text", _generate, is_quiet=True),
     "status": Command("show runs and their peers", _status, is_quiet=True),
-    "page": Command("play a recorded run on the page that a live peer serves", _page, is_quiet=True),
+    "top": Command("show a run, live or recorded, in this terminal", watch.top, is_quiet=True),
+    "page": Command("play a recorded run on the page that a live peer serves", watch.page, is_quiet=True),
+    "events": Command("tell what peers have logged, and go on as they log", watch.events, is_quiet=True),
     "invite": Command("make an invite to a run of yours", _invite, is_quiet=True),
     "ban": Command("end a peer's membership, or an invite's and of all who came with it", _ban, is_quiet=True),
     "members": Command("show who is a member of this machine's runs, by whom, until when", _members, is_quiet=True),

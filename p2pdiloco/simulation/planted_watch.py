@@ -8,7 +8,52 @@ _ALERTS_TESTS = "tests/unit/test_watch_alerts.py"
 _CHRONICLE_TESTS = "tests/unit/test_watch_chronicle.py"
 _SERVER_TESTS = "tests/unit/test_watch_server.py"
 
+_SOURCES_TESTS = "tests/unit/test_watch_sources.py"
+_READER_TESTS = "tests/unit/test_watch_reader.py"
+
 BUGS = (
+    Bug(
+        name="another run's page is shown for a folder's",
+        module="p2pdiloco.watch.sources",
+        old="            if _is_of(seen.picture, folder):",
+        new="            if True:",
+        harm="`top STATE` shows a run that has the port by now, and nobody sees that",
+        killed_by=(f"{_SOURCES_TESTS}::test_a_page_of_another_run_at_the_same_port_is_not_taken_for_it",),
+    ),
+    Bug(
+        name="a page answers without end",
+        module="p2pdiloco.watch.sources",
+        old="                    if len(body) > MOST_BYTES:",
+        new="                    if False:",
+        harm="what listens at a port fills the memory of who looks",
+        killed_by=(f"{_SOURCES_TESTS}::test_what_is_no_page_is_refused_and_what_is_endless_is_let_go",),
+    ),
+    Bug(
+        name="others' letters reach the terminal",
+        module="p2pdiloco.watch.sentences",
+        old='    return "".join(c if c.isprintable() else " " for c in named)[:LONGEST]',
+        new="    return named[:LONGEST]",
+        harm="a peer's words clear the screen, or type into the shell of who reads them",
+        killed_by=(f"{_READER_TESTS}::test_events_are_chosen_and_told_in_sentences",),
+    ),
+    Bug(
+        name="the end of a log that is moved aside is not read",
+        module="p2pdiloco.watch.reader",
+        old="""        found = self._read()
+        if self._is_moved_aside():
+            self.close()
+            self._open()
+            found += self._read()
+        return found
+""",
+        new="""        if self._is_moved_aside():
+            self.close()
+            self._open()
+        return self._read()
+""",
+        harm="who follows events misses those before a new log",
+        killed_by=(f"{_READER_TESTS}::test_a_log_that_is_moved_aside_is_read_to_its_end_first",),
+    ),
     Bug(
         name="a page answers to any name",
         module="p2pdiloco.watch.server",

@@ -224,6 +224,7 @@ class Chronicle:
         """Of a moment, by the events alone."""
         total = self._course.total_steps
         words = {peer: told for peer, (at, told) in self._words.items() if now - at < QUIET_S}
+        rows = self.rows(now, words)
         return Picture(
             at=now,
             title=self.title,
@@ -235,13 +236,13 @@ class Chronicle:
             headcount=Headcount(
                 known=max(self._live, len(words)),
                 live=max(self._live, len(words)),
-                participating=len(words),
+                participating=sum(row.is_participating for row in rows),
                 weight_averaged=self._merges[-1].contributors if self._merges else 0,
             ),
             link=self._link,
             costs=self._costs,
             shards=tuple(ShardRow(shard=s, version=v, at=at) for s, (v, at, _) in sorted(self._shards.items())),
-            peers=self.rows(now, words),
+            peers=rows,
             merges=tuple(reversed(self._merges)),
             headlines=tuple(reversed(self.headlines)),
             counts=dict(self.counts),

@@ -7,9 +7,10 @@ Rules of this file:
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,14 +31,31 @@ MOST_LOGS = 1024
 DEPTHS = ("", "*/", "*/*/", "*/*/*/")
 """Where logs are looked for below a folder: a run's, a peer's, a swarm's."""
 SPEEDS = (0.0, 10_000.0)
+NOTHING = (
+    "no peer has logged anything below {}: name a state folder, a run's folder in it, or the folder of a demo or a "
+    "chaos run"
+)
 
 
 class RecordingError(ValueError):
     """There is nothing to play; the message says what to do."""
 
 
-def lines(log: Path, most_bytes: int = MOST_BYTES) -> Iterator[Line]:
-    """Of a log with what was moved aside, the oldest of the newest ``most_bytes`` first."""
+def logs_below(folder: Path) -> list[Path]:
+    """All event logs of a folder.
+
+    Raises:
+        RecordingError: there is none.
+    """
+    found = sorted({log for depth in DEPTHS for log in folder.glob(depth + LOG)})[:MOST_LOGS]
+    if not found:
+        raise RecordingError(NOTHING.format(folder))
+    return found
+
+
+def lines(log: Path, most_bytes: int = MOST_BYTES, ends: float = math.inf) -> Iterator[Line]:
+    """Of a log with what was moved aside, the oldest of the newest ``most_bytes`` first; of the newest file
+    nothing that begins at ``ends`` or later."""
     files = [*older(log), log]
     room, begins = most_bytes, {}
     for path in reversed(files):
@@ -50,7 +68,11 @@ def lines(log: Path, most_bytes: int = MOST_BYTES) -> Iterator[Line]:
             continue
         with open(path, "rb") as file:
             file.seek(begins[path])
+            at = begins[path]
             for raw in file:
+                if path == log and at >= ends:
+                    break
+                at += len(raw)
                 try:
                     yield decoder.decode(raw)
                 except (ValueError, RecursionError):
@@ -74,14 +96,10 @@ class Recording:
         Raises:
             RecordingError: there is no log, or nothing in it.
         """
-        logs = sorted({log for depth in DEPTHS for log in folder.glob(depth + LOG)})[:MOST_LOGS]
-        told = [_read(log) for log in logs]
-        told = [events for events in told if events]
+        logs = logs_below(folder)
+        told = [events for events in map(_read, logs) if events]
         if not told:
-            raise RecordingError(
-                f"no peer has logged anything below {folder}: name a state folder, a run's folder in it, or the folder "
-                "of a demo or a chaos run"
-            )
+            raise RecordingError(NOTHING.format(folder))
         runs = Counter(run for events in told for run in [_run_of(events)])
         self.run = runs.most_common(1)[0][0]
         chosen = [events for events in told if _run_of(events) == self.run]
@@ -151,16 +169,20 @@ def player(recording: Recording, query: Mapping[str, str], speed: float) -> Play
     return Player(recording, at, asked)
 
 
-def _read(log: Path) -> list[LoggedEvent]:
-    source, found = "", []
-    for line in lines(log):
+def sourced(told: Iterable[Line], source: str) -> Iterator[LoggedEvent]:
+    """Lines of a log with who told them: ``source``, until the log says who."""
+    for line in told:
         at = line.get("time")
         if not isinstance(at, int | float):
             continue
         if line.get("event") == "started" and isinstance(line.get("peer"), str):
             source = line["peer"]
-        found.append(LoggedEvent(float(at), source, line))
-    named = source or str(log.parent)
+        yield LoggedEvent(float(at), source, line)
+
+
+def _read(log: Path) -> list[LoggedEvent]:
+    found = list(sourced(lines(log), ""))
+    named = (found[-1].source if found else "") or str(log.parent)
     return [event if event.source else event._replace(source=named) for event in found]
 
 

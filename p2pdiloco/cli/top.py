@@ -1,0 +1,30 @@
+"""``p2pdiloco top``: Show a run in this terminal: the picture that its page has. WHAT is a page's address, as a peer
+prints it; a peer's state folder (the default: --state), which is shown live while that peer runs; or what peers have
+logged, as for `p2pdiloco page`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib.util import find_spec
+
+from p2pdiloco.cli.complaints import REPAIR, Complaint, complaining
+from p2pdiloco.watch import sources
+
+
+async def run(arguments: argparse.Namespace) -> int:
+    """Until it is quit."""
+    if find_spec("textual") is None:
+        raise Complaint(
+            "top draws with textual, which is not installed here: pip install 'p2pdiloco[top]'; the same as a page: "
+            "the address that the peer prints, or p2pdiloco page FOLDER",
+            REPAIR,
+        )
+    with complaining(repair=(ValueError,), nobody=()):
+        source = await sources.found(arguments.what or str(arguments.state), arguments.speed)
+        if not sys.stdout.isatty():
+            raise ValueError("top draws in a terminal, and this output is none: p2pdiloco status --json, or events")
+        from p2pdiloco.watch.terminal import Top
+
+        await Top(source).run_async()
+        return 0

@@ -1,0 +1,254 @@
+"""What ``p2pdiloco top`` shows of a picture, panel by panel, as coloured text for textual. Pure.
+
+Rules of this file:
+1. Numbers come from the picture as they are: nothing is worked out here that the page works out otherwise.
+2. What others have written goes through ``plain``: no letter of it moves the cursor, changes colours, or makes a line.
+"""
+
+from __future__ import annotations
+
+import colorsys
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from textual.content import Content
+
+from p2pdiloco.runtime.logs import short
+from p2pdiloco.watch.drawings import bar, curve, lane
+from p2pdiloco.watch.picture import History, PeerRow, Picture
+from p2pdiloco.watch.sentences import plain
+from p2pdiloco.watch.words import amount, clock, duration, loss, percent, volume
+
+STYLES = {
+    "main": "$primary",
+    "second": "$secondary",
+    "good": "$success",
+    "warning": "$warning",
+    "error": "$error",
+    "quiet": "$text-muted",
+    "info": "",
+    "": "",
+}
+RUNNING = ("training", "following")
+OVER = ("finished", "ended")
+LANE_LEAST, LANE_MOST = 10, 60
+"""Letters for a peer's lane."""
+MERGES_SHOWN = 8
+SAMPLE_LINES = 12
+
+Part = tuple[str, str]
+"""Text and style."""
+
+
+def heading(picture: Picture, pulse: str, is_lost: bool, width: int) -> Content:
+    """The run's name, what this peer does, and whether it answers."""
+    title, phase = picture.title, plain(picture.course.phase)
+    size = f"{amount(title.parameters)} parameters · " if title.parameters else ""
+    left = [(f" {plain(title.name)}", "bold"), (f"  run {plain(title.run)[:12]} · ", STYLES["quiet"])]
+    left.append((f"{size}seen by {plain(short(title.me))}", STYLES["quiet"]))
+    tone = "good" if phase in RUNNING else "main" if phase in OVER else "warning"
+    right = [(f"{phase}  ", f"bold {STYLES[tone]}"), ("● ", STYLES["error" if is_lost else "good"]), (f"{pulse} ", "")]
+    return _apart(left, right, width)
+
+
+def progress(picture: Picture, width: int) -> Content:
+    """How far the run has come."""
+    course = picture.course
+    done, told = course.done, f"step {course.step:,}" + (f" of {course.total_steps:,}" if course.total_steps else "")
+    if course.left_s is not None and course.phase not in OVER:
+        told += f" · {duration(course.left_s)} left"
+    if picture.playback is not None:
+        tape = picture.playback
+        told += f" · {duration(picture.at - tape.begins)} of {duration(tape.ends - tape.begins)}"
+        if done is None:
+            done = (picture.at - tape.begins) / max(1e-9, tape.ends - tape.begins)
+    right = f" {percent(done):>7}  {told} "
+    room = max(4, width - len(right) - 1)
+    filled = bar(done or 0.0, room)
+    return Content.assemble(" ", (filled, f"{STYLES['main']} on $line"), (right, ""))
+
+
+def cards(picture: Picture) -> list[tuple[str, str, str]]:
+    """Of each card what it is, its number, and what stands below."""
+    course, count, link, costs = picture.course, picture.headcount, picture.link, picture.costs
+    mine = next((row for row in picture.peers if row.is_me), None)
+    gave = f"this machine {percent(mine.share)}" if mine and mine.share > 0 else "nothing of this one"
+    below = f"{volume(link.up_bytes)} in all"
+    if link.up_budget:
+        below = f"{percent(min(1.0, link.up_per_s / link.up_budget), 0)} of {volume(link.up_budget)}/s"
+    spent = costs.compute_s + costs.exchange_s + costs.blocked_s
+    held = f"training {loss(course.train_loss)}"
+    return [
+        ("held-out loss", loss(course.held_out_loss), "not measured yet" if course.held_out_loss is None else held),
+        ("tokens in the model", amount(course.tokens_merged), gave),
+        ("tokens a second, all", amount(course.swarm_tokens_per_s), f"this machine {amount(course.tokens_per_s)}"),
+        ("peers live", str(count.live), f"{count.participating} train, {count.weight_averaged} merged"),
+        ("sending", f"{volume(link.up_per_s)}/s", below),
+        (
+            "waited for network",
+            f"{costs.blocked_s:.3f} s",
+            f"{percent(costs.compute_s / spent)} in steps" if spent else "the learner never waits",
+        ),
+    ]
+
+
+def card(told: tuple[str, str, str]) -> Content:
+    """One of them."""
+    what, number, below = told
+    parts = (f"{what}\n", STYLES["quiet"]), (f"{number}\n", "bold"), (below, STYLES["quiet"])
+    return Content.assemble(*parts)
+
+
+def losses(history: History, width: int, height: int, *, over_time: bool) -> Content:
+    """The curves with their legend."""
+    lines = curve(history, width, height - 1, over_time=over_time)
+    if not lines:
+        return Content.styled("the first loss will be drawn here", STYLES["quiet"])
+    parts: list[Part] = []
+    for line in lines:
+        for kind, cells in groupby(line, key=lambda cell: cell.kind):
+            parts.append(("".join(cell.letter for cell in cells), STYLES[kind]))
+        parts.append(("\n", ""))
+    parts += [("       ━ ", STYLES["main"]), ("held out   ", ""), ("━ ", STYLES["second"]), ("training", "")]
+    return Content.assemble(*parts)
+
+
+def headlines(picture: Picture, width: int, height: int) -> Content:
+    """What happened, the newest first."""
+    parts: list[Part] = []
+    for told in picture.headlines[:height]:
+        parts.append((f"{clock(told.at)} ", STYLES["quiet"]))
+        parts.append((_fit(plain(told.text), width - 9) + "\n", STYLES.get(told.level, "")))
+    return Content.assemble(*(parts or [("nothing yet", STYLES["quiet"])]))
+
+
+class Column(NamedTuple):
+    """Of a table."""
+
+    name: str
+    width: int
+    is_number: bool = False
+    least_room: int = 0
+    """It is left out of a narrower table."""
+
+
+PEER_COLUMNS = (
+    Column("peer", 8),
+    Column("role", 10),
+    Column("share", 8, True),
+    Column("gave", 0),
+    Column("tokens/s", 9, True),
+    Column("loss", 7, True, 70),
+    Column("versions", 11, True, 84),
+    Column("merged", 7, True, 96),
+    Column("sent", 10, True, 112),
+    Column("connected", 24, False, 124),
+    Column("trip", 8, True, 136),
+)
+
+
+def peers(picture: Picture, history: History, width: int) -> Content:
+    """A row for each, with what it gave over time."""
+    shown = [column for column in PEER_COLUMNS if column.least_room <= width]
+    if not any(row.reach for row in picture.peers):  # a recording
+        shown = [column for column in shown if column.name != "trip"]
+    fixed = sum(column.width + 1 for column in shown if column.width)
+    room = max(LANE_LEAST, min(LANE_MOST, width - fixed - 4))
+    given = {row.peer: row.given for row in history.lanes}
+    columns = max((len(row) for row in given.values()), default=0)
+    most = max((max(row, default=0) for row in given.values()), default=0)
+    parts: list[Part] = [("   ", "")]
+    parts += [(_cell(c.name, c.width or room, c.is_number), STYLES["quiet"]) for c in shown]
+    for row in picture.peers:
+        parts += [("\n", ""), (" ● ", hue(row.peer) if row.is_live else STYLES["quiet"])]
+        words = _peer_words(row, picture.at, lane(given.get(row.peer, ()), columns, room, most))
+        for column in shown:
+            text, style = words[column.name]
+            parts.append((_cell(text, column.width or room, column.is_number), style))
+    return Content.assemble(*parts)
+
+
+def _peer_words(row: PeerRow, at: float, gave: str) -> dict[str, Part]:
+    words, reach = row.words, row.reach
+    normal = "" if row.is_live else STYLES["quiet"]
+    role = "gone" if not row.is_live else "trains" if row.is_participating else "follows"
+    if row.is_live and words is not None and words.phase != "training":
+        role = plain(words.phase)
+    way = ""
+    if reach is not None:
+        way = f"{plain(reach.how)}, {duration(at - reach.since)}"
+    elif row.is_me:
+        way = "this machine"
+    elif not row.is_live and row.seen:
+        way = f"{duration(at - row.seen)} ago"
+    trip = "-" if reach is None or reach.round_trip_s is None else f"{1000 * reach.round_trip_s:.1f} ms"
+    has_trouble = words is not None and words.trouble
+    versions = "-"
+    if words is not None:
+        least, most = words.version_min, words.version_max
+        versions = str(most) if least == most else f"{least}-{most}"
+    return {
+        "peer": (plain(short(row.peer)), "bold" if row.is_me else normal),
+        "role": ("! " + role if has_trouble else role, STYLES["error"] if has_trouble else normal),
+        "share": (percent(row.share), normal),
+        "gave": (gave, STYLES["main"] if row.is_live else STYLES["quiet"]),
+        "tokens/s": ("-" if words is None else amount(words.tokens_per_s), normal),
+        "loss": ("-" if words is None else loss(words.loss), normal),
+        "versions": (versions, normal),
+        "merged": (str(row.commits), normal),
+        "sent": ("-" if words is None else volume(words.up_bytes), normal),
+        "connected": (way, STYLES["quiet"]),
+        "trip": ("" if row.is_me else trip, normal),
+    }
+
+
+def merges(picture: Picture) -> Content:
+    """Who merged what, lately."""
+    parts: list[Part] = [("when      shard  version  merged by  learners     tokens", STYLES["quiet"])]
+    for row in picture.merges[:MERGES_SHOWN]:
+        parts.append((f"\n{clock(row.at)}  {row.shard:>5}  {row.version:>7}  ", ""))
+        parts += [("● ", hue(row.owner)), (f"{plain(short(row.owner)):<9}", "")]
+        parts.append((f"{row.contributors:>8} {row.tokens:>10,}", ""))
+    return Content.assemble(*parts)
+
+
+def counted(picture: Picture, width: int) -> Content:
+    """How often what happened, and the newest text of the model."""
+    parts: list[Part] = []
+    for what, number in list(picture.counts.items())[:SAMPLE_LINES]:
+        parts.append((f"{number:>6}  {_fit(plain(what), width - 8)}\n", ""))
+    if picture.sample is not None:
+        parts.append((f"the model writes, at step {picture.sample.step:,}\n", STYLES["quiet"]))
+        lines = picture.sample.text.splitlines()[:SAMPLE_LINES]
+        parts += [(_fit(plain(line), width) + "\n", "") for line in lines]
+    return Content.assemble(*(parts or [("no fork, no refusal, no fault", STYLES["quiet"])]))
+
+
+def hue(peer: str) -> str:
+    """A peer's colour, the same as on the page."""
+    number = 0
+    for letter in peer[-8:]:
+        number = (number * 31 + ord(letter)) & 0xFFFFFFFF
+    red, green, blue = colorsys.hls_to_rgb(number % 360 / 360, 0.5, 0.55)
+    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
+
+
+def _cell(text: str, width: int, is_number: bool) -> str:
+    fitted = _fit(text, width)
+    return (fitted.rjust(width) if is_number else fitted.ljust(width)) + " "
+
+
+def _fit(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: max(0, width - 1)] + "…"
+
+
+def _apart(left: Sequence[Part], right: Sequence[Part], width: int) -> Content:
+    """On one line, at both ends."""
+    room = max(0, width - sum(len(text) for text, _ in right))
+    kept: list[Part] = []
+    for text, style in left:
+        fitted = _fit(text, room)
+        room -= len(fitted)
+        kept.append((fitted, style))
+    return Content.assemble(*kept, " " * room, *right)

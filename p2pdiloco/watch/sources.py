@@ -1,0 +1,191 @@
+"""Where pictures come from for who is no browser: the page of a peer that lives, or what peers have logged.
+
+Rules of this file:
+1. A page is asked with GET alone, with the token in a header, and no redirection is followed. What it answers is
+   bounded and checked (msgspec); whoever shows it takes care of what is not printable.
+2. A state folder is a peer that lives if the page that is named in it answers for that run; else it is a recording.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Protocol, Self, TypeVar
+from urllib.parse import parse_qs, urlsplit
+
+import aiohttp
+import msgspec
+
+from p2pdiloco.watch.picture import History, Picture
+from p2pdiloco.watch.playback import DEPTHS, Player, Recording
+
+PAGE_PORT, PAGE_TOKEN = "page.port", "page.token"
+PATIENCE_S = 5.0
+HISTORY_S = 2.0
+"""Between two histories."""
+MOST_BYTES = 16 << 20
+
+Told = TypeVar("Told", Picture, History)
+
+
+class UnseenError(ValueError):
+    """There is nothing to look at; the message says why, and what to do."""
+
+
+class Sighting(NamedTuple):
+    """What there is to draw."""
+
+    picture: Picture
+    history: History
+
+
+class Source(Protocol):
+    """Of one run."""
+
+    async def look(self) -> Sighting:
+        """Now.
+
+        Raises:
+            UnseenError: nobody answers, for the moment.
+        """
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Page:
+    """Of a peer that lives."""
+
+    def __init__(self, address: str) -> None:
+        """``address``: as the peer has printed it.
+
+        Raises:
+            UnseenError: that is no address of a page.
+        """
+        parts = urlsplit(address)
+        if parts.scheme != "http" or not parts.hostname:
+            raise UnseenError(f"{address} is no page: give the address that a peer prints (look at  http://...)")
+        self.address = f"http://{parts.netloc}"
+        token = parse_qs(parts.query).get("token", [""])[0]
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._session: aiohttp.ClientSession | None = None
+        self._history: tuple[float, History] | None = None
+
+    async def __aenter__(self) -> Self:
+        timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
+        self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def look(self) -> Sighting:
+        """See ``Source``."""
+        picture = self._decoded(await self._get("picture.json"), Picture)
+        now = time.monotonic()
+        if self._history is None or now - self._history[0] >= HISTORY_S:
+            self._history = (now, self._decoded(await self._get("history.json"), History))
+        return Sighting(picture, self._history[1])
+
+    def _decoded(self, body: bytes, kind: type[Told]) -> Told:
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.DecodeError as error:
+            raise UnseenError(f"{self.address} is no page, or that of another release ({error})") from error
+
+    async def _get(self, name: str) -> bytes:
+        assert self._session is not None
+        body = bytearray()
+        try:
+            async with self._session.get(f"{self.address}/{name}", allow_redirects=False) as answer:
+                async for piece in answer.content.iter_any():
+                    body += piece
+                    if len(body) > MOST_BYTES:
+                        raise UnseenError(f"{self.address} answers more than {MOST_BYTES >> 20} MiB: that is no page")
+                if answer.status != 200:
+                    why = bytes(body[:200]).decode(errors="replace").strip()
+                    raise UnseenError(f"{self.address} refuses: {why or answer.status}")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise UnseenError(f"nobody answers at {self.address}: is the peer running?") from error
+        return bytes(body)
+
+
+class Tape:
+    """A recording that is played."""
+
+    def __init__(self, recording: Recording, speed: float, at: float | None = None) -> None:
+        """``at``: Unix time; None: the end, where it stands."""
+        self.recording = recording
+        self.speed = speed
+        self._player = Player(recording, recording.ends if at is None else at, speed)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return
+
+    async def look(self) -> Sighting:
+        """See ``Source``."""
+        return Sighting(self._player.picture(), self._player.history())
+
+    def go(self, at: float, speed: float) -> None:
+        """On from another moment, or with another speed (0: it stands)."""
+        self.speed = speed
+        self._player = Player(self.recording, at, speed)
+
+
+async def found(place: str, speed: float) -> Source:
+    """The source that ``place`` names: a page's address, or a folder.
+
+    Raises:
+        UnseenError: there is none; RecordingError (both are ValueErrors): nothing is logged below the folder.
+    """
+    if "://" in place:
+        return Page(place)
+    if place.startswith(("/ip4/", "/ip6/", "/dns", "p2pdiloco")):
+        raise UnseenError(
+            "that tells of a directory, not of a page. For a table of the run: p2pdiloco status ADDR; to look at a "
+            "peer of this machine: p2pdiloco top, or top STATE, or top http://... (the peer prints it)"
+        )
+    folder = Path(place)
+    for address in await asyncio.to_thread(pages_in, folder):
+        page = Page(address)
+        with suppress(UnseenError):
+            async with page:
+                seen = await page.look()
+            if _is_of(seen.picture, folder):
+                return page
+    recording = await asyncio.to_thread(Recording, folder)
+    return Tape(recording, speed, recording.begins if speed else None)
+
+
+def pages_in(folder: Path) -> list[str]:
+    """Addresses of the pages that peers have named below a folder, those that were named last first."""
+    named: list[tuple[float, str]] = []
+    for path in {path for depth in DEPTHS for path in folder.glob(depth + PAGE_PORT)}:
+        with suppress(OSError, ValueError):
+            port = int(path.read_text())
+            token = path.with_name(PAGE_TOKEN)
+            query = f"/?token={token.read_text().strip()}" if token.exists() else ""
+            named.append((path.stat().st_mtime, f"http://127.0.0.1:{port}{query}"))
+    return [address for _, address in sorted(named, reverse=True)]
+
+
+def _is_of(picture: Picture, folder: Path) -> bool:
+    """Whether that page is of a run whose folder is there: the port may be another peer's by now."""
+    run = picture.title.run
+    here = {path.parent.name for depth in DEPTHS for path in folder.glob(depth + PAGE_PORT)} | {folder.resolve().name}
+    return any(name and run.startswith(name) for name in here) and math.isfinite(picture.at)

@@ -1,0 +1,230 @@
+"""The same picture as the page's, in a terminal (``p2pdiloco top``): textual draws it, ``panels`` says what.
+
+Rule of this file: it looks about once a second, draws what it saw last, and never ends since nobody answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import ClassVar
+
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, VerticalScroll
+from textual.content import Content
+from textual.theme import Theme
+from textual.widgets import Footer, Static
+
+from p2pdiloco.watch import panels
+from p2pdiloco.watch.sentences import plain
+from p2pdiloco.watch.sources import Sighting, Source, Tape, UnseenError
+
+EVERY_S = 1.0
+DARK, LIGHT = "p2pdiloco-dark", "p2pdiloco-light"
+SPEEDS = (1.0, 4.0, 10.0, 60.0, 600.0)
+LEAP = 0.05
+"""Of a recording, at one press."""
+CARDS = 6
+THEMES = (
+    Theme(
+        name=DARK,
+        primary="#3fc1bd",
+        secondary="#e3a765",
+        success="#6cc783",
+        warning="#e5b04c",
+        error="#f27a83",
+        foreground="#e4ece9",
+        background="#0e1413",
+        surface="#151d1c",
+        panel="#151d1c",
+        variables={"text-muted": "#8fa09b", "line": "#26312f"},
+    ),
+    Theme(
+        name=LIGHT,
+        primary="#0f7f81",
+        secondary="#b9752b",
+        success="#2c7a3f",
+        warning="#a86a00",
+        error="#bb2d3b",
+        foreground="#17211f",
+        background="#f5f6f3",
+        surface="#ffffff",
+        panel="#ffffff",
+        dark=False,
+        variables={"text-muted": "#5d6b68", "line": "#dfe4e0"},
+    ),
+)
+
+
+class Top(App[None]):
+    """Shows a source until it is quit."""
+
+    TITLE = "p2pdiloco top"
+    ENABLE_COMMAND_PALETTE = False
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (110, "-wide")]  # noqa: RUF012 (as textual declares it)
+    CSS = """
+    Screen { background: $background; }
+    #head, #course { height: 1; }
+    #head { background: $surface; }
+    #troubles { display: none; background: $error 15%; color: $error; border-left: outer $error; padding: 0 1; }
+    #body { scrollbar-size-vertical: 1; }
+    .row { height: auto; }
+    .card { width: 1fr; height: 5; border: round $line; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
+    .panel { border: round $line; border-title-color: $text-muted; padding: 0 1; height: auto; }
+    #curve { width: 3fr; height: 14; } #news { width: 2fr; height: 14; }
+    #peers { min-height: 4; }
+    #merges { width: 64; min-height: 11; } #counted { width: 1fr; min-height: 11; }
+    .-narrow .row { layout: vertical; } .-narrow #cards { layout: grid; grid-size: 3; grid-rows: 5; }
+    .-narrow #curve, .-narrow #news, .-narrow #merges, .-narrow #counted { width: 100%; } .-narrow #news { height: 8; }
+    .-narrow #merges, .-narrow #counted { min-height: 4; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "quit"),
+        Binding("x", "over_time", "tokens or time"),
+        Binding("t", "other_theme", "light or dark"),
+        Binding("space", "pause", "pause"),
+        Binding("left", "leap(-1)", "back"),
+        Binding("right", "leap(1)", "on"),
+        Binding("plus", "speed(1)", "faster"),
+        Binding("minus", "speed(-1)", "slower"),
+    ]
+
+    def __init__(self, source: Source, every_s: float = EVERY_S) -> None:
+        super().__init__()
+        self.source = source
+        self.seen: Sighting | None = None
+        """What is shown."""
+        self.lost = "connecting"
+        """Why nobody answers; empty: somebody does."""
+        self.is_over_time = False
+        self._every_s = every_s
+        self._speed = source.speed if isinstance(source, Tape) and source.speed else SPEEDS[2]
+
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        """What our themes have besides textual's."""
+        return THEMES[0].variables
+
+    def compose(self) -> ComposeResult:
+        """All panels; what they show comes later."""
+        yield Static(id="head")
+        yield Static(id="course")
+        yield Static(id="troubles")
+        with VerticalScroll(id="body"):
+            with Horizontal(id="cards", classes="row"):
+                for number in range(CARDS):
+                    yield Static(id=f"card-{number}", classes="card")
+            with Horizontal(classes="row"):
+                yield _panel("curve", "Loss over tokens")
+                yield _panel("news", "What happened")
+            yield _panel("peers", "Peers")
+            with Horizontal(classes="row"):
+                yield _panel("merges", "Who merged what")
+                yield _panel("counted", "Counted")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Begin to look."""
+        for theme in THEMES:
+            self.register_theme(theme)
+        self.theme = DARK
+        self.query_one("#body").focus()
+        self.run_worker(self._keep_looking(), exclusive=True)
+
+    def on_resize(self) -> None:
+        """The room is another one."""
+        self.call_after_refresh(self.draw)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Keys of recordings are for recordings."""
+        return action not in ("pause", "leap", "speed") or isinstance(self.source, Tape)
+
+    async def _keep_looking(self) -> None:
+        async with self.source:
+            while True:
+                await self.look()
+                await asyncio.sleep(self._every_s)
+
+    async def look(self) -> None:
+        """Once."""
+        try:
+            self.seen, self.lost = await self.source.look(), ""
+        except UnseenError as error:
+            self.lost = plain(error)
+        self.draw()
+
+    def draw(self) -> None:
+        """What was seen last, in the room that is there."""
+        if self.seen is None:
+            self._panel("head").update(Content(f" {self.lost}"))
+            return
+        picture, history = self.seen
+        width = self.size.width
+        self._panel("head").update(panels.heading(picture, self._pulse(), bool(self.lost), width))
+        self._panel("course").update(panels.progress(picture, width))
+        troubles = self._panel("troubles")
+        told = [*picture.troubles, *([self.lost] if self.lost else [])]
+        troubles.update(Content("\n".join(plain(one) for one in told)))
+        troubles.display = bool(told)
+        for number, card in enumerate(panels.cards(picture)):
+            self._panel(f"card-{number}").update(panels.card(card))
+        curve, news, counted = self._panel("curve"), self._panel("news"), self._panel("counted")
+        curve.border_title = "Loss over time" if self.is_over_time else "Loss over tokens"
+        room = curve.content_size
+        curve.update(panels.losses(history, room.width, room.height, over_time=self.is_over_time))
+        news.update(panels.headlines(picture, *news.content_size))
+        peers = self._panel("peers")
+        live = sum(row.is_live for row in picture.peers)
+        peers.border_title = f"Peers: {live} live, {len(picture.peers) - live} gone"
+        peers.update(panels.peers(picture, history, peers.content_size.width))
+        self._panel("merges").update(panels.merges(picture))
+        counted.update(panels.counted(picture, counted.content_size.width))
+
+    def _panel(self, name: str) -> Static:
+        return self.query_one(f"#{name}", Static)
+
+    def _pulse(self) -> str:
+        if self.lost:
+            return "nobody answers; looking again"
+        if not isinstance(self.source, Tape):
+            return "live"
+        return f"playing {self.source.speed:g} times" if self.source.speed else "standing"
+
+    # -- keys ----------------------------------------------------------------------------------------------------------
+
+    def action_over_time(self) -> None:
+        """Curves over time, or over tokens again."""
+        self.is_over_time = not self.is_over_time
+        self.draw()
+
+    def action_other_theme(self) -> None:
+        """Light or dark."""
+        self.theme = LIGHT if self.theme == DARK else DARK
+
+    async def action_pause(self) -> None:
+        """Stand still, or go on; from the end, go on from the beginning."""
+        if isinstance(self.source, Tape) and self.seen is not None:
+            at, tape = self.seen.picture.at, self.source.recording
+            is_standing = not self.source.speed
+            self.source.go(tape.begins if is_standing and at >= tape.ends else at, self._speed if is_standing else 0.0)
+            await self.look()
+
+    async def action_leap(self, way: int) -> None:
+        """Back, or on."""
+        if isinstance(self.source, Tape) and self.seen is not None:
+            tape = self.source.recording
+            self.source.go(self.seen.picture.at + way * LEAP * (tape.ends - tape.begins), self.source.speed)
+            await self.look()
+
+    async def action_speed(self, way: int) -> None:
+        """Faster, or slower."""
+        if isinstance(self.source, Tape) and self.seen is not None:
+            at = min(range(len(SPEEDS)), key=lambda i: abs(SPEEDS[i] - self._speed))
+            self._speed = SPEEDS[max(0, min(len(SPEEDS) - 1, at + way))]
+            self.source.go(self.seen.picture.at, self._speed)
+            await self.look()
+
+
+def _panel(name: str, title: str) -> Static:
+    panel = Static(id=name, classes="panel")
+    panel.border_title = title
+    return panel
