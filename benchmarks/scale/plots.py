@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +46,19 @@ def goodput(path: Path, rows: Rows) -> None:
         axes.minorticks_off()
         axes.set_xlim(140e3, 7e6)
         axes.set_title("Lines: simulated here. Circles: arXiv 2604.21428.", fontsize=11, loc="left")
+
+
+def bandwidth(path: Path, rates: Sequence[float], curves: Mapping[str, Sequence[float]]) -> None:
+    """Utilisation over the line's rate."""
+    with figure(path, size=(11, 6)) as axes:
+        for i, (name, shares) in enumerate(curves.items()):
+            shade = OURS if name == "p2pdiloco" else OTHERS[i % len(OTHERS)]
+            wide, style = (3.0, "-") if name == "p2pdiloco" else (2.0, "--")
+            axes.plot(rates, [100 * share for share in shares], style, color=shade, lw=wide, label=name)
+        axes.axhline(95, color="black", lw=1, ls=":")
+        axes.set(xscale="log", xlabel="each peer's line", ylabel="compute utilisation, %", ylim=(0, 104))
+        ticks = {1e7: "10 Mbit/s", 1e8: "100 Mbit/s", 1e9: "1 Gbit/s", 1e10: "10 Gbit/s", 1e11: "100 Gbit/s"}
+        axes.set_xticks(list(ticks), list(ticks.values()))
+        axes.minorticks_off()
+        axes.legend(fontsize=11, loc="upper left", bbox_to_anchor=(0.0, 0.9))
+        axes.set_title("12B parameters, 8 peers, 1 s a step; by the public model", fontsize=11, loc="left")
