@@ -14,6 +14,7 @@ Rules of this file:
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -73,6 +74,14 @@ def write(options: argparse.Namespace, name: str, more: Mapping[str, object], fi
     if options.json is not None:
         record.append(options.json, [row])
     return row
+
+
+def known(path: Path | None, name: str, key: str) -> dict[str, dict[str, Any]]:
+    """What ``--json`` has of the benchmark ``name`` from earlier, by the setting ``key``: it need not be made again."""
+    if path is None or not path.exists():
+        return {}
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {row["settings"][key]: row["figures"] for row in rows if row["benchmark"] == name}
 
 
 def medians(runs: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:

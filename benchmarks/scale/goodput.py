@@ -9,11 +9,9 @@ docs/scale.md has the tables.
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from benchmarks import bench
@@ -90,18 +88,6 @@ def cells(options: Namespace) -> Iterator[Cell]:
         )
 
 
-def known(path: Path | None, seed: int) -> dict[str, Figures]:
-    """Cells that were made before."""
-    if path is None or not path.exists():
-        return {}
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return {
-        row["settings"]["cell"]: row["figures"]
-        for row in rows
-        if row["benchmark"] == "scale/goodput" and row["settings"]["seed"] == seed
-    }
-
-
 COLUMNS: list[bench.Column] = [
     ("goodput, %", "goodput_percent", ".1f"),
     ("paper, %", "published", ".0f"),
@@ -130,7 +116,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cells that have this in their names")
     parser.add_argument("--short", action="store_true", help="that all of it works, not what it shows")
     options = parser.parse_args()
-    found = known(options.json, options.seed)
+    found = bench.known(options.json, "scale/goodput", "cell")
     for name, work in cells(options):
         if options.only in name and name not in found:
             found[name] = work()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +63,21 @@ def bandwidth(path: Path, rates: Sequence[float], curves: Mapping[str, Sequence[
         axes.minorticks_off()
         axes.legend(fontsize=11, loc="upper left", bbox_to_anchor=(0.0, 0.9))
         axes.set_title("12B parameters, 8 peers, 1 s a step; by the public model", fontsize=11, loc="left")
+
+
+def regions(path: Path, found: Rows) -> None:
+    """What is merged a minute, of what all would train; grey: the outage."""
+    with figure(path, 1, len(found), size=(11, 3.1 * len(found)), squeeze=False) as rows:
+        for axes, (name, one) in zip(rows[:, 0], found.items(), strict=True):
+            points = one["curve"]
+            unit, told = (3600.0, "hours") if points[-1][0] > 36_000 else (60.0, "minutes")
+            wide = max(1, len(points) // 400)
+            chosen = points[::wide]
+            pairs = list(pairwise(chosen))
+            times = [(b[0] - one["struck_at"]) / unit for _, b in pairs]
+            shares = [100 * (b[1] - a[1]) / (b[0] - a[0]) / one["ideal"] for a, b in pairs]
+            axes.axvspan(0, (one["over_at"] - one["struck_at"]) / unit, color="#e8e8e8", lw=0)
+            axes.axhline(100 * one["share_there"], color="black", lw=1, ls=":")
+            axes.plot(times, shares, color=OURS, lw=2)
+            axes.set(xlabel=f"{told} since it began", ylabel="merged, % of all", ylim=(0, 118))
+            axes.set_title(f"{name}. Dotted: the share that is there", fontsize=11, loc="left")

@@ -38,15 +38,15 @@ def peer_names(peers: int) -> list[PeerId]:
 
 
 def make_world(
-    islands: dict[PeerId, Island],
+    islands: dict[PeerId, Island] | list[PeerId],
     *,
     seed: int = 1,
     step_s: float = STEP_S,
     heartbeat_s: float = 2.0,
     has_hub: bool = False,
 ) -> World:
-    """All peers at the beginning. ``has_hub``: all merging is done by one peer without a learner, which alone hears
-    all, as with a central syncer: nobody else merges, and nobody merges alone."""
+    """All peers at the beginning, with islands, or with machines that do not fail. ``has_hub``: all merging is done by
+    one peer without a learner, which alone hears all, as with a central syncer: nobody else merges, nobody alone."""
     names = list(islands)
     config = ProtocolConfig(
         run=RunId("scale"),
@@ -77,9 +77,10 @@ def make_world(
     if has_hub:
         world.add(HUB, msgspec.structs.replace(setting, has_learner=False, weight=1.0), is_founder=True)
         world.schedule(0.0, None, world.network.part, meshes.behind_routers([*names, HUB], [HUB]))
-    for i, (name, island) in enumerate(islands.items()):
+    for i, name in enumerate(names):
         world.add(name, setting, at=0.1 * i, is_founder=i == 0 and not has_hub)
-        world.conditions.paces[name] = island.pace
+    if isinstance(islands, dict):
+        world.conditions.paces.update((name, island.pace) for name, island in islands.items())
     save_all(world)
     return world
 

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from benchmarks.scale import goodput
+from benchmarks.scale import goodput, regions
 from benchmarks.scale.islands import CHIPS, DATA_PARALLEL, ELASTIC, Constants, Island, row, worst
 from benchmarks.scale.worlds import make_islands, make_world, measure
 
@@ -43,6 +43,15 @@ def test_the_protocol_merges_what_islands_compute() -> None:
     assert figures["computed"] < 0.95
     assert figures["uptime"] > 0.98
     assert (figures["tokens_lost"], figures["violations"]) == (0, 0)
+
+
+def test_a_region_that_is_lost_takes_its_share_and_no_more() -> None:
+    figures = regions.measured(regions.SHORT._replace(seconds=600.0, around_s=384.0), seed=1)
+    assert figures["kept_of_the_others"] > 0.98
+    assert figures["back_after_min"] <= 5
+    assert figures["are_merged_tokens_kept"]
+    assert (figures["tokens_lost"], figures["violations"]) == (0, 0)
+    assert 0 < figures["tokens_dead_steps"] < 2 * 24
 
 
 def test_cells_that_were_made_are_not_made_again(
