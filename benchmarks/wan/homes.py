@@ -28,7 +28,7 @@ from p2pdiloco.protocol.identifiers import LearnerId, peer_of
 from p2pdiloco.testbed.inside import command
 from p2pdiloco.testbed.namespaces import kill_inside
 from p2pdiloco.testbed.testbed import Testbed
-from p2pdiloco.testbed.topology import address, find_topology
+from p2pdiloco.testbed.topology import address, address6, find_topology
 
 START_S = 90.0
 POLL_S = 0.1
@@ -148,7 +148,7 @@ def wait_for(condition: Callable[[], Any], homes: Sequence[Home], timeout_s: flo
 def train(
     made: Testbed, folder: Path, *, steps: int, kills_bootstrap: bool = False, hub: Sequence[str] = ()
 ) -> Outcome:
-    """One run on a testbed that is up."""
+    """One run on a testbed that is up. ``hub``: options of the bootstrap."""
     corpus = folder / "corpus"
     corpus.mkdir(parents=True)
     for number in range(12):
@@ -160,15 +160,21 @@ def train(
     sites = range(1, len(made.topology.sites))
     homes: list[Home] = []
     try:
-        listen = ["--listen", f"/ip4/{address(0)}/tcp/31337", *hub]
+        listen = hub or ["--listen", f"/ip4/{address(0)}/tcp/31337"]
         bootstrap = Home(made, 0, folder, ["bootstrap", *listen])
-        line = wait_for(lambda: re.search(r"p2pdiloco join (\S+)", bootstrap.told()), [bootstrap], START_S, "bootstrap")
-        where = line[1]
+        wait_for(lambda: "To found" in bootstrap.told(), [bootstrap], START_S, "bootstrap")
+        told = re.findall(r"p2pdiloco join (\S+)", bootstrap.told())
+
+        def where(site: int) -> str:
+            """By IPv6 from where there is nothing else."""
+            family = "/ip6/" if made.topology.sites[site].ip == "6" else "/ip4/"
+            return next(text for text in told if text.startswith(family))
+
         own = ["--threads", "1", "--data", str(corpus), "--stay-s", "0"]
-        founder = Home(made, sites[0], folder, ["start", str(config), "--bootstrap", where, *own])
+        founder = Home(made, sites[0], folder, ["start", str(config), "--bootstrap", where(sites[0]), *own])
         homes.append(founder)
         wait_for(lambda: "to join from" in founder.told(), homes, START_S, "the founder's run")
-        homes += [Home(made, site, folder, ["join", where, *own]) for site in sites[1:]]
+        homes += [Home(made, site, folder, ["join", where(site), *own]) for site in sites[1:]]
         began = time.monotonic()
         wait_for(lambda: all(home.live == len(homes) for home in homes), homes, START_S, "all are connected")
         joint_s = time.monotonic() - began
@@ -199,7 +205,7 @@ def _outcome(made: Testbed, bootstrap: Home, homes: Sequence[Home], joint_s: flo
             commits.setdefault((event["shard"], event["version"]), {})[event["head"]] = merged_of[event["head"]]
     joint = sum(any(len(peers) == len(homes) for peers in heads.values()) for heads in commits.values())
     relayed, keeping = 0, 0
-    sites = {address(i): site for i, site in enumerate(made.topology.sites)}
+    sites = {one: site for i, site in enumerate(made.topology.sites) for one in (address(i), address6(i))}
     for line in (line for home in [bootstrap, *homes] for line in home.lines()):
         if line["event"] == "relayed":
             relayed += line["bytes"]

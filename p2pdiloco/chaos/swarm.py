@@ -224,7 +224,8 @@ class Swarm:
         """Start a peer, or start it again on its folder: it then takes the place of the process that was."""
         folder = self.out / f"peer-{name}"
         _keep_what_is_there(folder)
-        member = Member(name, [*command, *_PEER, *self._options, *more], folder, self.mark, clock_off_s)
+        listen = () if "--listen" in more else ("--listen", LOOPBACK)
+        member = Member(name, [*command, *_PEER, *listen, *self._options, *more], folder, self.mark, clock_off_s)
         self.members.append(member)
         return member
 
@@ -306,5 +307,5 @@ def _keep_what_is_there(folder: Path) -> None:
         path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))
 
 
-_PEER = ["--listen", LOOPBACK, "--host_maddrs", LOOPBACK, "--threads", "1", "--leave-s", "10", "--reattach-s", "0"]
+_PEER = ["--host_maddrs", LOOPBACK, "--threads", "1", "--leave-s", "10", "--reattach-s", "0"]
 _PEER += ["--stay-s", "0", "--page", "off"]

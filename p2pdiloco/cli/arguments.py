@@ -45,8 +45,9 @@ def _bootstrap(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument(
         "--meet",
+        action="append",
         metavar="MULTIADDR",
-        help="where peers meet that have no way to each other yet (default: the port after the directory's)",
+        help="where peers meet that have no way to each other yet; may be one of --listen (default: the port after it)",
     )
     add_relay(sub)
 

@@ -12,17 +12,18 @@ import msgspec
 
 from p2pdiloco.cli.complaints import complaining
 from p2pdiloco.net.handshake import WIRE_VERSION
-from p2pdiloco.runtime import addresses, logs, sockets
+from p2pdiloco.runtime import addresses, logs, shared_port, sockets
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity, IdentityError
 from p2pdiloco.runtime.introductions import IntroductionHandler
 from p2pdiloco.runtime.meeting_point import MeetingPoint
+from p2pdiloco.runtime.sockets import everywhere
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.transport import Transport
 from p2pdiloco.wire.records import PointRecord
 
-DEFAULT = "/ip4/0.0.0.0/tcp/31337"
+PORT = 31337
 LAST_PORT = 65535
 ANNOUNCE_S = 15.0
 POINT_LIFE_S = 60.0
@@ -41,16 +42,28 @@ async def _serve(arguments: argparse.Namespace) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
+    listen, meet = arguments.listen or list(everywhere(PORT)), arguments.meet
+    handler = IntroductionHandler(Observer())
+    transport = Transport(
+        identity,
+        listen=_meeting_addresses(listen, meet),
+        run="",
+        version=WIRE_VERSION,
+        handler=handler,
+    )
+    handler.point = MeetingPoint(transport, arguments.relay)
+    inner, announced = listen, arguments.announce
+    if meet and set(listen) <= set(meet):  # both at one port: the daemon listens behind it
+        port = _free_port()
+        transport.strangers.others[shared_port.FIRST] = shared_port.SharedPort(port).carry
+        inner, announced = [f"/ip4/127.0.0.1/tcp/{port}"], announced or _expanded(listen)
     directory = Directory(
         identity,
-        listen=arguments.listen or [DEFAULT],
-        announce=arguments.announce,
+        listen=inner,
+        announce=announced,
         initial_peers=arguments.initial_peers,
         cache_path=arguments.state / "bootstrap-directory.json",
     )
-    handler = IntroductionHandler(Observer())
-    transport = Transport(identity, listen=_meeting_address(arguments), run="", version=WIRE_VERSION, handler=handler)
-    handler.point = MeetingPoint(transport, arguments.relay)
     with identity.hold():
         async with directory, transport, Tasks() as tasks:
             tasks.spawn(_announce(directory, transport, arguments.announce), name="announce the meeting point")
@@ -64,17 +77,30 @@ async def _serve(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _meeting_address(arguments: argparse.Namespace) -> str:
-    """As the user says; else the port after the directory's, of all addresses or of its one."""
-    if arguments.meet:
-        return str(addresses.parse(arguments.meet))
-    first = addresses.parse(arguments.listen[0] if arguments.listen else DEFAULT)
-    wanted = msgspec.structs.replace(first, port=first.port + 1 if 0 < first.port < LAST_PORT else 0)
-    try:
-        sockets.listen(wanted).close()
-    except (OSError, ValueError):
-        wanted = msgspec.structs.replace(wanted, port=0)  # another one's: any will do, the directory tells which
-    return str(wanted)
+def _meeting_addresses(listen: list[str], meet: list[str] | None) -> list[str]:
+    """As the user says; else the port after the directory's, wherever that listens."""
+    if meet:
+        return meet
+    found = []
+    for first in map(addresses.parse, listen):
+        wanted = msgspec.structs.replace(first, port=first.port + 1 if 0 < first.port < LAST_PORT else 0)
+        try:
+            sockets.listen(wanted).close()
+        except (OSError, ValueError):
+            wanted = msgspec.structs.replace(wanted, port=0)  # another one's: any will do, the directory tells which
+        found.append(str(wanted))
+    return found
+
+
+def _free_port() -> int:
+    with sockets.listen(addresses.parse("/ip4/127.0.0.1/tcp/0")) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _expanded(listen: list[str]) -> list[str]:
+    """A wildcard is no address to tell others."""
+    found = [one for text in listen for one in sockets.reachable(addresses.parse(text))]
+    return [str(one) for one in found]
 
 
 async def _announce(directory: Directory, transport: Transport, announced: list[str]) -> None:

@@ -30,6 +30,7 @@ from p2pdiloco.runtime.dht import CLOCK
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.shared_clock import SharedClock
+from p2pdiloco.runtime.sockets import everywhere
 from p2pdiloco.wire import libzstd
 
 FREE_DISK_BYTES = 2 << 30
@@ -51,7 +52,7 @@ async def run(arguments: argparse.Namespace) -> int:
     """Print the findings; 1 if one of them failed."""
     findings = [check() for check in LOCAL_CHECKS]
     findings.append(_disk(arguments.state))
-    findings += await _directory(arguments.address, arguments.listen)
+    findings += await _directory(arguments.address, tuple(arguments.listen or everywhere()))
     width = max(len(f.subject) for f in findings)
     for finding in findings:
         print(f"{finding.verdict:<5} {finding.subject:<{width}}  {finding.detail}")
@@ -168,18 +169,18 @@ def _clock(clock: SharedClock) -> Finding:
     return Finding("ok", "clock", f"within {abs(clock.ahead_s):.1f} s of {clock.witnesses} nodes of the directory")
 
 
-async def _reach(directory: Directory, listen: str) -> Finding:
+async def _reach(directory: Directory, listen: tuple[str, ...]) -> Finding:
     """Whether others could dial a peer here."""
     try:
         is_dialable, sentence = await looked_up(directory, listen, PATIENCE_S)
     except OSError as error:
-        return Finding("FAIL", "reach", f"cannot listen at {listen}: {error.strerror or error}")
+        return Finding("FAIL", "reach", f"cannot listen at {', '.join(listen)}: {error.strerror or error}")
     return Finding("ok" if is_dialable else "note", "reach", sentence)
 
 
-async def _directory(addresses: list[str], listen: str) -> list[Finding]:
+async def _directory(addresses: list[str], listen: tuple[str, ...]) -> list[Finding]:
     """Start the libp2p daemon, join the directory, look for runs, dial their peers."""
-    options = DirectoryOptions(initial_peers=tuple(addresses))
+    options = DirectoryOptions(listen=everywhere(), initial_peers=tuple(addresses))
     try:
         async with open_directory(Identity.ephemeral(), options, None) as directory:
             findings = [

@@ -10,7 +10,10 @@ from p2pdiloco.cli.rates import bytes_per_second, up_budget
 def add_network(sub: argparse.ArgumentParser) -> None:
     """How a peer is reached, and what it may send."""
     sub.add_argument(
-        "--listen", default="/ip4/0.0.0.0/tcp/0", metavar="MULTIADDR", help="data port (default: %(default)s)"
+        "--listen",
+        action="append",
+        metavar="MULTIADDR",
+        help="data port, e.g. /ip4/0.0.0.0/tcp/4242; may be given several times (default: any, IPv4 and IPv6)",
     )
     sub.add_argument(
         "--announce", action="append", default=[], metavar="MULTIADDR", help="data address to publish (port forwarding)"
@@ -22,9 +25,8 @@ def add_network(sub: argparse.ArgumentParser) -> None:
         "--host_maddrs",
         "--directory-listen",
         nargs="*",
-        default=["/ip4/0.0.0.0/tcp/0"],
         metavar="MULTIADDR",
-        help="directory port",
+        help="directory port (default: any, IPv4 and IPv6)",
     )
     sub.add_argument(
         "--announce_maddrs", nargs="*", default=[], metavar="MULTIADDR", help="directory addresses to publish"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from p2pdiloco.node.lookup import DirectoryOptions
 from p2pdiloco.peer.options import LearnerOptions, LinkOptions, MachineOptions, PeerOptions
 from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.sockets import everywhere
 from p2pdiloco.wire.invites import Invite, InviteError, decode_invite, is_invite
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
     return PeerOptions(
         folder=folder,
         link=LinkOptions(
-            listen=arguments.listen,
+            listen=tuple(arguments.listen or everywhere()),
             announce=tuple(arguments.announce),
             maps_port=arguments.map,
             relay_bytes_per_s=arguments.relay,
@@ -69,7 +70,7 @@ def directory_options(arguments: argparse.Namespace, initial_peers: list[str]) -
     """
     invite, addresses = with_invite(initial_peers)
     return DirectoryOptions(
-        listen=tuple(arguments.host_maddrs),
+        listen=tuple(arguments.host_maddrs or everywhere()),
         announce=tuple(arguments.announce_maddrs),
         initial_peers=addresses,
         invite=invite,

@@ -45,7 +45,7 @@ async def run(arguments: argparse.Namespace) -> int:
 
 async def _show(arguments: argparse.Namespace) -> int:
     invite, addresses = with_invite(arguments.address)
-    options = DirectoryOptions(listen=("/ip4/0.0.0.0/tcp/0",), initial_peers=addresses)
+    options = DirectoryOptions(initial_peers=addresses)
     async with open_directory(Identity.ephemeral(), options, None) as directory:
         if invite is not None:
             return await _show_private(directory, invite, arguments)

@@ -82,4 +82,4 @@ def bench(sub: argparse.ArgumentParser) -> None:
 
 def doctor(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("address", nargs="*", metavar="ADDR", help="directory addresses to try")
-    sub.add_argument("--listen", default="/ip4/0.0.0.0/tcp/0", metavar="MULTIADDR", help="data port to try")
+    sub.add_argument("--listen", action="append", metavar="MULTIADDR", help="data port to try (default: any)")

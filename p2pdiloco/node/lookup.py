@@ -25,6 +25,7 @@ from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.rendezvous import Rendezvous
+from p2pdiloco.runtime.sockets import everywhere
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.transport import DialError, PeerRefused, RequestError, Transport
 from p2pdiloco.wire.bodies import GetManifest, GetStatus, PeerStatus, decode_as, encode
@@ -49,7 +50,7 @@ class LookupFailedError(Exception):
 class DirectoryOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How this peer takes part in the directory."""
 
-    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    listen: tuple[str, ...] = msgspec.field(default_factory=everywhere)
     announce: tuple[str, ...] = ()
     initial_peers: tuple[str, ...] = ()
     invite: Invite | None = None

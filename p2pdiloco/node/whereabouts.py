@@ -18,10 +18,12 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.ladder import Ladder
 from p2pdiloco.protocol.identifiers import PeerId
-from p2pdiloco.runtime import addresses, logs
+from p2pdiloco.runtime import addresses, logs, sockets
 from p2pdiloco.runtime.dialler import Dialler
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.gateway import Lease, RouterPort
@@ -44,7 +46,11 @@ PAUSE_S = 15.0
 """Before one that did not answer is asked again."""
 MOST_ADDRESSES = 16
 ASKED = 8
-"""Of the meeting points in the directory, and of an address each."""
+"""Of the meeting points in the directory."""
+TRIED = 2
+"""Addresses of one."""
+PLACES = 4
+"""At which a record says that we can be met."""
 
 
 class Whereabouts:
@@ -75,7 +81,7 @@ class Whereabouts:
         handler.rendezvous = outside.rendezvous = self._rendezvous
         self._point = handler.point = MeetingPoint(transport, relay_bytes_per_s)
         self.ladder = Ladder(transport, dialler, self._rendezvous, lambda: self.seen)
-        self._asked_at: dict[str, float] = {}
+        self._asked_at: dict[PeerId, float] = {}
         self._said = ""
         self._is_directory_told = False
         self._maps_port = maps_port
@@ -116,7 +122,10 @@ class Whereabouts:
     @property
     def points(self) -> tuple[str, ...]:
         """Where we can be met; nowhere, if we can be dialled anyway."""
-        return () if self.is_dialable else tuple(one.address for one in self._rendezvous.attended.values())
+        if self.is_dialable:
+            return ()
+        attended = self._rendezvous.attended.values()
+        return tuple([one.address for one in attended] + [text for one in attended for text in one.elsewhere])[:PLACES]
 
     @property
     def port(self) -> int:
@@ -164,49 +173,45 @@ class Whereabouts:
         self._ask_router()
         while True:
             self._rendezvous.forget()
-            for text in await self._candidates():
-                if len(self._rendezvous.attended) >= POINTS and text not in self._attended():
+            for peer, where in (await self._candidates()).items():
+                is_attended = peer in self._rendezvous.attended
+                if len(self._rendezvous.attended) >= POINTS and not is_attended:
                     continue
-                pause_s = RENEW_S if text in self._attended() else PAUSE_S
-                if loop.time() - self._asked_at.get(text, -RENEW_S) < pause_s:
-                    continue
-                self._asked_at[text] = loop.time()
-                await self._attend(text, say)
+                if loop.time() - self._asked_at.get(peer, -RENEW_S) >= (RENEW_S if is_attended else PAUSE_S):
+                    self._asked_at[peer] = loop.time()
+                    await self._attend(where, say)
             await asyncio.sleep(LOOK_S)
 
-    def _attended(self) -> set[str]:
-        return {one.address for one in self._rendezvous.attended.values()}
-
-    async def _candidates(self) -> list[str]:
-        """One address of each, those that are met already first."""
-        found: dict[PeerId, str] = {}
+    async def _candidates(self) -> dict[PeerId, list[str]]:
+        """The addresses of each, best first; those that are met already first."""
+        told: dict[PeerId, Sequence[str]] = {}
         try:
             records = await self._directory.points()
         except DirectoryError:
             records = {}
         for peer, body in list(records.items())[:ASKED]:
-            try:
-                where = [addresses.parse(text) for text in decode_as(body, PointRecord).addresses]
-            except ValueError:
-                continue
-            if where and peer != self._transport.peer_id:
-                best = min(where, key=lambda address: _is_loopback(address.host))
-                found[peer] = str(addresses.Address(family=best.family, host=best.host, port=best.port, peer=peer))
+            with suppress(ValueError):
+                told[peer] = decode_as(body, PointRecord).addresses
         for peer, record in self._members().items():
-            if record.is_point and record.addresses:
-                found.setdefault(peer, f"{record.addresses[0].partition('/p2p/')[0]}/p2p/{peer}")
-        attended = self._attended()
-        return sorted(dict.fromkeys([*attended, *found.values()]), key=lambda text: text not in attended)
+            if record.is_point:
+                told.setdefault(peer, record.addresses)
+        found = {peer: _named(texts, peer) for peer, texts in told.items() if peer != self._transport.peer_id}
+        attended = self._rendezvous.attended
+        return {peer: found[peer] for peer in sorted(found, key=lambda peer: peer not in attended) if found[peer]}
 
-    async def _attend(self, text: str, say: Callable[[str], None]) -> None:
+    async def _attend(self, where: Sequence[str], say: Callable[[str], None]) -> None:
         directory_port = next(
             (addresses.parse(line).port for line in self._directory.visible_addresses() if "/tcp/" in line), 0
         )
         ports = tuple(port for port in (self.outside_port, directory_port) if port)
-        try:
-            attendance = await self._rendezvous.attend(text, ports, self._point.token)
-        except DialError as error:
-            log.debug("a meeting point does not answer", address=text, reason=str(error))
+        for text in where[:TRIED]:
+            elsewhere = tuple(other for other in where[:TRIED] if other != text)
+            try:
+                attendance = await self._rendezvous.attend(text, ports, self._point.token, elsewhere)
+                break
+            except DialError as error:
+                log.debug("a meeting point does not answer", address=text, reason=str(error))
+        else:
             return
         answers = attendance.told.answers
         if len(answers) > 1 and not answers[1] and not self._is_directory_told:
@@ -238,14 +243,20 @@ class Whereabouts:
         return f"{how} (the router maps its port {lease.port}, and nobody gets in there)"
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def _named(texts: Sequence[str], peer: PeerId) -> list[str]:
+    """A peer's addresses with its id: those that can be dialled from here first, this machine's last, one a family."""
+    found: dict[str, addresses.Address] = {}
+    for text in texts:
+        with suppress(ValueError):
+            address = msgspec.structs.replace(addresses.parse(text), peer=peer)
+            best = found.setdefault(address.family, address)
+            if sockets.is_loopback(best.host) and not sockets.is_loopback(address.host):
+                found[address.family] = address
+    where = sorted(found.values(), key=lambda one: (sockets.is_loopback(one.host), not sockets.has_route(one.host)))
+    return [str(address) for address in where]
 
 
-async def looked_up(directory: Directory, listen: str, patience_s: float) -> tuple[bool | None, str]:
+async def looked_up(directory: Directory, listen: Sequence[str], patience_s: float) -> tuple[bool | None, str]:
     """Whether a peer that listens at ``listen`` could be dialled, and the sentence for the user.
 
     Raises:

@@ -25,8 +25,8 @@ class MachineOptions(msgspec.Struct, frozen=True, kw_only=True):
 class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a peer is reached, and what it gives and takes."""
 
-    listen: str = "/ip4/0.0.0.0/tcp/0"
-    """Where other peers reach the node (data port)."""
+    listen: str | tuple[str, ...] = "/ip4/0.0.0.0/tcp/0"
+    """Where other peers reach the node (data port): a multiaddr, or several."""
     announce: tuple[str, ...] = ()
     """Addresses to publish instead of the machine's own (port forwarding)."""
     maps_port: bool = True

@@ -129,9 +129,12 @@ class Daemon:
 
     def _pin_port(self) -> None:
         """After a restart of p2pd others must find us where we were."""
-        ports = [port for text in self.visible if (port := _port_of(text))]
+        ports: dict[str, int] = {}
+        for text in self.visible:
+            with suppress(ValueError):
+                ports.setdefault((found := addresses.parse(text)).family, found.port)
         self._listen = [
-            str(msgspec.structs.replace(parsed, port=parsed.port or (ports[0] if ports else 0)))
+            str(msgspec.structs.replace(parsed, port=parsed.port or ports.get(parsed.family, 0)))
             for parsed in map(addresses.parse, self._listen)
         ]
 
@@ -275,9 +278,3 @@ def _write_temporary_identity(identity: Identity) -> Path:
 def is_loopback(text: str) -> bool:
     """Whether a multiaddr is of this machine alone."""
     return text.startswith(("/ip4/127.", "/ip6/::1/"))
-
-
-def _port_of(text: str) -> int:
-    with suppress(ValueError):
-        return addresses.parse(text).port
-    return 0

@@ -95,7 +95,8 @@ async def _meet_on(
             raise ValueError(await _refusal(line))
         seen = intro.decode_seen(await _read(line, intro.seen_size(head + await _read(line, 1))))
     other = addresses.of_socket(seen.other_host, seen.other_port)
-    if is_dialable(other.host, line.getpeername()[0]):
+    is_same_family = (other.family == "ip6") == (line.family == socket.AF_INET6)
+    if is_same_family and is_dialable(other.host, line.getpeername()[0]):
         patience_s = PUNCH_S if seen.is_hopeful else HOPELESS_S
         direct = await _punch(line.family, local_port, other, role, patience_s)
         if direct is not None:

@@ -65,7 +65,7 @@ class MeetingPoint:
         self._dials: deque[tuple[float, str]] = deque()
         self._dialled: Counter[str] = Counter()
         self._dialling = asyncio.Semaphore(DIALS_AT_ONCE)
-        transport.strangers.lines = self.line
+        transport.strangers.others[intro.OPENING[:1]] = self.line
 
     @property
     def attending(self) -> int:

@@ -20,7 +20,7 @@ from msgspec import Struct
 from p2pdiloco.net.handshake import Dialled, HandshakeError, Role
 from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.protocol.identifiers import PeerId
-from p2pdiloco.runtime import addresses, lines, logs
+from p2pdiloco.runtime import addresses, lines, logs, sockets
 from p2pdiloco.runtime.addresses import Address
 from p2pdiloco.runtime.dialler import Dialler
 from p2pdiloco.runtime.lines import Met
@@ -45,6 +45,8 @@ class Attendance(Struct, frozen=True):
 
     address: str
     told: intro.Attended
+    elsewhere: tuple[str, ...] = ()
+    """Further addresses of its, for who cannot dial that one."""
 
 
 class Rendezvous:
@@ -76,7 +78,9 @@ class Rendezvous:
 
     # -- attending ---------------------------------------------------------------------------------------------------
 
-    async def attend(self, text: str, ports: tuple[int, ...], token: bytes) -> Attendance:
+    async def attend(
+        self, text: str, ports: tuple[int, ...], token: bytes, elsewhere: tuple[str, ...] = ()
+    ) -> Attendance:
         """Be there to be called, and learn how we are seen. ``text``: the meeting point's address.
 
         Raises:
@@ -90,7 +94,7 @@ class Rendezvous:
                 told = decode_as((await links.request(point.peer, body, timeout_s=ATTEND_S)).body, intro.Attended)
             except (RequestError, ValueError) as error:
                 raise DialError(f"meeting point {where}: {error}") from error
-            attendance = self.attended[point.peer] = Attendance(text, told)
+            attendance = self.attended[point.peer] = Attendance(text, told, elsewhere)
             return attendance
 
     def forget(self) -> list[PeerId]:
@@ -117,11 +121,16 @@ class Rendezvous:
             raise DialError(f"{peer} was met, and the connection failed: {error}") from error
 
     async def _met(self, peer: PeerId, points: Iterable[str], *, may_relay: bool) -> Met:
-        reasons = []
-        known = sorted(points, key=lambda text: not any(text == one.address for one in self.attended.values()))
-        for text in known[:POINTS]:
+        reasons, known = [], []
+        for text in points:
             try:
-                return await self._met_at(self._parsed(text), peer, may_relay=may_relay)
+                known.append(self._parsed(text))
+            except DialError as error:
+                reasons.append(str(error))
+        known.sort(key=lambda point: (point.peer not in self.attended, not sockets.has_route(point.host)))
+        for point in known[:POINTS]:
+            try:
+                return await self._met_at(point, peer, may_relay=may_relay)
             except DialError as error:
                 reasons.append(str(error))
         raise DialError("; ".join(reasons[::-1]) or "it names no meeting point")

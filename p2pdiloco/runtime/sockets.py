@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import socket
 import ssl
 import struct
@@ -68,6 +69,8 @@ def listen(address: Address) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setblocking(False)
+        if address.family == "ip6":
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind((address.host, address.port))
         listener.listen(BACKLOG)
     except OSError as error:
@@ -113,18 +116,51 @@ async def readable(raw: socket.socket) -> None:
 
 def local_addresses(listener: socket.socket) -> list[Address]:
     """Where others may reach ``listener``: for a wildcard every address of this machine, loopback last."""
-    host, port = listener.getsockname()[:2]
+    return reachable(of_socket(*listener.getsockname()[:2]))
+
+
+def reachable(listening: Address) -> list[Address]:
+    """The same for an address with a port."""
+    host, port = listening.host, listening.port
     if host not in ("0.0.0.0", "::"):
         return [of_socket(host, port)]
-    families = {socket.AF_INET} if host == "0.0.0.0" else {socket.AF_INET, socket.AF_INET6}
-    found = [
-        nic.address
-        for nics in psutil.net_if_addrs().values()
-        for nic in nics
-        if nic.family in families and "%" not in nic.address
-    ]
-    hosts = sorted(set(found), key=lambda text: (text in ("::1", "127.0.0.1"), found.index(text)))
-    return [of_socket(text, port) for text in hosts or ["127.0.0.1"]]
+    found = _own_hosts(socket.AF_INET if host == "0.0.0.0" else socket.AF_INET6)
+    return [of_socket(text, port) for text in found or ["127.0.0.1" if host == "0.0.0.0" else "::1"]]
+
+
+def _own_hosts(family: int) -> list[str]:
+    """This machine's addresses, loopback last; without those that are good on one link only."""
+    nics = [nic for nics in psutil.net_if_addrs().values() for nic in nics]
+    found = dict.fromkeys(nic.address for nic in nics if nic.family == family and "%" not in nic.address)
+    return sorted(found, key=is_loopback)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether it is of this machine alone; a name is not."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def everywhere(port: int = 0) -> tuple[str, ...]:
+    """Multiaddrs to listen at all addresses of this machine: IPv6 where it has one that others may reach."""
+    has_ip6 = any(not is_loopback(host) for host in _own_hosts(socket.AF_INET6))
+    return (f"/ip4/0.0.0.0/tcp/{port}", *([f"/ip6/::/tcp/{port}"] if has_ip6 else []))
+
+
+def has_route(host: str) -> bool:
+    """Whether this machine knows a way to a numeric host; nothing is sent. Of a name nobody can tell yet."""
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+    except ValueError:
+        return True
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+    except OSError:
+        return False
+    return True
 
 
 def tune(connection: socket.socket, *, congestion: str) -> None:

@@ -24,7 +24,6 @@ from p2pdiloco.runtime.lines import Met
 from p2pdiloco.runtime.sockets import DialError, Impostor, PeerRefused
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.tls import TlsContexts
-from p2pdiloco.wire.introductions import OPENING
 
 log = logs.get("transport")
 
@@ -41,14 +40,15 @@ GiveUp = Callable[[Channel, str], None]
 """Nothing came of this channel."""
 
 
-Lines = Callable[[socket.socket], Awaitable[None]]
-"""Takes, and closes, a socket on which somebody has begun a line (wire/introductions.py)."""
+Taker = Callable[[socket.socket], Awaitable[None]]
+"""Takes, and closes, a socket on which somebody speaks another protocol."""
 Again = Callable[[PeerId], Awaitable[Met]]
 """A further direct connection to a peer that was met at a meeting point."""
 
 
 class Strangers:
-    """See the module's rules. ``lines``: of a meeting point; ``again``: of whoever meets peers; neither at first."""
+    """See the module's rules. ``others``: by the first byte of what is no connection (a meeting point's lines, the
+    directory's daemon); ``again``: of whoever meets peers; none at first."""
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class Strangers:
         self._congestion = congestion
         self._close_s = close_s
         self._tasks = tasks
-        self.lines: Lines | None = None
+        self.others: dict[bytes, Taker] = {}
         self.again: Again | None = None
         self._minute = float("-inf")
         self._failures = 0
         """In this minute."""
         self._narrow: dict[str, None] = {}
         """Hosts to which long packets vanish."""
-        self._listener: socket.socket | None = None
+        self._listeners: list[socket.socket] = []
 
     async def dial(self, target: Address, lane: int = 0, bond: bytes = b"") -> PeerId:
         """Connect and prove each other; as a ``lane`` of the connection that ``bond`` names, or in its own right.
@@ -121,7 +121,7 @@ class Strangers:
     async def accept_all(self, listener: socket.socket) -> None:
         """Accept, until cancelled."""
         loop = asyncio.get_running_loop()
-        self._listener = listener
+        self._listeners.append(listener)
         while True:
             try:
                 raw, _ = await loop.sock_accept(listener)
@@ -147,8 +147,9 @@ class Strangers:
         is_heard = now - connection.heard_at < sockets.DEAD_AFTER_S / 2
         if not connection.is_proved or not (is_heard or now - channel.began_at < 2 * sockets.DEAD_AFTER_S):
             return
-        if connection.role is Role.LISTENER and self._listener is not None:
-            sockets.shorten(self._listener)
+        if connection.role is Role.LISTENER:
+            for listener in self._listeners:
+                sockets.shorten(listener)
         self._narrow[connection.host] = None
         if len(self._narrow) > NARROW_LIMIT:
             del self._narrow[next(iter(self._narrow))]
@@ -160,34 +161,37 @@ class Strangers:
         )
 
     async def _accept(self, channel: Channel, raw: socket.socket) -> None:
+        taker = None
         try:
-            if self.lines is None or not await self._begins_line(channel, raw):
+            if self.others:
+                taker = await self._taker(channel, raw)
+            if taker is None:
                 await self._prove(channel, raw)
-                return
         except (OSError, HandshakeError) as error:
             self._tell(channel, error)
             return
-        await self.lines(raw)
+        if taker is not None:
+            await taker(raw)
 
-    async def _begins_line(self, channel: Channel, raw: socket.socket) -> bool:
-        """Whether what comes first is a line's opening, not TLS. Until then it is a stranger like others: the endpoint
-        may drop it. A line is none of its connections."""
+    async def _taker(self, channel: Channel, raw: socket.socket) -> Taker | None:
+        """Who takes what comes, if it is not TLS. Until then it is a stranger like others, whom the endpoint may drop;
+        what is taken is none of its connections."""
         channel.opening = looking = asyncio.ensure_future(sockets.readable(raw))
-        is_line = False
+        taker = None
         try:
             await asyncio.wait([looking])
             if looking.cancelled():
                 raise TimeoutError(channel.connection.reason)
-            is_line = raw.recv(1, socket.MSG_PEEK) == OPENING[:1]
+            taker = self.others.get(raw.recv(1, socket.MSG_PEEK))
         except BaseException:
             raw.close()
             raise
         finally:
             looking.cancel()
             channel.opening = None
-            if is_line or raw.fileno() < 0:
+            if taker is not None or raw.fileno() < 0:
                 self._give_up(channel, "it is no connection")
-        return is_line
+        return taker
 
     def _tell(self, channel: Channel, error: Exception) -> None:
         now, untold = asyncio.get_running_loop().time(), 0

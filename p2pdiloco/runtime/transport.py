@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import ssl
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,11 +24,12 @@ from p2pdiloco.net.handshake import NONCE_BYTES, Dialled, Greeter, Hello, Role
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits, UpBudget
 from p2pdiloco.net.traffic import Traffic
 from p2pdiloco.protocol.identifiers import PeerId
-from p2pdiloco.runtime import addresses, congestion, logs, sockets
+from p2pdiloco.runtime import addresses, congestion, logs
 from p2pdiloco.runtime.addresses import Address
 from p2pdiloco.runtime.channel import Channel
 from p2pdiloco.runtime.handler import TransportHandler
 from p2pdiloco.runtime.identity import Identity, verify
+from p2pdiloco.runtime.listeners import Listeners
 from p2pdiloco.runtime.pump import Pump
 from p2pdiloco.runtime.requests import Requests
 from p2pdiloco.runtime.sockets import DialError, Impostor, PeerRefused
@@ -57,7 +57,7 @@ LEAVING = "the peer is leaving"
 class Transport:
     """All connections of this process. ``async with Transport(...) as transport``.
 
-    listen: a multiaddr (``/ip4/0.0.0.0/tcp/0``), or "" not to listen (an observer).
+    listen: multiaddrs, or one (``/ip4/0.0.0.0/tcp/0``); "" not to listen (an observer).
     run: the run's id, or "" while it is not known. version: the protocol's. door: who is let in; None: everybody.
     observes: it only asks.
     """
@@ -66,7 +66,7 @@ class Transport:
         self,
         identity: Identity,
         *,
-        listen: str,
+        listen: str | Sequence[str],
         run: str,
         version: int,
         handler: TransportHandler,
@@ -75,7 +75,7 @@ class Transport:
         observes: bool = False,
     ) -> None:
         self._limits = limits or TransportLimits()
-        self._listen = addresses.parse(listen) if listen else None
+        self._listeners = Listeners(listen)
         self._handler = handler
         life = os.urandom(16)
         self.life = life.hex()
@@ -106,7 +106,6 @@ class Transport:
         self._channels: dict[Connection, Channel] = {}
         self._requests = Requests(self._endpoint, self._pump, self._tasks, handler)
         self._congestion = congestion.Congestion(self._limits.congestion)
-        self._listener: socket.socket | None = None
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -114,15 +113,14 @@ class Transport:
         """Listen.
 
         Raises:
-            OSError: the listen address is taken or not ours.
+            OSError: a listen address is taken or not ours.
             ValueError: it is a name.
         """
-        if self._listen is not None:
-            self._listener = sockets.listen(self._listen)
+        self._listeners.open()
         self._pump.start()
         await self._tasks.__aenter__()
-        if self._listener is not None:
-            self._tasks.spawn(self.strangers.accept_all(self._listener), name="accept")
+        for listener in self._listeners:
+            self._tasks.spawn(self.strangers.accept_all(listener), name="accept")
         return self
 
     async def __aexit__(
@@ -139,8 +137,7 @@ class Transport:
         self._pump.turn()
         await self._tasks.__aexit__(kind, error, trace)
         self._pump.stop()
-        if self._listener is not None:
-            self._listener.close()
+        self._listeners.close()
 
     # -- for the user ------------------------------------------------------------------------------------------------
 
@@ -161,9 +158,7 @@ class Transport:
 
     def listen_addresses(self) -> list[str]:
         """Multiaddrs with our peer id; for a wildcard one per address of this machine, loopback last."""
-        if self._listener is None:
-            return []
-        return [f"{address}/p2p/{self.peer_id}" for address in sockets.local_addresses(self._listener)]
+        return [f"{address}/p2p/{self.peer_id}" for address in self._listeners.addresses()]
 
     def peers(self) -> list[PeerId]:
         """The peers that can be sent to."""

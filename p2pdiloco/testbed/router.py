@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import heapq
+import ipaddress
 import math
 import os
 import random
@@ -60,7 +61,8 @@ class RouterPlan(msgspec.Struct, frozen=True, kw_only=True):
     home: str
     namespaces: tuple[str, ...]
     """Of the sites' edges, where the devices are."""
-    addresses: tuple[str, ...]
+    addresses: tuple[tuple[str, str], ...]
+    """Of each site, IPv4 and IPv6."""
     ways: tuple[tuple[Way, ...], ...]
     """From the first index to the second; a site's way to itself is not used."""
 
@@ -110,7 +112,7 @@ class Router:
         self._waker = waker
         """Readable when a signal came, since that does not end select()."""
         self._devices = [_open_device(namespace) for namespace in plan.namespaces]
-        self._site_of = {socket.inet_aton(address): i for i, address in enumerate(plan.addresses)}
+        self._site_of = {ipaddress.ip_address(one).packed: i for i, both in enumerate(plan.addresses) for one in both}
         sites = range(len(self._devices))
         self._queues = [[_Queue(i * len(self._devices) + j) for j in sites] for i in sites]
         self._heap: list[tuple[int, int, int, bytes]] = []

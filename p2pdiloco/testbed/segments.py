@@ -1,10 +1,10 @@
-"""Packets as a TUN device with offloads hands them over: IPv4, up to 64 KiB, still to be cut into segments.
+"""Packets as a TUN device with offloads hands them over: up to 64 KiB, still to be cut into segments.
 
 Rules of this file:
 1. Pure. A packet begins with its virtio header (10 bytes), whose fields are little-endian as x86 and arm64 are.
 2. Loss hits segments, not packets: what is left of a packet without some of its segments is one packet for each run of
    neighbours that is left, with right lengths, sequence numbers, flags and checksums. (Dropping whole packets, as netem
-   does, flatters CUBIC elevenfold.)
+   does, flatters CUBIC elevenfold.) IPv6, which few sites have, is dropped whole.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 VIRTIO_BYTES = 10
 GSO_NONE = 0
 GSO_UDP = 5
-UDP_HEADER = 8
+UDP_HEADER, IP6_HEADER = 8, 40
 FIN_AND_PUSH = 0x09
 CONGESTION_REDUCED = 0x80
 _VIRTIO = struct.Struct("<BBHHHH")
@@ -31,8 +31,11 @@ def count(packet: bytes) -> int:
 
 
 def destination(packet: bytes) -> bytes | None:
-    """Its IPv4 address; None if it is something else."""
-    return packet[_IP + 16 : _IP + 20] if packet[_IP] >> 4 == 4 else None
+    """Its address; None if it is neither IPv4 nor IPv6."""
+    version = packet[_IP] >> 4
+    if version == 6:
+        return packet[_IP + 24 : _IP + 40]
+    return packet[_IP + 16 : _IP + 20] if version == 4 else None
 
 
 def without(packet: bytes, lost: Sequence[int]) -> list[bytes]:
@@ -43,7 +46,7 @@ def without(packet: bytes, lost: Sequence[int]) -> list[bytes]:
     """
     if not lost:
         raise ValueError("nothing is lost")
-    if packet[1] == GSO_NONE:
+    if packet[1] == GSO_NONE or packet[_IP] >> 4 == 6:
         return []
     segment_bytes, total = packet[4] | packet[5] << 8, count(packet)
     data = memoryview(packet)[_IP + _header_bytes(packet) :]
@@ -67,7 +70,7 @@ def checksum(data: bytes) -> int:
 
 def _header_bytes(packet: bytes) -> int:
     """Of IP and TCP or UDP."""
-    ip = (packet[_IP] & 15) * 4
+    ip = IP6_HEADER if packet[_IP] >> 4 == 6 else (packet[_IP] & 15) * 4
     return ip + (UDP_HEADER if packet[1] == GSO_UDP else (packet[_IP + ip + 12] >> 4) * 4)
 
 

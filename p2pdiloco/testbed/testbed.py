@@ -33,8 +33,8 @@ from p2pdiloco.testbed.namespaces import PREFIX, TestbedError, configure, listed
 from p2pdiloco.testbed.premises import make_narrow, names, wire_behind
 from p2pdiloco.testbed.queues import set_bucket, set_netem, set_offloads
 from p2pdiloco.testbed.router import RouterPlan, Way
-from p2pdiloco.testbed.topology import Change, Route, Topology, address, changed, parse_topology
-from p2pdiloco.testbed.wiring import join_pop, start_router, wire_pop, wire_site
+from p2pdiloco.testbed.topology import Change, Route, Topology, address, address6, changed, parse_topology
+from p2pdiloco.testbed.wiring import join_pop, start_router, wire_ip6, wire_pop, wire_site
 
 FOLDER = Path("/run/p2pdiloco-testbed")
 
@@ -167,9 +167,17 @@ class Testbed:
         return RouterPlan(
             home=self.edge(0),
             namespaces=tuple(self.edge(i) for i in sites),
-            addresses=tuple(address(i) for i in sites),
+            addresses=tuple((address(i), address6(i)) for i in sites),
             ways=tuple(tuple(nowhere if i == j else _way(topology, i, j) for j in sites) for i in sites),
         )
+
+    def _add_ip6(self) -> None:
+        """Raises TestbedError: netem's paths carry none."""
+        for i, site in enumerate(self.topology.sites):
+            if site.ip != "4":
+                if self.engine != "router":
+                    raise TestbedError(f"site {site.name} has IPv6, which needs --engine router")
+                wire_ip6(i, self.site(i), self.edge(i), is_alone=site.ip == "6")
 
     def _start_router(self) -> int:
         path = _plan_path(self.topology.name)
@@ -213,6 +221,7 @@ def up(source: bytes, wanted: Engine | None = None) -> Testbed:
             testbed._wire()
             router = testbed._start_router() if engine == "router" else None
             testbed._narrow()
+            testbed._add_ip6()
             testbed._shape()
             testbed._keep(_State(source=source.decode(), engine=engine, router=router))
         except BaseException:

@@ -29,6 +29,8 @@ Milliseconds = Annotated[float, Meta(ge=0.0, le=2_000.0)]
 Loss = Annotated[float, Meta(ge=0.0, le=0.5)]
 Nat = Literal["keep", "random", "cgn"]
 """A router that keeps source ports; one that does not; a home's behind a carrier's, both of which do."""
+Ip = Literal["4", "6", "46"]
+"""IPv4, IPv6 alone, both."""
 Mtu = Annotated[int, Meta(ge=576, le=1500)]
 
 
@@ -49,6 +51,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     """Longer packets vanish."""
     firewall: int | None = None
     """The only TCP port that can be dialled from here; nobody dials in."""
+    ip: Ip = "4"
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +107,7 @@ class _Site(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     nat: Nat | None = None
     mtu: Mtu | None = None
     firewall: Literal["443"] | None = None
+    ip: Ip = "4"
 
 
 class _Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -230,7 +234,14 @@ def address(site: int) -> str:
     return f"10.99.{site + 1}.1"
 
 
+def address6(site: int) -> str:
+    """The same by IPv6."""
+    return f"2a0e:99:{site + 1:x}::1"
+
+
 def _site(one: _Site, defaults: _Defaults) -> Site:
+    if one.ip != "4" and (one.nat, one.mtu, one.firewall) != (None, None, None):
+        raise TopologyError(f"site {one.name}: ip is for sites without nat, mtu and firewall, which are made of IPv4")
     queue_ms = defaults.queue_ms if one.queue_ms is None else one.queue_ms
     return Site(
         name=one.name,
@@ -240,6 +251,7 @@ def _site(one: _Site, defaults: _Defaults) -> Site:
         nat=one.nat,
         mtu=one.mtu,
         firewall=None if one.firewall is None else int(one.firewall),
+        ip=one.ip,
     )
 
 

@@ -3,7 +3,7 @@
 Rules of this file:
 1. Site i is 10.99.(i+1).1, its edge 10.99.(i+1).254. Pop i is 10.98.(i+1).254; between pops i < j lies 10.(100+i).j.
 2. Interfaces are made inside their namespaces, so that a killed set-up leaves none outside.
-3. No IPv6: its own chatter would use the lines.
+3. IPv6 where a site asks for it alone: its own chatter uses the lines.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,10 +20,12 @@ from typing import Any
 
 from p2pdiloco.testbed.inside import opened_in, own_sys
 from p2pdiloco.testbed.namespaces import TestbedError, configure, create, interface
-from p2pdiloco.testbed.topology import address
+from p2pdiloco.testbed.topology import address, address6
 
 MTU = 1500
 READY_S = 20.0
+NO_PROBING = 2
+"""IFA_F_NODAD: nobody else has that address, so it is ready at once."""
 TUN_PACKETS = 10_000
 """What waits in a TUN device for the router to read it."""
 
@@ -40,6 +43,28 @@ def wire_site(i: int, site: str, edge: str) -> None:
 
     configure(site, work)
     configure(edge, lambda net: _up(net, "access", f"10.99.{i + 1}.254"))
+
+
+def wire_ip6(i: int, site: str, edge: str, *, is_alone: bool) -> None:
+    """IPv6 for a site whose line is there, up to the router's device; IPv4 goes if it is to be ``is_alone``."""
+
+    def work(net: Any, device: str, host: str, target: str, hop: dict[str, Any]) -> None:
+        index = interface(net, device)
+        net.addr("add", family=socket.AF_INET6, index=index, address=host, prefixlen=64, flags=NO_PROBING)
+        net.route("add", family=socket.AF_INET6, dst=target, **hop)
+        if device == "eth0" and is_alone:
+            net.flush_addr(index=index, family=socket.AF_INET)
+
+    gateway = address6(i).replace("::1", "::fe")
+    for namespace in (site, edge):
+        opened_in(namespace, _enable_ip6)
+    configure(site, lambda net: work(net, "eth0", address6(i), "default", {"gateway": gateway}))
+    configure(edge, lambda net: work(net, "access", gateway, "2a0e:99::/32", {"oif": interface(net, "wan")}))
+
+
+def _enable_ip6() -> None:
+    for name, value in (("all/disable_ipv6", "0"), ("default/disable_ipv6", "0"), ("all/forwarding", "1")):
+        Path("/proc/sys/net/ipv6/conf", name).write_text(value)
 
 
 def wire_pop(i: int, edge: str, pops: Sequence[str]) -> None:
