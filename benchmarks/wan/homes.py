@@ -17,9 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -145,10 +146,28 @@ def wait_for(condition: Callable[[], Any], homes: Sequence[Home], timeout_s: flo
     return found
 
 
-def train(
-    made: Testbed, folder: Path, *, steps: int, kills_bootstrap: bool = False, hub: Sequence[str] = ()
-) -> Outcome:
-    """One run on a testbed that is up. ``hub``: options of the bootstrap."""
+class Gathering(NamedTuple):
+    """Peers that are connected to each other."""
+
+    bootstrap: Home
+    homes: list[Home]
+    joint_s: float
+    """From the last peer's start until all were."""
+    joint_at: float
+    """Seconds since 1970."""
+    where: Callable[[int], str]
+    """What somebody in a site types to join."""
+    own: list[str]
+    """Options of every peer."""
+
+
+@contextmanager
+def gathered(
+    made: Testbed, folder: Path, *, steps: int, hub: Sequence[str] = (), of: Mapping[int, Sequence[str]] | None = None
+) -> Iterator[Gathering]:
+    """A bootstrap in the first site, with the options ``hub``; the second founds a run, the others join it, each with
+    the options ``of`` its site. Whatever runs in the sites is killed at the end."""
+    of = of or {}
     corpus = folder / "corpus"
     corpus.mkdir(parents=True)
     for number in range(12):
@@ -160,8 +179,7 @@ def train(
     sites = range(1, len(made.topology.sites))
     homes: list[Home] = []
     try:
-        listen = hub or ["--listen", f"/ip4/{address(0)}/tcp/31337"]
-        bootstrap = Home(made, 0, folder, ["bootstrap", *listen])
+        bootstrap = Home(made, 0, folder, ["bootstrap", *(hub or ["--listen", f"/ip4/{address(0)}/tcp/31337"])])
         wait_for(lambda: "To found" in bootstrap.told(), [bootstrap], START_S, "bootstrap")
         told = re.findall(r"p2pdiloco join (\S+)", bootstrap.told())
 
@@ -170,24 +188,31 @@ def train(
             family = "/ip6/" if made.topology.sites[site].ip == "6" else "/ip4/"
             return next(text for text in told if text.startswith(family))
 
-        own = ["--threads", "1", "--data", str(corpus), "--stay-s", "0"]
-        founder = Home(made, sites[0], folder, ["start", str(config), "--bootstrap", where(sites[0]), *own])
-        homes.append(founder)
-        wait_for(lambda: "to join from" in founder.told(), homes, START_S, "the founder's run")
-        homes += [Home(made, site, folder, ["join", where(site), *own]) for site in sites[1:]]
+        own = ["--threads", "1", "--data", str(corpus), "--stay-s", "0", "--page", "off"]
+        command = ["start", str(config), "--bootstrap", where(sites[0]), *own, *of.get(sites[0], ())]
+        homes.append(Home(made, sites[0], folder, command))
+        wait_for(lambda: "to join from" in homes[0].told(), homes, START_S, "the founder's run")
+        homes += [Home(made, site, folder, ["join", where(site), *own, *of.get(site, ())]) for site in sites[1:]]
         began = time.monotonic()
         wait_for(lambda: all(home.live == len(homes) for home in homes), homes, START_S, "all are connected")
-        joint_s = time.monotonic() - began
-        joint_at = time.time()
-        if kills_bootstrap:
-            bootstrap.process.kill()
-        wait_for(lambda: all(home.process.poll() is not None for home in homes), [], 10 * START_S, "the run's end")
-        time.sleep(POLL_S)
-        return _outcome(made, bootstrap, homes, joint_s, joint_at)
+        yield Gathering(bootstrap, homes, time.monotonic() - began, time.time(), where, own)
     finally:
         kill_inside([made.site(i) for i in range(len(made.topology.sites))])
         for home in homes:
             home.process.wait()
+
+
+def train(
+    made: Testbed, folder: Path, *, steps: int, kills_bootstrap: bool = False, hub: Sequence[str] = ()
+) -> Outcome:
+    """One run on a testbed that is up. ``hub``: options of the bootstrap."""
+    with gathered(made, folder, steps=steps, hub=hub) as those:
+        if kills_bootstrap:
+            those.bootstrap.process.kill()
+        homes = those.homes
+        wait_for(lambda: all(home.process.poll() is not None for home in homes), [], 10 * START_S, "the run's end")
+        time.sleep(POLL_S)
+        return _outcome(made, those.bootstrap, homes, those.joint_s, those.joint_at)
 
 
 def _outcome(made: Testbed, bootstrap: Home, homes: Sequence[Home], joint_s: float, joint_at: float) -> Outcome:
