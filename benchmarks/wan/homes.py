@@ -48,8 +48,8 @@ CONFIG = {
     "inner.batch": 256,
     "inner.warmup": 5,
     "schedule.fragments": 2,
-    "schedule.sync_every": 8,
-    "schedule.overlap": 2,
+    "schedule.sync_every": 24,
+    "schedule.overlap": 8,  # steps of some 60 ms: as many seconds as users have, who have longer steps and shorter overlaps
     "schedule.max_shard": 16384,
     "evaluation.every": 1000,
     "evaluation.samples": 16,

@@ -59,7 +59,9 @@ def test_a_single_segment_is_lost_whole():
     packet = tcp_packet(b"x")
     assert (count(packet), without(packet, [0])) == (1, [])
     assert destination(packet) == b"\5\6\7\10"
-    assert destination(packet[:10] + b"\x60" + packet[11:]) is None
+    assert destination(packet[:10] + b"\x50" + packet[11:]) is None
+    six = packet[:10] + b"\x60" + bytes(23) + bytes(range(16)) + bytes(20)
+    assert destination(six) == bytes(range(16))
 
 
 def test_packets_keep_their_order_whatever_the_jitter():
