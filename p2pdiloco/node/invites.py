@@ -161,7 +161,8 @@ def as_granted(manifest: Manifest, mine: Credentials, options: PeerOptions, say:
 def how_to_join(manifest: Manifest, mine: Credentials, folder: Path, directory: Directory) -> list[str]:
     """For the founder's user."""
     if manifest.config.access == "open":
-        return [invitation(address, manifest.config.name) for address in directory.visible_addresses()]
+        where = dict.fromkeys((*directory.visible_addresses(), *directory.meeting_places()))
+        return [invitation(address, manifest.config.name) for address in where]
     grant = grant_here(manifest, mine, folder, time.time())
     if grant.role is not Role.ADMIN:
         return []
