@@ -49,7 +49,7 @@ CONFIG = {
     "inner.warmup": 5,
     "schedule.fragments": 2,
     "schedule.sync_every": 24,
-    "schedule.overlap": 8,  # steps of some 60 ms: as many seconds as users have, who have longer steps and shorter overlaps
+    "schedule.overlap": 8,  # of short steps: a second or so, as users have
     "schedule.max_shard": 16384,
     "evaluation.every": 1000,
     "evaluation.samples": 16,

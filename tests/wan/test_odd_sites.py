@@ -1,5 +1,5 @@
-"""Who has IPv6 alone, and who can dial port 443 alone, trains with a home behind a router: real processes, one bootstrap
-whose directory and meeting point share that port. It needs root."""
+"""Who has IPv6 alone, and who can dial port 443 alone, trains with a home behind a router: real processes, and one
+bootstrap whose directory and meeting point share that port. It needs root."""
 
 from __future__ import annotations
 
