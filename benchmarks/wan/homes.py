@@ -181,7 +181,7 @@ def gathered(
     try:
         bootstrap = Home(made, 0, folder, ["bootstrap", *(hub or ["--listen", f"/ip4/{address(0)}/tcp/31337"])])
         wait_for(lambda: "To found" in bootstrap.told(), [bootstrap], START_S, "bootstrap")
-        told = re.findall(r"p2pdiloco join (\S+)", bootstrap.told())
+        told: list[str] = re.findall(r"p2pdiloco join (\S+)", bootstrap.told())
 
         def where(site: int) -> str:
             """By IPv6 from where there is nothing else."""
