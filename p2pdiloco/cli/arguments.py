@@ -217,8 +217,20 @@ def _completion(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("shell", choices=["bash", "zsh"], help='in ~/.bashrc: eval "$(p2pdiloco completion bash)"')
 
 
-def _add_peer(sub: argparse.ArgumentParser) -> None:
-    """What they share."""
+def _doctor(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("address", nargs="*", metavar="INVITE|ADDR", help="what you would join with")
+    sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if the directory knows several runs")
+    sub.add_argument("--listen", action="append", metavar="MULTIADDR", help="data port to try (default: any)")
+    sub.add_argument(
+        "--seconds", type=between(0, 600, "seconds"), default=8.0, metavar="T", help="to train; 0: not (default: 8)"
+    )
+    sub.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    _add_learner(sub)
+    _add_identity(sub)
+
+
+def _add_learner(sub: argparse.ArgumentParser) -> None:
+    """What trains, and on what."""
     sub.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps (default: %(default)s)")
     sub.add_argument("--threads", type=at_least(0), default=0, help="torch threads for training; 0: by measured steps")
     sub.add_argument(
@@ -228,6 +240,11 @@ def _add_peer(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--model", metavar="DIR", help="folder with the safetensors that the run's adapters (LoRA) are trained on"
     )
+
+
+def _add_peer(sub: argparse.ArgumentParser) -> None:
+    """What they share."""
+    _add_learner(sub)
     add_network(sub)
     _add_identity(sub)
     sub.add_argument(
@@ -351,6 +368,6 @@ COMMANDS = {
     "pause": Command("let this machine's peers rest, until told otherwise", _pause, is_quiet=True),
     "launch": Command("rent machines that join a run, through SkyPilot, within a budget", _launch, is_quiet=True),
     "completion": Command("print what completes p2pdiloco's words in a shell", _completion, is_quiet=True),
-    "doctor": Command("check what this machine can do as a peer", tools.doctor, is_quiet=True),
+    "doctor": Command("check what this machine can do as a peer", _doctor, is_quiet=True),
 }
 """Each is a module of this package. Only the chosen one is imported: what needs no torch does not wait for it."""

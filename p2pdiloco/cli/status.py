@@ -4,7 +4,6 @@ live: connected and heard; participating: with a learner that can contribute; av
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
 
@@ -13,28 +12,13 @@ import msgspec
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import NOBODY_THERE, complaining
 from p2pdiloco.cli.peer import with_invite
-from p2pdiloco.node.credentials import accepted
-from p2pdiloco.node.lookup import (
-    DirectoryOptions,
-    LookupFailedError,
-    RunRecord,
-    ask_status,
-    dial_any,
-    fetch_manifest,
-    list_runs,
-    observer_transport,
-    open_directory,
-    pick_runs,
-)
+from p2pdiloco.node.inquiry import inquire
+from p2pdiloco.node.lookup import DirectoryOptions, LookupFailedError, RunRecord, open_directory
 from p2pdiloco.protocol.identifiers import RunId
-from p2pdiloco.protocol.manifest import Layout
-from p2pdiloco.runtime.directory import Directory, DirectoryError
+from p2pdiloco.runtime.directory import DirectoryError
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.logs import short
 from p2pdiloco.wire.bodies import PeerStatus
-from p2pdiloco.wire.invites import Invite
-
-PATIENCE_S = 5.0
 
 
 async def run(arguments: argparse.Namespace) -> int:
@@ -47,44 +31,16 @@ async def _show(arguments: argparse.Namespace) -> int:
     invite, addresses = with_invite(arguments.address)
     options = DirectoryOptions(initial_peers=addresses)
     async with open_directory(Identity.ephemeral(), options, None) as directory:
-        if invite is not None:
-            return await _show_private(directory, invite, arguments)
-        runs = pick_runs(await list_runs(directory, patience_s=PATIENCE_S), arguments.run)
-        found = {run_id: await _ask_all(directory, run_id) for run_id in sorted(runs)}
-    return _tell(runs, found, arguments)
-
-
-async def _show_private(directory: Directory, invite: Invite, arguments: argparse.Namespace) -> int:
-    """Of the run that the invite opens, what its members say."""
-    run = invite.run
-    mine = accepted(invite, Identity.ephemeral() if invite.peer is None else peer.open_identity(arguments))
-    async with observer_transport(Identity.ephemeral(), mine) as transport:
-        peers = await dial_any(directory, transport, run, patience_s=PATIENCE_S)
-        manifest = await fetch_manifest(transport, peers, run)
-        answers = await asyncio.gather(*(ask_status(transport, one) for one in peers))
-    record = RunRecord(manifest.config.name, Layout.of(manifest).elements)
-    return _tell({run: record}, {run: [answer for answer in answers if answer is not None]}, arguments)
-
-
-def _tell(runs: dict[RunId, RunRecord], found: dict[RunId, list[PeerStatus]], arguments: argparse.Namespace) -> int:
-    nobody = 0 if any(found.values()) else NOBODY_THERE
+        found = await inquire(directory, invite, arguments.run, lambda: peer.open_identity(arguments))
+    for answers in found:
+        if answers.trouble:
+            print(f"p2pdiloco: {answers.trouble}", file=sys.stderr)
     if arguments.json:
-        print(json.dumps({run_id: [msgspec.structs.asdict(s) for s in peers] for run_id, peers in found.items()}))
+        print(json.dumps({one.run: [msgspec.structs.asdict(status) for status in one.peers] for one in found}))
     else:
-        for run_id, peers in found.items():
-            _print_run(run_id, runs[run_id], peers)
-    return nobody
-
-
-async def _ask_all(directory: Directory, run_id: RunId) -> list[PeerStatus]:
-    async with observer_transport(Identity.ephemeral()) as transport:
-        try:
-            peers = await dial_any(directory, transport, run_id, patience_s=PATIENCE_S)
-        except LookupFailedError as error:
-            print(f"p2pdiloco: {error}", file=sys.stderr)
-            return []
-        answers = await asyncio.gather(*(ask_status(transport, peer) for peer in peers))
-    return [answer for answer in answers if answer is not None]
+        for one in found:
+            _print_run(one.run, one.record, list(one.peers))
+    return 0 if any(one.peers for one in found) else NOBODY_THERE
 
 
 def _print_run(run_id: RunId, record: RunRecord, peers: list[PeerStatus]) -> None:

@@ -78,8 +78,3 @@ def bench(sub: argparse.ArgumentParser) -> None:
     action("down", "remove the network")
     action("clean", "remove all that testbeds left here: namespaces, interfaces, processes", file=False)
     action("probe", "say what this kernel has, and what would be used", file=False)
-
-
-def doctor(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("address", nargs="*", metavar="ADDR", help="directory addresses to try")
-    sub.add_argument("--listen", action="append", metavar="MULTIADDR", help="data port to try (default: any)")

@@ -11,7 +11,25 @@ _SERVER_TESTS = "tests/unit/test_watch_server.py"
 _SOURCES_TESTS = "tests/unit/test_watch_sources.py"
 _READER_TESTS = "tests/unit/test_watch_reader.py"
 
+_CHECKUP_TESTS = "tests/unit/test_node_checkup.py"
+
 BUGS = (
+    Bug(
+        name="a container's limit is not looked at",
+        module="p2pdiloco.node.checkup",
+        old="            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))",
+        new="            pass",
+        harm="doctor promises memory for which the kernel kills the learner",
+        killed_by=(f"{_CHECKUP_TESTS}::test_a_busy_machine_and_a_container_s_limit_are_named",),
+    ),
+    Bug(
+        name="a share by what is no number",
+        module="p2pdiloco.node.fitness",
+        old="others = sum(one.tokens_per_second for one in peers if 0.0 < one.tokens_per_second < math.inf)",
+        new="others = sum(one.tokens_per_second for one in peers)",
+        harm="one peer that tells nan takes everybody's answer away",
+        killed_by=(f"{_CHECKUP_TESTS}::test_what_a_machine_would_give_is_told",),
+    ),
     Bug(
         name="another run's page is shown for a folder's",
         module="p2pdiloco.watch.sources",

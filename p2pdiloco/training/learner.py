@@ -11,13 +11,11 @@ peer's disk (``inner_state``); without one it warms up briefly.
 
 from __future__ import annotations
 
-import math
 import socket
 import time
-from itertools import chain
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.manifest import Layout, Manifest
@@ -25,17 +23,16 @@ from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.corpus_files import Corpus
 from p2pdiloco.training.evaluation import held_out_loss
 from p2pdiloco.training.inner_state import InnerStateError, Keeper, put, take
+from p2pdiloco.training.inner_step import inner_step
 from p2pdiloco.training.models import build, vocabulary
 from p2pdiloco.training.optimizers import inner_optimizers
 from p2pdiloco.training.outer_link import OuterLink
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.reunion import Reunion
-from p2pdiloco.training.schedule import learning_rate
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.training.supply import Supply
 from p2pdiloco.training.threads import ThreadChoice
 from p2pdiloco.training.trainable import trainable
-from p2pdiloco.training.transformer import loss
 
 
 class Learner:
@@ -156,22 +153,10 @@ class Learner:
 
     def _step(self) -> None:
         began = time.perf_counter()
-        inner = self._config.inner
         batch = self._supply.next().to(self._device)
-        with torch.autocast("cuda", torch.bfloat16, enabled=self._device.type == "cuda"):
-            value = loss(self._model, batch)
-        value.backward()  # type: ignore[no-untyped-call]
-        if inner.clip:
-            nn.utils.clip_grad_norm_(self._model.parameters(), inner.clip)
-        rate = learning_rate(inner, self._link.global_step, self._inner_steps)
-        for group in chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers):
-            group["lr"] = rate
-        measured = float(value.detach())
-        if not math.isfinite(measured):
-            raise RuntimeError(f"the loss is {measured} at step {self._link.global_step}: lower inner.learning_rate")
-        for optimizer in self._optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        measured = inner_step(
+            self._model, self._optimizers, self._config.inner, batch, self._link.global_step, self._inner_steps
+        )
         self._inner_steps += 1
         took_s = time.perf_counter() - began
         if self._threads is not None and (number := self._threads.stepped(took_s)) is not None:

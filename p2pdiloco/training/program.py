@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         farewell.post(Failed(reason=str(error)[:2000] or type(error).__name__))
         farewell.flush(_FAREWELL_S)
         return 2
-    _be_nice()
+    be_nice()
     try:
         learner.run()
     except (ValueError, RuntimeError):
@@ -66,16 +66,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m p2pdiloco.training.program", description="A peer's learner; its node starts it."
-    )
+    parser = parser_of_a_learner("python -m p2pdiloco.training.program", "A peer's learner; its node starts it.")
     parser.add_argument("--socket-fd", type=int, required=True, help="connected Unix stream socket to the node")
     parser.add_argument("--memory-fd", type=int, required=True, help="the shared vectors")
-    parser.add_argument("--manifest", type=Path, required=True, help="the run's manifest, MessagePack")
     parser.add_argument("--incarnation", required=True, help="names this life; seeds the order of the data")
     parser.add_argument("--inner-state", type=Path, help="the inner optimizer's state: read if it is there, and kept")
     parser.add_argument("--reunion", metavar="NAME", help="where the node's next life finds this learner")
     parser.add_argument("--reattach-s", type=float, default=0.0, help="how long to wait for it; 0: end with the node")
+    return parser
+
+
+def parser_of_a_learner(prog: str, description: str) -> argparse.ArgumentParser:
+    """With what every learner is told."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser.add_argument("--manifest", type=Path, required=True, help="the run's manifest, MessagePack")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps, ...")
     parser.add_argument("--data", help="folder, or a file of documents, to train on")
     parser.add_argument("--tokenizer", help="folder with tokenizer.json, if it is not among the data")
@@ -84,7 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _build(options: argparse.Namespace, connection: socket.socket) -> Learner:
+def setting(options: argparse.Namespace) -> tuple[torch.device, Manifest]:
+    """Of a learner: where it trains, and what.
+
+    Raises:
+        ValueError: it cannot.
+    """
     if options.threads:
         torch.set_num_threads(options.threads)
     torch.set_float32_matmul_precision("high")  # TF32 where a GPU has it
@@ -98,6 +107,11 @@ def _build(options: argparse.Namespace, connection: socket.socket) -> Learner:
         raise ValueError(
             "the run's learners are training scripts: take part with p2pdiloco.DiLoCo, or join with --follow"
         )
+    return device, manifest
+
+
+def _build(options: argparse.Namespace, connection: socket.socket) -> Learner:
+    device, manifest = setting(options)
     layout = Layout.of(manifest)
     vectors = SharedVectors.attach(options.memory_fd, layout.elements)
     config = manifest.config
@@ -117,7 +131,7 @@ def _build(options: argparse.Namespace, connection: socket.socket) -> Learner:
     )
 
 
-def _be_nice() -> None:
+def be_nice() -> None:
     """Yield to nodes. Threads that torch makes for its first step inherit it."""
     os.nice(_NICENESS)
     # Linux shares the CPU between sessions before it looks at niceness. A node starts its learner in one of its own.

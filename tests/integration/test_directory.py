@@ -265,7 +265,7 @@ import asyncio, sys, time
 wall, shift = time.time, float(sys.argv[1])
 time.time = lambda: wall() + shift
 import uvloop
-from p2pdiloco.cli.doctor import _clock
+from p2pdiloco.node.checkup import clock as _clock
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.dht import CLOCK
 from p2pdiloco.runtime.directory import Directory
@@ -297,7 +297,7 @@ def test_a_machine_whose_clock_is_an_hour_wrong_finds_and_is_found(run: Callable
             )
             assert process.stdout is not None
             try:
-                verdict = "note" if shift_s else "ok"
+                verdict = "warning" if shift_s else "ok"
                 assert (await process.stdout.readline()).decode() == f"{[RUN]} {shift_s} {verdict}\n"
                 assert await process.stdout.readline() == b"published\n"
                 await until_async(lambda: _has(right, RunId("b" * 40)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -22,6 +23,8 @@ from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.invitation import INVITED
 from p2pdiloco.runtime.transport import DialError, PeerRefused, Transport
+from p2pdiloco.watch.playback import lines
+from p2pdiloco.watch.schema import faults_of
 from p2pdiloco.wire.certificates import NO_CAP, Role
 from p2pdiloco.wire.invites import TEXT_LIMIT, Invite, decode_invite, encode_invite
 
@@ -106,6 +109,17 @@ def test_who_has_the_invite_takes_part_and_nobody_else_learns_of_the_run(tmp_pat
         # Members ask with the invite, and the invite can be revoked with all that came from it.
         status, said = command("status", text, state=tmp_path / "asking")
         assert (status, said.count("training")) == (0, 2), said
+        corpus = str(tmp_path / "corpus")
+        status, said = command(
+            "doctor", text, "--data", corpus, "--seconds", "0.1", "--json", state=tmp_path / "asking"
+        )
+        told = json.loads(said)
+        assert status == 0, said
+        assert told["would_give"][invite.run]["tokens_per_s"] > 0
+        assert {"clock", "reach", "packets", "speed", "memory", "link"} <= {one["subject"] for one in told["findings"]}
+        for member in (ann, bob):
+            log = next(member.folder.glob("*/metrics.jsonl"))
+            assert not [fault for line in lines(log) for fault in faults_of(line)], "as docs/watching.md says"
         status, said = command("members", state=ann.folder)
         assert status == 0, said
         assert "the founder" in said

@@ -1,0 +1,109 @@
+"""What this machine's learner would do, measured with the run's model for some seconds (``p2pdiloco doctor``)::
+
+    python -m p2pdiloco.training.trial --manifest PATH [--seconds 8] [--device cpu] [--data PATH] [--tokenizer PATH]
+                            [--model PATH] [--threads N]
+
+Rules of this file:
+1. Its steps are the learner's (``inner_step``), with its data, its threads and its niceness. Nothing is kept.
+2. It prints one JSON object and ends with 0; what the user must repair ends with 2 and is in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import torch
+from msgspec import Meta
+
+from p2pdiloco.training import program
+from p2pdiloco.training.corpus import load_corpus
+from p2pdiloco.training.inner_step import inner_step
+from p2pdiloco.training.models import build
+from p2pdiloco.training.optimizers import inner_optimizers
+from p2pdiloco.training.supply import Supply
+from p2pdiloco.training.threads import ThreadChoice
+
+LEAST_STEPS = 3
+LAST = 20
+"""Steps whose median counts."""
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured."""
+
+    tokens_per_s: Annotated[float, Meta(ge=0.0)] = 0.0
+    step_s: float = 0.0
+    steps: int = 0
+    threads: int = 0
+    bytes: int = 0
+    """The most memory that the process had: model, gradients, optimizer, a step's activations, torch."""
+    device_bytes: int = 0
+    """Of a GPU likewise."""
+    has_blocks: bool = True
+    """The data here are the run's, byte for byte: its blocks are dealt out, and none is trained twice."""
+    trouble: str = ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print."""
+    parser = program.parser_of_a_learner("python -m p2pdiloco.training.trial", "What a learner would do; doctor asks.")
+    parser.add_argument("--seconds", type=float, default=8.0, help="steps are made for so long")
+    options = parser.parse_args(argv)
+    try:
+        found = measured(options)
+    except (OSError, ValueError, RuntimeError) as error:
+        found = Trial(trouble=str(error)[:2000] or type(error).__name__)
+    sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+    return 2 if found.trouble else 0
+
+
+def measured(options: argparse.Namespace) -> Trial:
+    """Make steps for ``options.seconds``.
+
+    Raises:
+        OSError, ValueError, RuntimeError: as a learner would fail.
+    """
+    device, manifest = program.setting(options)
+    config = manifest.config
+    corpus = load_corpus(config.data, options.data, options.tokenizer, context=config.model.context)
+    supply = Supply(manifest, corpus, "trial")
+    model = build(config.model, config.seed, manifest.tensors, options.model).to(device)
+    optimizers = inner_optimizers(model, config.inner)
+    choice = ThreadChoice(torch.get_num_threads()) if device.type == "cpu" and not options.threads else None
+    program.be_nice()
+    times: list[float] = []
+    deadline = time.perf_counter() + options.seconds
+    while len(times) < LEAST_STEPS or time.perf_counter() < deadline:
+        began = time.perf_counter()
+        batch = supply.next().to(device)
+        inner_step(model, optimizers, config.inner, batch, step=1, inner_steps=len(times))
+        took_s = time.perf_counter() - began
+        times.append(took_s)
+        if choice is not None and (number := choice.stepped(took_s)) is not None:
+            torch.set_num_threads(number)
+    step_s = statistics.median(times[1:][-LAST:])
+    return Trial(
+        tokens_per_s=config.inner.batch * config.model.context / step_s,
+        step_s=step_s,
+        steps=len(times),
+        threads=torch.get_num_threads(),
+        bytes=_most_bytes(),
+        device_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+        has_blocks=supply.has_blocks or not manifest.blocks.number,
+    )
+
+
+def _most_bytes() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+if __name__ == "__main__":
+    sys.exit(main())
