@@ -14,7 +14,7 @@ from p2pdiloco.node import checkup, fitness
 from p2pdiloco.node.checkup import Finding
 from p2pdiloco.node.credentials import CredentialsError
 from p2pdiloco.node.fitness import Gift
-from p2pdiloco.node.inquiry import Answers, inquire
+from p2pdiloco.node.inquiry import RunAnswer, inquire
 from p2pdiloco.node.lookup import DirectoryOptions, LookupFailedError, open_directory
 from p2pdiloco.node.whereabouts import looked_up
 from p2pdiloco.peer.options import LearnerOptions
@@ -54,7 +54,7 @@ def _print(findings: list[Finding]) -> None:
             print(f"{'':<8}{'':<{width}}  -> {finding.remedy}")
 
 
-async def _directory(arguments: argparse.Namespace) -> tuple[list[Finding], list[Answers]]:
+async def _directory(arguments: argparse.Namespace) -> tuple[list[Finding], list[RunAnswer]]:
     """Start the libp2p daemon, join the directory, have somebody dial back, look for runs and ask their peers."""
     try:
         invite, first = peer.with_invite(arguments.address)
@@ -99,7 +99,7 @@ async def _reach(directory: Directory, listen: tuple[str, ...]) -> Finding:
     return Finding("ok" if is_dialable else "note", "reach", sentence)
 
 
-async def _run(answers: Answers, arguments: argparse.Namespace) -> tuple[list[Finding], Gift | None]:
+async def _run(answers: RunAnswer, arguments: argparse.Namespace) -> tuple[list[Finding], Gift | None]:
     name = f"run {answers.record.name}"
     if answers.trouble:
         return [Finding("failure", name, answers.trouble, "is its port forwarded and open?")], None

@@ -28,7 +28,7 @@ from p2pdiloco.wire.invites import Invite
 PATIENCE_S = 5.0
 
 
-class Answers(NamedTuple):
+class RunAnswer(NamedTuple):
     """Of one run."""
 
     run: RunId
@@ -50,7 +50,7 @@ async def inquire(
     identity: Callable[[], Identity],
     *,
     needs_manifest: bool = False,
-) -> list[Answers]:
+) -> list[RunAnswer]:
     """Of the run that ``invite`` opens; without one, of the open runs called ``wanted``, or all. ``identity``: of the
     peer for which an invite may be.
 
@@ -66,25 +66,25 @@ async def inquire(
     return [await _of_private(directory, invite.run, mine)]
 
 
-async def _of_private(directory: Directory, run: RunId, mine: Credentials) -> Answers:
+async def _of_private(directory: Directory, run: RunId, mine: Credentials) -> RunAnswer:
     async with observer_transport(Identity.ephemeral(), mine) as transport:
         peers = await dial_any(directory, transport, run, patience_s=PATIENCE_S)
         manifest = await fetch_manifest(transport, peers, run)
         record = RunRecord(manifest.config.name, Layout.of(manifest).elements)
-        return await _asked(Answers(run, record, manifest=manifest), transport, peers)
+        return await _asked(RunAnswer(run, record, manifest=manifest), transport, peers)
 
 
-async def _of_open(directory: Directory, run: RunId, record: RunRecord, needs_manifest: bool) -> Answers:
+async def _of_open(directory: Directory, run: RunId, record: RunRecord, needs_manifest: bool) -> RunAnswer:
     async with observer_transport(Identity.ephemeral()) as transport:
         try:
             peers = await dial_any(directory, transport, run, patience_s=PATIENCE_S)
             manifest = await fetch_manifest(transport, peers, run) if needs_manifest else None
         except LookupFailedError as error:
-            return Answers(run, record, trouble=str(error))
-        return await _asked(Answers(run, record, manifest=manifest), transport, peers)
+            return RunAnswer(run, record, trouble=str(error))
+        return await _asked(RunAnswer(run, record, manifest=manifest), transport, peers)
 
 
-async def _asked(found: Answers, transport: Transport, peers: list[PeerId]) -> Answers:
+async def _asked(found: RunAnswer, transport: Transport, peers: list[PeerId]) -> RunAnswer:
     told = await asyncio.gather(*(ask_status(transport, peer) for peer in peers))
     channels = [channel for peer in peers if (channel := transport.channel_of(peer)) is not None]
     return found._replace(
