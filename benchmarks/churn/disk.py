@@ -88,7 +88,7 @@ def main() -> int:
         "logs_gb_a_day": logs * DAY_S / seconds / 1e9,
         "written_gb_a_day": grown * DAY_S / seconds / 1e9,
     }
-    every_s = shortest_s(10_000_000, BUDGET)
+    every_s = shortest_s(10_000_000, 6, BUDGET)
     print(
         f"{seconds:.0f} s, to step {ann.view.step}: {grown / 1e6:.1f} MB written, {saved} checkpoints among it (one in "
         f"{every_s:.0f} s is allowed), logs grew by {logs / 1e6:.2f} MB, {figures['logs_gb_a_day']:.2f} GB a day; "

@@ -24,7 +24,7 @@ from benchmarks.wire.exchange_swarm import BenchmarkError, Case, Swarm
 REST_S = 6.0
 FIXED_BYTES = 45e6
 """Of a node whatever its model: working memory of threads, sockets' buffers."""
-AT_REST = 9.0
+AT_REST = 7.0
 CHECKPOINT = 1.0
 LEARNER = 1.0
 SHARD_BYTES = 12e6

@@ -31,11 +31,12 @@ PATIENCE_S = 5.0
 
 def warm() -> None:
     """What every process has that merges, whatever the model: kernels, and a chunk's working memory."""
-    gradient, theta, momentum = torch.ones(CHUNK), torch.zeros(CHUNK), torch.zeros(CHUNK)
+    gradient, theta = torch.ones(CHUNK), torch.zeros(CHUNK)
+    momentum = torch.zeros(CHUNK, dtype=torch.bfloat16)
     body = bytes(quantizers.encode_chunk(recipe("int4"), gradient))
     factors = {"learning_rate": 0.1, "momentum_factor": 0.9}
     outer.step_and_hand_over(body, body, theta, momentum, gradient, is_added=True, **factors)
-    outer.step_aside(body, theta, momentum, (gradient, torch.empty(CHUNK)), **factors)
+    outer.step_aside(body, theta, momentum, (gradient, torch.empty_like(momentum)), **factors)
     digests.digest_list(theta, momentum)
 
 

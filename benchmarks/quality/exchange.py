@@ -3,7 +3,8 @@
 Rules of this file:
 1. The shipped path is ``tensors/`` itself: quantizers, merge rules, the outer step, in the order in which
    ``node.global_state`` calls them; a test compares the two. Payloads are compressed to be measured.
-2. What ``tensors/`` does not have (fp32 and top-k payloads, Delayed Nesterov, restarts) is here, short, for comparison.
+2. What ``tensors/`` does not have (fp32 and top-k payloads, Delayed Nesterov, restarts, other roundings) is here,
+   short, for comparison.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ class Exchange:
     def __init__(self, setting: Setting, layout: Layout, theta: Tensor) -> None:
         self.layout = layout
         self.theta = theta
-        self.momentum = torch.zeros_like(theta)
+        is_narrow = setting.momentum_type == "bfloat16"
+        self.momentum = torch.zeros(theta.shape, dtype=torch.bfloat16 if is_narrow else torch.float32)
+        self._draw = torch.Generator().manual_seed(setting.seed)
         self.given = 0
         self.shortened = 0
         """Contributions, and how many of them did not count as long as they were."""
@@ -137,7 +140,19 @@ class Exchange:
         if self._setting.correction:
             rate = outer.rate_at(self._turns[shard], rate, factor)
         outer.outer_step(self.theta[span], self.momentum[span], change, learning_rate=rate, momentum_factor=factor)
+        self._round(self.momentum[span])
         return change
+
+    def _round(self, momentum: Tensor) -> None:
+        """As bfloat16 would have it."""
+        bits = momentum.view(torch.int32)
+        match self._setting.momentum_type:
+            case "nearest":
+                momentum.copy_(momentum.bfloat16())
+            case "stochastic":
+                bits.add_(torch.randint(1 << 16, bits.shape, generator=self._draw, dtype=torch.int32)).bitwise_and_(
+                    -65536
+                )
 
     def _delayed_step(self, span: slice, gradient: Tensor, turn: int) -> Tensor:
         """Delayed Nesterov with N = 2 and c = 0: momentum takes the mean of two turns' gradients, every second turn."""

@@ -57,6 +57,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """The outer momentum's bias is corrected (shipped); what was measured before it had no such field."""
     outer: Literal["nesterov", "delayed"] = "nesterov"
     """``delayed``: momentum moves every second turn only (Delayed Nesterov, arXiv 2401.09135)."""
+    momentum_type: Literal["float32", "bfloat16", "nearest", "stochastic"] = "float32"
+    """``nearest``, ``stochastic``: bfloat16, too, but what rounding takes off is lost, or is nothing on average."""
     restart_every: int = 0
     """Turns after which a shard's outer momentum becomes 0; 0: never."""
     merge: MergeRule = "rda"

@@ -51,6 +51,7 @@ from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.tensors import merge, outer
 from p2pdiloco.tensors.digests import state_digest
+from p2pdiloco.tensors.states import StateForm
 from p2pdiloco.wire import link
 
 FRAGMENTS = 24
@@ -83,12 +84,12 @@ def run_of(config: line.Message) -> tuple[Manifest, InitialState]:
         access="open",
         inner=InnerConfig(steps=2**30),
         schedule=ScheduleConfig(fragments=FRAGMENTS, sync_every=SYNC_EVERY, min_quorum=config["peers"]),
-        outer=OuterConfig(merge=merge),
+        outer=OuterConfig(merge=merge, momentum_type="bfloat16"),
         codec=CodecConfig(up=config["codec"], down=config["codec"]),
         evaluation=EvaluationConfig(every=0),
     )
     layout = make_layout(tensors, FRAGMENTS, run.schedule.max_shard, merge)
-    theta, momentum = torch.zeros(layout.elements), torch.zeros(layout.elements)
+    theta, momentum = torch.zeros(layout.elements), StateForm.of(run.outer).still(layout.elements)
     weights = torch.randn(BLOCK, generator=torch.Generator().manual_seed(99)) * 0.02
     for start in range(0, layout.elements, BLOCK):
         theta[start : start + BLOCK] = weights[: layout.elements - start]

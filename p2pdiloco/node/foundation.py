@@ -28,6 +28,7 @@ from p2pdiloco.protocol.manifest import (
 from p2pdiloco.protocol.soundness import config_problems, manifest_problems, without_places
 from p2pdiloco.tensors.digests import state_digest
 from p2pdiloco.tensors.fragments import tensor_specs
+from p2pdiloco.tensors.states import StateForm
 from p2pdiloco.training import foundation
 from p2pdiloco.training.corpus import cut_into_blocks, load_corpus
 from p2pdiloco.training.corpus_files import CorpusError
@@ -158,7 +159,7 @@ def make_manifest(
     tensors: tuple[TensorSpec, ...] = tensor_specs(named, config.schedule.fragments)
     layout = make_layout(tensors, config.schedule.fragments, config.schedule.max_shard, config.outer.merge)
     config = completed(config, len(layout.shards))
-    theta, momentum = torch.zeros(layout.elements), torch.zeros(layout.elements)
+    theta, momentum = torch.zeros(layout.elements), StateForm.of(config.outer).still(layout.elements)
     flat = FlatParameters(parameters, tensors, layout)
     flat.copy_to(theta, flat.everything)
     genesis = tuple(state_digest(theta[s.start : s.stop], momentum[s.start : s.stop]) for s in layout.shards)

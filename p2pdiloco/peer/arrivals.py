@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from torch import Tensor
-
 from p2pdiloco.peer import kept_shards
 from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.metrics import Metrics
@@ -37,12 +35,13 @@ KEEP_FROM_S = 20.0
 
 
 class Arrivals:
-    """See the module's rules. ``folder``: where shards are kept."""
+    """See the module's rules. ``width``: bytes of a parameter's state; ``folder``: where shards are kept."""
 
     def __init__(
-        self, layout: Layout, folder: Path, metrics: Metrics, host: Host, *, stream: TextIO | None = None
+        self, layout: Layout, width: int, folder: Path, metrics: Metrics, host: Host, *, stream: TextIO | None = None
     ) -> None:
         self._layout = layout
+        self._width = width
         self._folder = folder
         self._metrics = metrics
         self._host = host
@@ -56,7 +55,7 @@ class Arrivals:
     def begin(self, missing: Sequence[int]) -> None:
         """The peer joins, and has all shards but those with so many parameters each."""
         now = self._host.now()
-        self._progress = TransferProgress(8 * sum(missing), now)
+        self._progress = TransferProgress(self._width * sum(missing), now)
         self._told_at = now
         self._metrics.write("joining", shards=len(missing), of=len(self._layout.shards), **self._progress.fields(now))
         log.info("downloading the run's state", shards=len(missing), of=len(self._layout.shards))
@@ -76,9 +75,9 @@ class Arrivals:
             log.info("downloading", **self._progress.fields(now))
         self._metrics.write("transfer", **self._progress.fields(now))
 
-    def shard(self, offer: StateOffer, chunks: Sequence[Tensor]) -> None:
+    def shard(self, offer: StateOffer, chunks: Sequence[memoryview]) -> None:
         """All chunks of one shard are here."""
-        head, size = offer.proof.state.head, sum(4 * chunk.numel() for chunk in chunks)
+        head, size = offer.proof.state.head, sum(map(len, chunks))
         self._metrics.write("fetched", shard=head.shard, version=head.version, head=head.id, bytes=size)
         if self._progress is not None and self._waiting < WAITING_MOST and self._is_long(self._progress):
             self._waiting += 1
@@ -109,7 +108,7 @@ class Arrivals:
         async with self._writing:
             await self._host.work("disk", lambda: kept_shards.clear(self._folder, self._host.disk))
 
-    async def _keep(self, offer: StateOffer, chunks: Sequence[Tensor]) -> None:
+    async def _keep(self, offer: StateOffer, chunks: Sequence[memoryview]) -> None:
         try:
             async with self._writing:
                 if self._progress is not None:

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from p2pdiloco.peer.disk import PART, Disk, replace
-from p2pdiloco.peer.offers import listed, packed, unpacked
 from p2pdiloco.peer.proofs import proven_digest
 from p2pdiloco.protocol.chain import is_heavier
 from p2pdiloco.protocol.identifiers import RunId, digest_of
@@ -33,6 +32,7 @@ from p2pdiloco.protocol.messages import Head
 from p2pdiloco.protocol.soundness import decode_manifest
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.files import LOCAL
+from p2pdiloco.tensors.states import StateForm, packed
 from p2pdiloco.wire.bodies import SignedCommit, StateProof
 
 log = logs.get("node")
@@ -88,6 +88,7 @@ class Draft:
         self._folder = folder
         self._manifest = manifest
         self._disk = disk
+        self._form = StateForm.of(manifest.config.outer)
         self._number = 0
         self._shards: list[SavedState] = []
         self._unsynced = 0
@@ -109,7 +110,7 @@ class Draft:
         earlier = _numbers(disk, folder)
         self._number = earlier[0] + 1 if earlier else 1
         replace(disk, folder / MANIFEST, [self._manifest.encode()])
-        disk.write(self._part, [_header(Layout.of(self._manifest))])
+        disk.write(self._part, [_header(Layout.of(self._manifest), self._form)])
 
     def add(self, saved: SavedState, data: memoryview) -> None:
         """The next shard, as it travels.
@@ -118,7 +119,7 @@ class Draft:
             OSError: the disk is full.
             ValueError: it is not what its owner signed, and could not be read back.
         """
-        if digest_of(listed(data)) != proven_digest(self._manifest, saved):
+        if digest_of(self._form.listed(data)) != proven_digest(self._manifest, saved):
             raise ValueError(f"shard {saved.state.head.shard} does not have the digest that its owner signed")
         self._disk.append(self._part, data)
         self._shards.append(saved)
@@ -323,25 +324,28 @@ def _read(disk: Disk, folder: Path, number: int) -> Checkpoint:
     layout = Layout.of(manifest)
     if [proof.state.head.shard for proof in index.shards] != [s.shard for s in layout.shards]:
         raise ValueError("it does not have every shard once")
-    path, header = _tensors(folder, number), _header(layout)
+    form = StateForm.of(manifest.config.outer)
+    path, header = _tensors(folder, number), _header(layout, form)
     if disk.read(path, 0, len(header)) != header:
         raise ValueError("its tensors do not fit its manifest")
-    theta, momentum = torch.empty(layout.elements), torch.empty(layout.elements)
+    theta, momentum = torch.empty(layout.elements), torch.empty(layout.elements, dtype=form.momentum)
     for piece, proof in zip(layout.shards, index.shards, strict=True):
         span = slice(piece.start, piece.stop)
-        data = disk.read(path, len(header) + 8 * piece.start, 8 * piece.elements)
-        if digest_of(unpacked(data, theta[span], momentum[span])) != proven_digest(manifest, proof):
+        data = disk.read(path, len(header) + form.width * piece.start, form.width * piece.elements)
+        if digest_of(form.unpacked(data, theta[span], momentum[span])) != proven_digest(manifest, proof):
             raise ValueError(f"shard {piece.shard} does not have the digest that its owner signed")
     return Checkpoint(manifest=manifest, shards=index.shards, theta=theta, momentum=momentum)
 
 
-def _header(layout: Layout) -> bytes:
-    """Of a safetensors file with a tensor ``shard.N`` for each shard: float32 [2 * n], as it travels."""
+def _header(layout: Layout, form: StateForm) -> bytes:
+    """Of a safetensors file with a tensor ``shard.N`` for each shard, as it travels: float32 [2 * n], or bytes [6 * n]
+    where momentum has another type."""
+    dtype, size = ("F32", 4) if form.momentum == torch.float32 else ("U8", 1)
     entries = {
         f"shard.{piece.shard}": {
-            "dtype": "F32",
-            "shape": [2 * piece.elements],
-            "data_offsets": [8 * piece.start, 8 * piece.stop],
+            "dtype": dtype,
+            "shape": [form.width // size * piece.elements],
+            "data_offsets": [form.width * piece.start, form.width * piece.stop],
         }
         for piece in layout.shards
     }

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from p2pdiloco.peer.driver import Driver
-from p2pdiloco.peer.offers import CHUNK_BYTES, chunk_sizes, lineage_of
+from p2pdiloco.peer.offers import lineage_of
 from p2pdiloco.peer.shard_copy import CopyError, copied
 from p2pdiloco.protocol.identifiers import Digest, ShardId
 from p2pdiloco.protocol.manifest import Layout
@@ -48,7 +48,8 @@ class Donor:
         self._layout = layout
         self._driver = driver
         self._proof = proof
-        largest = 8 * max(shard.elements for shard in layout.shards)
+        self._form = driver.state.form
+        largest = self._form.width * max(shard.elements for shard in layout.shards)
         self._room = max(COPIES_LEAST_BYTES, COPIES_LEAST * largest)
         self._blocks = Blocks(limit_bytes=self._room)
         self._copies: OrderedDict[tuple[ShardId, Digest], _Copy] = OrderedDict()
@@ -77,11 +78,13 @@ class Donor:
         Raises:
             RequestRefused: this state, or this chunk of it, is not here.
         """
-        sizes = chunk_sizes(self._layout.shards[shard].elements) if shard < len(self._layout.shards) else []
+        known = shard < len(self._layout.shards)
+        sizes = self._form.chunk_sizes(self._layout.shards[shard].elements) if known else []
         if chunk >= len(sizes):
             raise RequestRefused(f"there is no chunk {chunk} of shard {shard}")
         if (found := self._find(shard, head)) is not None:
-            return found.data[CHUNK_BYTES * chunk : CHUNK_BYTES * (chunk + 1)]
+            size = self._form.chunk_bytes
+            return found.data[size * chunk : size * (chunk + 1)]
         data = self._blocks.take(sizes[chunk])
         at = await self._copy(shard, data, range(chunk, chunk + 1), lambda head, _: head)
         if at != head:
@@ -125,7 +128,7 @@ class Donor:
             raise
 
     async def _make(self, shard: ShardId) -> _Copy:
-        data = self._blocks.take(8 * self._layout.shards[shard].elements)
+        data = self._blocks.take(self._form.width * self._layout.shards[shard].elements)
 
         def prove(head: Digest, listed: bytes) -> StateOffer | None:
             proof = self._proof(shard)

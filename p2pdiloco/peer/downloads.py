@@ -21,15 +21,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor
-
 from p2pdiloco.peer.arrivals import Arrivals
 from p2pdiloco.peer.chunk_plan import Ask, ChunkPlan
 from p2pdiloco.peer.distrust import Distrust
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.inspection import Inspection
-from p2pdiloco.peer.offers import ancestors, checked_offer, chunk_sizes, is_listed
+from p2pdiloco.peer.offers import ancestors, checked_offer, is_listed
 from p2pdiloco.peer.signatures import UnknownMemberError
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId, digest_of
@@ -48,16 +45,18 @@ AHEAD_BYTES = 32 << 20
 AHEAD_MOST = 32
 """Shards, however small."""
 
-Fetched = tuple[StateOffer, Sequence[Tensor]]
+Fetched = tuple[StateOffer, Sequence[memoryview]]
+"""And the chunks as they travelled."""
 
 
 class _Download:
     """One shard on its way. ``done`` ends when it is whole, or in RequestError."""
 
-    def __init__(self, offer: StateOffer, elements: int) -> None:
+    def __init__(self, offer: StateOffer, sizes: Sequence[int]) -> None:
         self.offer = offer
-        self.sizes = chunk_sizes(elements)
-        self.chunks: list[Tensor | None] = [None] * len(self.sizes)
+        self.sizes = sizes
+        """Bytes of its chunks."""
+        self.chunks: list[memoryview | None] = [None] * len(self.sizes)
         self.missing = len(self.sizes)
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.last_error = "no donor is left"
@@ -137,7 +136,8 @@ class Downloads:
         """Begin what the machine will ask for next."""
         view = self._driver.machine.view
         self._ahead = {shard: future for shard, future in self._ahead.items() if view.head(shard) is None}
-        room = AHEAD_BYTES - sum(8 * self._layout.shards[shard].elements for shard in self._ahead)
+        width = self._driver.state.form.width
+        room = AHEAD_BYTES - width * sum(self._layout.shards[shard].elements for shard in self._ahead)
         for shard in view.unfetched():
             if shard in self._ahead:
                 continue
@@ -145,7 +145,7 @@ class Downloads:
                 return
             donors = [peer for peer in view.offering(shard) if not self._distrust.of(peer)]
             if donors:
-                room -= 8 * self._layout.shards[shard].elements
+                room -= width * self._layout.shards[shard].elements
                 future = self._ahead[shard] = asyncio.get_running_loop().create_future()
                 work = self._get_ahead(shard, donors[shard % len(donors)], future)
                 self._host.spawn(work, name=f"fetch {shard} ahead")
@@ -200,10 +200,11 @@ class Downloads:
             await self._inspection.ask_for_members(peer)
         return await self._host.work("checks", check)
 
-    async def _download(self, shard: ShardId, peer: PeerId, offer: StateOffer) -> Sequence[Tensor]:
+    async def _download(self, shard: ShardId, peer: PeerId, offer: StateOffer) -> Sequence[memoryview]:
         if shard in self._downloads:  # the machine fetches a shard once at a time
             raise RequestError("it is being fetched already")
-        download = self._downloads[shard] = _Download(offer, self._layout.shards[shard].elements)
+        sizes = self._driver.state.form.chunk_sizes(self._layout.shards[shard].elements)
+        download = self._downloads[shard] = _Download(offer, sizes)
         self._plan.begin(shard, download.sizes, peer)
         self._plan.add(peer)
         if self._looking is None:
@@ -283,7 +284,7 @@ class Downloads:
         chunk = ask.piece.chunk
         if download.chunks[chunk] is not None or download.done.done():
             return
-        download.chunks[chunk] = torch.frombuffer(data, dtype=torch.float32)
+        download.chunks[chunk] = data
         self._distrust.right(ask.donor, (download.head, chunk))
         download.missing -= 1
         self._arrivals.chunk(len(data))

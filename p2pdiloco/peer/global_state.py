@@ -25,6 +25,7 @@ from p2pdiloco.protocol.identifiers import Digest, LearnerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, Layout, OuterConfig, Shard
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.tensors import digests, ladder, merge, outer, quantizers
+from p2pdiloco.tensors.states import StateForm, as_bytes
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire import compression
 from p2pdiloco.wire.compression import Body
@@ -82,8 +83,8 @@ class _Staged(NamedTuple):
     """A fetched state, checked."""
 
     head: Digest
-    chunks: Sequence[Tensor]
-    """Of each the parameters, then the momentum."""
+    chunks: Sequence[memoryview]
+    """As they travel."""
     digests: bytes
 
 
@@ -91,13 +92,14 @@ class _Scratch:
     """Vectors that are used again and again: fresh memory costs more than the arithmetic in it. A chunk long, but for
     the one that holds a shard; not touched until they are needed."""
 
-    def __init__(self, largest_shard: int) -> None:
-        self.theta, self.momentum, self.gradient = (torch.empty(quantizers.CHUNK) for _ in range(3))
+    def __init__(self, largest_shard: int, momentum: torch.dtype) -> None:
+        self.theta, self.gradient = (torch.empty(quantizers.CHUNK) for _ in range(2))
+        self.momentum = torch.empty(quantizers.CHUNK, dtype=momentum)
         self.merged = torch.empty(largest_shard)
 
 
 class GlobalState:
-    """float32 vectors over all parameters, in the layout's flat order."""
+    """Vectors over all parameters, in the layout's flat order: float32, momentum in the run's own type."""
 
     def __init__(self, layout: Layout, outer_config: OuterConfig, codec: CodecConfig, vectors: SharedVectors) -> None:
         self.layout = layout
@@ -105,14 +107,15 @@ class GlobalState:
         self._up = ladder.fixed(codec.up, codec.up_step)
         self._down = ladder.fixed(codec.down, codec.down_step)
         self.theta = vectors.theta
-        self.momentum = torch.zeros_like(self.theta)
+        self.form = StateForm.of(outer_config)
+        self.momentum = self.form.still(layout.elements)
         self.shifts = ShiftQueue(layout, vectors)
         self.heads: list[Digest | None] = [None] * len(layout.shards)
         self.integrity = Integrity([quantizers.chunk_count(shard.elements) for shard in layout.shards])
         self._staged: dict[ShardId, _Staged] = {}
         self._prepared: dict[ShardId, _Prepared] = {}
         self._own: dict[ShardId, _Own] = {}
-        self._scratch = _Scratch(max(shard.elements for shard in layout.shards))
+        self._scratch = _Scratch(max(shard.elements for shard in layout.shards), self.form.momentum)
 
     def _range(self, vector: Tensor, shard: ShardId) -> Tensor:
         piece = self.layout.shards[shard]
@@ -148,11 +151,10 @@ class GlobalState:
             self.integrity.accept(shard, digests.digest_list(theta, momentum))
 
     def copy(
-        self, shard: ShardId, out: Tensor, chunks: range | None = None, *, is_checked: bool = True
+        self, shard: ShardId, out: memoryview, chunks: range | None = None, *, is_checked: bool = True
     ) -> tuple[Digest, bytes]:
-        """Put the shard's state into ``out`` as it travels: chunk by chunk, parameters, then momentum, float32 [2 * n]
-        (only ``chunks``, by default all); returns its head and the list of its digests. ``is_checked``: chunks that
-        nobody has looked at are compared with these.
+        """Put the shard's state into ``out`` as it travels (only ``chunks``, by default all); returns its head and the
+        list of its digests. ``is_checked``: chunks that nobody has looked at are compared with these.
 
         Raises:
             StaleBaseError: the shard has no state yet, or none that can be proved.
@@ -169,11 +171,12 @@ class GlobalState:
         spans, at = self._chunks(shard), 0
         for span in spans if chunks is None else spans[chunks.start : chunks.stop]:
             for vector in (self.theta[span], self.momentum[span]):
-                out[at : at + vector.numel()].copy_(vector)
-                at += vector.numel()
+                piece = as_bytes(vector)
+                out[at : at + piece.size] = piece.data
+                at += piece.size
         return head, self.integrity.digests[shard]
 
-    def stage(self, shard: ShardId, head: Digest, chunks: Sequence[Tensor], listed: bytes) -> None:
+    def stage(self, shard: ShardId, head: Digest, chunks: Sequence[memoryview], listed: bytes) -> None:
         """Keep a fetched state until it is installed: every chunk as it travels, checked against ``listed``."""
         self._staged[shard] = _Staged(head, chunks, listed)
 
@@ -276,7 +279,7 @@ class GlobalState:
     def _replace(self, shard: ShardId, state: _Staged, moves: Moves) -> Shifts:
         handover = self.shifts.begin(shard, moves, partial(self._bodies, shard))
         for span, chunk in zip(self._chunks(shard), state.chunks, strict=True):
-            current, (new, momentum) = self.theta[span], chunk.chunk(2)
+            current, (new, momentum) = self.theta[span], self.form.vectors(chunk)
             change = torch.sub(new, current, out=self._scratch.gradient[: new.numel()])
             current.copy_(new)
             self.momentum[span].copy_(momentum)
@@ -290,13 +293,13 @@ class GlobalState:
         may be in its parameters, too, and it takes the global ones."""
         is_known = True
         for number, (span, chunk) in enumerate(zip(self._chunks(shard), state.chunks, strict=True)):
-            theta, momentum = chunk.chunk(2)
+            theta, momentum = self.form.vectors(chunk)
             is_same = torch.equal(theta, self.theta[span]) and torch.equal(momentum, self.momentum[span])
             is_known = is_known and (is_same or self.integrity.is_verified(shard, number))
         if not is_known and self.shifts.learner is not None:
             return self._replace(shard, state, Moves(self.shifts.learner, (), (), is_reset=True))
         for span, chunk in zip(self._chunks(shard), state.chunks, strict=True):
-            theta, momentum = chunk.chunk(2)
+            theta, momentum = self.form.vectors(chunk)
             self.theta[span].copy_(theta)
             self.momentum[span].copy_(momentum)
         self._is_at(shard, state.head, state.digests)

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from p2pdiloco.peer.disk import Disk, replace, sweep
-from p2pdiloco.peer.offers import checked_offer, unpacked
+from p2pdiloco.peer.offers import checked_offer
 from p2pdiloco.protocol.identifiers import ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.files import LOCAL
+from p2pdiloco.tensors.states import StateForm
 from p2pdiloco.wire.bodies import StateOffer, StateProof, encode
 
 log = logs.get("node")
@@ -45,7 +46,7 @@ class Kept(NamedTuple):
     momentum: Tensor
 
 
-def keep(folder: Path, offer: StateOffer, chunks: Sequence[Tensor], disk: Disk = LOCAL) -> None:
+def keep(folder: Path, offer: StateOffer, chunks: Sequence[memoryview], disk: Disk = LOCAL) -> None:
     """Write one shard; chunks as they travel.
 
     Raises:
@@ -53,7 +54,7 @@ def keep(folder: Path, offer: StateOffer, chunks: Sequence[Tensor], disk: Disk =
     """
     path, head = folder / f"shard-{offer.proof.state.head.shard:08d}{SUFFIX}", encode(offer)
     parts = (len(head).to_bytes(LENGTH_BYTES, "big"), head)
-    replace(disk, path, chain(parts, (chunk.numpy().data.cast("B") for chunk in chunks)), is_durable=False)
+    replace(disk, path, chain(parts, chunks), is_durable=False)
 
 
 def clear(folder: Path, disk: Disk = LOCAL) -> None:
@@ -64,7 +65,8 @@ def clear(folder: Path, disk: Disk = LOCAL) -> None:
 def load(folder: Path, manifest: Manifest, disk: Disk = LOCAL) -> Kept | None:
     """What can be used of the files in ``folder``; None if nothing can."""
     layout, proofs = Layout.of(manifest), []
-    theta, momentum = torch.zeros(layout.elements), torch.zeros(layout.elements)
+    theta = torch.zeros(layout.elements)
+    momentum = StateForm.of(manifest.config.outer).still(layout.elements)
     sweep(disk, folder)
     for name in disk.names(folder):
         if not (name.startswith("shard-") and name.endswith(SUFFIX)):
@@ -91,6 +93,7 @@ def _read(name: str, data: bytes, manifest: Manifest, layout: Layout, theta: Ten
     at = LENGTH_BYTES + int.from_bytes(view[:LENGTH_BYTES], "big")
     offer = checked_offer(manifest, layout, shard, bytes(view[LENGTH_BYTES:at]))
     span = slice(piece.start, piece.stop)
-    if unpacked(view[at:], theta[span], momentum[span]) != offer.digests:
+    form = StateForm.of(manifest.config.outer)
+    if form.unpacked(view[at:], theta[span], momentum[span]) != offer.digests:
         raise ValueError("it is not what its owner signed")
     return offer.proof

@@ -1,7 +1,7 @@
 """What a donor offers of a shard, and how it is checked.
 
-One signature proves the list of its chunks' digests, one digest proves each chunk. A chunk travels as its parameters
-followed by its momentum, float32, little-endian.
+One signature proves the list of its chunks' digests, one digest proves each chunk. How it lies in bytes:
+``tensors/states.py``.
 
 Everything here is pure; what it is given comes from other peers, or from a disk.
 """
@@ -10,25 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-from torch import Tensor
-
 from p2pdiloco.peer.proofs import check_lineage, proven_digest
 from p2pdiloco.peer.signatures import OPEN, Register
 from p2pdiloco.protocol.identifiers import DIGEST_BYTES, Digest, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import CommitHeader, commit_id
 from p2pdiloco.tensors.digests import list_bytes
-from p2pdiloco.tensors.recipes import CHUNK
 from p2pdiloco.wire.bodies import LINEAGE_BYTES, MAX_LINEAGE, SignedCommit, StateOffer, StateProof, decode_as, encode
-
-CHUNK_BYTES = 8 * CHUNK
-"""Of every chunk but a shard's last."""
-
-
-def chunk_sizes(elements: int) -> list[int]:
-    """Bytes of the chunks of a shard of ``elements`` parameters."""
-    return [8 * min(CHUNK, elements - start) for start in range(0, elements, CHUNK)]
 
 
 def is_listed(offer: StateOffer, chunk: int, data: bytes | bytearray | memoryview) -> bool:
@@ -83,31 +71,3 @@ def lineage_of(commits: Iterable[tuple[CommitHeader, bytes] | None]) -> tuple[Si
             break
         found.append(SignedCommit(*commit))
     return tuple(reversed(found))
-
-
-def packed(theta: Tensor, momentum: Tensor) -> memoryview:
-    """A shard's whole state, both float32 [n], as it travels."""
-    cuts = (slice(start, start + CHUNK) for start in range(0, theta.numel(), CHUNK))
-    return np.concatenate([v[cut].numpy() for cut in cuts for v in (theta, momentum)]).data.cast("B")
-
-
-def listed(data: bytes | memoryview) -> bytes:
-    """The list of the digests of a shard's whole state, as it travels."""
-    view = memoryview(data)
-    cuts = (view[at : at + CHUNK_BYTES] for at in range(0, len(view), CHUNK_BYTES))
-    return b"".join(bytes.fromhex(digest_of(cut)) for cut in cuts)
-
-
-def unpacked(data: bytes | memoryview, theta: Tensor, momentum: Tensor) -> bytes:
-    """Put a shard's whole state, as it travels, into ``theta`` and ``momentum``, float32 [n]; the list of its digests.
-
-    Raises:
-        ValueError: it has another size.
-    """
-    if len(data) != 8 * theta.numel():
-        raise ValueError(f"it has {len(data)} bytes, not {8 * theta.numel()}")
-    values, new, moved = np.frombuffer(data, np.float32), theta.numpy(), momentum.numpy()
-    for start in range(0, theta.numel(), CHUNK):
-        span = slice(start, min(start + CHUNK, theta.numel()))
-        new[span], moved[span] = np.split(values[2 * span.start : 2 * span.stop], 2)
-    return listed(data)

@@ -165,7 +165,7 @@ class Peer:
         store = PayloadStore(host, options)
         self.driver = Driver(self.machine, self.state, identity, host, self, codecs, standing, own, store)
         self.inspection = Inspection(self.driver, standing)
-        self._arrivals = Arrivals(self.layout, options.folder / INCOMING, metrics, host)
+        self._arrivals = Arrivals(self.layout, self.state.form.width, options.folder / INCOMING, metrics, host)
         self._downloads = Downloads(manifest, self.layout, self.driver, self.inspection, self._arrivals, self.fault)
         self._respondent = Respondent(manifest, self.driver, status, standing)
         self.supervision = Supervision(

@@ -33,8 +33,8 @@ log = logs.get("node")
 TRIES = 20
 """Copies of a shard that may fall between its new state and the machine's word of it before a checkpoint is skipped."""
 LOOK_S = 0.2
-STATE_BYTES = 8
-"""A parameter's in a checkpoint; so much again, or less, is what the learner writes of its own."""
+LEARNER_BYTES = 8
+"""A parameter's, that the learner writes of its own, or less."""
 DAY_S = 86400.0
 LONGEST_S = 3600.0
 """Between two checkpoints, whatever they may write."""
@@ -81,7 +81,7 @@ class Saver:
         wanted_s, rest_s = every_s, 0.0
         while True:
             left = rest_of(bytes_per_day, also_written(), self._host.now() - started_at)
-            least_s = shortest_s(self._layout.elements, left)
+            least_s = shortest_s(self._layout.elements, self._driver.state.form.width, left)
             every_s = max(wanted_s, least_s)
             await self._host.sleep(max(LOOK_S, least_s, min(rest_s, every_s)))
             began = self._host.now()
@@ -132,9 +132,10 @@ class Saver:
             OSError, ValueError: as ``Draft`` does.
         """
         await self._host.work("disk", draft.begin)
-        room = memoryview(bytearray(STATE_BYTES * max(piece.elements for piece in self._layout.shards)))
+        width = self._driver.state.form.width
+        room = memoryview(bytearray(width * max(piece.elements for piece in self._layout.shards)))
         for piece in self._layout.shards:
-            data = room[: STATE_BYTES * piece.elements]
+            data = room[: width * piece.elements]
             saved = await self._copied(piece.shard, data)
             await self._host.work("disk", partial(draft.add, saved, data))
         await self._host.work("disk", partial(draft.finish, keep=self._keep))
@@ -161,12 +162,12 @@ class Saver:
         return SavedState(proof.state, proof.header, proof.signature, lineage)
 
 
-def shortest_s(elements: int, bytes_per_day: float | None) -> float:
-    """Between two checkpoints of a model of ``elements`` parameters, and as many savings of its learner, so that both
-    together write no more than that."""
+def shortest_s(elements: int, width: int, bytes_per_day: float | None) -> float:
+    """Between two checkpoints of a model of ``elements`` parameters of ``width`` bytes each, and as many savings of its
+    learner, so that both together write no more than that."""
     if bytes_per_day is None:
         return 0.0
-    return min(LONGEST_S, 2 * STATE_BYTES * elements * DAY_S / bytes_per_day)
+    return min(LONGEST_S, (width + LEARNER_BYTES) * elements * DAY_S / bytes_per_day)
 
 
 def rest_of(bytes_per_day: float | None, written: int, seconds: float) -> float | None:

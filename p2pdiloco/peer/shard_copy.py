@@ -10,8 +10,6 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
-
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.host import within
 from p2pdiloco.peer.integrity import SpoiltStateError
@@ -53,8 +51,7 @@ async def copied(
         if not found.done():
             found.set_exception(CopyError(str(error)))
 
-    out = torch.frombuffer(data, dtype=torch.float32)
-    driver.job(lambda: driver.state.copy(shard, out, chunks, is_checked=is_checked), take, refuse)
+    driver.job(lambda: driver.state.copy(shard, data, chunks, is_checked=is_checked), take, refuse)
     try:
         return await within(driver.host, found, COPY_S)
     except TimeoutError:

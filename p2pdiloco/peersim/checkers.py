@@ -29,6 +29,8 @@ from p2pdiloco.protocol.messages import CommitHeader, Contribution
 from p2pdiloco.runtime.identity import verify
 from p2pdiloco.tensors import quantizers
 from p2pdiloco.tensors.digests import state_digest
+from p2pdiloco.tensors.outer import carry
+from p2pdiloco.tensors.states import StateForm
 from p2pdiloco.wire import compression
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ class Checks:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self._form = StateForm.of(world.manifest.config.outer)
         self.violations: list[str] = []
         self.values: dict[tuple[ShardId, Digest], Value] = {}
         self.given: dict[tuple[ShardId, LearnerId, int, int, Digest], Given] = {}
@@ -131,7 +134,10 @@ class Checks:
     def _tensors(self, peer: Peer, shard: ShardId) -> tuple[Vector, Vector]:
         piece = self.world.layout.shards[shard]
         span = slice(piece.start, piece.stop)
-        return peer.state.theta[span].numpy(), peer.state.momentum[span].numpy()
+        return peer.state.theta[span].numpy(), peer.state.momentum[span].float().numpy()
+
+    def _digest(self, theta: Vector, momentum: Vector) -> Digest:
+        return state_digest(torch.from_numpy(theta), torch.from_numpy(momentum).to(self._form.momentum))
 
     def _applied(self, peer: Peer, shard: ShardId, head: Digest) -> None:
         chain = peer.machine.core.chains[shard]
@@ -152,7 +158,7 @@ class Checks:
         if not (np.array_equal(theta, known.theta) and np.array_equal(momentum, known.momentum)):
             if peer.config.peer in self.spoilt:
                 return
-            if known.owner in self.spoilt and state_digest(*map(torch.from_numpy, (theta, momentum))) == known.result:
+            if known.owner in self.spoilt and self._digest(theta, momentum) == known.result:
                 self.values[shard, head] = known._replace(theta=theta.copy(), momentum=momentum.copy())
             elif known.owner not in self.spoilt or not self._is_near(known, theta, momentum):
                 self.violated(1, f"{who} has other parameters or momentum than this head stands for")
@@ -206,8 +212,13 @@ class Checks:
         age = 1.0 - outer.momentum ** (header.version + 1) if outer.bias_correction is True else 1.0
         rate, factor = np.float32(outer.learning_rate / age), np.float32(outer.momentum)
         momentum = parent.momentum * factor + change
-        theta = parent.theta - rate * (change + factor * momentum)
-        return self._is_near(value, theta, momentum)
+        step = momentum * factor + change
+        if self._form.momentum == torch.bfloat16:
+            bits = momentum.view(np.uint32)
+            kept = ((bits + ((bits >> 16) & 1) + 0x7FFF) & 0xFFFF0000).view(np.float32)
+            step += (momentum - kept) * np.float32(carry(outer.momentum))
+            momentum = kept
+        return self._is_near(value, parent.theta - rate * step, momentum)
 
     def _is_near(self, value: Value, theta: NDArray[Any], momentum: NDArray[Any]) -> bool:
         return np.allclose(theta, value.theta, atol=1e-4) and np.allclose(momentum, value.momentum, atol=1e-4)

@@ -141,8 +141,8 @@ def flip_state(world: World, fault: Fault) -> bool:
     world.checks.spoilt.add(fault.peer)
     vector = world.random.choice((host.peer.state.theta, host.peer.state.momentum))
     element, bit = world.random.randrange(vector.numel()), world.random.randrange(31)
-    whole = vector.view(torch.int32)
-    whole[element] ^= 1 << bit
+    whole = vector.view(torch.int32 if vector.itemsize == 4 else torch.int16)
+    whole[element] ^= 1 << bit % (8 * vector.itemsize - 1)
     return True
 
 

@@ -51,6 +51,7 @@ def draw(seed: int) -> tuple[WorldSetting, Random]:
             bias_correction=seed % 3 > 0,
             merge=random.choice(("rda", "direct")),
             adopt="overwrite" if random.random() < 0.08 else "carry",
+            momentum_type="bfloat16" if seed // 2 % 2 else "float32",
         ),
         codec=CodecConfig() if random.random() < 0.15 else CodecConfig(up="bf16", down="bf16"),
         steps=sync_every * random.choice((4, 8, 16)),

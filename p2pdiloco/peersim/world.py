@@ -49,6 +49,7 @@ from p2pdiloco.protocol.manifest import (
 )
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.tensors.digests import state_digest
+from p2pdiloco.tensors.states import StateForm
 from p2pdiloco.wire.bodies import PeerStatus, StateProof
 
 FOLDER = Path("/peer")
@@ -347,7 +348,7 @@ def founded(seed: int, setting: WorldSetting) -> tuple[Manifest, torch.Tensor]:
     )
     layout = make_layout(tensors, setting.schedule.fragments, CHUNKS_A_SHARD * CHUNK, setting.outer.merge)
     theta = torch.zeros(layout.elements)
-    zero = torch.zeros(layout.elements)
+    zero = StateForm.of(setting.outer).still(layout.elements)
     genesis = tuple(state_digest(theta[s.start : s.stop], zero[s.start : s.stop]) for s in layout.shards)
     blocks = BlockSpec(number=setting.blocks, samples=16, data=Digest("d" * 40)) if setting.blocks else BlockSpec()
     manifest = Manifest(founder=PeerId("founder"), config=config, tensors=tensors, genesis=genesis, blocks=blocks)

@@ -9,17 +9,25 @@ from typing import Final, Literal
 import msgspec
 from msgspec import UNSET
 
-from p2pdiloco.protocol.manifest import ModelConfig, OuterConfig, RunConfig, ScheduleConfig
+from p2pdiloco.protocol.manifest import ModelConfig, MomentumType, OuterConfig, RunConfig, ScheduleConfig
 
 OLD_LOG_LENGTH: Final = 32
 OLD_HEARTBEAT_S: Final = 1.0
+OLD_MOMENTUM_TYPE: Final = "float32"
+LONG_MOMENTUM: Final = 0.99
+"""Beyond it what bfloat16 rounds off, which goes to the parameters at once (``tensors/outer.py``), is more than a fifth
+of a step."""
 LOG_STEPS: Final = 768
 """Steps of a fork that heals without loss: at any H as many as 32 versions have at the default H of 24."""
 MOST_LOGGED: Final = 1 << 18
 """Commits in all logs of a peer: about 1 kB each."""
 
 
-PARTS: Final = {"inner": ("optimizer",), "schedule": ("heartbeat_s", "log_length"), "outer": ("bias_correction",)}
+PARTS: Final = {
+    "inner": ("optimizer",),
+    "schedule": ("heartbeat_s", "log_length"),
+    "outer": ("bias_correction", "momentum_type"),
+}
 """The settings that are filled in."""
 ENOUGH_TURNS: Final = 40
 """Turns of a fragment in a run, below which its founder is warned; docs/quality.md has the figures."""
@@ -56,6 +64,9 @@ def completed(config: RunConfig, shards: int) -> RunConfig:
     outer = config.outer
     if outer.bias_correction is UNSET:
         outer = msgspec.structs.replace(outer, bias_correction=is_bias_corrected(outer))
+    if outer.momentum_type is UNSET:
+        kept: MomentumType = "bfloat16" if outer.momentum <= LONG_MOMENTUM else "float32"
+        outer = msgspec.structs.replace(outer, momentum_type=kept)
     return msgspec.structs.replace(config, inner=inner, schedule=filled, outer=outer)
 
 
@@ -85,6 +96,11 @@ def few_turns(config: RunConfig) -> str:
         f"a run of {inner.steps} steps has {turns} turns of {schedule.sync_every} steps, and learns less than one of "
         f"{ENOUGH_TURNS} would: {remedy}inner.steps = {ENOUGH_TURNS * schedule.sync_every} has as many"
     )
+
+
+def momentum_type(outer: OuterConfig) -> MomentumType:
+    """A run's, whichever release has founded it."""
+    return OLD_MOMENTUM_TYPE if outer.momentum_type is UNSET else outer.momentum_type
 
 
 def heartbeat_s(schedule: ScheduleConfig) -> float:

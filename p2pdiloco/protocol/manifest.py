@@ -39,6 +39,7 @@ CodecChoice = Literal["auto", "int4", "int8", "bf16", "int2", "e3m0"]
 Coarsest = Literal["bf16", "int8", "int4", "int4-coarse", "int2"]
 Step = Annotated[float, Meta(ge=0.0, le=16.0)]
 MergeRule = Literal["rda", "direct"]
+MomentumType = Literal["float32", "bfloat16"]
 Access = Literal["open", "invite", "list"]
 
 
@@ -166,6 +167,9 @@ class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     bias_correction: bool | UnsetType = UNSET
     """Momentum begins at 0, so that without it the first turns go less far: the rate of a shard's version v is divided
     by 1 - momentum^(v + 1). Left out: where rate / (1 - momentum) is at most 2 (``protocol/defaults.py``)."""
+    momentum_type: MomentumType | UnsetType = UNSET
+    """What momentum is kept in, on every peer: bfloat16 takes 2 of 4 bytes a parameter of memory, disk and downloads.
+    Left out: bfloat16, but float32 with a momentum above 0.99."""
     merge: MergeRule = "rda"
     """Radial-directional averaging, or the direct mean. Embeddings always use the direct mean."""
     adopt: Literal["carry", "overwrite"] = "carry"

@@ -9,7 +9,68 @@ _STORE = "p2pdiloco.peer.payload_store"
 _QUEUE_TESTS = "tests/unit/test_peer_shift_queue.py"
 _STORE_TESTS = "tests/unit/test_peer_payload_store.py"
 
+_OUTER_TESTS = "tests/unit/test_tensors_outer.py"
+_FORM_TESTS = "tests/unit/test_tensors_states.py"
+_DEFAULT_TESTS = "tests/unit/test_protocol_defaults.py"
+
 BUGS = (
+    # -- momentum in two bytes -----------------------------------------------------------------------------------------
+    Bug(
+        name="what rounding takes off the momentum is lost",
+        module="p2pdiloco.tensors.outer",
+        old="return momentum_factor * momentum_factor / (1.0 - momentum_factor)",
+        new="return 0.0",
+        harm="small gradients are lost in a large momentum",
+        killed_by=(f"{_OUTER_TESTS}::test_where_parameters_end_does_not_depend_on_what_momentum_is_kept_in",),
+    ),
+    Bug(
+        name="momentum is cut to bfloat16, not rounded",
+        module="p2pdiloco.tensors.outer",
+        old="copy_((bits + odd + 0x7FFF) >> 16)",
+        new="copy_(bits >> 16)",
+        harm="peers without numba have other bits, and are refused",
+        killed_by=(f"{_OUTER_TESTS}::test_kernel_and_torch_give_the_same_bits_and_the_change",),
+    ),
+    Bug(
+        name="ties of a momentum go up",
+        module="p2pdiloco.tensors.outer",
+        old="odd = (bits >> 16) & 1",
+        new="odd = 1",
+        harm="peers without numba have other bits, and are refused",
+        killed_by=(f"{_OUTER_TESTS}::test_rounding_to_bfloat16_is_that_of_torch_also_at_ties_and_at_the_ends",),
+    ),
+    Bug(
+        name="an int4 body's step keeps the momentum as it was",
+        module="p2pdiloco.tensors.outer",
+        old="return _NOWHERE, _bits(momentum)",
+        new="return _NOWHERE, _bits(momentum.clone())",
+        harm="a peer's next commits give another state than everybody else's",
+        killed_by=(f"{_OUTER_TESTS}::test_a_body_is_taken_and_looked_at_with_the_same_bits",),
+    ),
+    Bug(
+        name="a run of an earlier release keeps its momentum in two bytes",
+        module="p2pdiloco.protocol.defaults",
+        old='OLD_MOMENTUM_TYPE: Final = "float32"',
+        new='OLD_MOMENTUM_TYPE: Final = "bfloat16"',
+        harm="peers of both releases refuse each other's commits",
+        killed_by=(f"{_DEFAULT_TESTS}::test_a_manifest_of_an_older_release_is_taken_and_keeps_its_name",),
+    ),
+    Bug(
+        name="a long momentum is kept in two bytes",
+        module="p2pdiloco.protocol.defaults",
+        old='"bfloat16" if outer.momentum <= LONG_MOMENTUM else "float32"',
+        new='"bfloat16"',
+        harm="steps are noise",
+        killed_by=(f"{_DEFAULT_TESTS}::test_momentum_is_kept_in_two_bytes_unless_it_is_long_or_the_founder_says_so",),
+    ),
+    Bug(
+        name="a chunk is cut in its middle whatever momentum is kept in",
+        module="p2pdiloco.tensors.states",
+        old="cut = len(chunk) // self.width * THETA_BYTES",
+        new="cut = len(chunk) // 2",
+        harm="a newcomer's state is noise",
+        killed_by=(f"{_FORM_TESTS}::test_what_was_packed_comes_back_with_the_digests_of_its_chunks",),
+    ),
     # -- shifts and snapshots ------------------------------------------------------------------------------------------
     Bug(
         name="memory in use goes as soon as anybody rests",

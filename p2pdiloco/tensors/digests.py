@@ -1,7 +1,7 @@
 """The digest of a shard's state, chunk by chunk.
 
-A shard's state is cut into chunks of 256 Ki parameters, as its payloads are. A chunk's digest is that of its float32
-parameters followed by its float32 outer momentum (little-endian). The list of a shard is its chunks' digests, 20 bytes
+A shard's state is cut into chunks of 256 Ki parameters, as its payloads are. A chunk's digest is that of its parameters
+followed by its outer momentum, as they lie in bytes (``states``). The list of a shard is its chunks' digests, 20 bytes
 each, one after the other; the digest of that list is the state's (a commit's ``result``).
 
 Rules of this file:
@@ -14,12 +14,13 @@ Rules of this file:
 
 from __future__ import annotations
 
-from typing import Final, cast
+from typing import Final
 
 from torch import Tensor
 
 from p2pdiloco.protocol.identifiers import DIGEST_BYTES, Digest, digest_of
 from p2pdiloco.tensors.recipes import CHUNK
+from p2pdiloco.tensors.states import as_bytes
 
 CYCLE: Final = 8
 """Versions in which every chunk is checked at least once."""
@@ -31,24 +32,23 @@ def list_bytes(elements: int) -> int:
 
 
 def chunk_digest(theta: Tensor, momentum: Tensor) -> bytes:
-    """The digest of one chunk, both float32 [at most 256 Ki]. Nothing is copied on a little-endian machine; the hash
-    runs without the GIL."""
-    return bytes.fromhex(digest_of(_little_endian(theta), _little_endian(momentum)))
+    """The digest of one chunk, both [at most 256 Ki]. Nothing is copied; the hash runs without the GIL."""
+    return bytes.fromhex(digest_of(as_bytes(theta).data, as_bytes(momentum).data))
 
 
 def digest_list(theta: Tensor, momentum: Tensor) -> bytes:
-    """The list of a shard's state, both float32 [n]."""
+    """The list of a shard's state, both [n]."""
     starts = range(0, theta.numel(), CHUNK)
     return b"".join(chunk_digest(theta[at : at + CHUNK], momentum[at : at + CHUNK]) for at in starts)
 
 
 def state_digest(theta: Tensor, momentum: Tensor) -> Digest:
-    """The digest of a shard's state, both float32 [n]."""
+    """The digest of a shard's state, both [n]."""
     return digest_of(digest_list(theta, momentum))
 
 
 def is_chunk(digests: bytes, index: int, theta: Tensor, momentum: Tensor) -> bool:
-    """Whether ``digests`` lists this state, float32 [at most 256 Ki], as chunk ``index``."""
+    """Whether ``digests`` lists this state, [at most 256 Ki], as chunk ``index``."""
     return chunk_digest(theta, momentum) == digests[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)]
 
 
@@ -57,8 +57,3 @@ def sample(elements: int, version: int) -> range:
     chunks = -(-elements // CHUNK)
     stride = max(1, min(CYCLE, chunks))
     return range(-version % stride, chunks, stride)
-
-
-def _little_endian(vector: Tensor) -> bytes:
-    array = vector.detach().contiguous().numpy().astype("<f4", copy=False)
-    return cast(bytes, array.data.cast("B"))  # a contiguous memoryview of bytes, which is all that a hash asks for

@@ -1,4 +1,5 @@
-"""int4 and the outer step in one pass over memory, where numba is installed (``pip install p2pdiloco[fast]``).
+"""int4 in one pass over memory, where numba is installed (``pip install p2pdiloco[fast]``); the outer step with it is
+in ``step_kernels``.
 
 Rules of this file:
 1. What all peers must compute alike has the bits of the torch path, which stays the reference: elementwise IEEE
@@ -35,7 +36,7 @@ cache, and what a loop costs to begin does not count."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _compiled(signature: str, *, fastmath: set[str] | bool = False) -> Callable[[F], F]:
+def compiled(signature: str, *, fastmath: set[str] | bool = False) -> Callable[[F], F]:
     """``bytes_`` and ``symbols_`` in ``signature`` are vectors that may be read-only."""
     if numba is None:
         return lambda function: function
@@ -53,7 +54,7 @@ def _compiled(signature: str, *, fastmath: set[str] | bool = False) -> Callable[
 # ---------------------------------------------------------------------------------------------------------- encoding
 
 
-@_compiled("float32(float32[::1])", fastmath={"reassoc", "nsz"})
+@compiled("float32(float32[::1])", fastmath={"reassoc", "nsz"})
 def _squares(x: NDArray[np.float32]) -> np.float32:
     total = np.float32(0.0)
     for i in range(x.size):
@@ -61,7 +62,7 @@ def _squares(x: NDArray[np.float32]) -> np.float32:
     return total
 
 
-@_compiled("float64(float32[::1])", fastmath={"reassoc", "nsz"})
+@compiled("float64(float32[::1])", fastmath={"reassoc", "nsz"})
 def squares(x: NDArray[np.float32]) -> float:
     """The sum of the squares, in float64."""
     total = 0.0
@@ -70,7 +71,7 @@ def squares(x: NDArray[np.float32]) -> float:
     return total
 
 
-@_compiled("int32(int32[::1])")
+@compiled("int32(int32[::1])")
 def _largest(bits: NDArray[np.int32]) -> np.int32:
     """Of absolute values, by their bits; those of infinity and NaN are the largest."""
     found = np.int32(0)
@@ -80,14 +81,14 @@ def _largest(bits: NDArray[np.int32]) -> np.int32:
     return found
 
 
-@_compiled("int32(int32)")
-def _to_bfloat16(bits: np.int32) -> np.int32:
-    """The bits of a positive float32, rounded to the nearest bfloat16 (ties to even), still as a float32."""
+@compiled("int32(int32)")
+def to_bfloat16(bits: np.int32) -> np.int32:
+    """The bits of a float32, rounded to the nearest bfloat16 (ties to even), still as a float32."""
     odd = np.int32(np.int32(bits >> np.int32(16)) & np.int32(1))
     return np.int32(np.int32(bits + np.int32(np.int32(0x7FFF) + odd)) & np.int32(-65536))
 
 
-@_compiled(
+@compiled(
     "boolean(float32[::1], int32[::1], int64, float32, float32, float32, float32, float32, float32[::1], int32[::1])"
 )
 def scale_int4(
@@ -117,25 +118,25 @@ def scale_int4(
         if piece.size < block:
             by_norm = np.float32(step / math.sqrt(piece.size))
         scales[b] = norm * by_norm
-        scale_bits[b] = _to_bfloat16(scale_bits[b])
+        scale_bits[b] = to_bfloat16(scale_bits[b])
         rounded = scales[b]
         scale_bits[b] = _largest(bits[b * block : (b + 1) * block])
         if scales[b] * step > tail * rounded:
             scales[b] /= largest
-            scale_bits[b] = _to_bfloat16(scale_bits[b])
+            scale_bits[b] = to_bfloat16(scale_bits[b])
         else:
             scales[b] = rounded
     return True
 
 
-@_compiled("void(int32[::1], uint16[::1])")
+@compiled("void(int32[::1], uint16[::1])")
 def narrow_scales(scale_bits: NDArray[np.int32], narrow: NDArray[np.uint16]) -> None:
     """float32 scales that are bfloat16 already, as such."""
     for i in range(narrow.size):
         narrow[i] = np.uint16(scale_bits[i] >> np.int32(16))
 
 
-@_compiled("void(float32[::1], float32[::1], float32, float32, float32, uint8[::1])")
+@compiled("void(float32[::1], float32[::1], float32, float32, float32, uint8[::1])")
 def _pack(
     x: NDArray[np.float32],
     y: NDArray[np.float32],
@@ -155,7 +156,7 @@ def _pack(
         packed[i] = np.uint8(np.int32(low | np.int32(np.int32(np.rint(w)) << np.int32(4))))
 
 
-@_compiled("void(float32[::1], float32[::1], int64, float32, uint8[::1])")
+@compiled("void(float32[::1], float32[::1], int64, float32, uint8[::1])")
 def pack_int4(
     x: NDArray[np.float32], scales: NDArray[np.float32], block: int, largest: float, packed: NDArray[np.uint8]
 ) -> None:
@@ -178,7 +179,7 @@ def pack_int4(
 # ---------------------------------------------------------------------------------------------------------- decoding
 
 
-@_compiled("boolean(bytes_, int32[::1], int32)")
+@compiled("boolean(bytes_, int32[::1], int32)")
 def widen_scales(raw: NDArray[np.uint8], scale_bits: NDArray[np.int32], largest: int) -> bool:
     """bfloat16 scales (little-endian, anywhere in memory) to float32. False: one is negative, or its bits are more than
     ``largest``."""
@@ -190,7 +191,7 @@ def widen_scales(raw: NDArray[np.uint8], scale_bits: NDArray[np.int32], largest:
     return bool(worst <= largest)
 
 
-@_compiled("void(symbols_, boolean, float32[::1])")
+@compiled("void(symbols_, boolean, float32[::1])")
 def _symbols(packed: NDArray[np.int8], is_high: bool, out: NDArray[np.float32]) -> None:
     if is_high:
         for i in range(out.size):
@@ -200,14 +201,14 @@ def _symbols(packed: NDArray[np.int8], is_high: bool, out: NDArray[np.float32]) 
             out[i] = np.float32(np.int32(np.int32(np.int32(packed[i]) << np.int32(28)) >> np.int32(28)))
 
 
-@_compiled("void(float32[::1], float32)")
+@compiled("void(float32[::1], float32)")
 def _multiply(x: NDArray[np.float32], factor: float) -> None:
     for i in range(x.size):
         x[i] *= factor
 
 
-@_compiled("void(symbols_, boolean, float32[::1], int64, int64, float32[::1])")
-def _values(
+@compiled("void(symbols_, boolean, float32[::1], int64, int64, float32[::1])")
+def unpacked(
     packed: NDArray[np.int8],
     is_high: bool,
     scales: NDArray[np.float32],
@@ -223,7 +224,7 @@ def _values(
         h += 1
 
 
-@_compiled("void(symbols_, float32[::1], int64, float32[::1])")
+@compiled("void(symbols_, float32[::1], int64, float32[::1])")
 def unpack_int4(packed: NDArray[np.int8], scales: NDArray[np.float32], block: int, out: NDArray[np.float32]) -> None:
     """``out`` = symbol * scale."""
     half = block // 2
@@ -232,16 +233,16 @@ def unpack_int4(packed: NDArray[np.int8], scales: NDArray[np.float32], block: in
         for at in range(0, packed.size, run):
             begin = side * packed.size + at
             end = begin + packed[at : at + run].size
-            _values(packed[at : at + run], side == 1, scales, begin // half, half, out[begin:end])
+            unpacked(packed[at : at + run], side == 1, scales, begin // half, half, out[begin:end])
 
 
-@_compiled("void(float32[::1], float32[::1], float32)")
+@compiled("void(float32[::1], float32[::1], float32)")
 def _add_times(out: NDArray[np.float32], x: NDArray[np.float32], factor: float) -> None:
     for i in range(out.size):
         out[i] += x[i] * factor
 
 
-@_compiled("void(symbols_, float32[::1], int64, float32, float32[::1])")
+@compiled("void(symbols_, float32[::1], int64, float32, float32[::1])")
 def add_int4(
     packed: NDArray[np.int8], scales: NDArray[np.float32], block: int, factor: float, out: NDArray[np.float32]
 ) -> None:
@@ -254,11 +255,11 @@ def add_int4(
             begin = side * packed.size + at
             to = out[begin : begin + packed[at : at + run].size]
             values = room[: to.size]
-            _values(packed[at : at + run], side == 1, scales, begin // half, half, values)
+            unpacked(packed[at : at + run], side == 1, scales, begin // half, half, values)
             _add_times(to, values, factor)
 
 
-@_compiled("void(symbols_, int64, int32[::1])")
+@compiled("void(symbols_, int64, int32[::1])")
 def square_int4(packed: NDArray[np.int8], block: int, sums: NDArray[np.int32]) -> None:
     """``sums`` [blocks] = the sums of the blocks' squared symbols."""
     blocks, half = sums.size, block // 2
@@ -274,124 +275,3 @@ def square_int4(packed: NDArray[np.int8], block: int, sums: NDArray[np.int32]) -
             low_sum = np.int32(low_sum + np.int32(low * low))
         sums[h // 2] += low_sum
         sums[(blocks + h) // 2] += high_sum
-
-
-# -------------------------------------------------------------------------------------------------------- outer step
-
-
-@_compiled("void(float32[::1], float32[::1], float32[::1], float32, float32)")
-def outer_step(
-    theta: NDArray[np.float32],
-    momentum: NDArray[np.float32],
-    gradient: NDArray[np.float32],
-    learning_rate: float,
-    momentum_factor: float,
-) -> None:
-    """See ``outer``: ``gradient`` becomes new - old ``theta``."""
-    for i in range(theta.size):
-        m = momentum[i] * momentum_factor + gradient[i]
-        momentum[i] = m
-        t = theta[i]
-        new = t - (m * momentum_factor + gradient[i]) * learning_rate
-        theta[i] = new
-        gradient[i] = new - t
-
-
-@_compiled("void(float32[::1], float32[::1], float32[::1], float32[::1], float32[::1], float32, float32)")
-def _step_aside(
-    theta: NDArray[np.float32],
-    momentum: NDArray[np.float32],
-    gradient: NDArray[np.float32],
-    new_theta: NDArray[np.float32],
-    new_momentum: NDArray[np.float32],
-    learning_rate: float,
-    momentum_factor: float,
-) -> None:
-    for i in range(theta.size):
-        m = momentum[i] * momentum_factor + gradient[i]
-        new_momentum[i] = m
-        new_theta[i] = theta[i] - (m * momentum_factor + gradient[i]) * learning_rate
-
-
-@_compiled(
-    "void(symbols_, float32[::1], int64, float32[::1], float32[::1], float32[::1], float32[::1], float32, float32)"
-)
-def step_aside_int4(
-    packed: NDArray[np.int8],
-    scales: NDArray[np.float32],
-    block: int,
-    theta: NDArray[np.float32],
-    momentum: NDArray[np.float32],
-    new_theta: NDArray[np.float32],
-    new_momentum: NDArray[np.float32],
-    learning_rate: float,
-    momentum_factor: float,
-) -> None:
-    """What an outer step with the decoded gradient gives, beside the old values."""
-    half = block // 2
-    run = max(RUN, half)
-    room = np.empty(run, np.float32)
-    for side in range(2):
-        for at in range(0, packed.size, run):
-            begin = side * packed.size + at
-            end = begin + packed[at : at + run].size
-            old = theta[begin:end]
-            gradient = room[: old.size]
-            _values(packed[at : at + run], side == 1, scales, begin // half, half, gradient)
-            _step_aside(
-                old,
-                momentum[begin:end],
-                gradient,
-                new_theta[begin:end],
-                new_momentum[begin:end],
-                learning_rate,
-                momentum_factor,
-            )
-
-
-@_compiled("void(float32[::1], float32[::1], boolean)")
-def _pass_on(x: NDArray[np.float32], to: NDArray[np.float32], is_added: bool) -> None:
-    if is_added:
-        for i in range(to.size):
-            to[i] += x[i]
-    else:
-        for i in range(to.size):
-            to[i] = x[i]
-
-
-@_compiled(
-    "void(symbols_, float32[::1], symbols_, float32[::1], int64, float32[::1], float32[::1], float32[::1], boolean,"
-    " float32, float32)"
-)
-def step_int4(
-    packed: NDArray[np.int8],
-    scales: NDArray[np.float32],
-    own_packed: NDArray[np.int8],
-    own_scales: NDArray[np.float32],
-    block: int,
-    theta: NDArray[np.float32],
-    momentum: NDArray[np.float32],
-    buffer: NDArray[np.float32],
-    is_added: bool,
-    learning_rate: float,
-    momentum_factor: float,
-) -> None:
-    """The outer step with the decoded gradient, in place; what the parameters moved by, and an own decoded contribution
-    (if there is one), goes to ``buffer`` (if there is one), or is added to what that holds."""
-    half = block // 2
-    run = max(RUN, half)
-    room, own_room = np.empty(run, np.float32), np.empty(run, np.float32)
-    for side in range(2):
-        for at in range(0, packed.size, run):
-            begin = side * packed.size + at
-            end = begin + packed[at : at + run].size
-            old = theta[begin:end]
-            change = room[: old.size]
-            _values(packed[at : at + run], side == 1, scales, begin // half, half, change)
-            outer_step(old, momentum[begin:end], change, learning_rate, momentum_factor)
-            if own_scales.size:
-                own = own_room[: old.size]
-                _values(own_packed[at : at + run], side == 1, own_scales, begin // half, half, own)
-                _pass_on(own, change, True)
-            if buffer.size:
-                _pass_on(change, buffer[begin:end], is_added)

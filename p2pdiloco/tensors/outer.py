@@ -5,12 +5,15 @@ Legend: Theta are the global parameters, m the outer momentum, Delta the merged 
 Rules of this file:
 1. SGD with Nesterov momentum: m <- mu m + Delta; Theta <- Theta - lr (Delta + mu m) (DiLoCo, arXiv 2311.08105).
    Where the run corrects the bias of m, which begins at 0, lr is that of ``rate_at``.
+   Momentum that is kept in bfloat16 is computed in float32 and rounded to the nearest (ties to even). What that took
+   off it, r, would have moved Theta by -lr r mu^2 / (1 - mu) in all later steps: Theta gets that now, so that where
+   parameters end does not depend on rounding, and small gradients are not lost in a large momentum.
 2. Every operation is one elementwise IEEE float32 multiply or add, each rounded on its own: no ``alpha=``, no addcmul,
    no lerp, which may round once for two operations on one machine and twice on another. lr and mu are rounded to
    float32 first. So all peers compute the same bits, and digests can be compared.
 3. Temporary memory is one chunk, whatever the size of the shard.
-4. Where numba is installed ``kernels`` does the same in one pass over memory, with the same bits; for int4 it decodes,
-   steps and hands over at once.
+4. Where numba is installed ``step_kernels`` does the same in one pass over memory, with the same bits; for int4 it
+   decodes, steps and hands over at once.
 """
 
 from __future__ import annotations
@@ -21,14 +24,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from p2pdiloco.tensors import chunk_bodies, kernels, quantizers
+from p2pdiloco.tensors import chunk_bodies, kernels, quantizers, step_kernels
 from p2pdiloco.tensors.recipes import CHUNK
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from typing_extensions import Buffer
 
 _NOTHING = chunk_bodies.Packed(np.empty(0, np.int8), np.empty(0, np.float32), 0)
 _NOWHERE = np.empty(0, np.float32)
+_NOT_NARROW = np.empty(0, np.int16)
 
 
 def rate_at(version: int, learning_rate: float, momentum: float) -> float:
@@ -51,37 +56,70 @@ def outer_step(
     theta: Tensor, momentum: Tensor, gradient: Tensor, *, learning_rate: float, momentum_factor: float
 ) -> None:
     """Update ``theta`` and ``momentum`` in place with the merged outer ``gradient``, which becomes new - old ``theta``;
-    all are float32 [n] on the CPU.
+    all are float32 [n] on the CPU, but that ``momentum`` may be bfloat16.
 
     Raises:
         ValueError: shapes or types differ.
     """
     for name, vector in (("theta", theta), ("momentum", momentum), ("gradient", gradient)):
-        if vector.dtype != torch.float32 or vector.shape != theta.shape or vector.dim() != 1:
+        allowed = (torch.float32, torch.bfloat16) if vector is momentum else (torch.float32,)
+        if vector.dtype not in allowed or vector.shape != theta.shape or vector.dim() != 1:
             raise ValueError(f"{name} is {vector.dtype} of shape {tuple(vector.shape)}, not float32 like theta")
-    if kernels.AVAILABLE:
-        kernels.outer_step(theta.numpy(), momentum.numpy(), gradient.numpy(), learning_rate, momentum_factor)
-    else:
+    if not kernels.AVAILABLE:
         outer_step_by_torch(theta, momentum, gradient, learning_rate, momentum_factor)
+    elif momentum.dtype == torch.bfloat16:
+        vectors = theta.numpy(), _bits(momentum), gradient.numpy()
+        step_kernels.outer_step_narrow(*vectors, learning_rate, momentum_factor, carry(momentum_factor))
+    else:
+        step_kernels.outer_step(theta.numpy(), momentum.numpy(), gradient.numpy(), learning_rate, momentum_factor)
+
+
+def carry(momentum_factor: float) -> float:
+    """What one unit of momentum still moves the parameters by after this step, in units of the learning rate."""
+    return momentum_factor * momentum_factor / (1.0 - momentum_factor)
 
 
 def outer_step_by_torch(
     theta: Tensor, momentum: Tensor, gradient: Tensor, learning_rate: float, momentum_factor: float
 ) -> None:
-    """The reference for ``kernels.outer_step``."""
+    """The reference for ``step_kernels``."""
     scratch = torch.empty(min(CHUNK, theta.numel()))
     for start in range(0, theta.numel(), CHUNK):
         t = theta[start : start + CHUNK]
-        m = momentum[start : start + CHUNK]
         delta = gradient[start : start + CHUNK]
+        kept = momentum[start : start + CHUNK]
+        m = kept.float()  # itself, if it is
         m.mul_(momentum_factor)
         m.add_(delta)
         step = torch.mul(m, momentum_factor, out=scratch[: t.numel()])
         step.add_(delta)
+        if m is not kept:
+            round_to(kept, m)
+            step.add_(m.sub_(kept.float()).mul_(carry(momentum_factor)))
         step.mul_(learning_rate)
         new = torch.sub(t, step, out=step)
         torch.sub(new, t, out=delta)
         t.copy_(new)
+
+
+def round_to(narrow: Tensor, exact: Tensor) -> None:
+    """``narrow``, bfloat16 [n], becomes the nearest of ``exact``, float32 [n]. By the bits, since what a library makes
+    of values that are no numbers is its own affair."""
+    bits = exact.view(torch.int32)
+    odd = (bits >> 16) & 1
+    narrow.view(torch.int16).copy_((bits + odd + 0x7FFF) >> 16)
+
+
+def _bits(momentum: Tensor) -> NDArray[np.int16]:
+    found: NDArray[np.int16] = momentum.view(torch.int16).numpy()
+    return found
+
+
+def _pair(momentum: Tensor) -> tuple[NDArray[np.float32], NDArray[np.int16]]:
+    """Momentum as the kernels take it, of either type."""
+    if momentum.dtype == torch.bfloat16:
+        return _NOWHERE, _bits(momentum)
+    return momentum.numpy(), _NOT_NARROW
 
 
 def step_aside(
@@ -94,14 +132,14 @@ def step_aside(
     momentum_factor: float,
 ) -> None:
     """What ``theta`` and ``momentum`` become with the merged outer gradient of one chunk's body (``quantizers``), as
-    ``new``; all are float32 [n] of one chunk.
+    ``new``; all are [n] of one chunk, with the types of ``outer_step``.
 
     Raises:
         ValueError: the body is malformed.
     """
     if (fast := chunk_bodies.opened_int4(body, theta.numel())) is not None:
-        vectors = (theta.numpy(), momentum.numpy(), new[0].numpy(), new[1].numpy())
-        kernels.step_aside_int4(*fast, *vectors, learning_rate, momentum_factor)
+        vectors = (theta.numpy(), *_pair(momentum), new[0].numpy(), *_pair(new[1]))
+        step_kernels.step_aside_int4(*fast, *vectors, learning_rate, momentum_factor, carry(momentum_factor))
         return
     gradient = quantizers.decode_chunk(body, torch.empty_like(theta))
     new[0].copy_(theta)
@@ -131,17 +169,18 @@ def step_and_hand_over(
     mine = _NOTHING if own is None else chunk_bodies.opened_int4(own, theta.numel(), slot=1)
     if fast is None or mine is None or (own is not None and mine.block != fast.block):
         return False
-    kernels.step_int4(
+    step_kernels.step_int4(
         fast.packed,
         fast.scales,
         mine.packed,
         mine.scales,
         fast.block,
         theta.numpy(),
-        momentum.numpy(),
+        *_pair(momentum),
         _NOWHERE if buffer is None else buffer.numpy(),
         is_added,
         learning_rate,
         momentum_factor,
+        carry(momentum_factor),
     )
     return True

@@ -47,7 +47,7 @@ class GetState(msgspec.Struct, frozen=True, array_like=True, tag="state?"):
 
 class GetChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk?"):
     """Answer: nothing, with one chunk of the shard's state at ``head`` as payload: its global parameters, then its
-    momentum (float32, little-endian), as its digest is made of them."""
+    momentum, as its digest is made of them (``tensors/states.py``)."""
 
     shard: Shard
     head: Hex

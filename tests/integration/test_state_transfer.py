@@ -27,6 +27,7 @@ from p2pdiloco.protocol.manifest import (
     InnerConfig,
     Layout,
     Manifest,
+    OuterConfig,
     RunConfig,
     ScheduleConfig,
     TensorSpec,
@@ -56,9 +57,10 @@ def run() -> tuple[Manifest, torch.Tensor, torch.Tensor]:
     schedule = ScheduleConfig(fragments=FRAGMENTS, max_shard=SHARD_ELEMENTS)
     layout = make_layout(tensors, FRAGMENTS, schedule.max_shard, "rda")
     theta = torch.randn(layout.elements, generator=torch.Generator().manual_seed(1))
-    momentum = torch.randn(layout.elements, generator=torch.Generator().manual_seed(2))
+    momentum = torch.randn(layout.elements, generator=torch.Generator().manual_seed(2)).bfloat16()
     genesis = tuple(state_digest(theta[s.start : s.stop], momentum[s.start : s.stop]) for s in layout.shards)
-    config = RunConfig(name="transfer", access="open", inner=InnerConfig(steps=10**9), schedule=schedule)
+    outer = OuterConfig(momentum_type="bfloat16")
+    config = RunConfig(name="transfer", access="open", inner=InnerConfig(steps=10**9), schedule=schedule, outer=outer)
     manifest = Manifest(founder=PeerId("founder"), config=config, tensors=tensors, genesis=genesis)
     assert len(layout.shards) == SHARDS
     return manifest, theta, momentum
@@ -155,8 +157,8 @@ def test_a_newcomer_takes_from_all_donors_and_refuses_the_chunks_of_a_liar(tmp_p
     with_donors(tmp_path, 3, scenario)
     liars = {row["peer"] for row in events(tmp_path / "new", "fault")}
     assert len(liars) == 1
-    assert sum(row["bytes"] for row in events(tmp_path / "new", "fetched")) == 8 * LAYOUT.elements
-    assert events(tmp_path / "new", "downloaded")[0]["bytes"] == 8 * LAYOUT.elements
+    assert sum(row["bytes"] for row in events(tmp_path / "new", "fetched")) == 6 * LAYOUT.elements
+    assert events(tmp_path / "new", "downloaded")[0]["bytes"] == 6 * LAYOUT.elements
 
 
 def test_a_donor_that_dies_in_the_middle_costs_what_it_was_sending(tmp_path: Path) -> None:

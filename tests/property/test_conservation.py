@@ -28,6 +28,7 @@ from p2pdiloco.protocol.identifiers import FragmentId, LearnerId, PeerId, ShardI
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.tensors import digests, quantizers
+from p2pdiloco.tensors.states import packed
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.outer_link import OuterLink
 from p2pdiloco.training.parameters import FlatParameters
@@ -289,7 +290,7 @@ class Conservation:
         self.theta[piece] = np.full(ELEMENTS, float(value))
         self.momentum[piece] = np.full(ELEMENTS, float(-value))
         theta, momentum, head = single(self.theta[piece]), single(self.momentum[piece]), next(self.names)
-        self.state.stage(piece, head, [torch.cat((theta, momentum))], digests.digest_list(theta, momentum))
+        self.state.stage(piece, head, [packed(theta, momentum)], digests.digest_list(theta, momentum))
         moves = Moves(self.learner, [g.payload for g in mine], [g.payload for g in back], is_reset)
         self.eras[piece] += is_reset
         self.pass_on(self.state.install(piece, head, moves))

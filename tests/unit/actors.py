@@ -50,14 +50,14 @@ def make_manifest(elements: int = 64, fragments: int = 2, codec: CodecChoice = "
     config = RunConfig(
         name="stage",
         schedule=ScheduleConfig(fragments=fragments, sync_every=2 * fragments, overlap=1, max_shard=1 << 24),
-        outer=OuterConfig(learning_rate=0.5, momentum=0.5, merge="direct"),
+        outer=OuterConfig(learning_rate=0.5, momentum=0.5, merge="direct", momentum_type="bfloat16"),
         codec=CodecConfig(up=codec, down=codec),
         evaluation=EvaluationConfig(every=0),
     )
     tensors = tuple(
         TensorSpec(name=f"{f:03d}", shape=(elements,), merge="direct", fragment=FragmentId(f)) for f in range(fragments)
     )
-    zero = state_digest(torch.ones(elements), torch.zeros(elements))
+    zero = state_digest(torch.ones(elements), torch.zeros(elements, dtype=torch.bfloat16))
     return Manifest(founder=FOUNDER.peer_id, config=config, tensors=tensors, genesis=(zero,) * fragments)
 
 
@@ -68,7 +68,8 @@ def genesis(manifest: Manifest) -> InitialState:
         StateProof(ev.ShardState(genesis_head(manifest.run, s.shard, manifest.genesis[s.shard]), 0, ()), None, b"")
         for s in layout.shards
     ]
-    return InitialState(proofs, torch.ones(layout.elements), torch.zeros(layout.elements))
+    momentum = torch.zeros(layout.elements, dtype=torch.bfloat16)
+    return InitialState(proofs, torch.ones(layout.elements), momentum)
 
 
 class Loop:

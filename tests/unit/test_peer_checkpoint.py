@@ -20,11 +20,21 @@ from p2pdiloco.protocol.blocks import Trained
 from p2pdiloco.protocol.chain import genesis_head, record_of
 from p2pdiloco.protocol.events import Mark, ShardState
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, ShardId
-from p2pdiloco.protocol.manifest import Layout, Manifest, ModelConfig, RunConfig, ScheduleConfig, TensorSpec
+from p2pdiloco.protocol.manifest import (
+    Layout,
+    Manifest,
+    ModelConfig,
+    MomentumType,
+    OuterConfig,
+    RunConfig,
+    ScheduleConfig,
+    TensorSpec,
+)
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
 from p2pdiloco.runtime.files import LOCAL
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.tensors.digests import state_digest
+from p2pdiloco.tensors.states import StateForm
 from p2pdiloco.wire.bodies import StateProof
 
 OWNER = Identity.ephemeral()
@@ -34,9 +44,10 @@ TENSORS = tuple(
 )
 
 
-def make_manifest(seed: int = 0) -> Manifest:
-    config = RunConfig(name="unit", model=ModelConfig(), seed=seed, schedule=ScheduleConfig(fragments=2))
-    zero = state_digest(torch.zeros(ELEMENTS), torch.zeros(ELEMENTS))
+def make_manifest(seed: int = 0, momentum_type: MomentumType = "float32") -> Manifest:
+    outer = OuterConfig(momentum_type=momentum_type)
+    config = RunConfig(name="unit", model=ModelConfig(), seed=seed, schedule=ScheduleConfig(fragments=2), outer=outer)
+    zero = state_digest(torch.zeros(ELEMENTS), StateForm.of(outer).still(ELEMENTS))
     return Manifest(founder=OWNER.peer_id, config=config, tensors=TENSORS, genesis=(zero, zero))
 
 
@@ -44,7 +55,7 @@ def write(folder: Path, versions: tuple[int, int], manifest: Manifest | None = N
     """A checkpoint whose shards have these versions; a shard's values are its version, its momentum the
     negative, its tokens ten times that."""
     manifest = manifest or make_manifest()
-    theta, momentum = torch.zeros(2 * ELEMENTS), torch.zeros(2 * ELEMENTS)
+    theta, momentum = torch.zeros(2 * ELEMENTS), StateForm.of(manifest.config.outer).still(2 * ELEMENTS)
     proofs = []
     for piece, version in zip(Layout.of(manifest).shards, versions, strict=True):
         theta[piece.start : piece.stop] = float(version)
@@ -115,6 +126,22 @@ def test_when_all_are_torn_it_says_why(tmp_path: Path) -> None:
         path.write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used: state-00000001.json: "):
         load(tmp_path)
+
+
+def test_a_checkpoint_whose_momentum_is_bfloat16_is_a_quarter_smaller_and_comes_back(tmp_path: Path) -> None:
+    for kind in ("float32", "bfloat16"):
+        write(tmp_path / kind, (1, 3), make_manifest(momentum_type=kind))
+    sizes = [next((tmp_path / kind).glob("*.safetensors")).stat().st_size for kind in ("float32", "bfloat16")]
+    assert 2 * 2 * ELEMENTS <= sizes[0] - sizes[1] < 2 * 2 * ELEMENTS + 64, "headers differ, too"
+    found = load(tmp_path / "bfloat16")
+    assert found is not None
+    assert found.momentum.dtype == torch.bfloat16
+    assert found.theta.tolist() == [1.0] * ELEMENTS + [3.0] * ELEMENTS
+    assert found.momentum.tolist() == [-1.0] * ELEMENTS + [-3.0] * ELEMENTS
+    tensors = safetensors.torch.load_file(next((tmp_path / "bfloat16").glob("*.safetensors")))
+    assert {name: tensor.shape for name, tensor in tensors.items()} == dict.fromkeys(
+        ("shard.0", "shard.1"), torch.Size([6 * ELEMENTS])
+    )
 
 
 def test_a_forged_state_is_not_taken(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_a_join_is_told_and_its_end(tmp_path: Path) -> None:
             assert sorted(told) == ["current", "downloaded", "fetched", "fetched", "joining"]
             assert told[0] == "joining"
             fields = dict(cid.metrics.lines)
-            assert fields["downloaded"]["bytes"] == 2 * 8 * 64
+            assert fields["downloaded"]["bytes"] == 2 * 6 * 64
             assert fields["joining"]["shards"] == 2
             assert not {"joining", "fetched", "downloaded"} & set(ann.metrics.events())
 

@@ -19,6 +19,8 @@ from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.tensors import digests, quantizers
+from p2pdiloco.tensors.outer import outer_step_by_torch
+from p2pdiloco.tensors.states import packed
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire import compression
 
@@ -49,7 +51,7 @@ class Peer:
         self.outer = outer
         self.vectors = SharedVectors.create(ELEMENTS)
         self.state = GlobalState(layout, self.outer, CodecConfig(), self.vectors)
-        self.state.put(SHARD, ZERO, bell(99, 0.02), bell(98))
+        self.state.put(SHARD, ZERO, bell(99, 0.02), bell(98).to(self.state.form.momentum))
         self.version = 0
 
     def copy(self, gradient: Tensor) -> None:
@@ -86,9 +88,20 @@ class Peer:
         return shifts
 
 
-@pytest.fixture
-def peers() -> tuple[Peer, Peer]:
-    return Peer(), Peer()
+def travelling_of(peer: Peer) -> memoryview:
+    """Room for its state."""
+    return memoryview(bytearray(peer.state.form.width * ELEMENTS))
+
+
+def cut(peer: Peer, data: memoryview) -> list[memoryview]:
+    """The chunks of a state."""
+    return [data[at : at + peer.state.form.chunk_bytes] for at in range(0, len(data), peer.state.form.chunk_bytes)]
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def peers(request: pytest.FixtureRequest) -> tuple[Peer, Peer]:
+    outer = OuterConfig(learning_rate=0.7, momentum=0.9, momentum_type=request.param)
+    return Peer(outer), Peer(outer)
 
 
 def test_all_peers_get_the_same_bits_and_the_owners_digests(peers: tuple[Peer, Peer]) -> None:
@@ -97,8 +110,7 @@ def test_all_peers_get_the_same_bits_and_the_owners_digests(peers: tuple[Peer, P
         payloads = [other.contribute(bell(10 * round_ + i)) for i in range(3)]
         header, merged = owner.merge(payloads)
         theta, momentum, gradient = owner.state.theta.clone(), owner.state.momentum.clone(), decoded(merged.payload)
-        momentum = momentum * 0.9 + gradient
-        theta -= (momentum * 0.9 + gradient) * 0.7
+        outer_step_by_torch(theta, momentum, gradient, 0.7, 0.9)
         for peer in peers:
             peer.apply(header, merged)
             assert torch.equal(peer.state.theta, theta)
@@ -212,9 +224,9 @@ def test_several_contributions_are_settled_and_restored_at_once(peers: tuple[Pee
     payloads = [mine.contribute(bell(seed)) for seed in (1, 2, 3, 4)]
     before = mine.state.theta.clone()
     donor.apply(*donor.merge([payloads[0]]))
-    chunk = torch.empty(2 * ELEMENTS)
-    head, listed = donor.state.copy(SHARD, chunk)
-    mine.state.stage(SHARD, head, torch.split(chunk, 2 * quantizers.CHUNK), listed)
+    travelling = travelling_of(donor)
+    head, listed = donor.state.copy(SHARD, travelling)
+    mine.state.stage(SHARD, head, cut(donor, travelling), listed)
     mine.state.install(SHARD, head, Moves(ME, payloads[:2], payloads[2:], False))
     settled, restored = decoded(payloads[0]) + decoded(payloads[1]), decoded(payloads[2]) + decoded(payloads[3])
     assert torch.allclose(mine.vectors.shift, mine.state.theta - before + settled - restored, atol=1e-7)
@@ -260,8 +272,9 @@ def test_what_is_put_is_what_is_there(peers: tuple[Peer, Peer]) -> None:
     """Parameters and momentum of a checkpoint, and the digests that they have."""
     state = peers[0].state
     assert torch.equal(state.theta, bell(99, 0.02))
-    assert torch.equal(state.momentum, bell(98))
-    assert state.integrity.digests[SHARD] == digests.digest_list(bell(99, 0.02), bell(98))
+    momentum = bell(98).to(state.form.momentum)
+    assert torch.equal(state.momentum, momentum)
+    assert state.integrity.digests[SHARD] == digests.digest_list(bell(99, 0.02), momentum)
 
 
 def test_a_fetched_state_gives_back_what_a_fork_had_merged(peers: tuple[Peer, Peer]) -> None:
@@ -271,10 +284,11 @@ def test_a_fetched_state_gives_back_what_a_fork_had_merged(peers: tuple[Peer, Pe
     payload = mine.contribute(bell(1))
     before = mine.state.theta.clone()
     donor.apply(*donor.merge([mine.contribute(bell(2))]))
-    travelling = torch.empty(2 * donor.state.theta.numel())
+    travelling = travelling_of(donor)
     head, listed = donor.state.copy(SHARD, travelling)
-    chunks = torch.split(travelling, 2 * quantizers.CHUNK)
-    assert b"".join(bytes.fromhex(digest_of(chunk.numpy().data.cast("B"))) for chunk in chunks) == listed
+    assert travelling == packed(donor.state.theta, donor.state.momentum)
+    chunks = cut(donor, travelling)
+    assert b"".join(bytes.fromhex(digest_of(chunk)) for chunk in chunks) == listed
     mine.state.stage(SHARD, head, chunks, listed)
     assert mine.state.install(SHARD, head, Moves(ME, (), (payload,), False)) == Shifts((SHARD,), ())
     assert torch.equal(mine.state.theta, donor.state.theta)
@@ -341,11 +355,10 @@ def test_a_repair_moves_the_learner_only_if_it_may_have_seen_the_difference(
     with pytest.raises(SpoiltStateError):
         spoilt.state.verify(shard, 0)
     with pytest.raises(StaleBaseError):
-        spoilt.state.copy(shard, torch.empty(2 * ELEMENTS))  # nobody is served from it
-    out = torch.empty(2 * ELEMENTS)
+        spoilt.state.copy(shard, travelling_of(spoilt))  # nobody is served from it
+    out = travelling_of(donor)
     _, listed = donor.state.copy(shard, out)
-    sizes = [2 * min(quantizers.CHUNK, ELEMENTS - start) for start in range(0, ELEMENTS, quantizers.CHUNK)]
-    spoilt.state.stage(shard, head, out.split(sizes), listed)
+    spoilt.state.stage(shard, head, cut(donor, out), listed)
     shifts = spoilt.state.install(shard, head, Moves(ME, (), (), is_reset=False))
     assert torch.equal(spoilt.state.theta, donor.state.theta)
     assert shifts == (Shifts((), ()) if was_verified else Shifts((), (shard,)))
@@ -355,7 +368,7 @@ def test_a_repair_moves_the_learner_only_if_it_may_have_seen_the_difference(
 def test_a_spoilt_state_that_is_accepted_is_handed_on_with_its_next_version(peers: tuple[Peer, Peer]) -> None:
     """Until then its digests are not those that were signed: whoever got it would take this peer for a liar."""
     alone, _ = peers
-    out = torch.empty(2 * ELEMENTS)
+    out = travelling_of(alone)
     alone.state.theta[3] += 1.0
     with pytest.raises(SpoiltStateError):
         alone.state.copy(SHARD, out)
@@ -389,12 +402,12 @@ def test_parameters_that_are_not_finite_are_not_contributed(peers: tuple[Peer, P
 
 def test_only_the_state_that_was_fetched_last_is_installed(peers: tuple[Peer, Peer]) -> None:
     donor, mine = peers
-    chunk = torch.empty(2 * ELEMENTS)
-    head, listed = donor.state.copy(SHARD, chunk)
+    travelling = travelling_of(donor)
+    head, listed = donor.state.copy(SHARD, travelling)
     before = mine.state.theta.clone()
     for staged, wanted in ((head, digest_of(b"another")), (None, head)):
         if staged is not None:
-            mine.state.stage(SHARD, staged, torch.split(chunk, 2 * quantizers.CHUNK), listed)
+            mine.state.stage(SHARD, staged, cut(donor, travelling), listed)
         with pytest.raises(StaleBaseError, match="not at hand"):
             mine.state.install(SHARD, wanted, NOTHING)
     assert torch.equal(mine.state.theta, before)

@@ -10,7 +10,7 @@ import torch
 from actors import FOUNDER, make_manifest
 
 from p2pdiloco.peer import kept_shards
-from p2pdiloco.peer.offers import checked_offer, chunk_sizes
+from p2pdiloco.peer.offers import checked_offer
 from p2pdiloco.peer.proofs import proven_digest
 from p2pdiloco.peer.signatures import signed
 from p2pdiloco.protocol import signatures
@@ -23,6 +23,7 @@ from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.tensors.digests import digest_list
 from p2pdiloco.tensors.recipes import CHUNK
+from p2pdiloco.tensors.states import StateForm, packed
 from p2pdiloco.wire.bodies import StateOffer, StateProof, encode
 
 ELEMENTS = CHUNK + 100
@@ -30,7 +31,7 @@ MANIFEST = make_manifest(ELEMENTS)
 LAYOUT = Layout.of(MANIFEST)
 SHARD = ShardId(1)
 OWNER = Identity.ephemeral()
-THETA, MOMENTUM = torch.arange(ELEMENTS, dtype=torch.float32), torch.full((ELEMENTS,), 2.0)
+THETA, MOMENTUM = torch.arange(ELEMENTS, dtype=torch.float32), torch.full((ELEMENTS,), 2.0, dtype=torch.bfloat16)
 LISTED = digest_list(THETA, MOMENTUM)
 PARENT = Digest("0" * 40)
 MINE = Contributor(LearnerId(f"{OWNER.peer_id}/1"), 0, 30, 0, 3, (Block(2), Block(5)))
@@ -135,11 +136,10 @@ def test_a_state_of_another_length_is_not_proved_by_a_list_that_is_signed() -> N
 
 def keep(folder: Path) -> Path:
     """Shard 1 as it travelled; its file."""
-    chunks, at = [], 0
-    for size in chunk_sizes(ELEMENTS):
-        span = slice(at, at + size // 8)
-        chunks.append(torch.cat((THETA[span], MOMENTUM[span])))
-        at = span.stop
+    chunks, at, data = [], 0, packed(THETA, MOMENTUM)
+    for size in StateForm.of(MANIFEST.config.outer).chunk_sizes(ELEMENTS):
+        chunks.append(data[at : at + size])
+        at += size
     kept_shards.keep(folder, StateOffer(proof_of(), LISTED), chunks)
     (path,) = folder.iterdir()
     return path
@@ -165,7 +165,7 @@ def test_what_was_spoilt_on_the_disk_is_removed_and_not_used(tmp_path: Path, dam
     data = bytearray(path.read_bytes())
     match damage:
         case "first bit":
-            data[-8 * 100 - 4] ^= 1
+            data[-6 * 100 - 4] ^= 1
         case "last bit":
             data[-1] ^= 1
         case "cut":

@@ -10,7 +10,7 @@ from msgspec import UNSET
 
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import protocol_config
-from p2pdiloco.protocol.defaults import MOST_LOGGED, completed, few_turns, log_length, without_left_out
+from p2pdiloco.protocol.defaults import MOST_LOGGED, completed, few_turns, log_length, momentum_type, without_left_out
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId, digest_of
 from p2pdiloco.protocol.manifest import (
     InnerConfig,
@@ -46,7 +46,8 @@ def test_what_is_left_out_is_filled_in_and_what_is_said_is_kept() -> None:
     config = RunConfig(name="run", schedule=ScheduleConfig(fragments=4, sync_every=4))
     assert (completed(config, 4).schedule.heartbeat_s, completed(config, 4).schedule.log_length) == (1.0, 192)
     said = msgspec.structs.replace(config, schedule=ScheduleConfig(heartbeat_s=3.0, log_length=7))
-    said = msgspec.structs.replace(said, outer=OuterConfig(bias_correction=False), inner=InnerConfig(optimizer="adamw"))
+    outer = OuterConfig(bias_correction=False, momentum_type="float32")
+    said = msgspec.structs.replace(said, outer=outer, inner=InnerConfig(optimizer="adamw"))
     assert completed(said, 4) == said
     assert without_left_out(completed(config, 4), config) == config
     assert without_left_out(completed(config, 4), said) == completed(config, 4)
@@ -82,6 +83,14 @@ def test_the_bias_of_momentum_is_corrected_where_a_turn_does_not_go_too_far(
     assert completed(config, 4).outer.bias_correction is is_corrected
 
 
+@pytest.mark.parametrize(("momentum", "kept"), [(0.0, "bfloat16"), (0.7, "bfloat16"), (0.995, "float32")])
+def test_momentum_is_kept_in_two_bytes_unless_it_is_long_or_the_founder_says_so(momentum: float, kept: str) -> None:
+    config = RunConfig(name="run", outer=OuterConfig(momentum=momentum))
+    assert completed(config, 1).outer.momentum_type == kept
+    said = msgspec.structs.replace(config, outer=OuterConfig(momentum=momentum, momentum_type="float32"))
+    assert completed(said, 1).outer.momentum_type == "float32"
+
+
 def test_a_manifest_of_an_older_release_is_taken_and_keeps_its_name() -> None:
     """It says nothing of these settings; what it meant then it means now."""
     old = manifest()
@@ -90,6 +99,8 @@ def test_a_manifest_of_an_older_release_is_taken_and_keeps_its_name() -> None:
     assert b"heartbeat_s" not in data
     assert b"log_length" not in data
     assert b"bias_correction" not in data
+    assert b"momentum_type" not in data
+    assert momentum_type(old.config.outer) == "float32"
     read = decode_manifest(data, RunId(digest_of(data)))
     assert (read, read.run) == (old, digest_of(data))
     config = protocol_config(read, PeerOptions(folder=Path("state")), PeerId("p"))

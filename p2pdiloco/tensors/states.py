@@ -1,0 +1,94 @@
+"""How a shard's state lies in bytes, in memory, on the disk and as it travels: chunk by chunk (256 Ki parameters), of
+each its parameters, then its momentum, little-endian. Parameters are float32, momentum is what the run's manifest says.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from p2pdiloco.protocol.defaults import momentum_type
+from p2pdiloco.protocol.identifiers import digest_of
+from p2pdiloco.protocol.manifest import MomentumType, OuterConfig
+from p2pdiloco.tensors.recipes import CHUNK
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_TYPES: Final[dict[MomentumType, torch.dtype]] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+THETA_BYTES: Final = 4
+
+
+class StateForm(NamedTuple):
+    """Of all states of a run."""
+
+    momentum: torch.dtype = torch.float32
+
+    @staticmethod
+    def of(outer: OuterConfig) -> StateForm:
+        """A run's, whichever release has founded it."""
+        return StateForm(_TYPES[momentum_type(outer)])
+
+    @property
+    def width(self) -> int:
+        """Bytes of one parameter with its momentum."""
+        return THETA_BYTES + self.momentum.itemsize
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of every chunk but a shard's last."""
+        return self.width * CHUNK
+
+    def chunk_sizes(self, elements: int) -> list[int]:
+        """Bytes of the chunks of a shard of ``elements`` parameters."""
+        return [self.width * min(CHUNK, elements - start) for start in range(0, elements, CHUNK)]
+
+    def still(self, elements: int) -> Tensor:
+        """The momentum of version 0, [elements]."""
+        return torch.zeros(elements, dtype=self.momentum)
+
+    def vectors(self, chunk: bytes | memoryview) -> tuple[Tensor, Tensor]:
+        """One chunk's parameters and momentum, float32 [n] and [n]. They share its memory; not to be written."""
+        cut = len(chunk) // self.width * THETA_BYTES
+        raw = np.frombuffer(chunk, np.uint8)
+        if not raw.flags.writeable:  # torch would warn
+            raw = raw.copy()
+        both = torch.from_numpy(raw)
+        return both[:cut].view(torch.float32), both[cut:].view(self.momentum)
+
+    def listed(self, data: bytes | memoryview) -> bytes:
+        """The list of the digests (``digests``) of a shard's whole state."""
+        view = memoryview(data)
+        cuts = (view[at : at + self.chunk_bytes] for at in range(0, len(view), self.chunk_bytes))
+        return b"".join(bytes.fromhex(digest_of(cut)) for cut in cuts)
+
+    def unpacked(self, data: bytes | memoryview, theta: Tensor, momentum: Tensor) -> bytes:
+        """Put a shard's whole state into ``theta``, float32 [n], and ``momentum``, [n]; the list of its digests.
+
+        Raises:
+            ValueError: it has another size.
+        """
+        if len(data) != self.width * theta.numel():
+            raise ValueError(f"it has {len(data)} bytes, not {self.width * theta.numel()}")
+        values, at = np.frombuffer(data, np.uint8), 0
+        for start in range(0, theta.numel(), CHUNK):
+            for vector in (theta, momentum):
+                piece = as_bytes(vector[start : start + CHUNK])
+                piece[:] = values[at : at + piece.size]
+                at += piece.size
+        return self.listed(data)
+
+
+def packed(theta: Tensor, momentum: Tensor) -> memoryview:
+    """A shard's whole state, float32 [n] and its momentum [n]."""
+    cuts = (slice(start, start + CHUNK) for start in range(0, theta.numel(), CHUNK))
+    return np.concatenate([as_bytes(v[cut]) for cut in cuts for v in (theta, momentum)]).data
+
+
+def as_bytes(vector: Tensor) -> NDArray[np.uint8]:
+    """A vector's bytes; nothing is copied if it is contiguous."""
+    found: NDArray[np.uint8] = vector.detach().contiguous().view(torch.uint8).numpy()
+    return found
