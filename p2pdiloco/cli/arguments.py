@@ -81,6 +81,11 @@ def _resume(sub: argparse.ArgumentParser) -> None:
         "folders", nargs="+", type=Path, metavar="DIR", help="state folders of the run's peers, or copies of them"
     )
     sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if the folders hold several runs")
+    sub.add_argument(
+        "--known-good",
+        action="store_true",
+        help="go back to the newest checkpoint after which training went on as before, and put newer ones aside",
+    )
     _add_bootstrap(sub)
     _add_peer(sub)
 

@@ -1,5 +1,6 @@
 """``p2pdiloco resume``: Go on with a run whose peers have all died, from the checkpoints that are left: of each shard
-the heaviest head in any of them. Further peers of the run simply join again; who comes first makes no difference."""
+the heaviest head in any of them. Further peers of the run simply join again; who comes first makes no difference.
+With ``--known-good`` from the checkpoint before something went wrong."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import argparse
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
 from p2pdiloco.node.kept_runs import ConfigError
-from p2pdiloco.node.run_folder import FolderInUseError
+from p2pdiloco.node.run_folder import FolderInUseError, go_back
 from p2pdiloco.node.session import resume
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.runtime.directory import DirectoryError
@@ -23,5 +24,7 @@ async def run(arguments: argparse.Namespace) -> int:
         identity = peer.open_identity(arguments)
         with identity.hold():
             options = peer.peer_options(arguments, arguments.state)
+            if arguments.known_good:
+                peer.say(go_back([*arguments.folders, arguments.state]))
             directory = peer.directory_options(arguments, arguments.bootstrap)
             return peer.end(await resume(arguments.folders, arguments.run, options, directory, identity, peer.say))

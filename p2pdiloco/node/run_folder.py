@@ -19,16 +19,18 @@ from typing import NamedTuple
 
 from p2pdiloco.node.foundation import is_founded_from
 from p2pdiloco.node.kept_runs import folder_of
-from p2pdiloco.peer import kept_shards
+from p2pdiloco.peer import kept_shards, known_good
 from p2pdiloco.peer.checkpoint import (
     CheckpointError,
     Index,
     best_of,
+    good_number,
     indices,
     load,
     load_all,
     places,
     read_manifest,
+    stem,
 )
 from p2pdiloco.peer.checkpoint import sweep_halves as sweep_checkpoints
 from p2pdiloco.peer.disk import sweep
@@ -165,6 +167,35 @@ def own_state(folders: Sequence[Path], manifest: Manifest) -> InitialState | Non
     load(mine / CHECKPOINT, run=manifest.run)  # which complains if what lies there cannot be read
     kept = kept_shards.load(mine / kept_shards.INCOMING, manifest)
     return None if kept is None else InitialState(kept.shards, kept.theta, kept.momentum)
+
+
+def go_back(folders: Sequence[Path]) -> str:
+    """Put aside, in ``folders`` and below them, what is newer than the checkpoints that are known to be good; what was
+    done, for the user. Blocks.
+
+    Raises:
+        CheckpointError: nothing is known to be good.
+        FolderInUseError: a peer is at work in one of them.
+        OSError: files cannot be renamed.
+    """
+    found = []
+    for place in places(folders):
+        if good_number(place) is None:
+            continue
+        try:
+            descriptor = lock(place.parent / LOCK)
+        except LockedError as error:
+            raise FolderInUseError(f"the folder {place.parent} is in use by process {error}: stop that one") from error
+        try:
+            found.append(f"{place}/{stem(known_good.go_back(place, LOCAL) or 0)}")
+        finally:
+            os.close(descriptor)
+    if not found:
+        raise CheckpointError(
+            f"no checkpoint in {', '.join(map(str, folders))} is known to be good, as one is from which "
+            "training has gone on as before until the next was written. Without --known-good the newest are used"
+        )
+    return f"going back to {', '.join(found)}; what is newer is kept beside it as {known_good.ASIDE}*"
 
 
 def has_finished(manifest: Manifest, shards: Iterable[StateProof]) -> bool:

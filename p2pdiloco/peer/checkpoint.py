@@ -39,6 +39,9 @@ log = logs.get("node")
 
 FORMAT = 4
 PREFIX = "state-"
+GOOD = ".good"
+LEARNER = "learner.safetensors"
+"""Where the learner's inner state lies beside them."""
 PLACES = ("checkpoint", "*/checkpoint")
 """Where checkpoints lie in the folder that a user names (a run's folder, a peer's state), if it is not one itself."""
 
@@ -94,6 +97,11 @@ class Draft:
         self._unsynced = 0
 
     @property
+    def number(self) -> int:
+        """By which it is called."""
+        return self._number
+
+    @property
     def _part(self) -> Path:
         path = _tensors(self._folder, self._number)
         return path.with_name(f".{path.name}{PART}")
@@ -129,7 +137,7 @@ class Draft:
             self._disk.sync(self._part)
 
     def finish(self, *, keep: int) -> None:
-        """It is there; of all in the folder the newest ``keep`` stay.
+        """It is there; of all in the folder the newest ``keep`` stay, and the one that is known to be good.
 
         Raises:
             OSError: it is not there.
@@ -140,9 +148,11 @@ class Draft:
         disk.sync_folder(folder)
         index = Index(run=self._manifest.run, shards=tuple(self._shards))
         replace(disk, _index(folder, number), [msgspec.json.format(msgspec.json.encode(index))])
+        good = good_number(folder, disk)
         for old in _numbers(disk, folder)[keep:]:
-            disk.remove(_index(folder, old))
-            disk.remove(_tensors(folder, old))
+            if old != good:
+                disk.remove(_index(folder, old))
+                disk.remove(_tensors(folder, old))
 
     def discard(self) -> None:
         """Nothing of it stays, as far as the disk can do that."""
@@ -280,12 +290,38 @@ def best_of(checkpoints: Iterable[Checkpoint]) -> Checkpoint:
     return Checkpoint(manifest=first.manifest, shards=tuple(shards), theta=theta, momentum=momentum)
 
 
+def stem(number: int) -> str:
+    """What its files are called, but for their suffixes."""
+    return f"{PREFIX}{number:08d}"
+
+
 def _index(folder: Path, number: int) -> Path:
-    return folder / f"state-{number:08d}.json"
+    return folder / f"{stem(number)}.json"
 
 
 def _tensors(folder: Path, number: int) -> Path:
-    return folder / f"state-{number:08d}.safetensors"
+    return folder / f"{stem(number)}.safetensors"
+
+
+def mark_good(folder: Path, number: int, disk: Disk = LOCAL) -> None:
+    """This checkpoint, and no other, is known to be good (``known_good``).
+
+    Raises:
+        OSError: the mark cannot be written.
+    """
+    name = f"{stem(number)}{GOOD}"
+    replace(disk, folder / name, [b""])
+    for other in disk.names(folder):
+        if other.endswith(GOOD) and other != name:
+            disk.remove(folder / other)
+
+
+def good_number(folder: Path, disk: Disk = LOCAL) -> int | None:
+    """Of the checkpoint in ``folder`` that is known to be good, if there is one."""
+    names = disk.names(folder)
+    marked = (name.removeprefix(PREFIX).removesuffix(GOOD) for name in names if name.endswith(GOOD))
+    there = set(_numbers(disk, folder))
+    return max((int(number) for number in marked if number.isdecimal() and int(number) in there), default=None)
 
 
 def _numbers(disk: Disk, folder: Path) -> list[int]:
@@ -334,6 +370,8 @@ def _read(disk: Disk, folder: Path, number: int) -> Checkpoint:
         data = disk.read(path, len(header) + form.width * piece.start, form.width * piece.elements)
         if digest_of(form.unpacked(data, theta[span], momentum[span])) != proven_digest(manifest, proof):
             raise ValueError(f"shard {piece.shard} does not have the digest that its owner signed")
+        if not (theta[span].isfinite().all() and momentum[span].isfinite().all()):
+            raise ValueError(f"shard {piece.shard} is not finite")
     return Checkpoint(manifest=manifest, shards=index.shards, theta=theta, momentum=momentum)
 
 

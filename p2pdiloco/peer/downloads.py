@@ -277,7 +277,7 @@ class Downloads:
                 self._ask_more()
 
     def _is_listed(self, offer: StateOffer, chunk: int, data: memoryview) -> asyncio.Future[bool]:
-        return self._host.work("checks", lambda: is_listed(offer, chunk, data))
+        return self._host.work("checks", lambda: is_listed(offer, chunk, data, self._driver.state.form))
 
     def _arrived(self, ask: Ask, download: _Download, data: memoryview) -> None:
         self._cancel([other for other in self._plan.arrived(ask, self._host.now()) if other != ask])

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol, TypeVar, assert_never
 
+import msgspec
+
 from p2pdiloco.peer.cargo import Cargo
 from p2pdiloco.peer.codec_choice import CodecChoice
 from p2pdiloco.peer.global_state import (
@@ -22,13 +24,14 @@ from p2pdiloco.peer.global_state import (
     GlobalState,
     MergeResult,
     StaleBaseError,
+    UnfitCommitError,
 )
 from p2pdiloco.peer.host import Handle, Host
 from p2pdiloco.peer.integrity import SpoiltStateError
 from p2pdiloco.peer.own_commits import OwnCommits
 from p2pdiloco.peer.payload_store import PayloadStore
 from p2pdiloco.peer.shift_queue import Payload, Shifts
-from p2pdiloco.peer.signatures import OPEN
+from p2pdiloco.peer.signatures import OPEN, check_equivocation
 from p2pdiloco.peer.standing import Standing
 from p2pdiloco.peer.traffic import PayloadTraffic
 from p2pdiloco.protocol import effects as ef
@@ -120,6 +123,19 @@ class Driver:
                 found.append(header)
         return found
 
+    def convicted_earlier(self) -> ev.Convictions:
+        """Owners that may own nothing, by what this peer's earlier lives have seen. Blocks."""
+        found = self.own.load_convictions()
+        proofs = []
+        for proof in found.proofs:
+            try:
+                check_equivocation(proof, OPEN)
+            except ValueError as error:
+                log.warning("a proof of an earlier life is none", owner=proof.owner, reason=str(error))
+                continue
+            proofs.append(proof)
+        return msgspec.structs.replace(found, proofs=tuple(proofs))
+
     # -- events --------------------------------------------------------------------------------------------------------
 
     def feed(self, event: ev.Event) -> None:
@@ -137,6 +153,7 @@ class Driver:
             return
         self._set_timer()
         if self.cargo.sweep(self.machine, now):
+            self.own.keep_convictions(self.machine.view.convictions())
             self.job(self.state.shifts.rest, lambda _: None)
 
     def _set_timer(self) -> None:
@@ -259,7 +276,8 @@ class Driver:
                 self.around.fault(culprit, "contribution", str(error))
             is_spoilt = isinstance(error, SpoiltStateError)
             if not (is_spoilt and work == "merge"):  # its contributions are as good as before
-                self.feed(ev.Failed(work, shard, culprit, str(error)))
+                unfit = isinstance(error, UnfitCommitError)
+                self.feed(ev.Failed("values" if unfit else work, shard, culprit, str(error)))
             if isinstance(error, SpoiltStateError):
                 self.spoilt(error)
 
@@ -304,7 +322,9 @@ class Driver:
 
         def work() -> tuple[MergeResult, float]:
             read = [(contributor, held.read(self.host.disk)) for contributor, held in given]
-            merged = self.state.merge(effect.shard, effect.base.id, effect.base.version + 1, read, rung and rung.recipe)
+            how = rung and rung.recipe
+            version = effect.base.version + 1
+            merged = self.state.merge(effect.shard, effect.base.id, version, read, how, effect.longest)
             return merged, self.state.merge_error(effect.shard, merged.payload) if rung else 0.0
 
         def done(result: tuple[MergeResult, float]) -> None:
@@ -319,7 +339,7 @@ class Driver:
         result, shelf = digest_of(merged.digests), self.cargo.shelves[effect.shard]
         shelf.put(merged.payload_digest, merged.payload)
         shelf.digests[result] = merged.digests
-        self.feed(ev.Merged(effect.shard, effect.base.id, merged.payload_digest, result))
+        self.feed(ev.Merged(effect.shard, effect.base.id, merged.payload_digest, result, merged.length))
 
     def _apply(self, effect: ef.Apply) -> None:
         header, shelf = effect.header, self.cargo.shelves[effect.header.shard]
@@ -342,7 +362,7 @@ class Driver:
         head = effect.state.head
         moves = self.cargo.moves(head.shard, effect, self.host.disk)
         self.job(
-            lambda: self.state.install(head.shard, head.id, moves()),
+            lambda: self.state.install(head.shard, head.id, moves(), effect.farthest),
             lambda shifts: self._applied(head.shard, head.id, shifts),
             self._failed("install", head.shard),
         )

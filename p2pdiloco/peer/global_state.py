@@ -12,6 +12,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypedDict
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from p2pdiloco.peer.integrity import Integrity
 from p2pdiloco.peer.shift_queue import Handover, Moves, Payload, ShiftQueue, Shifts
+from p2pdiloco.peer.staged import Staged
 from p2pdiloco.protocol.identifiers import Digest, LearnerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, Layout, OuterConfig, Shard
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
@@ -29,6 +31,9 @@ from p2pdiloco.tensors.states import StateForm, as_bytes
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire import compression
 from p2pdiloco.wire.compression import Body
+
+ROUNDED_LENGTH = 1 + 1e-6
+"""A sum's order may differ from machine to machine."""
 
 
 class _Factors(TypedDict):
@@ -46,6 +51,10 @@ class DigestMismatchError(Exception):
     """A commit or a fetched state does not give the digest it promises."""
 
 
+class UnfitCommitError(DigestMismatchError):
+    """A commit that no honest owner makes on its parent, whose state is here and sound: everybody refuses it."""
+
+
 class ContributionError(Exception):
     """A contribution's payload cannot be used."""
 
@@ -61,6 +70,8 @@ class MergeResult(NamedTuple):
     payload_digest: Digest
     digests: bytes
     """Of the chunks of the state that it leads to; their digest is the commit's result."""
+    length: float = 0.0
+    """Euclidean norm of what the payload holds."""
 
 
 class _Prepared(NamedTuple):
@@ -79,15 +90,6 @@ class _Own(NamedTuple):
     bodies: Sequence[Body]
 
 
-class _Staged(NamedTuple):
-    """A fetched state, checked."""
-
-    head: Digest
-    chunks: Sequence[memoryview]
-    """As they travel."""
-    digests: bytes
-
-
 class _Scratch:
     """Vectors that are used again and again: fresh memory costs more than the arithmetic in it. A chunk long, but for
     the one that holds a shard; not touched until they are needed."""
@@ -104,6 +106,8 @@ class GlobalState:
     def __init__(self, layout: Layout, outer_config: OuterConfig, codec: CodecConfig, vectors: SharedVectors) -> None:
         self.layout = layout
         self._outer = outer_config
+        self._reach = max(1.0, outer_config.learning_rate) / (1.0 - min(outer_config.momentum, 0.999))
+        """How far one merged step of length 1 moves parameters, or momentum, in the end."""
         self._up = ladder.fixed(codec.up, codec.up_step)
         self._down = ladder.fixed(codec.down, codec.down_step)
         self.theta = vectors.theta
@@ -112,7 +116,7 @@ class GlobalState:
         self.shifts = ShiftQueue(layout, vectors)
         self.heads: list[Digest | None] = [None] * len(layout.shards)
         self.integrity = Integrity([quantizers.chunk_count(shard.elements) for shard in layout.shards])
-        self._staged: dict[ShardId, _Staged] = {}
+        self._staged: dict[ShardId, Staged] = {}
         self._prepared: dict[ShardId, _Prepared] = {}
         self._own: dict[ShardId, _Own] = {}
         self._scratch = _Scratch(max(shard.elements for shard in layout.shards), self.form.momentum)
@@ -178,19 +182,23 @@ class GlobalState:
 
     def stage(self, shard: ShardId, head: Digest, chunks: Sequence[memoryview], listed: bytes) -> None:
         """Keep a fetched state until it is installed: every chunk as it travels, checked against ``listed``."""
-        self._staged[shard] = _Staged(head, chunks, listed)
+        self._staged[shard] = Staged(head, chunks, listed)
 
-    def install(self, shard: ShardId, head: Digest, moves: Moves) -> Shifts:
+    def install(self, shard: ShardId, head: Digest, moves: Moves, farthest: float = math.inf) -> Shifts:
         """Make a staged state the shard's; returns the shifts to tell the learner of.
 
         Raises:
             StaleBaseError: it is not staged any more.
+            UnfitCommitError: it is farther from this one than ``farthest`` allows.
         """
         staged = self._staged.pop(shard, None)
         if staged is None or staged.head != head:
             raise StaleBaseError(f"the state of shard {shard} at {head[:8]} is not at hand any more")
         if head == self.heads[shard]:
             return self._repair(shard, staged)
+        here = self._range(self.theta, shard), self._range(self.momentum, shard)
+        if self.heads[shard] is not None and staged.distance(self.form, *here) > farthest * self._reach:
+            raise UnfitCommitError(f"the state of shard {shard} at {head[:8]} is too far from this one")
         return self._replace(shard, staged, moves)
 
     def apply(self, header: CommitHeader, head: Digest, payload: Payload, listed: bytes, moves: Moves) -> Shifts:
@@ -199,7 +207,7 @@ class GlobalState:
 
         Raises:
             StaleBaseError: the shard's head is not the commit's parent.
-            DigestMismatchError: the result is not what the owner signed, or the payload is malformed.
+            UnfitCommitError: the result is not what the owner signed, or the payload is malformed or too long.
         """
         shard, parent = header.shard, header.parent
         if self.heads[shard] != parent or self.integrity.is_spoilt(shard):
@@ -222,19 +230,22 @@ class GlobalState:
         self._own.pop(shard, None)
 
     def _checked(self, header: CommitHeader, head: Digest, payload: Payload, listed: bytes) -> Sequence[Body]:
-        """The bodies of a commit's payload; all can be decoded, and the sample of its version gives what is listed."""
+        """The bodies of a commit's payload; all can be decoded, they are no longer than declared, and the sample of its
+        version gives what is listed."""
         shard, spans, factors = header.shard, self._chunks(header.shard), self._factors(header.version)
+        elements = self.layout.shards[shard].elements
         try:
             bodies = list(self._bodies(shard, payload))
-            for body, span in zip(bodies, spans, strict=True):
-                quantizers.check_chunk(body, span.stop - span.start)
+            length = merge.EncodedGradient(bodies, elements).norm()
         except ValueError as error:
-            raise DigestMismatchError(f"the payload of commit {head[:8]} is malformed: {error}") from error
-        for index in digests.sample(self.layout.shards[shard].elements, header.version):
+            raise UnfitCommitError(f"the payload of commit {head[:8]} is malformed: {error}") from error
+        if length > header.length * ROUNDED_LENGTH:
+            raise UnfitCommitError(f"the step of commit {head[:8]} is {length:.3g} long and not {header.length:.3g}")
+        for index in digests.sample(elements, header.version):
             theta, momentum = self._next_chunk(bodies[index], spans[index], factors)
             if not digests.is_chunk(listed, index, theta, momentum):
                 self.verify(shard, index)  # it may be ours that is wrong
-                raise DigestMismatchError(f"commit {head[:8]} of shard {shard} does not give chunk {index} as promised")
+                raise UnfitCommitError(f"commit {head[:8]} of shard {shard} does not give chunk {index} as promised")
         return bodies
 
     def _factors(self, version: int) -> _Factors:
@@ -276,7 +287,7 @@ class GlobalState:
         piece, size = self.layout.shards[shard], quantizers.CHUNK
         return [slice(start, min(start + size, piece.stop)) for start in range(piece.start, piece.stop, size)]
 
-    def _replace(self, shard: ShardId, state: _Staged, moves: Moves) -> Shifts:
+    def _replace(self, shard: ShardId, state: Staged, moves: Moves) -> Shifts:
         handover = self.shifts.begin(shard, moves, partial(self._bodies, shard))
         for span, chunk in zip(self._chunks(shard), state.chunks, strict=True):
             current, (new, momentum) = self.theta[span], self.form.vectors(chunk)
@@ -288,7 +299,7 @@ class GlobalState:
         self._prepared.pop(shard, None)
         return handover.shifts
 
-    def _repair(self, shard: ShardId, state: _Staged) -> Shifts:
+    def _repair(self, shard: ShardId, state: Staged) -> Shifts:
         """The same head's state again. What was altered after it was verified the learner has not seen; anything else
         may be in its parameters, too, and it takes the global ones."""
         is_known = True
@@ -315,9 +326,10 @@ class GlobalState:
         version: int,
         given: Sequence[tuple[Contributor, Payload]],
         how: quantizers.Recipe | None = None,
+        longest: float = math.inf,
     ) -> MergeResult:
-        """Merge contributions (sorted by learner), quantize the result (None: as the run says), and prepare the outer
-        step that makes ``version``, the next one after ``base``.
+        """Merge contributions (sorted by learner), shorten the result to ``longest``, quantize it (None: as the run
+        says), and prepare the outer step that makes ``version``, the next one after ``base``.
 
         Raises:
             StaleBaseError: the shard's head is not ``base``.
@@ -338,13 +350,13 @@ class GlobalState:
             weights.append(merge.token_weight(contributor.tokens, contributor.steps))
         merged = self._scratch.merged[: piece.elements]
         merge.merge(piece.merge, gradients, weights, [c.steps for c, _ in given], merged)
-        bodies = [bytes(body) for body in quantizers.encode_chunks(how or self._down, merged)]
+        bodies, length = merge.encode(how or self._down, merged, longest)
         payload = compression.join(bodies)
         payload_digest = digest_of(payload)
         self._prepared[shard] = _Prepared(base, payload_digest, bodies)
         pairs, factors = zip(bodies, self._chunks(shard), strict=True), self._factors(version)
         listed = b"".join(digests.chunk_digest(*self._next_chunk(body, span, factors)) for body, span in pairs)
-        return MergeResult(payload, payload_digest, listed)
+        return MergeResult(payload, payload_digest, listed, length)
 
     def merge_error(self, shard: ShardId, payload: Payload) -> float:
         """Relative error of the first chunk of what was just merged."""

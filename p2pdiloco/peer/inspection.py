@@ -43,7 +43,7 @@ class Inspection:
             case msg.Commit(header=header):
                 return self._inspect(peer, message, payload, lambda data: self._driver.cargo.commit(data, header))
             case msg.Equivocation():
-                if message.owner in self._driver.machine.view.barred:
+                if any(message.owner == known.owner for known in self._driver.machine.view.convictions().proofs):
                     return None
                 return self._inspect(peer, message, memoryview(b""), lambda _: self._driver.cargo.equivocation(message))
             case _:

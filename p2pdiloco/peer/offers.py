@@ -16,13 +16,14 @@ from p2pdiloco.protocol.identifiers import DIGEST_BYTES, Digest, ShardId, digest
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import CommitHeader, commit_id
 from p2pdiloco.tensors.digests import list_bytes
+from p2pdiloco.tensors.states import StateForm
 from p2pdiloco.wire.bodies import LINEAGE_BYTES, MAX_LINEAGE, SignedCommit, StateOffer, StateProof, decode_as, encode
 
 
-def is_listed(offer: StateOffer, chunk: int, data: bytes | bytearray | memoryview) -> bool:
-    """Whether ``data`` is chunk ``chunk`` of what is offered. Hashes without the GIL."""
+def is_listed(offer: StateOffer, chunk: int, data: bytes | bytearray | memoryview, form: StateForm) -> bool:
+    """Whether ``data`` is chunk ``chunk`` of what is offered, and finite. Hashes without the GIL."""
     listed = offer.digests[DIGEST_BYTES * chunk : DIGEST_BYTES * (chunk + 1)]
-    return bytes.fromhex(digest_of(memoryview(data))) == listed
+    return bytes.fromhex(digest_of(memoryview(data))) == listed and form.is_finite(memoryview(data))
 
 
 def checked_offer(

@@ -17,16 +17,19 @@ from pathlib import Path
 
 from p2pdiloco.peer.disk import Disk, replace, sweep
 from p2pdiloco.peer.host import Host
+from p2pdiloco.protocol.events import Convictions
 from p2pdiloco.protocol.identifiers import Digest
 from p2pdiloco.protocol.made import is_left
 from p2pdiloco.protocol.messages import Commit, CommitHeader, Head, commit_id
 from p2pdiloco.runtime import logs
-from p2pdiloco.wire.bodies import decode_message, encode
+from p2pdiloco.wire.bodies import decode_as, decode_message, encode
 
 log = logs.get("node")
 
 FOLDER = "own"
 SUFFIX = ".commit"
+BARRED = "barred.msgpack"
+"""Who may own nothing, which a restart does not forget either."""
 LENGTH_BYTES = 4
 OWN_BYTES = 256 << 20
 OWN_BYTES_PER_PARAMETER = 2
@@ -43,12 +46,16 @@ class OwnCommits:
         self._kept: dict[Digest, tuple[CommitHeader, int]] = {}
         """By id, the oldest first, with their bytes."""
         self._writing: dict[Digest, asyncio.Future[None]] = {}
+        self._convictions = Convictions()
+        """Those on the disk."""
 
     def load(self) -> list[tuple[CommitHeader, bytes]]:
         """What earlier lives have made, with what travels with it, as it lies there: nothing is checked. Blocks."""
         found = []
         sweep(self._host.disk, self._folder)
         for name in self._host.disk.names(self._folder):
+            if name == BARRED:
+                continue
             try:
                 data = self._host.disk.read(self._folder / name)
                 end = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "big")
@@ -60,6 +67,23 @@ class OwnCommits:
                 found.append((message.header, data[end:]))
                 self._kept[commit_id(message.header)] = (message.header, len(data))
         return sorted(found, key=lambda commit: (commit[0].shard, commit[0].version))
+
+    def load_convictions(self) -> Convictions:
+        """What earlier lives knew of owners, as it lies there: nothing is checked. Blocks."""
+        if BARRED in self._host.disk.names(self._folder):
+            try:
+                self._convictions = decode_as(self._host.disk.read(self._folder / BARRED), Convictions)
+            except (OSError, ValueError) as error:
+                log.warning("who may own nothing cannot be read", reason=str(error))
+        return self._convictions
+
+    def keep_convictions(self, known: Convictions) -> None:
+        """Write what is known of owners, if it is new."""
+        if known == self._convictions:
+            return
+        self._convictions = known
+        disk, path, data = self._host.disk, self._folder / BARRED, encode(known)
+        self._host.work("own", lambda: replace(disk, path, [data])).add_done_callback(_looked_at)
 
     def keep(self, header: CommitHeader, data: bytes) -> None:
         """Write a commit with what travels with it, unless it is there."""

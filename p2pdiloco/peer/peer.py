@@ -34,18 +34,16 @@ from p2pdiloco.peer.payload_store import PayloadStore
 from p2pdiloco.peer.respondent import Respondent
 from p2pdiloco.peer.saver import Saver
 from p2pdiloco.peer.scrub import Scrub
+from p2pdiloco.peer.settings import protocol_config
 from p2pdiloco.peer.shift_queue import Shifts
 from p2pdiloco.peer.standing import Everybody, Standing
 from p2pdiloco.peer.supervision import Supervision
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.core import ProtocolConfig
-from p2pdiloco.protocol.defaults import heartbeat_s, logged
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId, peer_of
-from p2pdiloco.protocol.limits import STEP_TOKENS
 from p2pdiloco.protocol.machine import Machine
-from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
+from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import SIGNATURE_BYTES, commit_id
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.identity import Identity
@@ -57,13 +55,7 @@ from p2pdiloco.wire.compression import payload_limit
 
 log = logs.get("node")
 
-BATCH_ROOM = 16
-"""How much larger than the run's a peer's batch may be."""
-EARLY_BYTES = 256 << 20
-EARLY_BYTES_PER_PARAMETER = 2
-"""The larger of the two may wait for heads that are not reached yet: four or five of each shard in int4."""
 Observed = Callable[[ev.Event, list[ef.Effect], float], None]
-
 
 APART = 4
 """The exit status of a peer that may have a model of its own."""
@@ -75,41 +67,6 @@ class Ending(msgspec.Struct, frozen=True):
 
     status: int
     reason: str
-
-
-def protocol_config(manifest: Manifest, options: PeerOptions, peer: PeerId) -> ProtocolConfig:
-    """The machine's configuration for this peer of this run."""
-    config, layout = manifest.config, Layout.of(manifest)
-    return ProtocolConfig(
-        run=manifest.run,
-        peer=peer,
-        founder=manifest.founder,
-        fragments=layout.fragments,
-        sync_every=config.schedule.sync_every,
-        overlap=config.schedule.overlap,
-        min_quorum=config.schedule.min_quorum,
-        grace_share=config.schedule.grace_share,
-        total_steps=config.inner.steps,
-        expects_learner=not options.is_follower,
-        blocks=manifest.blocks.number,
-        max_step_tokens=most_step_tokens(config),
-        block_tokens=max(1, manifest.blocks.samples * config.model.context),
-        early_bytes=max(EARLY_BYTES, EARLY_BYTES_PER_PARAMETER * layout.elements),
-        is_overwrite=config.outer.adopt == "overwrite",
-        evaluation_every=config.evaluation.every,
-        log_length=logged(config.schedule),
-        needs_majority=config.schedule.needs_majority is True,
-        heartbeat_s=heartbeat_s(config.schedule),
-        weight=options.link.weight,
-        leave_s=options.leave_s,
-    )
-
-
-def most_step_tokens(config: RunConfig) -> int:
-    """Of an inner step: the run's own batch with room for larger ones; what a script counts is its own affair."""
-    if config.model.kind == "external":
-        return STEP_TOKENS
-    return max(1, BATCH_ROOM * config.inner.batch * config.model.context)
 
 
 class InitialState:
@@ -209,7 +166,8 @@ class Peer:
         brought = {state.head.shard for state in shards}
         if missing := [piece.elements for piece in self.layout.shards if piece.shard not in brought]:
             self._arrivals.begin(missing)
-        self.driver.feed(ev.Started(tuple(shards), tuple(lineages), tuple(self.driver.made_earlier())))
+        own, convictions = tuple(self.driver.made_earlier()), self.driver.convicted_earlier()
+        self.driver.feed(ev.Started(tuple(shards), tuple(lineages), own, convictions))
 
     async def live(self) -> Ending:
         """Take part, after ``begin``, until something ends it."""
@@ -238,7 +196,7 @@ class Peer:
             why = self.trouble or alone or "--leave-s allows longer"
             return Ending(1, f"{reason}; {unmerged:,} tokens were not merged in time and are lost ({why})")
         if self.supervision.trouble:
-            return Ending(1, f"{reason}; {self.supervision.trouble}")
+            return Ending(1, f"{reason}; {self.supervision.trouble}; `p2pdiloco resume --known-good` goes back")
         missing = self.machine.view.missing
         if missing and self.machine.view.has_finished:  # who is sent away may come back, and goes on then
             return Ending(

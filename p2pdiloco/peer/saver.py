@@ -19,6 +19,7 @@ from pathlib import Path
 
 from p2pdiloco.peer.checkpoint import Draft, SavedState
 from p2pdiloco.peer.driver import Driver
+from p2pdiloco.peer.known_good import KnownGood
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.offers import lineage_of
 from p2pdiloco.peer.shard_copy import CopyError, copied
@@ -65,6 +66,7 @@ class Saver:
         self._keep = keep
         self._save_learner = save_learner
         self._layout = Layout.of(manifest)
+        self._known_good = KnownGood(folder, driver.host.disk)
         self._one_at_a_time = asyncio.Lock()
         self._saved_mark: int | None = None
         """Of the heads in the last checkpoint."""
@@ -118,11 +120,21 @@ class Saver:
             if len(self._heads) == self._keep:
                 self._driver.own.forget(self._heads[0])
             self._metrics.write("checkpoint", is_last=is_last)
+            await self._judge(draft.number)
             return True
         await self._host.work("disk", draft.discard)
         log.error("checkpoint not written, the last one stays", folder=self._folder, reason=reason)
         self._metrics.write("checkpoint-failed", reason=reason)
         return False
+
+    async def _judge(self, number: int) -> None:
+        """Whether the checkpoint before this one is good, by how training went since."""
+        loss = self._metrics.loss
+        try:
+            if await self._host.work("disk", lambda: self._known_good.written(number, loss)):
+                self._metrics.write("checkpoint-good", loss=loss)
+        except OSError as error:
+            log.warning("no checkpoint is marked as good", reason=os.strerror(error.errno or 0))
 
     async def _write(self, draft: Draft) -> None:
         """One shard after the other, each copied between two jobs and written before the next is copied.

@@ -19,6 +19,7 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
+from p2pdiloco.peer.checkpoint import LEARNER
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.host import LearnerLife, within
 from p2pdiloco.peer.metrics import Metrics
@@ -171,7 +172,7 @@ class Supervision:
     def _arguments(self, learner: LearnerId) -> list[str]:
         options = self._options
         arguments = ["--manifest", str(options.folder / "manifest.msgpack"), "--incarnation", learner]
-        arguments += ["--inner-state", str(options.folder / "checkpoint" / "learner.safetensors")]
+        arguments += ["--inner-state", str(options.folder / "checkpoint" / LEARNER)]
         if options.learner.reattach_s:
             arguments += ["--reunion", self._reunion, "--reattach-s", str(options.learner.reattach_s)]
         arguments += ["--device", options.learner.device, "--threads", str(options.learner.threads)]

@@ -9,17 +9,17 @@ Rules of this file:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from p2pdiloco.protocol.carry import Carry
 from p2pdiloco.protocol.chain import is_heavier
 from p2pdiloco.protocol.contributions import Contributions
-from p2pdiloco.protocol.core import Core
+from p2pdiloco.protocol.core import Core, mark_bits
 from p2pdiloco.protocol.effects import Apply, BecameCurrent, Fetch, Install
 from p2pdiloco.protocol.evaluations import Evaluations
 from p2pdiloco.protocol.events import ShardState
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
-from p2pdiloco.protocol.ledger import STAY, Walk
 from p2pdiloco.protocol.lineage import Lineage
 from p2pdiloco.protocol.log_requests import LogRequests
 from p2pdiloco.protocol.merges import Merges
@@ -32,6 +32,8 @@ from p2pdiloco.protocol.messages import (
     HeadsRequest,
     commit_id,
 )
+from p2pdiloco.protocol.orphans import Orphans
+from p2pdiloco.protocol.refusals import Refusals
 
 MAX_FETCHES = 4
 """States fetched at once by a newcomer, over all shards."""
@@ -40,18 +42,25 @@ MAX_FETCHES = 4
 class Adoption:
     """Commits and states on their way into this peer's chains."""
 
-    def __init__(self, core: Core, merges: Merges, contributions: Contributions, evaluations: Evaluations) -> None:
+    def __init__(
+        self,
+        core: Core,
+        merges: Merges,
+        contributions: Contributions,
+        evaluations: Evaluations,
+        refusals: Refusals,
+    ) -> None:
         self.core = core
+        self.refusals = refusals
         self.evaluations = evaluations
         self.merges = merges
         self.contributions = contributions
         self.carry = Carry(core, contributions)
-        self.lineage = Lineage(core)
+        self.lineage = Lineage(core, refusals)
         self.applying: dict[ShardId, tuple[Digest, CommitHeader | ShardState]] = {}
         """What each shard's next state will be, once the work is done."""
         self.log_requests = LogRequests(core, self.applying)
-        self.waiting: dict[ShardId, dict[Digest, CommitHeader]] = {}
-        """Commits that came before their parent, by parent."""
+        self.orphans = Orphans(core.config)
         self.repairing: set[ShardId] = set()
         """Shards whose state here is not what their head stands for (see ``repair.py``)."""
         self.staged: dict[ShardId, ShardState] = {}
@@ -73,7 +82,7 @@ class Adoption:
         chain = core.chains[shard]
         new_id = commit_id(header)
         if chain.head is None:
-            self._wait(header)
+            self.orphans.keep(header)
             if sender == header.owner and self.is_donor(sender):
                 head = Head(shard, header.version, new_id, header.tokens)
                 self.lineage.committed(sender, head, header.parent)
@@ -83,56 +92,39 @@ class Adoption:
         applying = self.applying.get(shard)
         if new_id == chain.head.id or new_id in chain.log_ids or (applying is not None and applying[0] == new_id):
             return
-        if applying is not None:
-            self._wait(header)
+        if self.refusals.is_refused(header, new_id):
+            self.lineage.told(sender, Head(shard, header.version, new_id, header.tokens))
+            if shard not in self.asked and self.is_donor(sender) and self.lineage.is_outvoted(shard):
+                self.fetch(shard, sender)  # most have taken it: it is this peer that errs
+            elif self.asked.get(shard) == sender and ("asked", shard) in core.alarms:
+                self.asked_in_vain(shard)
+        elif applying is not None:
+            self.orphans.keep(header)
         elif chain.extends(header):
             self._apply_if_sound(sender, header, new_id)
         else:
             if header.version > chain.head.version + 1:
-                self._wait(header)
+                self.orphans.keep(header)
             self.saw(sender, Head(shard, header.version, new_id, header.tokens))
             if shard in self.wanted and header.version <= chain.head.version:
                 core.alarms.set(("want", shard), core.now)  # of a sibling fork: nothing that follows ours is on its way
 
     def _apply_if_sound(self, sender: PeerId | None, header: CommitHeader, new_id: Digest) -> None:
-        chain = self.core.chains[header.shard]
-        problem = chain.problem(header) or self.carry.problem(header)
-        if problem is None:
-            self.apply(header, new_id)
+        if (problem := self.core.chains[header.shard].problem(header)) is not None:
+            self.refusals.add(header, new_id, sender, problem)
+        elif (problem := self.carry.problem(header)) is not None:
+            self.refusals.note(header, sender, problem)
         else:
-            origin = sender or header.owner
-            self.core.note("warning", "commit", f"shard {header.shard} commit of {origin} not taken: {problem}")
-
-    def _wait(self, header: CommitHeader) -> None:
-        waiting = self.waiting.setdefault(header.shard, {})
-        if len(waiting) >= self.core.config.log_length:
-            del waiting[min(waiting, key=lambda parent: waiting[parent].version)]
-        elif sum(map(len, self.waiting.values())) >= self.core.config.waiting_most:
-            return  # who sent it is asked again, once what waits is applied
-        other = waiting.get(header.parent)
-        if other is None or (header.tokens, commit_id(header)) > (other.tokens, commit_id(other)):
-            waiting[header.parent] = header
+            self.apply(header, new_id)
 
     def apply(self, header: CommitHeader, new_id: Digest) -> None:
         """Take a sound commit on top of the head."""
-        learner = self.core.learner
-        walk: Walk | None = STAY
-        if learner is not None and not self.core.config.is_overwrite:
-            mine = next((c for c in header.contributors if c.learner == learner.id), None)
-            if mine is not None:
-                walk = self.carry.walk(header.shard, mine.tokens_to)
-        self.applying[header.shard] = (new_id, header)
-        self.merges.close(header.shard)
-        self.core.effects.append(
-            Apply(
-                header,
-                new_id,
-                None if learner is None else learner.id,
-                () if walk is None else walk.settled,
-                () if walk is None else walk.restored,
-                walk is None or self.core.config.is_overwrite,
-            )
-        )
+        shard, learner = header.shard, self.core.learner
+        mine = None if learner is None else next((c for c in header.contributors if c.learner == learner.id), None)
+        moves = self.carry.moves(shard, None if mine is None else mine.tokens_to)
+        self.applying[shard] = (new_id, header)
+        self.merges.close(shard)
+        self.core.effects.append(Apply(header, new_id, *moves))
 
     def applied(self, shard: ShardId, head_id: Digest) -> None:
         """The work is done: the shard has a new head."""
@@ -153,8 +145,9 @@ class Adoption:
             chain.advance(target, head_id)
         else:
             chain.replace(target, self.lineage.of(target.head))
+            self.refusals.forget(head_id, chain.ancestry)
         head = core.head(shard)
-        core.heads_mark ^= _mark_bits(head.id) ^ (0 if old is None else _mark_bits(old.id))
+        core.heads_mark ^= mark_bits(head.id) ^ (0 if old is None else mark_bits(old.id))
         self.carry.move_mark(shard, target)
         self._forget_request(shard, head)
         if core.is_current:
@@ -171,15 +164,11 @@ class Adoption:
     def _next(self, shard: ShardId) -> None:
         """Something, or somebody, may have been waiting for this head."""
         self.log_requests.answer(shard)
-        staged = self.staged.pop(shard, None)
-        if staged is not None:
+        if (staged := self.staged.pop(shard, None)) is not None:
             self.install(staged)
-        waiting = self.waiting.get(shard)
-        if waiting and shard not in self.applying:
-            head = self.core.head(shard)
-            header = waiting.pop(head.id, None)
-            for parent in [p for p, h in waiting.items() if h.version <= head.version]:
-                rival = waiting.pop(parent)
+        if shard not in self.applying:
+            header, rivals = self.orphans.follow(self.core.head(shard))
+            for rival in rivals:
                 if rival.owner in self.core.membership.live:
                     self.saw(rival.owner, Head(shard, rival.version, commit_id(rival), rival.tokens))
             if header is not None:
@@ -197,6 +186,18 @@ class Adoption:
         self.log_requests.answer(shard)
         self.fetch_missing()
         if self.core.is_current:
+            self.merges.reopen(shard)
+
+    def refuse(self, shard: ShardId, reason: str) -> None:
+        """Values do not fit: everybody who can judge that commit refuses it, and the shard goes on without it."""
+        new_id, target = self.applying.pop(shard)
+        if isinstance(target, CommitHeader):
+            self.refusals.add(target, new_id, None, reason)
+            self.merges.not_applied(target)
+        else:
+            self.refusals.remember(new_id)
+        self._next(shard)
+        if shard not in self.applying:
             self.merges.reopen(shard)
 
     # -- other heads ---------------------------------------------------------------------------------------------------
@@ -247,11 +248,9 @@ class Adoption:
         self.core.effects.append(Fetch(shard, peer))
 
     def _forget_request(self, shard: ShardId, head: Head) -> None:
-        if shard in self.asked and ("asked", shard) in self.core.alarms:
-            waiting = self.waiting.get(shard)
-            if not waiting:
-                del self.asked[shard]
-                self.core.alarms.cancel(("asked", shard))
+        if shard in self.asked and ("asked", shard) in self.core.alarms and not self.orphans.of(shard):
+            del self.asked[shard]
+            self.core.alarms.cancel(("asked", shard))
 
     def asked_in_vain(self, shard: ShardId) -> None:
         """No answer in time: for as long again others are asked, if their heads differ."""
@@ -283,22 +282,14 @@ class Adoption:
             core.note("debug", "fetch", f"shard {shard}: fetched version {state.head.version} is not heavier, dropped")
             return
         learner = core.learner
-        walk: Walk | None = STAY
-        if learner is not None and not core.config.is_overwrite:
-            walk = self.carry.walk(shard, self.carry.mark_in(learner, state).tokens)
+        moves = self.carry.moves(shard, None if learner is None else self.carry.mark_in(learner, state).tokens)
         if head is not None and not is_repair:
             core.note("info", "fork", f"shard {shard}: {head.tokens} tokens give way to {state.head.tokens}")
+        is_free = is_repair or self.lineage.is_outvoted(shard)
+        farthest = math.inf if is_free else core.chains[shard].farthest(state.head, self.lineage.of(state.head))
         self.applying[shard] = (state.head.id, state)
         self.merges.close(shard)
-        core.effects.append(
-            Install(
-                state,
-                None if learner is None else learner.id,
-                () if walk is None else walk.settled,
-                () if walk is None else walk.restored,
-                walk is None or core.config.is_overwrite,
-            )
-        )
+        core.effects.append(Install(state, *moves, farthest))
 
     def fetch_failed(self, shard: ShardId, peer: PeerId | None, reason: str) -> None:
         """A donor did not deliver: try another one."""
@@ -377,19 +368,15 @@ class Adoption:
 
     def payloads(self, shard: ShardId) -> set[Digest]:
         """Payloads of commits that wait or are being applied."""
-        held = {header.payload for header in self.waiting.get(shard, {}).values()}
+        held = {header.payload for header in self.orphans.of(shard)}
         _, target = self.applying.get(shard, (None, None))
         return held | {target.payload} if isinstance(target, CommitHeader) else held
 
     def commits(self, shard: ShardId) -> set[Digest]:
         """Commits, by id, that wait, are being applied, or are staged states' heads."""
-        found = {commit_id(header) for header in self.waiting.get(shard, {}).values()}
+        found = {commit_id(header) for header in self.orphans.of(shard)}
         if (entry := self.applying.get(shard)) is not None:
             found.add(entry[0])
         if (staged := self.staged.get(shard)) is not None:
             found.add(staged.head.id)
         return found
-
-
-def _mark_bits(head_id: Digest) -> int:
-    return int(head_id[:15], 16)

@@ -11,8 +11,8 @@ from p2pdiloco.protocol.chain import MARK_LIFE_LOGS, NO_MARK
 from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.core import Core, LearnerView
 from p2pdiloco.protocol.events import Mark, ShardState
-from p2pdiloco.protocol.identifiers import ShardId
-from p2pdiloco.protocol.ledger import Walk
+from p2pdiloco.protocol.identifiers import Digest, LearnerId, ShardId
+from p2pdiloco.protocol.ledger import STAY, Walk
 from p2pdiloco.protocol.messages import CommitHeader
 
 
@@ -36,6 +36,18 @@ class Carry:
         if to_tokens <= max(learner.marks[shard].tokens, self.contributions.ledgers[shard].last):
             return None
         return f"it holds tokens of this peer's learner that it has not given, up to {to_tokens}"
+
+    def moves(
+        self, shard: ShardId, to_tokens: int | None
+    ) -> tuple[LearnerId | None, tuple[Digest, ...], tuple[Digest, ...], bool]:
+        """What ``Apply`` and ``Install`` say of the learner, when the shard's chain comes to count its tokens up to
+        ``to_tokens`` (None: as before): whose delta it is, what is settled, what is restored, whether it is reset."""
+        core, learner = self.core, self.core.learner
+        walk: Walk | None = STAY
+        if learner is not None and to_tokens is not None and not core.config.is_overwrite:
+            walk = self.walk(shard, to_tokens)
+        who = None if learner is None else learner.id
+        return (who, (), (), True) if walk is None else (who, walk.settled, walk.restored, core.config.is_overwrite)
 
     def walk(self, shard: ShardId, to_tokens: int) -> Walk | None:
         """What leaves the learner's delta, and what returns to it, when the shard's chain counts its tokens up to

@@ -10,8 +10,9 @@ Rules of this file:
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -20,10 +21,13 @@ from p2pdiloco.protocol.events import Mark, ShardState
 from p2pdiloco.protocol.identifiers import Digest, LearnerId, PeerId, RunId, ShardId, digest_of, peer_of
 from p2pdiloco.protocol.limits import MAX_COUNT, Limits
 from p2pdiloco.protocol.messages import MAX_CONTRIBUTORS, CommitHeader, Contributor, Head
+from p2pdiloco.protocol.stride import NO_STRIDE, Stride
 
 NO_MARK = Mark(0, 0, 0)
 SizeOf = Callable[[Digest], int]
 """Bytes of a payload; 0 if it is not here."""
+FIRST_RMS = 1.0
+"""What parameters move in an inner step, at most, where nothing is known yet: far more than any do."""
 MARK_LIFE_LOGS = 8
 """A mark lives for this many log lengths of versions without being touched."""
 
@@ -43,9 +47,9 @@ def is_heavier(a: Head, b: Head) -> bool:
     return (a.tokens, a.id) > (b.tokens, b.id)
 
 
-def record_of(marks: Mapping[LearnerId, Mark], trained: Trained) -> Digest:
+def record_of(marks: Mapping[LearnerId, Mark], trained: Trained, stride: Stride = NO_STRIDE) -> Digest:
     """The digest of all that a state holds besides its tensors, its head and its step."""
-    return digest_of(_encoder.encode((sorted(marks.items()), trained)))
+    return digest_of(_encoder.encode((sorted(marks.items()), trained, *((stride,) if stride.counted else ()))))
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -55,6 +59,7 @@ class Chain:
     """Head, marks and recent commits of one shard. ``head`` is None until the shard's state is here."""
 
     __slots__ = (
+        "_first",
         "_most_tokens",
         "_run_tokens",
         "ancestry",
@@ -67,9 +72,12 @@ class Chain:
         "marks",
         "shard",
         "step",
+        "stride",
     )
 
-    def __init__(self, shard: ShardId, length: int, blocks: int = 0, limits: Limits | None = None) -> None:
+    def __init__(
+        self, shard: ShardId, length: int, blocks: int = 0, limits: Limits | None = None, elements: int = 0
+    ) -> None:
         self.shard = shard
         self.length = length
         self.limits = limits = limits or Limits()
@@ -81,6 +89,8 @@ class Chain:
         self.ledger = BlockLedger(blocks) if blocks and shard == 0 else None
         """Of shard 0: which blocks of data it has merged."""
         self.marks: dict[LearnerId, Mark] = {}
+        self.stride = NO_STRIDE
+        self._first = FIRST_RMS * math.sqrt(elements) if elements else math.inf
         self.log: deque[CommitHeader] = deque(maxlen=length)
         self.log_ids: deque[Digest] = deque(maxlen=length)
         self.ancestry: deque[Digest] = deque(maxlen=length)
@@ -105,15 +115,34 @@ class Chain:
             return "the chain cannot count further"
         return limits.range_problem(c.tokens, c.steps, len(c.blocks))
 
-    def record_after(self, version: int, contributors: Iterable[Contributor]) -> Digest:
-        """What an owner signs of the chain's counts after a commit with these: the digest of marks and blocks."""
-        marks, ledger = self._marks_after(version, contributors), self.ledger
+    def farthest(self, head: Head, lineage: Iterable[Digest]) -> float:
+        """How far the state at ``head`` can be from this one's: so many versions lie between them, and a long one."""
+        if self.head is None:
+            return math.inf
+        is_met = self.head.id in lineage or not set(self.ancestry).isdisjoint(lineage)
+        versions = (
+            abs(head.version - self.head.version) + 2 * self.length if is_met else head.version + self.head.version
+        )
+        turn = self.limits.turn_steps
+        return (versions + self.limits.range_steps // turn) * self.stride.longest(turn, turn, self._first)
+
+    def record_after(self, version: int, contributors: Sequence[Contributor], length: float = 0.0) -> Digest:
+        """What an owner signs of the chain's counts after a commit with these, ``length`` long: the digest of marks,
+        blocks and stride."""
+        marks, ledger, stride = self._marks_after(version, contributors), self.ledger, self.stride
+        if length:
+            stride = stride.after(length, max(c.steps for c in contributors), self.limits.turn_steps)
         if ledger is None:
-            return record_of(marks, Trained())
+            return record_of(marks, Trained(), stride)
         after = ledger.copied()
         for c in contributors:
             after.add(c.blocks)
-        return record_of(marks, after.state())
+        return record_of(marks, after.state(), stride)
+
+    def longest(self, contributors: Iterable[Contributor]) -> float:
+        """How long a merged outer gradient of these may be."""
+        steps = max(c.steps for c in contributors)
+        return self.stride.longest(steps, self.limits.turn_steps, self._first)
 
     def _marks_after(self, version: int, contributors: Iterable[Contributor]) -> dict[LearnerId, Mark]:
         oldest = version - MARK_LIFE_LOGS * self.length
@@ -150,7 +179,10 @@ class Chain:
             return "its cumulative tokens are wrong"
         if header.step > self.latest_step():
             return f"its step {header.step} is too far from its parent's, {self.step}"
-        if header.record != self.record_after(header.version, header.contributors):
+        longest = self.longest(header.contributors)
+        if not 0.0 <= header.length <= longest:
+            return f"its step is {header.length:.3g} long, and after those before it no more than {longest:.3g} fits"
+        if header.record != self.record_after(header.version, header.contributors, header.length):
             return "its record is not what the chain counts with it"
         return None
 
@@ -162,6 +194,7 @@ class Chain:
             self.ancestry.append(self.head.id)
         self.head = Head(self.shard, header.version, new_id, header.tokens)
         self.step = header.step
+        self.stride = self.stride.after(header.length, header.steps, self.limits.turn_steps)
         self.marks = self._marks_after(header.version, header.contributors)
         if self.ledger is not None:
             for c in header.contributors:
@@ -174,6 +207,8 @@ class Chain:
             return f"step {state.step} cannot be reached with version {head.version}"
         if head.tokens > head.version * MAX_CONTRIBUTORS * limits.range_tokens:
             return f"{head.tokens} tokens cannot be merged in {head.version} versions"
+        if not state.stride.is_sound:
+            return "its stride is none"
         for learner, mark in state.marks:
             counts = (mark.tokens, mark.steps, mark.version)
             if min(counts) < 0 or max(counts) > MAX_COUNT or mark.version > head.version:
@@ -189,6 +224,7 @@ class Chain:
         self.head = state.head
         self.step = state.step
         self.marks = dict(state.marks)
+        self.stride = state.stride
         if self.ledger is not None:
             self.ledger.restore(state.trained)
 
@@ -222,4 +258,4 @@ class Chain:
         """What travels with a state transfer."""
         assert self.head is not None
         trained = Trained() if self.ledger is None else self.ledger.state()
-        return ShardState(self.head, self.step, tuple(sorted(self.marks.items())), trained)
+        return ShardState(self.head, self.step, tuple(sorted(self.marks.items())), trained, self.stride)

@@ -10,8 +10,8 @@ from p2pdiloco.protocol.alarms import Alarms, Key
 from p2pdiloco.protocol.chain import NO_MARK, Chain
 from p2pdiloco.protocol.effects import Effect, Note, Send
 from p2pdiloco.protocol.events import Mark
-from p2pdiloco.protocol.identifiers import FragmentId, LearnerId, PeerId, RunId, ShardId
-from p2pdiloco.protocol.limits import LEAD_TURNS, RANGE_TURNS, STEP_TOKENS, Limits
+from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, RunId, ShardId
+from p2pdiloco.protocol.limits import LEAD_TURNS, RANGE_TURNS, Limits, Sizes
 from p2pdiloco.protocol.membership import Membership
 from p2pdiloco.protocol.messages import Head, Message, Phase
 from p2pdiloco.protocol.pace import Pace
@@ -45,10 +45,8 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A learner belongs to this peer, sooner or later; else it only follows."""
     blocks: int = 0
     """Of data in an epoch; 0: learners draw their data by themselves."""
-    max_step_tokens: int = STEP_TOKENS
-    """Most tokens that an inner step of anybody's learner may count for."""
-    block_tokens: int = 1
-    """Fewest tokens of a block of data."""
+    sizes: Sizes = Sizes()
+    """What one step, one block and one shard hold, as far as the manifest says."""
     early_bytes: int = 256 << 20
     """Of payloads that may wait for a head that this peer has not reached, over all peers."""
     is_overwrite: bool = False
@@ -87,9 +85,10 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     def limits(self) -> Limits:
         """What is believed of a contribution or a commit."""
         return Limits(
-            step_tokens=self.max_step_tokens,
-            block_tokens=self.block_tokens,
+            step_tokens=self.sizes.step_tokens,
+            block_tokens=self.sizes.block_tokens,
             range_steps=RANGE_TURNS * self.sync_every,
+            turn_steps=self.sync_every,
             lead_steps=LEAD_TURNS * self.sync_every,
             run_steps=self.total_steps,
         )
@@ -132,6 +131,11 @@ class LearnerView:
         self.marks[shard] = Mark(self.tokens, self.steps, self.marks[shard].version)
 
 
+def mark_bits(head_id: Digest) -> int:
+    """What a head adds to ``Core.heads_mark``."""
+    return int(head_id[:15], 16)
+
+
 class Core:
     """Shared state. Parts of the machine read and change it only while an event is handled."""
 
@@ -164,7 +168,11 @@ class Core:
         self.effects: list[Effect] = []
         self.alarms = Alarms()
         self.membership = Membership(config.peer, config.heartbeat_s)
-        self.chains = [Chain(ShardId(s), config.log_length, config.blocks, config.limits) for s in range(config.shards)]
+        elements = config.sizes.elements or (0,) * config.shards
+        self.chains = [
+            Chain(ShardId(s), config.log_length, config.blocks, config.limits, elements[s])
+            for s in range(config.shards)
+        ]
         self.fragment_of = [FragmentId(f) for f, shards in enumerate(config.fragments) for _ in shards]
         self.learner: LearnerView | None = None
         self.step = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -48,6 +49,8 @@ class Merge(msgspec.Struct, frozen=True, array_like=True, tag="merge"):
     shard: ShardId
     base: Head
     contributions: tuple[Contribution, ...]
+    longest: float = math.inf
+    """Of the merged outer gradient: a longer one is shortened."""
 
 
 class Apply(msgspec.Struct, frozen=True, array_like=True, tag="apply"):
@@ -82,6 +85,8 @@ class Install(msgspec.Struct, frozen=True, array_like=True, tag="install"):
     settled: tuple[Digest, ...]
     restored: tuple[Digest, ...]
     is_reset: bool
+    farthest: float = math.inf
+    """How far its parameters may lie from those that are here, for each unit of the outer learning rate."""
 
 
 class AdoptStep(msgspec.Struct, frozen=True, array_like=True, tag="adopt-step"):

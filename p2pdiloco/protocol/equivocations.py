@@ -11,7 +11,8 @@ Rules of this file:
 from __future__ import annotations
 
 from p2pdiloco.protocol.core import Core
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.events import Convictions
+from p2pdiloco.protocol.identifiers import PeerId, ShardId
 from p2pdiloco.protocol.messages import Equivocation
 
 TERM = 1000
@@ -26,6 +27,8 @@ class Equivocations:
     def __init__(self, core: Core) -> None:
         self.core = core
         self.proofs: dict[PeerId, Equivocation] = {}
+        self._refused: dict[PeerId, tuple[ShardId, int]] = {}
+        """Owners of commits that were refused here, with shard and version: see ``refusals``."""
 
     def learn(self, proof: Equivocation, sender: PeerId | None = None) -> None:
         """A proof, whose signatures were checked."""
@@ -47,10 +50,34 @@ class Equivocations:
         self.look()
         core.send(tuple(peer for peer in core.membership.live if peer != sender), proof)
 
+    def bar(self, owner: PeerId, shard: ShardId, version: int) -> None:
+        """It made a commit that everybody refuses who can judge it."""
+        self._refused.pop(owner, None)
+        self._refused[owner] = (shard, version)
+        if len(self._refused) > PROOFS_MOST:
+            del self._refused[next(iter(self._refused))]
+        self.look()
+
+    def kept(self) -> Convictions:
+        """For the disk."""
+        return Convictions(tuple(self.proofs.values()), tuple((owner, *at) for owner, at in self._refused.items()))
+
+    def brought(self, earlier: Convictions) -> None:
+        """What an earlier life knew."""
+        for proof in earlier.proofs:
+            self.learn(proof)
+        for owner, shard, version in earlier.refused:
+            if shard < len(self.core.chains):
+                self.bar(owner, shard, version)
+
     def look(self) -> None:
         """Some may have served their term."""
+        if not self.proofs and not self._refused:
+            self.core.membership.barred = frozenset()
+            return
         self.proofs = {owner: proof for owner, proof in self.proofs.items() if not self._is_served(proof)}
-        self.core.membership.barred = frozenset(self.proofs)
+        self._refused = {owner: at for owner, at in self._refused.items() if not self._is_over(*at)}
+        self.core.membership.barred = frozenset((*self.proofs, *self._refused))
 
     def tell(self, peer: PeerId) -> None:
         """``peer`` is connected."""
@@ -58,5 +85,8 @@ class Equivocations:
             self.core.send((peer,), proof)
 
     def _is_served(self, proof: Equivocation) -> bool:
-        head = self.core.chains[proof.first.shard].head
-        return head is not None and head.version >= proof.first.version + TERM
+        return self._is_over(proof.first.shard, proof.first.version)
+
+    def _is_over(self, shard: ShardId, version: int) -> bool:
+        head = self.core.chains[shard].head
+        return head is not None and head.version >= version + TERM

@@ -7,6 +7,7 @@ import msgspec
 from p2pdiloco.protocol.blocks import Block, Trained
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Equivocation, Head, Message
+from p2pdiloco.protocol.stride import NO_STRIDE, Stride
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
@@ -27,6 +28,15 @@ class ShardState(msgspec.Struct, frozen=True, array_like=True):
     """Sorted by learner."""
     trained: Trained = Trained()
     """Shard 0: the blocks of data that its chain has merged."""
+    stride: Stride = NO_STRIDE
+
+
+class Convictions(msgspec.Struct, frozen=True, array_like=True):
+    """Who may own nothing, and why: what a peer keeps on its disk."""
+
+    proofs: tuple[Equivocation, ...] = ()
+    refused: tuple[tuple[PeerId, ShardId, int], ...] = ()
+    """Owners of commits that were not taken here, with shard and version of the latest."""
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
@@ -37,6 +47,8 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
     """Of each of them the commits that led to it, oldest first, as far as they were saved; or of none."""
     own: tuple[CommitHeader, ...] = ()
     """Commits that this peer made in earlier lives, by shard and version: none is made anew."""
+    convictions: Convictions = Convictions()
+    """Of earlier lives; their signatures were checked."""
 
 
 class Woke(msgspec.Struct, frozen=True, array_like=True, tag="woke"):
@@ -129,6 +141,8 @@ class Merged(msgspec.Struct, frozen=True, array_like=True, tag="merged"):
     base: Digest
     payload: Digest
     result: Digest
+    length: float = 0.0
+    """Of the merged outer gradient, as it is in the payload."""
 
 
 class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):

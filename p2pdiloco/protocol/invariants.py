@@ -33,7 +33,7 @@ def check_work(core: Core, merges: Merges, contributions: Contributions, adoptio
     for turn in contributions.turns:
         for shard, (base, _) in turn.open.items():
             assert base == core.head(shard).id, "a turn is over when the head moves"
-    for waiting in adoption.waiting.values():
+    for waiting in adoption.orphans.waiting.values():
         assert len(waiting) <= core.config.log_length
     for early in merges.early:
         assert len(early) <= len(core.membership.peers) + 1

@@ -24,6 +24,17 @@ _MOST_RANGE_TOKENS = 2**42
 """4,096 contributors of these still fit into a ``Count``."""
 
 
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a run."""
+
+    step_tokens: int = STEP_TOKENS
+    """Most tokens that an inner step of anybody's learner may count for."""
+    block_tokens: int = 1
+    """Fewest tokens of a block of data."""
+    elements: tuple[int, ...] = ()
+    """Parameters of each shard; none: how long a first merged step may be is not known."""
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What one learner and one commit can hold."""
 
@@ -33,6 +44,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Fewest tokens of a block of data."""
     range_steps: int = RANGE_TURNS
     """Most inner steps that a contribution declares."""
+    turn_steps: int = 1
+    """H."""
     lead_steps: int = LEAD_TURNS
     """How far a commit's step may lie beyond its parent's."""
     run_steps: int = 2**40

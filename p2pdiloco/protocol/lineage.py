@@ -23,6 +23,7 @@ from typing import NamedTuple
 from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
 from p2pdiloco.protocol.messages import Head, HeadsRequest
+from p2pdiloco.protocol.refusals import Refusals
 
 DIVIDED_REQUESTS = 2
 """Times ``request_s`` for which a newcomer looks for what more than half stand by."""
@@ -48,8 +49,9 @@ class Judged(NamedTuple):
 class Lineage:
     """What peers have told of their heads, and what follows for states."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, refusals: Refusals) -> None:
         self.core = core
+        self._refusals = refusals
         self._told: dict[PeerId, dict[ShardId, Told]] = {}
         """By connected peer."""
         self._judged: dict[ShardId, Judged] = {}
@@ -95,7 +97,10 @@ class Lineage:
     def judge(self, peer: PeerId, head: Head, lineage: Sequence[Digest]) -> str | None:
         """Why the state at ``head``, whose ancestors are ``lineage``, is not taken from ``peer``, or None."""
         before = self._judged.get(head.shard)
-        if before is None or before.head != head.id or before.problem is not None:
+        if self._refusals.holds(head.id, lineage) and not self.is_outvoted(head.shard):
+            self._leave_alone(peer)
+            self._judged[head.shard] = Judged(head.id, tuple(lineage), "it has a commit in it that was not taken here")
+        elif before is None or before.head != head.id or before.problem is not None:
             self._judged[head.shard] = Judged(head.id, tuple(lineage), self._problem(peer, head, lineage))
         return self._judged[head.shard].problem
 
@@ -119,6 +124,12 @@ class Lineage:
                 self._leave_alone(peer)
                 return f"its lineage does not meet ours, by which {stand} of {len(donors) + 1} peers stand"
         return None
+
+    def is_outvoted(self, shard: ShardId) -> bool:
+        """Whether more than half of all, this peer included, tell of heads that follow what was refused here."""
+        donors = self._donors()
+        told = (self._told.get(donor, {}).get(shard) for donor in donors)
+        return 2 * sum(one is not None and self._refusals.holds(one.head) for one in told) > len(donors) + 1
 
     def _is_divided(self, shard: ShardId, stand: int, theirs: Container[Digest], donors: Sequence[PeerId]) -> bool:
         """Whether for long there was nothing by which most stand, nothing has more than these ``stand``, and the

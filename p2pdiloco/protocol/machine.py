@@ -32,6 +32,7 @@ from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
 from p2pdiloco.protocol.invariants import check_chains, check_work
 from p2pdiloco.protocol.merges import Merges
 from p2pdiloco.protocol.presence import NEWS, Presence
+from p2pdiloco.protocol.refusals import Refusals
 from p2pdiloco.protocol.repair import Repair
 from p2pdiloco.protocol.status import Status, status_of
 from p2pdiloco.protocol.view import MachineView
@@ -50,8 +51,9 @@ class Machine:
         self.workload = Workload(self.core)
         self.contributions = Contributions(self.core, self.merges, self.workload)
         self.evaluations = Evaluations(self.core)
-        self.adoption = Adoption(self.core, self.merges, self.contributions, self.evaluations)
         self.equivocations = Equivocations(self.core)
+        refusals = Refusals(self.core, self.equivocations)
+        self.adoption = Adoption(self.core, self.merges, self.contributions, self.evaluations, refusals)
         self.repair = Repair(self.core, self.adoption, self.merges)
         self.presence = Presence(self.core, self.merges, self.contributions, self.adoption, self.workload)
         self.farewell = Farewell(self.core, self.contributions)
@@ -136,6 +138,7 @@ class Machine:
             self.adoption.lineage.brought(state.head, lineage)
             self.adoption.applying[state.head.shard] = (state.head.id, state)
             self._applied(state.head.shard, state.head.id)
+        self.equivocations.brought(event.convictions)
         for header in event.own:
             if self.merges.made.brought(header, self.core.chains[header.shard].head):
                 self.adoption.receive(self.core.config.peer, header)
@@ -170,6 +173,8 @@ class Machine:
                 self.merges.merge_failed(event.shard, event.peer, event.reason)
             case "state":
                 self.repair.begin(event.shard, event.reason)
+            case "values":
+                self.adoption.refuse(event.shard, event.reason)
             case "apply" | "install":
                 self.adoption.apply_failed(event.shard, event.reason)
             case "fetch":

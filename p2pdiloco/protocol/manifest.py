@@ -22,7 +22,7 @@ from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId, Sh
 
 MANIFEST = "manifest.msgpack"
 """The file that holds one."""
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised whenever peers of two releases could no longer merge together."""
 
 Target = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.]+$")]

@@ -217,7 +217,8 @@ class Merges:
         collection.is_closed = True
         contributions = tuple(collection.given[learner] for learner in sorted(collection.given))
         self.jobs[shard] = Job(head.id, contributions, core.now)
-        core.effects.append(Merge(shard, head, contributions))
+        longest = core.chains[shard].longest(c.contributor for c in contributions)
+        core.effects.append(Merge(shard, head, contributions, longest))
 
     def _is_majority(self, answered: set[PeerId]) -> bool:
         """Whether more than half have answered of all who could, those included who are missing."""
@@ -300,7 +301,8 @@ class Merges:
             tokens=head.tokens + sum(c.tokens for c in contributors),
             payload=event.payload,
             result=event.result,
-            record=core.chains[event.shard].record_after(head.version + 1, contributors),
+            record=core.chains[event.shard].record_after(head.version + 1, contributors, event.length),
+            length=event.length,
         )
         return self.made.once(header)
 

@@ -80,7 +80,7 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
     """Cumulative tokens of the chain."""
 
 
-class CommitHeader(msgspec.Struct, frozen=True, array_like=True):
+class CommitHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """The merged update that takes a shard from ``version - 1`` to ``version``, without its payload."""
 
     shard: Shard
@@ -97,7 +97,14 @@ class CommitHeader(msgspec.Struct, frozen=True, array_like=True):
     result: Hex
     """Digest of the shard's global parameters and outer momentum after this commit."""
     record: Hex
-    """Digest of what the chain counts after this commit: marks and trained blocks (``Chain.record_after``)."""
+    """Digest of what the chain counts after this commit: marks, trained blocks, stride (``Chain.record_after``)."""
+    length: Annotated[float, Meta(ge=0.0, le=1e38)] = 0.0
+    """Of the merged outer gradient (Euclidean norm), or more."""
+
+    @property
+    def steps(self) -> int:
+        """Inner steps of the learner that gave most of them."""
+        return max((c.steps for c in self.contributors), default=0)
 
 
 def commit_id(header: CommitHeader) -> Digest:

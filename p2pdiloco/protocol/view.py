@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from p2pdiloco.protocol.adoption import Adoption
 from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.evaluations import Evaluations
-from p2pdiloco.protocol.events import ShardState
+from p2pdiloco.protocol.events import Convictions, ShardState
 from p2pdiloco.protocol.identifiers import Digest, PeerId, RunId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, Evaluation, Head
 
@@ -129,8 +129,12 @@ class MachineView:
 
     @property
     def barred(self) -> frozenset[PeerId]:
-        """Who is proved to have signed two commits on one parent."""
+        """Who owns nothing: by a proof that it signed two commits on one parent, or for a commit that was not taken."""
         return self._core.membership.barred
+
+    def convictions(self) -> Convictions:
+        """Why."""
+        return self._adoption.refusals.equivocations.kept()
 
     def is_connected(self, peer: PeerId) -> bool:
         """Whether there is a connection, live or not."""

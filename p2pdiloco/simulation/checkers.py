@@ -78,6 +78,7 @@ class Checks:
             known = self._new_commit(process, header, commit, base, value)
         if known.value.digest != value.digest:
             self.violated(1, f"{process.name} has another state at {commit[:8]} than others have")
+        self._values_fit(process, value)
 
     def installed(self, process: Process, state: ev.ShardState, value: GlobalShard) -> None:
         """A process took a fetched state."""
@@ -86,6 +87,11 @@ class Checks:
             self.violated(1, f"{process.name} installs {state.head.id[:8]} of shard {state.head.shard}, made by nobody")
         elif known.value.digest != value.digest:
             self.violated(1, f"{process.name} has another state at {state.head.id[:8]} than others have")
+        self._values_fit(process, value)
+
+    def _values_fit(self, process: Process, value: GlobalShard) -> None:
+        if value.is_wild and not process.setting.lies:
+            self.violated(1, f"{process.name} has taken values that a liar made up")
 
     def _new_commit(
         self, process: Process, header: CommitHeader, commit: Digest, base: GlobalShard, value: GlobalShard
@@ -95,6 +101,8 @@ class Checks:
         parent = self.commits.get((shard, header.parent))
         if parent is None or parent.version + 1 != header.version or parent.value.digest != base.digest:
             self.violated(1, f"{process.name} commits {commit[:8]} of shard {shard} on a parent that nobody has")
+        if value.is_wild:
+            return known  # a liar's own affair
         self.versions += 1
         siblings = self.children[shard, header.parent] = self.children.get((shard, header.parent), 0) + 1
         self.forks += siblings > 1

@@ -58,6 +58,8 @@ class PeerSetting(msgspec.Struct, frozen=True, kw_only=True):
     """Of jobs that may fail, those that do."""
     lies: float = 0.0
     """Share of its messages that are lies."""
+    wildness: float = 0.0
+    """Share of the commits that it makes which have values of its own; it goes on from them."""
     poison: Literal["", "encode", "merge"] = ""
     """The learner's values are never finite: nothing of it can be encoded, or merged by anybody."""
 
@@ -240,7 +242,8 @@ class Process:
         culprits = [peer for peer in givers if self.world.settings[peer].poison == "merge"]
         if culprits or self._fails():
             return ev.Failed("merge", shard, (culprits or givers)[0], "values are not finite")
-        payload = merged(payloads)
+        wildness = self.setting.wildness
+        payload = merged(payloads, is_wild=bool(wildness) and self.world.random.random() < wildness)
         digest = payload_digest(shard, effect.base.id, payload)
         self.store[digest] = payload
         result = self.world.outer_step(base, digest, payload)
@@ -273,6 +276,8 @@ class Process:
             self.world.checks.violated(1, f"{self.name} applies {effect.id[:8]}, whose parent is not its head")
             return ev.Failed("apply", shard, None, "its parent is not the head")
         value = self.world.outer_step(base, header.payload, payload)
+        if value.is_wild and not self.setting.wildness:
+            return ev.Failed("values", shard, None, "nobody's step is so long")
         if value.digest != header.result or self._fails():
             return ev.Failed("apply", shard, None, "the digest is not the commit's")
         self.world.checks.applied(self, header, effect.id, base, value)
@@ -288,6 +293,8 @@ class Process:
         value = self.states.fetched.pop(head.id, None)
         if value is None or self._fails():
             return ev.Failed("install", head.shard, None, "the state is not here")
+        if value.is_wild and self.states.values[head.shard] and effect.farthest < 1e300 and not self.setting.wildness:
+            return ev.Failed("values", head.shard, None, "nobody's state is so far")
         self.world.checks.installed(self, effect.state, value)
         self._take(effect, head.shard, head.id, value, own)
         return ev.Applied(head.shard, head.id)

@@ -6,7 +6,8 @@ Rules of this file:
 2. A signature is a value that only its peer can make: a liar signs whatever it says of itself, and nothing in another's
    name. What does not bear its signatures, or comes with another payload than it names, goes no further: the driver's
    checks are taken as given.
-3. Taken as given is, too, that a commit's values are the merge of the contributions that it names: nothing proves it.
+3. A commit's values are the merge of the contributions that it names, or such as no step gives, which drivers notice:
+   what lies between, nothing proves.
 4. All is demanded that is demanded without liars; only of what liars said of themselves nothing.
 """
 
@@ -118,9 +119,10 @@ class Liars:
         return is_sound
 
     def _is_merged(self, header: CommitHeader) -> bool:
-        """Whether its payload is that of the contributions that it names."""
-        payloads = [self.payloads.get(c.payload, ()) for c in header.contributors]
-        return header.payload == payload_digest(header.shard, header.parent, merged(payloads))
+        """Whether its payload is that of the contributions that it names, or such as everybody refuses (rules V)."""
+        given = [self.payloads.get(c.payload, ()) for c in header.contributors]
+        payloads = (merged(given), merged(given, is_wild=True))
+        return header.payload in (payload_digest(header.shard, header.parent, payload) for payload in payloads)
 
     def _changed(self, value: Any) -> Any:
         """Another value of the same kind."""

@@ -14,6 +14,7 @@ from p2pdiloco.simulation.planted_memory import BUGS as MEMORY_BUGS
 from p2pdiloco.simulation.planted_net import BUGS as NET_BUGS
 from p2pdiloco.simulation.planted_results import BUGS as RESULTS_BUGS
 from p2pdiloco.simulation.planted_state import BUGS as STATE_BUGS
+from p2pdiloco.simulation.planted_values import BUGS as VALUES_BUGS
 from p2pdiloco.simulation.planted_watch import BUGS as WATCH_BUGS
 from p2pdiloco.simulation.planter import Bug
 
@@ -68,7 +69,7 @@ BUGS = (
     Bug(
         name="marks of a state not compared with its commit",
         module="p2pdiloco.peer.proofs",
-        old="if header.record != record_of(dict(state.marks), state.trained):",
+        old="if header.record != record_of(dict(state.marks), state.trained, state.stride):",
         new="if False:",
         harm="a newcomer believes what its donor says of tokens and blocks",
         killed_by=("tests/unit/test_peer_proofs.py::test_what_does_not_prove_its_head_is_refused",),
@@ -332,6 +333,7 @@ BUGS = (
     ),
     *MEMORY_BUGS,
     *STATE_BUGS,
+    *VALUES_BUGS,
     *LEARNER_BUGS,
     *NET_BUGS,
     *MEMBERS_BUGS,

@@ -83,7 +83,7 @@ BUGS = (
     _bug(
         "a barred owner is barred for ever",
         "equivocations",
-        "return head is not None and head.version >= proof.first.version + TERM",
+        "return head is not None and head.version >= version + TERM",
         "return False",
         "a machine whose disk was put back never owns again",
         "test_equivocations.py::test_who_is_proved_to_have_done_it_owns_nothing_for_a_term",
@@ -179,7 +179,7 @@ BUGS = (
     _bug(
         "any record is taken",
         "chain",
-        "if header.record != self.record_after(header.version, header.contributors):",
+        "if header.record != self.record_after(header.version, header.contributors, header.length):",
         "if False:",
         "an owner signs for counts that the chain does not have, and newcomers believe them",
         "test_signatures.py::test_a_commit_is_signed_for_what_the_chain_counts_with_it",

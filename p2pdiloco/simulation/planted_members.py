@@ -21,6 +21,22 @@ _DOORS_TESTS = "tests/unit/test_net_doors.py"
 
 BUGS = (
     Bug(
+        name="a restart forgets who may own nothing",
+        module="p2pdiloco.peer.own_commits",
+        old="        if known == self._convictions:\n            return\n",
+        new="        return\n",
+        harm="who is killed and comes back gives to an owner that all have barred, alone if it is alone",
+        killed_by=("tests/unit/test_peer_own_commits.py::test_a_restart_forgets_no_ban_that_is_running",),
+    ),
+    Bug(
+        name="proofs of earlier lives are believed as they lie there",
+        module="p2pdiloco.peer.driver",
+        old="check_equivocation(proof, OPEN)",
+        new="pass",
+        harm="a spoilt file bars an honest owner",
+        killed_by=("tests/unit/test_peer_own_commits.py::test_a_restart_forgets_no_ban_that_is_running",),
+    ),
+    Bug(
         name="malformed statements cost nothing",
         module=_FELLOWSHIP,
         old="""            self.links.blame(peer)

@@ -12,6 +12,8 @@ _STORE_TESTS = "tests/unit/test_peer_payload_store.py"
 _OUTER_TESTS = "tests/unit/test_tensors_outer.py"
 _FORM_TESTS = "tests/unit/test_tensors_states.py"
 _DEFAULT_TESTS = "tests/unit/test_protocol_defaults.py"
+_GOOD = "p2pdiloco.peer.known_good"
+_GOOD_TESTS = "tests/unit/test_peer_known_good.py"
 
 BUGS = (
     # -- momentum in two bytes -----------------------------------------------------------------------------------------
@@ -70,6 +72,47 @@ BUGS = (
         new="cut = len(chunk) // 2",
         harm="a newcomer's state is noise",
         killed_by=(f"{_FORM_TESTS}::test_what_was_packed_comes_back_with_the_digests_of_its_chunks",),
+    ),
+    # -- known-good checkpoints ----------------------------------------------------------------------------------------
+    Bug(
+        name="the newest checkpoint is the good one",
+        module=_GOOD,
+        old="mark_good(self._folder, before, self._disk)",
+        new="mark_good(self._folder, number, self._disk)",
+        harm="a poisoned state is marked as good before anybody has trained on it",
+        killed_by=(f"{_GOOD_TESTS}::test_the_last_from_which_training_went_on_stays_however_long_it_goes_wrong",),
+    ),
+    Bug(
+        name="bad losses become the measure",
+        module=_GOOD,
+        old="            return False\n        self._losses.append(loss)",
+        new="            self._losses.append(loss or 0.0)\n            return False\n        self._losses.append(loss)",
+        harm="a run that has been poisoned for long is its own measure",
+        killed_by=(f"{_GOOD_TESTS}::test_what_goes_up_a_little_or_is_not_measured",),
+    ),
+    Bug(
+        name="the good checkpoint goes with the others",
+        module="p2pdiloco.peer.checkpoint",
+        old="            if old != good:\n",
+        new="            if old:\n",
+        harm="three checkpoints after a poisoned merge there is nothing to go back to",
+        killed_by=(f"{_GOOD_TESTS}::test_the_last_from_which_training_went_on_stays_however_long_it_goes_wrong",),
+    ),
+    Bug(
+        name="checkpoints may be infinite",
+        module="p2pdiloco.peer.checkpoint",
+        old="if not (theta[span].isfinite().all() and momentum[span].isfinite().all()):",
+        new="if False:",
+        harm="a peer begins with what is no number",
+        killed_by=(f"{_GOOD_TESTS}::test_a_checkpoint_that_is_not_finite_is_not_loaded",),
+    ),
+    Bug(
+        name="the learner goes on from its poisoned state",
+        module=_GOOD,
+        old='for suffix in (".json", ".safetensors")} | {LEARNER}',
+        new='for suffix in (".json", ".safetensors")}',
+        harm="the inner optimizer brings back what the parameters were taken back from",
+        killed_by=(f"{_GOOD_TESTS}::test_the_last_from_which_training_went_on_stays_however_long_it_goes_wrong",),
     ),
     # -- shifts and snapshots ------------------------------------------------------------------------------------------
     Bug(

@@ -97,8 +97,8 @@ BUGS = (
     _bug(
         "who asked meanwhile is forgotten",
         "adoption",
-        "        self.log_requests.answer(shard)\n        staged",
-        "        staged",
+        "        self.log_requests.answer(shard)\n        if (staged",
+        "        if (staged",
         "it waits for a deadline",
         "test_adoption.py::test_who_is_asked_while_it_applies_answers_when_it_has",
     ),
@@ -146,7 +146,7 @@ BUGS = (
     ),
     _bug(
         "lighter of two waiting rivals kept",
-        "adoption",
+        "orphans",
         "if other is None or (header.tokens, commit_id(header)) > (other.tokens, commit_id(other)):",
         "if other is None or (header.tokens, commit_id(header)) < (other.tokens, commit_id(other)):",
         "a detour over the lighter fork",
@@ -210,8 +210,8 @@ BUGS = (
     ),
     _bug(
         "waiting commits of all shards without a bound",
-        "adoption",
-        "elif sum(map(len, self.waiting.values())) >= self.core.config.waiting_most:",
+        "orphans",
+        "elif sum(map(len, self.waiting.values())) >= self._config.waiting_most:",
         "elif False:",
         "memory fills with commits whose parents never come",
         "test_plausibility.py::test_commits_that_wait_are_bounded_over_all_shards",

@@ -9,6 +9,7 @@ import msgspec
 
 from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.identifiers import PeerId, RunId, ShardId
+from p2pdiloco.protocol.limits import Sizes
 from p2pdiloco.simulation import meshes
 from p2pdiloco.simulation.driver import PeerSetting
 from p2pdiloco.simulation.faults import Fault, FaultRates, draw_faults, one_way, storm
@@ -239,14 +240,20 @@ def with_uplinks(scene: Scene) -> Scene:
 
 
 def with_liars(scene: Scene) -> Scene:
-    """Eight peers of the scene's kind, of which one or two lie now and then, or always."""
-    random = Random(f"liars {scene.seed}")
+    """Eight peers of the scene's kind, of which one or two lie now and then, or always, and merge what nobody gave."""
+    random, wild = Random(f"liars {scene.seed}"), Random(f"wild {scene.seed}")
     honest = [setting for _, setting, _ in scene.peers if setting.step_s < GLACIAL_S and setting.has_learner]
     peers = [(PeerId(f"p{i}"), honest[i % len(honest)], 0.5 * i) for i in range(8)]
     for i in range(random.choice((1, 2))):
         name, setting, comes_at = peers[-1 - i]
-        peers[-1 - i] = (name, msgspec.structs.replace(setting, lies=random.choice((0.05, 0.3, 1.0))), comes_at)
-    config = msgspec.structs.replace(scene.config, min_quorum=min(2, scene.config.min_quorum), total_steps=10**5)
+        lies, wildness = random.choice((0.05, 0.3, 1.0)), wild.choice((0.0, 0.2, 1.0))
+        peers[-1 - i] = (name, msgspec.structs.replace(setting, lies=lies, wildness=wildness), comes_at)
+    config = msgspec.structs.replace(
+        scene.config,
+        min_quorum=min(2, scene.config.min_quorum),
+        total_steps=10**5,
+        sizes=Sizes(elements=(100,) * scene.config.shards),
+    )
     return msgspec.structs.replace(scene, peers=tuple(peers), config=config, ending="rest")
 
 

@@ -24,6 +24,8 @@ PLACE = 1 << 48
 
 Payload = tuple[tuple[LearnerId, int], ...]
 """An outer gradient: each learner's component, sorted by learner."""
+WILD = LearnerId("!")
+"""Whose component stands for values that no owner may put into a commit (rules V)."""
 
 
 class States:
@@ -55,6 +57,11 @@ class GlobalShard:
         self.values = values
         self.digest = digest_of(repr(sorted(values.items())).encode())
 
+    @property
+    def is_wild(self) -> bool:
+        """Whether an owner has put values of its own into it."""
+        return WILD in self.values
+
     def of(self, learner: LearnerId) -> int:
         """The learner's merged tokens."""
         return self.values.get(learner, 0)
@@ -69,9 +76,9 @@ def payload_digest(shard: ShardId, base: Digest, payload: Payload) -> Digest:
     return digest_of(f"{shard}/{base}/{payload}".encode())
 
 
-def merged(contributions: list[Payload]) -> Payload:
-    """The sum of outer gradients: what a commit carries."""
-    total: dict[LearnerId, int] = {}
+def merged(contributions: list[Payload], *, is_wild: bool = False) -> Payload:
+    """The sum of outer gradients: what a commit carries; or with values of its owner's own."""
+    total: dict[LearnerId, int] = {WILD: 1} if is_wild else {}
     for payload in contributions:
         for learner, value in payload:
             total[learner] = total.get(learner, 0) + value

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 LONGEST: Final = 2.0
 """How many times as long as the median a contribution may count."""
+SHORTENED = 0.9
+"""Of the longest that is allowed: quantized again a vector may come out a little longer."""
 
 
 class Gradient(Protocol):
@@ -157,6 +159,21 @@ def radial_directional(
     radius = math.fsum(s * n for s, n in zip(shares, norms if lengths is None else lengths, strict=True))
     length = norm(out)
     out.mul_(radius / length if length else 0.0)
+
+
+def encode(how: quantizers.Recipe, merged: Tensor, longest: float) -> tuple[list[bytes], float]:
+    """The bodies of ``merged``, float32 [n], and the length of what they hold, at most ``longest``: a longer vector is
+    made shorter, in place.
+
+    Raises:
+        ValueError: as ``quantizers.encode_chunks``.
+    """
+    while True:
+        bodies = [bytes(body) for body in quantizers.encode_chunks(how, merged)]
+        length = EncodedGradient(bodies, merged.numel()).norm()
+        if length <= longest:
+            return bodies, length
+        merged.mul_(SHORTENED * longest / length)
 
 
 def _checked_total(gradients: Sequence[Gradient], weights: Sequence[float], out: Tensor) -> float:

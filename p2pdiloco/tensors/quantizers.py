@@ -48,7 +48,6 @@ __all__ = [
     "LARGEST_BODY",
     "Recipe",
     "add_chunk",
-    "check_chunk",
     "chunk_count",
     "decode_chunk",
     "decode_chunks",
@@ -275,21 +274,11 @@ def squared_norm(body: Buffer, elements: int) -> float:
         return float((squares * np.square(fast.scales, dtype=np.float64)).sum())
     cut, codec, block = opened(body, elements)
     if cut is None:
-        return float(torch.linalg.vector_norm(scratch.narrow[:elements], dtype=torch.float64)) ** 2
+        return float(np.square(scratch.narrow[:elements].float().numpy(), dtype=np.float64).sum())
     _unpack(cut, codec)
     work = scratch.work[: cut.symbols.numel()]
     sums = work.copy_(cut.symbols).square_().view(-1, block).sum(1, dtype=torch.float64)
     return float((sums.numpy() * np.square(cut.flat_wide, dtype=np.float64)).sum())
-
-
-def check_chunk(body: Buffer, elements: int) -> None:
-    """Whether ``decode_chunk`` would take the body, at the cost of a glance at its scales.
-
-    Raises:
-        ValueError: it would not.
-    """
-    if opened_int4(body, elements) is None:
-        opened(body, elements)
 
 
 def _require_chunk(out: Tensor) -> None:

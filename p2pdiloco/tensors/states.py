@@ -59,6 +59,10 @@ class StateForm(NamedTuple):
         both = torch.from_numpy(raw)
         return both[:cut].view(torch.float32), both[cut:].view(self.momentum)
 
+    def is_finite(self, chunk: bytes | memoryview) -> bool:
+        """Whether all of one chunk's parameters and momentum are."""
+        return all(bool(vector.isfinite().all()) for vector in self.vectors(chunk))
+
     def listed(self, data: bytes | memoryview) -> bytes:
         """The list of the digests (``digests``) of a shard's whole state."""
         view = memoryview(data)

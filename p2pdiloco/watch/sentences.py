@@ -84,6 +84,7 @@ _WRITERS: dict[str, Callable[[Line], Sentence | None]] = {
     "learner-unable": lambda line: Sentence("error", f"nothing of the learner can be merged: {line['reason']}"),
     "learner-able": lambda line: Sentence("good", "what the learner trains can be merged again"),
     "checkpoint-failed": lambda line: Sentence("error", f"the checkpoint could not be written: {line['reason']}"),
+    "checkpoint-good": lambda line: Sentence("info", "training goes on as before: the checkpoint before this is good"),
     "fault": lambda line: Sentence("warning", f"{short(line['peer'])} sent a {line['what']} against the rules"),
     "came": lambda line: Sentence("good", f"{short(line['peer'])} has come; {line['live']} peers are live"),
     "went": lambda line: Sentence("warning", f"{short(line['peer'])} has gone; {line['live']} peers are live"),

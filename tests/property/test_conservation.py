@@ -276,7 +276,7 @@ class Conservation:
         assert listed in (b"", expected), "the owner promises another result"
         head = next(self.names)
         header = CommitHeader(
-            piece, self.commits, base, 0, PeerId("owner"), (), 0, digest_of(payload), digest_of(expected), head
+            piece, self.commits, base, 0, PeerId("owner"), (), 0, digest_of(payload), digest_of(expected), head, 1e30
         )
         moves = Moves(self.learner, [g.payload for g in mine], (), is_reset)
         self.eras[piece] += is_reset

@@ -240,7 +240,9 @@ def test_the_exchange_is_the_nodes(up: Any, down: Any, merge: Any, correction: b
         assert head is not None
         merged = nodes[0].state.merge(shard, head, version, list(zip(contributors, payloads, strict=True)))
         result = digest_of(merged.digests)
-        header = CommitHeader(shard, version, head, 0, PeerId("a"), (), 0, merged.payload_digest, result, result)
+        header = CommitHeader(
+            shard, version, head, 0, PeerId("a"), (), 0, merged.payload_digest, result, result, merged.length
+        )
         for node, learner, payload, parcel in zip(nodes, learners, payloads, parcels, strict=True):
             moves = Moves(node.learner, (payload,), (), False)
             node.state.apply(header, digest_of(result.encode()), merged.payload, merged.digests, moves)

@@ -18,7 +18,7 @@ MOST_ATTRIBUTES = 15
 LARGE = {
     "wire/bodies.PeerStatus": 26,  # what `p2pdiloco status` and scripts see of a peer: a table, not an object
     "peersim/world.World": 25,
-    "protocol/core.ProtocolConfig": 26,  # all that a machine must know of its run, documented one by one
+    "protocol/core.ProtocolConfig": 25,  # all that a machine must know of its run, documented one by one
     "net/connection.Connection": 21,
     "training/outer_link.OuterLink": 21,
     "chaos/runner.Runner": 20,

@@ -79,7 +79,9 @@ class Peer:
     def header(self, merged: MergeResult) -> CommitHeader:
         result = digest_of(merged.digests)
         version = self.version + 1
-        return CommitHeader(SHARD, version, self.head, 0, PeerId("owner"), (), 0, merged.payload_digest, result, result)
+        return CommitHeader(
+            SHARD, version, self.head, 0, PeerId("owner"), (), 0, merged.payload_digest, result, result, merged.length
+        )
 
     def apply(self, header: CommitHeader, merged: MergeResult, moves: Moves = NOTHING) -> Shifts:
         head = digest_of(header.parent.encode())

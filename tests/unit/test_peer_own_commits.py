@@ -10,13 +10,14 @@ import pytest
 from actors import FOUNDER, genesis
 from troupe import Member, Stage, act
 
-from p2pdiloco.peer.own_commits import FOLDER, OwnCommits
+from p2pdiloco.peer.own_commits import BARRED, FOLDER, OwnCommits
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol import signatures
+from p2pdiloco.protocol.identifiers import PeerId, ShardId
 from p2pdiloco.runtime.files import LocalDisk
 from p2pdiloco.tensors.digests import list_bytes
-from p2pdiloco.wire.bodies import CommitParts, join_commit, split_commit
+from p2pdiloco.wire.bodies import CommitParts, encode, join_commit, split_commit
 
 
 def files(member: Member) -> list[str]:
@@ -147,6 +148,35 @@ def test_a_peer_that_makes_two_commits_of_a_version_owns_no_more(tmp_path: Path)
             assert bob.faults() == {"equivocation": 1}
             await stage.settle()
             assert all(ann.id in member.machine.view.barred for member in (bob, cat)), "cat was told"
+
+    act(story)
+
+
+def test_a_restart_forgets_no_ban_that_is_running(tmp_path: Path) -> None:
+    """Neither what was proved nor what was refused here; what lies there and is no proof counts for nothing."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann, bob = await followed(stage)
+            await stage.train(ann, 1.0, 1.0)
+            header = bob.machine.core.chains[1].log[-1]
+            second = msgspec.structs.replace(header, step=header.step + 1)
+            genuine = [FOUNDER.sign(signatures.commit(msg.commit_id(one))) for one in (header, second)]
+            bob.driver.feed(ev.Contradicted(msg.Equivocation(header, second, genuine[0], genuine[1])))
+            bob.machine.equivocations.bar(PeerId("eve"), ShardId(0), 1)
+            await stage.wait(5.0)
+            assert BARRED in files(bob)
+            stage.kill(ann)  # who would tell of it again
+            for spoilt, barred in ((False, {ann.id, "eve"}), (True, {"eve"})):
+                if spoilt:
+                    forged = msg.Equivocation(header, second, bytes(64), genuine[1])
+                    known = msgspec.structs.replace(bob.machine.view.convictions(), proofs=(forged,))
+                    (bob.peer.options.folder / FOLDER / BARRED).write_bytes(encode(known))
+                stage.kill(bob)
+                bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, weight=0.0)
+                assert bob.machine.view.barred == barred
+            (bob.peer.options.folder / FOLDER / BARRED).write_bytes(b"nonsense")
+            assert bob.driver.own.load_convictions().proofs == ()
 
     act(story)
 

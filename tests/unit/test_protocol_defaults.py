@@ -9,7 +9,7 @@ import pytest
 from msgspec import UNSET
 
 from p2pdiloco.peer.options import PeerOptions
-from p2pdiloco.peer.peer import protocol_config
+from p2pdiloco.peer.settings import protocol_config
 from p2pdiloco.protocol.defaults import MOST_LOGGED, completed, few_turns, log_length, momentum_type, without_left_out
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId, digest_of
 from p2pdiloco.protocol.manifest import (

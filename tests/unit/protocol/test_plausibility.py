@@ -30,6 +30,7 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.identifiers import FragmentId, PeerId, ShardId
+from p2pdiloco.protocol.limits import Sizes
 from p2pdiloco.protocol.messages import Contributor, Head
 
 HUGE = 2**55
@@ -175,7 +176,7 @@ TOO_MUCH = {
     "a mark beyond the run": tokens_and_steps(HUGE, HUGE + 10, 1),
     "blocks": Contributor(life(B), 0, 100, 0, 10, tuple(map(Block, range(4)))),
 }
-LIMITS: dict[str, Any] = {"max_step_tokens": 100, "block_tokens": 40, "total_steps": 1000}
+LIMITS: dict[str, Any] = {"sizes": Sizes(step_tokens=100, block_tokens=40), "total_steps": 1000}
 
 
 @pytest.mark.parametrize("contributor", TOO_MUCH.values(), ids=TOO_MUCH.keys())
@@ -424,7 +425,7 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize("changes", IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
 def test_a_state_that_no_chain_has_is_not_taken(changes: dict[str, Any]) -> None:
     """P7c: and another peer is asked."""
-    stage = Stage(B, C, is_founder=False, has_learner=False, total_steps=10**6, max_step_tokens=100)
+    stage = Stage(B, C, is_founder=False, has_learner=False, total_steps=10**6, sizes=Sizes(step_tokens=100))
     sound = ev.ShardState(Head(SHARD, 10, digest("h"), 1000), 40, ((life(B), ev.Mark(500, 50, 10)),))
     stage.hear(B, msg.Heads((sound.head,), 40))
     stage.hear(C, msg.Heads((sound.head,), 40))

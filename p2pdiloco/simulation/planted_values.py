@@ -1,0 +1,119 @@
+"""Bugs of what an owner may put into a commit, and of commits that nobody takes. Each names the tests of its rule."""
+
+from __future__ import annotations
+
+from p2pdiloco.simulation.planter import Bug
+
+_TESTS = "tests/unit/protocol/test_values.py"
+
+
+def _bug(name: str, module: str, old: str, new: str, harm: str, killed_by: str) -> Bug:
+    return Bug(name, f"p2pdiloco.{module}", old, new, harm, (f"{_TESTS}::{killed_by}",))
+
+
+BUGS = (
+    _bug(
+        "a commit's declared length is not judged",
+        "protocol.chain",
+        "if not 0.0 <= header.length <= longest:",
+        "if False:",
+        "one owner ends the run with values of 1e34",
+        "test_a_merged_step_is_at_most_a_leap_longer_than_those_before",
+    ),
+    _bug(
+        "a length that is no number fits",
+        "protocol.chain",
+        "if not 0.0 <= header.length <= longest:",
+        "if header.length < 0.0 or header.length > longest:",
+        "one owner makes the chain's mean no number",
+        "test_a_merged_step_is_at_most_a_leap_longer_than_those_before",
+    ),
+    _bug(
+        "a payload is not measured",
+        "peer.global_state",
+        "if length > header.length * ROUNDED_LENGTH:",
+        "if False:",
+        "an owner declares a short step and sends values of 1e34",
+        "test_a_commit_is_no_longer_than_it_declares_and_gives_what_was_signed",
+    ),
+    _bug(
+        "a leap counts in full",
+        "protocol.stride",
+        "        if self.counted:\n            found = min",
+        "        if False:\n            found = min",
+        "a liar raises the mean, leap by leap, until anything fits",
+        "test_an_owner_in_four_that_leaps_raises_the_mean_by_little",
+    ),
+    _bug(
+        "the stride is not in the record",
+        "protocol.chain",
+        "return record_of(marks, Trained(), stride)",
+        "return record_of(marks, Trained())",
+        "a newcomer is told another mean than the others have, and refuses what they take",
+        "test_the_mean_of_lengths_is_the_same_everywhere",
+    ),
+    _bug(
+        "an owner does not shorten",
+        "tensors.merge",
+        "if length <= longest:",
+        "if True:",
+        "an honest owner's long step is refused, and it with it",
+        "test_an_owner_shortens_what_would_be_too_long",
+    ),
+    _bug(
+        "what was not taken is forgotten",
+        "protocol.refusals",
+        "        self._ids[commit] = None",
+        "        pass",
+        "a refused commit comes back as a state",
+        "test_what_was_not_taken_comes_back_by_no_way",
+    ),
+    _bug(
+        "children of what was not taken are not known",
+        "protocol.refusals",
+        "if commit not in self._ids and header.parent in self._ids:",
+        "if False:",
+        "a refused commit comes back far behind in a lineage",
+        "test_what_was_not_taken_comes_back_by_no_way",
+    ),
+    _bug(
+        "who made what was not taken owns on",
+        "protocol.refusals",
+        "if header.owner != self.core.config.peer:",
+        "if False:",
+        "each version that a liar owns waits for the takeover time",
+        "test_whose_commit_was_not_taken_owns_nothing_and_others_merge_what_was_given",
+    ),
+    _bug(
+        "what most go on from is refused for ever",
+        "protocol.lineage",
+        "> len(donors) + 1\n\n    def _is_divided",
+        "> 10**9\n\n    def _is_divided",
+        "a peer with another arithmetic than the others is alone for good",
+        "test_what_most_go_on_from_is_taken_in_the_end",
+    ),
+    _bug(
+        "half are most",
+        "protocol.lineage",
+        "for one in told) > len(donors) + 1",
+        "for one in told) > len(donors) - 1",
+        "two liars of four have their values taken",
+        "test_what_most_go_on_from_is_taken_in_the_end",
+    ),
+    _bug(
+        "a state's distance is not looked at",
+        "peer.global_state",
+        "if self.heads[shard] is not None and staged.distance(self.form, *here) > farthest * self._reach:",
+        "if False:",
+        "a refused commit's values come back as a state, to whoever did not see it made",
+        "test_a_state_that_is_too_far_away_is_not_taken",
+    ),
+    _bug(
+        "states may be infinite",
+        "peer.offers",
+        "== listed and form.is_finite(memoryview(data))",
+        "== listed",
+        "a newcomer trains on what is no number",
+        "test_a_state_that_is_not_finite_is_not_taken",
+    ),
+)

@@ -1,0 +1,277 @@
+"""Rules V of docs/protocol.md: what an owner may put into a commit, and what becomes of one that nobody takes."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+import torch
+from stage import SHARD, A, B, C, D, Stage, commit_on, digest, head_of, notes, only, sent, tokens
+
+from p2pdiloco.peer.global_state import GlobalState, MergeResult, UnfitCommitError
+from p2pdiloco.peer.offers import is_listed
+from p2pdiloco.peer.shift_queue import Moves
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.blocks import Trained
+from p2pdiloco.protocol.chain import record_of
+from p2pdiloco.protocol.identifiers import FragmentId, PeerId, digest_of
+from p2pdiloco.protocol.limits import Sizes
+from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
+from p2pdiloco.protocol.stride import LEAP, MEMORY, NO_STRIDE, OCTAVE, Stride, octaves
+from p2pdiloco.tensors import digests
+from p2pdiloco.tensors.states import StateForm, packed
+from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.wire.bodies import StateOffer, StateProof
+
+ELEMENTS = 600
+TURN = 24
+NOTHING = Moves(None, (), (), False)
+
+
+def unfit(stage: Stage, header: msg.CommitHeader, sender: PeerId = B) -> list[ef.Effect]:
+    """A commit comes whose values do not fit."""
+    effects = stage.hear(sender, msg.Commit(header))
+    assert only(effects, ef.Apply)
+    return effects + stage.tell(ev.Failed("values", header.shard, None, "too long"))
+
+
+def owners(stage: Stage) -> set[PeerId]:
+    return {peer for peer, _ in stage.machine.core.membership.candidates}
+
+
+# -- lengths -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_merged_step_is_at_most_a_leap_longer_than_those_before() -> None:
+    """V1b: and the first one no longer than parameters can move."""
+    stage = Stage(B, C, has_learner=False, sizes=Sizes(elements=(100,)))
+    first = stage.machine.core.chains[SHARD].longest((tokens(C, 0, 40),))
+    assert first == pytest.approx(math.sqrt(100) * 4)  # of 4 steps
+    for length in (1.01 * first, math.inf, math.nan):
+        apart = Stage(B, C, has_learner=False, sizes=Sizes(elements=(100,)))
+        effects = apart.take(counted(apart, 40, length))
+        assert "fits" in notes(effects, "commit")[0]
+        assert apart.head().version == 0
+    stage.take(counted(stage, 40, 1.0))
+    assert stage.head().version == 1
+    longest = stage.machine.core.chains[SHARD].longest((tokens(C, 40, 80),))
+    assert longest == pytest.approx(16.0)
+    stage.take(counted(stage, 40, 0.99 * longest))
+    assert stage.head().version == 2
+    effects = stage.take(counted(stage, 40, 1e30))
+    assert stage.head().version == 2
+    assert "1e+30 long" in notes(effects, "commit")[0]
+
+
+def counted(stage: Stage, given: int, length: float) -> msg.CommitHeader:
+    """A child of the head of so many more tokens of c's, and of this length; all else is as it should be."""
+    chain = stage.machine.core.chains[SHARD]
+    before = max((mark.tokens for _, mark in chain.state().marks), default=0)
+    contributors = (tokens(C, before, before + given),)
+    is_sound = 0.0 < length < 1e38
+    record = chain.record_after(stage.head().version + 1, contributors, length if is_sound else 1.0)
+    return stage.commit(*contributors, length=length, record=record)
+
+
+def test_the_mean_of_lengths_is_the_same_everywhere() -> None:
+    """V1c: integers, without a logarithm; it is in the record, and travels with the state."""
+    assert [octaves(x) for x in (0.5, 1.0, 1.5, 2.0, 3.0)] == [-OCTAVE, 0, OCTAVE // 2, OCTAVE, OCTAVE + OCTAVE // 2]
+    stage = Stage(B, C, has_learner=False)
+    stage.take(counted(stage, 40, 8.0))
+    state = stage.machine.core.chains[SHARD].state()
+    assert state.stride == Stride(1, OCTAVE), "8 long after 4 steps"
+    assert stage.machine.core.chains[SHARD].log[-1].record == record_of(dict(state.marks), Trained(), state.stride)
+    assert record_of(dict(state.marks), Trained(), Stride(1, 0)) != record_of(dict(state.marks), Trained())
+    other = Stage(B, has_learner=False, is_founder=False)
+    other.hear(B, msg.Heads((state.head,), 0))
+    other.work(other.tell(ev.Fetched(B, state)))
+    assert other.machine.core.chains[SHARD].stride == state.stride
+    apart = Stage(B, has_learner=False, is_founder=False)
+    effects = apart.tell(ev.Fetched(B, msgspec.structs.replace(state, stride=Stride(MEMORY + 1, 0))))
+    assert "its stride is none" in notes(effects, "fetch")[0]
+
+
+def test_an_owner_in_four_that_leaps_raises_the_mean_by_little() -> None:
+    """V1c: nothing counts for more than a leap, up or down; what has no length counts for nothing."""
+    stride = NO_STRIDE
+    for version in range(400):
+        longest = stride.longest(TURN, TURN, 1.0)
+        stride = stride.after(longest if version % 4 == 3 else float(TURN), TURN, TURN)
+        assert stride.octaves < 2 * OCTAVE + LEAP // MEMORY
+    assert Stride(8, 0).after(1e-30, TURN, TURN).octaves == -LEAP // MEMORY
+    assert stride.after(0.0, TURN, TURN) is stride
+
+
+def test_learners_that_come_back_and_rates_that_are_warmed_up_fit() -> None:
+    """V1b: 64 turns straight on in one step; twelvefold after a first contribution of one step."""
+    stride = NO_STRIDE.after(float(TURN), TURN, TURN)
+    assert stride.longest(64 * TURN, TURN, 1.0) >= 64 * TURN
+    stride = NO_STRIDE.after(1.0, 1, TURN)
+    for turn in range(1, 40):  # 1,000 steps of warm-up
+        length = TURN * (TURN * turn - TURN / 2)
+        assert length <= stride.longest(TURN, TURN, 1.0)
+        stride = stride.after(length, TURN, TURN)
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+class Owner:
+    """A shard's state, and commits of one contribution."""
+
+    def __init__(self) -> None:
+        tensors = (TensorSpec(name="all", shape=(ELEMENTS,), merge="rda", fragment=FragmentId(0)),)
+        self.state = GlobalState(
+            make_layout(tensors, 1, 1 << 20, "rda"),
+            OuterConfig(learning_rate=0.7, momentum=0.9),
+            CodecConfig(),
+            SharedVectors.create(ELEMENTS),
+        )
+        self.state.put(SHARD, digest("zero"), torch.zeros(ELEMENTS), self.state.form.still(ELEMENTS))
+
+    def merge(self, scale: float, longest: float = math.inf) -> MergeResult:
+        """A step of ones times ``scale``."""
+        self.state.shifts.snapshot_asked(FragmentId(0))
+        self.state.shifts.snapshot.copy_(self.state.theta - scale)
+        self.state.shifts.snapshot_taken(FragmentId(0))
+        payload, _ = self.state.encode(SHARD, digest("zero"))
+        return self.state.merge(SHARD, digest("zero"), 1, [(tokens(C, 0, 40), payload)], None, longest)
+
+    def apply(self, merged: MergeResult, length: float, listed: bytes | None = None) -> None:
+        """As whoever takes a commit that declares ``length``."""
+        result = digest_of(merged.digests if listed is None else listed)
+        parent = msg.Head(SHARD, 0, digest("zero"), 0)
+        changes = {"payload": merged.payload_digest, "result": result, "length": length}
+        header = commit_on(parent, tokens(C, 0, 40), **changes)
+        found = merged.digests if listed is None else listed
+        self.state.apply(header, msg.commit_id(header), merged.payload, found, NOTHING)
+
+
+def test_a_commit_is_no_longer_than_it_declares_and_gives_what_was_signed() -> None:
+    """V1a: nothing is changed by one that does not."""
+    merged, other = Owner().merge(0.5), Owner()
+    with pytest.raises(UnfitCommitError, match="long and not"):
+        other.apply(merged, 0.99 * merged.length)
+    with pytest.raises(UnfitCommitError, match="malformed"):
+        other.apply(merged._replace(payload=merged.payload[:-1]), merged.length)
+    with pytest.raises(UnfitCommitError, match="as promised"):
+        other.apply(merged, merged.length, bytes(len(merged.digests)))
+    assert not other.state.theta.any()
+    other.apply(merged, merged.length)
+    assert float(other.state.momentum.norm()) == pytest.approx(merged.length)
+
+
+def test_an_owner_shortens_what_would_be_too_long() -> None:
+    """V1d."""
+    stage = Stage(B, C, has_learner=False, owners="abc", grace_share=0.0, sizes=Sizes(elements=(100,)))
+    [merge] = only(stage.offer(C), ef.Merge)
+    assert merge.longest == pytest.approx(40.0)
+    effects = stage.tell(ev.Merged(SHARD, merge.base.id, digest("payload"), digest("result"), 39.0))
+    [header] = {commit.header for _, commit in sent(effects, msg.Commit)}
+    assert header.length == 39.0
+    assert stage.machine.core.chains[SHARD].problem(header) is None
+    merged = Owner().merge(0.5, longest=1.0)
+    assert 0.8 <= merged.length <= 1.0
+
+
+def test_a_state_that_is_not_finite_is_not_taken() -> None:
+    """V3a: whoever signed it."""
+    for value, is_taken in ((1.0, True), (math.inf, False), (math.nan, False)):
+        theta, momentum = torch.full((4,), value), torch.zeros(4)
+        data = packed(theta, momentum)
+        state = ev.ShardState(msg.Head(SHARD, 0, digest("zero"), 0), 0, ())
+        offer = StateOffer(StateProof(state, None, b""), digests.digest_list(theta, momentum))
+        assert is_listed(offer, 0, data, StateForm()) == is_taken
+
+
+def test_a_state_that_is_too_far_away_is_not_taken() -> None:
+    """V3b: what nobody saw being made is measured as a whole."""
+    stage = Stage(B, C, has_learner=False, sizes=Sizes(elements=(100,)))
+    stage.take(counted(stage, 40, 4.0))
+    later = msg.Head(SHARD, 3, digest("later"), 900)
+    [install] = only(stage.tell(ev.Fetched(B, ev.ShardState(later, 4, ()), stage.lineage())), ef.Install)
+    assert install.farthest == pytest.approx(16 * 4.0 * (2 + 2 * stage.config.log_length + 64))
+    stage.tell(ev.Failed("values", SHARD, None, "too far"))
+    effects = stage.tell(ev.Fetched(B, ev.ShardState(later, 4, ()), stage.lineage()))
+    assert "was not taken here" in notes(effects, "fetch")[0]
+    away = msg.Head(SHARD, 500, digest("away"), 9000)
+    assert stage.machine.core.chains[SHARD].farthest(away, ()) > 4 * install.farthest
+    for scale, is_taken in ((1.0, True), (1e6, False)):
+        owner = Owner()
+        vectors = torch.full((ELEMENTS,), scale), owner.state.form.still(ELEMENTS)
+        owner.state.stage(SHARD, later.id, [packed(*vectors)], digests.digest_list(*vectors))
+        if is_taken:
+            owner.state.install(SHARD, later.id, NOTHING, install.farthest)
+        else:
+            with pytest.raises(UnfitCommitError, match="too far"):
+                owner.state.install(SHARD, later.id, NOTHING, install.farthest)
+        assert bool(owner.state.theta.any()) == is_taken
+
+
+# -- what becomes of them ----------------------------------------------------------------------------------------------
+
+
+def test_what_was_not_taken_comes_back_by_no_way() -> None:
+    """V2a: again, as a parent, as a state, or as what a state has behind it."""
+    stage = Stage(B, C, D, has_learner=False)
+    bad = stage.commit(tokens(B, 0, 400), owner=B)
+    effects = unfit(stage, bad)
+    assert stage.head().version == 0
+    assert not only(effects, ef.Fetch)
+    child = commit_on(head_of(bad), tokens(C, 0, 40), owner=C)
+    for sender in (B, C):
+        for header in (bad, child):
+            assert not only(stage.hear(sender, msg.Commit(header)), ef.Apply)
+    for head, lineage in ((head_of(bad), stage.lineage()), (head_of(child), (*stage.lineage(), head_of(bad).id))):
+        effects = stage.work(stage.tell(ev.Fetched(B, ev.ShardState(head, 4, ()), lineage)))
+        assert "was not taken here" in notes(effects, "fetch")[0]
+    later = msg.Head(SHARD, 3, digest("later"), 900)
+    stage.work(stage.tell(ev.Fetched(B, ev.ShardState(later, 4, ()), (*stage.lineage(), head_of(child).id))))
+    assert stage.head().version == 0
+    stage.take(stage.commit(tokens(C, 0, 40), owner=C))
+    assert stage.head().version == 1, "the run goes on"
+
+
+def test_what_its_header_makes_unfit_is_remembered_too() -> None:
+    """V2a: a commit of another record than the chain's, say."""
+    stage = Stage(B, C, has_learner=False)
+    bad = stage.commit(tokens(B, 0, 400), owner=B, record=digest("another"))
+    stage.take(bad)
+    stage.work(stage.tell(ev.Fetched(B, ev.ShardState(head_of(bad), 4, ()), stage.lineage())))
+    assert stage.head().version == 0
+    stage.wait(stage.config.heartbeat_s)
+    assert B not in owners(stage)
+
+
+def test_whose_commit_was_not_taken_owns_nothing_and_others_merge_what_was_given() -> None:
+    """V2b: at once; who built on it is not blamed."""
+    stage = Stage(B, C, owners="bac", grace_share=0.0, has_learner=False)
+    stage.offer(C)
+    stage.announce(C, 4)
+    effects = unfit(stage, stage.commit(tokens(C, 0, 40), owner=B))
+    child = commit_on(stage.head(), tokens(C, 0, 40), owner=C)
+    stage.hear(C, msg.Commit(msgspec.structs.replace(child, parent=digest("unknown"))))
+    effects += stage.wait(stage.config.heartbeat_s)
+    assert owners(stage) == {A, C}
+    assert only(effects, ef.Merge), "a is the first of those who may"
+    assert stage.head().version == 0
+
+
+def test_what_most_go_on_from_is_taken_in_the_end() -> None:
+    """V2c: it is this peer that errs, and it does not stay behind for ever."""
+    stage = Stage(B, C, D, has_learner=False)
+    bad = stage.commit(tokens(B, 0, 400), owner=B)
+    unfit(stage, bad)
+    state = ev.ShardState(head_of(bad), 4, ())
+    stage.hear(B, msg.Commit(bad))
+    stage.hear(C, msg.Commit(bad))
+    stage.work(stage.tell(ev.Fetched(C, state, stage.lineage())))
+    assert stage.head().version == 0, "two of four"
+    assert [fetch.peer for fetch in only(stage.hear(D, msg.Commit(bad)), ef.Fetch)] == [D]
+    stage.work(stage.tell(ev.Fetched(D, state, stage.lineage())))
+    assert stage.head() == head_of(bad)
+    stage.take(stage.commit(tokens(C, 0, 40), owner=C), C)
+    assert stage.head().version == 2

@@ -1,0 +1,99 @@
+"""Checkpoints that are known to be good: real files, and what a peer goes back to."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from test_peer_checkpoint import make_manifest, proof_of, versions_of, write
+
+from p2pdiloco.node.run_folder import LOCK, FolderInUseError, folder_of, go_back, own_state
+from p2pdiloco.peer.checkpoint import CheckpointError, good_number, load, save
+from p2pdiloco.peer.known_good import ASIDE, MEMORY, KnownGood
+from p2pdiloco.protocol.manifest import Layout
+from p2pdiloco.runtime.files import LOCAL, lock
+from p2pdiloco.tensors.digests import state_digest
+
+
+class Peer:
+    """Writes checkpoints whose versions count up, with a loss since the last one."""
+
+    def __init__(self, state: Path) -> None:
+        self.manifest = make_manifest()
+        self.folder = folder_of(state, self.manifest.run) / "checkpoint"
+        self.known = KnownGood(self.folder, LOCAL)
+        self.version = 0
+
+    def trains(self, *losses: float | None) -> None:
+        for loss in losses:
+            self.version += 1
+            write(self.folder, (self.version, self.version), self.manifest, keep=2)
+            self.known.written(self.version, loss)
+
+    def versions(self) -> list[int]:
+        return sorted(int(path.stem.removeprefix("state-")) for path in self.folder.glob("state-*.json"))
+
+
+def test_the_last_from_which_training_went_on_stays_however_long_it_goes_wrong(tmp_path: Path) -> None:
+    peer = Peer(tmp_path)
+    peer.trains(3.0, 2.5, 2.2, 2.1)
+    assert good_number(peer.folder) == 3
+    peer.trains(9.0, 8.0, math.nan, math.inf, 7.0)
+    assert peer.versions() == [3, 8, 9]
+    own = own_state([tmp_path], peer.manifest)
+    assert own is not None
+    assert [proof.state.head.version for proof in own.shards] == [9, 9], "who is not asked to go back goes on"
+    (peer.folder / "learner.safetensors").write_bytes(b"poisoned")
+    told = go_back([tmp_path])
+    assert "state-00000003" in told
+    assert versions_of(load(peer.folder)) == [3, 3]
+    assert not (peer.folder / "learner.safetensors").exists()
+    assert (peer.folder / f"{ASIDE}state-00000009.safetensors").exists(), "nothing is removed"
+    go_back([tmp_path])
+    assert versions_of(load(peer.folder)) == [3, 3]
+    later = Peer(tmp_path)
+    later.version = 3
+    later.trains(2.1, 2.1)
+    assert versions_of(load(peer.folder)) == [5, 5], "and the run goes on from there"
+
+
+def test_what_goes_up_a_little_or_is_not_measured(tmp_path: Path) -> None:
+    """A harder passage is no poison; a follower measures nothing; no single bad loss becomes the measure."""
+    peer = Peer(tmp_path)
+    peer.trains(None, None)
+    with pytest.raises(CheckpointError, match="known to be good"):
+        go_back([tmp_path])
+    peer.trains(2.0, 2.4, 2.9, 2.4)
+    assert good_number(peer.folder) == 5
+    peer.trains(*[4.5] * MEMORY)
+    assert peer.versions()[0] == 5
+    peer.trains(2.4)
+    go_back([tmp_path])
+    assert versions_of(load(peer.folder)) == [peer.version - 1] * 2
+
+
+def test_nothing_is_put_aside_while_its_peer_is_at_work(tmp_path: Path) -> None:
+    peer = Peer(tmp_path)
+    peer.trains(2.0, 2.0, 9.0)
+    lock(peer.folder.parent / LOCK)
+    with pytest.raises(FolderInUseError, match="in use"):
+        go_back([tmp_path])
+    assert versions_of(load(peer.folder)) == [3, 3]
+
+
+def test_a_checkpoint_that_is_not_finite_is_not_loaded(tmp_path: Path) -> None:
+    """Whoever signed it, and without being asked to go back."""
+    manifest = make_manifest()
+    write(tmp_path, (1, 1), manifest)
+    theta, momentum = torch.zeros(2 * 64), torch.zeros(2 * 64)
+    theta[3] = math.inf
+    shards = Layout.of(manifest).shards
+    pieces = [slice(shard.start, shard.stop) for shard in shards]
+    proofs = [
+        proof_of(manifest, shard.shard, 2, state_digest(theta[at], momentum[at]))
+        for shard, at in zip(shards, pieces, strict=True)
+    ]
+    save(tmp_path, manifest, proofs, theta, momentum, keep=2)
+    assert versions_of(load(tmp_path)) == [1, 1]
