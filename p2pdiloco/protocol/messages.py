@@ -80,7 +80,7 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
     """Cumulative tokens of the chain."""
 
 
-class CommitHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+class CommitHeader(msgspec.Struct, frozen=True, array_like=True):
     """The merged update that takes a shard from ``version - 1`` to ``version``, without its payload."""
 
     shard: Shard
