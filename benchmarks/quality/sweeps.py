@@ -172,29 +172,36 @@ def flat() -> list[Setting]:
 
 
 def correction() -> list[Setting]:
-    """The bias of the outer momentum, corrected or not, in runs of 20 turns and of 80; where a turn goes far, too."""
+    """The bias of the outer momentum, corrected or not, in runs of 20 turns; where a turn goes far, too."""
     short = {"steps": 480}
     pairs = [_shipped(**short, correction=is_it, seed=seed) for seed in SEEDS for is_it in (True, False)]
+    merges = (("direct", 0.7, 0.7), ("rda", 0.7, 0.9), ("direct", 0.7, 0.9))
     far = [
-        _shipped(**short, merge=merge, outer_rate=0.7, outer_momentum=0.9, correction=is_it)
-        for merge in ("rda", "direct")
+        _shipped(**short, merge=merge, outer_rate=rate, outer_momentum=mu, correction=is_it)
+        for merge, rate, mu in merges
         for is_it in (True, False)
     ]
-    mean = [
-        _shipped(**short, merge="direct", outer_rate=0.7, outer_momentum=0.7, correction=is_it)
-        for is_it in (True, False)
-    ]
-    long = [_shipped(correction=True, learners=m, seed=seed) for m in (4, 8, 2) for seed in SEEDS]
-    return [*pairs, *mean, *far, *long]
+    return [*pairs, *far]
 
 
 def lengths() -> list[Setting]:
-    """Data parallel with fewer tokens, which token efficiency is read from; one learner with the outer optimizer."""
+    """Data parallel with fewer tokens, which token efficiency is read from."""
     one = {"method": "parallel", "learners": 1, **RDA}
-    rates = {240: (8e-3, 16e-3), 480: (8e-3, 16e-3), 960: (8e-3, 16e-3), 1440: (8e-3,)}
-    curve = [_muon(**one, steps=steps, learning_rate=rate) for steps, found in rates.items() for rate in found]
-    seeds = [_muon(**one, steps=480, learning_rate=8e-3, seed=seed) for seed in SEEDS[1:]]
-    return [*curve[2:4], *seeds, *curve[:2], *curve[4:], *(_shipped(learners=1, seed=seed) for seed in SEEDS)]
+    cells = ((480, 8e-3), (480, 16e-3), (960, 8e-3), (240, 8e-3), (1440, 8e-3), (240, 16e-3), (960, 16e-3))
+    curve = [_muon(**one, steps=steps, learning_rate=rate) for steps, rate in cells]
+    return [*curve[:2], *(_muon(**one, steps=480, seed=seed) for seed in SEEDS[1:]), *curve[2:]]
+
+
+def shipped() -> list[Setting]:
+    """What ships, M = 1 (the outer optimizer alone) to 8, three seeds; AdamW for eight."""
+    found = [_shipped(learners=m, seed=seed) for seed in SEEDS for m in (4, 8, 1, 2)]
+    return [*found[:4], _with(batch=64, learning_rate=4e-3, learners=8, outer_rate=0.4, outer_momentum=0.7), *found[4:]]
+
+
+def worth() -> list[Setting]:
+    """Cells of the claims' table, those first of which most is said; short runs before long ones."""
+    first = [*correction()[:6], *lengths()[:4], *hostile()[:2], *brief()[:3]]
+    return [*first, *shipped()[:5], *lengths()[4:7], *hostile()[2:], *correction()[6:], *brief()[3:], *shipped()[5:]]
 
 
 def brief() -> list[Setting]:
@@ -306,6 +313,8 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "lengths": lengths,
     "brief": brief,
     "hostile": hostile,
+    "shipped": shipped,
+    "worth": worth,
     "headline": headline,
     "roundings": roundings,
     "outer-m": outer_by_learners,
