@@ -379,6 +379,9 @@ class DiLoCo(SwarmView):
     def save(self) -> None:
         """The script saves its own optimizer."""
 
+    def merged(self, tokens: int) -> None:
+        """A script's rate is its own affair."""
+
     def begin_again(self) -> None:
         """Nothing was given."""
 

@@ -316,7 +316,7 @@ class Node:
             peer=self.identity.peer_id,
             phase="resting" if self.peer.supervision.resting else status.phase,
             step=status.step,
-            total_steps=self.manifest.config.inner.steps,
+            total_steps=self.peer.machine.view.last_step,
             known=max(self.roster.known, len(status.live) + 1),
             live=len(status.live) + 1,
             participating=len(status.participating),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.protocol.core import ProtocolConfig
-from p2pdiloco.protocol.defaults import heartbeat_s, logged
+from p2pdiloco.protocol.defaults import budget, heartbeat_s, logged
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.limits import STEP_TOKENS, Sizes
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
@@ -35,6 +35,7 @@ def protocol_config(manifest: Manifest, options: PeerOptions, peer: PeerId) -> P
             step_tokens=most_step_tokens(config),
             block_tokens=max(1, manifest.blocks.samples * config.model.context),
             elements=tuple(shard.elements for shard in layout.shards),
+            budget=budget(config.inner),
         ),
         early_bytes=max(EARLY_BYTES, EARLY_BYTES_PER_PARAMETER * layout.elements),
         is_overwrite=config.outer.adopt == "overwrite",

@@ -308,7 +308,7 @@ class Supervision:
             case ef.Train():
                 self._send(link.Train(block=effect.block))
             case ef.AdoptStep():
-                self._send(link.AdoptStep(step=effect.step))
+                self._send(link.AdoptStep(step=effect.step, tokens=effect.tokens))
             case ef.PauseLearner():
                 self._send(link.Pause())
             case ef.Evaluate():

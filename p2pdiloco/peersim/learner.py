@@ -269,6 +269,9 @@ class SimulatedLearner:
     def end(self) -> None:
         """Nothing is left to be written."""
 
+    def merged(self, tokens: int) -> None:
+        """There is no rate here."""
+
     def begin_again(self) -> None:
         """The node is lost, and with it the claim to what it had given."""
         self._blocks.clear()

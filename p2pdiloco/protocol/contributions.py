@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from p2pdiloco.protocol.budget import TokenBudget
 from p2pdiloco.protocol.chain import is_heavier
 from p2pdiloco.protocol.core import Core, LearnerView
 from p2pdiloco.protocol.effects import AdoptStep, Encode, Snapshot
@@ -72,6 +73,7 @@ class Contributions:
         self.ledgers = [Ledger(core.config.log_length) for _ in core.chains]
         self.pending: dict[ShardId, Pending] = {}
         self.trouble = Trouble(core)
+        self.budget = TokenBudget(core)
 
     def learner_changed(self) -> None:
         """Another learner, or none: what the last one left unfinished is void."""
@@ -109,7 +111,7 @@ class Contributions:
             core.pace.used(step - core.step)
             core.step = step
             if core.learner is not None:
-                core.effects.append(AdoptStep(step))
+                core.effects.append(AdoptStep(step, self.budget.told))
         return step
 
     def became_current(self) -> None:
@@ -155,6 +157,7 @@ class Contributions:
     def moved(self, shard: ShardId) -> None:
         """The shard has a new head: what was pending is merged or stale, and its turn is over."""
         core = self.core
+        self.budget.moved(shard)
         self.pending.pop(shard, None)
         core.alarms.cancel(("takeover", shard))
         fragment = core.fragment_of[shard]

@@ -9,7 +9,14 @@ from typing import Final, Literal
 import msgspec
 from msgspec import UNSET
 
-from p2pdiloco.protocol.manifest import ModelConfig, MomentumType, OuterConfig, RunConfig, ScheduleConfig
+from p2pdiloco.protocol.manifest import (
+    InnerConfig,
+    ModelConfig,
+    MomentumType,
+    OuterConfig,
+    RunConfig,
+    ScheduleConfig,
+)
 
 OLD_LOG_LENGTH: Final = 32
 OLD_HEARTBEAT_S: Final = 1.0
@@ -24,13 +31,17 @@ MOST_LOGGED: Final = 1 << 18
 
 
 PARTS: Final = {
-    "inner": ("optimizer",),
+    "inner": ("optimizer", "decay_share"),
     "schedule": ("heartbeat_s", "log_length"),
     "outer": ("bias_correction", "momentum_type"),
 }
 """The settings that are filled in."""
 ENOUGH_TURNS: Final = 40
 """Turns of a fragment in a run, below which its founder is warned; docs/quality.md has the figures."""
+DECAY_SHARE: Final = 0.2
+"""Of a budget of tokens, at its end: the rate falls."""
+SPARE_STEPS: Final = 2
+"""Times the steps that one learner alone needs for the budget: what is lost is trained again."""
 LARGEST_GAIN: Final = 2.0
 """Largest rate / (1 - momentum) for which momentum's bias is corrected: the first turn's merge alone goes so far, with
 nothing to average it with."""
@@ -56,6 +67,10 @@ def completed(config: RunConfig, shards: int) -> RunConfig:
     schedule, inner = config.schedule, config.inner
     if inner.optimizer is UNSET:
         inner = msgspec.structs.replace(inner, optimizer=inner_optimizer(config.model))
+    if inner.tokens is not UNSET:
+        share = DECAY_SHARE if inner.decay_share is UNSET else inner.decay_share
+        alone = -(-inner.tokens // (inner.batch * config.model.context))
+        inner = msgspec.structs.replace(inner, steps=SPARE_STEPS * alone, decay_share=share)
     filled = msgspec.structs.replace(
         schedule,
         heartbeat_s=heartbeat_s(schedule),
@@ -74,7 +89,11 @@ def without_left_out(config: RunConfig, written: RunConfig) -> RunConfig:
     """A run's ``config`` without what its founder left out in ``written``."""
     parts = {}
     for name in ("inner", "schedule", "outer"):
-        left = {field: UNSET for field in PARTS[name] if getattr(getattr(written, name), field) is UNSET}
+        left: dict[str, object] = {
+            field: UNSET for field in PARTS[name] if getattr(getattr(written, name), field) is UNSET
+        }
+        if name == "inner" and written.inner.tokens is not UNSET:
+            left["steps"] = written.inner.steps
         parts[name] = msgspec.structs.replace(getattr(config, name), **left)
     return msgspec.structs.replace(config, **parts)
 
@@ -88,7 +107,7 @@ def few_turns(config: RunConfig) -> str:
     """What to tell a founder whose run has few turns, and what would do; empty if it has enough."""
     inner, schedule = config.inner, config.schedule
     turns = inner.steps // schedule.sync_every
-    if turns >= ENOUGH_TURNS:
+    if turns >= ENOUGH_TURNS or inner.tokens is not UNSET:  # then it depends on how many come
         return ""
     shorter = inner.steps // ENOUGH_TURNS // schedule.fragments * schedule.fragments
     remedy = f"schedule.sync_every = {shorter} or " if shorter > schedule.overlap else ""
@@ -101,6 +120,11 @@ def few_turns(config: RunConfig) -> str:
 def momentum_type(outer: OuterConfig) -> MomentumType:
     """A run's, whichever release has founded it."""
     return OLD_MOMENTUM_TYPE if outer.momentum_type is UNSET else outer.momentum_type
+
+
+def budget(inner: InnerConfig) -> int:
+    """A run's tokens; 0: it ends by steps."""
+    return 0 if inner.tokens is UNSET else inner.tokens
 
 
 def heartbeat_s(schedule: ScheduleConfig) -> float:

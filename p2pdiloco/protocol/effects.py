@@ -93,6 +93,8 @@ class AdoptStep(msgspec.Struct, frozen=True, array_like=True, tag="adopt-step"):
     """Learner: the swarm's global step is at least this."""
 
     step: int
+    tokens: int = 0
+    """What the swarm has merged of its budget, if it has one."""
 
 
 class BecameCurrent(msgspec.Struct, frozen=True, array_like=True, tag="current"):

@@ -53,7 +53,7 @@ class Farewell:
         if not core.departure:
             core.departure = "finished"
             self.reason = "the run is complete"
-            core.note("info", "finish", f"global step {core.step} of {core.config.total_steps}")
+            core.note("info", "finish", f"global step {core.step} of {self.contributions.budget.last_step}")
             core.alarms.set(("depart", 0), core.now + core.config.finish_s)
 
     def overdue(self) -> None:

@@ -33,6 +33,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """Fewest tokens of a block of data."""
     elements: tuple[int, ...] = ()
     """Parameters of each shard; none: how long a first merged step may be is not known."""
+    budget: int = 0
+    """Tokens of the run, which end it before ``total_steps`` do; 0: it has none."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

@@ -57,7 +57,7 @@ class Machine:
         self.repair = Repair(self.core, self.adoption, self.merges)
         self.presence = Presence(self.core, self.merges, self.contributions, self.adoption, self.workload)
         self.farewell = Farewell(self.core, self.contributions)
-        self.view = MachineView(self.core, self.adoption, self.evaluations)
+        self.view = MachineView(self.core, self.adoption, self.evaluations, self.contributions.budget)
         self.weight_averaged = 0
         self.is_alone = False
 
@@ -321,7 +321,9 @@ class Machine:
         if core.learner is None or core.learner.is_idle:
             self.contributions.adopt_step(membership.furthest_step())
         self.contributions.look()
-        is_over = core.step >= core.config.total_steps and not membership.participating
+        budget = self.contributions.budget
+        budget.look()
+        is_over = (core.step >= core.config.total_steps or budget.is_spent) and not membership.participating
         if core.learner is None and not core.departure and is_over:
             self.farewell.finish()
 

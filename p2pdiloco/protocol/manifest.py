@@ -108,13 +108,19 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The inner optimizer, with warm-up and cosine decay over the *global* step, and gradient clipping."""
+    """The inner optimizer; clipping, warm-up, and cosine decay over the *global* step, or a decay at a budget's end."""
 
     optimizer: Literal["adamw", "muon"] | UnsetType = UNSET
     """``muon``: for the matrices between embedding and output head (training/muon.py), AdamW for the rest. Several
     learners with small batches lose less by it (docs/quality.md). Left out: ``muon``, for adapters ``adamw``."""
     steps: Positive = 1000
-    """Global step at which the run is complete."""
+    """Global step at which the run is complete. With ``tokens`` only a bound, and filled in: twice as many as one
+    learner alone would make."""
+    tokens: Annotated[int, Meta(ge=1, le=2**50)] | UnsetType = UNSET
+    """Instead of ``steps``: the run is complete when so many are merged, whoever trained them. The rate is then stable
+    after the warm-up, and falls with the last ``decay_share`` of the tokens."""
+    decay_share: Annotated[float, Meta(gt=0.0, le=1.0)] | UnsetType = UNSET
+    """Left out: 0.2 where there is a budget of tokens."""
     batch: Samples = 16
     """Samples per inner step of one learner."""
     learning_rate: Rate = 1e-3

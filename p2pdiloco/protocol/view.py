@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from p2pdiloco.protocol.adoption import Adoption
+from p2pdiloco.protocol.budget import TokenBudget
 from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.evaluations import Evaluations
 from p2pdiloco.protocol.events import Convictions, ShardState
@@ -18,8 +19,9 @@ from p2pdiloco.protocol.messages import CommitHeader, Evaluation, Head
 class MachineView:
     """Of one machine, as it is now."""
 
-    def __init__(self, core: Core, adoption: Adoption, evaluations: Evaluations) -> None:
+    def __init__(self, core: Core, adoption: Adoption, evaluations: Evaluations, budget: TokenBudget) -> None:
         self._core = core
+        self._budget = budget
         self._adoption = adoption
         self._evaluations = evaluations
 
@@ -39,6 +41,11 @@ class MachineView:
     def step(self) -> int:
         """The global step."""
         return self._core.step
+
+    @property
+    def last_step(self) -> int:
+        """At which the run ends, as far as can be told."""
+        return self._budget.last_step
 
     @property
     def is_current(self) -> bool:

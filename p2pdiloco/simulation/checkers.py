@@ -288,6 +288,6 @@ class Checks:
     # -- 7: the learner never waits ------------------------------------------------------------------------------------
 
     def pausing(self, process: Process) -> None:
-        """The node stops a learner only when the peer is on its way out."""
-        if not process.machine.core.departure:
+        """The node stops a learner only when the peer is on its way out, or the run's budget is spent."""
+        if not process.machine.core.departure and not process.machine.contributions.budget.is_spent:
             self.violated(7, f"{process.name} stops its learner")

@@ -21,6 +21,22 @@ BUGS = (
     *CLAIM_BUGS,
     *MESH_BUGS,
     _bug(
+        "what is under way is not counted in a budget",
+        "budget",
+        "return 0 < total <= self.merged + self._under_way // (2 * len(self._merged))",
+        "return 0 < total <= self.merged",
+        "a run with a budget goes on for half a turn more",
+        "test_coming_and_going.py::test_with_a_budget_of_tokens_a_learner_stops_when_merged_and_under_way_make_it_up",
+    ),
+    _bug(
+        "a spent budget is forgotten with the learner",
+        "budget",
+        "if self.is_spent:\n            self._paused",
+        "if self.is_spent and self.told:\n            self._paused",
+        "a learner that comes back at the end trains on, and the run goes beyond its budget",
+        "test_coming_and_going.py::test_a_learner_that_comes_when_the_budget_is_spent_makes_no_steps",
+    ),
+    _bug(
         "who rests is waited for",
         "core",
         "return self.is_paused or self.is_resting",

@@ -127,6 +127,8 @@ def describe_effect(effect: ef.Effect) -> str:
             return f"install {head_text(effect.state.head)}{_carry(effect)}"
         case ef.Fetch():
             return f"fetch shard {effect.shard} from {effect.peer}"
+        case ef.AdoptStep():
+            return f"adopt step: {effect.step}{f', {effect.tokens} tokens merged' if effect.tokens else ''}"
         case _:
             return _fields(effect)
 

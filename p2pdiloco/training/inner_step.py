@@ -21,9 +21,10 @@ def inner_step(
     batch: Tensor,
     step: int,
     inner_steps: int,
+    merged_tokens: int = 0,
 ) -> float:
     """Train ``batch`` (samples, context + 1), which is on the model's device; its loss in nats a token. ``step``: the
-    run's, ``inner_steps``: this optimizer's.
+    run's, ``inner_steps``: this optimizer's, ``merged_tokens``: of the run's budget, if it has one.
 
     Raises:
         RuntimeError: the loss is not finite, or the device has too little memory. The parameters are as they were.
@@ -33,7 +34,7 @@ def inner_step(
     value.backward()  # type: ignore[no-untyped-call]
     if inner.clip:
         nn.utils.clip_grad_norm_(model.parameters(), inner.clip)
-    rate = learning_rate(inner, step, inner_steps)
+    rate = learning_rate(inner, step, inner_steps, merged_tokens)
     for group in chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
         group["lr"] = rate
     measured = float(value.detach())

@@ -81,6 +81,7 @@ class Learner:
         """It was asked for while the last one was being written."""
         self._inner_steps = 0
         """Steps of the inner optimizer, earlier lives included."""
+        self._merged_tokens = 0
         self._restore()
         self._threads = threads
         """None: torch's threads stay as they are."""
@@ -113,6 +114,10 @@ class Learner:
     def train(self, block: Block) -> None:
         """This block of data is next but those given before."""
         self._supply.assign(block)
+
+    def merged(self, tokens: int) -> None:
+        """The rate follows."""
+        self._merged_tokens = max(self._merged_tokens, tokens)
 
     def begin_again(self) -> None:
         """The node is lost, and with it the claim to what it had given."""
@@ -155,7 +160,13 @@ class Learner:
         began = time.perf_counter()
         batch = self._supply.next().to(self._device)
         measured = inner_step(
-            self._model, self._optimizers, self._config.inner, batch, self._link.global_step, self._inner_steps
+            self._model,
+            self._optimizers,
+            self._config.inner,
+            batch,
+            self._link.global_step,
+            self._inner_steps,
+            self._merged_tokens,
         )
         self._inner_steps += 1
         took_s = time.perf_counter() - began

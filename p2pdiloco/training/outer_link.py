@@ -2,17 +2,14 @@
 
 Rules of this file:
 1. Training never waits for the node. Commands are read without waiting, at step boundaries only, and executed in order;
-   answers that the socket does not take stay queued (``channel.py``). Only ``wait`` sleeps, for a learner that does not
-   train (before the first ``Load``, paused, done).
+   answers that the socket does not take stay queued (``channel.py``). Only ``wait`` sleeps, for who does not train.
 2. The global step grows by 1 with each inner step and by ``AdoptStep``; at the run's last step training ends.
 3. ``steps`` and ``tokens`` only grow: a ``Load`` replaces parameters, not history.
-4. Answers leave in the order of the commands. One whose copy is under way on a GPU holds back those behind it, but
-   neither training nor ``Progress``.
-5. What is not finite is never merged. The loss, where it is told, and each snapshot are looked at; that is said once,
-   and once that it is over (``Unable``).
-6. When the socket ends, the node is dead. With a ``Reunion`` the learner goes on training for a while: the node's next
-   life finds it and gets all progress since then, on top of the parameters that the swarm has by now. To the swarm that
-   is a new learner, whose counters begin at the loss. Whoever is not found ends (a script trains on alone).
+4. Answers leave in the order of the commands. One whose copy is under way on a GPU holds back those behind it only.
+5. What is not finite, loss or snapshot, is never merged; that it is so is said once, and that it is over (``Unable``).
+6. When the socket ends, the node is dead. With a ``Reunion`` the learner trains on for a while: the node's next life
+   gets all progress since then, on top of the swarm's parameters. To the swarm that is a new learner, whose counters
+   begin at the loss. Whoever is not found ends (a script trains on alone).
 """
 
 from __future__ import annotations
@@ -84,6 +81,9 @@ class Trainer(Protocol):
 
     def save(self) -> None:
         """Keep the inner optimizer's state."""
+
+    def merged(self, tokens: int) -> None:
+        """So much of the run's budget is merged, if it has one."""
 
     def begin_again(self) -> None:
         """The node is lost: what it had given (blocks of data) is given no more."""
@@ -252,8 +252,9 @@ class OuterLink:
                 began = time.perf_counter()
                 self._copy(command)
                 self.exchange_s += time.perf_counter() - began
-            case AdoptStep(step=step):
+            case AdoptStep(step=step, tokens=tokens):
                 self.global_step = max(self.global_step, step)
+                self._trainer.merged(tokens)
             case Evaluate(version=version):
                 self._answer(Evaluated(version=version, loss=self._trainer.evaluate(self._vectors.theta)))
             case Pause():

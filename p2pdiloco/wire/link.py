@@ -65,6 +65,8 @@ class AdoptStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Global step := max(own, ``step``)."""
 
     step: int
+    tokens: int = 0
+    """Merged by the swarm, of its budget."""
 
 
 class Evaluate(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -53,6 +53,15 @@ def test_what_is_left_out_is_filled_in_and_what_is_said_is_kept() -> None:
     assert without_left_out(completed(config, 4), said) == completed(config, 4)
 
 
+def test_a_budget_of_tokens_fills_in_the_bound_on_steps_and_the_decay() -> None:
+    """Twice what one learner alone needs, since what is lost is trained again."""
+    written = RunConfig(name="run", inner=InnerConfig(tokens=100_000, batch=8), model=ModelConfig(context=64))
+    founded = completed(written, 4)
+    assert (founded.inner.steps, founded.inner.decay_share) == (2 * 196, 0.2)
+    assert without_left_out(founded, written) == written
+    assert completed(RunConfig(name="run"), 4).inner.decay_share is UNSET
+
+
 @pytest.mark.parametrize(
     ("model", "optimizer"),
     [

@@ -346,3 +346,12 @@ def test_blocks_are_whole_batches_and_never_too_many() -> None:
     assert blocks_of(block=300)[1] == BlockSpec(number=33, samples=12, data=blocks_of()[1].data)
     assert blocks_of(1000)[1] == BlockSpec(), "98 samples are too few"
     assert blocks_of(11)[1] == BlockSpec()
+
+
+def test_with_a_budget_of_tokens_the_rate_is_stable_and_falls_with_its_last_part() -> None:
+    """By what the swarm has merged, whatever the global step."""
+    config = InnerConfig(steps=10**6, tokens=1000, decay_share=0.2, warmup=10, learning_rate=1.0, final_share=0.1)
+    rates = [learning_rate(config, 500, 100, merged) for merged in (0, 500, 800, 900, 980, 1000, 1100)]
+    assert rates == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.1, 0.1, 0.1])
+    assert learning_rate(config, 4, 100, 900) == pytest.approx(0.25)
+    assert learning_rate(config, 500, 0, 0) < 0.2

@@ -37,6 +37,8 @@ class Loop:
     def save(self) -> None:
         self.asked.append("save")
 
+    def merged(self, tokens: int) -> None: ...
+
     def begin_again(self) -> None:
         self.asked.append("begin again")
 

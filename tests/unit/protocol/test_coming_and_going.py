@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from stage import SHARD, STEP_S, A, B, C, D, Stage, bare, digest, life, notes, only, sent, tokens
 
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.chain import genesis_head
-from p2pdiloco.protocol.identifiers import RunId, ShardId
+from p2pdiloco.protocol.identifiers import PeerId, RunId, ShardId
+from p2pdiloco.protocol.limits import Sizes
 from p2pdiloco.protocol.messages import Head
+from p2pdiloco.simulation.driver import PeerSetting
+from p2pdiloco.simulation.scenarios import base_config, make_world
 
 THREE = ((ShardId(0), ShardId(1), ShardId(2)),)
 
@@ -245,3 +249,49 @@ def test_a_peer_with_a_learner_waits_for_it_when_the_run_is_complete() -> None:
     assert not only(stage.wait(2.0), ef.Leave), "its next life may hold progress"
     stage.tell(ev.LearnerStarted(life(A, 2)))
     assert only(stage.tell(ev.LearnerPaused(0, 0)), ef.Leave)
+
+
+def test_with_a_budget_of_tokens_a_learner_stops_when_merged_and_under_way_make_it_up() -> None:
+    """C7a: here 400 tokens; two versions of 160 are merged, half of the last one's as much is on its way."""
+    stage = Stage(B, sizes=Sizes(budget=400))
+    stage.train(3)
+    first = stage.take(stage.commit(tokens(B, 0, 160)))
+    assert only(first, ef.AdoptStep)[-1].tokens == 160, "its rate follows"
+    assert not only(first, ef.PauseLearner)
+    assert len(only(stage.take(stage.commit(tokens(B, 160, 320))), ef.PauseLearner)) == 1
+    assert not only(stage.wait(5.0), ef.PauseLearner), "once"
+    stage.tell(ev.LearnerPaused(3, 30))
+    assert stage.machine.core.departure == "finished"
+
+
+def test_a_learner_that_comes_when_the_budget_is_spent_makes_no_steps() -> None:
+    """C7b: and who only follows ends with the others."""
+    stage = Stage(B, sizes=Sizes(budget=100), has_learner=False)
+    stage.take(stage.commit(tokens(B, 0, 100)))
+    assert only(stage.tell(ev.LearnerStarted(life(A))) + stage.wait(1.0), ef.PauseLearner)
+    follower = Stage(B, sizes=Sizes(budget=100), has_learner=False, expects_learner=False)
+    follower.says(B, phase="finished", is_participating=False)
+    follower.take(follower.commit(tokens(B, 0, 100)))
+    follower.wait(2.0)
+    assert follower.machine.core.departure == "finished"
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_run_ends_within_2_percent_of_its_budget_whoever_trains(seed: int) -> None:
+    """C7c: speeds 1:1:2:4, one that is killed and comes back, one that comes late."""
+    fragments = tuple((ShardId(f),) for f in range(4))
+    budget = 12_000
+    config = base_config(fragments=fragments, sync_every=8, sizes=Sizes(budget=budget), finish_s=20.0)
+    speeds = {f"p{i}": step_s for i, step_s in enumerate((0.8, 0.8, 0.4, 0.2))}
+    world = make_world(config, {PeerId(p): PeerSetting(step_s=s) for p, s in speeds.items()}, None, seed)
+    world.run_until(20.0)
+    world.crash(PeerId("p1"), keeps_disk=False, restart_s=5.0)
+    world.run_until(30.0)
+    world.add(PeerId("p4"), PeerSetting(step_s=0.4), world.now)
+    heads = [0]
+    while world.now < 300.0 and world.living():
+        world.run_until(world.now + 1.0)
+        heads = [c.head.tokens for p in world.living()[:1] for c in p.machine.core.chains if c.head] or heads
+    assert not world.living(), "nobody went"
+    assert not world.checks.is_over, world.checks.violations
+    assert sum(heads) / len(heads) == pytest.approx(budget, rel=0.02)
