@@ -373,6 +373,7 @@ COMMANDS = {
     "pause": Command("let this machine's peers rest, until told otherwise", _pause, is_quiet=True),
     "launch": Command("rent machines that join a run, through SkyPilot, within a budget", _launch, is_quiet=True),
     "completion": Command("print what completes p2pdiloco's words in a shell", _completion, is_quiet=True),
+    "plan": Command("say what a run would ask of lines, memory and money", tools.plan, is_quiet=True),
     "doctor": Command("check what this machine can do as a peer", _doctor, is_quiet=True),
 }
 """Each is a module of this package. Only the chosen one is imported: what needs no torch does not wait for it."""

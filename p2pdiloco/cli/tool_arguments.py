@@ -7,6 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from p2pdiloco.cli.quantities import at_least, between
+from p2pdiloco.cli.rates import bytes_per_second
+
 
 def demo(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="default: %(default)s")
@@ -78,3 +81,18 @@ def bench(sub: argparse.ArgumentParser) -> None:
     action("down", "remove the network")
     action("clean", "remove all that testbeds left here: namespaces, interfaces, processes", file=False)
     action("probe", "say what this kernel has, and what would be used", file=False)
+
+
+def plan(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("config", metavar="CONFIG", help="a run's TOML file, or the name of a shipped one")
+    sub.add_argument("--peers", type=at_least(2), required=True, metavar="N", help="that train")
+    sub.add_argument(
+        "--link", type=bytes_per_second, required=True, metavar="RATE", help="each peer's line up, such as 20mbit"
+    )
+    sub.add_argument("--down", type=bytes_per_second, metavar="RATE", help="each peer's line down (default: as --link)")
+    sub.add_argument("--rtt", type=between(0, 10_000, "milliseconds"), default=50.0, metavar="MS", help="round trip")
+    sub.add_argument(
+        "--step-time", type=between(0.001, 3600, "seconds"), required=True, metavar="S", help="an inner step's"
+    )
+    sub.add_argument("--price", type=between(0, 1000), default=0.0, metavar="P", help="of a GB that leaves a peer")
+    sub.add_argument("--json", action="store_true", help="for programs")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from p2pdiloco.protocol.manifest import ModelConfig, TensorSpec
 from p2pdiloco.training.huggingface import build_huggingface
-from p2pdiloco.training.transformer import build_model
+from p2pdiloco.training.transformer import Transformer, build_model
 
 
 def build(
@@ -25,6 +26,16 @@ def build(
     if config.kind == "huggingface":
         return build_huggingface(config, seed, tensors, base)
     return build_model(config, seed, tensors)
+
+
+def outline(config: ModelConfig) -> nn.Module:
+    """The model's tensors without memory for them (on torch's "meta" device).
+
+    Raises:
+        ValueError: it cannot be built here; the message says what to do.
+    """
+    with torch.device("meta"):
+        return build_huggingface(config, 0) if config.kind == "huggingface" else Transformer(config)
 
 
 def vocabulary(config: ModelConfig) -> int:

@@ -1,0 +1,101 @@
+"""``p2pdiloco plan``: Say what a run would ask of each peer's line, memory and money, and which H, tau and codec fit
+the line. Arithmetic: nothing is founded, and nobody is asked."""
+
+from __future__ import annotations
+
+import argparse
+
+import msgspec
+
+from p2pdiloco.cli.complaints import REPAIR, Complaint, complaining
+from p2pdiloco.forecast.plan import Advice, Lines, Plan, Wanted, advise, make_plan
+from p2pdiloco.node.foundation import find_run, read_config
+from p2pdiloco.node.kept_runs import ConfigError
+from p2pdiloco.protocol.defaults import heartbeat_s
+from p2pdiloco.protocol.manifest import RunConfig, make_layout
+from p2pdiloco.tensors.fragments import tensor_specs
+from p2pdiloco.tensors.ladder import LADDER
+from p2pdiloco.training.huggingface import ArchitectureError
+from p2pdiloco.training.models import outline
+from p2pdiloco.training.trainable import embedding_names, trainable
+
+OTHERS = {"e3m0": 0.44}
+"""Bytes a parameter of codecs that are on no ladder (docs/wire.md)."""
+
+
+async def run(arguments: argparse.Namespace) -> int:
+    """Print what is to be expected."""
+    with complaining(repair=(ConfigError, ArchitectureError, ValueError), nobody=()):
+        config = read_config(find_run(arguments.config))
+        wanted = wanted_of(config, arguments.peers, arguments.step_time)
+    if arguments.link is None:
+        raise Complaint("--link none: a plan needs a rate, such as 20mbit", REPAIR)
+    down = arguments.down if arguments.down is not None else arguments.link
+    lines = Lines(up_bits_per_s=8 * arguments.link, down_bits_per_s=8 * down, round_trip_s=arguments.rtt / 1000)
+    plan = make_plan(wanted, lines, price_a_gb=arguments.price)
+    advice = advise(wanted, lines)
+    if arguments.json:
+        print(msgspec.json.encode({"plan": plan, "advice": advice}).decode())
+    else:
+        print("\n".join(told(plan, advice, wanted)))
+    return 0
+
+
+def wanted_of(config: RunConfig, peers: int, step_s: float) -> Wanted:
+    """The run of a configuration, with the model's own fragments.
+
+    Raises:
+        Complaint: its model's sizes are not in the configuration.
+    """
+    if config.model.folder:
+        raise Complaint("model.folder: this model's sizes are in a folder; plan needs model.config instead", REPAIR)
+    model = outline(config.model)
+    embeddings, schedule = embedding_names(model), config.schedule
+    named = [(name, p.shape, name in embeddings) for name, p in trainable(model)]
+    tensors = tensor_specs(named, schedule.fragments)
+    layout = make_layout(tensors, schedule.fragments, schedule.max_shard, config.outer.merge)
+    return Wanted(
+        fragments=tuple(tuple(layout.shards[s].elements for s in shards) for shards in layout.fragments),
+        peers=peers,
+        step_s=step_s,
+        steps=config.inner.steps,
+        sync_every=schedule.sync_every,
+        overlap=schedule.overlap,
+        up_bytes=_bytes(config.codec.up, config.codec.up_step),
+        down_bytes=_bytes(config.codec.down, config.codec.down_step),
+        heartbeat_s=heartbeat_s(schedule),
+    )
+
+
+def _bytes(codec: str, step: float | None) -> float:
+    """A parameter; "auto" is planned as int4, with which it begins on a line that nobody knows."""
+    name = "int4" if codec == "auto" else codec
+    if name == "int4" and step is not None and step >= 1.0:
+        name = "int4-coarse"
+    return {rung.name: rung.bytes_per_parameter for rung in LADDER}.get(name, OTHERS.get(name, 0.43))
+
+
+def told(plan: Plan, advice: Advice | None, wanted: Wanted) -> list[str]:
+    """Lines for people."""
+    others = [f"{name} {100 * share:.3g} %" for name, share in plan.utilisation.items() if name != "p2pdiloco"]
+    late = "on time" if plan.is_on_time else f"late: tau is {wanted.overlap}"
+    found = [
+        f"parameters        {plan.parameters:,} in {len(wanted.fragments)} fragments, {wanted.peers} peers",
+        f"a peer's line     {plan.bytes_a_step / 1e3:,.0f} kB a step each way, {plan.mean_bits_per_s / 1e6:,.3g} "
+        f"Mbit/s, {plan.bytes_a_day / 1e9:,.3g} GB a day"
+        + (f", {plan.cost_a_day:,.2f} a day" if plan.cost_a_day else ""),
+        f"an exchange       {plan.exchange_s:.3g} s, {plan.staleness_steps:.2g} steps ({late})",
+        f"turns kept        {100 * plan.turns_kept:.0f} %; learners never wait for the line",
+        f"others here       {'; '.join(others)} of the time computed",
+        f"turns in the run  {plan.turns} of each fragment",
+        f"memory            {plan.node_bytes / 1e9:.3g} GB node, {plan.learner_bytes / 1e9:.3g} GB learner and "
+        "activations",
+        f"to join           {plan.join_s:,.0f} s on a quiet swarm",
+    ]
+    if advice is None:
+        return [*found, "advice            nothing fits this line: a faster one, longer steps, or fewer peers"]
+    return [
+        *found,
+        f"advice            codec {advice.codec}, H = {advice.sync_every}, tau = {advice.overlap}: "
+        f"every turn is kept, on time; {advice.turns} turns of each fragment",
+    ]

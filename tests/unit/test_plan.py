@@ -1,0 +1,92 @@
+"""What a run would ask of lines, memory and money; beside what was measured over throttled lines."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from benchmarks.wan import task
+from p2pdiloco.cli.main import main
+from p2pdiloco.cli.plan import wanted_of
+from p2pdiloco.forecast.plan import CODECS, Lines, Wanted, advise, bytes_a_step, exchange_s, make_plan
+from p2pdiloco.protocol.manifest import RunConfig
+
+SMALL = Wanted(
+    fragments=((500_000, 500_000),) * 24,
+    peers=4,
+    step_s=1.0,
+    steps=2400,
+    sync_every=24,
+    overlap=2,
+    up_bytes=0.43,
+    down_bytes=0.43,
+)
+FAST = Lines(up_bits_per_s=1e9, down_bits_per_s=1e9, round_trip_s=0.04)
+
+
+@pytest.mark.parametrize(
+    ("peers", "step_s", "measured"),
+    [(4, 0.5, 92_600), (4, 0.5, 98_200), (4, 0.5, 98_700), (4, 0.5, 97_600), (4, 1.0, 85_100)],
+)
+def test_bytes_a_step_are_near_those_measured_over_throttled_lines(peers: int, step_s: float, measured: int) -> None:
+    """docs/benchmarks.md, "Utilisation": where all turns were kept."""
+    wanted = wanted_of(RunConfig(name="wan", model=task.MODEL), peers, step_s)
+    assert wanted.parameters == task.PARAMETERS
+    assert bytes_a_step(wanted) == pytest.approx(measured, rel=0.15)
+
+
+def test_a_fast_line_keeps_all_turns_on_time() -> None:
+    plan = make_plan(SMALL, FAST, price_a_gb=0.1)
+    assert plan.is_on_time
+    assert plan.turns_kept == 1.0
+    assert plan.turns == 100
+    assert plan.cost_a_day == pytest.approx(plan.bytes_a_step * 86400 / 1e10)
+    assert plan.exchange_s > 0.06
+    advice = advise(SMALL, FAST)
+    assert advice is not None
+    assert (advice.codec, advice.sync_every, advice.overlap) == ("int4", 24, 2)
+
+
+def test_a_slow_line_costs_turns_and_the_advice_gets_them_back() -> None:
+    slow = Lines(up_bits_per_s=1e6, down_bits_per_s=1e7, round_trip_s=0.04)
+    plan = make_plan(SMALL, slow)
+    assert plan.turns_kept < 1.0
+    assert not plan.is_on_time
+    advice = advise(SMALL, slow)
+    assert advice is not None
+    assert advice.sync_every > SMALL.sync_every
+    size = dict(CODECS)[advice.codec]
+    taken = msgspec.structs.replace(
+        SMALL, sync_every=advice.sync_every, overlap=advice.overlap, up_bytes=size, down_bytes=size
+    )
+    better = make_plan(taken, slow)
+    assert (better.turns_kept, better.turns) == (1.0, advice.turns)
+    assert advise(SMALL, Lines(up_bits_per_s=1e3, down_bits_per_s=1e3)) is None
+
+
+def test_a_fragment_of_one_shard_is_sent_to_all_by_one_owner() -> None:
+    alone = msgspec.structs.replace(SMALL, peers=64, fragments=((1_000_000,),) * 24)
+    spread = msgspec.structs.replace(SMALL, peers=64, fragments=((15_625,) * 64,) * 24)
+    near = msgspec.structs.replace(FAST, round_trip_s=0.0)
+    assert exchange_s(alone, near) > 20 * exchange_s(spread, near)
+
+
+def test_the_command_says_what_to_expect(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "stdlib-tiny", "--peers", "4", "--link", "1mbit", "--step-time", "1", "--price", "0.09"]
+    assert main(words) == 0
+    assert "turns kept" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["plan"]["parameters"] > 100_000
+    assert found["advice"]["sync_every"] >= 12
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [(["stdlib-tiny", "--link", "none"], "needs a rate"), (["lora", "--link", "1mbit"], "model.folder")],
+)
+def test_what_cannot_be_planned_is_said(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words, "--peers", "4", "--step-time", "1"]) == 2
+    assert told in capsys.readouterr().err
