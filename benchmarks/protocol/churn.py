@@ -19,6 +19,8 @@ from p2pdiloco.protocol.identifiers import PeerId, RunId, ShardId
 from p2pdiloco.simulation.driver import PeerSetting
 from p2pdiloco.simulation.faults import FaultRates, draw_faults, schedule_faults
 from p2pdiloco.simulation.network import LinkQuality, NetworkSetting
+from p2pdiloco.simulation.shared_network import share_lines
+from p2pdiloco.simulation.uplinks import Bandwidth
 from p2pdiloco.simulation.world import World
 
 Figures = dict[str, float]
@@ -140,6 +142,40 @@ def control_traffic(peers: int) -> Figures:
     }
 
 
+def uplinks(peers: int, up_mbit: float | None, seconds: float = 120.0) -> Figures:
+    """Versions where each peer has one line for all, ten times as fast down as up; None: every pair has a line of its
+    own (200 Mbit/s), as in the other measurements."""
+    world = swarm(peers, heartbeat_s=1.0, fragments=8)
+    if up_mbit is not None:
+        line = Bandwidth(up_bytes_per_s=up_mbit * 1e6 / 8, down_bytes_per_s=10 * up_mbit * 1e6 / 8)
+        share_lines(world, dict.fromkeys(world.settings, line))
+    for name, setting in world.settings.items():
+        world.settings[name] = msgspec.structs.replace(setting, state_bytes=1000)  # how they joined is another matter
+    world.run_until(90.0)
+    network, checks = world.network, world.checks
+    network.is_measured = True
+    versions, messages, known = checks.versions, network.messages, set(checks.commits)
+    merged, forks = sum(checks.heaviest.values()), checks.forks
+    learners = [process.learner for process in world.living() if process.learner is not None]
+    trained = sum(learner.tokens for learner in learners)
+    world.run_until(90.0 + seconds)
+    made = max(1, checks.versions - versions)
+    trained = sum(learner.tokens for learner in learners) - trained
+    headers = [c.header for key, c in checks.commits.items() if key not in known and c.header is not None]
+    return {
+        "versions": made,
+        "contributors": round(sum(len(header.contributors) for header in headers) / max(1, len(headers)), 2),
+        "merged_share": round((sum(checks.heaviest.values()) - merged) / 8 / trained, 4),
+        "forks": checks.forks - forks,
+        "messages_a_version": round((network.messages - messages) / made),
+        "control_bytes_a_version": round(network.control_bytes / made),
+        "payload_bytes_a_version": round(network.payload_bytes / made),
+        "control_share": round(network.control_bytes / max(1, network.payload_bytes), 5),
+        "tokens_lost": checks.tokens_lost,
+        "violations": len(checks.violations),
+    }
+
+
 def deadlines(heartbeat_s: float, jitter_s: float) -> Figures:
     """How soon a dead peer is lost whose connections stay silent, and how often a living one is."""
     world = swarm(16, heartbeat_s=heartbeat_s, jitter_s=jitter_s)
@@ -218,6 +254,11 @@ def measurements(hours: float) -> dict[str, Callable[[], Figures]]:
     }
     for peers in (4, 16, 64, 256):
         found[f"control traffic, {peers} peers"] = lambda peers=peers: control_traffic(peers)  # type: ignore[misc]
+    for peers in (16, 64, 256):
+        for up_mbit in (None, 100.0, 20.0):
+            found[f"uplinks, {peers} peers, {up_mbit or 'unlimited'} Mbit/s"] = (
+                lambda peers=peers, up_mbit=up_mbit: uplinks(peers, up_mbit)  # type: ignore[misc]
+            )
     for heartbeat_s in (0.5, 1.0, 2.0, 5.0):
         for jitter_s in (0.02, 1.0):
             found[f"heartbeat {heartbeat_s} s, jitter {jitter_s} s"] = (
