@@ -72,7 +72,8 @@ def _bytes(codec: str, step: float | None) -> float:
     name = "int4" if codec == "auto" else codec
     if name == "int4" and step is not None and step >= 1.0:
         name = "int4-coarse"
-    return {rung.name: rung.bytes_per_parameter for rung in LADDER}.get(name, OTHERS.get(name, 0.43))
+    sizes: dict[str, float] = {**OTHERS, **{rung.name: rung.bytes_per_parameter for rung in LADDER}}
+    return sizes[name]
 
 
 def told(plan: Plan, advice: Advice | None, wanted: Wanted) -> list[str]:
