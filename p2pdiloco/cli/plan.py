@@ -8,7 +8,7 @@ import argparse
 import msgspec
 
 from p2pdiloco.cli.complaints import REPAIR, Complaint, complaining
-from p2pdiloco.forecast.plan import Advice, Lines, Plan, Wanted, advise, make_plan
+from p2pdiloco.forecast.plan import Advice, Forecast, PeerLines, Wanted, advise, make_plan
 from p2pdiloco.node.foundation import find_run, read_config
 from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.protocol.defaults import heartbeat_s
@@ -31,7 +31,7 @@ async def run(arguments: argparse.Namespace) -> int:
     if arguments.link is None:
         raise Complaint("--link none: a plan needs a rate, such as 20mbit", REPAIR)
     down = arguments.down if arguments.down is not None else arguments.link
-    lines = Lines(up_bits_per_s=8 * arguments.link, down_bits_per_s=8 * down, round_trip_s=arguments.rtt / 1000)
+    lines = PeerLines(up_bits_per_s=8 * arguments.link, down_bits_per_s=8 * down, round_trip_s=arguments.rtt / 1000)
     plan = make_plan(wanted, lines, price_a_gb=arguments.price)
     advice = advise(wanted, lines)
     if arguments.json:
@@ -76,8 +76,8 @@ def _bytes(codec: str, step: float | None) -> float:
     return sizes[name]
 
 
-def told(plan: Plan, advice: Advice | None, wanted: Wanted) -> list[str]:
-    """Lines for people."""
+def told(plan: Forecast, advice: Advice | None, wanted: Wanted) -> list[str]:
+    """PeerLines for people."""
     others = [f"{name} {100 * share:.3g} %" for name, share in plan.utilisation.items() if name != "p2pdiloco"]
     late = "on time" if plan.is_on_time else f"late: tau is {wanted.overlap}"
     found = [

@@ -38,7 +38,7 @@ CODECS: Final = (("int4", 0.43), ("int4-coarse", 0.27))
 saves a third of the bytes (docs/quality.md)."""
 
 
-class Lines(msgspec.Struct, frozen=True, kw_only=True):
+class PeerLines(msgspec.Struct, frozen=True, kw_only=True):
     """What each peer has."""
 
     up_bits_per_s: float
@@ -79,7 +79,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """The answer. Bytes are those on the line of one peer, one way; the other way are as many."""
 
     parameters: int
@@ -116,7 +116,7 @@ def bytes_a_step(wanted: Wanted) -> float:
     return exchanged / PAYLOAD_SHARE + control_bytes_per_s(wanted) * wanted.step_s
 
 
-def exchange_s(wanted: Wanted, lines: Lines) -> float:
+def exchange_s(wanted: Wanted, lines: PeerLines) -> float:
     """Of the largest fragment, with nothing else on the lines."""
     shards = max(wanted.fragments, key=sum)
     others, parameters = wanted.peers - 1, sum(shards)
@@ -127,14 +127,14 @@ def exchange_s(wanted: Wanted, lines: Lines) -> float:
     return max(up * bits / lines.up_bits_per_s, down * bits / lines.down_bits_per_s) + 1.5 * lines.round_trip_s
 
 
-def make_plan(wanted: Wanted, lines: Lines, *, price_a_gb: float = 0.0) -> Plan:
+def make_plan(wanted: Wanted, lines: PeerLines, *, price_a_gb: float = 0.0) -> Forecast:
     """All of it. ``price_a_gb``: of what leaves a peer, in any currency."""
     step_bytes, took_s = bytes_a_step(wanted), exchange_s(wanted, lines)
     rate = min(lines.up_bits_per_s, lines.down_bits_per_s)
     day_bytes = step_bytes * DAY_S / wanted.step_s
     donors_bits = lines.up_bits_per_s * max(1, wanted.peers - 1)
     state_bits = STATE_BYTES * wanted.parameters * 8 / PAYLOAD_SHARE
-    return Plan(
+    return Forecast(
         parameters=wanted.parameters,
         bytes_a_step=step_bytes,
         bytes_a_day=day_bytes,
@@ -171,7 +171,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """That each fragment has then."""
 
 
-def advise(wanted: Wanted, lines: Lines) -> Advice | None:
+def advise(wanted: Wanted, lines: PeerLines) -> Advice | None:
     """The smallest H, and for it the finest codec, with which every turn is kept and its exchange takes few steps; None
     if nothing does."""
     for sync_every in _growing(wanted.sync_every):

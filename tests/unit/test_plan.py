@@ -10,7 +10,7 @@ import pytest
 from benchmarks.wan import task
 from p2pdiloco.cli.main import main
 from p2pdiloco.cli.plan import wanted_of
-from p2pdiloco.forecast.plan import CODECS, Lines, Wanted, advise, bytes_a_step, exchange_s, make_plan
+from p2pdiloco.forecast.plan import CODECS, PeerLines, Wanted, advise, bytes_a_step, exchange_s, make_plan
 from p2pdiloco.protocol.manifest import RunConfig
 
 SMALL = Wanted(
@@ -23,7 +23,7 @@ SMALL = Wanted(
     up_bytes=0.43,
     down_bytes=0.43,
 )
-FAST = Lines(up_bits_per_s=1e9, down_bits_per_s=1e9, round_trip_s=0.04)
+FAST = PeerLines(up_bits_per_s=1e9, down_bits_per_s=1e9, round_trip_s=0.04)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_fast_line_keeps_all_turns_on_time() -> None:
 
 
 def test_a_slow_line_costs_turns_and_the_advice_gets_them_back() -> None:
-    slow = Lines(up_bits_per_s=1e6, down_bits_per_s=1e7, round_trip_s=0.04)
+    slow = PeerLines(up_bits_per_s=1e6, down_bits_per_s=1e7, round_trip_s=0.04)
     plan = make_plan(SMALL, slow)
     assert plan.turns_kept < 1.0
     assert not plan.is_on_time
@@ -63,7 +63,7 @@ def test_a_slow_line_costs_turns_and_the_advice_gets_them_back() -> None:
     )
     better = make_plan(taken, slow)
     assert (better.turns_kept, better.turns) == (1.0, advice.turns)
-    assert advise(SMALL, Lines(up_bits_per_s=1e3, down_bits_per_s=1e3)) is None
+    assert advise(SMALL, PeerLines(up_bits_per_s=1e3, down_bits_per_s=1e3)) is None
 
 
 def test_a_fragment_of_one_shard_is_sent_to_all_by_one_owner() -> None:
