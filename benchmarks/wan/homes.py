@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -163,11 +163,10 @@ class Gathering(NamedTuple):
 
 @contextmanager
 def gathered(
-    made: Testbed, folder: Path, *, steps: int, hub: Sequence[str] = (), of: Mapping[int, Sequence[str]] | None = None
+    made: Testbed, folder: Path, *, steps: int, hub: Sequence[str] = (), absent: Container[int] = ()
 ) -> Iterator[Gathering]:
-    """A bootstrap in the first site, with the options ``hub``; the second founds a run, the others join it, each with
-    the options ``of`` its site. Whatever runs in the sites is killed at the end."""
-    of = of or {}
+    """A bootstrap in the first site, with the options ``hub``; the second founds a run, the others but those that are
+    ``absent`` join it. Whatever runs in the sites is killed at the end."""
     corpus = folder / "corpus"
     corpus.mkdir(parents=True)
     for number in range(12):
@@ -189,10 +188,10 @@ def gathered(
             return next(text for text in told if text.startswith(family))
 
         own = ["--threads", "1", "--data", str(corpus), "--stay-s", "0", "--page", "off"]
-        command = ["start", str(config), "--bootstrap", where(sites[0]), *own, *of.get(sites[0], ())]
-        homes.append(Home(made, sites[0], folder, command))
+        homes.append(Home(made, sites[0], folder, ["start", str(config), "--bootstrap", where(sites[0]), *own]))
         wait_for(lambda: "to join from" in homes[0].told(), homes, START_S, "the founder's run")
-        homes += [Home(made, site, folder, ["join", where(site), *own, *of.get(site, ())]) for site in sites[1:]]
+        joiners = [site for site in sites[1:] if site not in absent]
+        homes += [Home(made, site, folder, ["join", where(site), *own]) for site in joiners]
         began = time.monotonic()
         wait_for(lambda: all(home.live == len(homes) for home in homes), homes, START_S, "all are connected")
         yield Gathering(bootstrap, homes, time.monotonic() - began, time.time(), where, own)

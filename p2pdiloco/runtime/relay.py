@@ -2,8 +2,11 @@
 
 Rules of this file:
 1. ``splice`` moves them inside the kernel: they never come into this process (measured: docs/connectivity.md).
-2. Whoever wants to send takes its turn: of n directions that have something, each gets an n-th of the budget.
-3. A direction that ends is passed on as an end; the pair is over when both have.
+2. Whoever wants to send takes its turn: of n directions that have something, each gets an n-th of the budget. A round
+   through all takes ROUND_S, or longer where turns would be too short to be worth a wake-up.
+3. What is small does not wait for others' turns, now and then: heartbeats and requests of one pair do not stand behind
+   another's bulk. It is paid for all the same.
+4. A direction that ends is passed on as an end; the pair is over when both have.
 """
 
 from __future__ import annotations
@@ -17,9 +20,13 @@ from contextlib import suppress
 
 F_SETPIPE_SZ = 1031
 LARGEST_BYTES = 1 << 20
-SMALLEST_BYTES = 16 << 10
-TURN_S = 0.05
-"""Of the budget, at a time."""
+SMALL_BYTES = 16 << 10
+ROUND_S = 0.4
+SHORTEST_TURN_S = 0.02
+AHEAD_S = 0.05
+"""Between two small pieces of one direction that do not wait."""
+MOST_DEBT_S = 0.25
+"""Beyond which what is small waits, too."""
 BURST_S = 0.02
 """What an idle budget saves up."""
 
@@ -32,23 +39,43 @@ class Budget:
         self._free_at = 0.0
         """When what was taken will have been earned."""
         self._turn = asyncio.Lock()
+        self._taking = 0
 
     @property
     def turn_bytes(self) -> int:
         """How much to take at a time."""
         if self._bytes_per_s is None:
             return LARGEST_BYTES
-        return min(LARGEST_BYTES, max(SMALLEST_BYTES, int(self._bytes_per_s * TURN_S)))
+        turn_s = max(SHORTEST_TURN_S, ROUND_S / max(1, self._taking))
+        return min(LARGEST_BYTES, max(SMALL_BYTES, int(self._bytes_per_s * turn_s)))
+
+    def take_ahead(self, count: int) -> bool:
+        """Take ``count`` bytes without waiting, if too much is not owed."""
+        if self._bytes_per_s is None:
+            return True
+        now = asyncio.get_running_loop().time()
+        if self._free_at - now > MOST_DEBT_S:
+            return False
+        self._owe(count, now)
+        return True
 
     async def take(self, count: int) -> None:
         """Wait until ``count`` bytes may go."""
         if self._bytes_per_s is None:
             return
-        async with self._turn:
-            now = asyncio.get_running_loop().time()
-            self._free_at = max(self._free_at, now - BURST_S) + count / self._bytes_per_s
-            if self._free_at > now:
-                await asyncio.sleep(self._free_at - now)
+        self._taking += 1
+        try:
+            async with self._turn:
+                now = asyncio.get_running_loop().time()
+                self._owe(count, now)
+                if self._free_at > now:
+                    await asyncio.sleep(self._free_at - now)
+        finally:
+            self._taking -= 1
+
+    def _owe(self, count: int, now: float) -> None:
+        assert self._bytes_per_s is not None
+        self._free_at = max(self._free_at, now - BURST_S) + count / self._bytes_per_s
 
 
 class Relay:
@@ -75,9 +102,14 @@ class Relay:
         reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         with suppress(OSError):  # beyond what this user's pipes may hold: smaller pieces
             fcntl.fcntl(writer, F_SETPIPE_SZ, LARGEST_BYTES)
+        loop, ahead_at = asyncio.get_running_loop(), 0.0
         try:
             while count := await _splice(source.fileno(), writer, self._budget.turn_bytes, source.fileno()):
-                await self._budget.take(count)
+                is_ahead = count <= SMALL_BYTES and loop.time() - ahead_at >= AHEAD_S
+                if is_ahead and self._budget.take_ahead(count):
+                    ahead_at = loop.time()
+                else:
+                    await self._budget.take(count)
                 self.carried_bytes += count
                 carried[side] += count
                 while count:

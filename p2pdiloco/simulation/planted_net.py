@@ -77,10 +77,20 @@ BUGS = (
     Bug(
         name="a relay knows no budget",
         module="p2pdiloco.runtime.relay",
-        old="                await self._budget.take(count)\n",
-        new="",
+        old="                    await self._budget.take(count)\n",
+        new="                    pass\n",
         harm="whoever offers to relay 50 Mbit/s gives all that it has",
         killed_by=(f"{_MEETING}::test_a_relay_keeps_to_its_budget_and_uses_it",),
+    ),
+    Bug(
+        name="small pieces are for nothing",
+        module="p2pdiloco.runtime.relay",
+        old="        self._owe(count, now)\n        return True\n",
+        new="        return True\n",
+        harm="a pair that sends nothing but small pieces has more than the budget",
+        killed_by=(
+            "tests/unit/test_runtime_relay.py::test_what_is_small_goes_ahead_and_is_paid_for_until_too_much_is_owed",
+        ),
     ),
     Bug(
         name="no way is found to be narrow",

@@ -1,0 +1,67 @@
+"""A relay's budget, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from p2pdiloco.peersim.loop import VirtualLoop
+from p2pdiloco.runtime import relay
+from p2pdiloco.runtime.relay import Budget
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    loop = VirtualLoop()
+    try:
+        loop.run_until_complete(work)
+    finally:
+        loop.close()
+
+
+def test_turns_come_in_order_and_are_worth_a_budget() -> None:
+    async def work() -> None:
+        loop, budget, ended = asyncio.get_running_loop(), Budget(1e6), []
+
+        async def take(name: str, count: int) -> None:
+            await budget.take(count)
+            ended.append((name, round(loop.time(), 2)))
+
+        await asyncio.gather(take("a", 100_000), take("b", 300_000), take("c", 100_000))
+        assert ended == [("a", 0.1), ("b", 0.4), ("c", 0.5)]
+
+    run(work())
+
+
+def test_what_is_small_goes_ahead_and_is_paid_for_until_too_much_is_owed() -> None:
+    async def work() -> None:
+        loop, budget = asyncio.get_running_loop(), Budget(1e6)
+        bulk = asyncio.create_task(budget.take(120_000))
+        await asyncio.sleep(0.0)
+        ahead = [budget.take_ahead(10_000) for _ in range(100)]
+        assert loop.time() == 0.0
+        assert ahead.count(True) == ahead.index(False) in (13, 14)  # 120 ms are owed for the bulk, 10 for each
+        await bulk
+        await budget.take(10_000)
+        assert loop.time() == pytest.approx(0.12 + 0.01 * (ahead.index(False) + 1))
+
+    run(work())
+
+
+def test_turns_are_long_for_one_and_short_for_many() -> None:
+    async def work() -> None:
+        budget = Budget(1e6)
+        alone = budget.turn_bytes
+        assert alone == int(1e6 * relay.ROUND_S)
+        tasks = [asyncio.create_task(budget.take(1000)) for _ in range(64)]
+        await asyncio.sleep(0.0)
+        assert budget.turn_bytes == int(1e6 * relay.SHORTEST_TURN_S)
+        for one in tasks:
+            one.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert budget.turn_bytes == alone
+        assert Budget(None).turn_bytes == relay.LARGEST_BYTES
+
+    run(work())
