@@ -305,6 +305,9 @@ def _add_peer(sub: argparse.ArgumentParser) -> None:
         "asks for a token)",
     )
     sub.add_argument(
+        "--price", type=between(0, 1e6), metavar="PER_HOUR", help="what this machine costs, for its account"
+    )
+    sub.add_argument(
         "--notify",
         default="",
         metavar="COMMAND|URL",

@@ -58,14 +58,23 @@ def _print_run(run_id: RunId, record: RunRecord, peers: list[PeerStatus]) -> Non
     )
     if best.epochs:
         print(f"  data: {best.epochs:.3f} epochs, {best.blocks_repeated:.1%} of the blocks were repeated")
-    header = ("versions", 12), ("loss", 8), ("tokens", 12), ("tokens/s", 10), ("up MB", 9), ("blocked s", 11)
+    header = (
+        ("versions", 12),
+        ("loss", 8),
+        ("tokens", 12),
+        ("tokens/s", 10),
+        ("share", 8),
+        ("up MB", 9),
+        ("blocked s", 11),
+    )
     print(f"  {'peer':<8}{'phase':<11}" + "".join(f"{name:>{width}}" for name, width in header))
     for s in sorted(peers, key=lambda s: s.peer):
         versions = f"{s.version_min}-{s.version_max}"
         train_loss = "-" if s.train_loss is None else f"{s.train_loss:.3f}"
+        share = s.tokens_per_second / rate if rate else 0.0
         print(
             f"  {short(s.peer):<8}{s.phase:<11}{versions:>12}{train_loss:>8}{s.tokens_trained:>12,}"
-            f"{s.tokens_per_second:>10,.0f}{s.bytes_up / 1e6:>9.1f}{s.blocked_s:>11.3f}"
+            f"{s.tokens_per_second:>10,.0f}{share:>8.1%}{s.bytes_up / 1e6:>9.1f}{s.blocked_s:>11.3f}"
         )
     for s in peers:
         if s.trouble:

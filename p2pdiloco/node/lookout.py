@@ -29,6 +29,7 @@ from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime.channel import Channel
 from p2pdiloco.runtime.transport import Transport
+from p2pdiloco.watch.account import account
 from p2pdiloco.watch.alerts import Alert, Alerts
 from p2pdiloco.watch.chronicle import Chronicle, finite
 from p2pdiloco.watch.picture import (
@@ -92,6 +93,7 @@ class Lookout:
         self._traffic: deque[tuple[float, int, int]] = deque(maxlen=RATE_LOOKS)
         self._outlook = Outlook()
         self._watched_at = -math.inf
+        self._began = peer.host.now()
         self._notes: dict[str, tuple[float, float]] = {}
         """Of each topic how many more may be told, and since when."""
         metrics.told = self.chronicle.take
@@ -189,8 +191,12 @@ class Lookout:
 
     def picture(self) -> Picture:
         """Of this moment, with what lasts of alerts."""
-        seen = self._seen()
-        return msgspec.structs.replace(seen, troubles=tuple(dict.fromkeys((*seen.troubles, *self._alerts_told()))))
+        seen, lasts_s = self._seen(), self._peer.host.now() - self._began
+        return msgspec.structs.replace(
+            seen,
+            troubles=tuple(dict.fromkeys((*seen.troubles, *self._alerts_told()))),
+            account=account(seen, lasts_s, self._peer.options.machine.price_per_hour),
+        )
 
     def _seen(self) -> Picture:
         now, status = time.time(), self._status()

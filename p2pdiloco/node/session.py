@@ -52,6 +52,7 @@ from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.training.sources import tell_sources
+from p2pdiloco.watch.account import closing
 from p2pdiloco.watch.alerts import Alert
 from p2pdiloco.wire.invites import Invite
 
@@ -302,6 +303,8 @@ async def take_part(
                 ):
                     node.lookout.tell = notifier.tell
                     ending = await node.run(say)
+                    if given := closing(node.lookout.picture().account):
+                        say(given)
                     notifier.tell(Alert(kind="done", text=ending.reason))
                     return ending
         finally:

@@ -20,6 +20,8 @@ class MachineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Rest while others use the processors."""
     is_battery_used: bool = False
     """Train also on battery."""
+    price_per_hour: Annotated[float, Meta(ge=0.0)] | None = None
+    """For its account (``watch/account.py``)."""
 
 
 class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):

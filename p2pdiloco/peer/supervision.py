@@ -41,6 +41,8 @@ STABLE_S = 600.0
 """A life that lasted this long proves the learner sound: earlier crashes are forgotten."""
 SCRIPT_S = 600.0
 """How long a node looks for the training script that started it."""
+MOST_TEXT = 1000
+"""Letters of what a learner's model writes."""
 MOST_NAMED = 8
 """Peers of a merge that are named to a person."""
 MISUSED = 2
@@ -202,6 +204,8 @@ class Supervision:
                 driver.feed(ev.LearnerPaused(message.steps, message.tokens))
             case link.Evaluated():
                 driver.feed(ev.Evaluated(message.version, message.loss))
+            case link.Written():
+                self._metrics.write("sample", step=driver.machine.view.step, text=message.text[:MOST_TEXT])
             case link.Rested():
                 driver.feed(ev.LearnerRested())
             case link.Ready():

@@ -22,6 +22,7 @@ from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.corpus_files import Corpus
 from p2pdiloco.training.evaluation import held_out_loss
+from p2pdiloco.training.excerpt import excerpt
 from p2pdiloco.training.inner_state import InnerStateError, Keeper, put, take
 from p2pdiloco.training.inner_step import inner_step
 from p2pdiloco.training.models import build, vocabulary
@@ -33,6 +34,7 @@ from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.training.supply import Supply
 from p2pdiloco.training.threads import ThreadChoice
 from p2pdiloco.training.trainable import trainable
+from p2pdiloco.wire.link import Trouble, Written
 
 
 class Learner:
@@ -99,7 +101,7 @@ class Learner:
                 if not link.is_training or link.is_resting:
                     link.wait()
                 if self._keeper is not None and self._keeper.trouble:
-                    link.trouble(self._keeper.trouble)
+                    link.tell(Trouble(reason=self._keeper.trouble))
                     self._keeper.trouble = ""
                 if not link.boundary():
                     return
@@ -130,7 +132,8 @@ class Learner:
             if taken is not None:
                 self._inner_steps = put(taken, self._optimizers, self._supply.windows)
         except InnerStateError as error:
-            self._link.trouble(f"the inner optimizer starts fresh, its state on the disk is not used: {error}")
+            told = f"the inner optimizer starts fresh, its state on the disk is not used: {error}"
+            self._link.tell(Trouble(reason=told))
 
     def save(self) -> None:
         """Have the inner optimizer's state written."""
@@ -150,9 +153,13 @@ class Learner:
         versions meanwhile: then it is that of neighbouring ones."""
         config = self._config
         with self._flat.showing(theta):
-            return held_out_loss(
+            began = time.perf_counter()
+            found = held_out_loss(
                 self._model, self._corpus, config.model.context, config.evaluation.samples, self._device
             )
+            if config.model.kind == "transformer" and (text := excerpt(self._model, self._corpus, began)):
+                self._link.tell(Written(text=text))
+            return found
 
     # ----------------------------------------------------------------------------------------------------- the step
 

@@ -56,6 +56,7 @@ from p2pdiloco.wire.link import (
     Train,
     Trouble,
     Unable,
+    Written,
 )
 
 if TYPE_CHECKING:  # it imports torch.distributed.tensor, which costs a second
@@ -202,9 +203,9 @@ class OuterLink:
         """Of the first ones that were trained."""
         self._channel.post(Batches(digests=digests))
 
-    def trouble(self, reason: str) -> None:
-        """Something failed that training survives."""
-        self._channel.post(Trouble(reason=reason))
+    def tell(self, message: Trouble | Written) -> None:
+        """For people."""
+        self._channel.post(message)
 
     def fail(self, reason: str) -> None:
         """The learner ends; try to say why."""

@@ -54,6 +54,7 @@ NAMES = (
     Metric("compute_seconds_total", "counter", "learner's time in its steps"),
     Metric("exchange_seconds_total", "counter", "learner's time in copies to and from the node"),
     Metric("blocked_seconds_total", "counter", "learner's time waiting for the network; must stay 0"),
+    Metric("spent_total", "counter", "what this life of the node has cost, by --price"),
     Metric("happened_total", "counter", "forks, refusals and others' faults, by what"),
     Metric("troubles", "gauge", "what a person should look at now"),
     Metric("peer_tokens_per_second", "gauge", "of each live peer, by its own words"),
@@ -109,6 +110,7 @@ def _samples(picture: Picture) -> Samples:
         "compute_seconds_total": costs.compute_s,
         "exchange_seconds_total": costs.exchange_s,
         "blocked_seconds_total": costs.blocked_s,
+        "spent_total": None if picture.account is None else picture.account.cost,
         "troubles": len(picture.troubles),
     }
     many: Samples = {

@@ -74,6 +74,8 @@ def cards(picture: Picture) -> list[tuple[str, str, str]]:
     course, count, link, costs = picture.course, picture.headcount, picture.link, picture.costs
     mine = next((row for row in picture.peers if row.is_me), None)
     gave = f"this machine {percent(mine.share)}" if mine and mine.share > 0 else "nothing of this one"
+    if picture.account is not None and picture.account.cost is not None:
+        gave += f", cost {picture.account.cost:.2f}"
     below = f"{volume(link.up_bytes)} in all"
     if link.up_budget:
         below = f"{percent(min(1.0, link.up_per_s / link.up_budget), 0)} of {volume(link.up_budget)}/s"

@@ -152,6 +152,25 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
+class Bill(msgspec.Struct, frozen=True, kw_only=True):
+    """What this peer has given, and what that cost. ``lasts_s`` to ``cost``: in this life of its node."""
+
+    share: float = 0.0
+    """Of what is merged, as far as its events reach."""
+    commits: int = 0
+    """Versions that it has merged, likewise."""
+    lasts_s: float = 0.0
+    tokens: int = 0
+    """Trained."""
+    up_bytes: int = 0
+    down_bytes: int = 0
+    price_per_hour: float | None = None
+    """What its user says; in whatever money."""
+    cost: float | None = None
+    cost_per_million: float | None = None
+    """Tokens trained."""
+
+
 class Playback(msgspec.Struct, frozen=True, kw_only=True):
     """Of a recording: from when to when it goes, and how fast it is played."""
 
@@ -181,6 +200,8 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     troubles: tuple[str, ...] = ()
     """What a person should look at now: the status's trouble, and alerts."""
     sample: Sample | None = None
+    account: Bill | None = None
+    """None: a recording."""
     playback: Playback | None = None
 
 

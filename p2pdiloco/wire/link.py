@@ -165,6 +165,12 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     loss: float
 
 
+class Written(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A text of ``theta``, for people."""
+
+    text: str
+
+
 class Paused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Not training any more: asked to, or the run's last step is done."""
 
@@ -208,6 +214,7 @@ FromLearner = (
     | Shifted
     | Snapshotted
     | Evaluated
+    | Written
     | Paused
     | Rested
     | Batches

@@ -181,6 +181,9 @@ def test_a_life(start: Callable[..., Node]) -> None:
     )
     node.send(link.Evaluate(version=7))
     evaluated = node.until(link.Evaluated)
+    written = [message.text for message in node.seen if isinstance(message, link.Written)]
+    assert len(written) == 1
+    assert "│" in written[0], "what was given, and what the model makes of it"
     assert evaluated.version == 7
     assert evaluated.loss == pytest.approx(5.545, abs=0.1)
 

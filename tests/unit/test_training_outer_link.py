@@ -238,7 +238,7 @@ def test_answers_that_do_not_fit_into_the_socket_come_later_and_whole(bench: Ben
     bench.do(link.Load(step=0))
     reasons = [f"{number} " * 2000 for number in range(300)]
     for reason in reasons:
-        bench.link.trouble(reason)
+        bench.link.tell(link.Trouble(reason=reason))
         bench.link.boundary()
     heard: list[link.FromLearner] = []
     for _ in range(10 * len(reasons)):

@@ -72,7 +72,8 @@ function show() {
   say("loss-more", c.held_out_loss == null ? "not measured yet" : `at step ${c.held_out_step.toLocaleString("en")} · training ${loss(c.train_loss)}`);
   say("merged", amount(c.tokens_merged));
   const mine = p.peers.find((row) => row.is_me);
-  say("share", mine && mine.share > 0 ? `this machine gave ${percent(mine.share)}` : "this machine gave nothing yet");
+  const price = p.account && p.account.cost != null ? ` · it cost ${p.account.cost.toFixed(2)}` : "";
+  say("share", (mine && mine.share > 0 ? `this machine gave ${percent(mine.share)}` : "this machine gave nothing yet") + price);
   say("rate", amount(c.swarm_tokens_per_s));
   say("rate-more", `this machine ${amount(c.tokens_per_s)}`);
   say("live", String(a.live));
