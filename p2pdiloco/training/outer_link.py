@@ -38,6 +38,7 @@ from p2pdiloco.wire.link import (
     Evaluated,
     Exit,
     Failed,
+    ForPeople,
     FromLearner,
     FromNode,
     Load,
@@ -54,9 +55,7 @@ from p2pdiloco.wire.link import (
     Snapshotted,
     Swarm,
     Train,
-    Trouble,
     Unable,
-    Written,
 )
 
 if TYPE_CHECKING:  # it imports torch.distributed.tensor, which costs a second
@@ -203,7 +202,7 @@ class OuterLink:
         """Of the first ones that were trained."""
         self._channel.post(Batches(digests=digests))
 
-    def tell(self, message: Trouble | Written) -> None:
+    def tell(self, message: ForPeople) -> None:
         """For people."""
         self._channel.post(message)
 

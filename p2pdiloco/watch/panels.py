@@ -74,8 +74,6 @@ def cards(picture: Picture) -> list[tuple[str, str, str]]:
     course, count, link, costs = picture.course, picture.headcount, picture.link, picture.costs
     mine = next((row for row in picture.peers if row.is_me), None)
     gave = f"this machine {percent(mine.share)}" if mine and mine.share > 0 else "nothing of this one"
-    if picture.account is not None and picture.account.cost is not None:
-        gave += f", cost {picture.account.cost:.2f}"
     below = f"{volume(link.up_bytes)} in all"
     if link.up_budget:
         below = f"{percent(min(1.0, link.up_per_s / link.up_budget), 0)} of {volume(link.up_budget)}/s"
@@ -218,6 +216,9 @@ def merges(picture: Picture) -> Content:
 def counted(picture: Picture, width: int) -> Content:
     """How often what happened, and the newest text of the model."""
     parts: list[Part] = []
+    bill = picture.account
+    if bill is not None and bill.cost is not None:
+        parts.append((f"{bill.cost:>6.2f}  spent, at {bill.price_per_hour:.2f} an hour\n", ""))
     for what, number in list(picture.counts.items())[:SAMPLE_LINES]:
         parts.append((f"{number:>6}  {_fit(plain(what), width - 8)}\n", ""))
     if picture.sample is not None:

@@ -223,6 +223,9 @@ FromLearner = (
     | Failed
 )
 
+ForPeople = Trouble | Written
+"""Of a learner's messages those that no decision follows."""
+
 MessageT = TypeVar("MessageT")
 
 
