@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -293,14 +294,16 @@ class Checks:
             vectors.append(given.vector.astype(np.float64))
             weights.append(given.tokens * given.tokens / given.steps)
         total = sum(weights)
+        norms = [float(np.linalg.norm(v)) for v in vectors]
+        counted = _counted(norms, weights, [c.steps for c in header.contributors])
         if self.world.layout.shards[shard].merge == "rda":
-            norms = [float(np.linalg.norm(v)) for v in vectors]
             mean = sum(w / total * v / n for w, v, n in zip(weights, vectors, norms, strict=True) if n)
             length = float(np.linalg.norm(mean))
-            radius = sum(w / total * n for w, n in zip(weights, norms, strict=True))
+            radius = sum(w / total * n for w, n in zip(weights, counted, strict=True))
             expected = mean * (radius / length if length else 0.0)
         else:
-            expected = sum(w / total * v for w, v in zip(weights, vectors, strict=True))
+            found = zip(weights, vectors, norms, counted, strict=True)
+            expected = sum(w / total * v * (count / n) for w, v, n, count in found if n)
         slack = (1e-2 if self.world.is_exact else 0.5) * float(np.abs(expected).max()) + 1e-4
         if self.world.is_exact and float(np.abs(expected - change).max()) > slack:
             self.violated(3, f"commit {header.version} of shard {shard} is not the merge of what it names")
@@ -380,3 +383,16 @@ class Checks:
             left += [p for p in disk.files if p.endswith(".safetensors") and p.rpartition(".")[0] not in index]
             if left and name in self.endings and not self.world.has_full_disk(name):
                 self.violated(6, f"{name[-6:]} leaves {', '.join(left)}")
+
+
+def _counted(norms: Sequence[float], weights: Sequence[float], steps: Sequence[int]) -> list[float]:
+    """As how long each contribution counts: at most twice the median, by length or by length of a step."""
+
+    def median(values: Sequence[float]) -> float:
+        known = sorted((value, w) for value, w in zip(values, weights, strict=True) if value and w)
+        sums = np.cumsum([w for _, w in known])
+        return known[int(np.searchsorted(sums, sums[-1] / 2 * (1 - 1e-12)))][0] if known else 0.0
+
+    length = median(norms)
+    pace = median([n / s for n, s in zip(norms, steps, strict=True)])
+    return [min(n, 2 * max(length, pace * s)) for n, s in zip(norms, steps, strict=True)]

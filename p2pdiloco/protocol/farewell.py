@@ -7,7 +7,8 @@ Rules of this file:
    heads, so that nobody is left without the last commits.
 3. At the run's end a peer waits for its learner, whose last life may hold progress.
 4. Who is alone because others were lost without a word may be the one behind a cut: what it merged there is lost if it
-   goes and the others' fork wins. It waits for them until its deadline.
+   goes and the others' fork wins. It waits for them until its deadline; and when one is back, until that one has its
+   heads, or it has theirs.
 5. So does, at the run's end, who is apart (``company``). What it says then is not that all is well: there may be a
    second model.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.effects import Leave, PauseLearner
-from p2pdiloco.protocol.identifiers import FragmentId
+from p2pdiloco.protocol.identifiers import Digest, FragmentId, ShardId
 from p2pdiloco.protocol.messages import Leaving
 
 
@@ -31,6 +32,8 @@ class Farewell:
         self.is_done = False
         self.is_overdue = False
         """It goes, or has gone, because its time was up."""
+        self.solitary: dict[ShardId, Digest] = {}
+        """Of each shard the last commit that this peer made when nobody was live."""
         self.flush_at = 0.0
         """When to look again at turns that are open, but to which nothing was given."""
 
@@ -107,13 +110,22 @@ class Farewell:
                     break
 
     def _is_waiting(self) -> bool:
-        """Whether nobody is left, and somebody was lost lately who did not say goodbye; or this peer is apart at the
-        run's end."""
+        """Whether nobody is left, or nobody has what was merged here alone, and somebody was lost lately who did not
+        say goodbye; or this peer is apart at the run's end."""
         core, company = self.core, self.core.membership.company
         if core.departure == "finished" and company.is_apart:
             return True
         lost_at = company.silently_lost_at
-        return not core.membership.live and lost_at is not None and core.now - lost_at < core.config.finish_s
+        is_lately = lost_at is not None and core.now - lost_at < core.config.finish_s
+        return is_lately and (not core.membership.live or self._is_solitary())
+
+    def _is_solitary(self) -> bool:
+        """Whether a head was made here when nobody was live, and nobody live has the same heads."""
+        core = self.core
+        if all(core.head(shard).id != commit for shard, commit in self.solitary.items()):
+            return False
+        beats = [core.membership.peers[peer].beat for peer in core.membership.live]
+        return all(beat is None or beat.heads_mark != core.heads_mark for beat in beats)
 
     def _others_are_done(self) -> bool:
         """Every live peer has finished with our heads."""

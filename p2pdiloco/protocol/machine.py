@@ -161,6 +161,8 @@ class Machine:
         self.adoption.apply(header, msg.commit_id(header))
         core.send(core.membership.live, msg.Commit(header))
         is_alone = not core.membership.live
+        if is_alone:
+            self.farewell.solitary[event.shard] = msg.commit_id(header)
         if is_alone and not self.is_alone:
             core.note("warning", "alone", f"shard {event.shard} version {header.version}: this peer commits alone")
         self.is_alone = is_alone

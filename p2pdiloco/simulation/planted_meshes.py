@@ -240,6 +240,16 @@ BUGS = (
         (f"{_COMPANY}::test_it_is_over_when_most_are_here_again",),
     ),
     Bug(
+        "who merged alone goes as soon as anybody is back",
+        f"{_P}.farewell",
+        "(not core.membership.live or self._is_solitary())",
+        "not core.membership.live",
+        "what it merged alone is lost where the others' fork wins (chaos half-hour, seed 20261124)",
+        (
+            "tests/unit/protocol/test_coming_and_going.py::test_who_merged_alone_waits_until_somebody_has_the_same_heads",
+        ),
+    ),
+    Bug(
         "nobody waits at the end",
         f"{_P}.farewell",
         'if core.departure == "finished" and company.is_apart:',

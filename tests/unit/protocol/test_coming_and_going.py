@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from stage import SHARD, STEP_S, A, B, C, D, Stage, bare, digest, life, notes, only, sent, tokens
+from stage import NEWS_S, SHARD, STEP_S, A, B, C, D, Stage, bare, digest, life, notes, only, sent, tokens
 
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -207,6 +207,27 @@ def test_who_is_alone_since_others_were_lost_waits_for_them() -> None:
     stage.tell(ev.PeerDisconnected(B, "timed out"))
     stage.wait(stage.config.finish_s)
     assert only(stage.tell(ev.LeaveRequested("asked to")), ef.Leave)
+
+
+def test_who_merged_alone_waits_until_somebody_has_the_same_heads() -> None:
+    """C4f: the first that is back has not compared heads yet, and its fork may win."""
+    stage = leaving()
+    stage.work(stage.tell(ev.LearnerPaused(2, 20)), ef.Snapshot, ef.Encode)
+    del stage.beats[B]
+    stage.work(stage.tell(ev.PeerDisconnected(B, "timed out")) + stage.wait(2.0))
+    assert stage.machine.core.unmerged_tokens() == 0, "it merged its progress by itself"
+    theirs = stage.machine.core.heads_mark + 1
+    effects = stage.meet(B, heads_mark=theirs) + stage.wait(1.0)
+    assert not only(effects, ef.Leave)
+    assert only(stage.says(B, heads_mark=stage.machine.core.heads_mark) + stage.wait(NEWS_S), ef.Leave)
+
+    stage = leaving()
+    stage.work(stage.tell(ev.LearnerPaused(2, 20)), ef.Snapshot, ef.Encode)
+    del stage.beats[B]
+    stage.work(stage.tell(ev.PeerDisconnected(B, "timed out")) + stage.wait(2.0))
+    stage.meet(B, heads_mark=theirs)
+    effects = stage.take(stage.commit(tokens(B, 0, 10)))
+    assert only(effects + stage.wait(NEWS_S), ef.Leave), "B has merged on top of it"
 
 
 def finished() -> Stage:
