@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
+from collections.abc import Iterator
 from itertools import product
 from math import log
 from random import Random
@@ -26,6 +27,10 @@ DATA_PARALLEL = (72, 57, 38, 27, 18)
 ELASTIC = (88, 80, 69, 58, 40)
 DECOUPLED = {2: (94, 88, 80, 70, 54), 4: (96, 93, 89, 82, 73), 8: (98, 96, 94, 88, 80), 16: (99, 98, 96, 93, 86)}
 """Goodput in %, by chips, a year between two failures of a chip: arXiv 2604.21428."""
+
+
+AGE_REPAIRS = 5
+"""At time 0 an island is so many mean repairs old: slices are away, and others come back."""
 
 
 class Constants(NamedTuple):
@@ -70,8 +75,9 @@ class Island:
         self._growth_at = float("inf")
         """When those that are back are taken in at the latest."""
         self._paused_until = 0.0
-        self._failure_at = self._next_failure(0.0)
-        self._starts = [0.0]
+        began_at = -AGE_REPAIRS * constants.repair_s
+        self._failure_at = self._next_failure(began_at)
+        self._starts = [began_at]
         self._rates = [1.0]
 
     def _next_failure(self, now: float) -> float:
@@ -137,27 +143,27 @@ class Island:
         """The share of its chips that compute then."""
         return self._rates[self._piece(at)]
 
-    def computed_s(self, end: float) -> float:
-        """Seconds of the whole island that it computes until ``end``."""
-        last = self._piece(end)
-        whole = sum(
-            rate * (b - a)
-            for rate, a, b in zip(self._rates[:last], self._starts[:last], self._starts[1 : last + 1], strict=True)
-        )
-        return whole + self._rates[last] * (end - self._starts[last])
+    def _pieces(self, start: float, end: float) -> Iterator[tuple[float, float]]:
+        """Rates and durations."""
+        for piece in range(self._piece(start), self._piece(end) + 1):
+            until = self._starts[piece + 1] if piece + 1 < len(self._starts) else end
+            yield self._rates[piece], min(until, end) - max(self._starts[piece], start)
 
-    def running_s(self, end: float) -> float:
-        """Seconds until ``end`` in which it computes at all."""
-        last = self._piece(end)
-        spans = zip(self._rates[: last + 1], self._starts[: last + 1], [*self._starts[1 : last + 1], end], strict=True)
-        return sum(b - a for rate, a, b in spans if rate > 0)
+    def computed_s(self, start: float, end: float) -> float:
+        """Seconds of the whole island that it computes."""
+        return sum(rate * seconds for rate, seconds in self._pieces(start, end))
+
+    def running_s(self, start: float, end: float) -> float:
+        """Seconds in which it computes at all."""
+        return sum(seconds for rate, seconds in self._pieces(start, end) if rate > 0)
 
 
 def alone(chips: int, constants: Constants, *, is_elastic: bool, failures: int, seed: int = 1) -> dict[str, float]:
     """One island of all chips for as long as so many of them fail: a data-parallel row's cell. Shares, not %."""
     island = Island(Random(f"{seed} {chips}"), chips, constants, is_elastic=is_elastic)
     end = failures * constants.chip_year_s / chips
-    return {"goodput": island.computed_s(end) / end, "uptime": island.running_s(end) / end, "failures": island.failures}
+    goodput, uptime = island.computed_s(0.0, end) / end, island.running_s(0.0, end) / end
+    return {"goodput": goodput, "uptime": uptime, "failures": island.failures}
 
 
 def row(constants: Constants, *, is_elastic: bool, failures: int, seed: int = 1) -> list[float]:

@@ -42,7 +42,7 @@ def make_world(
     *,
     seed: int = 1,
     step_s: float = STEP_S,
-    heartbeat_s: float = 2.0,
+    heartbeat_s: float = 4.0,
     has_hub: bool = False,
 ) -> World:
     """All peers at the beginning, with islands, or with machines that do not fail. ``has_hub``: all merging is done by
@@ -127,7 +127,7 @@ def measure(
     ideal = span / step_s * TOKENS_A_STEP * len(islands)
     headers = [c.header for key, c in checks.commits.items() if key not in known and c.header is not None]
     steps = [c.steps for header in headers for c in header.contributors]
-    computed = sum(island.computed_s(world.now) - island.computed_s(start) for island in islands.values())
+    computed = sum(island.computed_s(start, world.now) for island in islands.values())
     return {
         "goodput": (merged_tokens(world) - merged) / ideal,
         "computed": computed / span / len(islands),

@@ -77,7 +77,7 @@ def _bytes(codec: str, step: float | None) -> float:
 
 
 def told(plan: Forecast, advice: Advice | None, wanted: Wanted) -> list[str]:
-    """PeerLines for people."""
+    """What people read."""
     others = [f"{name} {100 * share:.3g} %" for name, share in plan.utilisation.items() if name != "p2pdiloco"]
     late = "on time" if plan.is_on_time else f"late: tau is {wanted.overlap}"
     found = [

@@ -23,15 +23,15 @@ def test_work_takes_as_long_as_the_chips_that_are_left_need() -> None:
     for _ in range(1000):
         at += island.pace(at, 2.0)
     assert island.failures > 40
-    assert island.computed_s(at) == pytest.approx(2000.0)
-    assert island.computed_s(at) < island.running_s(at) < at
+    assert island.computed_s(0.0, at) == pytest.approx(2000.0)
+    assert island.computed_s(0.0, at) < island.running_s(0.0, at) < at
 
 
 def test_racks_take_more_than_chips() -> None:
     alike = Constants(slice_chips=16, growth_s=1e6)
     racks = alike._replace(chip_year_s=1e15, racks_year_s=alike.chip_year_s / alike.rack_chips)
     islands = [Island(Random(1), CHIPS[0], constants) for constants in (alike, racks)]
-    shares = [island.computed_s(1e5) / island.running_s(1e5) for island in islands]
+    shares = [island.computed_s(0.0, 1e5) / island.running_s(0.0, 1e5) for island in islands]
     assert abs(islands[0].failures - islands[1].failures) < 100
     assert shares[1] < shares[0]
 
