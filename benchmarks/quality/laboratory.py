@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.quality.averages import Averages
 from benchmarks.quality.data import Stream, corpus, held_out_losses
 from benchmarks.quality.exchange import Exchange
 from benchmarks.quality.learners import Given, Group, Member, Shift, Turn
@@ -83,6 +84,7 @@ class Laboratory:
         self._trained = 0
         self._lost = 0
         self._contributions = [0] * setting.learners
+        self._averages = Averages()
 
     def _make_groups(self, is_compiled: bool) -> list[Group]:
         s = self.setting
@@ -144,7 +146,11 @@ class Laboratory:
             self._flush(now)
         self._judge.copy_from(self.exchange.theta, self._judge.everything)
         losses = held_out_losses(self._model, self.text, self.setting.context)
-        return Result(losses, self.exchange.theta, self._figures(losses))
+        figures = self._figures(losses)
+        for name, theta in self._averages.found():
+            self._judge.copy_from(theta, self._judge.everything)
+            figures[name] = float(held_out_losses(self._model, self.text, self.setting.context).double().mean())
+        return Result(losses, self.exchange.theta, figures)
 
     @property
     def _is_over(self) -> bool:
@@ -185,6 +191,8 @@ class Laboratory:
         group.step += 1
         if first.seen is None and group.step > self._step:
             self._step = group.step
+            if s.averages and self._step % s.sync_every == 0:
+                self._averages.look(self.exchange.theta)
             if s.method == "diloco":
                 self._announce(now)
         group.step = max(group.step, self._step)

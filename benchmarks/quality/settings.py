@@ -49,6 +49,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     outer_rate: float = 0.4
     outer_momentum: float = 0.7
+    averages: bool = False
+    """Running averages of the global model are measured, too (``averages.py``)."""
     bounded: bool = False
     """No contribution counts as more than twice as long as the median (shipped); see ``correction``."""
     noise: float = 0.0

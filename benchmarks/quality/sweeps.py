@@ -201,7 +201,20 @@ def shipped() -> list[Setting]:
 def worth() -> list[Setting]:
     """Cells of the claims' table, those first of which most is said; short runs before long ones."""
     first = [*correction()[:6], *lengths()[:4], *hostile()[:2], *brief()[:3]]
-    return [*first, *shipped()[:5], *lengths()[4:7], *hostile()[2:], *correction()[6:], *brief()[3:], *shipped()[5:]]
+    tuned = [_shipped(steps=480, learning_rate=16e-3, learners=m) for m in (4, 8, 1)]
+    return [
+        *first[:11],
+        *tuned[:1],
+        *first[11:],
+        *averages()[:2],
+        *tuned[1:],
+        *shipped()[:5],
+        *lengths()[4:7],
+        *hostile()[2:],
+        *correction()[6:],
+        *brief()[3:],
+        *shipped()[5:],
+    ]
 
 
 def brief() -> list[Setting]:
@@ -216,6 +229,15 @@ def brief() -> list[Setting]:
     found += [_shipped(**short, outer_rate=r, outer_momentum=mu) for r, mu in pairs]
     found += [_shipped(**short, sync_every=12, outer_rate=0.3, outer_momentum=0.8)]
     return [*found, _shipped(**short, fragments=6, sync_every=6, overlap=1)]
+
+
+def averages() -> list[Setting]:
+    """Running averages of the global model, where the rate falls and where it never does."""
+    return [
+        _shipped(averages=True, final_share=share, learning_rate=rate, steps=steps)
+        for steps in (480, 1920)
+        for share, rate in ((1.0, 8e-3), (0.1, 8e-3), (1.0, 4e-3))
+    ]
 
 
 def hostile() -> list[Setting]:
@@ -313,6 +335,7 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "lengths": lengths,
     "brief": brief,
     "hostile": hostile,
+    "averages": averages,
     "shipped": shipped,
     "worth": worth,
     "headline": headline,
