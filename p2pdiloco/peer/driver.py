@@ -68,6 +68,9 @@ class Surroundings(Protocol):
     def observed(self, event: ev.Event, effects: list[ef.Effect], now: float) -> None:
         """For journal and metrics; called after each event."""
 
+    def merged(self, base: msg.Head, contributors: int, result: MergeResult) -> None:
+        """This peer made the version after ``base``."""
+
     def fault(self, peer: PeerId, what: str, reason: str) -> None:
         """A peer broke the rules; what it sent is dropped."""
 
@@ -331,6 +334,7 @@ class Driver:
             merged, error = result
             if rung is not None:
                 self.codecs.used("down", effect.shard, rung, len(merged.payload), error)
+            self.around.merged(effect.base, len(given), merged)
             self._merged(effect, merged)
 
         self.job(work, done, self._failed("merge", effect.shard))

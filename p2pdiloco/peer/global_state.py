@@ -72,6 +72,7 @@ class MergeResult(NamedTuple):
     """Of the chunks of the state that it leads to; their digest is the commit's result."""
     length: float = 0.0
     """Euclidean norm of what the payload holds."""
+    accord: merge.Accord = merge.Accord(None, 0)
 
 
 class _Prepared(NamedTuple):
@@ -349,14 +350,14 @@ class GlobalState:
                 raise ContributionError(contributor.learner, str(error)) from error
             weights.append(merge.token_weight(contributor.tokens, contributor.steps))
         merged = self._scratch.merged[: piece.elements]
-        merge.merge(piece.merge, gradients, weights, [c.steps for c, _ in given], merged)
+        accord = merge.merge(piece.merge, gradients, weights, [c.steps for c, _ in given], merged)
         bodies, length = merge.encode(how or self._down, merged, longest)
         payload = compression.join(bodies)
         payload_digest = digest_of(payload)
         self._prepared[shard] = _Prepared(base, payload_digest, bodies)
         pairs, factors = zip(bodies, self._chunks(shard), strict=True), self._factors(version)
         listed = b"".join(digests.chunk_digest(*self._next_chunk(body, span, factors)) for body, span in pairs)
-        return MergeResult(payload, payload_digest, listed, length)
+        return MergeResult(payload, payload_digest, listed, length, accord)
 
     def merge_error(self, shard: ShardId, payload: Payload) -> float:
         """Relative error of the first chunk of what was just merged."""

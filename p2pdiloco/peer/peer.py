@@ -21,7 +21,7 @@ from p2pdiloco.peer.checkpoint import SavedState
 from p2pdiloco.peer.codec_choice import CodecChoice
 from p2pdiloco.peer.downloads import Downloads
 from p2pdiloco.peer.driver import Driver
-from p2pdiloco.peer.global_state import GlobalState
+from p2pdiloco.peer.global_state import GlobalState, MergeResult
 from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.inspection import Inspection
 from p2pdiloco.peer.kept_shards import INCOMING
@@ -286,6 +286,19 @@ class Peer:
     def fetch(self, shard: ShardId, peer: PeerId) -> None:
         """Download a shard's state."""
         self.host.spawn(self._downloads.fetch(shard, peer), name=f"fetch {shard}")
+
+    def merged(self, base: msg.Head, contributors: int, result: MergeResult) -> None:
+        """Into the event log: how much learners have in common."""
+        cosine, shortened = result.accord
+        self.metrics.write(
+            "merge",
+            shard=base.shard,
+            version=base.version + 1,
+            contributors=contributors,
+            shortened=shortened,
+            length=float(f"{result.length:.4g}"),
+            cosine=None if cosine is None else round(cosine, 4),
+        )
 
     def fault(self, peer: PeerId, what: str, reason: str) -> None:
         """A peer broke the rules. All are counted; the log tells the first, the second, the fourth ..., so that nobody

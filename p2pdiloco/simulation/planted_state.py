@@ -175,6 +175,14 @@ BUGS = (
         ),
     ),
     Bug(
+        name="a contribution is compared with itself",
+        module="p2pdiloco.tensors.merge",
+        old="(length * length - squares) / pairs",
+        new="length * length / (pairs + squares)",
+        harm="learners seem to agree, the fewer the more, and nobody sees that one pulls away",
+        killed_by=("tests/unit/test_tensors_merge.py::test_the_mean_cosine_of_contributions_is_told",),
+    ),
+    Bug(
         name="who comes back with many steps is cut short",
         module="p2pdiloco.tensors.merge",
         old="LONGEST * max(typical, pace * s)",

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +37,15 @@ LONGEST: Final = 2.0
 """How many times as long as the median a contribution may count."""
 SHORTENED = 0.9
 """Of the longest that is allowed: quantized again a vector may come out a little longer."""
+
+
+class Accord(NamedTuple):
+    """How much the contributions of a merge had in common."""
+
+    cosine: float | None
+    """The mean of the cosines between two of them, by weight; None: there were not two."""
+    shortened: int
+    """How many did not count as long as they are."""
 
 
 class Gradient(Protocol):
@@ -95,14 +104,26 @@ def token_weight(tokens: int, steps: int) -> float:
 
 def merge(
     rule: MergeRule, gradients: Sequence[Gradient], weights: Sequence[float], steps: Sequence[int], out: Tensor
-) -> None:
+) -> Accord:
     """Merge by ``rule`` into ``out``; see the two functions. ``steps``: inner steps that each is about."""
-    lengths = counted_lengths([v.norm() for v in gradients], weights, steps)
+    norms = [v.norm() for v in gradients]
+    lengths = counted_lengths(norms, weights, steps)
     match rule:
         case "direct":
             direct_mean(gradients, weights, out, lengths)
+            parts, length = [w * n for w, n in zip(weights, lengths, strict=True)], norm(out)
         case "rda":
-            radial_directional(gradients, weights, out, lengths)
+            length = radial_directional(gradients, weights, out, lengths)
+            parts = [w if n else 0.0 for w, n in zip(weights, norms, strict=True)]
+    shortened = sum(counted < n for counted, n in zip(lengths, norms, strict=True))
+    return Accord(_mean_cosine(parts, length * math.fsum(weights)), shortened)
+
+
+def _mean_cosine(parts: Sequence[float], length: float) -> float | None:
+    """Between vectors as long as ``parts`` whose sum is ``length`` long, by that sum's square."""
+    squares = math.fsum(p * p for p in parts)
+    pairs = math.fsum(parts) ** 2 - squares
+    return None if pairs <= 1e-9 * squares else (length * length - squares) / pairs
 
 
 def counted_lengths(norms: Sequence[float], weights: Sequence[float], steps: Sequence[int]) -> list[float]:
@@ -145,9 +166,9 @@ def _shortened(norm_: float, length: float) -> float:
 
 def radial_directional(
     gradients: Sequence[Gradient], weights: Sequence[float], out: Tensor, lengths: Sequence[float] | None = None
-) -> None:
+) -> float:
     """``out`` = (sum_m w_m ||v_m|| / W) * phi(sum_m w_m phi(v_m) / W). ``out`` is float32 [n]; ``lengths``: as which
-    the v_m count (None: their own).
+    the v_m count (None: their own). Returns ||sum_m w_m phi(v_m) / W||.
 
     Raises:
         ValueError: lengths differ, or a weight is negative or not finite.
@@ -159,6 +180,7 @@ def radial_directional(
     radius = math.fsum(s * n for s, n in zip(shares, norms if lengths is None else lengths, strict=True))
     length = norm(out)
     out.mul_(radius / length if length else 0.0)
+    return length
 
 
 def encode(how: quantizers.Recipe, merged: Tensor, longest: float) -> tuple[list[bytes], float]:

@@ -63,6 +63,15 @@ EVENTS = (
         ),
     ),
     Event(
+        "merge",
+        "this peer merged a version, so long; ``cosine`` is the contributions' mean, null of one",
+        (
+            *_fields("whole", "shard version contributors shortened"),
+            Field("length", "number"),
+            Field("cosine", "number", True),
+        ),
+    ),
+    Event(
         "evaluation", "held-out loss of the model", (*_fields("whole", "version tokens step"), Field("loss", "number"))
     ),
     Event(

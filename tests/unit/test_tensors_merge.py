@@ -140,3 +140,17 @@ def test_who_comes_back_with_many_steps_counts_whole_and_who_made_few_is_no_meas
     assert counted_lengths([1.0, 1.0, 5.0], [2.0, 2.0, 3.0], [24, 24, 120]) == [1.0, 1.0, 5.0]
     assert counted_lengths([0.0, 0.0, 3.0], [1.0, 1.0, 1.0], [24, 24, 24]) == [0.0, 0.0, 3.0]
     assert counted_lengths([2.0, 3.0], [0.0, 0.0], [0, 0]) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("rule", ["rda", "direct"])
+def test_the_mean_cosine_of_contributions_is_told(rule: MergeRule) -> None:
+    """Of equal weights it is that of all pairs; a weight counts a pair as often as it says."""
+    generator = torch.Generator().manual_seed(6)
+    vectors = [v / v.norm() for v in (torch.randn(50, generator=generator) + 0.5 for _ in range(3))]
+    pairs = [float(vectors[a] @ vectors[b]) for a, b in ((0, 1), (0, 2), (1, 2))]
+    out, given = torch.empty(50), [Vector(v) for v in vectors]
+    equal, unequal = merge(rule, given, [2.0] * 3, [1] * 3, out), merge(rule, given, [1.0, 1.0, 3.0], [1] * 3, out)
+    assert equal.cosine == pytest.approx(sum(pairs) / 3, abs=1e-5)
+    assert unequal.cosine == pytest.approx((pairs[0] + 3 * pairs[1] + 3 * pairs[2]) / 7, abs=1e-5)
+    assert merge(rule, given[:1], [1.0], [1], out).cosine is None
+    assert merge(rule, [*given, Vector(9 * vectors[0])], [1.0] * 4, [1] * 4, out).shortened == 1
