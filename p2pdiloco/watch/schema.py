@@ -90,6 +90,7 @@ EVENTS = (
     ),
     Event("checkpoint", "a checkpoint is on the disk", (Field("is_last", "yes or no"),)),
     Event("checkpoint-failed", "none could be written", _REASON),
+    Event("checkpoint-good", "the one before the newest is known to be good", (Field("loss", "number", True),)),
     Event(
         "learner-ready",
         "a learner has loaded the model",
