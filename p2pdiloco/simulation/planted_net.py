@@ -83,6 +83,14 @@ BUGS = (
         killed_by=(f"{_MEETING}::test_a_relay_keeps_to_its_budget_and_uses_it",),
     ),
     Bug(
+        name="whoever calls is followed",
+        module="p2pdiloco.runtime.rendezvous",
+        old="or self._coming >= CALLS_AT_ONCE:",
+        new="or self._coming < 0:",
+        harm="a meeting point has its guests open lines without end",
+        killed_by=(f"{_MEETING}::test_a_flood_of_calls_by_a_liar_opens_few_lines",),
+    ),
+    Bug(
         name="small pieces are for nothing",
         module="p2pdiloco.runtime.relay",
         old="        self._owe(count, now)\n        return True\n",

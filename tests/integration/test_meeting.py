@@ -13,7 +13,7 @@ import pytest
 
 from p2pdiloco.net.handshake import Role
 from p2pdiloco.protocol.identifiers import PeerId
-from p2pdiloco.runtime import lines, meeting_point
+from p2pdiloco.runtime import lines, meeting_point, rendezvous
 from p2pdiloco.runtime.dialler import Dialler
 from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
@@ -22,11 +22,13 @@ from p2pdiloco.runtime.meeting_point import MeetingPoint
 from p2pdiloco.runtime.relay import Relay
 from p2pdiloco.runtime.rendezvous import Rendezvous
 from p2pdiloco.runtime.tasks import Tasks
-from p2pdiloco.runtime.transport import DialError, Transport
+from p2pdiloco.runtime.transport import DialError, RequestRefused, Transport, TransportLimits
 from p2pdiloco.wire import introductions as intro
+from p2pdiloco.wire.bodies import encode
 from tests.integration.waiting import until
 
 LISTEN = "/ip4/127.0.0.1/tcp/0"
+LANES = 3
 
 
 class Ear(Observer):
@@ -48,7 +50,14 @@ class One:
     def __init__(self, tasks: Tasks, listen: str = "") -> None:
         self.ear = Ear()
         self.handler = IntroductionHandler(self.ear)
-        self.transport = Transport(Identity.ephemeral(), listen=listen, run="", version=1, handler=self.handler)
+        self.transport = Transport(
+            Identity.ephemeral(),
+            listen=listen,
+            run="",
+            version=1,
+            handler=self.handler,
+            limits=TransportLimits(lanes=LANES),
+        )
         self.handler.rendezvous = self.rendezvous = Rendezvous(self.transport, self.transport, Dialler(), tasks)
 
     @property
@@ -140,6 +149,105 @@ def test_a_direct_connection_takes_a_relays_place_and_nothing_is_lost(monkeypatc
                 channel = one.transport.channel_of(other.id)
                 assert channel is not None
                 assert not channel.connection.greeting.is_relayed
+
+    run(work)
+
+
+def test_lanes_beside_a_punched_connection_are_punched_too() -> None:
+    async def work() -> None:
+        async with meeting() as (ann, bob, hub, address):
+            ann.rendezvous.points_of = lambda _: [address]
+            await ann.rendezvous.reach(bob.id, [address])
+            await until(lambda: ann.transport.lanes(bob.id) == bob.transport.lanes(ann.id) == LANES)
+            payload = bytes(range(256)) * 20_000
+            assert ann.transport.send(bob.id, b"hello", payload)
+            assert bob.transport.send(ann.id, b"hello", payload)
+            for one in (ann, bob):
+                await until(lambda one=one: one.ear.heard == [(b"hello", payload)])
+            mine = [channel for channel in ann.transport._channels.values() if channel.connection.peer == bob.id]
+            assert [channel.is_met and bool(channel.connection.conversation.traffic.sent_bulk) for channel in mine] == [
+                True
+            ] * LANES
+            assert hub.handler.point is not None
+            assert hub.handler.point.relay.carried_bytes == 0
+
+    run(work)
+
+
+def test_a_relay_carries_one_connection_of_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "PUNCHES", 0)
+
+    async def work() -> None:
+        async with meeting() as (ann, bob, _, address):
+            ann.rendezvous.points_of = lambda _: [address]
+            await ann.rendezvous.reach(bob.id, [address])
+            payload = bytes(300_000)
+            assert ann.transport.send(bob.id, b"hello", payload)
+            await until(lambda: bob.ear.heard == [(b"hello", payload)])
+            assert ann.transport.lanes(bob.id) == 1
+
+    run(work)
+
+
+def test_a_flood_of_calls_by_a_liar_opens_few_lines() -> None:
+    """A meeting point calls whoever attends it as often as it likes; its lines say nothing."""
+
+    async def work() -> None:
+        async with meeting() as (ann, _, hub, _):
+            opened = 0
+            held: list[socket.socket] = []
+
+            async def say_nothing(raw: socket.socket) -> None:
+                nonlocal opened
+                opened += 1
+                held.append(raw)
+
+            hub.transport.strangers.others[intro.OPENING[:1]] = say_nothing
+            refused: list[str] = []
+            for number in range(4 * rendezvous.CALLS_AT_ONCE):
+                call = encode(intro.Called(Identity.ephemeral().peer_id, bytes([number]) * intro.TICKET_BYTES, True))
+                try:
+                    await hub.transport.request(ann.id, call, timeout_s=5.0)
+                except RequestRefused as error:
+                    refused.append(str(error))
+            assert len(refused) == 3 * rendezvous.CALLS_AT_ONCE
+            assert all("too often" in text for text in refused)
+            await until(lambda: opened == rendezvous.CALLS_AT_ONCE)
+            for raw in held:
+                raw.close()
+
+    run(work)
+
+
+def test_a_meeting_point_that_nobody_attends_calls_nobody() -> None:
+    async def work() -> None:
+        async with meeting() as (ann, bob, _, address):
+            await ann.rendezvous.reach(bob.id, [address])
+            call = encode(intro.Called(Identity.ephemeral().peer_id, bytes(intro.TICKET_BYTES), True))
+            with pytest.raises(RequestRefused, match="does not attend here"):
+                await bob.transport.request(ann.id, call, timeout_s=5.0)
+
+    run(work)
+
+
+@pytest.mark.parametrize("said", [b"\xff" * 64, b"\x00\x00", b"\x00\x05abcde", b"!\x03no\xff", b""])
+def test_garbage_on_a_line_ends_it_at_once(said: bytes) -> None:
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        with socket.create_server(("127.0.0.1", 0)) as liar:
+            liar.setblocking(False)
+
+            async def lie() -> None:
+                raw, _ = await loop.sock_accept(liar)
+                with raw:
+                    await loop.sock_recv(raw, intro.OPENING_BYTES)
+                    await loop.sock_sendall(raw, said)
+
+            lying = asyncio.create_task(lie())
+            point = lines.addresses.parse(f"/ip4/127.0.0.1/tcp/{liar.getsockname()[1]}")
+            with pytest.raises(DialError, match="meeting point"):
+                await lines.meet(point, bytes(16), Role.DIALLER, may_relay=True, congestion="")
+            await lying
 
     run(work)
 
