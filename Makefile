@@ -8,7 +8,7 @@ EXCHANGE ?= --all
 # Workers of the tests.
 JOBS ?= 2
 
-.PHONY: demo test quick quick-tests test-measured lint simulate fuzz mutants chaos golden bench-wire bench-wan bench-quick bench-uml clean help
+.PHONY: hashes checked audit demo test quick quick-tests test-measured lint simulate fuzz mutants chaos golden bench-wire bench-wan bench-quick bench-uml clean help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -67,6 +67,24 @@ mutants: $(READY) ## planted bugs, and SAMPLE mutants a package against the fast
 
 chaos: $(READY) ## three minutes of kills, stops, cut and spoilt links to four peers, judged and drawn (out/chaos)
 	@$(BIN)/p2pdiloco chaos --plan quick --out out/chaos
+
+# Of every file on PyPI of the versions that were tested together. torch is not among them: its CPU builds have an index of their own.
+TOOLS := out/tools
+$(TOOLS)/bin/python:
+	@$(PYTHON) -m venv $(TOOLS) && $(TOOLS)/bin/pip install -q uv==0.13.9 pip-audit
+
+hashes: $(TOOLS)/bin/python ## hashes.txt anew, after constraints.txt has changed
+	@head -1 hashes.txt > out/hashes.txt
+	@$(TOOLS)/bin/uv pip compile constraints.txt --no-deps --generate-hashes --universal --python-version 3.11 \
+	  --no-annotate --no-header -q -o out/hashes.body && cat out/hashes.body >> out/hashes.txt && mv out/hashes.txt hashes.txt
+
+checked: ## install into VENV what hashes.txt names and nothing else, each file by its hash; torch must be there
+	@$(BIN)/python -c 'import torch' || { echo "install torch first (its files are not in hashes.txt): see $(READY) in the Makefile"; exit 1; }
+	@$(BIN)/pip install -q --require-hashes --no-deps -r hashes.txt
+	@$(BIN)/pip install -q --no-deps --no-build-isolation .
+
+audit: $(TOOLS)/bin/python ## known vulnerabilities of the versions in hashes.txt (asks PyPI; what it cannot ask for is a failure)
+	@$(TOOLS)/bin/pip-audit -r hashes.txt --no-deps --disable-pip --strict --progress-spinner off
 
 golden: $(READY) ## write the golden transcripts, and the pictures of states, anew, to be read and committed
 	@$(BIN)/python -m pytest -q tests/golden --update
