@@ -126,6 +126,9 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     skipped: int
     twins: tuple[Twin, ...]
     peers: tuple[PeerEvidence, ...]
+    """The honest ones."""
+    hostile: tuple[tuple[str, str, int], ...] = ()
+    """Names and ids of the others, and how often what they sent was counted as a fault."""
     last: str
     """Who left last."""
     leftovers: tuple[str, ...]
@@ -161,8 +164,11 @@ def read_evidence(out: Path) -> Evidence:
         skipped=sum(line.what == "skipped" for line in happened),
         twins=tuple(_twins(happened)),
         peers=tuple(
-            _peer(out, name, happened, leaves, schedule.plan.clock_off_s(name)) for name in schedule.plan.names
+            _peer(out, name, happened, leaves, schedule.plan.clock_off_s(name))
+            for name in schedule.plan.names
+            if not schedule.plan.lies(name)
         ),
+        hostile=tuple(_hostile(out, name) for name in schedule.plan.names if schedule.plan.lies(name)),
         last=[line.peer for line in happened if line.what == "leaving"][-1],
         leftovers=tuple(json.loads(first["over"].text)),
     )
@@ -209,6 +215,16 @@ def _peer(
         journal_events=events_read,
         journal_problem=problem,
     )
+
+
+def _hostile(out: Path, name: str) -> tuple[str, str, int]:
+    """A peer with changed code: its name, its id, and how often others have counted what it sent as a fault."""
+    ids = {line["peer"] for line in _events(out / f"peer-{name}", 0.0) if line["event"] == "started"}
+    others = (folder for folder in out.glob("peer-*") if folder.name != f"peer-{name}")
+    counted = sum(
+        line["event"] == "fault" and line["peer"] in ids for folder in others for line in _events(folder, 0.0)
+    )
+    return name, min(ids, default=""), counted
 
 
 def _told_of_clock(folder: Path) -> int:

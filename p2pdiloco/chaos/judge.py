@@ -18,7 +18,7 @@ from itertools import pairwise
 import msgspec
 
 from p2pdiloco.chaos.evidence import Evidence, Struck
-from p2pdiloco.chaos.plan import LEAVE_S
+from p2pdiloco.chaos.plan import COUNTED, LEAVE_S
 
 BLOCKED_SHARE = 0.01
 """Of the time that a learner trained: the kernel may put a thread to sleep in a call that waits for nobody."""
@@ -62,6 +62,7 @@ def judge(evidence: Evidence) -> list[Verdict]:
         _all_take_part(evidence),
         _twins(evidence),
         _clocks(evidence),
+        _liars(evidence),
         _replay(evidence),
         _no_leftovers(evidence),
         _goodput(evidence),
@@ -258,6 +259,19 @@ def _clocks(evidence: Evidence) -> Verdict:
     wrong = [peer for peer in evidence.peers if abs(plan.clock_off_s(peer.name)) > CLOCK_S]
     problems = [f"{peer.name} was never told that its clock is wrong" for peer in wrong if not peer.told_of_clock]
     return _verdict("wrong clocks told", problems, f"{len(wrong)} peers with a wrong clock, each told")
+
+
+def _liars(evidence: Evidence) -> Verdict:
+    """Peers with changed code took part, and what can be told from honest things was counted."""
+    plan = evidence.schedule.plan
+    problems = [f"{name}, which is hostile, never took part" for name, peer, _ in evidence.hostile if not peer]
+    problems += [
+        f"what {name} sent ({plan.lies(name)}) was never counted"
+        for name, peer, counted in evidence.hostile
+        if peer and not counted and not COUNTED.isdisjoint(plan.lies(name).split("+"))
+    ]
+    told = ", ".join(f"{name} ({plan.lies(name)}) {counted} times" for name, _, counted in evidence.hostile)
+    return _verdict("liars counted", problems, told or "everybody's code is ours")
 
 
 def _replay(evidence: Evidence) -> Verdict:

@@ -40,6 +40,10 @@ Kind = Literal[
     "corrupt",
     "break",
 ]
+LIES = frozenset({"values", "tokens", "others", "steps", "heads", "blocks", "weight"})
+"""What a hostile peer may tell (``lies.py``)."""
+COUNTED = frozenset({"values", "tokens", "others"})
+"""Lies that honest peers write down as faults; the rest has no effect."""
 LINK_KINDS = frozenset({"cut", "mute", "one-way", "split", "slow", "corrupt", "break"})
 """They hit connections, not processes; a peer may have one of each sort at a time."""
 DURATIONS_S: dict[Kind, tuple[float, float]] = {
@@ -104,6 +108,16 @@ class Least(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Of all tokens trained, those of learners that were killed included, what was merged."""
 
 
+class Oddities(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is not as it should be with single peers, from the start on."""
+
+    clocks_off_s: Annotated[tuple[float, ...], Meta(max_length=26)] = ()
+    """How far the peers' wall clocks are off, in their order, from the start on; 0 for those that are not named."""
+    hostile: Annotated[tuple[str, ...], Meta(max_length=26)] = ()
+    """The lies (``lies.py``) that the peers tell, in their order, joined by "+"; none for those that are not named. The
+    first is honest, and fewer than half are hostile. Of these nothing is judged but what the others make of them."""
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One TOML file."""
 
@@ -126,8 +140,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     least: Least = Least()
     weights: dict[Kind, Weight] = msgspec.field(default_factory=lambda: dict.fromkeys(_drawn_kinds(), 1.0))
     """How often each kind is drawn, in proportion; what is left out never is."""
-    clocks_off_s: Annotated[tuple[float, ...], Meta(max_length=26)] = ()
-    """How far the peers' wall clocks are off, in their order, from the start on; 0 for those that are not named."""
+    odd: Oddities = Oddities()
     slow: Slow = Slow()
     config: str = ""
     """A run's TOML file, relative to the plan's folder; or ..."""
@@ -143,10 +156,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Where a peer is."""
         return self.regions[self.names.index(name) % len(self.regions)]
 
+    def lies(self, name: str) -> str:
+        """That a peer tells; empty: it is honest."""
+        index = self.names.index(name)
+        return self.odd.hostile[index] if index < len(self.odd.hostile) else ""
+
     def clock_off_s(self, name: str) -> float:
         """How far a peer's wall clock is ahead."""
         index = self.names.index(name)
-        return self.clocks_off_s[index] if index < len(self.clocks_off_s) else 0.0
+        return self.odd.clocks_off_s[index] if index < len(self.odd.clocks_off_s) else 0.0
 
     def members_of(self, region: str) -> tuple[str, ...]:
         """Who is there."""
@@ -242,10 +260,14 @@ def plan_problems(plan: Plan) -> list[str]:
         found.append("regions: two have the same name")
     if len(plan.regions) > plan.peers:
         found.append(f"regions: {len(plan.regions)} of them need at least as many peers, not {plan.peers}")
-    if len(plan.clocks_off_s) > plan.peers:
-        found.append(f"clocks_off_s: {len(plan.clocks_off_s)} of them for {plan.peers} peers")
-    if not all(abs(off_s) < MOST_CLOCK_S for off_s in plan.clocks_off_s):
+    if len(plan.odd.clocks_off_s) > plan.peers:
+        found.append(f"clocks_off_s: {len(plan.odd.clocks_off_s)} of them for {plan.peers} peers")
+    if not all(abs(off_s) < MOST_CLOCK_S for off_s in plan.odd.clocks_off_s):
         found.append(f"clocks_off_s: less than {MOST_CLOCK_S:.0f} s each")
+    told = [names for names in plan.odd.hostile if names]
+    if 2 * len(told) >= plan.peers or any(plan.odd.hostile[:1]):
+        found.append("hostile: the first peer is honest, and more than half are")
+    found += [f"hostile: there is no lie {name!r}" for names in told for name in names.split("+") if name not in LIES]
     if "blackout" in plan.weights:
         found.append("weights: blackout is not drawn; say blackouts = N")
     if not any(plan.weights.values()) and not plan.blackouts:

@@ -295,8 +295,8 @@ class Runner:
             command = ["join", self._address]
         where = "/ip4/127.0.0.1/tcp/{}"
         listen = ["--listen", where.format(peer.port), "--announce", where.format(self._network.port(peer.name))]
-        clock_off_s = self.plan.clock_off_s(peer.name)
-        peer.member = self._swarm.launch(peer.name, command, *listen, clock_off_s=clock_off_s)
+        clock_off_s, lies = self.plan.clock_off_s(peer.name), self.plan.lies(peer.name)
+        peer.member = self._swarm.launch(peer.name, command, *listen, clock_off_s=clock_off_s, lies=lies)
         self._note("launched", peer=peer.name, text=command[0])
         return peer.member
 
@@ -312,9 +312,10 @@ class Runner:
 
     async def _all_train(self, complaint: str) -> None:
         deadline = time.monotonic() + READY_S
-        while not all(peer.is_training for peer in self._peers.values()):
+        honest = [peer for name, peer in self._peers.items() if not self.plan.lies(name)]
+        while not all(peer.is_training for peer in honest):
             if time.monotonic() > deadline:
-                missing = ", ".join(name for name, peer in self._peers.items() if not peer.is_training)
+                missing = ", ".join(peer.name for peer in honest if not peer.is_training)
                 raise SwarmError(f"{complaint} within {READY_S:.0f} s: {missing}; see {self.out}")
             await self._tick()
 

@@ -33,6 +33,8 @@ MARK = "P2PDILOCO_SWARM"
 """Environment variable that every process of one swarm inherits."""
 CLOCK_OFF_S = "P2PDILOCO_SWARM_CLOCK_OFF_S"
 """Read by wrong_clock/sitecustomize.py alone."""
+LIES = "P2PDILOCO_SWARM_LIES"
+"""Read by changed_code/sitecustomize.py alone."""
 START_S = 60.0
 STOP_S = 30.0
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -92,8 +94,10 @@ class View:
 class Member:
     """One process of the swarm."""
 
-    def __init__(self, name: str, arguments: Sequence[str], folder: Path, mark: str, clock_off_s: float = 0.0) -> None:
-        """``clock_off_s``: how far its wall clock is ahead."""
+    def __init__(
+        self, name: str, arguments: Sequence[str], folder: Path, mark: str, clock_off_s: float = 0.0, lies: str = ""
+    ) -> None:
+        """``clock_off_s``: how far its wall clock is ahead; ``lies``: what its code tells (``lies.py``)."""
         self.name = name
         self.folder = folder
         self.log_path = folder / "log.txt"
@@ -110,7 +114,7 @@ class Member:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, MARK: mark, **_clock(clock_off_s)},
+                env={**os.environ, MARK: mark, **_changed(clock_off_s, lies)},
                 start_new_session=True,  # Ctrl+C reaches whoever started it, who then ends it
                 preexec_fn=die_with_parent,
             )
@@ -220,12 +224,12 @@ class Swarm:
         """Start a peer that knows one address."""
         return self.launch(name, ["join", address], *more)
 
-    def launch(self, name: str, command: Sequence[str], *more: str, clock_off_s: float = 0.0) -> Member:
+    def launch(self, name: str, command: Sequence[str], *more: str, clock_off_s: float = 0.0, lies: str = "") -> Member:
         """Start a peer, or start it again on its folder: it then takes the place of the process that was."""
         folder = self.out / f"peer-{name}"
         _keep_what_is_there(folder)
         listen = () if "--listen" in more else ("--listen", LOOPBACK)
-        member = Member(name, [*command, *_PEER, *listen, *self._options, *more], folder, self.mark, clock_off_s)
+        member = Member(name, [*command, *_PEER, *listen, *self._options, *more], folder, self.mark, clock_off_s, lies)
         self.members.append(member)
         return member
 
@@ -293,11 +297,14 @@ def _name(process: psutil.Process) -> str:
         return "gone"
 
 
-def _clock(off_s: float) -> dict[str, str]:
-    """The environment of a process whose wall clock is off."""
+def _changed(off_s: float, lies: str) -> dict[str, str]:
+    """The environment of a process whose wall clock is off, or whose code is changed; not of both."""
+    folder = "wrong_clock" if off_s else "changed_code"
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parent / folder), os.environ.get("PYTHONPATH"))))
+    if lies:
+        return {LIES: lies, "PYTHONPATH": path}
     if not off_s:
         return {}
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parent / "wrong_clock"), os.environ.get("PYTHONPATH"))))
     return {"PYTHONPATH": path, CLOCK_OFF_S: str(off_s)}
 
 

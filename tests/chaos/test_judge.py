@@ -11,7 +11,7 @@ from evidences import BEGAN, OVER, PLAN, SAID, SETTLED, SETTLING, TOKENS, commit
 
 from p2pdiloco.chaos.evidence import Evidence, EvidenceError, LearnerLife, Life, Twin, read_evidence
 from p2pdiloco.chaos.judge import goodput, judge, quiet_windows
-from p2pdiloco.chaos.plan import Least
+from p2pdiloco.chaos.plan import Least, Oddities
 from p2pdiloco.chaos.timeline import draw
 
 LEFT = peer("A").left
@@ -83,7 +83,15 @@ BROKEN = {
     "a copy goes on": (evidence(twins=(Twin(peer="A", given_s=60.0, status=None, said=""),)), "twins ended"),
     "a copy fails": (evidence(twins=(Twin(peer="A", given_s=9.0, status=1, said=SAID),)), "twins ended"),
     "a copy says something else": (evidence(twins=(Twin(peer="A", given_s=9.0, status=2, said="no"),)), "twins ended"),
-    "nobody is told of its clock": (demanding(clocks_off_s=(0.0, 3600.0)), "wrong clocks told"),
+    "nobody is told of its clock": (demanding(odd=Oddities(clocks_off_s=(0.0, 3600.0))), "wrong clocks told"),
+    "a liar is not counted": (
+        msgspec.structs.replace(demanding(odd=Oddities(hostile=("", "values", ""))), hostile=(("B", "12D3", 0),)),
+        "liars counted",
+    ),
+    "a liar never came": (
+        msgspec.structs.replace(demanding(odd=Oddities(hostile=("", "steps", ""))), hostile=(("B", "", 0),)),
+        "liars counted",
+    ),
     "little goodput": (demanding(least=Least(goodput=0.95)), "goodput"),
 }
 
@@ -128,7 +136,7 @@ def test_a_copy_that_was_ended_before_its_time_is_not_judged() -> None:
 
 def test_who_is_told_of_its_clock_is_judged_as_everybody() -> None:
     told = with_peer("B", told_of_clock=1)
-    plan = msgspec.structs.replace(PLAN, clocks_off_s=(0.0, 3600.0))
+    plan = msgspec.structs.replace(PLAN, odd=Oddities(clocks_off_s=(0.0, 3600.0)))
     judged = judge(msgspec.structs.replace(told, schedule=msgspec.structs.replace(told.schedule, plan=plan)))
     assert all(verdict.is_kept for verdict in judged)
 

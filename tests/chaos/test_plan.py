@@ -7,9 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from p2pdiloco.chaos import lies
 from p2pdiloco.chaos.plan import (
     BLACKOUT_CALM_S,
+    COUNTED,
     LEARNER_LIVES,
+    LIES,
     LINK_KINDS,
     RECOVERY_S,
     PlanError,
@@ -28,7 +31,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["quick", "half-hour", "as-shipped", "peer-hour"])
+@pytest.mark.parametrize("name", ["quick", "half-hour", "as-shipped", "peer-hour", "hostile", "hostile-short"])
 def test_shipped_plans_are_good(name: str) -> None:
     plan = read_plan(find_plan(name))
     assert plan.name == name
@@ -92,8 +95,11 @@ def test_a_run_may_lie_in_a_file_of_its_own(tmp_path: Path) -> None:
         (GOOD + "[weights]\nkill = 0\n", "at least one must be more than 0"),
         (GOOD + "[weights]\nkill = 1\nregion = 1\n", "need two regions"),
         (GOOD + "[weights]\nblackout = 1\n", "say blackouts = N"),
-        (GOOD.replace("seconds = 60", "seconds = 60\nclocks_off_s = [1, 2, 3, 4]"), "4 of them for 3 peers"),
-        (GOOD.replace("seconds = 60", "seconds = 60\nclocks_off_s = [1e12]"), "clocks_off_s: less than"),
+        (GOOD + "[odd]\nclocks_off_s = [1, 2, 3, 4]\n", "4 of them for 3 peers"),
+        (GOOD + "[odd]\nclocks_off_s = [1e12]\n", "clocks_off_s: less than"),
+        (GOOD + '[odd]\nhostile = ["", "values", "steps"]\n', "more than half are"),
+        (GOOD + '[odd]\nhostile = ["values"]\n', "the first peer is honest"),
+        (GOOD + '[odd]\nhostile = ["", "steps+moods"]\n', "no lie 'moods'"),
         (GOOD.replace(RUN, ""), "name a run's file"),
         (GOOD.replace("seconds = 60", 'seconds = 60\nconfig = "nowhere.toml"').replace(RUN, ""), "nowhere.toml"),
         (GOOD.replace("warmup = 0", "warmup = 5000"), "run: "),
@@ -105,5 +111,10 @@ def test_errors_name_the_field(tmp_path: Path, text: str, told: str) -> None:
 
 
 def test_an_unknown_plan_is_answered_with_those_that_there_are() -> None:
-    with pytest.raises(PlanError, match="half-hour, peer-hour, quick"):
+    with pytest.raises(PlanError, match="half-hour, hostile, hostile-short, peer-hour, quick"):
         find_plan("slow")
+
+
+def test_each_lie_of_a_plan_is_one_that_changed_code_tells() -> None:
+    assert lies.LIES.keys() == LIES
+    assert COUNTED < LIES

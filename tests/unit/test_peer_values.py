@@ -1,4 +1,4 @@
-"""A peer of ours with one method replaced: as an owner it puts values of its own into commits, and goes on from them."""
+"""A peer of ours with a method replaced: as an owner it puts values of its own into commits, and goes on from there."""
 
 from __future__ import annotations
 
@@ -62,6 +62,8 @@ def test_an_owner_with_values_of_its_own_ends_no_run(tmp_path: Path, declared: f
                 assert bob.peer.state.heads[shard] == head
             assert torch.equal(ann.peer.state.theta, bob.peer.state.theta)
             assert float(ann.peer.state.theta.abs().max()) < 1e6
-            assert any(isinstance(event, ev.Failed) and event.work == "values" for event in ann.events) or declared is None
+            assert (
+                any(isinstance(event, ev.Failed) and event.work == "values" for event in ann.events) or declared is None
+            )
 
     act(story)

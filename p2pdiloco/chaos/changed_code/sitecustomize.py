@@ -1,0 +1,10 @@
+"""A process whose import path begins with this folder is a peer with changed code: it tells the lies that
+``P2PDILOCO_SWARM_LIES`` names, joined by "+" (Python imports this module at its start)."""
+
+import os
+import sys
+
+if "p2pdiloco" in sys.orig_argv:  # the node; its learner and its daemon are as they are
+    from p2pdiloco.chaos import lies
+
+    lies.tell(os.environ["P2PDILOCO_SWARM_LIES"].split("+"))
