@@ -31,15 +31,6 @@ def test_three_minutes_of_chaos_keep_every_promise(tmp_path: Path) -> None:
     assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.timeout(400)
-def test_one_of_three_lies_and_the_others_go_on(tmp_path: Path) -> None:
-    """Values of its own as an owner, steps, blocks, heads: code of ours with methods replaced."""
-    out = tmp_path / "out"
-    command = [sys.executable, "-m", "p2pdiloco", "chaos", "--plan", "hostile-short", "--out", str(out)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=350, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-
-
 def test_a_swarm_whose_runner_is_killed_is_reaped_even_when_stopped(tmp_path: Path) -> None:
     swarm = Swarm(tmp_path)
     reaper = subprocess.Popen(

@@ -1,0 +1,218 @@
+"""Floods beside training: how fast two peers of a private run train before and under them, what memory the flooded one
+takes, and how long a newcomer with an invite needs.
+
+    python -m benchmarks.hostile.flood                       # 10,000 connections from 250 addresses, 30 s each phase
+    python -m benchmarks.hostile.flood --connections 300 --identities 16 --seconds 8     # that all of it works
+
+A third of the connections say nothing, a third say a byte a second, a third say garbage and come again; strangers of
+fresh identities greet as fast as they are refused. All of it comes from this machine, so the flooding takes the peers'
+processors, too: of the step rate that is most of what is lost where there are few. The directory is not flooded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks import bench
+from p2pdiloco.chaos.swarm import JOINABLE, Member, Swarm
+from p2pdiloco.net.handshake import WIRE_VERSION
+from p2pdiloco.runtime.handler import Observer
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.invitation import INVITED
+from p2pdiloco.runtime.transport import DialError, Transport
+from p2pdiloco.wire.invites import decode_invite
+
+START_S = 120.0
+ADDRESSES = 250
+RUN = """
+name = "flooded"
+[model]
+width = 64
+depth = 2
+heads = 2
+context = 64
+[data]
+kind = "stdlib"
+[inner]
+steps = 1000000
+batch = 8
+warmup = 20
+[schedule]
+fragments = 2
+sync_every = 32
+overlap = 12
+max_shard = 16384
+"""
+COLUMNS = (
+    ("tokens a second", "rate", ",.0f"),
+    ("memory MB", "memory_mb", ",.0f"),
+    ("connections", "connections", ",d"),
+    ("newcomer s", "newcomer_s", ".1f"),
+)
+
+
+class Flood:
+    """Of one port of this machine."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.opened = 0
+        self.refused = 0
+
+    async def run(self, connections: int, identities: int, invite: str) -> None:
+        """Until cancelled."""
+        kinds = (self._silent, self._slow, self._loud)
+        async with asyncio.TaskGroup() as group:
+            for number in range(connections):
+                group.create_task(self._again(kinds[number % 3], f"127.0.1.{1 + number % ADDRESSES}"))
+                if number % 100 == 99:
+                    await asyncio.sleep(0.05)
+            for _ in range(identities):
+                group.create_task(self._greet(invite))
+
+    async def _again(self, kind: Any, address: str) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_connection("127.0.0.1", self._port, local_addr=(address, 0))
+                self.opened += 1
+                try:
+                    await kind(reader, writer)
+                finally:
+                    self.opened -= 1
+                    writer.transport.abort()
+            self.refused += 1
+            await asyncio.sleep(1.0)
+
+    async def _silent(self, reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async def _slow(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while not writer.is_closing():
+            writer.write(b"\x16")
+            await writer.drain()
+            await asyncio.sleep(1.0)
+
+    async def _loud(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(os.urandom(4096))
+        await writer.drain()
+        await reader.read()
+
+    async def _greet(self, invite: str) -> None:
+        """A stranger that knows the run."""
+        run = decode_invite(invite).run
+        while True:
+            me = Identity.ephemeral()
+            async with contextlib.AsyncExitStack() as stack:
+                transport = Transport(me, listen="", run=run, version=WIRE_VERSION, handler=Observer())
+                await stack.enter_async_context(transport)
+                with contextlib.suppress(DialError):
+                    await transport.dial(f"/ip4/127.0.0.1/tcp/{self._port}")
+            await asyncio.sleep(0.2)
+
+
+async def said(member: Member, text: str) -> str:
+    deadline = time.monotonic() + START_S
+    while (line := member.said(text)) is None:
+        if not member.is_running or time.monotonic() > deadline:
+            raise SystemExit(f"{member.name} did not start, see {member.log_path}")
+        await asyncio.sleep(0.1)
+    return line.split()[-1]
+
+
+async def trained(peers: list[Member], seconds: float) -> float:
+    """Tokens a second of all of them together."""
+    for peer in peers:
+        peer.refresh()
+    before, began = sum(peer.view.tokens for peer in peers), time.monotonic()
+    await asyncio.sleep(seconds)
+    for peer in peers:
+        peer.refresh()
+    return (sum(peer.view.tokens for peer in peers) - before) / (time.monotonic() - began)
+
+
+async def came(newcomer: Member) -> float:
+    """Seconds from its node's first event to its having the whole state."""
+    deadline = time.monotonic() + START_S
+    while not newcomer.view.current_at and time.monotonic() < deadline:
+        newcomer.refresh()
+        await asyncio.sleep(0.1)
+    return newcomer.view.current_at - newcomer.began_unix if newcomer.view.current_at else float("inf")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+async def measure(swarm: Swarm, options: Any) -> dict[str, dict[str, Any]]:
+    config, port = swarm.out / "run.toml", free_port()
+    config.write_text(RUN)
+    address = await said(swarm.launch_bootstrap(), JOINABLE)
+    listen = ("--listen", f"/ip4/127.0.0.1/tcp/{port}")
+    ann = swarm.launch("ann", ["start", str(config), "--bootstrap", address], *listen)
+    invite = await said(ann, INVITED)
+    peers = [ann, swarm.join("bob", invite)]
+    await until_training(peers)
+    node = psutil.Process(ann.process.pid)
+    found: dict[str, dict[str, Any]] = {}
+    flood = Flood(port)
+    for phase, connections in (("quiet", 0), ("flooded", options.connections)):
+        task = asyncio.create_task(flood.run(connections, options.identities if connections else 0, invite))
+        await asyncio.sleep(options.seconds / 4 if connections else 0.0)
+        rate = await trained(peers, options.seconds)
+        newcomer = swarm.join(f"cat-{phase}", invite)
+        found[phase] = {
+            "phase": phase,
+            "rate": rate,
+            "memory_mb": node.memory_info().rss / 1e6,
+            "connections": flood.opened,
+            "newcomer_s": await came(newcomer),
+        }
+        newcomer.kill()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    return found
+
+
+async def until_training(peers: list[Member]) -> None:
+    deadline = time.monotonic() + START_S
+    while not all(peer.view.tokens for peer in peers):
+        if time.monotonic() > deadline:
+            raise SystemExit("the peers do not train")
+        for peer in peers:
+            peer.refresh()
+        await asyncio.sleep(0.2)
+
+
+def main() -> None:
+    parser = bench.parser(__doc__, rows="phase", has_plot=False)
+    parser.add_argument("--connections", type=int, default=10_000)
+    parser.add_argument("--identities", type=int, default=512)
+    parser.add_argument("--seconds", type=float, default=30.0, help="each phase")
+    options = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    with tempfile.TemporaryDirectory() as folder:
+        swarm = Swarm(Path(folder))
+        try:
+            found = asyncio.run(measure(swarm, options))
+        finally:
+            swarm.stop()
+            swarm.kill_leftovers()
+    for row in found.values():
+        bench.write(options, "hostile/flood", {"phase": row["phase"]}, row)
+    print(bench.table("phase", COLUMNS, found))
+
+
+if __name__ == "__main__":
+    main()
