@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+from collections.abc import Callable, Container
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -43,15 +44,18 @@ class Met(NamedTuple):
     is_relayed: bool
 
 
-async def meet(point: Address, ticket: bytes, role: Role, *, may_relay: bool, congestion: str) -> Met:
-    """Open a line to ``point`` with ``ticket``, and meet whoever has the other one, as ``role`` of the two.
+async def meet(
+    point: Address, ticket: bytes, role: Role, *, may_relay: bool, congestion: str, narrow: Container[str] = ()
+) -> Met:
+    """Open a line to ``point`` with ``ticket``, and meet whoever has the other one, as ``role`` of the two; with short
+    segments to the ``narrow`` hosts.
 
     Raises:
         DialError: nothing came of it; the text says why.
     """
-    line = await _open(point, congestion)
+    line = await _open(point, congestion, narrow)
     try:
-        return await _meet_on(line, point, ticket, role, may_relay=may_relay, congestion=congestion)
+        return await _meet_on(line, point, ticket, role, may_relay=may_relay, congestion=congestion, narrow=narrow)
     except TimeoutError:
         line.close()
         raise DialError(f"meeting point {point}: the other peer did not come in time") from None
@@ -63,7 +67,7 @@ async def meet(point: Address, ticket: bytes, role: Role, *, may_relay: bool, co
         raise
 
 
-async def _open(point: Address, congestion: str) -> socket.socket:
+async def _open(point: Address, congestion: str, narrow: Container[str]) -> socket.socket:
     """A connected socket whose port others may use, too."""
     loop = asyncio.get_running_loop()
     try:
@@ -72,6 +76,8 @@ async def _open(point: Address, congestion: str) -> socket.socket:
             line = sockets.sharing_port(found[0][0], 0)
             try:
                 sockets.tune(line, congestion=congestion)
+                if found[0][4][0] in narrow:
+                    sockets.shorten(line)
                 await loop.sock_connect(line, found[0][4])
             except BaseException:
                 line.close()
@@ -84,7 +90,14 @@ async def _open(point: Address, congestion: str) -> socket.socket:
 
 
 async def _meet_on(
-    line: socket.socket, point: Address, ticket: bytes, role: Role, *, may_relay: bool, congestion: str
+    line: socket.socket,
+    point: Address,
+    ticket: bytes,
+    role: Role,
+    *,
+    may_relay: bool,
+    congestion: str,
+    narrow: Container[str],
 ) -> Met:
     loop = asyncio.get_running_loop()
     local_port = line.getsockname()[1]
@@ -98,7 +111,9 @@ async def _meet_on(
     is_same_family = (other.family == "ip6") == (line.family == socket.AF_INET6)
     if is_same_family and is_dialable(other.host, line.getpeername()[0]):
         patience_s = PUNCH_S if seen.is_hopeful else HOPELESS_S
-        direct = await _punch(line.family, local_port, other, role, patience_s)
+        direct = await _punch(
+            lambda: _sharing(line.family, local_port, is_narrow=other.host in narrow), other, role, patience_s
+        )
         if direct is not None:
             sockets.tune(direct, congestion=congestion)
             line.close()
@@ -112,11 +127,20 @@ async def _meet_on(
     return Met(line, point, True)
 
 
-async def _punch(family: int, port: int, other: Address, role: Role, patience_s: float) -> socket.socket | None:
-    """Dial until the other's dial meets ours, or comes in."""
-    ways = [asyncio.ensure_future(_dial_often(family, port, other))]
+def _sharing(family: int, port: int, *, is_narrow: bool) -> socket.socket:
+    raw = sockets.sharing_port(family, port)
+    if is_narrow:
+        sockets.shorten(raw)
+    return raw
+
+
+async def _punch(
+    make: Callable[[], socket.socket], other: Address, role: Role, patience_s: float
+) -> socket.socket | None:
+    """Dial until the other's dial meets ours, or comes in. ``make``: a socket on the line's port."""
+    ways = [asyncio.ensure_future(_dial_often(make, other))]
     if role is Role.LISTENER:
-        ways.append(asyncio.ensure_future(_accept_one(family, port, other)))
+        ways.append(asyncio.ensure_future(_accept_one(make, other)))
     won: socket.socket | None = None
     try:
         pending: set[asyncio.Future[socket.socket | None]] = set(ways)
@@ -135,12 +159,12 @@ async def _punch(family: int, port: int, other: Address, role: Role, patience_s:
     return won
 
 
-async def _dial_often(family: int, port: int, other: Address) -> socket.socket | None:
+async def _dial_often(make: Callable[[], socket.socket], other: Address) -> socket.socket | None:
     loop = asyncio.get_running_loop()
     for _ in range(PUNCHES):
         raw = None
         try:
-            raw = sockets.sharing_port(family, port)
+            raw = make()
             await loop.sock_connect(raw, (other.host, other.port))
             return raw
         except OSError:  # refused by a router, or the port still has the last try
@@ -154,11 +178,11 @@ async def _dial_often(family: int, port: int, other: Address) -> socket.socket |
     return None
 
 
-async def _accept_one(family: int, port: int, other: Address) -> socket.socket | None:
+async def _accept_one(make: Callable[[], socket.socket], other: Address) -> socket.socket | None:
     """From the other's address; whoever else comes is sent away."""
     loop = asyncio.get_running_loop()
     try:
-        with sockets.sharing_port(family, port) as listener:
+        with make() as listener:
             listener.listen(1)
             for _ in range(PUNCHES):
                 raw, _ = await loop.sock_accept(listener)

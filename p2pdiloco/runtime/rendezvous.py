@@ -145,7 +145,11 @@ class Rendezvous:
                 ticket = decode_as(answer.body, intro.Introduced).ticket
             except (RequestError, ValueError) as error:
                 raise DialError(f"meeting point {where}: {error}") from error
-        return await lines.meet(where, ticket, Role.DIALLER, may_relay=may_relay, congestion=self._congestion)
+        return await self._meet(where, ticket, Role.DIALLER, may_relay=may_relay)
+
+    async def _meet(self, where: Address, ticket: bytes, role: Role, *, may_relay: bool = True) -> Met:
+        narrow = self._transport.strangers.narrow
+        return await lines.meet(where, ticket, role, may_relay=may_relay, congestion=self._congestion, narrow=narrow)
 
     async def _again(self, peer: PeerId) -> Met:
         return await self._met(peer, self.points_of(peer), may_relay=False)
@@ -173,7 +177,7 @@ class Rendezvous:
         self._coming += 1
         try:
             role = Role.DIALLER if request.dials else Role.LISTENER
-            met = await lines.meet(where, request.ticket, role, may_relay=True, congestion=self._congestion)
+            met = await self._meet(where, request.ticket, role)
             await self._transport.strangers.adopt(role, met, Dialled(PeerId(request.peer)))
         except (DialError, HandshakeError, OSError) as error:
             log.debug("nothing came of a meeting", peer=request.peer, reason=str(error))

@@ -71,7 +71,7 @@ class Strangers:
         self._minute = float("-inf")
         self._failures = 0
         """In this minute."""
-        self._narrow: dict[str, None] = {}
+        self.narrow: dict[str, None] = {}
         """Hosts to which long packets vanish."""
         self._listeners: list[socket.socket] = []
 
@@ -84,7 +84,7 @@ class Strangers:
             Impostor: somebody else answers there, or is in between.
             DialError: anything else.
         """
-        raw = await connect(target, congestion=self._congestion, narrow=self._narrow)
+        raw = await connect(target, congestion=self._congestion, narrow=self.narrow)
         channel = self._new_channel(Role.DIALLER, _host_of(raw), target, Dialled(target.peer, lane, bond))
         return await self._proved(channel, raw)
 
@@ -150,9 +150,9 @@ class Strangers:
         if connection.role is Role.LISTENER:
             for listener in self._listeners:
                 sockets.shorten(listener)
-        self._narrow[connection.host] = None
-        if len(self._narrow) > NARROW_LIMIT:
-            del self._narrow[next(iter(self._narrow))]
+        self.narrow[connection.host] = None
+        if len(self.narrow) > NARROW_LIMIT:
+            del self.narrow[next(iter(self.narrow))]
         log.warning(
             "nothing that was sent to a peer was acknowledged: long packets may vanish on the way; from now on "
             f"segments have {sockets.SHORT_BYTES} bytes",

@@ -83,6 +83,14 @@ BUGS = (
         killed_by=(f"{_MEETING}::test_a_relay_keeps_to_its_budget_and_uses_it",),
     ),
     Bug(
+        name="a punched way stays as narrow as it was",
+        module="p2pdiloco.runtime.lines",
+        old="    if is_narrow:\n        sockets.shorten(raw)\n    return raw\n",
+        new="    return raw\n",
+        harm="two homes whose tunnel loses long packets lose each connection after 20 s, for ever",
+        killed_by=(f"{_MEETING}::test_a_punched_way_that_is_narrow_is_punched_anew_with_short_segments",),
+    ),
+    Bug(
         name="whoever calls is followed",
         module="p2pdiloco.runtime.rendezvous",
         old="or self._coming >= CALLS_AT_ONCE:",
@@ -103,7 +111,7 @@ BUGS = (
     Bug(
         name="no way is found to be narrow",
         module="p2pdiloco.runtime.strangers",
-        old="        self._narrow[connection.host] = None\n",
+        old="        self.narrow[connection.host] = None\n",
         new="",
         harm="where long packets vanish a peer connects, waits for 20 s, and connects again, for ever",
         killed_by=(

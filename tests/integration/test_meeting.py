@@ -414,6 +414,25 @@ def test_what_times_out_shortly_after_a_good_handshake_is_a_narrow_way(monkeypat
     run(work)
 
 
+def test_a_punched_way_that_is_narrow_is_punched_anew_with_short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async with meeting() as (ann, bob, _, address):
+            await ann.rendezvous.reach(bob.id, [address])
+            channel = ann.transport.channel_of(bob.id)
+            assert channel is not None
+            assert channel.is_met
+            ann.transport.lost(channel, "connection lost", TimeoutError(110, "Connection timed out"))
+            await ann.rendezvous.reach(bob.id, [address])
+            channel = ann.transport.channel_of(bob.id)
+            assert channel is not None
+            assert channel.is_met
+            assert channel.transport is not None
+            raw = channel.transport.get_extra_info("socket")
+            assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG) <= lines.sockets.SHORT_BYTES
+
+    run(work)
+
+
 def test_a_line_that_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting_point, "OPENING_S", 0.2)
 
