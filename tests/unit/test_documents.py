@@ -1,0 +1,107 @@
+"""The commands in the documents: each is one that its parser takes, each module and each target is there, each link
+leads somewhere. That they do what the documents say, the integration tests of each command show."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from p2pdiloco.cli.arguments import COMMANDS
+from p2pdiloco.cli.main import _parse
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "lab-notes.md"),
+]
+"""Lab notes tell what was run then."""
+VALUES = {"N": "2", "RATE": "10mbit", "S": "2", "T": "3", "SECONDS": "60", "FILE": "file", "NAME": "name"}
+"""What stands for a number, or for a word."""
+STORIES = {"--story NAME": "--story partition-and-heal"}
+
+
+class Mention(NamedTuple):
+    """A command in a document."""
+
+    document: str
+    text: str
+    is_whole: bool
+    """It can be typed as it stands; else it may only be named."""
+
+
+@cache
+def mentions() -> list[Mention]:
+    """All of them, once each."""
+    found = []
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8")
+        blocks = [block for _, block in re.findall(r"^```([^\n]*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
+        lines = [line for block in blocks for line in block.splitlines()]
+        lines += re.findall(r"^    (\S.*)$", text, re.MULTILINE)
+        whole = [(re.split(r"\s+#\s", line)[0].strip().removeprefix("$ "), True) for line in lines]
+        named = [(line, False) for line in re.findall(r"`((?:p2pdiloco|python -m|make) [^`\n]+)`", text)]
+        found += [Mention(path.name, line, is_whole) for line, is_whole in whole + named]
+    return list(dict.fromkeys(found))
+
+
+def typed(program: str) -> list[Mention]:
+    return [one for one in mentions() if one.text.startswith(program + " ")]
+
+
+def words_of(text: str) -> list[str]:
+    """Placeholders filled in, of alternatives the first one, what is optional given."""
+    for story, whole in STORIES.items():
+        text = text.replace(story, whole)
+    text = re.sub(r"\\?\|[\w\\|]+", "", text).replace("[", "").replace("]", "").replace("...", "")
+    return [VALUES.get(word, word) for word in shlex.split(text)]
+
+
+@pytest.mark.parametrize("mention", typed("p2pdiloco"), ids=lambda one: f"{one.document}: {one.text}")
+def test_a_command_is_one_that_can_be_typed(mention: Mention, capsys: pytest.CaptureFixture[str]) -> None:
+    words = words_of(mention.text.partition(" && ")[0])[1:]
+    with suppress(SystemExit):
+        _parse(words)
+    said = capsys.readouterr().err
+    is_named = not mention.is_whole and "the following arguments are required" in said
+    assert not said or is_named, said
+
+
+@pytest.mark.parametrize("mention", typed("python -m"), ids=lambda one: f"{one.document}: {one.text}")
+def test_a_module_is_there_and_has_those_options(mention: Mention) -> None:
+    words = words_of(mention.text)[2:]
+    if words[0].partition(".")[0] not in ("benchmarks", "tests", "p2pdiloco"):
+        return
+    spec = find_spec(words[0])
+    assert spec is not None, words[0]
+    folders = [Path(place) for place in spec.submodule_search_locations or [Path(str(spec.origin)).parent]]
+    sources = [path for folder in folders for path in folder.glob("*.py")]
+    source = "".join(path.read_text() for path in [*sources, ROOT / "benchmarks" / "bench.py"])
+    for option in (word.partition("=")[0] for word in words[1:] if word.startswith("--")):
+        assert f'"{option}"' in source, option
+
+
+def test_targets_are_there() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {word for one in typed("make") for word in one.text.split()[1:2] if re.fullmatch(r"[a-z-]+", word)}
+    assert len(named) > 5
+    assert named <= targets
+
+
+def test_every_command_is_in_a_document() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
+    assert {name for name in COMMANDS if f"p2pdiloco {name}" not in text and f"`{name}" not in text} == set()
+
+
+def test_links_lead_somewhere() -> None:
+    for path in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (path.parent / target).exists(), f"{path.name}: {target}"
