@@ -54,7 +54,7 @@ class CompanionError(Exception):
     """There is no node; the message says why and what to do."""
 
 
-class _Wish(NamedTuple):
+class Wish(NamedTuple):
     """What a script wants its node to be."""
 
     name: str
@@ -65,14 +65,10 @@ class _Wish(NamedTuple):
 
 
 class Companion:
-    """The node that belongs to the training script of ``folder``, of the run called ``name``, which it founds from a
-    ``foundation`` or joins through ``peers``."""
+    """The node that belongs to the training script of ``folder``, and takes part as the script wishes."""
 
-    def __init__(
-        self, folder: Path, name: str, peers: Sequence[str], foundation: Path | None, options: Sequence[str]
-    ) -> None:
-        """``options``: further ones of the node's command line.
-
+    def __init__(self, folder: Path, wish: Wish) -> None:
+        """
         Raises:
             CompanionError: another script has this folder now.
             OSError: it cannot be made or written.
@@ -89,7 +85,7 @@ class Companion:
         self.meeting_place = f"p2pdiloco-script-{os.getuid()}-{digest_of(str(folder.resolve()).encode())}"
         """Where the node looks for the script (``training/reunion.py``)."""
         self.log_path = folder / NODE_LOG
-        self._wish = _Wish(name, tuple(peers), foundation, tuple(options))
+        self._wish = wish
         self._process: psutil.Process | None = None
         self._is_child = False
         self._is_resumed = False

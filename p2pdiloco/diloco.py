@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from p2pdiloco.companion import JOIN_S, NODE_LOG, Companion, CompanionError, Return
+from p2pdiloco.companion import JOIN_S, NODE_LOG, Companion, CompanionError, Return, Wish
 from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.manifest import (
     Access,
@@ -135,11 +135,16 @@ class DiLoCo(SwarmView):
         super().__init__(model, has_run=run is not None)
         self._optimizer = optimizer
         self._named = trainable(model)
-        self._run = run
-        self._peers = tuple(initial_peers)
-        self._is_founder = not self._peers if found is None else found
+        self._wish: Wish | None = None
         self._state = Path(state) if state is not None else Path.home() / ".local" / "state" / "p2pdiloco" / (run or "")
-        self._node_options = (*node_options, *(("--stay-s", str(stay_s)) if stay_s else ()))
+        if run is not None:
+            is_founder = not initial_peers if found is None else found
+            self._wish = Wish(
+                name=run,
+                peers=tuple(initial_peers),
+                foundation=self._state / foundation.NAME if is_founder else None,
+                options=(*node_options, *(("--stay-s", str(stay_s)) if stay_s else ())),
+            )
         self._stay_s = stay_s
         self._wait_for_peers = wait_for_peers
         self._process_group = process_group
@@ -164,7 +169,6 @@ class DiLoCo(SwarmView):
         self._tally = Tally(optimizer, grad_scaler, tokens_per_step)
         self._island: Island | None = None
         self._companion: Companion | None = None
-        self._visit: Visit | None = None
         self._hook: Any = None
         self._stepped_at = 0.0
 
@@ -176,12 +180,11 @@ class DiLoCo(SwarmView):
         Raises:
             DiLoCoError: that failed; on all ranks of an island alike.
         """
-        if self._run is None:
+        if self._wish is None:
             return self
         self._island = _island(self._process_group)
         try:
-            initial = self._initial_parameters() if self._is_founder else []
-            self._take_part(*self._lead_to_manifest(initial))
+            self._take_part(*self._lead_to_manifest(self._wish))
         except BaseException:
             self._end_node(signal.SIGKILL)
             raise
@@ -197,17 +200,18 @@ class DiLoCo(SwarmView):
             return [(name, p) for name, p in self._named]
         return self._island.gather(self._named)
 
-    def _lead_to_manifest(self, initial: Sequence[tuple[str, Tensor]]) -> tuple[Manifest, bytes]:
-        """The manifest, decoded and as the node has told it; the leader of an island meets the node."""
+    def _lead_to_manifest(self, wish: Wish) -> tuple[Visit | None, Manifest, bytes]:
+        """The node whom the leader of an island meets, and the manifest, decoded and as the node has told it."""
+        initial = self._initial_parameters() if wish.foundation is not None else []
+        visits: list[Visit] = []
 
         def meet() -> bytes:
-            path = self._state / foundation.NAME
-            self._companion = companion = Companion(
-                self._state, self._config.name, self._peers, path if self._is_founder else None, self._node_options
-            )
-            if self._is_founder and not path.exists():  # else the run that was founded goes on
+            self._companion = companion = Companion(self._state, wish)
+            path = wish.foundation
+            if path is not None and not path.exists():  # else the run that was founded goes on
                 foundation.write(path, self._config, initial, frozenset(embedding_names(self._model)))
-            self._visit = found = companion.meet()
+            found = companion.meet()
+            visits.append(found)
             return found.manifest
 
         try:
@@ -221,11 +225,11 @@ class DiLoCo(SwarmView):
             raise DiLoCoError(
                 f"run {manifest.config.name} is no run of training scripts: p2pdiloco join takes part in it"
             )
-        return manifest, data
+        return (visits[0] if visits else None), manifest, data
 
-    def _take_part(self, manifest: Manifest, told: bytes) -> None:
+    def _take_part(self, visit: Visit | None, manifest: Manifest, told: bytes) -> None:
         """Build the link, and wait for the global parameters."""
-        layout, island, visit = Layout.of(manifest), self._island, self._visit
+        layout, island = Layout.of(manifest), self._island
         back: Meeting | None = None if self._companion is None else Return(self._companion, told)
         flat: FlatParameters | IslandParameters
         try:

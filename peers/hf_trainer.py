@@ -63,9 +63,12 @@ class Seen:
 class Slowly(TrainerCallback):  # type: ignore[misc]
     """A larger model would take as long."""
 
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
+
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Wait a moment."""
-        time.sleep(0.03)
+        time.sleep(self.step_s)
 
 
 def main() -> int:
@@ -79,6 +82,7 @@ def main() -> int:
     parser.add_argument("--found", action="store_true")
     parser.add_argument("--access", choices=["open", "invite", "list"], default="invite")
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--step-s", type=float, default=0.04, help="what a larger model would take")
     options = parser.parse_args()
     torch.set_num_threads(1)
     set_seed(0 if options.lora else options.seed)  # a base that is the same everywhere
@@ -123,7 +127,7 @@ def main() -> int:
             use_cpu=not torch.cuda.is_available(),
         ),
         train_dataset=Walks(0, 4096),
-        callbacks=[callback, Slowly()],
+        callbacks=[callback, Slowly(options.step_s)],
     )
     seen = Seen()
     model.register_forward_pre_hook(seen, with_kwargs=True)

@@ -41,6 +41,7 @@ def main() -> int:
     parser.add_argument("--access", choices=["open", "invite", "list"], default="invite")
     parser.add_argument("--shard", action="store_true", help="FSDP2 instead of DDP")
     parser.add_argument("--die-at", type=int, default=0, help="rank 1 of the first life kills itself at this step")
+    parser.add_argument("--step-s", type=float, default=0.04, help="what a larger model would take")
     options = parser.parse_args()
     torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -86,7 +87,7 @@ def main() -> int:
             first = first or last
             if options.die_at == step + 1 and life == 0 and rank == 1:
                 os.abort()
-            time.sleep(0.04)  # a larger model would take as long
+            time.sleep(options.step_s)
             if outer.is_complete or (options.run_name is None and step >= 5):
                 break
     outer.load_global()

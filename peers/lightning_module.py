@@ -28,8 +28,9 @@ BATCH = 16
 class Sines(LightningModule):  # type: ignore[misc]
     """The model, its loss and its optimizer."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_s: float) -> None:
         super().__init__()
+        self.step_s = step_s
         self.layers = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
         self.losses: list[float] = []
 
@@ -38,7 +39,7 @@ class Sines(LightningModule):  # type: ignore[misc]
         (x,) = batch
         loss: Tensor = (self.layers(x).squeeze(1) - x.sin().sum(1)).square().mean()
         self.losses.append(float(loss.detach()))
-        time.sleep(0.04)  # a larger model would take as long
+        time.sleep(self.step_s)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -56,10 +57,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--found", action="store_true")
     parser.add_argument("--access", choices=["open", "invite", "list"], default="invite")
+    parser.add_argument("--step-s", type=float, default=0.04, help="what a larger model would take")
     options = parser.parse_args()
     torch.set_num_threads(1)
     seed_everything(options.seed)
-    module = Sines()
+    module = Sines(options.step_s)
     loopback = ("--listen", "/ip4/127.0.0.1/tcp/0", "--host_maddrs", "/ip4/127.0.0.1/tcp/0")
     callback = DiLoCoCallback(
         run=options.run,

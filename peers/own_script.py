@@ -34,6 +34,7 @@ def main() -> int:
     parser.add_argument("--found", action="store_true")
     parser.add_argument("--access", choices=["open", "invite", "list"], default="invite")
     parser.add_argument("--spoil-at", type=int, default=0, help="from this step on the loss is NaN")
+    parser.add_argument("--step-s", type=float, default=0.04, help="what a larger model would take")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     torch.set_num_threads(1)
@@ -68,7 +69,7 @@ def main() -> int:
             optimizer.zero_grad()
             last = float(loss.detach())
             first = first or last
-            time.sleep(0.04)  # a larger model would take as long
+            time.sleep(options.step_s)
             if outer.is_complete or (options.run is None and step >= 5):
                 break
     outer.load_global()

@@ -54,6 +54,10 @@ class Peer:
         self.follows: str | None = None
         """Whom it waits for before that."""
         self.tries = 0
+        self.fault: int | None = None
+        """From which it is coming back."""
+        self.hunt: int | None = None
+        """By which it is killed in its next checkpoint."""
 
     @property
     def is_up(self) -> bool:

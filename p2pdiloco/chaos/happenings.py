@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Self, TextIO
 
 import msgspec
+
+LOOK_S = 0.5
+"""Between two looks into the peers' event logs."""
 
 What = Literal[
     "began",
@@ -50,3 +56,48 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     last: str
     """What was done last."""
+
+
+class Diary:
+    """What has happened in a run, as it happens: written down with its time, and told. ``with`` it the file is open."""
+
+    def __init__(self, path: Path, tell: Callable[[Status], None]) -> None:
+        self._path = path
+        self._tell = tell
+        self._file: TextIO
+        self._began = time.monotonic()
+        self._looked_at = 0.0
+        self.phase = "starting"
+        self.last = "nothing yet"
+
+    def __enter__(self) -> Self:
+        self._file = open(self._path, "w", buffering=1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def begin(self) -> None:
+        """Time counts from here."""
+        self._began, self._looked_at = time.monotonic(), 0.0
+        self.note("began")
+
+    def now(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._began
+
+    def note(self, what: What, **fields: Any) -> None:
+        """Write a line."""
+        line = Happening(time=round(time.time(), 3), what=what, **fields)
+        self._file.write(msgspec.json.encode(line).decode() + "\n")
+
+    def is_due(self) -> bool:
+        """Whether it is time for another look at the peers' event logs."""
+        is_due = self.now() - self._looked_at >= LOOK_S
+        if is_due:
+            self._looked_at = self.now()
+        return is_due
+
+    def tell(self, peers: tuple[tuple[str, str], ...], version: int) -> None:
+        """Where the run stands. ``peers``: name and state."""
+        self._tell(Status(phase=self.phase, seconds=self.now(), peers=peers, version=version, last=self.last))

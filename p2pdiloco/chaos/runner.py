@@ -18,13 +18,13 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import msgspec
 import psutil
 
 from p2pdiloco.chaos.faults import Hand, NotNow, Peer, twin_of
-from p2pdiloco.chaos.happenings import Happening, Status, What
+from p2pdiloco.chaos.happenings import Diary, Status
 from p2pdiloco.chaos.plan import LEAVE_S, Fault, Schedule
 from p2pdiloco.chaos.reaper import reaper
 from p2pdiloco.chaos.relay import Network
@@ -33,8 +33,6 @@ from p2pdiloco.protocol.manifest import RunConfig
 from p2pdiloco.runtime.invitation import INVITED
 
 TICK_S = 0.1
-LOOK_S = 0.5
-"""Between two looks into the peers' event logs."""
 READY_S = 120.0
 """All must train by then, at the start and before the settling."""
 RETRY_S = 2.0
@@ -61,7 +59,7 @@ class Runner:
         self.leftovers: list[str] = []
         """Processes that outlived the orderly end."""
         self._faults = schedule.faults
-        self._tell = tell
+        self._diary = Diary(out / "happened.jsonl", tell)
         options = ["--journal", "--checkpoint-s", f"{CHECKPOINT_S:g}", "--leave-s", f"{LEAVE_S:g}"]
         options += ["--reattach-s", f"{REATTACH_S:g}"]
         self._swarm = Swarm(out, options)
@@ -70,16 +68,8 @@ class Runner:
         self._network = Network({peer.name: peer.port for peer in self._peers.values()}, self._whose)
         self._hand = Hand(self._peers, self._network, self.plan)
         self._active: list[Fault] = []
-        self._coming_back: dict[str, int] = {}
-        self._hunted: dict[str, int] = {}
-        """Peers that are killed in their next checkpoint, with the faults."""
         self._twins: dict[int, Member] = {}
         """Copies that run beside their originals, by fault."""
-        self._began = time.monotonic()
-        self._looked_at = 0.0
-        self._phase = "starting"
-        self._last = "nothing yet"
-        self._happened: TextIO
         self._address = ""
         self._founding: list[str] = []
         _write_config(out / "run.toml", self.plan.run)
@@ -91,7 +81,7 @@ class Runner:
         Raises:
             SwarmError: the swarm did not come up.
         """
-        with reaper(self._swarm.mark), open(self.out / "happened.jsonl", "w", buffering=1) as self._happened:  # noqa: ASYNC230
+        with reaper(self._swarm.mark), self._diary:
             try:
                 async with self._network:
                     await self._start()
@@ -108,7 +98,6 @@ class Runner:
     # -- the phases ----------------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        self._phase = "starting"
         bootstrap = self._swarm.launch_bootstrap()
         self._address = (await self._said(bootstrap, JOINABLE)).split()[-1]
         first, *others = self._peers.values()
@@ -119,55 +108,53 @@ class Runner:
         await self._all_train("the swarm did not come up")
         if self.plan.bootstrap_dies:
             bootstrap.kill()
-        self._began = time.monotonic()
-        self._looked_at = 0.0
-        self._note("began")
+        self._diary.begin()
 
     async def _storm(self) -> None:
-        self._phase = "faults"
+        self._diary.phase = "faults"
         waiting = list(self._faults)
-        while (now := self._now()) < self.plan.seconds or waiting:
+        while (now := self._diary.now()) < self.plan.seconds or waiting:
             while waiting and waiting[0].at <= now:
                 self._strike(waiting.pop(0))
             await self._tick()
 
     async def _settle(self) -> None:
         """Everything is mended and everybody comes back; then quiet."""
-        self._phase = "coming back"
+        self._diary.phase = "coming back"
         for fault in list(self._active):
             self._undo(fault)
         for peer in self._peers.values():
             if peer.back_at is not None:
-                peer.back_at = min(peer.back_at, self._now())
+                peer.back_at = min(peer.back_at, self._diary.now())
         await self._all_train("not all peers came back")
-        self._phase = "quiet"
-        self._note("settling")
-        until = self._now() + self.plan.settle_s
-        while self._now() < until:
+        self._diary.phase = "quiet"
+        self._diary.note("settling")
+        until = self._diary.now() + self.plan.settle_s
+        while self._diary.now() < until:
             await self._tick()
-        self._note("settled")
+        self._diary.note("settled")
 
     async def _end(self) -> None:
         """All but one leave together, then the last: whatever the others had trained is in its state."""
-        self._phase = "leaving"
+        self._diary.phase = "leaving"
         *others, last = sorted(self._peers.values(), key=lambda peer: -peer.member.began_unix if peer.member else 0.0)
         for group in (others, [last]):
             for peer in group:
-                self._note("leaving", peer=peer.name)
+                self._diary.note("leaving", peer=peer.name)
                 peer.is_leaving = True
                 if peer.member is not None and peer.is_up:
                     peer.member.process.send_signal(signal.SIGTERM)
-            deadline = self._now() + END_S
+            deadline = self._diary.now() + END_S
             while (
-                any(peer.member is not None for peer in group) and self._now() < deadline
+                any(peer.member is not None for peer in group) and self._diary.now() < deadline
             ):  # until its end is written down
                 await self._tick()
         self._swarm.bootstrap.process.send_signal(signal.SIGTERM)
-        deadline = self._now() + GONE_S
-        while (left := self._swarm.leftovers()) and self._now() < deadline:
+        deadline = self._diary.now() + GONE_S
+        while (left := self._swarm.leftovers()) and self._diary.now() < deadline:
             await self._tick()
         self.leftovers = left
-        self._note("over", text=json.dumps(left))
+        self._diary.note("over", text=json.dumps(left))
 
     async def _kill_all(self) -> None:
         for member in (*self._swarm.members, *([self._swarm.bootstrap] if self._address else [])):
@@ -181,7 +168,7 @@ class Runner:
     # -- one moment ----------------------------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
-        now = self._now()
+        now = self._diary.now()
         for fault in [fault for fault in self._active if fault.end <= now]:
             self._undo(fault)
         for peer in self._peers.values():
@@ -189,8 +176,7 @@ class Runner:
                 self._ended(peer, peer.member)
             if peer.back_at is not None and peer.back_at <= now:
                 self._bring_back(peer)
-        if now - self._looked_at >= LOOK_S:
-            self._looked_at = now
+        if self._diary.is_due():
             self._look()
         await asyncio.sleep(TICK_S)
 
@@ -198,32 +184,32 @@ class Runner:
         for peer in self._peers.values():
             if peer.member is not None:
                 peer.member.refresh()
-            if peer.is_training and peer.name in self._coming_back:
-                self._note("back", peer=peer.name, fault=self._coming_back.pop(peer.name))
-                peer.tries = 0
+            if peer.is_training and peer.fault is not None:
+                self._diary.note("back", peer=peer.name, fault=peer.fault)
+                peer.fault, peer.tries = None, 0
         states = tuple((peer.name, _state(peer)) for peer in self._peers.values())
         version = max((peer.member.view.version for peer in self._peers.values() if peer.member), default=0)
-        self._tell(Status(phase=self._phase, seconds=self._now(), peers=states, version=version, last=self._last))
+        self._diary.tell(states, version)
 
     def _strike(self, fault: Fault) -> None:
         try:
             text = self._hand.strike(fault)
         except (NotNow, psutil.Error) as error:
-            self._note("skipped", fault=fault.number, text=str(error))
+            self._diary.note("skipped", fault=fault.number, text=str(error))
             return
-        self._last = text
-        self._note("struck", fault=fault.number, text=text)
+        self._diary.last = text
+        self._diary.note("struck", fault=fault.number, text=text)
         self._active.append(fault)
         if fault.kind == "kill-saving":
-            self._hunted[fault.peers[0]] = fault.number
+            self._peers[fault.peers[0]].hunt = fault.number
         if fault.kind == "twins":
             self._twins[fault.number] = self._swarm.join(twin_of(fault), self._address)
         if fault.kind in ("kill", "region", "blackout", "leave"):
             for name in fault.peers:
-                self._coming_back[name] = fault.number
+                self._peers[name].fault = fault.number
         if fault.kind in ("kill", "region", "blackout"):
             for name in fault.peers:
-                self._peers[name].back_at = max(fault.end, self._now())
+                self._peers[name].back_at = max(fault.end, self._diary.now())
         if fault.kind == "blackout":
             self._blackout(fault)
 
@@ -242,10 +228,10 @@ class Runner:
         with contextlib.suppress(NotNow, psutil.Error):
             self._hand.undo(fault)
             if fault.kind == "rollback":
-                self._coming_back[fault.peers[0]] = fault.number
+                self._peers[fault.peers[0]].fault = fault.number
         if fault.kind == "twins":
             self._end_twin(fault, self._twins.pop(fault.number))
-        self._note("undone", fault=fault.number)
+        self._diary.note("undone", fault=fault.number)
 
     def _end_twin(self, fault: Fault, twin: Member) -> None:
         """It should have ended by itself, and said why."""
@@ -255,7 +241,7 @@ class Runner:
                 with contextlib.suppress(psutil.Error):
                     process.kill()  # its learner would wait for it
             twin.kill()
-        self._note("twin", peer=fault.peers[0], fault=fault.number, status=status, text=said)
+        self._diary.note("twin", peer=fault.peers[0], fault=fault.number, status=status, text=said)
 
     def _ended(self, peer: Peer, member: Member) -> None:
         """Its node is gone: written down once, and started again unless it was the end of the run."""
@@ -263,20 +249,20 @@ class Runner:
         member.refresh()
         is_expected = member.was_killed or peer.is_leaving
         found_nobody = member.status == NOBODY_THERE and peer.tries < TRIES
-        self._note("ended", peer=peer.name, status=member.status, is_expected=is_expected or found_nobody)
-        if self._phase == "leaving":
+        self._diary.note("ended", peer=peer.name, status=member.status, is_expected=is_expected or found_nobody)
+        if self._diary.phase == "leaving":
             return
         if found_nobody:
             peer.tries += 1
         elif not is_expected:
-            self._last = f"{peer.name} ended by itself with status {member.status}"
+            self._diary.last = f"{peer.name} ended by itself with status {member.status}"
         if member.was_killed and peer.back_at is None:
-            peer.back_at = self._now() + RETRY_S
-            if peer.name in self._hunted:
-                self._coming_back[peer.name] = self._hunted.pop(peer.name)
+            peer.back_at = self._diary.now() + RETRY_S
+            if peer.hunt is not None:
+                peer.fault, peer.hunt = peer.hunt, None
         if not member.was_killed:
             leave = next((f for f in self._active if f.kind == "leave" and peer.name in f.peers), None)
-            peer.back_at = self._now() + (leave.duration_s if leave else RETRY_S)
+            peer.back_at = self._diary.now() + (leave.duration_s if leave else RETRY_S)
         peer.is_leaving = False
 
     def _bring_back(self, peer: Peer) -> None:
@@ -297,7 +283,7 @@ class Runner:
         listen = ["--listen", where.format(peer.port), "--announce", where.format(self._network.port(peer.name))]
         clock_off_s, lies = self.plan.clock_off_s(peer.name), self.plan.lies(peer.name)
         peer.member = self._swarm.launch(peer.name, command, *listen, clock_off_s=clock_off_s, lies=lies)
-        self._note("launched", peer=peer.name, text=command[0])
+        self._diary.note("launched", peer=peer.name, text=command[0])
         return peer.member
 
     # -- waiting -------------------------------------------------------------------------------------------------------
@@ -318,13 +304,6 @@ class Runner:
                 missing = ", ".join(peer.name for peer in honest if not peer.is_training)
                 raise SwarmError(f"{complaint} within {READY_S:.0f} s: {missing}; see {self.out}")
             await self._tick()
-
-    def _now(self) -> float:
-        return time.monotonic() - self._began
-
-    def _note(self, what: What, **fields: Any) -> None:
-        line = Happening(time=round(time.time(), 3), what=what, **fields)
-        self._happened.write(msgspec.json.encode(line).decode() + "\n")
 
     def _whose(self, port: int) -> str | None:
         """The peer whose node holds a local port."""

@@ -22,7 +22,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -109,15 +109,21 @@ class Member:
         folder.mkdir(parents=True, exist_ok=True)
         self._log_began = self.log_path.stat().st_size if self.log_path.exists() else 0
         with open(self.log_path, "ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "p2pdiloco", *arguments, "--state", str(folder)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, MARK: mark, **_changed(clock_off_s, lies)},
-                start_new_session=True,  # Ctrl+C reaches whoever started it, who then ends it
-                preexec_fn=die_with_parent,
-            )
+            environment = {**os.environ, MARK: mark, **_changed(clock_off_s, lies)}
+            self.process = self.begin([*arguments, "--state", str(folder)], log, environment)
+
+    @staticmethod
+    def begin(arguments: Sequence[str], log: IO[bytes], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        """Start the command that is its process."""
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "p2pdiloco", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,  # Ctrl+C reaches whoever started it, who then ends it
+            preexec_fn=die_with_parent,
+        )
 
     @property
     def is_running(self) -> bool:

@@ -18,6 +18,8 @@ START_S = 240.0
 """Everything that starts torch several times, on a busy machine."""
 FOUND = ("--found", "--access", "open")
 """For a script that founds a run which others join by its name."""
+QUICKLY = ("--step-s", "0.01")
+"""Steps that take long enough for a turn to come between them."""
 END_S = 400.0
 """A whole run."""
 

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from forked import begin
 from waiting import wait_until
 
 from p2pdiloco.chaos.swarm import Member, Swarm
 from p2pdiloco.protocol.identifiers import LearnerId, peer_of
 from p2pdiloco.training import PROGRAM
 
+Member.begin = staticmethod(begin)  # type: ignore[method-assign]
 START_S = 120.0
 """Everything that starts Python with torch, on a busy machine."""
 GONE_S = 20.0
@@ -82,6 +84,7 @@ def swarm_in(folder: Path) -> Iterator[Swarm]:
         left = swarm.leftovers()
         swarm.kill_leftovers()
     assert not left
+    assert not any(member.is_running for member in swarm.members)
 
 
 def log_lines(member: Member) -> list[str]:

@@ -12,7 +12,19 @@ from typing import Any
 
 import psutil
 import pytest
-from scripts import END_S, FOUND, START_S, events, held, kill_node, report, until_founded, until_merged, until_ready
+from scripts import (
+    END_S,
+    FOUND,
+    QUICKLY,
+    START_S,
+    events,
+    held,
+    kill_node,
+    report,
+    until_founded,
+    until_merged,
+    until_ready,
+)
 from swarm import swarm_in
 from waiting import wait_until
 
@@ -32,7 +44,7 @@ def start(state: Path, *arguments: str, restarts: int = 0) -> subprocess.Popen[s
         return subprocess.Popen(
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)),
-                *("--max-restarts", str(restarts), str(SCRIPT), "--state", str(state), *arguments),
+                *("--max-restarts", str(restarts), str(SCRIPT), "--state", str(state), *QUICKLY, *arguments),
             ],
             stdout=output,
             stderr=output,

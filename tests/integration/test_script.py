@@ -13,6 +13,7 @@ import pytest
 from scripts import (
     END_S,
     FOUND,
+    QUICKLY,
     START_S,
     events,
     heed_interrupts,
@@ -35,7 +36,7 @@ SCRIPT = Path(__file__).parents[2] / "peers" / "own_script.py"
 def start(state: Path, *arguments: str) -> subprocess.Popen[str]:
     state.mkdir(parents=True, exist_ok=True)
     return subprocess.Popen(
-        [sys.executable, str(SCRIPT), "--state", str(state), *arguments],
+        [sys.executable, str(SCRIPT), "--state", str(state), *QUICKLY, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

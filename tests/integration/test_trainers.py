@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts import END_S, FOUND, events, held, report, until_founded, until_trained
+from scripts import END_S, FOUND, QUICKLY, events, held, report, until_founded, until_trained
 from swarm import swarm_in
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ def start(program: str, state: Path, *arguments: str) -> subprocess.Popen[str]:
     state.mkdir(parents=True)
     with open(state / "script.log", "w") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", f"peers.{program}", "--state", str(state), *arguments],
+            [sys.executable, "-m", f"peers.{program}", "--state", str(state), *QUICKLY, *arguments],
             stdout=output,
             stderr=output,
             text=True,

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from p2pdiloco import companion
-from p2pdiloco.companion import RESTARTS, STABLE_S, Companion, CompanionError
+from p2pdiloco.companion import RESTARTS, STABLE_S, Companion, CompanionError, Wish
 from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.training.reunion import Found, Reunion, find_learner
 from p2pdiloco.wire import link
@@ -40,7 +40,7 @@ class Dying(Companion):
     """Its nodes die at once."""
 
     def __init__(self, folder: Path, peers: Sequence[str] = ()) -> None:
-        super().__init__(folder, "story", peers, None if peers else folder / "foundation", ())
+        super().__init__(folder, Wish("story", tuple(peers), None if peers else folder / "foundation", ()))
         self.started: list[list[str]] = []
         self.status = 1
 
@@ -128,7 +128,7 @@ def test_a_second_script_is_refused_the_folder(tmp_path: Path) -> None:
     )  # fmt: skip
     assert first.stdout.readline() == b"held\n"
     with pytest.raises(CompanionError, match="is in use by another training script"):
-        Companion(tmp_path, "story", (), None, ())
+        Companion(tmp_path, Wish("story", (), None, ()))
     first.stdin.close()
     first.wait()
 
