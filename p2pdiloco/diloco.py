@@ -194,15 +194,11 @@ class DiLoCo(SwarmView):
         self._tally.begin()
         return self
 
-    def _initial_parameters(self) -> list[tuple[str, Tensor]]:
-        """What version 0 would be made of: the parameters, of an island as a copy at its leader."""
-        if self._island is None:
-            return [(name, p) for name, p in self._named]
-        return self._island.gather(self._named)
-
     def _lead_to_manifest(self, wish: Wish) -> tuple[Visit | None, Manifest, bytes]:
         """The node whom the leader of an island meets, and the manifest, decoded and as the node has told it."""
-        initial = self._initial_parameters() if wish.foundation is not None else []
+        initial: Sequence[tuple[str, Tensor]] = ()
+        if wish.foundation is not None:  # of an island a copy at its leader
+            initial = self._named if self._island is None else self._island.gather(self._named)
         visits: list[Visit] = []
 
         def meet() -> bytes:
