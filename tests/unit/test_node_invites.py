@@ -1,0 +1,104 @@
+"""Invites as people ask for them: who may give which, which one is shown again, what a follower's lets one do."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from actors import FOUNDER, make_manifest
+from troupe import options_of
+
+from p2pdiloco.node.credentials import Credentials, CredentialsError, accepted
+from p2pdiloco.node.invites import (
+    as_granted,
+    credentials_of,
+    grant_here,
+    how_to_join,
+    invite_text,
+    keep_addresses,
+    kept_addresses,
+    shown_invite,
+)
+from p2pdiloco.protocol.manifest import Manifest
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.wire.certificates import NEVER, Role
+from p2pdiloco.wire.invites import decode_invite
+
+ADDRESS = f"/ip4/127.0.0.1/tcp/4100/p2p/{Identity.ephemeral().peer_id}"
+OTHER = f"/ip4/127.0.0.1/tcp/4200/p2p/{Identity.ephemeral().peer_id}"
+
+
+def run_with(access: str) -> tuple[Manifest, Credentials]:
+    manifest = make_manifest()
+    manifest = msgspec.structs.replace(manifest, config=msgspec.structs.replace(manifest.config, access=access))
+    return manifest, Credentials(manifest.run, b"", FOUNDER)
+
+
+def invite(manifest: Manifest, mine: Credentials, folder: Path, **terms: Any) -> str:
+    grant = grant_here(manifest, mine, folder, time.time())
+    return invite_text(manifest, mine, grant, (ADDRESS,), **terms)
+
+
+@pytest.mark.parametrize(
+    ("access", "terms", "says"),
+    [
+        ("open", {}, "is open: whoever knows an address"),
+        ("list", {}, "takes peers by name only"),
+        ("invite", {"max_weight": 0.0}, "--max-weight 0.0: from"),
+        ("invite", {"max_weight": 1e9}, "--max-weight 1000000000.0: from"),
+    ],
+)
+def test_an_invite_that_would_be_of_no_use_is_not_made(
+    tmp_path: Path, access: str, terms: dict[str, Any], says: str
+) -> None:
+    manifest, mine = run_with(access)
+    with pytest.raises(CredentialsError, match=says):
+        invite(manifest, mine, tmp_path, **terms)
+
+
+def test_only_admins_invite(tmp_path: Path) -> None:
+    manifest, mine = run_with("invite")
+    text = invite(manifest, mine, tmp_path)
+    learner = accepted(decode_invite(text), Identity.ephemeral())
+    with pytest.raises(CredentialsError, match="only admins invite"):
+        invite(manifest, learner, tmp_path / "learner")
+    assert how_to_join(manifest, learner, tmp_path / "learner", None) == []  # type: ignore[arg-type]
+
+
+def test_the_invite_that_is_shown_stays_the_same_while_its_addresses_are_right(tmp_path: Path) -> None:
+    manifest, mine = run_with("invite")
+    grant = grant_here(manifest, mine, tmp_path, time.time())
+    first = shown_invite(manifest, mine, grant, tmp_path, (ADDRESS,))
+    assert shown_invite(manifest, mine, grant, tmp_path, (ADDRESS, OTHER)) == first
+    moved = shown_invite(manifest, mine, grant, tmp_path, (OTHER,))
+    assert moved != first
+    assert decode_invite(moved).initial_peers() == (OTHER,)
+
+
+def test_addresses_are_kept_for_invites_that_are_made_later(tmp_path: Path) -> None:
+    assert kept_addresses(tmp_path) == ()
+    keep_addresses(tmp_path, [ADDRESS, OTHER])
+    assert kept_addresses(tmp_path) == (ADDRESS, OTHER)
+
+
+def test_who_has_no_certificate_is_told_what_to_do(tmp_path: Path) -> None:
+    manifest, _ = run_with("invite")
+    with pytest.raises(CredentialsError, match="join once with an invite"):
+        credentials_of(manifest, Identity.ephemeral(), tmp_path)
+    assert credentials_of(manifest, FOUNDER, tmp_path).chain == b""
+
+
+def test_a_followers_invite_makes_a_follower_and_a_cap_bounds_the_weight(tmp_path: Path) -> None:
+    manifest, mine = run_with("invite")
+    said: list[str] = []
+    for number, (role, cap) in enumerate([(Role.FOLLOWER, None), (Role.LEARNER, 0.5)]):
+        text = invite(manifest, mine, tmp_path, role=role, max_weight=cap, not_after=NEVER)
+        holder = accepted(decode_invite(text), Identity.ephemeral())
+        options = as_granted(manifest, holder, options_of(tmp_path / str(number)), said.append)
+        assert options.is_follower is (role is Role.FOLLOWER)
+        assert options.link.weight == (1.0 if cap is None else cap)
+    assert len(said) == 1
+    assert "does not train" in said[0]
