@@ -61,6 +61,7 @@ class Connection:
             b.name: Direction(b, a, delay_s, bytes_per_s),
         }
         self.is_open = True
+        self.is_read_to_its_end = False  # it ends in order: who stands still reads what had come when it goes on
 
 
 class Network:
@@ -107,7 +108,7 @@ class Network:
 
     def _arrive(self, connection: Connection, direction: Direction, arrive: Callable[[], None]) -> None:
         if connection.is_open:
-            direction.target.do(lambda: arrive() if connection.is_open else None)
+            direction.target.do(lambda: arrive() if connection.is_open or connection.is_read_to_its_end else None)
 
     def repeat(self, source: SimulatedHost, target: SimulatedHost, message: list[object]) -> None:
         """Whether or not they live on: if they, or their next lives, are connected then."""
@@ -131,9 +132,8 @@ class Network:
         """What comes of a payload: the receiver's own memory."""
         data, random = bytearray(payload), self.world.random
         if data and self.spoiling.get(source, 0.0) > self.world.now and random.random() < 0.5:
-            where = random.randrange(
-                min(len(data), random.choice((64, 160, len(data))))
-            )  # a commit's first parts are small
+            size = random.choice((64, 160, len(data)))  # a commit's first parts are small
+            where = random.randrange(min(len(data), size))
             data[where] ^= 1 << random.randrange(8)
             self.world.happened["spoil"] += 1
         return memoryview(data)
@@ -204,6 +204,7 @@ class Network:
         for connection in list(host.links.connections.values()):
             direction = connection.directions[host.name]
             at = max(direction.control_at, direction.bulk_at + 2 * direction.delay_s, self.world.now) + 1e-3
+            connection.is_read_to_its_end = True
             self.world.at(at, partial(self.break_connection, connection, "closed in order"))
 
     # -- cuts ----------------------------------------------------------------------------------------------------------

@@ -108,6 +108,15 @@ class Connectedness:
         self._fit_until.pop(peer, None)
         self._met_at.pop(peer, None)
 
+    def parted(self, peer: PeerId) -> frozenset[int]:
+        """``peer`` says goodbye: whoever has not noticed hears it no more. Returns it, and whom it heard."""
+        gone = frozenset((fingerprint(peer),))
+        for other, prints in self.lists.items():
+            if gone <= prints:
+                self.lists[other] = prints - gone
+                self._changes += 1
+        return gone | self.lists.get(peer, frozenset())
+
     def merged(self, version: int, marks: Mapping[LearnerId, Mark]) -> None:
         """Shard 0 is at this version."""
         if version == self._version:

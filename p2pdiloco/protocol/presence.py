@@ -27,6 +27,7 @@ NEWS_SHARE = 1 / 16
 """Of a heartbeat's interval: what several heartbeats change is looked at once. Deciding anew for each of N first
 heartbeats would cost N^2 at the start of a large run. A connection that ends is looked at immediately."""
 NEWS: Key = ("news", 0)
+NOBODY = frozenset[int]()
 
 
 class Presence:
@@ -48,9 +49,11 @@ class Presence:
 
     def lost(self, peer: PeerId, why: str, *, said_goodbye: bool = False) -> None:
         """The connection has ended, or the peer says that it goes."""
-        self.core.membership.disconnect(peer)
+        membership = self.core.membership
+        parted = membership.connectedness.parted(peer) if said_goodbye else NOBODY
+        membership.disconnect(peer)
         self.merges.forget(peer)
-        self.refresh(why, said_goodbye=said_goodbye)
+        self.refresh(why, parted=parted)
 
     def heard(self, peer: PeerId, beat: Heartbeat) -> None:
         """A connected peer's heartbeat."""
@@ -70,19 +73,21 @@ class Presence:
         if is_news and NEWS not in core.alarms:
             core.alarms.set(NEWS, core.now + NEWS_SHARE * core.membership.beat_s())
 
-    def refresh(self, why_lost: str, *, said_goodbye: bool = False) -> None:
-        """Who is live may have changed."""
+    def refresh(self, why_lost: str, *, parted: frozenset[int] = NOBODY) -> None:
+        """Who is live may have changed; ``parted``: one says goodbye, and whom it heard."""
         core, chain = self.core, self.core.chains[0]
         if chain.head is not None:
             core.membership.connectedness.merged(chain.head.version, chain.marks)
         appeared, lost = core.membership.refresh(core.now)
-        was_apart = core.membership.company.is_apart
-        core.membership.look_round(core.now, is_silent=bool(lost) and not said_goodbye)
+        company = core.membership.company
+        was_apart = company.is_apart
+        core.membership.look_round(core.now, is_silent=bool(lost) and not parted)
+        company.parted(parted)
         if lost:
             core.note("info", "peers", f"lost {', '.join(lost)}: {why_lost}; {len(core.membership.live)} live")
             self.adoption.peers_lost(lost)
-        if core.membership.company.is_apart != was_apart:
-            self._told_apart(core.membership.company)
+        if company.is_apart != was_apart:
+            self._told_apart(company)
         if appeared:
             core.note("info", "peers", f"found {', '.join(appeared)}; {len(core.membership.live)} live")
             self.adoption.look_for_donors(appeared)

@@ -194,7 +194,7 @@ BUGS = (
     Bug(
         "who was cut off believes that all is well",
         f"{_P}.company",
-        "self.missing.update(self._lost)",
+        "self.missing.update(one for one, at in self._lost.items() if now - at <= window_s)",
         "pass",
         "two peers that met through a third end with two models, and neither says so",
         (f"{_COMPANY}::test_who_is_lost_with_as_many_as_stay_may_be_cut_off",),
@@ -202,7 +202,7 @@ BUGS = (
     Bug(
         "each death taken for a cut",
         f"{_P}.company",
-        "if len(self.missing) <= len(here):",
+        "if len(self.missing) <= len(self._here):",
         "if not self.missing:",
         "one of many that dies makes all others wait at the end",
         (f"{_COMPANY}::test_who_is_lost_with_as_many_as_stay_may_be_cut_off",),
@@ -210,8 +210,8 @@ BUGS = (
     Bug(
         "deaths of days added up",
         f"{_P}.company",
-        "if one not in here and now - at <= window_s}",
-        "if one not in here}",
+        "self._lost.items() if now - at <= window_s)",
+        "self._lost.items())",
         "a swarm whose machines come and go takes itself for cut off",
         (f"{_COMPANY}::test_those_who_are_lost_one_after_the_other_are_dead",),
     ),
@@ -234,7 +234,7 @@ BUGS = (
     Bug(
         "apart for ever",
         f"{_P}.company",
-        "self.missing -= here",
+        "self.missing -= those",
         "pass",
         "a cut that is over is waited for at the end",
         (f"{_COMPANY}::test_it_is_over_when_most_are_here_again",),
@@ -248,6 +248,30 @@ BUGS = (
         (
             "tests/unit/protocol/test_coming_and_going.py::test_who_merged_alone_waits_until_somebody_has_the_same_heads",
         ),
+    ),
+    Bug(
+        "who stood still taken for cut off",
+        f"{_P}.presence",
+        "company.parted(parted)",
+        "pass",
+        "at the end of a run on a busy machine peers wait a minute and tell of a second model",
+        (f"{_COMPANY}::test_who_stood_still_and_says_goodbye_is_not_missing",),
+    ),
+    Bug(
+        "who is lost takes along who has left",
+        f"{_P}.connectedness",
+        "self.lists[other] = prints - gone",
+        "pass",
+        "one that stands still when others have left is taken for a cut",
+        (f"{_COMPANY}::test_nobody_hears_who_has_said_goodbye",),
+    ),
+    Bug(
+        "who has left takes itself for cut off",
+        f"{_P}.company",
+        "if not self.has_left:\n            self.missing",
+        "if True:\n            self.missing",
+        "who ends before others ends with status 4, if one had been lost",
+        (f"{_COMPANY}::test_who_was_lost_before_this_peer_left_does_not_count_afterwards",),
     ),
     Bug(
         "nobody waits at the end",

@@ -2,6 +2,9 @@
 
 That one dies and comes back at these times (seconds; 0: never). Prints what was violated, how each ended, how many
 models and forks there are, as JSON. In a process of its own, as all whole peers (``peersim.knobs``).
+
+``python tests/simulation/apart.py stalls SEEDS``: worlds of two to four peers that all meet, in which some stand still
+for 4 to 20 seconds when the run ends. Prints each as a line of JSON.
 """
 
 from __future__ import annotations
@@ -9,12 +12,14 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
+from random import Random
 
 from p2pdiloco.peersim.worker import prepare
 
 prepare(None)
 
 from p2pdiloco.peersim.world import PeerSetting, World, WorldSetting  # noqa: E402
+from p2pdiloco.protocol.identifiers import PeerId  # noqa: E402
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, ScheduleConfig  # noqa: E402
 
 STEPS = 240
@@ -76,5 +81,28 @@ def main(peers: int, dies_at: float, back_at: float, *, needs_majority: bool) ->
     print(json.dumps(told))
 
 
-if __name__ == "__main__":
+def stand_still(seed: int) -> None:
+    """One of the worlds with stalls."""
+    random = Random(seed)
+    world = world_of(random.choice((2, 3, 4)), ScheduleConfig(fragments=1, sync_every=12, overlap=4))
+    world.network.unreachable = frozenset()
+
+    def stall(name: PeerId, seconds: float) -> None:
+        host = world.hosts.get(name)
+        if host is not None and not host.is_paused:
+            world.harm_until(world.now + seconds)
+            host.pause()
+            world.at(world.now + seconds, host.resume)
+
+    for _ in range(random.choice((1, 1, 2, 3))):
+        world.at(40.0 + 14.0 * random.random(), partial(stall, random.choice([*world.settings]), random.uniform(4, 20)))
+    violations = world.run()
+    statuses = [ending.status for ending in world.checks.endings.values()]
+    print(json.dumps({"seed": seed, "violations": violations, "statuses": statuses, "seconds": round(world.now)}))
+
+
+if __name__ == "__main__" and sys.argv[1] == "stalls":
+    for number in range(int(sys.argv[2])):
+        stand_still(number)
+elif __name__ == "__main__":
     main(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), needs_majority=sys.argv[4] == "1")

@@ -44,6 +44,16 @@ def test_who_comes_back_before_the_end_makes_one_model_of_both() -> None:
     assert found["models"] == 1
 
 
+def test_who_stands_still_at_the_end_is_not_taken_for_a_cut() -> None:
+    """C6f: nobody says that there may be a second model, and nobody waits for those who have left."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "stalls", "8"], capture_output=True, text=True, timeout=120, check=True
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == 8
+    assert not [world for world in found if world["violations"] or any(world["statuses"]) or world["seconds"] > 90]
+
+
 def test_where_a_majority_is_needed_there_is_one_model() -> None:
     """C6e: the two stop at the version that all three had, and say what they have lost."""
     found = told(3, dies_at=20.0, needs_majority=True)

@@ -73,6 +73,44 @@ def test_who_says_goodbye_is_not_missing() -> None:
     assert missing(stage) == 0
 
 
+def test_who_stood_still_and_says_goodbye_is_not_missing() -> None:
+    """C6f: it went on, saw that all was done, and left at once; nor are those missing whom it heard."""
+    stage = Stage(B)
+    stage.says(B, hears=listed(map(fingerprint, (A, C))))
+    stage.beats.pop(B)
+    stage.wait(10.0)
+    assert missing(stage) == 2
+    effects = stage.hear(B, msg.Leaving("the run is complete"))
+    assert missing(stage) == 0
+    assert "here again" in notes(effects, "apart")[-1]
+
+
+def test_nobody_hears_who_has_said_goodbye() -> None:
+    """C6f: b, which is lost, had not noticed."""
+    stage = Stage(B, C)
+    stage.says(B, hears=listed(map(fingerprint, (A, C))))
+    lose(stage, C, goodbye=True)
+    lose(stage, B)
+    assert missing(stage) == 1
+
+
+def test_who_was_lost_before_this_peer_left_does_not_count_afterwards() -> None:
+    """C6a: one of four was lost, and the others leave after this peer."""
+    stage = Stage(B, C, D, total_steps=4, has_learner=False)
+    lose(stage, B)
+    assert only(stage.tell(ev.LeaveRequested("asked to")), ef.Leave)
+    lose(stage, C, D, goodbye=True)
+    assert missing(stage) == 0
+
+
+def test_who_comes_back_only_to_say_goodbye_is_not_waited_for() -> None:
+    """C6f."""
+    stage = complete()
+    stage.tell(ev.PeerConnected(B))
+    effects = stage.hear(B, msg.Leaving("the run is complete"))
+    assert "all progress is merged" in notes(effects, "leave")[-1]
+
+
 def test_it_is_over_when_most_are_here_again() -> None:
     """C6b: those who were missing, or others."""
     for *some, last in ((B, C), (E, F, G)):
