@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from p2pdiloco.cli.simulate import fresh_seeds
 from p2pdiloco.simulation.mutants import MUTANTS, planted
 from p2pdiloco.simulation.report import SimulationReport, command_for, find_mutants, simulate
 from p2pdiloco.simulation.seeds import run_seed
 
 SEEDS = 1000
+FRESH = 100
 JOBS = min(2, os.cpu_count() or 1)
 WRITTEN = tomllib.loads((Path(__file__).parent / "regressions.toml").read_text())
 REGRESSIONS, FINDERS = WRITTEN["seed"], WRITTEN["finds"]
@@ -39,6 +41,15 @@ def report() -> SimulationReport:
 def test_a_thousand_seeds_without_a_violation(report: SimulationReport) -> None:
     assert not report.violations, "\n".join(f"{v.command}   # {v.sentence}" for v in report.violations)
     assert report.seeds == SEEDS
+
+
+@pytest.mark.timeout(300)
+def test_fresh_seeds_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    """Worlds that nobody has seen; their numbers are printed."""
+    with capsys.disabled():
+        seeds = fresh_seeds(FRESH)
+    report = simulate(seeds, jobs=JOBS)
+    assert not report.violations, "\n".join(f"{v.command}   # {v.sentence}" for v in report.violations)
 
 
 def test_no_token_is_lost_while_its_learner_lives(report: SimulationReport) -> None:
