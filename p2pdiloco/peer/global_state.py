@@ -195,12 +195,10 @@ class GlobalState:
         staged = self._staged.pop(shard, None)
         if staged is None or staged.head != head:
             raise StaleBaseError(f"the state of shard {shard} at {head[:8]} is not at hand any more")
-        if head == self.heads[shard]:
-            return self._repair(shard, staged)
         here = self._range(self.theta, shard), self._range(self.momentum, shard)
         if self.heads[shard] is not None and staged.distance(self.form, *here) > farthest * self._reach:
             raise UnfitCommitError(f"the state of shard {shard} at {head[:8]} is too far from this one")
-        return self._replace(shard, staged, moves)
+        return self._repair(shard, staged) if head == self.heads[shard] else self._replace(shard, staged, moves)
 
     def apply(self, header: CommitHeader, head: Digest, payload: Payload, listed: bytes, moves: Moves) -> Shifts:
         """Take the commit ``header``, called ``head``, with its payload and the digests of the chunks of its result;

@@ -12,6 +12,12 @@ from p2pdiloco.protocol.identifiers import Digest
 from p2pdiloco.tensors import merge
 from p2pdiloco.tensors.states import StateForm
 
+MENDED_SHARE = 16
+MENDED_LEAST = 1024
+"""Of a chunk, the share of elements that memory may have altered; or so many."""
+ORDINARY = 16.0
+"""Values there have together at most so many times the length of all the others."""
+
 
 class Staged(NamedTuple):
     """Checked against its digests."""
@@ -22,12 +28,23 @@ class Staged(NamedTuple):
     digests: bytes
 
     def distance(self, form: StateForm, theta: Tensor, momentum: Tensor) -> float:
-        """Of its parameters from ``theta``, and of its momentum from ``momentum``, both [all n]; the larger."""
-        squares, start = [0.0, 0.0], 0
+        """Of its parameters from ``theta``, and of its momentum from ``momentum``, both [all n]; the larger.
+
+        Memory that is not what it was may be anything at a few places: of each chunk those that differ most are left
+        out (a sixteenth, or 1,024), and what stands there must not be far beyond the rest of what is here."""
+        squares, start, beyond = [0.0, 0.0], 0, 0.0
         for chunk in self.chunks:
-            theirs = form.vectors(chunk)
-            span = slice(start, start + theirs[0].numel())
+            both = form.vectors(chunk)
+            span = slice(start, start + both[0].numel())
             start = span.stop
-            for i, mine in enumerate((theta, momentum)):
-                squares[i] += merge.norm(theirs[i].float() - mine[span].float()) ** 2
-        return math.sqrt(max(squares))
+            for i, vector in enumerate((theta, momentum)):
+                theirs, mine = both[i].float(), vector[span].float()
+                change = (theirs - mine).abs().nan_to_num(math.inf, math.inf)
+                most = min(len(change) // 2, max(MENDED_LEAST, len(change) // MENDED_SHARE))
+                bound = change.kthvalue(len(change) - most).values
+                if not bound.isfinite():
+                    continue  # what is here is no measure
+                is_near = change <= bound
+                squares[i] += merge.norm(change[is_near]) ** 2
+                beyond = max(beyond, merge.norm(theirs[~is_near]) - ORDINARY * merge.norm(mine[is_near]))
+        return max(math.sqrt(max(squares)), beyond)

@@ -194,10 +194,10 @@ class Adoption:
         if isinstance(target, CommitHeader):
             self.refusals.add(target, new_id, None, reason)
             self.merges.not_applied(target)
-        else:
+        elif shard not in self.repairing:
             self.refusals.remember(new_id)
         self._next(shard)
-        if shard not in self.applying:
+        if shard not in self.applying and shard not in self.repairing:  # else it is asked for again, eight times
             self.merges.reopen(shard)
 
     # -- other heads ---------------------------------------------------------------------------------------------------
@@ -285,8 +285,11 @@ class Adoption:
         moves = self.carry.moves(shard, None if learner is None else self.carry.mark_in(learner, state).tokens)
         if head is not None and not is_repair:
             core.note("info", "fork", f"shard {shard}: {head.tokens} tokens give way to {state.head.tokens}")
-        is_free = is_repair or self.lineage.is_outvoted(shard)
-        farthest = math.inf if is_free else core.chains[shard].farthest(state.head, self.lineage.of(state.head))
+        farthest = (
+            math.inf
+            if self.lineage.is_outvoted(shard)
+            else core.chains[shard].farthest(state.head, self.lineage.of(state.head))
+        )
         self.applying[shard] = (state.head.id, state)
         self.merges.close(shard)
         core.effects.append(Install(state, *moves, farthest))

@@ -109,6 +109,22 @@ BUGS = (
         "test_a_state_that_is_too_far_away_is_not_taken",
     ),
     _bug(
+        "a few places may be anything",
+        "peer.staged",
+        "beyond = max(beyond, merge.norm(",
+        "beyond = min(0.0, merge.norm(",
+        "an owner signs another result for chunks that nobody looks at, and the others fetch 1e34 from it as a repair",
+        "test_a_repair_brings_no_other_values",
+    ),
+    _bug(
+        "a head whose repair was refused is refused itself",
+        "protocol.adoption",
+        "elif shard not in self.repairing:",
+        "else:",
+        "a peer is alone with an honest head, since a liar offered it a spoilt copy",
+        "test_a_repair_brings_no_other_values",
+    ),
+    _bug(
         "states may be infinite",
         "peer.offers",
         "== listed and form.is_finite(memoryview(data))",

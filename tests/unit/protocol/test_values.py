@@ -12,6 +12,7 @@ from stage import SHARD, A, B, C, D, Stage, commit_on, digest, head_of, notes, o
 from p2pdiloco.peer.global_state import GlobalState, MergeResult, UnfitCommitError
 from p2pdiloco.peer.offers import is_listed
 from p2pdiloco.peer.shift_queue import Moves
+from p2pdiloco.peer.staged import Staged
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
@@ -209,6 +210,33 @@ def test_a_state_that_is_too_far_away_is_not_taken() -> None:
             with pytest.raises(UnfitCommitError, match="too far"):
                 owner.state.install(SHARD, later.id, NOTHING, install.farthest)
         assert bool(owner.state.theta.any()) == is_taken
+
+
+def test_a_repair_brings_no_other_values() -> None:
+    """V3b: at one head, too: memory that is altered here and there is mended from whatever it has become; what would be
+    another state is not taken, and asked for elsewhere, eight times."""
+    wide = 4096
+    for altered, theirs, is_taken in ((math.nan, 0.02, True), (1e38, 0.02, True), (0.0, 1e6, False)):
+        mine, momentum = torch.full((wide,), 0.02), torch.zeros(wide)
+        good = mine.clone()
+        mine[7] = altered or 0.02
+        if not is_taken:
+            good[3] = theirs  # one place, and the model is gone
+        staged = Staged(digest("head"), [packed(good, momentum)], b"")
+        distance = staged.distance(StateForm(), mine, momentum)
+        assert (distance < 1.0) == is_taken, (altered, distance)
+    stage = Stage(B, C, has_learner=False)
+    stage.take(stage.commit(tokens(C, 0, 40)))
+    stage.tell(ev.Failed("state", SHARD, None, "chunk 0"))
+    state = stage.machine.core.chains[SHARD].state()
+    [install] = only(stage.tell(ev.Fetched(B, state, ())), ef.Install)
+    assert install.farthest < math.inf or not stage.config.sizes.elements
+    stage.tell(ev.Failed("values", SHARD, None, "too far"))
+    assert SHARD in stage.machine.adoption.repairing
+    assert only(stage.wait(3.0), ef.Fetch), "others are asked"
+    stage.tell(ev.Failed("fetch", SHARD, B, "gone"))
+    child = commit_on(stage.head(), tokens(C, 40, 80))
+    assert not stage.machine.adoption.refusals.is_refused(child, msg.commit_id(child)), "the head is as good as before"
 
 
 # -- what becomes of them ----------------------------------------------------------------------------------------------
