@@ -87,6 +87,8 @@ class Exchange:
         self.down_parameters = 0
         self._setting = setting
         self._noise = torch.Generator().manual_seed(setting.seed)
+        self._usual: dict[ShardId, float] = {}
+        """How long the last honest contribution was."""
         self._turns = [0] * len(layout.shards)
         self._delayed = torch.zeros_like(theta) if setting.outer == "delayed" else torch.empty(0)
 
@@ -97,18 +99,21 @@ class Exchange:
 
     def contribute(self, shard: ShardId, snapshot: Tensor, noise: float = 0.0) -> Parcel:
         """A learner's outer gradient: global parameters minus its own, ``snapshot`` float32 [all elements]. ``noise``:
-        a random vector so many times as long instead."""
+        instead a random vector so many times as long as the last honest one."""
         span = self.span(shard)
-        parcel = pack(self._setting.up, self._disturbed(self.theta[span] - snapshot[span], noise))
+        gradient = self.theta[span] - snapshot[span]
+        if noise:
+            gradient = self._drawn(gradient, noise * self._usual.get(shard, 0.0))
+        else:
+            self._usual[shard] = float(gradient.norm())
+        parcel = pack(self._setting.up, gradient)
         self.up_bytes += parcel.bytes
         self.up_parameters += parcel.values.numel()
         return parcel
 
-    def _disturbed(self, gradient: Tensor, noise: float) -> Tensor:
-        if not noise:
-            return gradient
-        drawn = torch.randn(gradient.shape, generator=self._noise)
-        return drawn.mul_(noise * float(gradient.norm() / drawn.norm()))
+    def _drawn(self, like: Tensor, length: float) -> Tensor:
+        drawn = torch.randn(like.shape, generator=self._noise)
+        return drawn.mul_(length / float(drawn.norm()))
 
     def commit(
         self, shard: ShardId, gradients: Sequence[merge.Gradient], weights: Sequence[float], steps: Sequence[int]

@@ -54,7 +54,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     bounded: bool = False
     """No contribution counts as more than twice as long as the median (shipped); see ``correction``."""
     noise: float = 0.0
-    """The last learner's contributions are noise, so many times as long as they would be; 0: it is honest."""
+    """The last learner's contributions are noise, so many times as long as the others'; 0: it is honest."""
     correction: bool = False
     """The outer momentum's bias is corrected (shipped); what was measured before it had no such field."""
     outer: Literal["nesterov", "delayed"] = "nesterov"
