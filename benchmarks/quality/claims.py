@@ -75,19 +75,31 @@ def parallel(cells: Cells, setting: Setting, steps: int) -> dict[int, float]:
     """Data parallel's test loss by seed, with ``setting``'s model, batch and inner optimizer, in ``steps`` steps, at
     the learning rate that has the best validation loss over the seeds that all rates have."""
     alike = ("width", "depth", "heads", "context", "batch", "final_share", "warmup", "inner", "memory")
-    found = {
-        cell: {seed: halves(figures) for seed, figures in runs.items()}
-        for cell, runs in cells.items()
+    found = [
+        cell
+        for cell in cells
         if cell.method == "parallel"
         and cell.steps == steps
         and cell.data == "same"
         and all(getattr(cell, name) == getattr(setting, name) for name in alike)
-    }
-    if not found:
-        return {}
-    shared = set.intersection(*(set(runs) for runs in found.values()))
-    best = min(found, key=lambda cell: statistics.fmean(found[cell][s][0] for s in shared) if shared else 0.0)
-    return {seed: test for seed, (_, test) in found[best].items()}
+    ]
+    best = _best(cells, found)
+    return {} if best is None else {seed: halves(figures)[1] for seed, figures in cells[best].items()}
+
+
+def _best(cells: Cells, found: Sequence[Setting]) -> Setting | None:
+    """That of the best validation loss, over the seeds that all have; None of none."""
+    shared = set.intersection(*(set(cells[cell]) for cell in found)) if found else set()
+    if not shared:
+        return found[0] if found else None
+    return min(found, key=lambda cell: statistics.fmean(halves(cells[cell][seed])[0] for seed in shared))
+
+
+def tuned(cells: Cells, setting: Setting) -> Setting:
+    """The cell that is ``setting`` but for its learning rate, which is the best of those that were run."""
+    rate = setting.learning_rate
+    found = [cell for cell in cells if msgspec.structs.replace(cell, learning_rate=rate) == setting]
+    return _best(cells, found) or setting
 
 
 def efficiency(loss: float, curve: Mapping[int, float], steps: int) -> float | None:
@@ -103,16 +115,18 @@ def efficiency(loss: float, curve: Mapping[int, float], steps: int) -> float | N
 
 def measured(cells: Cells, claim: Claim) -> dict[str, Any]:
     """A claim's figures, as far as there are any."""
-    setting, runs = claim.setting, cells.get(claim.setting, {})
+    setting = tuned(cells, claim.setting)
+    runs = cells.get(setting, {})
     found: dict[str, Any] = {"seeds": sorted(runs)}
     if not runs:
         return found
     test = {seed: halves(figures)[1] for seed, figures in runs.items()}
+    found["learning_rate"] = setting.learning_rate
     found["validation"] = statistics.fmean(halves(figures)[0] for figures in runs.values())
     found["test"] = list(test.values())
     against = parallel(cells, setting, setting.steps)
     like = {name: getattr(setting, name) for name in ("width", "depth", "heads", "context", "batch", "steps", "inner")}
-    alone = cells.get(seedless(msgspec.structs.replace(SHIPPED, learners=1, **like)), {})
+    alone = cells.get(tuned(cells, seedless(msgspec.structs.replace(SHIPPED, learners=1, **like))), {})
     found["to_parallel"] = [100.0 * (x / against[s] - 1.0) for s, x in sorted(test.items()) if s in against]
     found["to_one"] = [100.0 * (x / halves(alone[s])[1] - 1.0) for s, x in sorted(test.items()) if s in alone]
     shares = []
