@@ -31,6 +31,8 @@ from benchmarks.quality.sweeps import MUON, SHIPPED, UNEVEN
 Cells = Mapping[Setting, Mapping[int, Mapping[str, Any]]]
 LENGTHS = (240, 480, 960, 1440, 1920)
 """Steps of the runs of data parallel that token efficiency is read from."""
+LARGEST_GAP = 2.0
+"""Between two lengths that are joined by a line."""
 
 
 class Claim(NamedTuple):
@@ -55,7 +57,7 @@ def claims() -> list[Claim]:
         _of("as shipped, M = 4, 480 steps in 40 turns", steps=480, sync_every=12),
         *(_of(f"AdamW instead, M = {m}", adamw, learners=m) for m in (8, 4)),
         *(_of(f"bias not corrected, M = {m}", MUON, learners=m) for m in (8, 4, 2)),
-        _of("bias not corrected, M = 4, 20 turns", MUON, steps=480),
+        _of("bias not corrected, M = 4, 20 turns", correction=False, steps=480),
         _of("not corrected, fp32 both ways", MUON, up="fp32", down="fp32"),
         _of("not corrected, int4 at step 1.0", MUON, up="int4@1.0", down="int4@1.0"),
         _of("not corrected, int2", MUON, up="int2", down="int2"),
@@ -104,10 +106,10 @@ def tuned(cells: Cells, setting: Setting) -> Setting:
 
 def efficiency(loss: float, curve: Mapping[int, float], steps: int) -> float | None:
     """The share of ``steps`` after which data parallel has ``loss``, by its loss at other lengths; None where that lies
-    beyond what was run."""
+    beyond what was run, or between lengths too far apart (the curve is bent: a line would flatter)."""
     points = sorted(curve.items())
     for (fewer, worse), (more, better) in itertools.pairwise(points):
-        if better <= loss <= worse:
+        if better <= loss <= worse and more <= LARGEST_GAP * fewer:
             part = (worse - loss) / (worse - better)
             return math.exp(math.log(fewer) + part * (math.log(more) - math.log(fewer))) / steps
     return None

@@ -27,7 +27,7 @@ SHIPPED = msgspec.structs.replace(
     correction=is_bias_corrected(OuterConfig()),
     bounded=True,
 )
-"""What a founder gets who sets nothing but the model, its batch and its inner rate."""
+"""What a founder gets who sets nothing but the model, its batch and its inner rate; but momentum in float32."""
 
 
 def _with(**changes: object) -> Setting:
