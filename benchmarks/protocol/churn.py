@@ -142,6 +142,11 @@ def control_traffic(peers: int) -> Figures:
     }
 
 
+def tokens_trained(world: World) -> int:
+    """By all learners that live."""
+    return sum(process.learner.tokens for process in world.living() if process.learner is not None)
+
+
 def uplinks(peers: int, up_mbit: float | None, seconds: float = 120.0) -> Figures:
     """Versions where each peer has one line for all, ten times as fast down as up; None: every pair has a line of its
     own (200 Mbit/s), as in the other measurements."""
@@ -151,19 +156,18 @@ def uplinks(peers: int, up_mbit: float | None, seconds: float = 120.0) -> Figure
         share_lines(world, dict.fromkeys(world.settings, line))
     for name, setting in world.settings.items():
         world.settings[name] = msgspec.structs.replace(setting, state_bytes=1000)  # how they joined is another matter
-    world.run_until(90.0)
+    world.run_until(180.0)
     network, checks = world.network, world.checks
     network.is_measured = True
     versions, messages, known = checks.versions, network.messages, set(checks.commits)
-    merged, forks = sum(checks.heaviest.values()), checks.forks
-    learners = [process.learner for process in world.living() if process.learner is not None]
-    trained = sum(learner.tokens for learner in learners)
-    world.run_until(90.0 + seconds)
+    merged, forks, trained = sum(checks.heaviest.values()), checks.forks, tokens_trained(world)
+    world.run_until(180.0 + seconds)
     made = max(1, checks.versions - versions)
-    trained = sum(learner.tokens for learner in learners) - trained
+    trained = tokens_trained(world) - trained
     headers = [c.header for key, c in checks.commits.items() if key not in known and c.header is not None]
     return {
         "versions": made,
+        "learners": sum(process.learner is not None for process in world.living()),
         "contributors": round(sum(len(header.contributors) for header in headers) / max(1, len(headers)), 2),
         "merged_share": round((sum(checks.heaviest.values()) - merged) / 8 / trained, 4),
         "forks": checks.forks - forks,

@@ -79,5 +79,5 @@ def regions(path: Path, found: Rows) -> None:
             axes.axvspan(0, (one["over_at"] - one["struck_at"]) / unit, color="#e8e8e8", lw=0)
             axes.axhline(100 * one["share_there"], color="black", lw=1, ls=":")
             axes.plot(times, shares, color=OURS, lw=2)
-            axes.set(xlabel=f"{told} since it began", ylabel="merged, % of all", ylim=(0, 118))
+            axes.set(xlabel=f"{told} since it began", ylabel="merged, % of all", ylim=(0, 130))
             axes.set_title(f"{name}. Dotted: the share that is there", fontsize=11, loc="left")
