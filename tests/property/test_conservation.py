@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from p2pdiloco.peer.global_state import GlobalState, StaleBaseError
@@ -61,6 +62,15 @@ class Loop:
     def begin_again(self) -> None: ...
 
     def end(self) -> None: ...
+
+
+def as_long(values: NDArray[np.float64], value: int) -> int:
+    """``value``, or what makes a contribution at most twice as long as ``values``, and at least half: then neither is
+    cut short."""
+    rms = float(np.sqrt(np.mean(np.square(values))))
+    if not rms or rms / 2 <= abs(value) <= 2 * rms:
+        return value
+    return int(np.copysign(np.floor(rms), value)) if value else 0
 
 
 class Given(NamedTuple):
@@ -257,13 +267,14 @@ class Conservation:
         mine = self.open[piece][:settles]
         base = self.state.heads[piece]
         assert base is not None
-        other = encoded(np.full(ELEMENTS, float(value)))
+        is_given = bool(mine) and np.abs(mine[0].values).max() <= EXACT_MOST // 2
+        other = encoded(np.full(ELEMENTS, float(as_long(mine[0].values, value) if is_given else value)))
         if prepares and not is_own:  # our own merge, which another's commit forestalls
             self.state.merge(
                 piece, base, self.commits, [(Contributor(OTHER, 0, 10, 0, 1), encoded(np.full(ELEMENTS, 9.0)))]
             )
         given = [(Contributor(OTHER, 0, 10, 0, 1), other)]
-        if mine and np.abs(mine[0].values).max() <= EXACT_MOST // 2:
+        if is_given:
             given = [(Contributor(self.learner, 0, 10, 0, 1), mine[0].payload), *given]
         gradient = sum((decoded(payload) for _, payload in given), np.zeros(ELEMENTS)) / len(given)
         if is_own:
