@@ -137,7 +137,7 @@ def _row(evidence: Evidence, axis: Any, index: int, peer: PeerEvidence) -> None:
 def _faults(evidence: Evidence, axis: Any) -> set[Kind]:
     names = [peer.name for peer in evidence.peers]
     for fault in evidence.faults:
-        for name in fault.peers:
+        for name in set(fault.peers).intersection(names):  # of the honest
             _mark(evidence, axis, names.index(name), fault)
     return {fault.kind for fault in evidence.faults}
 

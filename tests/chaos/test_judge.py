@@ -188,3 +188,12 @@ def test_the_timeline_is_a_picture(tmp_path: Path) -> None:
     whole = evidence()
     draw(whole, judge(whole), tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_hits_a_hostile_peer_is_not_drawn(tmp_path: Path) -> None:
+    """It has no row: nothing of it is judged."""
+    whole = evidence()
+    honest = msgspec.structs.replace(whole, peers=whole.peers[1:])
+    assert whole.faults[0].peers == (whole.peers[0].name,)
+    draw(honest, judge(honest), tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").exists()
