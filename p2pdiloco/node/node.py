@@ -162,6 +162,7 @@ class Node:
                 self._twin_seen,
                 self.fellowship,
                 self.whereabouts.ladder,
+                heard_of=lambda: self.peer.machine.view.heard_by_others,
             )
             figures = Figures(self.peer, self.status, self._ask_status)
             self.lookout = Lookout(self.peer, self.transport, self.metrics, self.status, figures)

@@ -3,7 +3,8 @@
 Rules of this file:
 1. The directory gives addresses, nothing else. Who is live is the protocol's decision, from connections. Of a private
    run, only members' records are looked at.
-2. Of two peers the one with the smaller id dials first; the other dials only if nothing came for a while.
+2. Of two peers the one with the smaller id dials first; the other dials only if nothing came for a while. Who has just
+   come dials all whom it finds: they may not look for long (``curiosity.py``).
 3. Addresses are remembered on disk, so that a restarted peer finds the run again without any bootstrap node.
 4. It looks before it announces, and announces at once where another process's record stands in the place of its own:
    so of two with one identity (twins.py) each sees the other, in whatever order they look and announce.
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from p2pdiloco.node.curiosity import Curiosity
 from p2pdiloco.node.fellowship import Fellowship
 from p2pdiloco.node.ladder import Ladder
 from p2pdiloco.protocol.identifiers import PeerId, RunId
@@ -31,12 +33,14 @@ from p2pdiloco.wire.records import PeerRecord
 
 log = logs.get("roster")
 
-LOOK_S = 2.0
-"""Between two looks into the directory."""
-ANNOUNCE_S = 10.0
+ROUND_S = 2.0
+"""Between two looks at who is to be dialled."""
+ANNOUNCE_S, ANNOUNCE_MOST_S = 10.0, 120.0
+"""Between two announcements: as seldom as looks, since who keeps our record may go when others do."""
 NEWS_S = 1.0
 """Where we can be reached in another way than the record says."""
-RECORD_LIFE_S = 40.0
+RECORD_LIFE_S = 480.0
+"""Of all processes alike: a new one's record outlives that of the life before it."""
 LONGEST_PAUSE_S = 30.0
 PATIENCE_S = 3.0
 """How long the peer with the larger id waits to be dialled."""
@@ -90,9 +94,10 @@ class Roster:
         twin_seen: Callable[[PeerRecord], None],
         fellowship: Fellowship,
         ladder: Ladder,
+        heard_of: Callable[[], frozenset[int]] = frozenset,
     ) -> None:
         """``record``: of this peer, as far as others know better. ``twin_seen`` gets one that another process has
-        published."""
+        published. ``heard_of``: see ``Curiosity``."""
         self._run = run
         self._directory = directory
         self._transport = transport
@@ -103,9 +108,10 @@ class Roster:
         self._twin_seen = twin_seen
         self._fellowship = fellowship
         self.began_s = directory.now_s()
-        self._announced_at = -ANNOUNCE_S
+        self._announced_at = -ANNOUNCE_MOST_S
         self._announced = PeerRecord(())
         self._saved: dict[str, list[str]] = {}
+        self._curiosity = Curiosity(transport.peer_id, heard_of)
 
     @property
     def known(self) -> int:
@@ -120,13 +126,14 @@ class Roster:
             self._learn(PeerId(peer), PeerRecord(tuple(addresses)), loop.time())
         async with Tasks() as tasks:
             while True:
-                await self._quietly(self._look(loop.time()))
+                if self._curiosity.look_round(self._transport.peers(), self._known, loop.time()):
+                    await self._quietly(self._look(loop.time()))
                 await self._quietly(self._announce(loop.time()))
                 for peer in self._due(loop.time()):
                     tasks.spawn(self._dial(peer), name=f"dial {peer}")
                 for peer in self._relayed(loop.time()):
                     tasks.spawn(self._look_for_direct_way(peer), name=f"direct way to {peer}")
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(ROUND_S)
 
     def records(self) -> dict[PeerId, PeerRecord]:
         """What is known of the others."""
@@ -138,9 +145,10 @@ class Roster:
 
     def disconnected(self, peer: PeerId) -> None:
         """A connection is lost: dial again soon."""
-        known = self._known.get(peer)
+        known, now = self._known.get(peer), asyncio.get_running_loop().time()
+        self._curiosity.wake(now)
         if known is not None:
-            now = known.since = known.next_dial_at = asyncio.get_running_loop().time()
+            known.since = known.next_dial_at = now
             known.failures = known.failures + 1 if now - known.reached_at < SHORT_S else 0
             if known.failures:
                 known.next_dial_at = now + min(SHORT_PAUSE_S, _pause_s(known.failures))
@@ -153,7 +161,8 @@ class Roster:
 
     async def _announce(self, now: float) -> None:
         is_news = msgspec.structs.replace(self._announced, life="", began_s=0.0) != self._record()
-        if now - self._announced_at >= (NEWS_S if is_news else ANNOUNCE_S):
+        usual_s = min(max(self._curiosity.pause_s, ANNOUNCE_S), ANNOUNCE_MOST_S)
+        if now - self._announced_at >= (NEWS_S if is_news else usual_s):
             told = msgspec.structs.replace(
                 self._record(),
                 life=self._transport.life,
@@ -165,6 +174,7 @@ class Roster:
             self._announced_at = now
 
     async def _look(self, now: float) -> None:
+        is_news = False
         for peer, record in (await self._directory.peers(self._run)).items():
             try:
                 told = decode_as(record, PeerRecord)
@@ -172,9 +182,10 @@ class Roster:
                 log.debug("malformed record ignored", peer=peer)
                 continue
             if peer == self._transport.peer_id and told.life not in ("", self._transport.life):
-                self._announced_at = now - ANNOUNCE_S
+                self._announced_at = now - ANNOUNCE_MOST_S
                 self._twin_seen(told)
-            self._learn(peer, told, now)
+            is_news = self._learn(peer, told, now) or is_news
+        self._curiosity.looked(now, is_news=is_news)
         await self._save()
 
     def _is_of_member(self, peer: PeerId, record: bytes) -> bool:
@@ -184,20 +195,23 @@ class Roster:
             return False
         return self._fellowship.is_announced_by_member(peer, told.chain)
 
-    def _learn(self, peer: PeerId, record: PeerRecord, now: float) -> None:
+    def _learn(self, peer: PeerId, record: PeerRecord, now: float) -> bool:
+        """Whether that is news."""
         if peer == self._transport.peer_id:
-            return
+            return False
         known = self._known.get(peer)
         if known is None:
             if len(self._known) >= MAX_KNOWN:
-                return
-            known = self._known[peer] = _Known(now)
+                return False
+            known = self._known[peer] = _Known(now if self._curiosity.has_looked else now - PATIENCE_S)
         where = (record.addresses, record.points, record.seen)
-        if any(where[:2]) and where != (known.record.addresses, known.record.points, known.record.seen):
+        is_news = any(where[:2]) and where != (known.record.addresses, known.record.points, known.record.seen)
+        if is_news:
             known.failures = 0
             known.next_dial_at = now
         if any(where[:2]):
             known.record = record
+        return is_news
 
     def _due(self, now: float) -> list[PeerId]:
         connected = set(self._transport.peers())

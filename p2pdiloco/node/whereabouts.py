@@ -21,11 +21,12 @@ from typing import Self
 import msgspec
 
 from p2pdiloco.net.handshake import WIRE_VERSION
+from p2pdiloco.node.curiosity import KnownPoints
 from p2pdiloco.node.ladder import Ladder
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import addresses, logs, sockets
 from p2pdiloco.runtime.dialler import Dialler
-from p2pdiloco.runtime.directory import Directory, DirectoryError
+from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.gateway import Lease, RouterPort
 from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
@@ -70,6 +71,7 @@ class Whereabouts:
         members: Callable[[], Mapping[PeerId, PeerRecord]],
     ) -> None:
         self._directory = directory
+        self._known_points = KnownPoints(directory)
         self._transport = transport
         self._announced = list(announced)
         self._members = members
@@ -185,10 +187,7 @@ class Whereabouts:
     async def _candidates(self) -> dict[PeerId, list[str]]:
         """The addresses of each, best first; those that are met already first."""
         told: dict[PeerId, Sequence[str]] = {}
-        try:
-            records = await self._directory.points()
-        except DirectoryError:
-            records = {}
+        records = await self._known_points.records(self._rendezvous.attended, asyncio.get_running_loop().time())
         for peer, body in list(records.items())[:ASKED]:
             with suppress(ValueError):
                 told[peer] = decode_as(body, PointRecord).addresses

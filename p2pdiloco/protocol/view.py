@@ -48,6 +48,12 @@ class MachineView:
         return self._budget.last_step
 
     @property
+    def heard_by_others(self) -> frozenset[int]:
+        """Fingerprints of all whom connected peers say they hear."""
+        lists = self._core.membership.connectedness.lists
+        return frozenset().union(*(prints for peer, prints in lists.items() if peer != self.me))
+
+    @property
     def is_current(self) -> bool:
         """Every shard has had a state."""
         return self._core.is_current

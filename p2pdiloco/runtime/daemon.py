@@ -118,8 +118,16 @@ class Daemon:
         for task in channel_tasks(self._p2p):
             # They fail when p2pd dies; whoever owns this learns that by ``ended`` and ``is_broken``.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        # Every look and every announcement asks up to 20 nodes, and each gives all records that it has: only those that
+        # are to have them shall.
         self._node = await DHTNode.create(
-            p2p=self._p2p, wait_timeout=PING_S, record_validator=self._validator, cache_refresh_before_expiry=0
+            p2p=self._p2p,
+            wait_timeout=PING_S,
+            record_validator=self._validator,
+            cache_refresh_before_expiry=0,
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
         )
         if not self._is_serving:
             self.serve_nobody()

@@ -6,7 +6,8 @@ Rules of this file:
    size and number, gone when they expire. Nothing here decides who is alive.
 3. Every call has a deadline. A read that fails gives what was read before and has not expired; a write raises.
 4. Records expire by the clock that the nodes share (``shared_clock.py``), not by this machine's.
-5. A cut network heals by itself only if somebody calls: every KEEP_S all peers ever met are connected to and pinged.
+5. A cut network heals by itself only if somebody calls: all peers ever met are connected to and pinged, every KEEP_S at
+   first (``pings.py``).
 6. p2pd is supervised: if it dies or stops answering, it is started again with the same identity and port, and what we
    have published is published again.
 """
@@ -27,6 +28,7 @@ from p2pdiloco.runtime.address_book import AddressBook
 from p2pdiloco.runtime.daemon import CALL_S, Daemon, DirectoryError, is_loopback
 from p2pdiloco.runtime.dht import CLOCK, adopt_logging
 from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.pings import Pings
 from p2pdiloco.runtime.record_book import RecordBook
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.wire.records import POINTS_TOPIC, RUNS_TOPIC, TTL_LIMIT_S, Envelope, peers_topic, seal
@@ -43,7 +45,7 @@ KEEP_CONNECT_S = 3.0
 KEPT_PEERS = 32
 """Peers that are called in one round; of more, all in turns."""
 SAVE_ROUNDS = 5
-CLOCK_ROUNDS = (10, 20)
+CLOCK_ROUNDS = (30, 60)
 """At least and at most, between two looks at the others' clocks; drawn, so that nodes do not move all at once."""
 SILENT_ROUNDS = 3
 RESTART_LIMIT_S = 30.0
@@ -86,6 +88,7 @@ class Directory:
         """By topic."""
         self._writing = asyncio.Lock()
         self._next_kept = 0
+        self._pings = Pings(KEEP_S)
         self._silent_rounds = 0
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -362,7 +365,10 @@ class Directory:
                 self._daemon.kill()
                 self._silent_rounds = 0
             return
-        await asyncio.gather(*(self._meet(peer) for peer in self._to_keep()))
+        now = asyncio.get_running_loop().time()
+        due = self._pings.due(self._to_keep(), now)
+        for peer, reason in zip(due, await asyncio.gather(*map(self._meet, due)), strict=True):
+            self._pings.ended(peer, now, is_answered=reason is None)
 
     async def _note_connected(self) -> None:
         for peer, where in (await self._daemon.connected()).items():

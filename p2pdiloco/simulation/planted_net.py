@@ -9,7 +9,50 @@ _ENDPOINTS = "tests/property/test_net_endpoint.py"
 _POINTS = "tests/unit/test_net_introducer.py"
 _MEETING = "tests/integration/test_meeting.py"
 
+_CURIOSITY = "p2pdiloco.node.curiosity"
+_LOOKS = "tests/unit/test_node_curiosity.py"
+
 BUGS = (
+    Bug(
+        name="who is alone waits for its next look",
+        module=_CURIOSITY,
+        old="return self._look_at is None or now >= self._look_at or not connected",
+        new="return self._look_at is None or now >= self._look_at",
+        harm="a peer whose swarm comes back is alone for five minutes more",
+        killed_by=(f"{_LOOKS}::test_who_is_alone_looks_each_time",),
+    ),
+    Bug(
+        name="whom others hear is nobody's business",
+        module=_CURIOSITY,
+        old="if came or unmet - self._unmet:",
+        new="if came:",
+        harm="two peers that did not find each other at first go on without each other",
+        killed_by=(f"{_LOOKS}::test_whom_others_hear_and_we_do_not_is_looked_for",),
+    ),
+    Bug(
+        name="who cannot be met is looked for for ever",
+        module=_CURIOSITY,
+        old="if came or unmet - self._unmet:",
+        new="if came or unmet:",
+        harm="where some pairs cannot connect all read the directory every two seconds",
+        killed_by=(f"{_LOOKS}::test_whom_others_hear_and_we_do_not_is_looked_for",),
+    ),
+    Bug(
+        name="a lost meeting point is not looked for",
+        module=_CURIOSITY,
+        old="if self._attended.difference(attended):",
+        new="if not self._pause:",
+        harm="a peer behind a router cannot be met for five minutes",
+        killed_by=(f"{_LOOKS}::test_meeting_points_are_looked_for_where_none_is_attended_or_one_is_lost",),
+    ),
+    Bug(
+        name="a silent node of the directory is pinged as seldom as others",
+        module="p2pdiloco.runtime.pings",
+        old="        if is_answered != known.has_answered:",
+        new="        if not known:",
+        harm="a directory that was cut stays so for minutes",
+        killed_by=(f"{_LOOKS}::test_who_answers_is_pinged_ever_more_seldom_and_who_does_not_any_more_at_once",),
+    ),
     Bug(
         name="a router's answer to somebody else is taken",
         module="p2pdiloco.wire.mappings",

@@ -1,0 +1,95 @@
+"""When the directory is asked: where it is needed, since what a look costs grows with the run.
+
+Rules of this file:
+1. Peers: every LOOK_S by who is alone; soon when somebody came whom we did not know, or went, or when others hear a
+   peer that is not connected here (their heartbeats tell); else ever more seldom.
+2. Meeting points: soon when one that was attended is not any more; ever more seldom while nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from p2pdiloco.protocol.connectedness import fingerprint
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.runtime.backoff import Backoff
+from p2pdiloco.runtime.directory import Directory, DirectoryError
+
+LOOK_S, LOOK_MOST_S = 2.0, 300.0
+"""Between two looks."""
+UNMET_MOST_S = 30.0
+"""At most, between two looks for meeting points where none is attended."""
+
+
+class Curiosity:
+    """Of peer ``me`` about the others of its run. ``heard_of``: fingerprints of all whom others hear."""
+
+    def __init__(self, me: PeerId, heard_of: Callable[[], frozenset[int]]) -> None:
+        self._me = me
+        self._heard_of = heard_of
+        self._pause = Backoff(LOOK_S, LOOK_MOST_S)
+        self._look_at: float | None = None
+        self._unmet: frozenset[int] = frozenset()
+        """Whom others heard and we did not when we last looked round."""
+        self._connected: frozenset[PeerId] = frozenset()
+        """Who was then."""
+
+    @property
+    def pause_s(self) -> float:
+        """Until the look after the next one."""
+        return self._pause.pause_s
+
+    @property
+    def has_looked(self) -> bool:
+        """Into the directory, ever."""
+        return self._look_at is not None
+
+    def look_round(self, connected: Collection[PeerId], known: Collection[PeerId], now: float) -> bool:
+        """Whether the directory is to be asked now."""
+        unmet = self._heard_of() - {fingerprint(peer) for peer in (*connected, self._me)}
+        came = any(peer not in known and peer not in self._connected for peer in connected)
+        if came or unmet - self._unmet:
+            self.wake(now)
+        self._unmet, self._connected = unmet, frozenset(connected)
+        return self._look_at is None or now >= self._look_at or not connected
+
+    def wake(self, now: float) -> None:
+        """There is news: look soon."""
+        self._pause.reset()
+        if self._look_at is not None:
+            self._look_at = min(self._look_at, now + LOOK_S)
+
+    def looked(self, now: float, *, is_news: bool) -> None:
+        """The directory was asked."""
+        if is_news:
+            self._pause.reset()
+        self._look_at = now + self._pause.next_s()
+
+
+class KnownPoints:
+    """The meeting points in the directory."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._pause = Backoff(LOOK_S, LOOK_MOST_S)
+        self._look_at = float("-inf")
+        self._attended: frozenset[PeerId] = frozenset()
+        self._records: dict[PeerId, bytes] = {}
+
+    async def records(self, attended: Collection[PeerId], now: float) -> dict[PeerId, bytes]:
+        """As ``Directory.points`` gave them last."""
+        if self._attended.difference(attended):
+            self._pause.reset()
+            self._look_at = now
+        self._attended = frozenset(attended)
+        if now >= self._look_at:
+            try:
+                found = await self._directory.points()
+            except DirectoryError:
+                found = self._records
+            if found != self._records:
+                self._records = found
+                self._pause.reset()
+            pause_s = self._pause.next_s()
+            self._look_at = now + (pause_s if attended else min(pause_s, UNMET_MOST_S))
+        return self._records

@@ -1,0 +1,144 @@
+"""When the directory is asked, in numbers: where it is needed, and seldom otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+from p2pdiloco.node.curiosity import LOOK_MOST_S, LOOK_S, UNMET_MOST_S, Curiosity, KnownPoints
+from p2pdiloco.protocol.connectedness import fingerprint
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.runtime.directory import Directory, DirectoryError
+from p2pdiloco.runtime.pings import CALM_S, PEERS_MOST, SILENT_S, Pings
+
+ANN, BOB, CID = (PeerId(name) for name in ("ann", "bob", "cid"))
+
+
+class Round:
+    """Curiosity of ann, asked every LOOK_S as the roster asks it."""
+
+    def __init__(self) -> None:
+        self.heard: frozenset[int] = frozenset()
+        self.curiosity = Curiosity(ANN, lambda: self.heard)
+        self.connected = [BOB]
+        self.known = [BOB]
+        self.now = 0.0
+
+    def looks(self, seconds: float) -> list[float]:
+        """When it looks, from now on."""
+        found, begin = list[float](), self.now
+        while self.now < begin + seconds:
+            if self.curiosity.look_round(self.connected, self.known, self.now):
+                self.curiosity.looked(self.now, is_news=False)
+                found.append(self.now - begin)
+            self.now += LOOK_S
+        return found
+
+
+def test_who_is_among_all_whom_it_knows_looks_ever_more_seldom() -> None:
+    round_ = Round()
+    assert not round_.curiosity.has_looked
+    assert round_.looks(100.0) == [0.0, 2.0, 6.0, 14.0, 30.0, 62.0]
+    assert round_.curiosity.has_looked
+    assert 3 <= len(round_.looks(4 * LOOK_MOST_S)) <= 5
+
+
+def test_who_is_alone_looks_each_time() -> None:
+    round_ = Round()
+    round_.looks(1000.0)
+    round_.connected = []
+    assert len(round_.looks(20.0)) == 10
+
+
+def test_news_are_looked_after_soon() -> None:
+    """Somebody is lost; somebody comes of whom nothing is known; what was read was new."""
+    round_ = Round()
+    round_.looks(1000.0)
+    round_.curiosity.wake(round_.now)
+    assert round_.looks(10.0) == [2.0, 4.0, 8.0]
+    round_.looks(1000.0)
+    round_.connected = [BOB, CID]
+    assert round_.looks(10.0) == [2.0, 4.0, 8.0]
+    assert round_.looks(5.0) == [], "the same one is no news again"
+    round_.looks(1000.0)
+    round_.curiosity.looked(round_.now, is_news=True)
+    assert round_.looks(10.0) == [2.0, 6.0]
+
+
+def test_whom_others_hear_and_we_do_not_is_looked_for() -> None:
+    round_ = Round()
+    round_.looks(1000.0)
+    round_.heard = frozenset(map(fingerprint, (ANN, BOB)))
+    assert round_.looks(60.0) == []
+    round_.heard |= {fingerprint(CID)}
+    assert round_.looks(20.0) == [2.0, 4.0, 8.0, 16.0]
+    round_.looks(1000.0)
+    assert round_.looks(60.0) == [], "one who cannot be met is not looked for again and again"
+
+
+class Board:
+    """A directory of meeting points."""
+
+    def __init__(self) -> None:
+        self.found: dict[PeerId, bytes] = {}
+        self.is_down = False
+        self.reads = 0
+
+    async def points(self) -> dict[PeerId, bytes]:
+        self.reads += 1
+        if self.is_down:
+            raise DirectoryError("down")
+        return dict(self.found)
+
+
+def test_meeting_points_are_looked_for_where_none_is_attended_or_one_is_lost() -> None:
+    async def story() -> None:
+        board, now = Board(), 0.0
+        points = KnownPoints(cast(Directory, board))
+
+        async def reads(attended: list[PeerId], seconds: float) -> int:
+            nonlocal now
+            before, end = board.reads, now + seconds
+            while now < end:
+                assert await points.records(attended, now) == board.found or board.is_down
+                now += 2.0
+            return board.reads - before
+
+        board.found = {BOB: b"here"}
+        await reads([], 600.0)
+        assert 600.0 / UNMET_MOST_S - 1 <= await reads([], 600.0) <= 600.0 / UNMET_MOST_S + 1
+        assert await reads([BOB], 1200.0) <= 5
+        assert await reads([], 4.0) == 2, "it is lost"
+        board.is_down = True
+        await reads([], 60.0)
+        assert await points.records([], now) == {BOB: b"here"}, "what was read stays"
+
+    asyncio.run(story())
+
+
+def pinged(pings: Pings, peer: PeerId, begin: float, seconds: float, *, is_answered: bool) -> list[float]:
+    """When, with a look each half second."""
+    found = list[float]()
+    for tick in range(int(2 * seconds)):
+        now = begin + tick / 2
+        if pings.due([peer], now):
+            pings.ended(peer, now, is_answered=is_answered)
+            found.append(now - begin)
+    return found
+
+
+def test_who_answers_is_pinged_ever_more_seldom_and_who_does_not_any_more_at_once() -> None:
+    pings = Pings(2.0)
+    assert pinged(pings, ANN, 0.0, 31.0, is_answered=True) == [0.0, 2.0, 6.0, 14.0, 30.0]
+    assert len(pinged(pings, ANN, 31.0, 600.0, is_answered=True)) <= 600.0 / CALM_S + 1
+    silent = pinged(pings, ANN, 700.0, 100.0, is_answered=False)
+    assert silent[:4] == [0.0, 2.0, 6.0, 14.0]
+    assert len(silent) >= 100.0 / SILENT_S
+    assert pinged(pings, ANN, 900.0, 7.0, is_answered=True) == [0.0, 2.0, 6.0], "it is back"
+
+
+def test_pings_of_more_peers_than_have_room_are_forgotten() -> None:
+    pings = Pings(2.0)
+    for number in range(PEERS_MOST + 1):
+        pings.ended(PeerId(str(number)), 1.0, is_answered=True)
+    assert pings.due([PeerId("0"), PeerId("1")], 1.0) == [PeerId("0")]
