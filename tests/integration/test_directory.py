@@ -94,7 +94,7 @@ def test_peers_find_each_others_records(run: Callable[[Main], None], tmp_path: P
 def test_records_expire(run: Callable[[Main], None]) -> None:
     async def main() -> None:
         async with member() as boot, member(where(boot)) as ann:
-            await ann.publish_peer(RUN, b"soon gone", 0.3)
+            await ann.publish_peer(RUN, b"soon gone", 1.5)
             assert await boot.peers(RUN) == {ann.peer_id: b"soon gone"}
             await until_async(lambda: _is_empty(boot))
 
