@@ -225,7 +225,7 @@ BUGS = (
     Bug(
         name="a record that is not ours stays in our place",
         module="p2pdiloco.node.roster",
-        old="                self._announced_at = now - ANNOUNCE_S\n",
+        old="                self._announced_at = now - ANNOUNCE_MOST_S\n",
         new="",
         harm="of two processes that start at once the later one always overwrites what it should see, and stays",
         killed_by=("tests/unit/test_node_roster.py::test_two_that_started_at_once_see_each_other",),

@@ -8,6 +8,7 @@ from typing import cast
 from p2pdiloco.node.curiosity import LOOK_MOST_S, LOOK_S, UNMET_MOST_S, Curiosity, KnownPoints
 from p2pdiloco.protocol.connectedness import fingerprint
 from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.runtime.backoff import Backoff
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.pings import CALM_S, PEERS_MOST, SILENT_S, Pings
 
@@ -142,3 +143,10 @@ def test_pings_of_more_peers_than_have_room_are_forgotten() -> None:
     for number in range(PEERS_MOST + 1):
         pings.ended(PeerId(str(number)), 1.0, is_answered=True)
     assert pings.due([PeerId("0"), PeerId("1")], 1.0) == [PeerId("0")]
+
+
+def test_a_pause_doubles_until_there_is_news() -> None:
+    backoff = Backoff(2.0, 10.0)
+    assert [backoff.next_s() for _ in range(5)] == [2.0, 4.0, 8.0, 10.0, 10.0]
+    backoff.reset()
+    assert (backoff.pause_s, backoff.next_s(), backoff.pause_s) == (2.0, 2.0, 4.0)
