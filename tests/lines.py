@@ -75,11 +75,12 @@ def watch() -> Lines:
 
 
 def machine(seeds: range) -> None:
-    """The machine alone."""
+    """The machine alone, in mixed worlds and beside liars."""
     from p2pdiloco.simulation.seeds import run_seed
 
     for seed in seeds:
         run_seed(seed)
+        run_seed(seed, scenario="liars")
 
 
 def whole(seeds: range) -> None:

@@ -169,9 +169,8 @@ class Roster:
                 began_s=self.began_s,
                 chain=self._fellowship.door.chain,
             )
-            self._announced = msgspec.structs.replace(told, chain=b"")
             await self._directory.publish_peer(self._run, msgspec.msgpack.encode(told), RECORD_LIFE_S)
-            self._announced_at = now
+            self._announced, self._announced_at = msgspec.structs.replace(told, chain=b""), now
 
     async def _look(self, now: float) -> None:
         is_news = False

@@ -223,6 +223,15 @@ BUGS = (
         killed_by=(f"{_ENDPOINTS}::test_what_comes_with_a_proof_that_is_turned_away_is_not_heard",),
     ),
     Bug(
+        name="what the directory did not take counts as told",
+        module="p2pdiloco.node.roster",
+        old="            await self._directory.publish_peer(",
+        new='            self._announced = msgspec.structs.replace(told, chain=b"")\n'
+        "            await self._directory.publish_peer(",
+        harm="two peers that come at once behind routers do not learn for minutes where the other can be met",
+        killed_by=("tests/unit/test_node_roster.py::test_news_that_the_directory_did_not_take_is_told_again_soon",),
+    ),
+    Bug(
         name="a record that is not ours stays in our place",
         module="p2pdiloco.node.roster",
         old="                self._announced_at = now - ANNOUNCE_MOST_S\n",

@@ -16,7 +16,7 @@ from p2pdiloco.node.ladder import Ladder
 from p2pdiloco.node.roster import RECORD_LIFE_S, Roster
 from p2pdiloco.peersim.loop import VirtualLoop
 from p2pdiloco.protocol.identifiers import PeerId, RunId
-from p2pdiloco.runtime.directory import Directory
+from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.transport import Transport
 from p2pdiloco.wire.records import PeerRecord
 
@@ -30,6 +30,8 @@ class Board:
     """A directory: of one publisher's records the one that expires last stands."""
 
     def __init__(self) -> None:
+        self.refused = 0
+        """Publications to come that fail."""
         self.standing: dict[PeerId, tuple[float, bytes]] = {}
         self.accepts: Callable[[PeerId, bytes], bool] = lambda _peer, _record: True
 
@@ -43,6 +45,9 @@ class Board:
     async def publish_peer(self, run: RunId, record: bytes, ttl_s: float) -> None:
         expires_s = self.now_s() + ttl_s
         await asyncio.sleep(LATENCY_S)
+        if self.refused:
+            self.refused -= 1
+            raise DirectoryError("publishing failed")
         self.standing[ME] = max(self.standing.get(ME, (0.0, b"")), (expires_s, record))
 
     async def peers(self, run: RunId) -> dict[PeerId, bytes]:
@@ -76,11 +81,12 @@ class Process:
 
     def __init__(self, board: Board, life: str, folder: Path) -> None:
         self.seen: dict[str, float] = {}
+        self.record = PeerRecord((f"/ip4/127.0.0.1/tcp/1/p2p/{life}",))
         self.roster = Roster(
             RUN,
             cast(Directory, board),
             cast(Transport, Lines(life)),
-            lambda: PeerRecord((f"/ip4/127.0.0.1/tcp/1/p2p/{life}",)),
+            lambda: self.record,
             folder / f"{life}.json",
             self._saw,
             cast(Fellowship, OpenRun()),
@@ -132,5 +138,22 @@ def test_who_is_alone_sees_nobody_and_stays_announced(tmp_path: Path) -> None:
         await running(only, apart_s=0.0, for_s=3 * RECORD_LIFE_S)
         assert not only.seen
         assert board.standing[ME][0] > Board.now_s() + RECORD_LIFE_S / 2
+
+    in_virtual_time(main)
+
+
+def test_news_that_the_directory_did_not_take_is_told_again_soon(tmp_path: Path) -> None:
+    """Where a peer can be met is news, and comes while the directory's node changes how it takes part."""
+
+    async def main() -> None:
+        board = Board()
+        only = Process(board, "only", tmp_path)
+        telling = asyncio.ensure_future(only.roster.keep())
+        await asyncio.sleep(RESOLVED_S)
+        only.record = PeerRecord((), points=("/ip4/1.1.1.1/tcp/1/p2p/hub",))
+        board.refused = 2
+        await asyncio.sleep(RESOLVED_S)
+        assert b"hub" in board.standing[ME][1]
+        telling.cancel()
 
     in_virtual_time(main)

@@ -32,7 +32,9 @@ def test_a_question_is_answered_or_refused_in_words(tmp_path: Path) -> None:
             assert (await ann.peer.answer(bob.id, encode(GetManifest()))).payload == stage.manifest.encode()
             answer = await ann.peer.answer(bob.id, question)
             assert answer.payload is not None
-            assert bytes(answer.payload) == ann.state.theta[:64].numpy().tobytes() + bytes(4 * 64)
+            assert bytes(answer.payload) == ann.state.theta[:64].numpy().tobytes() + bytes(2 * 64), (
+                "float32, and a momentum in bfloat16"
+            )
             assert answer.priority == STATE_PRIORITY
             refused = {
                 b"no question": "malformed request",
