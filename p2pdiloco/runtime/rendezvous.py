@@ -11,9 +11,8 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections import deque
+from collections.abc import Callable, Iterable
 
 from msgspec import Struct
 
@@ -72,8 +71,6 @@ class Rendezvous:
         """Where a peer can be met, for further connections to it."""
         self._calls: deque[float] = deque()
         self._coming = 0
-        self._asking: Counter[PeerId] = Counter()
-        """Requests to meeting points that are under way."""
         transport.strangers.again = self._again
 
     # -- attending ---------------------------------------------------------------------------------------------------
@@ -88,14 +85,14 @@ class Rendezvous:
         """
         point = self._parsed(text)
         assert point.peer is not None
-        async with self._linked(point) as (links, where):
-            try:
-                body = encode(intro.Attend(ports, token))
-                told = decode_as((await links.request(point.peer, body, timeout_s=ATTEND_S)).body, intro.Attended)
-            except (RequestError, ValueError) as error:
-                raise DialError(f"meeting point {where}: {error}") from error
-            attendance = self.attended[point.peer] = Attendance(text, told, elsewhere)
-            return attendance
+        links, where = await self._linked(point)
+        try:
+            body = encode(intro.Attend(ports, token))
+            told = decode_as((await links.request(point.peer, body, timeout_s=ATTEND_S)).body, intro.Attended)
+        except (RequestError, ValueError) as error:
+            raise DialError(f"meeting point {where}: {error}") from error
+        attendance = self.attended[point.peer] = Attendance(text, told, elsewhere)
+        return attendance
 
     def forget(self) -> list[PeerId]:
         """Meeting points that are gone: their connection has ended."""
@@ -139,12 +136,12 @@ class Rendezvous:
         assert point.peer is not None
         if point.peer == self._transport.peer_id:
             raise DialError("it attends here, and did not come: it is dialled by nobody else")
-        async with self._linked(point) as (links, where):
-            try:
-                answer = await links.request(point.peer, encode(intro.Meet(peer, True)), timeout_s=ASK_S)
-                ticket = decode_as(answer.body, intro.Introduced).ticket
-            except (RequestError, ValueError) as error:
-                raise DialError(f"meeting point {where}: {error}") from error
+        links, where = await self._linked(point)
+        try:
+            answer = await links.request(point.peer, encode(intro.Meet(peer, True)), timeout_s=ASK_S)
+            ticket = decode_as(answer.body, intro.Introduced).ticket
+        except (RequestError, ValueError) as error:
+            raise DialError(f"meeting point {where}: {error}") from error
         return await self._meet(where, ticket, Role.DIALLER, may_relay=may_relay)
 
     async def _meet(self, where: Address, ticket: bytes, role: Role, *, may_relay: bool = True) -> Met:
@@ -196,10 +193,8 @@ class Rendezvous:
             raise DialError(f"meeting point {text} lacks the peer id")
         return point
 
-    @asynccontextmanager
-    async def _linked(self, point: Address) -> AsyncIterator[tuple[Transport, Address]]:
-        """The transport that is connected to it, and where its lines are opened. A connection to a point outside the
-        run lasts as long as it is attended or asked something: whoever names points costs no places."""
+    async def _linked(self, point: Address) -> tuple[Transport, Address]:
+        """The transport that is connected to it, and where its lines are opened."""
         assert point.peer is not None
         links = self._transport if self._is_member(point.peer) else self._outside
         if point.peer not in links.peers():
@@ -207,15 +202,7 @@ class Rendezvous:
                 await self._dialler.dial(links, str(point), DIAL_S)
             except ValueError as error:
                 raise DialError(str(error)) from error
-        self._asking[point.peer] += 1
-        try:
-            yield links, self._where(point, point.peer)
-        finally:
-            self._asking[point.peer] -= 1
-            if not self._asking[point.peer]:
-                del self._asking[point.peer]
-                if links is self._outside and point.peer not in self.attended:
-                    links.disconnect(point.peer, "that was all")
+        return links, self._where(point, point.peer)
 
     def _where(self, point: Address, peer: PeerId) -> Address:
         """As it was dialled; where it dialled us, as it says."""

@@ -102,14 +102,6 @@ BUGS = (
         killed_by=("tests/unit/test_node_ladder.py::test_two_hundred_forged_records_have_a_machine_dialled_few_times",),
     ),
     Bug(
-        name="a meeting point that was asked once stays connected",
-        module="p2pdiloco.runtime.rendezvous",
-        old='                    links.disconnect(point.peer, "that was all")\n',
-        new="                    pass\n",
-        harm="records that name ever new meeting points fill a peer's places",
-        killed_by=(f"{_MEETING}::test_a_point_outside_the_run_that_a_record_names_costs_no_place",),
-    ),
-    Bug(
         name="a meeting point may name any address",
         module="p2pdiloco.runtime.lines",
         old="    return ip.is_global or not teller.is_global\n",

@@ -17,6 +17,7 @@ from p2pdiloco.chaos.swarm import Member, Swarm
 from p2pdiloco.protocol.identifiers import LearnerId, peer_of
 from p2pdiloco.training import PROGRAM
 
+Member.by_command = staticmethod(Member.begin)  # type: ignore[attr-defined]
 Member.begin = staticmethod(begin)  # type: ignore[method-assign]
 START_S = 120.0
 """Everything that starts Python with torch, on a busy machine."""

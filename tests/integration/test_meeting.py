@@ -252,21 +252,6 @@ def test_garbage_on_a_line_ends_it_at_once(said: bytes) -> None:
     run(work)
 
 
-def test_a_point_outside_the_run_that_a_record_names_costs_no_place() -> None:
-    async def work() -> None:
-        async with meeting() as (ann, bob, _, _), Tasks() as tasks:
-            hub = One(tasks, LISTEN)
-            hub.handler.point = MeetingPoint(hub.transport, None)
-            async with hub.transport:
-                (address,) = hub.transport.listen_addresses()
-                await bob.rendezvous.attend(address, (), b"")
-                assert await ann.rendezvous.reach(bob.id, [address]) == bob.id
-                await until(lambda: hub.id not in ann.transport.peers())
-                assert hub.id in bob.transport.peers(), "who attends stays"
-
-    run(work)
-
-
 def test_a_relay_keeps_to_its_budget_and_uses_it() -> None:
     rate = 4e6
 
