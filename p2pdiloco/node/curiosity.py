@@ -17,6 +17,9 @@ from p2pdiloco.runtime.directory import Directory, DirectoryError
 
 LOOK_S, LOOK_MOST_S = 2.0, 300.0
 """Between two looks."""
+UNMET_LOOK_S, UNMET_FOR_S = 6.0, 120.0
+"""Between two looks, at most, for so long after others hear a peer that is not connected here: where it can be met may
+change, as when a meeting point has died."""
 UNMET_MOST_S = 30.0
 """At most, between two looks for meeting points where none is attended."""
 
@@ -29,6 +32,7 @@ class Curiosity:
         self._heard_of = heard_of
         self._pause = Backoff(LOOK_S, LOOK_MOST_S)
         self._look_at: float | None = None
+        self._looked_at = self._unmet_at = float("-inf")
         self._unmet: frozenset[int] = frozenset()
         """Whom others heard and we did not when we last looked round."""
         self._connected: frozenset[PeerId] = frozenset()
@@ -48,10 +52,15 @@ class Curiosity:
         """Whether the directory is to be asked now."""
         unmet = self._heard_of() - {fingerprint(peer) for peer in (*connected, self._me)}
         came = any(peer not in known and peer not in self._connected for peer in connected)
+        if unmet - self._unmet:
+            self._unmet_at = now
         if came or unmet - self._unmet:
             self.wake(now)
         self._unmet, self._connected = unmet, frozenset(connected)
-        return self._look_at is None or now >= self._look_at or not connected
+        if self._look_at is None or not connected:
+            return True
+        is_sought = unmet and now - self._unmet_at < UNMET_FOR_S
+        return now >= (min(self._look_at, self._looked_at + UNMET_LOOK_S) if is_sought else self._look_at)
 
     def wake(self, now: float) -> None:
         """There is news: look soon."""
@@ -63,7 +72,7 @@ class Curiosity:
         """The directory was asked."""
         if is_news:
             self._pause.reset()
-        self._look_at = now + self._pause.next_s()
+        self._look_at, self._looked_at = now + self._pause.next_s(), now
 
 
 class KnownPoints:

@@ -16,8 +16,8 @@ BUGS = (
     Bug(
         name="who is alone waits for its next look",
         module=_CURIOSITY,
-        old="return self._look_at is None or now >= self._look_at or not connected",
-        new="return self._look_at is None or now >= self._look_at",
+        old="if self._look_at is None or not connected:",
+        new="if self._look_at is None:",
         harm="a peer whose swarm comes back is alone for five minutes more",
         killed_by=(f"{_LOOKS}::test_who_is_alone_looks_each_time",),
     ),

@@ -72,7 +72,7 @@ def test_whom_others_hear_and_we_do_not_is_looked_for() -> None:
     round_.heard = frozenset(map(fingerprint, (ANN, BOB)))
     assert round_.looks(60.0) == []
     round_.heard |= {fingerprint(CID)}
-    assert round_.looks(20.0) == [2.0, 4.0, 8.0, 16.0]
+    assert round_.looks(20.0) == [0.0, 2.0, 6.0, 12.0, 18.0]
     round_.looks(1000.0)
     assert round_.looks(60.0) == [], "one who cannot be met is not looked for again and again"
 
