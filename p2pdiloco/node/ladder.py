@@ -5,7 +5,8 @@ Rules of this file:
    ends the others.
 2. A private address is dialled only by who may share its network: the peer is seen as that address, or both are seen as
    one (behind one router), or nobody knows yet. A loopback address is dialled only if there is no other.
-3. Where an address may answer, a meeting begins a little later; where none may, at once.
+3. Where an address may answer, a meeting begins a little later; where none may, at once. Of whom no meeting point is
+   known those that we attend are asked, later: it can be dialled, or dials us, mostly.
 4. What failed is told whole, newest first.
 """
 
@@ -29,6 +30,8 @@ ADDRESSES = 8
 STAGGER_S = 0.2
 MEETING_S = 0.4
 """After the last dial began."""
+UNNAMED_S = 2.0
+"""Later still, where the record names no meeting point."""
 DIAL_S = 8.0
 
 
@@ -57,8 +60,9 @@ class Ladder:
             (number * STAGGER_S, self._dialler.dial(self._transport, _named(address, peer), DIAL_S))
             for number, address in enumerate(where)
         ]
-        if record.points:
+        if record.points or self._rendezvous.attended:
             delay_s = len(where) * STAGGER_S + MEETING_S if where else 0.0
+            delay_s += 0.0 if record.points else UNNAMED_S
             ways.append((delay_s, self._meet(peer, record.points)))
         if not ways:
             raise DialError(_nowhere(record))
@@ -82,7 +86,7 @@ class Ladder:
             for way in running:
                 way.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-        if impostor is not None and len(ways) == 1:
+        if impostor is not None and len(where) == 1 and not record.points:
             raise impostor
         raise DialError("; ".join(dict.fromkeys(reasons)))
 

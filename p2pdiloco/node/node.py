@@ -164,6 +164,7 @@ class Node:
                 self.whereabouts.ladder,
                 heard_of=lambda: self.peer.machine.view.heard_by_others,
             )
+            handler.learn = self.roster.told
             figures = Figures(self.peer, self.status, self._ask_status)
             self.lookout = Lookout(self.peer, self.transport, self.metrics, self.status, figures)
             await stack.enter_async_context(self.transport)

@@ -8,6 +8,8 @@ Rules of this file:
 3. Addresses are remembered on disk, so that a restarted peer finds the run again without any bootstrap node.
 4. It looks before it announces, and announces at once where another process's record stands in the place of its own:
    so of two with one identity (twins.py) each sees the other, in whatever order they look and announce.
+5. Who is connected is told how we can be reached, whenever that changes, and tells us: the directory, which is asked
+   seldom, is for who is not. What a connected peer says of itself is newer than its record there.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.files import write_atomically
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.transport import DialError, Impostor, PeerRefused, Transport
-from p2pdiloco.wire.bodies import decode_as
+from p2pdiloco.wire.answers import RequestError, RequestRefused
+from p2pdiloco.wire.bodies import decode_as, encode
+from p2pdiloco.wire.introductions import Reachable
 from p2pdiloco.wire.records import PeerRecord
 
 log = logs.get("roster")
@@ -39,6 +43,7 @@ ANNOUNCE_S, ANNOUNCE_MOST_S = 10.0, 120.0
 """Between two announcements: as seldom as looks, since who keeps our record may go when others do."""
 NEWS_S = 1.0
 """Where we can be reached in another way than the record says."""
+TELL_S = 8.0
 RECORD_LIFE_S = 480.0
 """Of all processes alike: a new one's record outlives that of the life before it."""
 LONGEST_PAUSE_S = 30.0
@@ -58,6 +63,7 @@ class _Known:
         "direct_tries",
         "failures",
         "is_dialling",
+        "is_first_hand",
         "next_dial_at",
         "next_direct_at",
         "reached_at",
@@ -76,6 +82,8 @@ class _Known:
         self.refusals = 0
         """Dials that were answered by a no, or by somebody else."""
         self.is_dialling = False
+        self.is_first_hand = False
+        """The record is its own word, over a connection that lasts."""
         self.next_direct_at: float | None = None
         """When a direct way is looked for, of a peer over a relay."""
         self.direct_tries = 0
@@ -110,6 +118,8 @@ class Roster:
         self.began_s = directory.now_s()
         self._announced_at = -ANNOUNCE_MOST_S
         self._announced = PeerRecord(())
+        self._told: dict[PeerId, tuple[str | None, PeerRecord]] = {}
+        """Which life of each connected peer knows what of us."""
         self._saved: dict[str, list[str]] = {}
         self._curiosity = Curiosity(transport.peer_id, heard_of)
 
@@ -129,6 +139,8 @@ class Roster:
                 if self._curiosity.look_round(self._transport.peers(), self._known, loop.time()):
                     await self._quietly(self._look(loop.time()))
                 await self._quietly(self._announce(loop.time()))
+                for peer in self._untold():
+                    tasks.spawn(self._tell(peer), name=f"tell {peer}")
                 for peer in self._due(loop.time()):
                     tasks.spawn(self._dial(peer), name=f"dial {peer}")
                 for peer in self._relayed(loop.time()):
@@ -139,6 +151,13 @@ class Roster:
         """What is known of the others."""
         return {peer: known.record for peer, known in self._known.items()}
 
+    def told(self, peer: PeerId, record: PeerRecord) -> None:
+        """``peer`` is connected, and says how it can be reached."""
+        if not self._fellowship.observes(peer):
+            self._learn(peer, record, asyncio.get_running_loop().time())
+            if peer in self._known:
+                self._known[peer].is_first_hand = True
+
     async def withdraw(self) -> None:
         """Take our record back."""
         await self._quietly(self._directory.withdraw_peer(self._run))
@@ -148,6 +167,7 @@ class Roster:
         known, now = self._known.get(peer), asyncio.get_running_loop().time()
         self._curiosity.wake(now)
         if known is not None:
+            known.is_first_hand = False
             known.since = known.next_dial_at = now
             known.failures = known.failures + 1 if now - known.reached_at < SHORT_S else 0
             if known.failures:
@@ -183,9 +203,28 @@ class Roster:
             if peer == self._transport.peer_id and told.life not in ("", self._transport.life):
                 self._announced_at = now - ANNOUNCE_MOST_S
                 self._twin_seen(told)
-            is_news = self._learn(peer, told, now) or is_news
+            if not (peer in self._known and self._known[peer].is_first_hand):
+                is_news = self._learn(peer, told, now) or is_news
         self._curiosity.looked(now, is_news=is_news)
         await self._save()
+
+    def _untold(self) -> list[PeerId]:
+        """Connected peers that do not know how we can be reached now. Of two that connect one knows the other, which is
+        told, and then knows the one; who only asks is known to nobody."""
+        record, lives = self._record(), {peer: self._transport.life_of(peer) for peer in self._transport.peers()}
+        self._told = {peer: told for peer, told in self._told.items() if peer in lives}
+        return [peer for peer in lives if peer in self._known and self._told.get(peer) != (lives[peer], record)]
+
+    async def _tell(self, peer: PeerId) -> None:
+        told = self._told[peer] = (self._transport.life_of(peer), self._record())
+        try:
+            await self._transport.request(peer, encode(Reachable(told[1])), timeout_s=TELL_S)
+        except RequestRefused as error:
+            log.debug("a peer does not want to know how we can be reached", peer=peer, reason=str(error))
+        except RequestError as error:
+            log.debug("a peer was not told how we can be reached", peer=peer, reason=str(error))
+            if self._told.get(peer) == told:
+                del self._told[peer]
 
     def _is_of_member(self, peer: PeerId, record: bytes) -> bool:
         try:

@@ -112,14 +112,14 @@ class Whereabouts:
     @property
     def seen(self) -> tuple[str, ...]:
         """The hosts as which meeting points see us."""
-        found = (one.told.host for one in self._rendezvous.attended.values())
+        found = (told.host for told in self._rendezvous.told)
         return tuple(dict.fromkeys(found))[:POINTS]
 
     @property
     def is_dialable(self) -> bool | None:
         """Whether others have dialled us back; None: nobody has tried."""
-        told = [one.told.answers[0] for one in self._rendezvous.attended.values() if one.told.answers]
-        return any(told) if told else None
+        answers = [told.answers[0] for told in self._rendezvous.told if told.answers]
+        return any(answers) if answers else None
 
     @property
     def points(self) -> tuple[str, ...]:
@@ -147,7 +147,7 @@ class Whereabouts:
         """Multiaddrs at which others have reached us."""
         if not self.is_dialable:
             return []
-        hosts = (one.told.host for one in self._rendezvous.attended.values() if one.told.answers[:1] == (True,))
+        hosts = (told.host for told in self._rendezvous.told if told.answers[:1] == (True,))
         port = self.outside_port
         return [str(addresses.of_socket(host, port, self._transport.peer_id)) for host in dict.fromkeys(hosts)]
 

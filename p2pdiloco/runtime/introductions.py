@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from p2pdiloco.protocol.identifiers import PeerId
@@ -10,17 +11,19 @@ from p2pdiloco.runtime.handler import TransportHandler
 from p2pdiloco.runtime.meeting_point import MeetingPoint
 from p2pdiloco.runtime.rendezvous import Rendezvous
 from p2pdiloco.wire.answers import Answer, RequestRefused
-from p2pdiloco.wire.introductions import Called, decode_introduction, is_introduction
+from p2pdiloco.wire.introductions import Called, Reachable, decode_introduction, is_introduction
+from p2pdiloco.wire.records import PeerRecord
 
 
 class IntroductionHandler:
-    """In front of ``inner``. ``point``: whether others meet here; ``rendezvous``: whether we are called. Both are set
-    before the first connection."""
+    """In front of ``inner``. ``point``: whether others meet here; ``rendezvous``: whether we are called; ``learn``: who
+    takes what peers say of how they can be reached. They are set before the first connection."""
 
     def __init__(self, inner: TransportHandler) -> None:
         self._inner = inner
         self.point: MeetingPoint | None = None
         self.rendezvous: Rendezvous | None = None
+        self.learn: Callable[[PeerId, PeerRecord], None] = lambda _peer, _record: None
 
     def connected(self, peer: PeerId, address: str, is_observer: bool, inbound: bool) -> None:
         """As of ``TransportHandler``."""
@@ -46,6 +49,9 @@ class IntroductionHandler:
             request = decode_introduction(body)
         except ValueError as error:
             raise RequestRefused(f"malformed request: {error}") from error
+        if isinstance(request, Reachable):
+            self.learn(peer, request.record)
+            return Answer(b"")
         if isinstance(request, Called):
             if self.rendezvous is None:
                 raise RequestRefused("this peer meets nobody")

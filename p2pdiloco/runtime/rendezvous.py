@@ -5,14 +5,17 @@ Rules of this file:
    others (a bootstrap) over ``outside``, which names no run.
 2. Who is called comes, if it attends that point and was not called too often: what it risks is one line, and few dials
    of one address.
-3. At most POINTS are attended, and at most POINTS of a peer's are asked.
+3. At most POINTS are attended. At most POINTS of those that a peer's record names are asked for it, connected ones
+   first, and then those that we attend: it may attend there by now, whatever the record says.
+4. What meeting points told us of ourselves stands until others say otherwise, though none is left.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 
 from msgspec import Struct
 
@@ -67,11 +70,20 @@ class Rendezvous:
         self._is_member = is_member
         self._congestion = TransportLimits().congestion
         self.attended: dict[PeerId, Attendance] = {}
+        self._left: dict[PeerId, Attendance] = {}
+        """Those that went last."""
         self.points_of: Callable[[PeerId], Iterable[str]] = lambda _: ()
         """Where a peer can be met, for further connections to it."""
         self._calls: deque[float] = deque()
         self._coming = 0
+        self._asking: Counter[PeerId] = Counter()
+        """Requests to meeting points that are under way."""
         transport.strangers.again = self._again
+
+    @property
+    def told(self) -> list[intro.Attended]:
+        """How we are seen."""
+        return [one.told for one in (self.attended or self._left).values()]
 
     # -- attending ---------------------------------------------------------------------------------------------------
 
@@ -85,22 +97,24 @@ class Rendezvous:
         """
         point = self._parsed(text)
         assert point.peer is not None
-        links, where = await self._linked(point)
-        try:
-            body = encode(intro.Attend(ports, token))
-            told = decode_as((await links.request(point.peer, body, timeout_s=ATTEND_S)).body, intro.Attended)
-        except (RequestError, ValueError) as error:
-            raise DialError(f"meeting point {where}: {error}") from error
-        attendance = self.attended[point.peer] = Attendance(text, told, elsewhere)
-        return attendance
+        async with self._linked(point) as (links, where):
+            try:
+                body = encode(intro.Attend(ports, token))
+                told = decode_as((await links.request(point.peer, body, timeout_s=ATTEND_S)).body, intro.Attended)
+            except (RequestError, ValueError) as error:
+                raise DialError(f"meeting point {where}: {error}") from error
+            attendance = self.attended[point.peer] = Attendance(text, told, elsewhere)
+            return attendance
 
-    def forget(self) -> list[PeerId]:
+    def forget(self) -> None:
         """Meeting points that are gone: their connection has ended."""
-        here = {*self._transport.peers(), *self._outside.peers()}
-        gone = [peer for peer in self.attended if peer not in here]
-        for peer in gone:
-            del self.attended[peer]
-        return gone
+        here = self._connected()
+        if gone := {peer: one for peer, one in self.attended.items() if peer not in here}:
+            self.attended = {peer: one for peer, one in self.attended.items() if peer in here}
+            self._left = gone
+
+    def _connected(self) -> set[PeerId]:
+        return {*self._transport.peers(), *self._outside.peers()}
 
     # -- meeting -----------------------------------------------------------------------------------------------------
 
@@ -124,24 +138,28 @@ class Rendezvous:
                 known.append(self._parsed(text))
             except DialError as error:
                 reasons.append(str(error))
-        known.sort(key=lambda point: (point.peer not in self.attended, not sockets.has_route(point.host)))
-        for point in known[:POINTS]:
+        here = self._connected()
+        known.sort(key=lambda point: (point.peer not in here, not sockets.has_route(point.host)))
+        named = known[:POINTS]
+        asked = {point.peer for point in named}
+        ours = [self._parsed(one.address) for point, one in self.attended.items() if point in here - asked - {peer}]
+        for point in named + ours:
             try:
                 return await self._met_at(point, peer, may_relay=may_relay)
             except DialError as error:
                 reasons.append(str(error))
-        raise DialError("; ".join(reasons[::-1]) or "it names no meeting point")
+        raise DialError("; ".join(reasons[::-1]) or "it names no meeting point, and we attend none")
 
     async def _met_at(self, point: Address, peer: PeerId, *, may_relay: bool) -> Met:
         assert point.peer is not None
         if point.peer == self._transport.peer_id:
             raise DialError("it attends here, and did not come: it is dialled by nobody else")
-        links, where = await self._linked(point)
-        try:
-            answer = await links.request(point.peer, encode(intro.Meet(peer, True)), timeout_s=ASK_S)
-            ticket = decode_as(answer.body, intro.Introduced).ticket
-        except (RequestError, ValueError) as error:
-            raise DialError(f"meeting point {where}: {error}") from error
+        async with self._linked(point) as (links, where):
+            try:
+                answer = await links.request(point.peer, encode(intro.Meet(peer, True)), timeout_s=ASK_S)
+                ticket = decode_as(answer.body, intro.Introduced).ticket
+            except (RequestError, ValueError) as error:
+                raise DialError(f"meeting point {where}: {error}") from error
         return await self._meet(where, ticket, Role.DIALLER, may_relay=may_relay)
 
     async def _meet(self, where: Address, ticket: bytes, role: Role, *, may_relay: bool = True) -> Met:
@@ -193,8 +211,10 @@ class Rendezvous:
             raise DialError(f"meeting point {text} lacks the peer id")
         return point
 
-    async def _linked(self, point: Address) -> tuple[Transport, Address]:
-        """The transport that is connected to it, and where its lines are opened."""
+    @asynccontextmanager
+    async def _linked(self, point: Address) -> AsyncIterator[tuple[Transport, Address]]:
+        """The transport that is connected to it, and where its lines are opened. A connection to a point outside the
+        run lasts as long as it is attended or asked something: whoever names points costs no places."""
         assert point.peer is not None
         links = self._transport if self._is_member(point.peer) else self._outside
         if point.peer not in links.peers():
@@ -202,7 +222,15 @@ class Rendezvous:
                 await self._dialler.dial(links, str(point), DIAL_S)
             except ValueError as error:
                 raise DialError(str(error)) from error
-        return links, self._where(point, point.peer)
+        self._asking[point.peer] += 1
+        try:
+            yield links, self._where(point, point.peer)
+        finally:
+            self._asking[point.peer] -= 1
+            if not self._asking[point.peer]:
+                del self._asking[point.peer]
+                if links is self._outside and point.peer not in self.attended:
+                    links.disconnect(point.peer, "that was all")
 
     def _where(self, point: Address, peer: PeerId) -> Address:
         """As it was dialled; where it dialled us, as it says."""

@@ -8,6 +8,7 @@ _PEERS = "p2pdiloco.net.peers"
 _ENDPOINTS = "tests/property/test_net_endpoint.py"
 _POINTS = "tests/unit/test_net_introducer.py"
 _MEETING = "tests/integration/test_meeting.py"
+_ROSTER = "tests/unit/test_node_roster.py"
 
 _CURIOSITY = "p2pdiloco.node.curiosity"
 _LOOKS = "tests/unit/test_node_curiosity.py"
@@ -100,6 +101,60 @@ BUGS = (
         new="",
         harm="two hundred forged records have every peer of an open run flood a machine",
         killed_by=("tests/unit/test_node_ladder.py::test_two_hundred_forged_records_have_a_machine_dialled_few_times",),
+    ),
+    Bug(
+        name="how we can be reached is told once",
+        module="p2pdiloco.node.roster",
+        old="if peer in self._known and self._told.get(peer) != (lives[peer], record)]",
+        new="if peer in self._known and peer not in self._told]",
+        harm="a relayed pair whose bootstrap dies waits for the directory to learn where it can meet",
+        killed_by=(
+            f"{_ROSTER}::test_who_is_connected_is_told_how_we_can_be_reached_and_again_when_that_changes",
+            "tests/integration/test_whereabouts.py::test_a_relayed_pair_meets_at_a_member_when_the_bootstrap_dies"
+            "_though_the_directory_says_nothing",
+        ),
+    ),
+    Bug(
+        name="the directory knows better than the peer itself",
+        module="p2pdiloco.node.roster",
+        old="            if not (peer in self._known and self._known[peer].is_first_hand):\n",
+        new="            if True:\n",
+        harm="what a peer has said of itself is replaced by an older record of it, until the next look",
+        killed_by=(f"{_ROSTER}::test_what_a_connected_peer_says_of_itself_is_newer_than_the_directory",),
+    ),
+    Bug(
+        name="a peer is asked for only where its record says",
+        module="p2pdiloco.runtime.rendezvous",
+        old="        for point in named + ours:\n",
+        new="        for point in named:\n",
+        harm="two that attend one meeting point do not meet until the directory tells one that the other does",
+        killed_by=(f"{_MEETING}::test_who_is_at_a_point_that_we_attend_is_met_there_whatever_its_record_says",),
+    ),
+    Bug(
+        name="whose record names no meeting point is not met",
+        module="p2pdiloco.node.ladder",
+        old="        if record.points or self._rendezvous.attended:\n",
+        new="        if record.points:\n",
+        harm="two homes that come at once meet for minutes nobody",
+        killed_by=(
+            "tests/unit/test_node_ladder.py::test_whose_meeting_points_are_not_known_is_asked_for_where_we_attend",
+        ),
+    ),
+    Bug(
+        name="who is asked by nobody how it is seen knows nothing any more",
+        module="p2pdiloco.runtime.rendezvous",
+        old="in (self.attended or self._left).values()]",
+        new="in self.attended.values()]",
+        harm="with the bootstrap each member that it dialled ceases to be a meeting point, and newcomers meet nobody",
+        killed_by=(f"{_MEETING}::test_what_a_point_told_of_us_stands_when_it_is_gone",),
+    ),
+    Bug(
+        name="a meeting point that was asked once stays connected",
+        module="p2pdiloco.runtime.rendezvous",
+        old='                    links.disconnect(point.peer, "that was all")\n',
+        new="                    pass\n",
+        harm="records that name ever new meeting points fill a peer's places",
+        killed_by=(f"{_MEETING}::test_a_point_outside_the_run_that_a_record_names_costs_no_place",),
     ),
     Bug(
         name="a meeting point may name any address",

@@ -27,6 +27,7 @@ import msgspec
 from msgspec import Meta
 
 from p2pdiloco.wire.bodies import decode_as, encode
+from p2pdiloco.wire.records import PeerRecord
 
 OPENING = b"p2pdiloco line 1"
 PROBE = b"p2pdiloco dial 1"
@@ -85,6 +86,12 @@ class Called(msgspec.Struct, frozen=True, array_like=True, tag="called?"):
     """You are the dialler."""
 
 
+class Reachable(msgspec.Struct, frozen=True, array_like=True, tag="reach."):
+    """To whoever is connected: how I can be reached now, as the directory will say later. Its answer is empty."""
+
+    record: PeerRecord
+
+
 class Seen(msgspec.Struct, frozen=True, array_like=True):
     """Where the two lines come from, as the meeting point sees it."""
 
@@ -96,8 +103,8 @@ class Seen(msgspec.Struct, frozen=True, array_like=True):
     """Both come from the ports that they say they have: a router in between, if any, keeps ports."""
 
 
-Introduction = Attend | Meet | Called
-TAGS = tuple(encode(kind.__struct_config__.tag) for kind in (Attend, Meet, Called))
+Introduction = Attend | Meet | Called | Reachable
+TAGS = tuple(encode(kind.__struct_config__.tag) for kind in (Attend, Meet, Called, Reachable))
 _introductions: msgspec.msgpack.Decoder[Introduction] = msgspec.msgpack.Decoder(Introduction)
 
 

@@ -105,6 +105,31 @@ def test_two_that_nobody_can_dial_meet_directly() -> None:
     run(work)
 
 
+def test_who_is_at_a_point_that_we_attend_is_met_there_whatever_its_record_says() -> None:
+    async def work() -> None:
+        async with meeting() as (ann, bob, _, _):
+            assert await ann.rendezvous.reach(bob.id, []) == bob.id
+
+    run(work)
+
+
+def test_what_a_point_told_of_us_stands_when_it_is_gone() -> None:
+    """Else a member that was dialled through the bootstrap alone is no meeting point any more when that dies."""
+
+    async def work() -> None:
+        async with meeting() as (ann, _, hub, _):
+            told = ann.rendezvous.told
+            assert [one.host for one in told] == ["127.0.0.1"]
+            hub.transport.disconnect(ann.id, "it dies")
+            await until(lambda: not ann.transport.peers())
+            ann.rendezvous.forget()
+            ann.rendezvous.forget()
+            assert not ann.rendezvous.attended
+            assert ann.rendezvous.told == told
+
+    run(work)
+
+
 def test_where_no_direct_connection_comes_about_the_line_is_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "PUNCHES", 0)
 
@@ -248,6 +273,21 @@ def test_garbage_on_a_line_ends_it_at_once(said: bytes) -> None:
             with pytest.raises(DialError, match="meeting point"):
                 await lines.meet(point, bytes(16), Role.DIALLER, may_relay=True, congestion="")
             await lying
+
+    run(work)
+
+
+def test_a_point_outside_the_run_that_a_record_names_costs_no_place() -> None:
+    async def work() -> None:
+        async with meeting() as (ann, bob, _, _), Tasks() as tasks:
+            hub = One(tasks, LISTEN)
+            hub.handler.point = MeetingPoint(hub.transport, None)
+            async with hub.transport:
+                (address,) = hub.transport.listen_addresses()
+                await bob.rendezvous.attend(address, (), b"")
+                assert await ann.rendezvous.reach(bob.id, [address]) == bob.id
+                await until(lambda: hub.id not in ann.transport.peers())
+                assert hub.id in bob.transport.peers(), "who attends stays"
 
     run(work)
 

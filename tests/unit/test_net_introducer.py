@@ -28,6 +28,7 @@ from p2pdiloco.wire.introductions import (
     Attend,
     Called,
     Meet,
+    Reachable,
     Seen,
     decode_introduction,
     decode_opening,
@@ -36,6 +37,7 @@ from p2pdiloco.wire.introductions import (
     is_introduction,
     seen_size,
 )
+from p2pdiloco.wire.records import PeerRecord
 
 ANN, BOB = PeerId("ann"), PeerId("bob")
 TICKETS = (b"a" * 16, b"b" * 16)
@@ -183,7 +185,12 @@ def test_pairs_in_all_are_bounded():
 
 
 def test_a_request_of_introductions_is_told_from_others():
-    for request in (Attend((1,), b"t"), Meet("bob", True), Called("ann", b"t" * 16, False)):
+    for request in (
+        Attend((1,), b"t"),
+        Meet("bob", True),
+        Called("ann", b"t" * 16, False),
+        Reachable(PeerRecord(("here",))),
+    ):
         assert is_introduction(encode(request))
         assert decode_introduction(encode(request)) == request
     assert not is_introduction(encode(GetStatus()))

@@ -62,6 +62,7 @@ class Ways:
         self.ends = ends
         self.tried: dict[str, float] = {}
         self.left: list[str] = []
+        self.attended: list[str] = []
 
     async def dial(self, address: str, timeout_s: float) -> PeerId:
         return await self._try(address.partition("/p2p/")[0])
@@ -110,6 +111,21 @@ def test_where_no_address_answers_a_meeting_begins_soon_and_where_there_is_none_
     assert climbed(ways, PeerRecord((), points=("p",))) < 0.2
 
 
+def test_whose_meeting_points_are_not_known_is_asked_for_where_we_attend() -> None:
+    """Two that come at once read records of each other that were written before anything was attended."""
+    ways = Ways({HOME: (8.0, DialError("nothing")), "meeting": (0.1, None)})
+    ways.attended = ["hub"]
+    assert climbed(ways, PeerRecord((HOME,))) < 3.0
+    assert 1.0 < climbed(ways, PeerRecord(())) < 3.0, "whoever can be dialled is, by the other"
+
+
+def test_who_can_be_dialled_slowly_is_not_met_instead() -> None:
+    ways = Ways({WORLD: (1.5, None), "meeting": (0.1, None)})
+    ways.attended = ["hub"]
+    climbed(ways, PeerRecord((WORLD,)))
+    assert set(ways.tried) == {WORLD}
+
+
 def test_all_reasons_are_told_newest_first() -> None:
     ways = Ways(
         {HOME: (0.1, DialError("first")), WORLD: (0.5, DialError("second")), "meeting": (0.1, DialError("third"))}
@@ -136,6 +152,7 @@ class Victim:
 
     def __init__(self) -> None:
         self.dials = 0
+        self.attended: list[str] = []
 
     async def dial(self, address: str, timeout_s: float) -> PeerId:
         self.dials += 1

@@ -17,10 +17,13 @@ from p2pdiloco.node.roster import RECORD_LIFE_S, Roster
 from p2pdiloco.peersim.loop import VirtualLoop
 from p2pdiloco.protocol.identifiers import PeerId, RunId
 from p2pdiloco.runtime.directory import Directory, DirectoryError
-from p2pdiloco.runtime.transport import Transport
+from p2pdiloco.runtime.transport import DialError, RequestError, RequestRefused, Transport
+from p2pdiloco.wire.bodies import encode
+from p2pdiloco.wire.introductions import Reachable, decode_introduction
 from p2pdiloco.wire.records import PeerRecord
 
-ME, RUN = PeerId("me"), RunId("run")
+ME, BOB, WATCHER, RUN = PeerId("me"), PeerId("bob"), PeerId("watcher"), RunId("run")
+HUB, PUB = "/ip4/1.1.1.1/tcp/1/p2p/hub", "/ip4/2.2.2.2/tcp/1/p2p/pub"
 LATENCY_S = 0.05
 RESOLVED_S = 6.0
 """A few looks."""
@@ -56,21 +59,48 @@ class Board:
 
 
 class Lines:
-    """Connections to nobody."""
+    """Connections to whom a test says, and what they were told."""
 
     peer_id = ME
 
     def __init__(self, life: str) -> None:
         self.life = life
+        self.lives: dict[PeerId, str] = {}
+        self.told: list[tuple[PeerId, tuple[str, ...]]] = []
+        self.failing: list[RequestError] = []
 
     def peers(self) -> list[PeerId]:
-        return []
+        return list(self.lives)
+
+    def life_of(self, peer: PeerId) -> str | None:
+        return self.lives.get(peer)
+
+    def channel_of(self, peer: PeerId) -> None:
+        return None
+
+    async def request(self, peer: PeerId, body: bytes, *, timeout_s: float) -> None:
+        await asyncio.sleep(LATENCY_S)
+        if self.failing:
+            raise self.failing.pop()
+        request = decode_introduction(body)
+        assert isinstance(request, Reachable)
+        self.told.append((peer, request.record.points))
+
+
+class NoWay:
+    """Nobody can be reached."""
+
+    async def climb(self, peer: PeerId, record: PeerRecord) -> PeerId:
+        raise DialError("no way")
 
 
 class OpenRun:
     """A run in which everybody is a member."""
 
     door = OpenDoor()
+
+    def observes(self, peer: PeerId) -> bool:
+        return peer == WATCHER
 
     def is_announced_by_member(self, peer: PeerId, chain: bytes) -> bool:
         return True
@@ -82,15 +112,16 @@ class Process:
     def __init__(self, board: Board, life: str, folder: Path) -> None:
         self.seen: dict[str, float] = {}
         self.record = PeerRecord((f"/ip4/127.0.0.1/tcp/1/p2p/{life}",))
+        self.lines = Lines(life)
         self.roster = Roster(
             RUN,
             cast(Directory, board),
-            cast(Transport, Lines(life)),
+            cast(Transport, self.lines),
             lambda: self.record,
             folder / f"{life}.json",
             self._saw,
             cast(Fellowship, OpenRun()),
-            cast(Ladder, None),
+            cast(Ladder, NoWay()),
         )
 
     def _saw(self, record: PeerRecord) -> None:
@@ -154,6 +185,61 @@ def test_news_that_the_directory_did_not_take_is_told_again_soon(tmp_path: Path)
         board.refused = 2
         await asyncio.sleep(RESOLVED_S)
         assert b"hub" in board.standing[ME][1]
+        telling.cancel()
+
+    in_virtual_time(main)
+
+
+def test_who_is_connected_is_told_how_we_can_be_reached_and_again_when_that_changes(tmp_path: Path) -> None:
+    """Where a relayed pair meets when its meeting point dies each knows before: the directory would say it too late."""
+
+    async def main() -> None:
+        one = Process(Board(), "one", tmp_path)
+        told = one.lines.told
+        one.roster.told(BOB, PeerRecord((), points=(HUB,)))
+        one.lines.lives = {BOB: "first", PeerId("only asks"): "1"}
+        telling = asyncio.ensure_future(one.roster.keep())
+        await asyncio.sleep(RESOLVED_S)
+        assert told == [(BOB, ())], "once"
+        one.record = PeerRecord((), points=(HUB, PUB))
+        one.lines.failing = [RequestError("no answer within 8 s")]
+        await asyncio.sleep(RESOLVED_S)
+        assert told[1:] == [(BOB, (HUB, PUB))], "what did not arrive is told again, and what did is not"
+        one.lines.lives[BOB] = "second"
+        await asyncio.sleep(RESOLVED_S)
+        assert told[2:] == [(BOB, (HUB, PUB))], "a new process knows nothing of us"
+        one.record = PeerRecord((), points=(PUB,))
+        one.lines.failing = [RequestRefused("a release that does not know it")]
+        await asyncio.sleep(RESOLVED_S)
+        assert len(told) == 3, "who refuses is not asked again"
+        telling.cancel()
+
+    in_virtual_time(main)
+
+
+def test_what_a_connected_peer_says_of_itself_is_newer_than_the_directory(tmp_path: Path) -> None:
+    async def main() -> None:
+        board = Board()
+        one = Process(board, "one", tmp_path)
+        # no addresses: they would be saved, by a thread, which lives in another time than this loop
+        first, last = PeerRecord((), points=(HUB,)), PeerRecord((), points=(HUB,), is_point=True)
+        later = PeerRecord((), points=(PUB,))
+        board.standing[BOB] = (Board.now_s() + RECORD_LIFE_S, encode(first))
+        one.lines.lives = {BOB: "life"}
+        telling = asyncio.ensure_future(one.roster.keep())
+        await asyncio.sleep(RESOLVED_S)
+        assert one.roster.records()[BOB] == first
+        one.roster.told(BOB, last)
+        one.roster.told(WATCHER, last)
+        for _ in range(3):
+            one.lines.lives = {BOB: "life", PeerId(str(Board.now_s())): "somebody comes: the directory is read"}
+            await asyncio.sleep(RESOLVED_S)
+            assert one.roster.records() == {BOB: last}
+        one.lines.lives = {}
+        one.roster.disconnected(BOB)
+        board.standing[BOB] = (Board.now_s() + RECORD_LIFE_S, encode(later))
+        await asyncio.sleep(RESOLVED_S)
+        assert one.roster.records()[BOB] == later, "who is gone says nothing more"
         telling.cancel()
 
     in_virtual_time(main)

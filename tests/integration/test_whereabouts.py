@@ -1,0 +1,152 @@
+"""How peers learn where others can be met: rosters, ladders and meeting points on real sockets, and a directory that
+says nothing new. Routers in between, and processes: tests/wan."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from p2pdiloco.net.doors import OpenDoor
+from p2pdiloco.net.handshake import WIRE_VERSION
+from p2pdiloco.node import roster, whereabouts
+from p2pdiloco.node.fellowship import Fellowship
+from p2pdiloco.node.roster import Roster
+from p2pdiloco.node.whereabouts import Whereabouts
+from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.runtime import lines
+from p2pdiloco.runtime.directory import Directory
+from p2pdiloco.runtime.handler import Observer
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.introductions import IntroductionHandler
+from p2pdiloco.runtime.meeting_point import MeetingPoint
+from p2pdiloco.runtime.transport import Transport
+from p2pdiloco.wire.bodies import encode
+from p2pdiloco.wire.records import PointRecord
+from tests.integration.waiting import until
+
+LISTEN = "/ip4/127.0.0.1/tcp/0"
+RUN = RunId("run")
+
+
+class Board:
+    """A directory that knows of each peer what it said first, and no more."""
+
+    def __init__(self) -> None:
+        self.first: dict[PeerId, bytes] = {}
+        self.hub: dict[PeerId, bytes] = {}
+
+    def of(self, peer: PeerId) -> Directory:
+        return cast(Directory, Place(self, peer))
+
+
+class Place:
+    """One peer's part of it."""
+
+    def __init__(self, board: Board, peer: PeerId) -> None:
+        self._board, self._peer = board, peer
+
+    def screen_peers(self, run: RunId, accepts: Callable[[PeerId, bytes], bool]) -> None:
+        """All are members."""
+
+    @staticmethod
+    def now_s() -> float:
+        return asyncio.get_running_loop().time()
+
+    @staticmethod
+    def visible_addresses() -> list[str]:
+        return []
+
+    async def publish_peer(self, run: RunId, record: bytes, ttl_s: float) -> None:
+        self._board.first.setdefault(self._peer, record)
+
+    async def peers(self, run: RunId) -> dict[PeerId, bytes]:
+        return dict(self._board.first)
+
+    async def points(self) -> dict[PeerId, bytes]:
+        return dict(self._board.hub)
+
+
+class OpenRun:
+    """A run in which everybody is a member."""
+
+    door = OpenDoor()
+
+    def observes(self, peer: PeerId) -> bool:
+        return False
+
+
+class Member(Observer):
+    """A node's connections, and nothing else of it."""
+
+    def __init__(self, board: Board, listen: str, folder: Path) -> None:
+        identity = Identity.ephemeral()
+        self.id, self.handler, directory = identity.peer_id, IntroductionHandler(self), board.of(identity.peer_id)
+        self.transport = Transport(identity, listen=listen, run=RUN, version=WIRE_VERSION, handler=self.handler)
+        self.whereabouts = Whereabouts(
+            identity,
+            directory,
+            self.transport,
+            self.handler,
+            announced=(),
+            relay_bytes_per_s=None,
+            maps_port=False,
+            members=lambda: self.roster.records(),
+        )
+        self.roster = Roster(
+            RUN,
+            directory,
+            self.transport,
+            self.whereabouts.record,
+            folder / f"{self.id}.json",
+            lambda _: None,
+            cast(Fellowship, OpenRun()),
+            self.whereabouts.ladder,
+        )
+        self.handler.learn = self.roster.told
+
+    def disconnected(self, peer: PeerId, reason: str) -> None:
+        self.roster.disconnected(peer)
+
+
+def test_a_relayed_pair_meets_at_a_member_when_the_bootstrap_dies_though_the_directory_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "PUNCHES", 0)
+    monkeypatch.setattr(roster, "ROUND_S", 0.1)
+    monkeypatch.setattr(whereabouts, "LOOK_S", 0.1)
+
+    async def work() -> None:
+        board = Board()
+        handler = IntroductionHandler(Observer())
+        hub = Transport(Identity.ephemeral(), listen=LISTEN, run="", version=WIRE_VERSION, handler=handler)
+        handler.point = MeetingPoint(hub, None)
+        async with AsyncExitStack() as stack:
+            dying = await stack.enter_async_context(AsyncExitStack())
+            await dying.enter_async_context(hub)
+            board.hub = {hub.peer_id: encode(PointRecord(tuple(hub.listen_addresses())))}
+            ann, kim, pub = (Member(board, listen, tmp_path) for listen in ("", "", LISTEN))
+            for one in (ann, kim, pub):
+                await stack.enter_async_context(one.transport)
+                await stack.enter_async_context(one.whereabouts)
+                for keeping in (one.roster.keep(), one.whereabouts.keep(lambda _: None)):
+                    stack.callback(asyncio.ensure_future(keeping).cancel)
+            point = pub.handler.point
+            assert point is not None
+            await until(lambda: all(len(one.transport.peers()) == 2 for one in (ann, kim, pub)))
+            assert handler.point.introducer.joined > 0, "the bootstrap is asked first"
+            await until(lambda: point.attending == 2)
+            await dying.aclose()
+            await until(lambda: point.introducer.joined == 1)
+            await until(lambda: {*ann.transport.peers()} == {kim.id, pub.id})
+            assert pub.whereabouts.record().is_point, "nobody is left who could say otherwise"
+
+    async def bounded() -> None:
+        async with asyncio.timeout(30.0):
+            await work()
+
+    asyncio.run(bounded())
