@@ -76,6 +76,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     relayed_bytes_between_port_keeping: int
     ways: dict[str, str]
     """How pairs connected: "ann-bob": "punching"."""
+    cut_off: list[str]
+    """Those that the killed bootstrap relayed to everybody: versions, tokens and models are of the others."""
     statuses: dict[str, int]
     models: int
     """Different ones at the end."""
@@ -211,42 +213,49 @@ def train(
         homes = those.homes
         wait_for(lambda: all(home.process.poll() is not None for home in homes), [], 10 * START_S, "the run's end")
         time.sleep(POLL_S)
-        return _outcome(made, those.bootstrap, homes, those.joint_s, those.joint_at)
+        return _outcome(made, those, kills_bootstrap=kills_bootstrap)
 
 
-def _outcome(made: Testbed, bootstrap: Home, homes: Sequence[Home], joint_s: float, joint_at: float) -> Outcome:
+def _outcome(made: Testbed, those: Gathering, *, kills_bootstrap: bool) -> Outcome:
+    bootstrap, homes, joint_at = those.bootstrap, those.homes, those.joint_at
     reports = {home.name: home.report() for home in homes}
     named = {report["peer"]: name for name, report in reports.items()}
+    ways: dict[str, str] = {}
+    for home in homes:
+        for line in home.lines():
+            if line["event"] == "connected" and line["peer"] in named:
+                ways["-".join(sorted((home.name, named[line["peer"]])))] = line.get("by", "dialling")
+    statuses = {home.name: home.process.returncode for home in homes}
+    cut_off = [home.name for home in homes if kills_bootstrap and _is_relayed_to_all(home.name, ways)]
+    homes = [home for home in homes if home.name not in cut_off]
+    reports = {home.name: reports[home.name] for home in homes}
+    together = {report["peer"] for report in reports.values()}
     events = {home.name: home.events() for home in homes}
     first_end = min(event["time"] for some in events.values() for event in some if event["event"] == "ended")
     told = [event for some in events.values() for event in some if event["event"] == "commit"]
     merged_of = {event["head"]: {str(peer_of(LearnerId(one))) for one in event["contributors"]} for event in told}
-    all_times = [event["time"] for event in told if len(merged_of[event["head"]]) == len(homes)]
+    all_times = [event["time"] for event in told if merged_of[event["head"]] >= together]
     all_at = min(all_times, default=joint_at)
     commits: dict[tuple[int, int], dict[str, set[str]]] = {}
     for event in told:
         if max(all_at, joint_at) <= event["time"] < first_end - 1.0:
             commits.setdefault((event["shard"], event["version"]), {})[event["head"]] = merged_of[event["head"]]
-    joint = sum(any(len(peers) == len(homes) for peers in heads.values()) for heads in commits.values())
+    joint = sum(any(peers >= together for peers in heads.values()) for heads in commits.values())
     relayed, keeping = 0, 0
     sites = {one: site for i, site in enumerate(made.topology.sites) for one in (address(i), address6(i))}
     for line in (line for home in [bootstrap, *homes] for line in home.lines()):
         if line["event"] == "relayed":
             relayed += line["bytes"]
             keeping += line["bytes"] * all(sites[host].nat in KEEPS for host in line["between"].split("-"))
-    ways: dict[str, str] = {}
-    for home in homes:
-        for line in home.lines():
-            if line["event"] == "connected" and line["peer"] in named:
-                ways["-".join(sorted((home.name, named[line["peer"]])))] = line.get("by", "dialling")
     merged = max(report["tokens_merged"] for report in reports.values())
     return Outcome(
         topology=made.topology.name,
         joined=sum(
-            max((e["live"] for e in some if e["event"] == "peers"), default=1) == len(homes) for some in events.values()
+            max((e["live"] for e in some if e["event"] == "peers"), default=1) == len(statuses)
+            for some in events.values()
         ),
         peers=len(homes),
-        joint_s=round(joint_s, 2),
+        joint_s=round(those.joint_s, 2),
         versions=len(commits),
         joint_versions_with_all=joint / max(1, len(commits)),
         fork_share=sum(len(heads) > 1 for heads in commits.values()) / max(1, len(commits)),
@@ -254,9 +263,14 @@ def _outcome(made: Testbed, bootstrap: Home, homes: Sequence[Home], joint_s: flo
         relayed_bytes=relayed,
         relayed_bytes_between_port_keeping=keeping,
         ways=ways,
-        statuses={home.name: home.process.returncode for home in homes},
+        cut_off=cut_off,
+        statuses=statuses,
         models=len({tuple(report["digests"]) for report in reports.values()}),
     )
+
+
+def _is_relayed_to_all(name: str, ways: dict[str, str]) -> bool:
+    return {way for pair, way in ways.items() if name in pair.split("-")} <= {"relay"}
 
 
 def main() -> int:
