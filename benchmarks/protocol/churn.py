@@ -70,17 +70,6 @@ def swarm(
     return world
 
 
-def save_all(world: World, every_s: float = 300.0) -> None:
-    """Checkpoints."""
-
-    def save(_: None) -> None:
-        for name in sorted(world.processes):
-            world.save(name)
-        world.schedule(world.now + every_s, None, save, None)
-
-    world.schedule(every_s, None, save, None)
-
-
 def watch_views(world: World, every_s: float = 1.0) -> list[bool]:
     """Every second: whether two running peers disagree on who is live."""
     differ: list[bool] = []
@@ -101,7 +90,7 @@ def watch_views(world: World, every_s: float = 1.0) -> list[bool]:
 def under(rates: FaultRates, hours: float, cut: tuple[float, float] | None = None) -> Figures:
     """16 peers for ``hours`` under ``rates``; optionally 5 of them are cut off between two times."""
     world = swarm(16)
-    save_all(world)
+    world.save_all(every_s=300.0)
     names = list(world.settings)
     end = 3600.0 * hours
     schedule_faults(world, draw_faults(Random(2), rates, names, 60.0, end))

@@ -81,19 +81,8 @@ def make_world(
         world.add(name, setting, at=0.1 * i, is_founder=i == 0 and not has_hub)
     if isinstance(islands, dict):
         world.conditions.paces.update((name, island.pace) for name, island in islands.items())
-    save_all(world)
+    world.save_all(every_s=300.0)
     return world
-
-
-def save_all(world: World, every_s: float = 300.0) -> None:
-    """Checkpoints of all, now and then."""
-
-    def save(_: None) -> None:
-        for name in sorted(world.processes):
-            world.save(name)
-        world.schedule(world.now + every_s, None, save, None)
-
-    world.schedule(every_s, None, save, None)
 
 
 def make_islands(chips: int, peers: int, constants: Constants, seed: int) -> dict[PeerId, Island]:

@@ -151,14 +151,20 @@ class Network:
         self.control_bytes += len(msgspec.msgpack.encode(message)) + 16
         self.payload_bytes += payload_bytes
 
-    def _send(self, link: Link, message: Message, payload: Payload | None, payload_bytes: int) -> None:
+    def _carries(self, link: Link, message: Message, payload: Payload | None, payload_bytes: int) -> bool:
+        """Whether a message sets off now; one over a blocked link is held up."""
         self.messages += 1
         if self.is_measured:
             self.measure(message, payload_bytes)
         if not link.connection.is_open or link.is_dead:
-            return
+            return False
         if link.key in self.blocked:
             link.held.append((message, payload, payload_bytes))
+            return False
+        return True
+
+    def _send(self, link: Link, message: Message, payload: Payload | None, payload_bytes: int) -> None:
+        if not self._carries(link, message, payload, payload_bytes):
             return
         world, quality = self.world, link.quality
         random = world.random.random

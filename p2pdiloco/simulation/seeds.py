@@ -61,17 +61,8 @@ def build_world(scene: Scene, transcript: Transcript | None = None) -> World:
     for i, (name, setting, at) in enumerate(scene.peers):
         world.add(name, setting, at, is_founder=i == 0)
     schedule_faults(world, list(scene.faults))
-    _save_all(world, scene.checkpoint_every_s)
+    world.save_all(scene.checkpoint_every_s)
     return world
-
-
-def _save_all(world: World, every_s: float) -> None:
-    def save(_: None) -> None:
-        for name in sorted(world.processes):
-            world.save(name)
-        world.schedule(world.now + every_s, None, save, None)
-
-    world.schedule(every_s, None, save, None)
 
 
 def run_seed(seed: int, transcript: Transcript | None = None, scenario: str = MIXED) -> Outcome:

@@ -40,13 +40,7 @@ class SharedNetwork(Network):
         self.lines = Lines(bandwidths, lambda at, action, argument: world.schedule(at, None, action, argument))
 
     def _send(self, link: Link, message: Message, payload: Payload | None, payload_bytes: int) -> None:
-        self.messages += 1
-        if self.is_measured:
-            self.measure(message, payload_bytes)
-        if not link.connection.is_open or link.is_dead:
-            return
-        if link.key in self.blocked:
-            link.held.append((message, payload, payload_bytes))
+        if not self._carries(link, message, payload, payload_bytes):
             return
         now, source = self.world.now, link.source.name
         delivery = Delivery(link, message, payload)

@@ -206,6 +206,16 @@ class World:
                 own = tuple((h, payload) for h, payload in kept if not is_left(h, heads[h.shard]))
                 self.fates.disks[name] = msgspec.structs.replace(checkpoint, own=own)
 
+    def save_all(self, every_s: float) -> None:
+        """Write everybody's, again and again."""
+
+        def save(_: None) -> None:
+            for name in sorted(self.processes):
+                self.save(name)
+            self.schedule(self.now + every_s, None, save, None)
+
+        self.schedule(every_s, None, save, None)
+
     def survives_without(self, name: PeerId) -> bool:
         """Whether the run goes on if this peer never comes back: somebody else has all states, or will have."""
         others = [p for n, p in self.processes.items() if n != name and p.machine.core.is_current]
