@@ -7,12 +7,47 @@ from p2pdiloco.simulation.planter import Bug
 _LINK = "p2pdiloco.training.outer_link"
 _COMPANION = "p2pdiloco.companion"
 
+_SIDE = "p2pdiloco.training.side_stream"
+_SIDE_TESTS = "tests/unit/test_training_side_stream.py"
 _LINK_TESTS = "tests/unit/test_training_outer_link.py"
 _COMPANION_TESTS = "tests/unit/test_companion.py"
 _ADOPTED = "test_a_learner_that_is_adopted_keeps_its_progress_since_the_loss_and_counts_nothing_twice"
 _CONSERVATION = "tests/property/test_conservation.py::test_every_token_trained_stands_in_the_parameters_once"
 
 BUGS = (
+    # -- copies from and to a device -------------------------------------------------------------------------------------
+    Bug(
+        name="parameters travel without having been cloned",
+        module=_SIDE,
+        old="torch.float32, copy=True)",
+        new="torch.float32)",
+        harm="a snapshot holds parts of steps that came after it",
+        killed_by=(f"{_SIDE_TESTS}::test_what_reaches_the_host_is_what_the_parameters_were",),
+    ),
+    Bug(
+        name="the training does not wait for a shift",
+        module=_SIDE,
+        old="            training.wait_event(self._stream.record_event())\n",
+        new="",
+        harm="learners add what is not there yet",
+        killed_by=(f"{_SIDE_TESTS}::test_what_reaches_the_device_is_taken_once_and_after_the_side_stream",),
+    ),
+    Bug(
+        name="a whole model is staged on the device",
+        module=_SIDE,
+        old="            staged.popleft()[0].synchronize()",
+        new="            staged.popleft()[0].query()",
+        harm="loading needs four bytes a parameter more of the GPU than training",
+        killed_by=(f"{_SIDE_TESTS}::test_a_whole_model_takes_only_so_much_of_the_device",),
+    ),
+    Bug(
+        name="a refused lock is raised by the next kernel",
+        module=_SIDE,
+        old="            torch.ones(1, device=self._device)\n",
+        new="            pass\n",
+        harm="a machine with a limit on locked memory cannot train",
+        killed_by=(f"{_SIDE_TESTS}::test_memory_that_cuda_does_not_lock_costs_speed_alone",),
+    ),
     # -- the learner's link --------------------------------------------------------------------------------------------
     Bug(
         name="an adopted learner's old tokens counted again",

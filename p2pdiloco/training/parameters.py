@@ -67,10 +67,7 @@ class FlatParameters:
             for piece in pieces:
                 piece.view.copy_(vector[piece.start : piece.stop])
             return None
-        moved, finished = self._side.to_device([vector[piece.start : piece.stop] for piece in pieces])
-        for piece, tensor in zip(pieces, moved, strict=True):
-            piece.view.copy_(tensor)
-        return finished
+        return self._side.to_device(_pairs(pieces, vector), Tensor.copy_)
 
     @torch.no_grad()
     def add_from(self, vector: Tensor, shards: Iterable[ShardId]) -> Finished | None:
@@ -80,10 +77,7 @@ class FlatParameters:
             for piece in pieces:
                 piece.view.add_(vector[piece.start : piece.stop].to(piece.view.device))
             return None
-        moved, finished = self._side.to_device([vector[piece.start : piece.stop] for piece in pieces])
-        for piece, tensor in zip(pieces, moved, strict=True):
-            piece.view.add_(tensor)
-        return finished
+        return self._side.to_device(_pairs(pieces, vector), Tensor.add_)
 
     @torch.no_grad()
     def copy_to(self, vector: Tensor, shards: Iterable[ShardId]) -> Finished | None:
@@ -93,7 +87,7 @@ class FlatParameters:
             for piece in pieces:
                 vector[piece.start : piece.stop].copy_(piece.view)
             return None
-        return self._side.to_host([(piece.view, vector[piece.start : piece.stop]) for piece in pieces])
+        return self._side.to_host(_pairs(pieces, vector))
 
     @contextlib.contextmanager
     def showing(self, vector: Tensor) -> Iterator[None]:
@@ -127,6 +121,10 @@ class FlatParameters:
 
     def _of(self, shards: Iterable[ShardId]) -> list[Piece]:
         return [piece for shard in shards for piece in self._shards[shard]]
+
+
+def _pairs(pieces: Iterable[Piece], vector: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    return ((piece.view, vector[piece.start : piece.stop]) for piece in pieces)
 
 
 def check_tensors(given: Sequence[tuple[str, Tensor]], tensors: Sequence[TensorSpec]) -> None:
