@@ -15,7 +15,7 @@ _ADOPTED = "test_a_learner_that_is_adopted_keeps_its_progress_since_the_loss_and
 _CONSERVATION = "tests/property/test_conservation.py::test_every_token_trained_stands_in_the_parameters_once"
 
 BUGS = (
-    # -- copies from and to a device -------------------------------------------------------------------------------------
+    # -- copies from and to a device -----------------------------------------------------------------------------------
     Bug(
         name="parameters travel without having been cloned",
         module=_SIDE,

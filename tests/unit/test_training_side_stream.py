@@ -1,5 +1,5 @@
-"""Copies from and to a CUDA device, with a stand-in for its runtime: work on a stream is done when somebody waits for it,
-or when the test says so. What only a device can show (overlap, speed) is ``benchmarks.gpu``'s."""
+"""Copies from and to a CUDA device, with a stand-in for its runtime: work on a stream is done when somebody waits for
+it, or when the test says so. What only a device can show (overlap, speed) is ``benchmarks.gpu``'s."""
 
 from __future__ import annotations
 
@@ -111,9 +111,11 @@ def test_what_reaches_the_host_is_what_the_parameters_were(cuda: Runtime) -> Non
     finished = side.to_host(zip(parameters, (host[:3], host[3:]), strict=True))
     for parameter in parameters:
         parameter.fill_(9.0)  # the next step
-    assert not finished() and not host.any()
+    assert not finished()
+    assert not host.any()
     cuda.side[0].synchronize()
-    assert finished() and host.tolist() == [1.5] * 3 + [2.0] * 3
+    assert finished()
+    assert host.tolist() == [1.5] * 3 + [2.0] * 3
 
 
 def test_what_reaches_the_device_is_taken_once_and_after_the_side_stream(cuda: Runtime) -> None:
@@ -125,7 +127,8 @@ def test_what_reaches_the_device_is_taken_once_and_after_the_side_stream(cuda: R
         view.add_(copy)
 
     finished = side.to_device(zip(parameters, (shift[:3], shift[3:]), strict=True), take)
-    assert len(taken) == 2 and [p.tolist() for p in parameters] == [[1.0] * 3] * 2
+    assert len(taken) == 2
+    assert [p.tolist() for p in parameters] == [[1.0] * 3] * 2
     assert finished()
 
 
@@ -157,9 +160,11 @@ def test_a_whole_model_takes_only_so_much_of_the_device(
 
     copy(20)
     stream = cuda.side[0] if is_to_host else cuda.training
-    assert stream.done == 0 and most == 4 * 1000, "nobody waits for so little"
+    assert stream.done == 0, "nobody waits for so little"
+    assert most == 4 * 1000
     copy(200)
-    assert most <= 4 * 1000 and stream.done
+    assert most <= 4 * 1000
+    assert stream.done
     assert len(side._staged) <= 10
 
 
@@ -171,6 +176,7 @@ def test_memory_that_cuda_does_not_lock_costs_speed_alone(cuda: Runtime, caplog:
     cuda.code = REFUSED
     side.pin(vector)
     assert not cuda.has_error
-    assert "error 712" in caplog.text and "ulimit -l" in caplog.text
+    assert "error 712" in caplog.text
+    assert "ulimit -l" in caplog.text
     side.unpin(vector)
     assert not cuda.has_error
