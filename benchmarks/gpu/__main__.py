@@ -178,7 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     names = ("device", "parameters", "context", "batch", "steps", "sync_every", "fragments")
     common = [word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
-    began, rows, is_whole = time.monotonic(), {}, True
+    rows: dict[str, dict[str, Any]] = {}
+    began, is_whole = time.monotonic(), True
     with tempfile.TemporaryDirectory(prefix="p2pdiloco-gpu-") as temporary:
         folder = Path(options.keep or temporary)
         folder.mkdir(parents=True, exist_ok=True)

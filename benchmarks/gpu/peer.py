@@ -48,8 +48,8 @@ class Clock:
     def tick(self) -> None:
         """A step has been given to the device."""
         if self._is_cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
             self._ticks.append(event)
         else:
             self._ticks.append(time.perf_counter())
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     device = torch.device(options.device)
     if options.group:
-        dist.init_process_group(options.group, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(options.group, init_method=f"file://{options.state}.group", rank=0, world_size=1)
     config = shape(options.parameters, options.context)
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = build_model(config, 0).to(device, kind)

@@ -35,8 +35,8 @@ BUGS = (
     Bug(
         name="a whole model is staged on the device",
         module=_SIDE,
-        old="            staged.popleft()[0].synchronize()",
-        new="            staged.popleft()[0].query()",
+        old="            event.synchronize()",
+        new="            event.query()",
         harm="loading needs four bytes a parameter more of the GPU than training",
         killed_by=(f"{_SIDE_TESTS}::test_a_whole_model_takes_only_so_much_of_the_device",),
     ),

@@ -89,8 +89,12 @@ class SideStream:
     def _make_room(self, size: int) -> None:
         """For ``size`` bytes more on the device."""
         staged = self._staged
-        while staged and (staged[0][0].query() or sum(one for _, one in staged) + size > STAGED_BYTES):  # type: ignore[no-untyped-call]
-            staged.popleft()[0].synchronize()  # type: ignore[no-untyped-call]
+        while staged:
+            event, _ = staged[0]
+            if not event.query() and sum(one for _, one in staged) + size <= STAGED_BYTES:  # type: ignore[no-untyped-call]
+                break
+            staged.popleft()
+            event.synchronize()
 
     def _forget_error(self) -> None:
         """CUDA keeps a refused call's error, and the next kernel, which has nothing to do with it, would raise it."""
