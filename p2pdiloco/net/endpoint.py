@@ -337,8 +337,8 @@ class Endpoint:
             if shaper.has_news:
                 self._pace()
             written += count
-            if connection.conversation.outbox.is_empty:
-                agenda.touch(connection)
+            if not connection.conversation.outbox.has_bulk:
+                agenda.touch(connection)  # a GOODBYE may have waited for it
 
     @property
     def has_events(self) -> bool:

@@ -15,6 +15,14 @@ _LOOKS = "tests/unit/test_node_curiosity.py"
 
 BUGS = (
     Bug(
+        name="the goodbye stays behind the last payload",
+        module="p2pdiloco.net.endpoint",
+        old="if not connection.conversation.outbox.has_bulk:",
+        new="if connection.conversation.outbox.is_empty:",
+        harm="who leaves after a payload waits for five seconds, and is taken for dead",
+        killed_by=(f"{_ENDPOINTS}::test_who_leaves_says_so_as_soon_as_its_last_payload_is_out",),
+    ),
+    Bug(
         name="who is alone waits for its next look",
         module=_CURIOSITY,
         old="if self._look_at is None or not connected:",

@@ -467,6 +467,7 @@ def test_leaving_flushes_what_was_sent(run: Callable[[Main], None]) -> None:
                 assert ann.send(bob.peer_id, b"last words", bytes(8 * MIB))
             await until(lambda: heard_by_bob.losses)
             assert [len(payload or b"") for _, _, payload in heard_by_bob.messages] == [8 * MIB]
+            assert heard_by_bob.losses == [(ann.peer_id, "the peer is leaving")], "what is said last is said"
 
     run(main())
 

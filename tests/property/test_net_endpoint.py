@@ -372,6 +372,19 @@ def test_a_silent_stranger_is_gone_at_its_deadline() -> None:
     assert connection.reason == "the handshake took too long"
 
 
+@pytest.mark.parametrize("size", [0, 900, 20_000, 300_000])
+def test_who_leaves_says_so_as_soon_as_its_last_payload_is_out(size: int) -> None:
+    world = World(3, lanes=1)
+    world.meet()
+    assert world.ann.send(world.bob, b"last words", bytes(size))
+    world.ann.endpoint.leave("enough", world.now)
+    world.ann.turn()
+    world.run(world.now + 0.9 * world.limits.connection.part_s)
+    assert [len(payload or b"") for _, payload in world.bob.messages] == [size]
+    assert world.bob.ended == ["enough"]
+    assert world.ann.ended == ["enough"]
+
+
 def test_a_payload_that_was_handed_over_is_nobody_elses() -> None:
     world = World(3, lanes=2)
     world.meet()

@@ -76,6 +76,8 @@ class Wire:
         self._queued: Counter[Peer] = Counter()
         self._unread: dict[Peer, bytes] = dict.fromkeys(ends, b"")
         """What has arrived of a writer's, and is read with what comes next."""
+        self._full: set[Peer] = set()
+        """Writers that were told to pause, and to resume no more often than that, as event loops do."""
         self._arrives_at: dict[Peer, float] = dict.fromkeys(ends, 0.0)
         """When the last that was written arrives."""
 
@@ -92,7 +94,8 @@ class Wire:
             self._arrives_at[there] = at
             self._queued[peer] += len(piece)
             self._world.at(at, lambda piece=piece: self._arrive(peer, piece))
-        if self._queued[peer] > PIPE_BYTES:
+        if self._queued[peer] > PIPE_BYTES and peer not in self._full:
+            self._full.add(peer)
             peer.endpoint.pause(self.ends[peer])
 
     def close(self, peer: Peer, is_flushed: bool) -> None:
@@ -120,7 +123,8 @@ class Wire:
             return  # the reader is busy, and more is on its way
         data, self._unread[peer] = self._unread[peer], b""
         self._read(there, memoryview(data))
-        if self._queued[peer] <= PIPE_BYTES // 2 and not self.is_cut:
+        if peer in self._full and self._queued[peer] <= PIPE_BYTES // 2 and not self.is_cut:
+            self._full.remove(peer)
             peer.endpoint.resume(self.ends[peer])
             peer.turn()
 
