@@ -21,13 +21,14 @@ import msgspec
 from p2pdiloco.net.handshake import Role
 from p2pdiloco.node.figures import ASK_S, Figures
 from p2pdiloco.node.outlook import Outlook
-from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.peer import Peer
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.channel import Channel
+from p2pdiloco.runtime.journal import Journal
 from p2pdiloco.runtime.transport import Transport
 from p2pdiloco.watch.account import account
 from p2pdiloco.watch.alerts import Alert, Alerts
@@ -45,6 +46,8 @@ from p2pdiloco.watch.picture import (
     Title,
 )
 from p2pdiloco.wire.bodies import PeerStatus
+
+log = logs.get("node")
 
 LOOK_S = 1.0
 OUTLOOK_S = 5.0
@@ -64,15 +67,15 @@ class Lookout:
         self,
         peer: Peer,
         links: Transport,
-        metrics: Metrics,
         status: Callable[[], PeerStatus],
         figures: Figures,
+        journal: Journal | None,
     ) -> None:
         self._peer = peer
         self._links = links
-        self._metrics = metrics
         self._status = status
         self.figures = figures
+        self._journal = journal
         config = peer.manifest.config
         self.chronicle = Chronicle(
             Title(
@@ -96,13 +99,20 @@ class Lookout:
         self._began = peer.host.now()
         self._notes: dict[str, tuple[float, float]] = {}
         """Of each topic how many more may be told, and since when."""
-        metrics.told = self.chronicle.take
+        peer.metrics.told = self.chronicle.take
 
     # -- events --------------------------------------------------------------------------------------------------------
 
-    def observed(self, event: ev.Event, effects: list[ef.Effect]) -> None:
-        """What the machine was told, and what it said: into the event log."""
-        view, write = self._peer.machine.view, self._metrics.write
+    def observed(self, event: ev.Event, effects: list[ef.Effect], now: float) -> None:
+        """What the machine was told, and what it said: into journal and event log."""
+        if self._journal is not None:
+            try:
+                self._journal.record(now, event, effects)
+            except OSError as error:  # one with a gap would replay to something else
+                log.warning("journal ends here", reason=error.strerror or str(error))
+                self._journal.close()
+                self._journal = None
+        view, write = self._peer.machine.view, self._peer.metrics.write
         if view.live != self._live:
             self._live_changed(view.live)
         match event:
@@ -131,12 +141,12 @@ class Lookout:
 
     def _live_changed(self, live: tuple[PeerId, ...]) -> None:
         was, self._live = set(self._live), live
-        self._metrics.write("peers", live=len(live) + 1)
+        self._peer.metrics.write("peers", live=len(live) + 1)
         for peer in live:
             if peer not in was:
-                self._metrics.write("came", peer=peer, live=len(live) + 1)
+                self._peer.metrics.write("came", peer=peer, live=len(live) + 1)
         for peer in sorted(was.difference(live)):
-            self._metrics.write("went", peer=peer, live=len(live) + 1)
+            self._peer.metrics.write("went", peer=peer, live=len(live) + 1)
 
     def _note(self, note: ef.Note) -> None:
         if note.topic == "peers":  # said already
@@ -145,7 +155,7 @@ class Lookout:
         left, at = self._notes.get(note.topic, (float(NOTES_AT_ONCE), now))
         left = min(NOTES_AT_ONCE, left + (now - at) / NOTE_EVERY_S)
         if left >= 1.0:
-            self._metrics.write("note", level=note.level, topic=note.topic, text=note.reason[:LONGEST_NOTE])
+            self._peer.metrics.write("note", level=note.level, topic=note.topic, text=note.reason[:LONGEST_NOTE])
             left -= 1.0
         self._notes[note.topic] = (left, now)
 
@@ -173,7 +183,7 @@ class Lookout:
         folder = self._peer.options.folder
         room = (await asyncio.to_thread(shutil.disk_usage, folder)).free
         for alert in self._alerts.look(self._peer.host.now(), self._seen(), room):
-            self._metrics.write("alert", kind=alert.kind, text=alert.text, is_over=alert.is_over)
+            self._peer.metrics.write("alert", kind=alert.kind, text=alert.text, is_over=alert.is_over)
             self.tell(alert)
 
     def _alerts_told(self) -> tuple[str, ...]:
@@ -229,9 +239,9 @@ class Lookout:
             ),
             link=self._link_use(status),
             costs=Costs(
-                compute_s=self._metrics.compute_s,
-                exchange_s=self._metrics.exchange_s,
-                blocked_s=self._metrics.blocked_s,
+                compute_s=self._peer.metrics.compute_s,
+                exchange_s=self._peer.metrics.exchange_s,
+                blocked_s=self._peer.metrics.blocked_s,
             ),
             shards=self._shards({row.shard: row.at for row in base.shards}),
             peers=peers,

@@ -27,13 +27,11 @@ from p2pdiloco.node.lookup import ask_status
 from p2pdiloco.node.outlook import Outlook, duration
 from p2pdiloco.node.results import farewell
 from p2pdiloco.node.roster import Roster
-from p2pdiloco.node.twins import gives_way, reach, sentence
+from p2pdiloco.node.twins import Twins
 from p2pdiloco.node.whereabouts import Whereabouts
 from p2pdiloco.peer.metrics import Metrics, progress_fields
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import APART, Ending, InitialState, Peer
-from p2pdiloco.protocol import effects as ef
-from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.runtime import logs
@@ -45,12 +43,9 @@ from p2pdiloco.runtime.journal import Journal
 from p2pdiloco.runtime.transport import ConnectionLimits, Transport, TransportLimits
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire.bodies import PeerStatus
-from p2pdiloco.wire.records import PeerRecord
 
 log = logs.get("node")
 
-TWIN_LOOK_S = 5.0
-"""Between two looks at a process that seems to have this peer's identity."""
 PROGRESS_S = 5.0
 """Between two lines of the log about progress."""
 STAY_S = 600.0
@@ -77,18 +72,12 @@ class Node:
         """``mine`` lets it in to a private run that it has not founded."""
         self.manifest = manifest
         self.options = options
-        self.identity = identity
         self.directory = directory
         self._initial = initial
         self._mine = mine or Credentials(manifest.run, b"", identity)
         self._stack = AsyncExitStack()
         self._sent_away = asyncio.Event()
         """Nobody wants it to stay."""
-        self._gives_way = False
-        """Another process has this peer's identity, and began earlier."""
-        self._twin_looked_at = -TWIN_LOOK_S
-        self._twin_told = ""
-        """Life of the one that was told of."""
 
     async def __aenter__(self) -> Self:
         """Open everything.
@@ -113,23 +102,23 @@ class Node:
             self.peer = Peer(
                 manifest,
                 self.options,
-                self.identity,
+                self._mine.identity,
                 self.host,
                 vectors,
                 metrics,
                 sent_bytes=self._sent_bytes,
                 status=self.status,
-                observed=self._observed,
+                observed=lambda event, effects, now: self.lookout.observed(event, effects, now),
                 parted=lambda peer: self.roster.disconnected(peer),
                 standing=self.fellowship,
             )
             stack.callback(self.peer.driver.close)
             handler = IntroductionHandler(self.peer)
-            self._journal: Journal | None = None
+            journal: Journal | None = None
             if self.options.has_journal:
-                self._journal = stack.enter_context(Journal(folder / "journal.bin", self.peer.config))
+                journal = stack.enter_context(Journal(folder / "journal.bin", self.peer.config))
             self.transport = self.host.links = Transport(
-                self.identity,
+                self._mine.identity,
                 listen=self.options.link.listen,
                 run=manifest.run,
                 version=WIRE_VERSION,
@@ -144,7 +133,7 @@ class Node:
             )
             self.fellowship.links = self.transport
             self.whereabouts = Whereabouts(
-                self.identity,
+                self._mine.identity,
                 self.directory,
                 self.transport,
                 handler,
@@ -153,20 +142,22 @@ class Node:
                 maps_port=self.options.link.maps_port,
                 members=lambda: self.roster.records(),
             )
+            credentials = self._mine if self.fellowship.members.is_private else None
+            self.twins = Twins(self.peer.config.peer, credentials, self.host, self._give_way)
             self.roster = Roster(
                 manifest.run,
                 self.directory,
                 self.transport,
                 self.whereabouts.record,
                 folder / "peers.json",
-                self._twin_seen,
+                lambda record: self.twins.seen(record, self.roster.began_s, self.transport.life),
                 self.fellowship,
                 self.whereabouts.ladder,
                 heard_of=lambda: self.peer.machine.view.heard_by_others,
             )
             handler.learn = self.roster.told
             figures = Figures(self.peer, self.status, self._ask_status)
-            self.lookout = Lookout(self.peer, self.transport, self.metrics, self.status, figures)
+            self.lookout = Lookout(self.peer, self.transport, self.status, figures, journal)
             await stack.enter_async_context(self.transport)
             await stack.enter_async_context(self.whereabouts)
             self._stack = stack.pop_all()
@@ -218,7 +209,7 @@ class Node:
             if has_finished:
                 await self._stay(say)
                 ending = await self.peer.stayed(ending)
-        if not self._gives_way:  # the record is the other one's
+        if not self.twins.have_won:  # the record is the other one's
             await self.roster.withdraw()
         return ending
 
@@ -229,6 +220,11 @@ class Node:
         """Leave in order, since the machine cannot have this peer."""
         self._sent_away.set()
         self.peer.end_in_order(Ending(1, reason))
+
+    def _give_way(self, reason: str) -> None:
+        """Leave at once: the identity is another process's."""
+        self._sent_away.set()
+        self.peer.end_at_once(Ending(2, reason))
 
     def leave(self, reason: str) -> None:
         """Leave in order; of a run that is over, at once."""
@@ -265,47 +261,7 @@ class Node:
             waited_s += LOOK_S if view.is_current and marks else 0.0
         self.leave("what the run has come to is here")
 
-    # -- twins ---------------------------------------------------------------------------------------------------------
-
-    def _twin_seen(self, record: PeerRecord) -> None:
-        """A record of this peer's that this process has not published."""
-        now = self.host.now()
-        if now >= self._twin_looked_at + TWIN_LOOK_S and not self._gives_way:
-            self._twin_looked_at = now
-            self.host.spawn(self._look_at_twin(record), name="twin")
-
-    async def _look_at_twin(self, record: PeerRecord) -> None:
-        """If it answers, the one of us that began later ends."""
-        credentials = self._mine if self.fellowship.members.is_private else None
-        address = await reach(record, self.identity.peer_id, credentials)
-        if address is None:
-            return
-        told = sentence(self.identity.peer_id, address)
-        if gives_way(self.roster.began_s, self.transport.life, to=record):
-            self._gives_way = True
-            self._sent_away.set()
-            self.peer.end_at_once(Ending(2, told))
-        elif record.life != self._twin_told:
-            self._twin_told = record.life
-            log.warning(f"{told}. It began later, and gives way")
-
     # -- looking back --------------------------------------------------------------------------------------------------
-
-    def _observed(self, event: ev.Event, effects: list[ef.Effect], now: float) -> None:
-        """Journal and metrics."""
-        if self._journal is not None:
-            try:
-                self._journal.record(now, event, effects)
-            except OSError as error:
-                self._end_journal(error)
-        self.lookout.observed(event, effects)
-
-    def _end_journal(self, error: OSError) -> None:
-        """A journal with a gap would replay to something else, so it ends where the disk, or it, was full."""
-        log.warning("journal ends here", reason=error.strerror or str(error))
-        assert self._journal is not None
-        self._journal.close()
-        self._journal = None
 
     def status(self) -> PeerStatus:
         """What this peer tells of itself."""
@@ -315,7 +271,7 @@ class Node:
         return PeerStatus(
             run=self.manifest.run,
             name=self.manifest.config.name,
-            peer=self.identity.peer_id,
+            peer=self.peer.config.peer,
             phase="resting" if self.peer.supervision.resting else status.phase,
             step=status.step,
             total_steps=self.peer.machine.view.last_step,

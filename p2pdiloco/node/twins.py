@@ -12,18 +12,60 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from p2pdiloco.node.credentials import Credentials
 from p2pdiloco.node.lookup import observer_transport
+from p2pdiloco.peer.host import Host
 from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity, IdentityError
 from p2pdiloco.runtime.transport import DialError
 from p2pdiloco.wire.bodies import decode_as
 from p2pdiloco.wire.records import PeerRecord
 
+log = logs.get("node")
+
 ANSWER_S = 3.0
 """What a twin has to answer, at all its addresses at once."""
+LOOK_S = 5.0
+"""Between two looks at one."""
+
+
+class Twins:
+    """Those of ``me``, who takes part; ``end`` is called with the reason when one of them has begun earlier."""
+
+    def __init__(self, me: PeerId, credentials: Credentials | None, host: Host, end: Callable[[str], None]) -> None:
+        self._me = me
+        self._credentials = credentials
+        self._host = host
+        self._end = end
+        self.have_won = False
+        """One of them stays."""
+        self._looked_at = -LOOK_S
+        self._told = ""
+        """Life of the one that was told of."""
+
+    def seen(self, record: PeerRecord, began_s: float, life: str) -> None:
+        """A record of ``me`` that this process, which began then with this ``life``, has not published."""
+        now = self._host.now()
+        if now >= self._looked_at + LOOK_S and not self.have_won:
+            self._looked_at = now
+            self._host.spawn(self._look_at(record, began_s, life), name="twin")
+
+    async def _look_at(self, record: PeerRecord, began_s: float, life: str) -> None:
+        """If it answers, the one of us that began later ends."""
+        address = await reach(record, self._me, self._credentials)
+        if address is None:
+            return
+        told = sentence(self._me, address)
+        if gives_way(began_s, life, to=record):
+            self.have_won = True
+            self._end(told)
+        elif record.life != self._told:
+            self._told = record.life
+            log.warning(f"{told}. It began later, and gives way")
 
 
 async def refuse_to_be_one(directory: Directory, run: RunId, peer: PeerId, credentials: Credentials | None) -> None:

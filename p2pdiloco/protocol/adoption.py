@@ -77,7 +77,7 @@ class Adoption:
     def receive(self, sender: PeerId, header: CommitHeader) -> None:
         """Another peer's commit: apply it, keep it until its parent is here, or settle a fork."""
         shard, core = header.shard, self.core
-        if sender == header.owner and core.membership.is_excluded(sender):
+        if sender == header.owner and core.membership.owners.is_excluded(sender):
             return  # from others it is taken: see ``equivocations``
         chain = core.chains[shard]
         new_id = commit_id(header)
@@ -156,7 +156,7 @@ class Adoption:
         self.merges.moved(shard, None if old is None else old.id)
         self.contributions.moved(shard)
         if isinstance(target, CommitHeader):
-            core.membership.delivered(target.owner)
+            core.membership.owners.delivered(target.owner)
             if shard == 0:
                 self.evaluations.consider(head.version)
         self._next(shard)
@@ -340,7 +340,7 @@ class Adoption:
         if not core.is_current and all(chain.head is not None for chain in core.chains):
             core.is_current = True
             self.offers.clear()
-            core.membership.my_candidacy = core.config.weight
+            core.membership.owners.own_weight = core.config.weight
             self.contributions.became_current()
             core.note("info", "join", f"all {len(core.chains)} shards are here, at global step {core.step}")
             core.effects.append(BecameCurrent())

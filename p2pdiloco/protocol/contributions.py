@@ -267,7 +267,7 @@ class Contributions:
         """Give the pending contribution to the owner of its rank, if there is one who may merge it."""
         core, pending = self.core, self.pending[shard]
         version = pending.contribution.base.version + 1
-        ranked = ranked_owners(core.config.run, shard, version, core.membership.candidates)
+        ranked = ranked_owners(core.config.run, shard, version, core.membership.owners.candidates)
         if pending.contribution.contributor.tokens:
             laps = 1 + pending.rank // len(ranked)
             core.alarms.set(("takeover", shard), core.now + laps * self.merges.takeover_s())
@@ -300,7 +300,7 @@ class Contributions:
         """Owners that are gone, or on their way out: their contributions go to the new owners at once."""
         if not self.pending:
             return
-        able = {peer for peer, _ in self.core.membership.candidates}
+        able = {peer for peer, _ in self.core.membership.owners.candidates}
         for pending in self.pending.values():
             pending.beyond &= able  # who comes back may have less
         for shard in [s for s, p in self.pending.items() if p.target not in able]:

@@ -73,11 +73,11 @@ class Equivocations:
     def look(self) -> None:
         """Some may have served their term."""
         if not self.proofs and not self._refused:
-            self.core.membership.barred = frozenset()
+            self.core.membership.owners.barred = frozenset()
             return
         self.proofs = {owner: proof for owner, proof in self.proofs.items() if not self._is_served(proof)}
         self._refused = {owner: at for owner, at in self._refused.items() if not self._is_over(*at)}
-        self.core.membership.barred = frozenset((*self.proofs, *self._refused))
+        self.core.membership.owners.barred = frozenset((*self.proofs, *self._refused))
 
     def tell(self, peer: PeerId) -> None:
         """``peer`` is connected."""

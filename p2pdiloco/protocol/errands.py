@@ -37,7 +37,7 @@ def hand_on_contribution(core: Core, sender: PeerId, contribution: Contribution)
     if giver == me or giver != sender or not contribution.payload:
         return
     version = contribution.base.version + 1
-    owner = ranked_owners(core.config.run, contribution.shard, version, membership.candidates)[0]
+    owner = ranked_owners(core.config.run, contribution.shard, version, membership.owners.candidates)[0]
     if owner not in (me, giver) and not membership.connectedness.hears(giver, owner):
         core.send((owner,), contribution)
 

@@ -43,7 +43,7 @@ class Farewell:
         if core.departure == "leaving":
             return
         core.departure = "leaving"
-        core.membership.is_leaving = True
+        core.membership.owners.is_leaving = True
         self.reason = reason
         core.note("info", "leave", f"{reason}: contributing what is unmerged, for at most {core.config.leave_s:.0f} s")
         core.alarms.set(("depart", 0), core.now + core.config.leave_s)

@@ -6,7 +6,7 @@ Rules of this file:
 2. Deadlines follow from measured round trips (RFC 6298's estimator) and the heartbeat interval; no other constant.
    That interval grows with the number of connected peers, so that what heartbeats cost a peer does not.
 3. Live is not participating: a peer participates while its learner can contribute.
-4. Of those who may own, the best connected come first (``connectedness``), and those last that let a takeover pass.
+4. Of those who may own, the best connected come first (``connectedness``, ``owners``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from p2pdiloco.protocol.connectedness import SETTLING_BEATS, Connectedness
 from p2pdiloco.protocol.estimates import smoothed
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.messages import Heartbeat
-from p2pdiloco.protocol.ownership import Candidates
+from p2pdiloco.protocol.owners import Owners
 
 SENT_KEPT = 64
 MAX_PEERS = 4096
@@ -30,30 +30,11 @@ SLOWER = 4.0
 
 MAX_HELD = 64
 """Blocks of data that a learner has in hand, or trained and not seen merged."""
-MOST_WEIGHT = 2.0
-"""In medians of the candidates' weights."""
 SLOW_TRIPS = 8
 """Median round trips that the slowest one may count for, beside a heartbeat: a peer that answers late on purpose."""
-LATER = 1e-12
-"""The weight of owners that come after all others, as a share of the least of the others'."""
-LEAST_SPREAD = 1e-24
-"""Between the least weight and the largest, as far as that is looked at."""
-PASSED_OVER = 3
-"""How often an owner comes after others that let the takeover time pass; the worst connected does so twice."""
-MISSES_COUNTED = 4
 DEAF_BEATS = 2
 """Of its intervals, for which a peer's heartbeats say that it hears us no more: what was held up on the way, or said
 before it read what had come, comes at once."""
-
-
-def capped(candidates: list[tuple[PeerId, float]]) -> Candidates:
-    """``candidates`` (sorted) with weights of at most twice the median; those without weight only if all are."""
-    willing = [c for c in candidates if c[1] > 0.0]
-    if not willing:
-        return tuple((peer, 1.0) for peer, _ in candidates)
-    weights = sorted(weight for _, weight in willing)
-    most = MOST_WEIGHT * weights[(len(weights) - 1) // 2]
-    return tuple((peer, min(weight, most)) for peer, weight in willing)
 
 
 class PeerView:
@@ -67,8 +48,6 @@ class PeerView:
         "heard_at",
         "is_behind",
         "mismatches",
-        "missed",
-        "passed_over_until",
         "peer",
         "round_trip_s",
         "sequence",
@@ -91,10 +70,6 @@ class PeerView:
         """Heartbeats in a row whose summary of heads differs from ours."""
         self.deaf_since = float("inf")
         """When the first heartbeat came of those in a row whose echoes are too old for it to be live."""
-        self.missed = 0
-        """Takeover times in a row that it let pass as an owner."""
-        self.passed_over_until = 0.0
-        """It owns last until then."""
         self.is_behind = False
         """What comes from it may still be what had come while this peer stood still."""
         self.vain_until = 0.0
@@ -119,26 +94,20 @@ class Membership:
     """All connected peers, and which of them are live."""
 
     __slots__ = (
-        "_asking",
         "_median_s",
-        "_passed_over_until",
-        "barred",
-        "candidates",
         "company",
         "connectedness",
         "fastest_step_s",
         "interval_s",
-        "is_leaving",
         "live",
         "me",
-        "my_candidacy",
+        "owners",
         "participating",
         "peers",
         "sent_at",
         "sequence",
         "slowest_round_trip_s",
         "stall",
-        "willing",
     )
 
     def __init__(self, me: PeerId, interval_s: float) -> None:
@@ -150,10 +119,7 @@ class Membership:
         self.sequence = 0
         self.sent_at: deque[float] = deque(maxlen=SENT_KEPT)
         """When the last heartbeats were sent; the newest has number ``sequence``."""
-        self.my_candidacy: float | None = None
-        """Own weight as an owner, once all states are here."""
-        self.is_leaving = False
-        """A peer on its way out owns nothing new, unless it is the last."""
+        self.owners = Owners(me)
         self.company = Company()
         self.stall = (0.0, 0.0)
         """When this peer last went on after it had stood still, and for how long it had."""
@@ -161,31 +127,11 @@ class Membership:
         """Sorted, without this peer."""
         self.participating: frozenset[PeerId] = frozenset()
         """Of the live ones, without this peer."""
-        self._asking: list[tuple[PeerId, float]] = []
-        """Who may own, with the weights that they ask for."""
-        self._passed_over_until = 0.0
-        """Of all peers, the latest."""
         self._median_s: float | None = None
-        self.barred: frozenset[PeerId] = frozenset()
-        """Who is proved to have signed two commits on one parent: owns nothing, if somebody else can."""
-        self.willing: Candidates = ()
-        """Who may own, this peer included, with capped weights."""
-        self.candidates: Candidates = ()
-        """The same, with those last that are badly connected, or were passed over."""
         self.slowest_round_trip_s = 0.0
         """Largest smoothed round trip to a live peer; like all of these as of the last ``refresh``."""
         self.fastest_step_s = 0.0
         """Smallest step time that a live participating peer reports; 0 if none does."""
-
-    @property
-    def may_own(self) -> bool:
-        """Whether this peer merges at all: on its way out only if nobody else may, since whoever gave to it gives to
-        another owner at once, and a merge here would be a fork."""
-        return not self.is_leaving or any(peer == self.me for peer, _ in self.candidates)
-
-    def is_excluded(self, peer: PeerId) -> bool:
-        """Whether ``peer`` is barred, and somebody else can own."""
-        return peer in self.barred and all(peer != other for other, _ in self.willing)
 
     def beat_s(self) -> float:
         """Between two of this peer's heartbeats now."""
@@ -203,6 +149,7 @@ class Membership:
         """Forget a connection."""
         self.peers.pop(peer, None)
         self.connectedness.forget(peer)
+        self.owners.delivered(peer)
 
     def hear(self, peer: PeerId, beat: Heartbeat, now: float) -> bool:
         """Take a heartbeat; True if it may change who is live or what they are."""
@@ -310,11 +257,6 @@ class Membership:
                     step_s = beat.step_time_s
             if beat.phase not in ("joining", "leaving"):
                 candidates.append((peer, beat.weight))
-        if self.my_candidacy is not None and not (self.is_leaving and candidates):
-            candidates.append((self.me, self.my_candidacy))
-        if self.barred:
-            others = [candidate for candidate in candidates if candidate[0] not in self.barred]
-            candidates = others or candidates
         self._median_s = None
         if slowest_s > interval_s:
             trips = sorted(self.peers[peer].round_trip_s for peer in live)
@@ -327,12 +269,9 @@ class Membership:
             self.live = tuple(live)
             self.connectedness.live_changed(live, self.sequence)
         self.participating = frozenset(participating)
-        candidates.sort()
-        if candidates != self._asking:
-            self._asking = candidates
-            self.willing = capped(candidates)
-        self.connectedness.judge(now, self.live, self.willing, SETTLING_BEATS * beat_s)
-        self._rank_candidates(now)
+        self.owners.ask(candidates)
+        self.connectedness.judge(now, self.live, self.owners.willing, SETTLING_BEATS * beat_s)
+        self.owners.rank(now, self.connectedness.tiers)
         if self.live == before:
             return (), ()
         old, new = set(before), set(self.live)
@@ -343,36 +282,10 @@ class Membership:
         here = self.connectedness.lists[self.me] | self.connectedness.afar
         self.company.look(now, here, WINDOW_BEATS * self.beat_s(), is_silent=is_silent)
 
-    def _rank_candidates(self, now: float) -> None:
-        """The best connected first, then those who hear one of them; those that let the takeover time pass come after
-        all others."""
-        late = dict(self.connectedness.tiers)
-        if now < self._passed_over_until:
-            for peer, view in self.peers.items():
-                if now < view.passed_over_until:
-                    late[peer] = late.get(peer, 0) + PASSED_OVER
-        if not late:
-            self.candidates = self.willing
-            return
-        weights = [weight for _, weight in self.willing]
-        share = LATER * max(LEAST_SPREAD, min(weights, default=1.0) / max(weights, default=1.0))
-        self.candidates = tuple((peer, weight * share ** late.get(peer, 0)) for peer, weight in self.willing)
-
     def missed(self, peer: PeerId, now: float, takeover_s: float) -> None:
-        """As an owner ``peer`` let ``takeover_s`` pass: it owns last for as long as four laps through all owners take,
-        four times as long each time."""
-        view = self.peers.get(peer)
-        if view is not None and now >= view.passed_over_until:
-            view.missed = min(view.missed + 1, MISSES_COUNTED)
-            view.passed_over_until = now + len(self.candidates) * takeover_s * 4.0**view.missed
-            self._passed_over_until = max(self._passed_over_until, view.passed_over_until)
-            self._rank_candidates(now)
-
-    def delivered(self, peer: PeerId) -> None:
-        """A commit of ``peer`` came."""
-        view = self.peers.get(peer)
-        if view is not None:
-            view.missed, view.passed_over_until = 0, 0.0
+        """As an owner ``peer`` let ``takeover_s`` pass."""
+        if peer in self.peers:
+            self.owners.missed(peer, now, takeover_s, self.connectedness.tiers)
 
     def claims_of(self, peer: PeerId) -> tuple[Block, ...]:
         """Blocks of data that ``peer`` has taken; of more than a learner holds, the first."""

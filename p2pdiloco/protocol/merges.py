@@ -197,7 +197,9 @@ class Merges:
         collection, core = self.collections[shard], self.core
         if collection.is_closed or shard in self.jobs or not collection.given or collection.opened_at is None:
             return
-        if not core.membership.may_own or (core.config.needs_majority and not self._is_majority(collection.answered)):
+        if not core.membership.owners.may_own:
+            return
+        if core.config.needs_majority and not self._is_majority(collection.answered):
             return
         if (again := self._again.get(shard)) is not None and core.now < again.at:
             core.alarms.set(("close", shard), again.at)
@@ -236,7 +238,7 @@ class Merges:
         core = self.core
         config, membership = core.config, core.membership
         assert collection.opened_at is not None
-        ranked = ranked_owners(config.run, shard, core.head(shard).version + 1, membership.candidates)
+        ranked = ranked_owners(config.run, shard, core.head(shard).version + 1, membership.owners.candidates)
         rank = ranked.index(config.peer) if config.peer in ranked else len(ranked)
         guests = filter(membership.connectedness.is_afar, self.guests)
         absent = membership.participating.union(guests) - collection.answered

@@ -143,7 +143,7 @@ class MachineView:
     @property
     def barred(self) -> frozenset[PeerId]:
         """Who owns nothing: by a proof that it signed two commits on one parent, or for a commit that was not taken."""
-        return self._core.membership.barred
+        return self._core.membership.owners.barred
 
     def convictions(self) -> Convictions:
         """Why."""

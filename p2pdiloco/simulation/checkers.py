@@ -238,7 +238,7 @@ class Checks:
             return
         for shard, collection in enumerate(process.machine.merges.collections):
             if collection.quorum_at is not None and not collection.is_closed:
-                longest_s = (len(core.membership.candidates) + 1) * core.config.takeover_ceiling_s + 1.0
+                longest_s = (len(core.membership.owners.candidates) + 1) * core.config.takeover_ceiling_s + 1.0
                 if core.now - collection.quorum_at > longest_s:
                     self.violated(
                         5, f"{process.name} has had the quorum for shard {shard} since {collection.quorum_at}"

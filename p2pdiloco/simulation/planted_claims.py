@@ -66,7 +66,7 @@ BUGS = (
     ),
     _bug(
         "who contradicts itself owns on",
-        "membership",
+        "owners",
         "candidates = others or candidates",
         "pass",
         "an owner splits the swarm as often as it likes",
@@ -75,8 +75,8 @@ BUGS = (
     _bug(
         "a barred owner's commits are refused from everybody",
         "adoption",
-        "if sender == header.owner and core.membership.is_excluded(sender):",
-        "if core.membership.is_excluded(header.owner):",
+        "if sender == header.owner and core.membership.owners.is_excluded(sender):",
+        "if core.membership.owners.is_excluded(header.owner):",
         "who knew of the proof and who did not are split for good",
         "test_equivocations.py::test_what_it_makes_is_taken_from_others_alone",
     ),
@@ -250,7 +250,7 @@ BUGS = (
     ),
     _bug(
         "weights without a cap",
-        "membership",
+        "owners",
         "return tuple((peer, min(weight, most)) for peer, weight in willing)",
         "return tuple(willing)",
         "who asks for all ownership gets it",

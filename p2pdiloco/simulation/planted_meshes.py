@@ -17,8 +17,8 @@ def _bug(name: str, module: str, old: str, new: str, harm: str, *killed_by: str)
 BUGS = (
     _bug(
         "connectedness does not matter",
-        "membership",
-        "late = dict(self.connectedness.tiers)",
+        "owners",
+        "late = dict(tiers)",
         "late: dict[PeerId, int] = {}",
         "behind routers each peer merges for itself, and most versions are forks",
         "test_who_reaches_all_owns_before_those_who_do_not",

@@ -178,8 +178,8 @@ BUGS = (
     ),
     _bug(
         "who leaves merges beside the owners",
-        "membership",
-        "return not self.is_leaving or any(peer == self.me for peer, _ in self.candidates)",
+        "owners",
+        "return not self.is_leaving or any(peer == self._me for peer, _ in self.candidates)",
         "return True",
         "a fork with everybody who leaves, and its line is full when it is in haste",
         "test_ownership.py::test_who_leaves_merges_nothing_while_others_may",

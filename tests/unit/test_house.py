@@ -21,9 +21,7 @@ LARGE = {
     "protocol/core.ProtocolConfig": 25,  # all that a machine must know of its run, documented one by one
     "net/connection.Connection": 21,
     "training/outer_link.OuterLink": 21,
-    "node/node.Node": 19,
     "peer/peer.Peer": 19,
-    "protocol/membership.Membership": 20,
 }
 """Classes with more attributes, and how many."""
 TWO_SIDES = """

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from p2pdiloco.node.twins import gives_way
+from p2pdiloco.node import twins
+from p2pdiloco.node.twins import Twins, gives_way
+from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.wire.records import PeerRecord
 
 
@@ -14,3 +21,25 @@ from p2pdiloco.wire.records import PeerRecord
 def test_the_later_one_does_and_the_other_does_not(first: tuple[float, str], second: tuple[float, str]) -> None:
     assert gives_way(*second, to=PeerRecord((), first[1], first[0]))
     assert not gives_way(*first, to=PeerRecord((), second[1], second[0]))
+
+
+@pytest.mark.parametrize(("began_s", "answers", "ends"), [(101.0, True, 1), (99.0, True, 0), (101.0, False, 0)])
+def test_it_ends_once_if_a_process_that_began_earlier_answers(
+    began_s: float, answers: bool, ends: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def reach(record: PeerRecord, peer: PeerId, _: object) -> str | None:
+        looked.append(record.life)
+        return "/ip4/127.0.0.1/tcp/1" if answers else None
+
+    def spawn(work: Coroutine[Any, Any, None], *, name: str) -> None:
+        asyncio.run(work)
+
+    looked: list[str] = []
+    ended: list[str] = []
+    clock = SimpleNamespace(at=0.0)
+    monkeypatch.setattr(twins, "reach", reach)
+    seen = Twins(PeerId("me"), None, SimpleNamespace(now=lambda: clock.at, spawn=spawn), ended.append)  # type: ignore[arg-type]
+    for clock.at in (0.0, 1.0, twins.LOOK_S + 1.0):
+        seen.seen(PeerRecord((), "other", 100.0), began_s, "mine")
+    assert (len(ended), seen.have_won) == (ends, bool(ends))
+    assert len(looked) == (1 if ends else 2), "it is looked at now and then, until it has won"

@@ -80,23 +80,23 @@ def test_a_repeated_heartbeat_is_no_news() -> None:
 
 def test_who_cannot_be_dialled_owns_only_if_nobody_else_can() -> None:
     membership = met()
-    membership.my_candidacy = 2.0
+    membership.owners.own_weight = 2.0
     hear(membership, 0.0, weight=0.0)
     membership.refresh(0.0)
-    assert membership.candidates == ((ME, 2.0),)
-    membership.my_candidacy = 0.0
+    assert membership.owners.candidates == ((ME, 2.0),)
+    membership.owners.own_weight = 0.0
     membership.refresh(0.0)
-    assert membership.candidates == ((ME, 1.0), (OTHER, 1.0))
+    assert membership.owners.candidates == ((ME, 1.0), (OTHER, 1.0))
 
 
 def test_who_leaves_or_joins_owns_nothing() -> None:
     membership = met()
-    membership.my_candidacy = 1.0
+    membership.owners.own_weight = 1.0
     for sequence, phase in enumerate(("joining", "leaving"), start=1):
         hear(membership, 0.0, sequence=sequence, phase=phase)
         membership.refresh(0.0)
-        assert membership.candidates == ((ME, 1.0),)
+        assert membership.owners.candidates == ((ME, 1.0),)
     hear(membership, 0.0, sequence=3)
-    membership.is_leaving = True
+    membership.owners.is_leaving = True
     membership.refresh(0.0)
-    assert membership.candidates == ((OTHER, 1.0),)
+    assert membership.owners.candidates == ((OTHER, 1.0),)

@@ -27,12 +27,12 @@ def hearing(*peers: PeerId) -> bytes:
 def owners(stage: Stage) -> tuple[PeerId, ...]:
     """In the order in which they may merge the next version."""
     head = stage.head()
-    return ranked_owners(stage.config.run, 0, head.version + 1, stage.machine.core.membership.candidates)
+    return ranked_owners(stage.config.run, 0, head.version + 1, stage.machine.core.membership.owners.candidates)
 
 
 def fit(stage: Stage) -> set[PeerId]:
     """Who may own, and does not come after others."""
-    candidates = stage.machine.core.membership.candidates
+    candidates = stage.machine.core.membership.owners.candidates
     return {peer for peer, weight in candidates if weight > 1e-6}
 
 

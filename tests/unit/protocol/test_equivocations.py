@@ -27,7 +27,7 @@ def proof_of(stage: Stage, owner: PeerId = B, version: int = 1) -> msg.Equivocat
 
 
 def owners(stage: Stage) -> set[PeerId]:
-    return {peer for peer, _ in stage.machine.core.membership.candidates}
+    return {peer for peer, _ in stage.machine.core.membership.owners.candidates}
 
 
 # -- what the honest do ------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ FOUR: Candidates = tuple((peer, 1.0) for peer in (A, B, C, D))
 
 def owners(stage: Stage) -> list[PeerId]:
     """Who may own anything, as the machine sees it."""
-    return [peer for peer, _ in stage.machine.core.membership.candidates]
+    return [peer for peer, _ in stage.machine.core.membership.owners.candidates]
 
 
 def test_owners_are_all_live_peers_that_are_neither_joining_nor_leaving() -> None:

@@ -269,7 +269,7 @@ def test_a_weight_counts_for_at_most_twice_the_median() -> None:
     """P4a."""
     stage = Stage(B, C, D)
     stage.says(D, weight=1e12)
-    assert dict(stage.machine.core.membership.candidates) == {A: 1.0, B: 1.0, C: 1.0, D: 2.0}
+    assert dict(stage.machine.core.membership.owners.candidates) == {A: 1.0, B: 1.0, C: 1.0, D: 2.0}
 
 
 def test_an_owner_that_lets_the_takeover_time_pass_owns_last_for_a_while() -> None:
@@ -278,17 +278,17 @@ def test_an_owner_that_lets_the_takeover_time_pass_owns_last_for_a_while() -> No
     stage.give()
     takeover_s = stage.machine.merges.takeover_s()
     stage.wait(takeover_s + 0.6)
-    weights = dict(stage.machine.core.membership.candidates)
+    weights = dict(stage.machine.core.membership.owners.candidates)
     assert weights[B] < 1e-6 < weights[C]
     stage.take(stage.commit(tokens(C, 0, 40), owner=C), sender=C)
     stage.wait(4 * 3 * takeover_s)
-    assert dict(stage.machine.core.membership.candidates)[B] == 1.0
+    assert dict(stage.machine.core.membership.owners.candidates)[B] == 1.0
     stage.machine.core.membership.missed(B, stage.now, 1.0)
     stage.wait(16 * 3 * 1.0 - 0.6)
-    assert dict(stage.machine.core.membership.candidates)[B] < 1e-6
+    assert dict(stage.machine.core.membership.owners.candidates)[B] < 1e-6
     stage.take(stage.commit(tokens(C, 40, 80)), sender=C)
     stage.wait(0.6)
-    assert dict(stage.machine.core.membership.candidates)[B] == 1.0
+    assert dict(stage.machine.core.membership.owners.candidates)[B] == 1.0
 
 
 def test_forty_heavy_owners_that_never_merge_do_not_stop_turns() -> None:

@@ -40,7 +40,7 @@ def unfit(stage: Stage, header: msg.CommitHeader, sender: PeerId = B) -> list[ef
 
 
 def owners(stage: Stage) -> set[PeerId]:
-    return {peer for peer, _ in stage.machine.core.membership.candidates}
+    return {peer for peer, _ in stage.machine.core.membership.owners.candidates}
 
 
 # -- lengths -----------------------------------------------------------------------------------------------------------
