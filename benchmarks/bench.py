@@ -17,7 +17,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,19 @@ def known(path: Path | None, name: str, key: str) -> dict[str, dict[str, Any]]:
         return {}
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return {row["settings"][key]: row["figures"] for row in rows if row["benchmark"] == name}
+
+
+def fill(
+    options: argparse.Namespace, name: str, key: str, works: Iterable[tuple[str, Callable[[], dict[str, Any]]]]
+) -> dict[str, dict[str, Any]]:
+    """The figures of all of ``works`` whose names have ``--only`` in them: from earlier, or made and written now."""
+    found = known(options.json, name, key)
+    for title, work in works:
+        if options.only in title and title not in found:
+            print(title, "...", flush=True)
+            found[title] = work()
+            write(options, name, {key: title}, found[title])
+    return found
 
 
 def medians(runs: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:

@@ -32,7 +32,7 @@ def in_world(seed: int) -> dict[str, Any] | None:
         setting, peers=peers, outer=msgspec.structs.replace(setting.outer, adopt="carry"), steps=2 * setting.steps
     )
     world = World(seed, setting)
-    names = list(world.identities)
+    names = list(world.computers)
     for name in names:
         world.at(0.0, partial(world.begin, name))
     leaver = chance.choice(names)
@@ -60,9 +60,9 @@ def in_world(seed: int) -> dict[str, Any] | None:
     if not asked or not gone_at:
         return None
     learner = asked["peer"].supervision.learner
-    truth = world.truths.get(learner)
+    truth = world.learners.truths.get(learner)
     trained = truth.tokens[-1] if truth is not None and truth.tokens else 0
-    others = [name for name in names if name != leaver and name in world.last_heads]
+    others = [name for name in names if name != leaver and world.computers[name].last_heads]
     merged = min(_marked(world, name, learner) for name in others)
     return {
         "seed": seed,
@@ -75,7 +75,7 @@ def in_world(seed: int) -> dict[str, Any] | None:
 
 def _marked(world: World, name: PeerId, learner: LearnerId) -> int:
     """Tokens of ``learner`` in the model that ``name`` ended with: of the shard that has the fewest."""
-    heads = enumerate(world.last_heads[name])
+    heads = enumerate(world.computers[name].last_heads)
     return min(world.checks.values[shard, head].marks.get(learner, 0) for shard, head in heads)  # type: ignore[index]
 
 

@@ -116,12 +116,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cells that have this in their names")
     parser.add_argument("--short", action="store_true", help="that all of it works, not what it shows")
     options = parser.parse_args()
-    found = bench.known(options.json, "scale/goodput", "cell")
-    for name, work in cells(options):
-        if options.only in name and name not in found:
-            found[name] = work()
-            bench.write(options, "scale/goodput", {"cell": name}, found[name])
-            print(name, {key: round(value, 4) for key, value in found[name].items()}, flush=True)
+    found = bench.fill(options, "scale/goodput", "cell", cells(options))
     rows = {name: shown(name, one) for name, one in found.items()}
     print(bench.table("system, chips", COLUMNS, rows))
     if options.plot is not None:

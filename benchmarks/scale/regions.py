@@ -8,6 +8,7 @@ is the failure's alone.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any, NamedTuple
 
 from benchmarks import bench
@@ -184,12 +185,8 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="one short outage, to see that it works")
     options = parser.parse_args()
     wanted = {"two of eight for a quarter of an hour": SHORT} if options.short else OUTAGES
-    found: dict[str, dict[str, Any]] = bench.known(options.json, "scale/regions", "outage")
-    for name, outage in wanted.items():
-        if options.only in name and name not in found:
-            print(name, "...", flush=True)
-            found[name] = measured(outage, options.seed)
-            bench.write(options, "scale/regions", {"outage": name}, found[name])
+    works = ((name, partial(measured, outage, options.seed)) for name, outage in wanted.items())
+    found = bench.fill(options, "scale/regions", "outage", works)
     print(bench.table("outage", COLUMNS, found))
     if options.plot is not None:
         plots.regions(options.plot, found)

@@ -1,4 +1,5 @@
-"""What a link must carry for a given compute utilisation: arithmetic, no measurement.
+"""What a link must carry for a given compute utilisation: arithmetic, no measurement. Beside the public model
+(``p2pdiloco.forecast.bandwidth``) it has what a real link costs: headers, round trips, loss, control.
 
 Rules of this file:
 1. Pure numbers: bits, seconds, bits per second on the wire.
@@ -10,6 +11,8 @@ Rules of this file:
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from p2pdiloco.forecast import bandwidth
 
 PAYLOAD_SHARE = 1448 / 1514
 """TCP payload in a full packet, as tc counts it."""
@@ -85,15 +88,13 @@ def is_on_time(run: Run, link: Link) -> bool:
 def least_rate(run: Run, wanted: float, *, system: str, round_trip_s: float = 0.0) -> float:
     """The slowest line, in bits per second, at which ``system`` computes ``wanted`` of the time. p2pdiloco's learners
     never wait for the link; for it, ``wanted`` is the share of turns that are kept, on time."""
-    low, high = 1e3, 1e13
-    for _ in range(100):
-        rate = (low * high) ** 0.5
-        link = Link(rate, round_trip_s)
+
+    def share(run: Run, rate_bps: float) -> float:
+        link = Link(rate_bps, round_trip_s)
         if system == "ddp":
-            is_enough = utilisation(data_parallel_s(run, link), run) >= wanted
-        elif system == "diloco":
-            is_enough = utilisation(synchronous_diloco_s(run, link), run) >= wanted
-        else:
-            is_enough = sustained_share(run, link) >= wanted and is_on_time(run, link)
-        low, high = (low, rate) if is_enough else (rate, high)
-    return high
+            return utilisation(data_parallel_s(run, link), run)
+        if system == "diloco":
+            return utilisation(synchronous_diloco_s(run, link), run)
+        return sustained_share(run, link) if is_on_time(run, link) else 0.0
+
+    return bandwidth.least_rate(share, run, wanted)

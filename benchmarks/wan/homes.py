@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from benchmarks.wan.sites import network, on_sigterm
+from p2pdiloco.node.guest import pause
 from p2pdiloco.protocol.identifiers import LearnerId, peer_of
 from p2pdiloco.testbed.inside import command
 from p2pdiloco.testbed.namespaces import kill_inside
@@ -131,6 +132,11 @@ class Home:
         """Peers connected to it, itself included."""
         return next((event["live"] for event in reversed(self.events()) if event["event"] == "peers"), 1)
 
+    def rest(self, is_resting: bool = True) -> None:
+        """Its learner makes no steps, once there is one: its user wants the machine."""
+        for manifest in (self.folder / "state").glob("*/manifest.msgpack"):
+            pause(manifest.parent, is_paused=is_resting)
+
 
 class HomesError(Exception):
     """Somebody did not do what it should in time; the text has its last words."""
@@ -165,10 +171,17 @@ class Gathering(NamedTuple):
 
 @contextmanager
 def gathered(
-    made: Testbed, folder: Path, *, steps: int, hub: Sequence[str] = (), absent: Container[int] = ()
+    made: Testbed,
+    folder: Path,
+    *,
+    steps: int,
+    hub: Sequence[str] = (),
+    absent: Container[int] = (),
+    rests: bool = False,
 ) -> Iterator[Gathering]:
     """A bootstrap in the first site, with the options ``hub``; the second founds a run, the others but those that are
-    ``absent`` join it. Whatever runs in the sites is killed at the end."""
+    ``absent`` join it. With ``rests`` learners make no steps but the founder's first, until they are woken. Whatever
+    runs in the sites is killed at the end."""
     corpus = folder / "corpus"
     corpus.mkdir(parents=True)
     for number in range(12):
@@ -192,10 +205,18 @@ def gathered(
         own = ["--threads", "1", "--data", str(corpus), "--stay-s", "0", "--page", "off"]
         homes.append(Home(made, sites[0], folder, ["start", str(config), "--bootstrap", where(sites[0]), *own]))
         wait_for(lambda: "to join from" in homes[0].told(), homes, START_S, "the founder's run")
+        if rests:
+            homes[0].rest()
         joiners = [site for site in sites[1:] if site not in absent]
         homes += [Home(made, site, folder, ["join", where(site), *own]) for site in joiners]
         began = time.monotonic()
-        wait_for(lambda: all(home.live == len(homes) for home in homes), homes, START_S, "all are connected")
+
+        def is_complete() -> bool:
+            for home in homes if rests else ():
+                home.rest()
+            return all(home.live == len(homes) for home in homes)
+
+        wait_for(is_complete, homes, START_S, "all are connected")
         yield Gathering(bootstrap, homes, time.monotonic() - began, time.time(), where, own)
     finally:
         kill_inside([made.site(i) for i in range(len(made.topology.sites))])
@@ -204,10 +225,18 @@ def gathered(
 
 
 def train(
-    made: Testbed, folder: Path, *, steps: int, kills_bootstrap: bool = False, hub: Sequence[str] = ()
+    made: Testbed,
+    folder: Path,
+    *,
+    steps: int,
+    kills_bootstrap: bool = False,
+    hub: Sequence[str] = (),
+    rests: bool = False,
 ) -> Outcome:
-    """One run on a testbed that is up. ``hub``: options of the bootstrap."""
-    with gathered(made, folder, steps=steps, hub=hub) as those:
+    """One run on a testbed that is up. ``hub``: the bootstrap's options; ``rests``: nobody trains before all are in."""
+    with gathered(made, folder, steps=steps, hub=hub, rests=rests) as those:
+        for home in those.homes if rests else ():
+            home.rest(False)
         if kills_bootstrap:
             those.bootstrap.process.kill()
         homes = those.homes

@@ -150,7 +150,7 @@ class ExchangePeer(Node):
     def begin(self) -> None:
         """Take version 0, and a learner."""
         super().begin()
-        ward = self.peer.supervision.ward = Ward(learner_id(self.identity.peer_id, "standin"))
+        ward = self.peer.supervision.ward = Ward(learner_id(self.transport.peer_id, "standin"))
         self.stand_in = StandIn(self)
         ward.process = self.stand_in  # type: ignore[assignment]
         self.heard_learner(link.Ready(device="none", parameters=self.peer.layout.elements))

@@ -14,7 +14,7 @@ from p2pdiloco.runtime.sockets import everywhere
 from p2pdiloco.wire.invites import Invite, InviteError, decode_invite, is_invite
 
 if TYPE_CHECKING:
-    from p2pdiloco.peer.peer import Ending  # which loads torch, and who only looks does without
+    from p2pdiloco.peer.end import Ending  # which loads torch, and who only looks does without
 
 
 def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:

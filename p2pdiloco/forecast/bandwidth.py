@@ -15,9 +15,12 @@ Rules of this file:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
+
+Described = TypeVar("Described")
+"""A run, as some model sees it."""
 
 BUCKETS: Final = 128
 BACKWARD: Final = 2 / 3
@@ -105,7 +108,7 @@ SYSTEMS: Final[dict[str, Callable[[Training, float], float]]] = {
 }
 
 
-def least_rate(utilisation: Callable[[Training, float], float], training: Training, wanted: float = 0.95) -> float:
+def least_rate(utilisation: Callable[[Described, float], float], training: Described, wanted: float = 0.95) -> float:
     """The slowest line, in bits a second, at which so much of the time is computed."""
     low, high = 1.0, 1e16
     while high / low > 1 + 1e-9:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 
+from p2pdiloco.net.closure import Closure
 from p2pdiloco.net.commons import Commons, Due
 from p2pdiloco.net.conversation import Conversation
 from p2pdiloco.net.events import Closing, Ended, Failed, Proved
@@ -36,7 +37,7 @@ from p2pdiloco.protocol.identifiers import PeerId
 
 
 class Connection:
-    """See the module's rules. It has 22 attributes: so many facts a connection's life has."""
+    """See the module's rules."""
 
     def __init__(
         self,
@@ -63,22 +64,11 @@ class Connection:
         self._copied: deque[memoryview] = deque()
         """By ``receive``, and not read."""
         self._commons = commons
-        self._agenda = commons.agenda
         self._dialled = dialled
         self._handshake: Handshake | None = None
-        self._reason: str | None = None
-        """Set when the connection is over: nothing is read or sent from then on."""
-        self._parting_reason: str | None = None
-        """Set when we are leaving: nothing new is sent; what is queued is."""
-        self._goodbye: bytes | None = None
-        """Waits until everything that is sent in parts is acknowledged."""
+        self._end = Closure()
         self._is_deaf = False
         """Set when the peer broke the rules: it is told so, and no longer listened to."""
-        self._has_failed = False
-        """It is told that there will be no proof."""
-        self._is_retiring = False
-        self._duplicate_said: set[str] = set()
-        """Which of "us" and "them" has said that another connection stays."""
         self._overdue_reason = "no channel came about in time"
         self._set_deadline(commons.limits.handshake_s, self._overdue_reason)
 
@@ -102,22 +92,22 @@ class Connection:
     @property
     def is_ending(self) -> bool:
         """Saying or having said goodbye, or lost."""
-        return self._reason is not None or self._parting_reason is not None
+        return self._end.is_ending
 
     @property
     def is_over(self) -> bool:
         """Nothing is read or sent any more."""
-        return self._reason is not None
+        return self._end.over is not None
 
     @property
     def reason(self) -> str:
         """Why it is over, or about to be; "" while it is not."""
-        return self._reason or self._parting_reason or ""
+        return self._end.reason
 
     @property
     def has_waiting_bulk(self) -> bool:
         """There is bulk, and the other side takes it: only the kernel or the budget holds it back."""
-        return self._reason is None and self.conversation.has_waiting_bulk
+        return self._end.over is None and self.conversation.has_waiting_bulk
 
     @property
     def greeting(self) -> Hello:
@@ -130,7 +120,7 @@ class Connection:
 
     def up(self, fingerprint: bytes) -> None:
         """The encrypted channel is there, with the listener's certificate of this ``fingerprint``."""
-        if self._reason is not None:
+        if self._end.over is not None:
             return
         self.is_paused = False
         self._handshake = self._commons.greeter.handshake(self.role, fingerprint, self._dialled)
@@ -140,7 +130,7 @@ class Connection:
 
     def lost(self, reason: str) -> None:
         """The socket is closed."""
-        reason = self._reason = self._reason or self._parting_reason or reason
+        reason = self._end.over = self._end.reason or reason
         self._set_deadline(None)
         self._fail(ConnectionError(reason))
         self._stop()
@@ -148,12 +138,12 @@ class Connection:
         for lane in list(self.conversation.lanes.members) if self.primary is self else []:
             if lane is not self:
                 lane.abort(f"its primary connection ended: {reason}")
-        self._agenda.tell(Ended(self, reason))
+        self._commons.agenda.tell(Ended(self, reason))
 
     def overdue(self) -> None:
         """The deadline has passed."""
-        if self._reason is not None:
-            self._agenda.tell(Closing(self, is_flushed=False))
+        if self._end.over is not None:
+            self._commons.agenda.tell(Closing(self, is_flushed=False))
         self.abort(self._overdue_reason)
 
     def become_lane_of(self, primary: Connection) -> bool:
@@ -173,29 +163,29 @@ class Connection:
 
     def retire(self) -> None:
         """Another connection took over: finish what is begun, then close. The other side does the same."""
-        if self._is_retiring or self._reason is not None:
+        if self._end.is_retiring or self._end.over is not None:
             return
-        self._is_retiring = True
+        self._end.is_retiring = True
         self._set_deadline(self._commons.limits.retire_s, "the duplicate connection did not finish in time")
-        self._agenda.touch(self)
+        self._commons.agenda.touch(self)
 
     def part(self, parting: Parting, reason: str) -> None:
         """Send what is queued, then GOODBYE, then close; all within ``part_s``."""
         if self.is_ending:
             return
-        self._parting_reason = reason
+        self._end.parting = reason
         self._set_deadline(self._commons.limits.part_s, reason)
-        self._goodbye = encode_goodbye(parting, reason)
+        self._end.goodbye = encode_goodbye(parting, reason)
         self.conversation.takes_parts = self.primary is self
-        self._agenda.touch(self)
+        self._commons.agenda.touch(self)
 
     def abort(self, reason: str) -> None:
         """Close now; what is queued is lost."""
-        if self._reason is None:
-            self._reason = reason
+        if self._end.over is None:
+            self._end.over = reason
             self._stop()
             self._set_deadline(None)
-            self._agenda.tell(Closing(self, is_flushed=False))
+            self._commons.agenda.tell(Closing(self, is_flushed=False))
 
     def turn_away(self, parting: Parting, reason: str) -> None:
         """It never served, and will not: say why, and listen no longer."""
@@ -214,24 +204,24 @@ class Connection:
     def advance(self, count: int) -> bool:
         """``count`` bytes were read into ``buffer()``. False: nothing follows yet. Else go through the endpoint's
         events."""
-        if self._is_deaf or self._reason is not None:
+        if self._is_deaf or self._end.over is not None:
             return False
         if not self.conversation.inbox.advance(count) and self._commons.grants.bytes_per_s is None:
             return False
-        self._agenda.unread[self] = None
+        self._commons.agenda.unread[self] = None
         return True
 
     def receive(self, data: bytes) -> None:
         """``data`` came: as ``advance``, copied."""
-        if not self._is_deaf and self._reason is None:
+        if not self._is_deaf and self._end.over is None:
             self._copied.append(memoryview(data))
-            self._agenda.unread[self] = None
+            self._commons.agenda.unread[self] = None
 
     def step(self) -> bool:
         """Handle the next frame of what came. False: there is no other."""
-        self.heard_at = self._agenda.now
+        self.heard_at = self._commons.agenda.now
         self.conversation.settle_offer()
-        if self._is_deaf or self._reason is not None:
+        if self._is_deaf or self._end.over is not None:
             return False
         try:
             event = self.conversation.inbox.next()
@@ -247,7 +237,7 @@ class Connection:
             self.part(Parting.REFUSED, str(error))
         except FrameError as error:
             if self.remote is not None:
-                self._commons.scores.blame(self.peer, FRAMES, self._agenda.now)
+                self._commons.scores.blame(self.peer, FRAMES, self._commons.agenda.now)
             for connection in {self: None, self.primary: None}:
                 connection.break_off(f"broken frames: {error}")
         talk = self.conversation
@@ -255,23 +245,21 @@ class Connection:
 
     def settle(self) -> None:
         """Something has ended or was queued: say goodbye if all is said, close if that is out."""
-        talk = self.conversation
-        is_leaving = self._parting_reason is not None or self._is_retiring
-        if self._reason is not None or not (is_leaving or talk.is_overrun):
+        talk, end = self.conversation, self._end
+        if end.over is not None or not (end.parting is not None or end.is_retiring or talk.is_overrun):
             return
         if talk.is_overrun:
             self.abort("the peer does not read")
             return
-        if self._goodbye is not None and (self.primary is not self or talk.lanes.is_idle):
-            talk.outbox.part(self._goodbye)
-            self._goodbye = None
+        if end.goodbye is not None and (self.primary is not self or talk.lanes.is_idle):
+            talk.outbox.part(end.goodbye)
+            end.goodbye = None
         if not talk.outbox.is_empty or self.is_paused:
             return
-        if self._parting_reason is not None and self._goodbye is None:
-            self._close(self._parting_reason)
-        elif self._is_retiring and talk.is_idle:
-            if "us" not in self._duplicate_said:
-                self._duplicate_said.add("us")
+        if end.is_said:
+            self._close(end.reason)
+        elif end.is_retiring and talk.is_idle:
+            if end.retires("us"):
                 talk.put(encode_goodbye(Parting.DUPLICATE, "another connection of ours stays"))
             else:
                 self._close_if_both_retired()
@@ -303,15 +291,15 @@ class Connection:
                 self._set_deadline(None)
                 self.conversation.open(self.peer)
                 self._commons.shaper.open(self.peer, self)
-                self._agenda.touch(self)
-                self._agenda.tell(Proved(self))
+                self._commons.agenda.touch(self)
+                self._commons.agenda.tell(Proved(self))
             case _:
                 self._farewell(*decode_goodbye(body))
 
     def _farewell(self, parting: Parting, reason: str) -> None:
         if parting is Parting.DUPLICATE and self.remote is not None:
-            self._duplicate_said.add("them")
-            if not self._is_retiring:
+            self._end.retires("them")
+            if not self._end.is_retiring:
                 # The other connection may still be on its way to us. Until it is here, this one serves.
                 self._set_deadline(self._commons.limits.retire_s, "no other connection came")
             self._close_if_both_retired()
@@ -327,9 +315,9 @@ class Connection:
 
     def _fail(self, error: Exception) -> None:
         """If it is not proved, it never will be."""
-        if self.remote is None and not self._has_failed:
-            self._has_failed = True
-            self._agenda.tell(Failed(self, error))
+        if self.remote is None and not self._end.has_failed:
+            self._end.has_failed = True
+            self._commons.agenda.tell(Failed(self, error))
 
     def _stop(self) -> None:
         """Nothing more is sent or granted."""
@@ -341,19 +329,19 @@ class Connection:
 
     def _close(self, reason: str) -> None:
         """Let what was written go out, then close, within ``part_s``."""
-        self._reason = reason
+        self._end.over = reason
         self._stop()
         self._set_deadline(self._commons.limits.part_s, reason)
-        self._agenda.tell(Closing(self, is_flushed=True))
+        self._commons.agenda.tell(Closing(self, is_flushed=True))
 
     def _close_if_both_retired(self) -> None:
-        if len(self._duplicate_said) == 2 and self._reason is None:
+        if self._end.have_both_retired and self._end.over is None:
             self._close("another connection of ours stays")
 
     def _set_deadline(self, delay_s: float | None, reason: str = "") -> None:
         """The one deadline that runs; a new one replaces it."""
         self._overdue_reason = reason
         if delay_s is None:
-            self._agenda.deadlines.cancel((Due.LIFE, self))
+            self._commons.agenda.deadlines.cancel((Due.LIFE, self))
         else:
-            self._agenda.deadlines.set((Due.LIFE, self), self._agenda.now + delay_s)
+            self._commons.agenda.deadlines.set((Due.LIFE, self), self._commons.agenda.now + delay_s)

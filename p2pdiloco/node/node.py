@@ -29,9 +29,12 @@ from p2pdiloco.node.results import farewell
 from p2pdiloco.node.roster import Roster
 from p2pdiloco.node.twins import Twins
 from p2pdiloco.node.whereabouts import Whereabouts
+from p2pdiloco.peer.end import APART, Ending
 from p2pdiloco.peer.metrics import Metrics, progress_fields
 from p2pdiloco.peer.options import PeerOptions
-from p2pdiloco.peer.peer import APART, Ending, InitialState, Peer
+from p2pdiloco.peer.peer import InitialState, Peer
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.runtime import logs
@@ -108,12 +111,12 @@ class Node:
                 metrics,
                 sent_bytes=self._sent_bytes,
                 status=self.status,
-                observed=lambda event, effects, now: self.lookout.observed(event, effects, now),
-                parted=lambda peer: self.roster.disconnected(peer),
+                observed=self._observed,
                 standing=self.fellowship,
             )
             stack.callback(self.peer.driver.close)
             handler = IntroductionHandler(self.peer)
+            handler.parted = lambda peer: self.roster.disconnected(peer)
             journal: Journal | None = None
             if self.options.has_journal:
                 journal = stack.enter_context(Journal(folder / "journal.bin", self.peer.config))
@@ -262,6 +265,9 @@ class Node:
         self.leave("what the run has come to is here")
 
     # -- looking back --------------------------------------------------------------------------------------------------
+
+    def _observed(self, event: ev.Event, effects: list[ef.Effect], now: float) -> None:
+        self.lookout.observed(event, effects, now)
 
     def status(self) -> PeerStatus:
         """What this peer tells of itself."""

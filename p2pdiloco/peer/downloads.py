@@ -83,7 +83,7 @@ class Downloads:
         self._driver = driver
         self._inspection = inspection
         self._host = driver.host
-        self._arrivals = arrivals
+        self.arrivals = arrivals
         self._fault = fault
         self._plan = ChunkPlan()
         self._downloads: dict[ShardId, _Download] = {}
@@ -104,7 +104,7 @@ class Downloads:
             self._driver.feed(ev.Failed("fetch", shard, peer, str(error)))
             return
         state = offer.proof.state
-        self._arrivals.shard(offer, chunks)
+        self.arrivals.shard(offer, chunks)
         self._run_ahead()
 
         def staged(_: None) -> None:
@@ -287,7 +287,7 @@ class Downloads:
         download.chunks[chunk] = data
         self._distrust.right(ask.donor, (download.head, chunk))
         download.missing -= 1
-        self._arrivals.chunk(len(data))
+        self.arrivals.chunk(len(data))
         if not download.missing:
             download.done.set_result(None)
 

@@ -2,8 +2,7 @@
 
 Rules of this file:
 1. It composes: what is decided stands in the modules below, what is done to the world goes through the host.
-2. A peer ends for one of four reasons: the run is complete, it was asked to leave, its learner cannot go on, or a
-   defect of ours. Each has an exit status and a sentence.
+2. It ends once, for one reason (``end.py``).
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from p2pdiloco.peer.checkpoint import SavedState
 from p2pdiloco.peer.codec_choice import CodecChoice
 from p2pdiloco.peer.downloads import Downloads
 from p2pdiloco.peer.driver import Driver
+from p2pdiloco.peer.end import APART, End, Ending, ordinary_ending
 from p2pdiloco.peer.global_state import GlobalState, MergeResult
 from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.inspection import Inspection
@@ -57,17 +57,6 @@ log = logs.get("node")
 
 Observed = Callable[[ev.Event, list[ef.Effect], float], None]
 
-APART = 4
-"""The exit status of a peer that may have a model of its own."""
-
-
-class Ending(msgspec.Struct, frozen=True):
-    """Why the node stopped. Status 0: in order; 1: something failed; 2: the user must repair something; 4: it was apart
-    from as many as were with it, and did not meet them again."""
-
-    status: int
-    reason: str
-
 
 class InitialState:
     """What a peer brings: version 0 (the founder) or a checkpoint."""
@@ -84,8 +73,8 @@ class InitialState:
 
 
 class Peer:
-    """One peer. ``observed`` sees every event with its effects; ``status`` tells others of this peer; ``parted`` hears
-    whose connection was lost; ``standing`` knows what others may do (None: everything)."""
+    """One peer. ``observed`` sees every event with its effects; ``status`` tells others of this peer; ``standing``
+    knows what others may do (None: everything)."""
 
     def __init__(
         self,
@@ -99,31 +88,28 @@ class Peer:
         sent_bytes: Callable[[], int],
         status: Callable[[], PeerStatus],
         observed: Observed,
-        parted: Callable[[PeerId], None],
         standing: Standing | None = None,
     ) -> None:
         self.manifest = manifest
         self.options = options
         self.host = host
-        self.layout = Layout.of(manifest)
+        layout = Layout.of(manifest)
         self.config = protocol_config(manifest, options, identity.peer_id)
         self.machine = Machine(self.config)
         self.metrics = metrics
         self.observed = observed
-        self._parted = parted
         standing = standing or Everybody()
-        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._failure: Ending | None = None
-        self.state = GlobalState(self.layout, manifest.config.outer, manifest.config.codec, vectors)
+        self._end = End()
+        self.state = GlobalState(layout, manifest.config.outer, manifest.config.codec, vectors)
         codecs = CodecChoice(
-            manifest.config, self.layout, self.machine.view, metrics, rate=lambda: host.links.up_bytes_per_s
+            manifest.config, layout, self.machine.view, metrics, rate=lambda: host.links.up_bytes_per_s
         )
-        own = OwnCommits(options.folder / OWN_COMMITS, host, self.layout.elements)
+        own = OwnCommits(options.folder / OWN_COMMITS, host, layout.elements)
         store = PayloadStore(host, options)
         self.driver = Driver(self.machine, self.state, identity, host, self, codecs, standing, own, store)
         self.inspection = Inspection(self.driver, standing)
-        self._arrivals = Arrivals(self.layout, self.state.form.width, options.folder / INCOMING, metrics, host)
-        self._downloads = Downloads(manifest, self.layout, self.driver, self.inspection, self._arrivals, self.fault)
+        arrivals = Arrivals(layout, self.state.form.width, options.folder / INCOMING, metrics, host)
+        self._downloads = Downloads(manifest, layout, self.driver, self.inspection, arrivals, self.fault)
         self._respondent = Respondent(manifest, self.driver, status, standing)
         self.supervision = Supervision(
             self.driver,
@@ -165,7 +151,7 @@ class Peer:
         self.metrics.write("started", peer=self.config.peer, run=self.manifest.run, is_new=not shards)
         brought = {state.head.shard for state in shards}
         if missing := [piece.elements for piece in self.layout.shards if piece.shard not in brought]:
-            self._arrivals.begin(missing)
+            self._downloads.arrivals.begin(missing)
         own, convictions = tuple(self.driver.made_earlier()), self.driver.convicted_earlier()
         self.driver.feed(ev.Started(tuple(shards), tuple(lineages), own, convictions))
 
@@ -181,31 +167,18 @@ class Peer:
         async with AsyncExitStack() as lives:
             if not self.options.is_follower:
                 self.host.spawn(self.supervision.live(lives), name="learner")
-            reason = await self._ended
+            reason = await self._end.reason()
             await self.supervision.until_met()
             self.supervision.is_over = True
-        ending = self._failure or self._ordinary_ending(reason)
+        ending = self._end.cause or ordinary_ending(
+            reason,
+            self.machine.view,
+            needs_majority=self.config.needs_majority,
+            trouble=self.trouble,
+            learners=self.supervision.trouble,
+        )
         await self._saver.save(is_last=True)
         return ending
-
-    def _ordinary_ending(self, reason: str) -> Ending:
-        unmerged = self.machine.view.unmerged_tokens()
-        if unmerged:
-            is_alone = self.config.needs_majority and self.machine.view.missing
-            alone = "the run merges nothing without a majority, and too many peers are missing" if is_alone else ""
-            why = self.trouble or alone or "--leave-s allows longer"
-            return Ending(1, f"{reason}; {unmerged:,} tokens were not merged in time and are lost ({why})")
-        if self.supervision.trouble:
-            return Ending(1, f"{reason}; {self.supervision.trouble}; `p2pdiloco resume --known-good` goes back")
-        missing = self.machine.view.missing
-        if missing and self.machine.view.has_finished:  # who is sent away may come back, and goes on then
-            return Ending(
-                APART,
-                f"{reason}, but {missing} of the peers that were here were lost at once and have not come back: they "
-                "may have gone on, and have a second model. To make one of both, let a peer of each side serve its own "
-                "(p2pdiloco resume FOLDER --stay-s 3600): where they meet, the model with more tokens wins",
-            )
-        return Ending(0, reason)
 
     async def stayed(self, ending: Ending) -> Ending:
         """What is to be said after the peer has stayed: those from whom it was apart may have come."""
@@ -217,6 +190,11 @@ class Peer:
         return Ending(0, "those who were missing came back, and all have the same model")
 
     @property
+    def layout(self) -> Layout:
+        """Of the model."""
+        return self.state.layout
+
+    @property
     def trouble(self) -> str:
         """What a person should look at, the learner's or the swarm's; empty if there is nothing."""
         return (self.supervision.trouble or "; ".join(self.machine.status().troubles))[:TROUBLE_LIMIT]
@@ -224,7 +202,7 @@ class Peer:
     @property
     def is_over(self) -> bool:
         """It is ending."""
-        return self._ended.done()
+        return self._end.is_reached
 
     def request_leave(self, reason: str) -> None:
         """Leave in order: contribute what is unmerged, save, go."""
@@ -238,13 +216,13 @@ class Peer:
     def end_in_order(self, ending: Ending) -> None:
         """Save, and go, for a reason of its own."""
         if not self.is_over:
-            self._failure = ending
+            self._end.cause = ending
             self.request_leave(ending.reason)
 
     def end_at_once(self, ending: Ending) -> None:
         """Nothing more is contributed or saved."""
         self.supervision.wait_for_nobody()
-        self._failure = ending
+        self._end.cause = ending
         self.driver.close()
         self.leave(ending.reason)
 
@@ -252,14 +230,13 @@ class Peer:
 
     def leave(self, reason: str) -> None:
         """The machine has nothing left to do."""
-        if not self._ended.done():
-            self._ended.set_result(reason)
+        self._end.reach(reason)
 
     def crashed(self, error: BaseException) -> None:
         """A defect of ours."""
         log.failure("defect", error)
         self.supervision.wait_for_nobody()
-        self._failure = Ending(1, f"internal error: {error!r}; please report it with {self.options.folder}")
+        self._end.cause = Ending(1, f"internal error: {error!r}; please report it with {self.options.folder}")
         self.driver.close()
         self.leave("internal error")
 
@@ -267,13 +244,13 @@ class Peer:
         """Every shard has a state."""
         self.metrics.write("current", step=self.machine.view.step)
         self.supervision.load()
-        if self._arrivals.end():
+        if self._downloads.arrivals.end():
             self.host.spawn(self._replace_incoming(), name="first checkpoint")
 
     async def _replace_incoming(self) -> None:
         """What was downloaded is kept shard by shard until a checkpoint has it."""
         if await self._saver.save(is_last=False):
-            await self._arrivals.clear()
+            await self._downloads.arrivals.clear()
 
     def shifts_ready(self, shifts: Shifts) -> None:
         """The learner has shifts to take."""
@@ -308,7 +285,7 @@ class Peer:
             log.warning(f"malformed {what} dropped", peer=peer, reason=reason, times=times)
 
     def _learner_gave_up(self, status: int, reason: str) -> None:
-        self._failure = Ending(status, reason)
+        self._end.cause = Ending(status, reason)
         self.request_leave("the learner cannot go on")
 
     # -- connections ---------------------------------------------------------------------------------------------------
@@ -323,7 +300,6 @@ class Peer:
         """A connection is lost."""
         if self.machine.view.is_connected(peer):  # an observer never was
             self.driver.feed(ev.PeerDisconnected(peer, reason))
-        self._parted(peer)
 
     def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> asyncio.Future[Any] | None:
         """A message came."""

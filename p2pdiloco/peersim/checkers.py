@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from p2pdiloco.peer.peer import APART
+from p2pdiloco.peer.end import APART, Ending
 from p2pdiloco.peersim.knobs import CHUNK
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import signatures
@@ -36,7 +36,7 @@ from p2pdiloco.wire import compression
 
 if TYPE_CHECKING:
     from p2pdiloco.peer.payload_store import Held
-    from p2pdiloco.peer.peer import Ending, Peer
+    from p2pdiloco.peer.peer import Peer
     from p2pdiloco.peer.shift_queue import Payload
     from p2pdiloco.peersim.learner import SimulatedLearner
     from p2pdiloco.peersim.world import World
@@ -129,7 +129,8 @@ class Checks:
     def _contradicted(self, owner: PeerId) -> None:
         """Rule E1: honest owners are killed at any moment and make no two commits of one parent."""
         self.world.happened["equivocation"] += 1
-        if owner not in self.spoilt | self.damaged | self.forgetful and not self.world.disks[owner].is_unreliable:
+        disk = self.world.computers[owner].disk
+        if owner not in self.spoilt | self.damaged | self.forgetful and not disk.is_unreliable:
             self.violated(1, f"{owner[-6:]} has made two commits of one version")
 
     def _tensors(self, peer: Peer, shard: ShardId) -> tuple[Vector, Vector]:
@@ -226,7 +227,7 @@ class Checks:
 
     def _bytes_of(self, peer: Peer, held: Held) -> Payload | None:
         """A payload's, wherever it lies, unless the disk has altered them; looking is no operation of the disk."""
-        found = held.data or self.world.disks[peer.config.peer].files.get(str(held.path), b"")
+        found = held.data or self.world.computers[peer.config.peer].disk.files.get(str(held.path), b"")
         return found if digest_of(found) == held.digest else None
 
     def decoded(self, shard: ShardId, payload: Payload) -> Vector:
@@ -253,8 +254,8 @@ class Checks:
         vector = self.decoded(shard, payload)
         key = (shard, c.learner, c.tokens_from, c.tokens_to, event.base)
         self.given[key] = Given(event.base, vector, c.tokens, c.steps)
-        learner, truth = self.world.learners.get(c.learner), self.world.truths.get(c.learner)
-        if learner is None or truth is None or learner.is_poisoned or not self.world.is_exact:
+        learner, truth = self.world.learners.by_name.get(c.learner), self.world.learners.truths.get(c.learner)
+        if learner is None or truth is None or learner.is_poisoned or not self.world.setting.is_exact:
             return
         lanes = vector.reshape(-1, CHUNK)
         steps = truth.steps_in(shard, c.tokens_from, c.tokens_to)
@@ -304,8 +305,8 @@ class Checks:
         else:
             found = zip(weights, vectors, norms, counted, strict=True)
             expected = sum(w / total * v * (count / n) for w, v, n, count in found if n)
-        slack = (1e-2 if self.world.is_exact else 0.5) * float(np.abs(expected).max()) + 1e-4
-        if self.world.is_exact and float(np.abs(expected - change).max()) > slack:
+        slack = (1e-2 if self.world.setting.is_exact else 0.5) * float(np.abs(expected).max()) + 1e-4
+        if self.world.setting.is_exact and float(np.abs(expected - change).max()) > slack:
             self.violated(3, f"commit {header.version} of shard {shard} is not the merge of what it names")
 
     # -- 4 and 6: the end ----------------------------------------------------------------------------------------------
@@ -324,10 +325,10 @@ class Checks:
         if ending.status == APART and not self.world.happened:
             self.violated(5, f"{name[-6:]} says that it is apart where nobody was: {ending.reason}")
             return
-        if not is_sound and not self.world.may_fail(name) and not self._stands_still(name):
+        if not is_sound and not self.world.computers[name].is_excused and not self._stands_still(name):
             self.violated(5, f"{name[-6:]} ended with status {ending.status}: {ending.reason}")
             return
-        learner = self.world.learners.get(peer.supervision.learner or LearnerId(""))
+        learner = self.world.learners.by_name.get(peer.supervision.learner or LearnerId(""))
         if not is_sound or learner is None or name in self.spoilt or self.world.manifest.config.outer.adopt != "carry":
             return
         if not peer.state.shifts.is_empty:
@@ -336,7 +337,7 @@ class Checks:
             return  # it has left before it had joined
         if learner.is_dead and not learner.has_ended:
             return  # what a learner that dies has not given is gone
-        truth = self.world.truths[peer.supervision.learner]  # type: ignore[index]
+        truth = self.world.learners.truths[peer.supervision.learner]  # type: ignore[index]
         trained = truth.tokens[-1] if truth.tokens else 0
         delta = (learner.model.vector() - peer.state.theta).numpy()
         for shard, piece in enumerate(self.world.layout.shards):
@@ -348,7 +349,8 @@ class Checks:
                 self.violated(4, f"{name[-6:]} ended in order with {merged} of {trained} tokens in shard {shard}")
                 return
             left = float(np.abs(delta[piece.start : piece.stop]).max())
-            if self.world.is_exact and trained and learner.has_ended and left > NEARLY * max(1, len(truth.tokens)):
+            has_all = learner.has_ended and trained and self.world.setting.is_exact
+            if has_all and left > NEARLY * max(1, len(truth.tokens)):
                 self.violated(4, f"{name[-6:]} ended in order, its learner differs by {left:.3f} in shard {shard}")
                 return
 
@@ -362,13 +364,13 @@ class Checks:
     def _stands_still(self, name: PeerId) -> bool:
         """Whether this peer's learner does nothing while its peer ends. Not promised of one that stands still until
         ``finish_s`` or ``leave_s`` has passed: what it has not given is lost."""
-        learner = self.world.processes.get(name)
+        learner = self.world.learners.newest.get(name)
         return learner is not None and learner.is_paused
 
     def finished(self) -> None:
         """Everybody has ended."""
         heads = {
-            name: self.world.last_heads[name]
+            name: self.world.computers[name].last_heads
             for name, ending in self.endings.items()
             if ending.status == 0 and name not in self.spoilt
         }
@@ -377,11 +379,11 @@ class Checks:
             if is_one_end and one in heads and other in heads and heads[one] != heads[other]:
                 self.violated(6, f"{one[-6:]} and {other[-6:]} ended together, in order, with different models")
                 return
-        for name, disk in self.world.disks.items():
-            left = [path for path in disk.files if path.endswith(".part")]
-            index = {path.rpartition(".")[0] for path in disk.files if path.endswith(".json")}
-            left += [p for p in disk.files if p.endswith(".safetensors") and p.rpartition(".")[0] not in index]
-            if left and name in self.endings and not self.world.has_full_disk(name):
+        for name, computer in self.world.computers.items():
+            files = computer.disk.files
+            known = {path.removesuffix("json") + "safetensors" for path in files if path.endswith(".json")}
+            left = [path for path in files if path.endswith((".part", ".safetensors")) and path not in known]
+            if left and name in self.endings and not computer.is_full:
                 self.violated(6, f"{name[-6:]} leaves {', '.join(left)}")
 
 

@@ -21,7 +21,7 @@ def power(world: World, fault: Fault) -> bool:
     if fault.peer not in world.hosts or not world.survives_without({fault.peer}):
         return False
     world.kill(fault.peer, with_learner=True)
-    world.disks[fault.peer].cut_power()
+    world.computers[fault.peer].disk.cut_power()
     again(world, fault)
     return True
 
@@ -31,7 +31,7 @@ def in_write(world: World, fault: Fault) -> bool:
     host = world.hosts.get(fault.peer)
     if host is None or not world.survives_without({fault.peer}):
         return False
-    disk = world.disks[fault.peer]
+    disk = world.computers[fault.peer].disk
     disk.dies_in = world.random.randint(1, 12)
 
     def look() -> None:
@@ -47,8 +47,8 @@ def in_write(world: World, fault: Fault) -> bool:
 
 def full(world: World, fault: Fault) -> bool:
     """For a while."""
-    disk = world.disks[fault.peer]
-    world.disks[fault.peer].is_unreliable = True
+    disk = world.computers[fault.peer].disk
+    world.computers[fault.peer].disk.is_unreliable = True
     disk.room = world.random.randrange(1 << 16)
 
     def empty() -> None:
@@ -60,8 +60,8 @@ def full(world: World, fault: Fault) -> bool:
 
 def fsync(world: World, fault: Fault) -> bool:
     """It refuses to sync, for a while."""
-    disk = world.disks[fault.peer]
-    world.disks[fault.peer].is_unreliable = True
+    disk = world.computers[fault.peer].disk
+    world.computers[fault.peer].disk.is_unreliable = True
     disk.is_failing = True
 
     def heal() -> None:
@@ -84,7 +84,7 @@ def misdirected_write(world: World, fault: Fault) -> bool:
 def _lie(world: World, fault: Fault, lie: str) -> bool:
     if not world.survives_without({fault.peer}):
         return False
-    disk = world.disks[fault.peer]
+    disk = world.computers[fault.peer].disk
     disk.lie = lie
     disk.lied = lambda: world.happened.update([fault.kind])
     world.checks.damaged.add(fault.peer)
@@ -94,7 +94,7 @@ def _lie(world: World, fault: Fault, lie: str) -> bool:
 
 def flip_file(world: World, fault: Fault) -> bool:
     """A bit of a file."""
-    if not world.survives_without({fault.peer}) or not world.disks[fault.peer].flip():
+    if not world.survives_without({fault.peer}) or not world.computers[fault.peer].disk.flip():
         return False
     world.checks.spoilt.add(fault.peer)
     world.checks.damaged.add(fault.peer)
@@ -103,13 +103,13 @@ def flip_file(world: World, fault: Fault) -> bool:
 
 def rollback(world: World, fault: Fault) -> bool:
     """Killed, and the disk is put back to an older copy."""
-    disk = world.disks[fault.peer]
+    disk = world.computers[fault.peer].disk
     old = disk.keep()
 
     def put_back() -> None:
         if world.survives_without({fault.peer}) and fault.peer in world.hosts:
             world.kill(fault.peer, with_learner=True)
-            world.disks[fault.peer].is_unreliable = True
+            world.computers[fault.peer].disk.is_unreliable = True
             disk.put_back(old)
             again(world, fault)
             world.happened["rollback"] += 1
@@ -124,8 +124,8 @@ def wipe(world: World, fault: Fault) -> bool:
         return False
     is_alive = fault.peer in world.hosts
     world.kill(fault.peer, with_learner=True)
-    world.disks[fault.peer].is_unreliable = True
-    world.disks[fault.peer].put_back({})
+    world.computers[fault.peer].disk.is_unreliable = True
+    world.computers[fault.peer].disk.put_back({})
     again(world, fault)
     return is_alive
 
@@ -148,7 +148,7 @@ def flip_state(world: World, fault: Fault) -> bool:
 
 def flip_learner(world: World, fault: Fault) -> bool:
     """A bit of the learner's parameters."""
-    learner = world.processes.get(fault.peer)
+    learner = world.learners.newest.get(fault.peer)
     if learner is None or fault.peer not in world.hosts:
         return False
     world.checks.spoilt.add(fault.peer)
@@ -159,11 +159,11 @@ def flip_learner(world: World, fault: Fault) -> bool:
 
 def poison(world: World, fault: Fault) -> bool:
     """The learner's parameters are not numbers any more."""
-    learner = world.processes.get(fault.peer)
+    learner = world.learners.newest.get(fault.peer)
     if learner is None or fault.peer not in world.hosts:
         return False
     learner.is_poisoned = True
-    world.excused.add(fault.peer)
+    world.computers[fault.peer].is_excused = True
     return True
 
 
@@ -190,5 +190,5 @@ def encode(world: World, fault: Fault) -> bool:
         raise ValueError("no scale fits")
 
     setattr(host.peer.state, "encode", refuse)  # noqa: B010 (a fault, not a method)
-    world.excused.add(fault.peer)
+    world.computers[fault.peer].is_excused = True
     return True

@@ -31,7 +31,7 @@ class Directory:
         self._world = world
         self._records: dict[PeerId, float] = {}
         """Until when each stands."""
-        self._remembered: dict[PeerId, dict[PeerId, PeerId]] = {name: {} for name in world.identities}
+        self._remembered: dict[PeerId, dict[PeerId, PeerId]] = {name: {} for name in world.computers}
         """What each peer has read: whom it finds where it looks for whom."""
         self._mood: Mood = ""
 
@@ -76,7 +76,7 @@ class Directory:
             case "forgets":
                 return {name: name for name in found if random.random() < 0.5}
             case "lies":
-                return {name: random.choice(list(world.identities)) for name in found}
+                return {name: random.choice(list(world.computers)) for name in found}
             case _:
                 return found
 

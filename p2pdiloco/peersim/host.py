@@ -74,7 +74,7 @@ class SimulatedHost:
         self.name = name
         self.disk = disk
         self.links = SimulatedLinks(self)
-        self.version = world.versions[name]
+        self.version = world.computers[name].version
         """Of the wire, which its release speaks."""
         self.life = world.lives
         self.start_learner: StartLearner

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from p2pdiloco.peersim.knobs import CHUNK
 from p2pdiloco.peersim.marked_model import MarkedModel
 from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.identifiers import LearnerId, PeerId, ShardId
@@ -145,17 +146,33 @@ class Truth:
         return sum(tokens_from < tokens <= tokens_to and step > self.thrown[shard] for step, tokens in held)
 
 
+class Learners:
+    """All that there ever were in a world."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[LearnerId, SimulatedLearner] = {}
+        self.truths: dict[LearnerId, Truth] = {}
+        self.newest: dict[PeerId, SimulatedLearner] = {}
+        """Of each peer's processes."""
+        self._lanes = 0
+
+    def draw_lane(self) -> int:
+        """A new learner's."""
+        self._lanes += 1
+        return (self._lanes - 1) % CHUNK
+
+
 class SimulatedLearner:
     """One life of a learner's process, which a node may outlive, and which may outlive a node."""
 
     def __init__(self, world: World, peer: PeerId, channel: SimulatedChannel, vectors: Vectors) -> None:
         self.world = world
         self.peer = peer
-        self.model = MarkedModel(world.manifest, world.layout, world.draw_lane())
+        self.model = MarkedModel(world.manifest, world.layout, world.learners.draw_lane())
         self.model.flat.replaced = self._replaced
         self.truth = Truth(len(world.layout.shards))
         """Since its counters began."""
-        setting = self._setting = world.settings[peer]
+        setting = self._setting = world.computers[peer].setting
         self.reunion = SimulatedReunion(world, setting.reattach_s) if setting.reattach_s else None
         self.channel = channel
         self.link = OuterLink(
@@ -182,8 +199,8 @@ class SimulatedLearner:
 
     def begin(self, name: LearnerId) -> None:
         """A node has it, and calls it so."""
-        self.world.learners[name] = self
-        self.world.truths[name] = self.truth
+        self.world.learners.by_name[name] = self
+        self.world.learners.truths[name] = self.truth
 
     def _replaced(self, shards: Iterable[ShardId]) -> None:
         self.world.checks.threw_away(self, tuple(shards))
@@ -344,9 +361,9 @@ class _Starting:
             learner = waiting
         else:
             learner = SimulatedLearner(world, host.name, self._channel, self._vectors)
-            world.processes[host.name] = learner
+            world.learners.newest[host.name] = learner
             learner.link.greet(device="cpu", has_blocks=True)
-            learner.wake(world.settings[host.name].load_s)
+            learner.wake(world.computers[host.name].setting.load_s)
         learner.begin(self._name)
         self._learner = learner
         learner.gone = self._gone

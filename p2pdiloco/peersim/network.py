@@ -80,7 +80,7 @@ class Network:
         """Directions that are cut, with how many cuts hold them."""
         self.slow: dict[PeerId, float] = {}
         """Bytes per second of a peer that is slow now."""
-        self.met: dict[PeerId, set[PeerId]] = {name: {name} for name in world.identities}
+        self.met: dict[PeerId, set[PeerId]] = {name: {name} for name in world.computers}
         """Whom each knows as members, in all its lives."""
         self.unreachable: frozenset[PeerId] = frozenset()
         self._dialling: set[tuple[PeerId, PeerId]] = set()

@@ -7,10 +7,11 @@ from random import Random
 
 import msgspec
 
+from p2pdiloco.peersim.computer import PeerSetting
 from p2pdiloco.peersim.faults import draw_faults
 from p2pdiloco.peersim.report import PRIVATE, Outcome
 from p2pdiloco.peersim.strikes import schedule
-from p2pdiloco.peersim.world import PeerSetting, World, WorldSetting
+from p2pdiloco.peersim.world import World, WorldSetting
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, ScheduleConfig
 
 FURTHER = "further faults 185"
@@ -71,7 +72,7 @@ def run_seed(seed: int) -> Outcome:
     setting, random = draw(seed % PRIVATE)
     setting = msgspec.structs.replace(setting, is_private=seed >= PRIVATE)
     world = World(seed % PRIVATE, setting)
-    names = list(world.identities)
+    names = list(world.computers)
     typical_s = max(peer.step_s for peer in setting.peers) * setting.steps
     further, late = Random(f"{seed % PRIVATE}/{FURTHER}"), Random(f"{seed % PRIVATE}/{LATE}")
     faults = draw_faults(random, further, late, names, typical_s)

@@ -48,7 +48,7 @@ def strike(world: World, fault: Fault) -> None:
 def _node(world: World, fault: Fault) -> bool:
     if fault.peer not in world.hosts:
         return False
-    if not world.survives_without({fault.peer}) and not world.disks[fault.peer].files:
+    if not world.survives_without({fault.peer}) and not world.computers[fault.peer].disk.files:
         return False
     world.kill(fault.peer)
     again(world, fault)
@@ -64,11 +64,11 @@ def _peer(world: World, fault: Fault) -> bool:
 
 
 def _learner(world: World, fault: Fault) -> bool:
-    learner = world.processes.get(fault.peer)
+    learner = world.learners.newest.get(fault.peer)
     if learner is None or learner.is_dead or fault.peer not in world.hosts:
         return False
     learner.kill()
-    world.excused.add(fault.peer)  # too many in a row, and it gives up
+    world.computers[fault.peer].is_excused = True  # too many in a row, and it gives up
     return True
 
 
@@ -82,7 +82,7 @@ def _pause(world: World, fault: Fault) -> bool:
 
 
 def _pause_learner(world: World, fault: Fault) -> bool:
-    learner = world.processes.get(fault.peer)
+    learner = world.learners.newest.get(fault.peer)
     if learner is None or learner.is_dead or learner.is_paused:
         return False
     learner.is_paused = True
@@ -113,7 +113,7 @@ def _leave(world: World, fault: Fault) -> bool:
 
 def _storm(world: World, fault: Fault) -> bool:
     hit = False
-    for number, name in enumerate(world.identities):
+    for number, name in enumerate(world.computers):
         one = msgspec.structs.replace(fault, peer=name, seconds=0.5 + 3.0 * world.random.random())
         hit |= _learner(world, one)
         if number % 2:
@@ -124,16 +124,16 @@ def _storm(world: World, fault: Fault) -> bool:
 def _upgrade(world: World, fault: Fault) -> bool:
     """One release after the other, as people do it: nobody is asked, and each restarts its own peer."""
     spread_s = min(fault.seconds, CUT_MOST_S)
-    for name in world.identities:
+    for name in world.computers:
         one = msgspec.structs.replace(fault, peer=name, seconds=0.5 + world.random.random())
         world.at(world.now + spread_s * world.random.random(), partial(_restart_newer, world, one))
     return len(world.hosts) > 1
 
 
 def _restart_newer(world: World, fault: Fault) -> None:
-    world.versions[fault.peer] += 1
+    world.computers[fault.peer].version += 1
     if fault.peer in world.hosts and not _node(world, fault):
-        world.versions[fault.peer] -= 1  # who has the only state is not restarted
+        world.computers[fault.peer].version -= 1  # who has the only state is not restarted
 
         world.at(world.now + 1.0, partial(_restart_newer, world, fault))
 
@@ -150,7 +150,7 @@ def _jump(world: World, fault: Fault) -> bool:
 
 
 def _cut(world: World, fault: Fault) -> bool:
-    others = [name for name in world.identities if name != fault.peer]
+    others = [name for name in world.computers if name != fault.peer]
     directions = [(fault.peer, other) for other in others]
     if world.random.random() < 0.7:
         directions += [(other, fault.peer) for other in others]
@@ -208,8 +208,8 @@ def _join_in_fork(world: World, fault: Fault) -> bool:
     world.network.cut(pairs + [(other, one) for one, other in pairs], seconds)
     world.harm_until(world.now + seconds)
     world.kill(fault.peer, with_learner=True)
-    world.disks[fault.peer].is_unreliable = True
-    world.disks[fault.peer].put_back({})
+    world.computers[fault.peer].disk.is_unreliable = True
+    world.computers[fault.peer].disk.put_back({})
 
     def come() -> None:
         heads = {tuple(c.head for c in world.hosts[n].peer.machine.core.chains) for n in others if n in world.hosts}
@@ -238,7 +238,8 @@ def _slow_queue(queue: Literal["tensors", "disk"], factor: float) -> Strike:
         if host is None:
             return False
         host.workers.slowness[queue] = factor
-        world.excused.update(world.identities)  # what it owns, or has to give, may come too late for the end
+        for computer in world.computers.values():
+            computer.is_excused = True  # what it owns, or has to give, may come too late for the end
         world.harm_until(world.now + 2 * factor * WORK_S[queue])  # one job that has begun ends no sooner
         longest_s = 2.0 if queue == "tensors" else fault.seconds
         world.at(world.now + min(fault.seconds, longest_s), lambda: host.workers.slowness.pop(queue, None))

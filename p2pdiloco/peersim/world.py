@@ -15,25 +15,24 @@ import msgspec
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.peer import checkpoint, kept_shards
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.options import LearnerOptions, PeerOptions
 from p2pdiloco.peer.peer import InitialState, Peer
 from p2pdiloco.peersim.checkers import Checks
+from p2pdiloco.peersim.computer import Computer, PeerSetting
 from p2pdiloco.peersim.directory import Directory
-from p2pdiloco.peersim.disk import SimulatedDisk
 from p2pdiloco.peersim.host import SimulatedHost
 from p2pdiloco.peersim.knobs import CHUNK
-from p2pdiloco.peersim.learner import SimulatedLearner, StartSimulatedLearner, Truth, Vectors
+from p2pdiloco.peersim.learner import Learners, SimulatedLearner, StartSimulatedLearner, Vectors
 from p2pdiloco.peersim.loop import StandstillError, VirtualLoop
 from p2pdiloco.peersim.members import Acquaintances
 from p2pdiloco.peersim.network import Network
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.chain import genesis_head
 from p2pdiloco.protocol.events import ShardState
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId
+from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId
 from p2pdiloco.protocol.manifest import (
     BlockSpec,
     CodecConfig,
@@ -54,18 +53,6 @@ from p2pdiloco.wire.bodies import PeerStatus, StateProof
 
 FOLDER = Path("/peer")
 CHUNKS_A_SHARD = 4
-
-
-class PeerSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """What one peer is like, in all its lives."""
-
-    step_s: float
-    tokens_per_step: int
-    is_follower: bool = False
-    reattach_s: float = 10.0
-    load_s: float = 0.3
-    clock: tuple[float, float] = (0.0, 1.0)
-    """Offset in seconds, and rate."""
 
 
 class WorldSetting(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +76,11 @@ class WorldSetting(msgspec.Struct, frozen=True, kw_only=True):
     limit_s: float = 600.0
     """When the run must be over, at the latest."""
 
+    @property
+    def is_exact(self) -> bool:
+        """Whole numbers survive the codec."""
+        return self.codec.up == self.codec.down == "bf16"
+
 
 class World:
     """See the module."""
@@ -98,29 +90,20 @@ class World:
         self.setting = setting
         self.loop = VirtualLoop()
         self.loop.set_exception_handler(self._defect)
-        self.manifest, self._theta = founded(seed, setting)
+        self.manifest = founded(seed, setting)
         self.layout = Layout.of(self.manifest)
-        self.is_exact = setting.codec.up == setting.codec.down == "bf16"
-        """Whole numbers survive the codec."""
         secrets = (Random(f"{seed}/{i}").randbytes(32) for i in range(len(setting.peers)))
         identities = [Identity(Ed25519PrivateKey.from_private_bytes(secret)) for secret in secrets]
-        self.identities = {identity.peer_id: identity for identity in identities}
-        self.settings = dict(zip(self.identities, setting.peers, strict=True))
-        self.disks = {name: SimulatedDisk(Random(f"{seed}/{name}/disk")) for name in self.identities}
-        self.versions = dict.fromkeys(self.identities, WIRE_VERSION)
+        self.computers = {
+            identity.peer_id: Computer(seed, identity, each)
+            for identity, each in zip(identities, setting.peers, strict=True)
+        }
         self.network = Network(self)
         self.directory = Directory(self)
         self.checks = Checks(self)
         self.hosts: dict[PeerId, SimulatedHost] = {}
         """Lives under way."""
-        self.processes: dict[PeerId, SimulatedLearner] = {}
-        """The newest learner's process of each peer."""
-        self.learners: dict[LearnerId, SimulatedLearner] = {}
-        self.truths: dict[LearnerId, Truth] = {}
-        self.last_heads: dict[PeerId, tuple[Digest, ...]] = {}
-        self.excused: set[PeerId] = set()
-        """Peers that may end for a reason that a fault gave them."""
-        self._lanes = 0
+        self.learners = Learners()
         self._over: asyncio.Future[None] = self.loop.create_future()
         self.lives = 0
         self.happened: Counter[str] = Counter()
@@ -198,22 +181,18 @@ class World:
 
     # -- lives ---------------------------------------------------------------------------------------------------------
 
-    def draw_lane(self) -> int:
-        """A new learner's."""
-        self._lanes += 1
-        return (self._lanes - 1) % CHUNK
-
     def begin(self, name: PeerId) -> None:
         """A life of this peer, with what lies on its disk."""
         if name in self.hosts or name in self.checks.endings:
             return
         self.lives += 1
         self.harm_until(self.now)
-        host = SimulatedHost(self, name, self.disks[name], self.settings[name].clock)
+        computer = self.computers[name]
+        setting = computer.setting
+        host = SimulatedHost(self, name, computer.disk, setting.clock)
         vectors = Vectors(self.layout.elements)
         self.hosts[name] = host
         host.start_learner = StartSimulatedLearner(host, vectors)
-        setting = self.settings[name]
         options = PeerOptions(
             folder=FOLDER,
             is_follower=setting.is_follower,
@@ -225,14 +204,13 @@ class World:
         peer = host.peer = Peer(
             self.manifest,
             options,
-            self.identities[name],
+            computer.identity,
             host,
             vectors,  # type: ignore[arg-type]
             Metrics(FOLDER / "metrics.jsonl"),
             sent_bytes=lambda: 0,
             status=lambda: self._status(name),
             observed=lambda event, effects, now: self._observed(host, event),
-            parted=lambda _: None,
             standing=Acquaintances(self.network.met[name], host.links, self.happened)
             if self.setting.is_private
             else None,
@@ -255,14 +233,14 @@ class World:
         if host.is_dead:
             return
         heads = (chain.head for chain in peer.machine.core.chains)
-        self.last_heads[host.name] = tuple(head.id for head in heads if head is not None)
+        self.computers[host.name].last_heads = tuple(head.id for head in heads if head is not None)
         self.checks.ended(peer, ending)
         peer.driver.close()
         self.network.close(host)
         self.directory.withdraw(host.name)
         del self.hosts[host.name]
         host.die()
-        if not self.hosts and len(self.checks.endings) == len(self.identities):
+        if not self.hosts and len(self.checks.endings) == len(self.computers):
             self.end()
 
     def _initial(self, host: SimulatedHost) -> InitialState | None:
@@ -284,7 +262,7 @@ class World:
             for s in self.layout.shards
         )
         proofs = tuple(StateProof(state, None, b"") for state in states)
-        return InitialState(proofs, self._theta.clone(), torch.zeros(self.layout.elements))
+        return InitialState(proofs, torch.zeros(self.layout.elements), torch.zeros(self.layout.elements))
 
     def kill(self, name: PeerId, *, with_learner: bool = False) -> None:
         """SIGKILL to the node, and to its learner if it goes with it."""
@@ -293,7 +271,7 @@ class World:
             return
         host.die()
         self.network.vanish(host)
-        learner = self.processes.get(name)
+        learner = self.learners.newest.get(name)
         if with_learner and learner is not None:
             learner.kill()
 
@@ -304,7 +282,7 @@ class World:
 
     def waiting_learner(self, name: PeerId) -> SimulatedLearner | None:
         """One whose node has died, and that looks out for the next."""
-        learner = self.processes.get(name)
+        learner = self.learners.newest.get(name)
         if learner is None or learner.is_dead or learner.reunion is None or not learner.reunion.is_open:
             return None
         return learner if learner.reunion.visitor is None else None
@@ -314,15 +292,6 @@ class World:
         names = names | self.checks.spoilt
         return any(name not in names and host.peer.machine.core.is_current for name, host in self.hosts.items())
 
-    def may_fail(self, name: PeerId) -> bool:
-        """Whether a fault gave this peer a reason to end with a status."""
-        return name in self.excused
-
-    def has_full_disk(self, name: PeerId) -> bool:
-        """Nothing can be written there."""
-        disk = self.disks[name]
-        return disk.room is not None or disk.is_failing
-
     def _observed(self, host: SimulatedHost, event: ev.Event) -> None:
         self.checks.observed(host.peer, event)
 
@@ -330,8 +299,8 @@ class World:
         raise NotImplementedError  # nobody asks here
 
 
-def founded(seed: int, setting: WorldSetting) -> tuple[Manifest, torch.Tensor]:
-    """The run of a seed: its manifest, and the parameters of version 0."""
+def founded(seed: int, setting: WorldSetting) -> Manifest:
+    """The run of a seed. Its parameters of version 0 are zeros."""
     elements = setting.shards_a_fragment * CHUNKS_A_SHARD * CHUNK
     tensors = tuple(
         TensorSpec(name=f"t{i}", shape=(elements,), merge="direct" if i % 2 else "rda", fragment=FragmentId(i))
@@ -351,5 +320,4 @@ def founded(seed: int, setting: WorldSetting) -> tuple[Manifest, torch.Tensor]:
     zero = StateForm.of(setting.outer).still(layout.elements)
     genesis = tuple(state_digest(theta[s.start : s.stop], zero[s.start : s.stop]) for s in layout.shards)
     blocks = BlockSpec(number=setting.blocks, samples=16, data=Digest("d" * 40)) if setting.blocks else BlockSpec()
-    manifest = Manifest(founder=PeerId("founder"), config=config, tensors=tensors, genesis=genesis, blocks=blocks)
-    return manifest, theta
+    return Manifest(founder=PeerId("founder"), config=config, tensors=tensors, genesis=genesis, blocks=blocks)

@@ -13,6 +13,7 @@ from test_net_endpoint import talk
 from two_endpoints import World, small_parts
 from watch import attributes_of, calls_of
 
+from p2pdiloco.net.closure import Closure
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.simulation.seeds import run_seed
@@ -23,18 +24,18 @@ PAGE = Path(__file__).parents[2] / "docs" / "states.md"
 def connection_state(of: Connection) -> str | None:
     if "_overdue_reason" not in vars(of):
         return None
-    if of._reason is not None:
+    if of._end.over is not None:
         return "closed"
-    if of._parting_reason is not None:
+    if of._end.parting is not None:
         return "parting"
-    if of._is_retiring:
+    if of._end.is_retiring:
         return "retiring"
     return "open" if of.remote is not None else "greeting" if of._handshake is not None else "connecting"
 
 
 def connections() -> str:
     """Two endpoints that both dial, whose connections are cut, and that part."""
-    with attributes_of(Connection, connection_state) as picture:
+    with attributes_of(Connection, connection_state, Closure) as picture:
         for seed in range(12):
             with small_parts():
                 world = World(seed)

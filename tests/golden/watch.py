@@ -43,18 +43,24 @@ class Picture:
 
 
 @contextmanager
-def attributes_of(kind: type, state_of: Callable[[Any], str | None]) -> Iterator[Picture]:
-    """Look whenever an attribute is set. ``state_of`` says None of what is not whole yet."""
+def attributes_of(kind: type, state_of: Callable[[Any], str | None], *parts: type) -> Iterator[Picture]:
+    """Look whenever an attribute is set, of one of ``kind`` or of the ``parts`` that it has. ``state_of`` says None of
+    what is not whole yet."""
     picture = Picture()
+    wholes: dict[int, object] = {}
 
     def set_attribute(self: object, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
-        state = state_of(self)
+        if isinstance(value, parts):
+            wholes[id(value)] = self
+        whole = wholes.get(id(self)) if isinstance(self, parts) else self
+        state = None if whole is None else state_of(whole)
         if state is not None:
-            picture.see(self, state, sys._getframe(1).f_code.co_name)
+            picture.see(whole, state, sys._getframe(1).f_code.co_name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kind, "__setattr__", set_attribute)
+        for each in (kind, *parts):
+            patch.setattr(each, "__setattr__", set_attribute)
         yield picture
 
 

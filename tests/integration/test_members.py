@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 import uvloop
+from forked import run
 from swarm import PEER, START_S, advance, contributes, ended, log_lines, swarm_in, until, write_config
 from waiting import wait_until
 
@@ -31,13 +30,7 @@ from p2pdiloco.wire.invites import TEXT_LIMIT, Invite, decode_invite, encode_inv
 
 def command(*words: str, state: Path) -> tuple[int, str]:
     """A command, to its end: exit status and all that it said."""
-    done = subprocess.run(
-        [sys.executable, "-m", "p2pdiloco", *words, "--state", str(state)],
-        capture_output=True,
-        text=True,
-        timeout=START_S,
-        stdin=subprocess.DEVNULL,
-    )
+    done = run(*words, "--state", state, timeout_s=START_S)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from forked import run
 from swarm import PEER, START_S, ended, learners_held, log_lines, report_of, swarm_in, write_config
 from waiting import wait_until
 
@@ -20,9 +19,7 @@ SERVED = "it is served to whoever comes"
 
 
 def command(*words: object) -> str:
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "p2pdiloco", *map(str, words)], capture_output=True, text=True, timeout=START_S
-    )
+    done = run(*words, timeout_s=START_S)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -90,13 +87,7 @@ def test_a_private_runs_model_is_fetched_by_invite_and_served_again_later(tmp_pa
         ann.process.terminate()
         assert ended(ann) == 0
 
-        gone = subprocess.run(
-            [sys.executable, "-P", "-m", "p2pdiloco", "fetch", invite, "--state", str(tmp_path / "none"), *PEER],
-            capture_output=True,
-            text=True,
-            timeout=START_S,
-            check=False,
-        )
+        gone = run("fetch", invite, "--state", tmp_path / "none", *PEER, timeout_s=START_S)
         assert (gone.returncode, "Traceback" in gone.stderr) == (3, False), "nobody is there, which it says"
         again = swarm.launch("A", ["resume", str(ann.folder)], "--stay-s", "300")
         invite = invited(again)

@@ -3,6 +3,7 @@
 Rules of this file:
 1. What runs is the program's ``main`` in a process of its own; only ``exec`` and imports are saved. Tests start
    learners (``test_a_life``) and nodes (chaos, scripts) by their commands, too, as users do, each with its hash seed.
+   Such a node's learner is nice: it would train for as long as what a test waits for takes to start, at its cost.
 2. To a test it is a ``subprocess.Popen``, as far as tests need one.
 """
 
@@ -13,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from multiprocessing.reduction import DupFd
 from typing import IO, Any
@@ -76,7 +78,26 @@ class Learner(Process):
 def begin(arguments: Sequence[str], log: IO[bytes], environment: dict[str, str]) -> Process:
     """A node, in the place of ``Member.begin``."""
     assert environment.get("PYTHONPATH") == os.environ.get("PYTHONPATH"), "other modules take a process of its own"
-    return Process(_take_part, list(arguments), _Descriptor(log.fileno()), environment)
+    told = _Descriptor(log.fileno())
+    return Process(_command, list(arguments), told, told, environment)
+
+
+def run(*words: object, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """A command, to its end.
+
+    Raises:
+        subprocess.TimeoutExpired: it has none in time.
+    """
+    arguments = list(map(str, words))
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as told:
+        process = Process(_command, arguments, _Descriptor(out.fileno()), _Descriptor(told.fileno()), dict(os.environ))
+        try:
+            status = process.wait(timeout_s)
+        finally:
+            process.kill()
+        out.seek(0)
+        told.seek(0)
+        return subprocess.CompletedProcess(arguments, status, out.read().decode(), told.read().decode())
 
 
 class _Descriptor:
@@ -100,16 +121,20 @@ def _learn(arguments: list[str], descriptors: dict[str, int]) -> None:
     sys.exit(main([*given, *arguments]))
 
 
-def _take_part(arguments: list[str], log: int, environment: dict[str, str]) -> None:
+def _command(arguments: list[str], out: int, told: int, environment: dict[str, str]) -> None:
     from p2pdiloco.cli.main import main
+    from p2pdiloco.node import learner_process
     from p2pdiloco.runtime.parent import die_with_parent
 
+    learner_process.COMMAND = ("nice", *learner_process.COMMAND)  # type: ignore[attr-defined]
     die_with_parent(signal.SIGTERM)
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
-    for fd in (1, 2):
-        os.dup2(log, fd)
-    os.close(log)
+    os.dup2(out, 1)
+    os.dup2(told, 2)
+    os.close(out)
+    if told != out:
+        os.close(told)
     sys.argv = ["p2pdiloco", *arguments]
     sys.exit(main(arguments))

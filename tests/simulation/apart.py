@@ -18,7 +18,8 @@ from p2pdiloco.peersim.worker import prepare
 
 prepare(None)
 
-from p2pdiloco.peersim.world import PeerSetting, World, WorldSetting  # noqa: E402
+from p2pdiloco.peersim.computer import PeerSetting  # noqa: E402
+from p2pdiloco.peersim.world import World, WorldSetting  # noqa: E402
 from p2pdiloco.protocol.identifiers import PeerId  # noqa: E402
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, ScheduleConfig  # noqa: E402
 
@@ -39,7 +40,7 @@ def world_of(peers: int, schedule: ScheduleConfig) -> World:
         bytes_per_s=1e7,
     )
     world = World(1, setting)
-    names = list(world.identities)
+    names = list(world.computers)
     world.network.unreachable = frozenset(names[1:])
     for number, name in enumerate(names):
         world.at(0.5 * number, partial(world.begin, name))
@@ -52,9 +53,10 @@ def main(peers: int, dies_at: float, back_at: float, *, needs_majority: bool) ->
     if needs_majority:
         schedule = ScheduleConfig(fragments=1, sync_every=12, overlap=4, needs_majority=True)
     world = world_of(peers, schedule)
-    public, *others = world.identities
+    public, *others = world.computers
     if needs_majority:
-        world.excused.update(others)  # they lose what they have trained alone
+        for name in others:
+            world.computers[name].is_excused = True  # it loses what they have trained alone
     if dies_at:
         world.happened["node"] += 1
         world.at(dies_at, partial(world.kill, public, with_learner=True))
@@ -75,7 +77,7 @@ def main(peers: int, dies_at: float, back_at: float, *, needs_majority: bool) ->
         "violations": violations,
         "statuses": [ending.status for ending in endings.values()],
         "reasons": [ending.reason for ending in endings.values()],
-        "models": len({world.last_heads[name] for name in waited_for}),
+        "models": len({world.computers[name].last_heads for name in waited_for}),
         "forks": world.checks.forks,
     }
     print(json.dumps(told))
@@ -95,7 +97,9 @@ def stand_still(seed: int) -> None:
             world.at(world.now + seconds, host.resume)
 
     for _ in range(random.choice((1, 1, 2, 3))):
-        world.at(40.0 + 14.0 * random.random(), partial(stall, random.choice([*world.settings]), random.uniform(4, 20)))
+        world.at(
+            40.0 + 14.0 * random.random(), partial(stall, random.choice([*world.computers]), random.uniform(4, 20))
+        )
     violations = world.run()
     statuses = [ending.status for ending in world.checks.endings.values()]
     print(json.dumps({"seed": seed, "violations": violations, "statuses": statuses, "seconds": round(world.now)}))

@@ -17,11 +17,8 @@ MOST_LINES = 400
 MOST_ATTRIBUTES = 15
 LARGE = {
     "wire/bodies.PeerStatus": 26,  # what `p2pdiloco status` and scripts see of a peer: a table, not an object
-    "peersim/world.World": 25,
     "protocol/core.ProtocolConfig": 25,  # all that a machine must know of its run, documented one by one
-    "net/connection.Connection": 21,
     "training/outer_link.OuterLink": 21,
-    "peer/peer.Peer": 19,
 }
 """Classes with more attributes, and how many."""
 TWO_SIDES = """

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from actors import FOUNDER, Learner, Recorded, genesis, make_manifest
 
+from p2pdiloco.peer.end import Ending
 from p2pdiloco.peer.host import Queue
 from p2pdiloco.peer.options import LearnerOptions, LinkOptions, PeerOptions
-from p2pdiloco.peer.peer import Ending, InitialState, Peer
+from p2pdiloco.peer.peer import InitialState, Peer
 from p2pdiloco.peer.standing import Standing
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -190,7 +191,6 @@ class Member:
             sent_bytes=lambda: 0,
             status=lambda: None,  # type: ignore[arg-type,return-value]
             observed=self._observed,
-            parted=lambda _: None,
             standing=standing,
         )
         self.driver = self.peer.driver

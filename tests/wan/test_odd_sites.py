@@ -36,7 +36,10 @@ PORTS = (f"/ip4/{address(0)}/tcp/443", f"/ip6/{address6(0)}/tcp/443")
 def test_ipv6_alone_and_port_443_alone_meet_a_home_through_one_port(tmp_path: Path) -> None:
     hub = [word for where in PORTS for word in ("--listen", where, "--meet", where)]
     try:
-        with network(SOURCE, is_verified=False) as made, gathered(made, tmp_path, steps=100_000, hub=hub) as those:
+        with (
+            network(SOURCE, is_verified=False) as made,
+            gathered(made, tmp_path, steps=100_000, hub=hub, rests=True) as those,
+        ):
             short = {home.lines()[0]["self"]: home.name for home in those.homes}
             met = [
                 (frozenset((home.name, short[line["peer"][-6:]])), line.get("by"))

@@ -48,7 +48,7 @@ def test_a_member_that_can_be_dialled_takes_the_dead_bootstraps_place(tmp_path: 
     try:
         with (
             network(SOURCE, is_verified=False) as made,
-            gathered(made, tmp_path, steps=100_000) as those,
+            gathered(made, tmp_path, steps=100_000, rests=True) as those,
         ):
             ann, kim, public = those.homes
             assert relayed_by(kim, ann)[-1] == address(HUB), "the bootstrap is asked first"
