@@ -149,7 +149,7 @@ def _say(card: ScoreCard) -> None:
 
 def _planted(arguments: argparse.Namespace) -> int:
     wanted = [bug for bug in BUGS if not arguments.names or bug.name in arguments.names]
-    jobs = [Job(bug.name, lambda bug=bug: plant(bug), bug.killed_by, PLANTED_S) for bug in wanted]  # type: ignore[misc]
+    jobs = [Job(bug.name, lambda bug=bug: plant(bug), bug.killed_by, PLANTED_S, bug.module) for bug in wanted]  # type: ignore[misc]
     alive = 0
     for job, verdict in judge(jobs, arguments.jobs):
         alive += verdict.fate != "killed"

@@ -125,7 +125,7 @@ def _job(file: str, source: str, mutant: Mutant, reach: Reach) -> Job:
     fast = [test for test in tests if not test.startswith(SEED)][:TESTS_MOST]
     took_s = sum(reach.seconds.get(test, 0.0) for test in fast)
     limit_s = LIMIT_S + SLOWER * took_s + SEED_LIMIT_S * len(seeds)
-    return Job(mutant.id, planting(mutant, source), [*fast, *seeds], limit_s)
+    return Job(mutant.id, planting(mutant, source), [*fast, *seeds], limit_s, mutant.module)
 
 
 def planting(mutant: Mutant, source: str) -> Callable[[], None]:
@@ -164,7 +164,10 @@ def judge_again(
             found[mutant.id] = (str(path.relative_to(ROOT)), mutant, source)
     there = [name for name in names if name in found]
     chosen = random.sample(there, min(number, len(there)))
-    jobs = [Job(n, planting(found[n][1], found[n][2]), _killers(n, killed[n]), LIMIT_S * 3) for n in chosen]
+    jobs = [
+        Job(n, planting(found[n][1], found[n][2]), _killers(n, killed[n]), LIMIT_S * 3, found[n][1].module)
+        for n in chosen
+    ]
     alive = []
     for job, verdict in judge(jobs, processes):
         result = Result(found[job.name][0], found[job.name][1], verdict)

@@ -52,6 +52,8 @@ class Job(NamedTuple):
     """Ids of pytest's and of seeds, in this order."""
     limit_s: float
     """Of computing."""
+    module: str
+    """Which ``plant`` changes, that it is not imported yet; empty: any may be."""
 
 
 SLOW = (
@@ -62,8 +64,16 @@ SLOW = (
 """What the fast tests import that is not ours: a second and a half of each process that does it itself."""
 
 
+PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin")
+"""Those that tests need, of what is installed: to find out what is takes pytest a tenth of a second."""
+
+
+KERNELS = ("p2pdiloco.tensors.kernels", "p2pdiloco.tensors.step_kernels")
+"""They import nothing else of ours, and take a tenth of a second, compiled as they are."""
+
+
 def import_slow() -> None:
-    """What every process needs and none changes. To be called once, before ``judge``."""
+    """What every process needs and few change. To be called once, before ``judge``."""
     for name in SLOW:
         with contextlib.suppress(ImportError):
             import_module(name)
@@ -73,10 +83,13 @@ def import_slow() -> None:
         cpu_target.typing_context.refresh()  # its own types and functions, which the first kernel would load
         cpu_target.target_context.refresh()
     import_module("torch").set_num_threads(1)
-    gc.freeze()  # what is there is nobody's garbage, and no child copies it to look
-    gc.disable()
     ours = [name for name in sys.modules if name.startswith("p2pdiloco.") and "simulation" not in name]
     assert not ours, f"imported too early: {ours}"
+    for name in KERNELS:
+        with contextlib.suppress(ImportError):
+            import_module(name)
+    gc.freeze()  # what is there is nobody's garbage, and no child copies it to look
+    gc.disable()
 
 
 def judge(jobs: Sequence[Job], processes: int) -> Iterator[tuple[Job, Verdict]]:
@@ -152,6 +165,8 @@ def _be_child(job: Job, result: Any) -> None:
                 os.dup2(nothing.fileno(), descriptor)
         with tempfile.TemporaryDirectory(prefix="p2pdiloco-mutant-") as folder:
             isolate(Path(folder))
+            if job.module in ("", *KERNELS):
+                _forget_kernels()
             job.plant()
             verdict = run_tests(job.tests)
             json.dump(verdict, result)
@@ -160,11 +175,20 @@ def _be_child(job: Job, result: Any) -> None:
         os._exit(0)
 
 
+def _forget_kernels() -> None:
+    """They are imported anew."""
+    for name in KERNELS:
+        package, _, own = name.rpartition(".")
+        if sys.modules.pop(name, None) is not None:
+            delattr(sys.modules[package], own)
+
+
 def isolate(folder: Path) -> None:
     """Caches of tests go to ``folder``; a kernel of another mutant is not taken for this one's."""
     sys.dont_write_bytecode = True
     os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(folder / "hypothesis")
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     os.environ["PYTHONPATH"] = str(ROOT)
 
 
@@ -173,7 +197,8 @@ def run_tests(tests: Sequence[str], *plugins: object) -> tuple[str, str]:
     first = _First()
     mine = [test for test in tests if not test.startswith(SEED)]
     if mine:
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=", "--timeout=0"]
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "--timeout=0"]
+        options += [word for plugin in PLUGINS for word in ("-p", plugin)]
         status = pytest.main([*options, *(f"{ROOT}/{test}" for test in mine)], plugins=[first, *plugins])
         if status == pytest.ExitCode.TESTS_FAILED:
             return "killed", first.failed or "?"
