@@ -239,7 +239,7 @@ class DiLoCo(SwarmView):
         except ValueError as error:
             raise DiLoCoError(f"this model is not run {manifest.config.name}'s: {error}") from error
         steps = manifest.config.inner.steps
-        self._link = OuterLink(self, flat, layout, vectors, channel, last_step=steps, reunion=back)
+        self._link = OuterLink(self, flat, vectors, channel, last_step=steps, reunion=back)
         self._link.greet(device=str(self._named[0][1].device))
         self._is_linked = True
         while self._is_linked and not self._link.is_loaded:
@@ -320,7 +320,7 @@ class DiLoCo(SwarmView):
     @property
     def global_step(self) -> int:
         """The swarm's; 0 without a run."""
-        return 0 if self._link is None else self._link.global_step
+        return 0 if self._link is None else self._link.counts.global_step
 
     def load_global(self) -> None:
         """Set the model's parameters to the global ones of now, or of the end: without this learner's own progress

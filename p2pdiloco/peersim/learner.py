@@ -178,7 +178,6 @@ class SimulatedLearner:
         self.link = OuterLink(
             self,
             self.model.flat,
-            world.layout,
             vectors,  # type: ignore[arg-type]
             channel,  # type: ignore[arg-type]
             last_step=world.manifest.config.inner.steps,
@@ -217,7 +216,7 @@ class SimulatedLearner:
         if self.is_paused:
             self.wake(IDLE_S)
             return
-        before = self.link.steps
+        before = self.link.counts.steps
         was_lost = self.reunion is not None and self.reunion.is_open
         try:
             goes_on = self.link.boundary()
@@ -225,7 +224,7 @@ class SimulatedLearner:
             self.link.fail(str(error))
             self.exit(1, str(error))
             return
-        if not was_lost and self.reunion is not None and self.reunion.is_open and self.link.steps == 0 < before:
+        if not was_lost and self.reunion is not None and self.reunion.is_open and self.link.counts.steps == 0 < before:
             self.truth = Truth(len(self.world.layout.shards))  # what it makes from now on is another learner's
         if not goes_on:
             self.has_ended = True
@@ -247,7 +246,7 @@ class SimulatedLearner:
         if self.is_poisoned:
             self.model.poison()
         tokens = self._setting.tokens_per_step
-        self.truth.tokens.append(self.link.tokens + tokens)
+        self.truth.tokens.append(self.link.counts.tokens + tokens)
         self.link.stepped(tokens, float("nan") if self.is_poisoned else 1.0, step_s)
         if self._blocks:
             block, left = self._blocks.pop(0)

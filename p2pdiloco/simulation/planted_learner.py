@@ -52,16 +52,16 @@ BUGS = (
     Bug(
         name="an adopted learner's old tokens counted again",
         module=_LINK,
-        old="            self.steps = self.tokens = 0\n",
-        new="            self.steps = self.steps\n",
+        old="            self.counts.steps = self.counts.tokens = 0\n",
+        new="            self.counts.steps = self.counts.steps\n",
         harm="tokens that the last node merged, or that are gone, are claimed once more",
         killed_by=(f"{_LINK_TESTS}::{_ADOPTED}",),
     ),
     Bug(
         name="an adopted learner's progress thrown away",
         module=_LINK,
-        old="finished = flat.add_from(self._anchor.neg_().add_(self._vectors.shift), flat.everything)",
-        new="finished = flat.copy_from(self._vectors.shift, flat.everything)",
+        old="finished = flat.add_from(self._anchor.neg_().add_(self._node.vectors.shift), flat.everything)",
+        new="finished = flat.copy_from(self._node.vectors.shift, flat.everything)",
         harm="what was trained without a node is claimed, and is not there",
         killed_by=(f"{_LINK_TESTS}::{_ADOPTED}",),
     ),
@@ -92,9 +92,9 @@ BUGS = (
     Bug(
         name="what a node said last is lost with it",
         module=_LINK,
-        old="        commands = self._channel.exchange()\n",
-        new="        commands = self._channel.exchange()\n"
-        "        commands = [] if self._channel.is_closed else commands\n",
+        old="        commands = self._node.channel.exchange()\n",
+        new="        commands = self._node.channel.exchange()\n"
+        "        commands = [] if self._node.channel.is_closed else commands\n",
         harm="a script whose run is over finds no result",
         killed_by=(f"{_LINK_TESTS}::test_what_the_node_has_said_before_it_left_is_done",),
     ),
@@ -108,15 +108,15 @@ BUGS = (
     ),
     Bug(
         name="one sound fragment outweighs a spoilt one",
-        module=_LINK,
-        old="            if not self._spoilt:",
-        new="            if None not in self._spoilt:",
+        module="p2pdiloco.training.health",
+        old="        if not self._spoilt:",
+        new="        if None not in self._spoilt:",
         harm="trouble comes and goes with the fragments",
         killed_by=(f"{_LINK_TESTS}::test_parameters_that_are_not_finite_are_told_once_and_once_that_they_are_again",),
     ),
     Bug(
         name="large parameters taken for infinite ones",
-        module=_LINK,
+        module="p2pdiloco.training.health",
         old="return math.isfinite(float(vector.sum())) or bool(vector.isfinite().all())",
         new="return math.isfinite(float(vector.sum()))",
         harm="a sound peer is told that it is in trouble",

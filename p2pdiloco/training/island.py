@@ -216,7 +216,7 @@ class IslandParameters:
         check_tensors(given, tensors)
         self._parameters = [parameter for _, parameter in given]
         self._island = island
-        self._fragments = layout.fragments
+        self.layout = layout
         self.everything: tuple[ShardId, ...] = tuple(shard.shard for shard in layout.shards)
         self._shards: list[list[tuple[int, _Part]]] = []
         for shard in layout.shards:
@@ -230,7 +230,7 @@ class IslandParameters:
 
     def of_fragment(self, fragment: FragmentId) -> tuple[ShardId, ...]:
         """The shards of ``fragment``."""
-        return self._fragments[fragment]
+        return self.layout.fragments[fragment]
 
     def pin(self, vectors: Sequence[Tensor]) -> None:
         """Copies of an island are not page-locked."""

@@ -75,7 +75,7 @@ class Learner:
         self._model = build(config.model, config.seed, manifest.tensors, base).to(self._device)
         self._flat = FlatParameters(trainable(self._model), manifest.tensors, layout)
         self._link = OuterLink(
-            self, self._flat, layout, vectors, Channel(connection), last_step=config.inner.steps, reunion=reunion
+            self, self._flat, vectors, Channel(connection), last_step=config.inner.steps, reunion=reunion
         )
         self._optimizers = inner_optimizers(self._model, config.inner)
         self._keeper = keeper
@@ -171,7 +171,7 @@ class Learner:
             self._optimizers,
             self._config.inner,
             batch,
-            self._link.global_step,
+            self._link.counts.global_step,
             self._inner_steps,
             self._merged_tokens,
         )

@@ -18,15 +18,15 @@ import logging
 import math
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Protocol, assert_never
+from typing import TYPE_CHECKING, NamedTuple, Protocol, assert_never
 
 import torch
 from torch import Tensor
 
 from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.identifiers import FragmentId
-from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.training.channel import Channel
+from p2pdiloco.training.health import Health, is_finite
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.shared_memory import Vectors
 from p2pdiloco.training.side_stream import Finished
@@ -120,6 +120,24 @@ class Meeting(Protocol):
         """Look out no more."""
 
 
+class NodeEnd(NamedTuple):
+    """What is shared with one life of the node."""
+
+    vectors: Vectors
+    channel: Channel | IslandChannel
+
+
+class Counts:
+    """What a learner has done."""
+
+    def __init__(self) -> None:
+        self.global_step = 0
+        self.steps = 0
+        self.tokens = 0
+        self.exchange_s = 0.0
+        """Copies since the last ``Progress``."""
+
+
 class OuterLink:
     """The connection, the shared vectors and the model's parameters as the run's flat vector."""
 
@@ -127,7 +145,6 @@ class OuterLink:
         self,
         trainer: Trainer,
         flat: FlatParameters | IslandParameters,
-        layout: Layout,
         vectors: Vectors,
         channel: Channel | IslandChannel,
         *,
@@ -136,10 +153,8 @@ class OuterLink:
     ) -> None:
         self._trainer = trainer
         self._flat = flat
-        self._layout = layout
-        self._vectors = vectors
+        self._node = NodeEnd(vectors, channel)
         flat.pin((vectors.shift, vectors.snapshot))
-        self._channel = channel
         self._answers: deque[tuple[Finished | None, FromLearner]] = deque()
         self._last_step = last_step
         self._reunion = reunion
@@ -153,63 +168,54 @@ class OuterLink:
         """The node has said that it is over."""
         self.swarm: Swarm | None = None
         """What a script's node said last of the others."""
-        self.global_step = 0
-        self.steps = 0
-        self.tokens = 0
-        self.exchange_s = 0.0
-        """Copies since the last ``Progress``."""
+        self.counts = Counts()
         self.is_resting = False
         """No steps for now: others want the machine."""
-        self._spoilt: set[FragmentId | None] = set()
-        """Fragments whose last snapshot was not finite; None: nor was the last loss that was told."""
-        self._is_unable = False
+        self._health = Health()
 
     # ------------------------------------------------------------------------------------------------ to the node
 
     def greet(self, *, device: str, inner_steps: int = 0, has_blocks: bool = False) -> None:
         """The model is built."""
-        elements = self._layout.elements
+        elements = self._flat.layout.elements
         self._ready = Ready(device=device, parameters=elements, inner_steps=inner_steps, has_blocks=has_blocks)
-        self._channel.post(self._ready)
+        self._node.channel.post(self._ready)
 
     def stepped(self, tokens: int, loss: float | None, step_time_s: float) -> None:
         """An inner step is done; None: its loss is not known."""
-        self.steps += 1
-        self.tokens += tokens
-        self.global_step += 1
+        self.counts.steps += 1
+        self.counts.tokens += tokens
+        self.counts.global_step += 1
         if loss is not None:
-            self._spoilt.discard(None)
-            if not math.isfinite(loss):
-                self._spoilt.add(None)
-                self._judge(f"the loss is {loss} at step {self.global_step}")
-                loss = None
+            self._tell_health(self._health.lost(loss, self.counts.global_step))
+            loss = loss if math.isfinite(loss) else None
         progress = Progress(
-            steps=self.steps,
-            tokens=self.tokens,
+            steps=self.counts.steps,
+            tokens=self.counts.tokens,
             loss=loss,
             step_time_s=step_time_s,
-            blocked_s=self._channel.blocked_s,
-            exchange_s=self.exchange_s,
+            blocked_s=self._node.channel.blocked_s,
+            exchange_s=self.counts.exchange_s,
         )
-        if self._channel.post(progress):
-            self._channel.blocked_s = self.exchange_s = 0.0
+        if self._node.channel.post(progress):
+            self._node.channel.blocked_s = self.counts.exchange_s = 0.0
 
     def block_finished(self, block: Block) -> None:
         """A whole block of data is trained, at the count of tokens of now."""
-        self._answer(BlockFinished(block=block, tokens=self.tokens))
+        self._answer(BlockFinished(block=block, tokens=self.counts.tokens))
 
     def batches(self, digests: tuple[str, ...]) -> None:
         """Of the first ones that were trained."""
-        self._channel.post(Batches(digests=digests))
+        self._node.channel.post(Batches(digests=digests))
 
     def tell(self, message: ForPeople) -> None:
         """For people."""
-        self._channel.post(message)
+        self._node.channel.post(message)
 
     def fail(self, reason: str) -> None:
         """The learner ends; try to say why."""
-        self._channel.post(Failed(reason=reason[:2000]))
-        self._channel.flush(_FAREWELL_S)
+        self._node.channel.post(Failed(reason=reason[:2000]))
+        self._node.channel.flush(_FAREWELL_S)
 
     # ------------------------------------------------------------------------------------------------ the boundary
 
@@ -220,7 +226,7 @@ class OuterLink:
         elif self._answers:
             time.sleep(_COPY_S)
         else:
-            self._channel.wait()
+            self._node.channel.wait()
 
     def boundary(self) -> bool:
         """Do what the node asked for, without waiting. False when the learner is to end."""
@@ -229,20 +235,20 @@ class OuterLink:
         if self._reunion is not None and self._reunion.is_open:
             return self._look_out(self._reunion)
         self._release()
-        commands = self._channel.exchange()
+        commands = self._node.channel.exchange()
         if not self.is_training or self.is_resting:
-            self._channel.blocked_s = 0.0
+            self._node.channel.blocked_s = 0.0
         for command in commands:
             if isinstance(command, Exit):
                 self._settle()
-                self._channel.flush(_FAREWELL_S)
+                self._node.channel.flush(_FAREWELL_S)
                 self._trainer.end()
                 self.is_dismissed, self.is_training = True, False
                 return False
             self._execute(command)
-        if self._channel.is_closed:  # after what it has said last
+        if self._node.channel.is_closed:  # after what it has said last
             return self._lost_node()
-        if self.is_training and self.global_step >= self._last_step:
+        if self.is_training and self.counts.global_step >= self._last_step:
             self._stop()
         return True
 
@@ -251,12 +257,12 @@ class OuterLink:
             case Load() | Shift() | Snapshot():
                 began = time.perf_counter()
                 self._copy(command)
-                self.exchange_s += time.perf_counter() - began
+                self.counts.exchange_s += time.perf_counter() - began
             case AdoptStep(step=step, tokens=tokens):
-                self.global_step = max(self.global_step, step)
+                self.counts.global_step = max(self.counts.global_step, step)
                 self._trainer.merged(tokens)
             case Evaluate(version=version):
-                self._answer(Evaluated(version=version, loss=self._trainer.evaluate(self._vectors.theta)))
+                self._answer(Evaluated(version=version, loss=self._trainer.evaluate(self._node.vectors.theta)))
             case Pause():
                 self._stop()
             case Rest():
@@ -279,19 +285,19 @@ class OuterLink:
         match command:
             case Load(step=step):
                 if self._anchor is None:
-                    finished = flat.copy_from(self._vectors.shift, flat.everything)
+                    finished = flat.copy_from(self._node.vectors.shift, flat.everything)
                 else:
-                    finished = flat.add_from(self._anchor.neg_().add_(self._vectors.shift), flat.everything)
+                    finished = flat.add_from(self._anchor.neg_().add_(self._node.vectors.shift), flat.everything)
                     self._anchor = None
-                self.global_step = step
+                self.counts.global_step = step
                 self.is_training = self.is_loaded = True
                 self._answer(Shifted(shards=flat.everything), finished)
             case Shift(shards=shards, replace=replace):
                 take = flat.copy_from if replace else flat.add_from
-                self._answer(Shifted(shards=shards), take(self._vectors.shift, shards))
+                self._answer(Shifted(shards=shards), take(self._node.vectors.shift, shards))
             case Snapshot(fragment=fragment, step=step):
-                answer = Snapshotted(fragment=fragment, step=step, steps=self.steps, tokens=self.tokens)
-                self._answer(answer, flat.copy_to(self._vectors.snapshot, flat.of_fragment(fragment)))
+                answer = Snapshotted(fragment=fragment, step=step, steps=self.counts.steps, tokens=self.counts.tokens)
+                self._answer(answer, flat.copy_to(self._node.vectors.snapshot, flat.of_fragment(fragment)))
             case _:
                 assert_never(command)
 
@@ -305,30 +311,18 @@ class OuterLink:
             message = self._answers.popleft()[1]
             if isinstance(message, Snapshotted):
                 self._judge_snapshot(message.fragment)
-            self._channel.post(message)
+            self._node.channel.post(message)
 
     def _judge_snapshot(self, fragment: FragmentId) -> None:
-        shards = (self._layout.shards[shard] for shard in self._flat.of_fragment(fragment))
-        if all(_is_finite(self._vectors.snapshot[shard.start : shard.stop]) for shard in shards):
-            self._spoilt.discard(fragment)
-            if not self._spoilt:
-                self._judge("")
-        else:
-            self._spoilt.add(fragment)
-            self._judge(f"parameters are not finite at step {self.global_step}")
+        shards = (self._flat.layout.shards[shard] for shard in self._flat.of_fragment(fragment))
+        is_sound = all(is_finite(self._node.vectors.snapshot[shard.start : shard.stop]) for shard in shards)
+        self._tell_health(self._health.copied(fragment, is_sound, self.counts.global_step))
 
-    def _judge(self, problem: str) -> None:
+    def _tell_health(self, problem: str | None) -> None:
         """Say that what is trained cannot be merged, or that it can again, if that is news."""
-        if bool(problem) == self._is_unable:
-            return
-        self._is_unable = bool(problem)
-        if problem:
-            problem += (
-                ": nothing that is trained here is merged until it is finite again. Stop this learner and start it "
-                "again, with a lower learning rate: it then goes on from the swarm's parameters"
-            )
-        log.warning(problem or "parameters and loss are finite again, and are merged")
-        self._channel.post(Unable(reason=problem))
+        if problem is not None:
+            log.warning(problem or "parameters and loss are finite again, and are merged")
+            self._node.channel.post(Unable(reason=problem))
 
     def _settle(self) -> None:
         """Wait for copies under way; they take milliseconds."""
@@ -341,12 +335,12 @@ class OuterLink:
         if self.is_training:
             self._save()
         self.is_training = False
-        self._answer(Paused(steps=self.steps, tokens=self.tokens))
+        self._answer(Paused(steps=self.counts.steps, tokens=self.counts.tokens))
 
     def _save(self) -> None:
         began = time.perf_counter()
         self._trainer.save()
-        self.exchange_s += time.perf_counter() - began
+        self.counts.exchange_s += time.perf_counter() - began
 
     # ------------------------------------------------------------------------------------------------ without a node
 
@@ -355,18 +349,18 @@ class OuterLink:
         if self._reunion is None or not self.is_training or not self._reunion.open():
             return False
         if self._anchor is None:
-            self._anchor = torch.empty_like(self._vectors.shift)
+            self._anchor = torch.empty_like(self._node.vectors.shift)
             finished = self._flat.copy_to(self._anchor, self._flat.everything)
             while finished is not None and not finished():
                 time.sleep(_COPY_S)
-            self.steps = self.tokens = 0
+            self.counts.steps = self.counts.tokens = 0
         self._answers.clear()
         self._trainer.begin_again()
         return True
 
     def load_global(self) -> None:
         """Parameters := the global ones."""
-        self._flat.copy_from(self._vectors.theta, self._flat.everything)
+        self._flat.copy_from(self._node.vectors.theta, self._flat.everything)
 
     @property
     def is_alone(self) -> bool:
@@ -375,26 +369,20 @@ class OuterLink:
 
     def _look_out(self, reunion: Meeting) -> bool:
         """Is the node's next life there? False when it is too late for that."""
-        if self.is_training and self.global_step >= self._last_step:
+        if self.is_training and self.counts.global_step >= self._last_step:
             self.is_training = False
         found = reunion.poll()
         if found is not None:
-            self._flat.unpin((self._vectors.shift, self._vectors.snapshot))
-            self._vectors.close()
-            self._vectors, self._channel = found.attach(self._layout.elements)
-            self._flat.pin((self._vectors.shift, self._vectors.snapshot))
+            self._flat.unpin((self._node.vectors.shift, self._node.vectors.snapshot))
+            self._node.vectors.close()
+            self._node = NodeEnd(*found.attach(self._flat.layout.elements))
+            self._flat.pin((self._node.vectors.shift, self._node.vectors.snapshot))
             assert self._ready is not None
-            self._channel.post(self._ready)
+            self._node.channel.post(self._ready)
             self.is_resting = False  # the node's next life says it anew
             if not self.is_training:
-                self._channel.post(Paused(steps=self.steps, tokens=self.tokens))
+                self._node.channel.post(Paused(steps=self.counts.steps, tokens=self.counts.tokens))
         if reunion.is_open and reunion.is_over:
             reunion.close()
             return False
         return True
-
-
-def _is_finite(vector: Tensor) -> bool:
-    """Whether all of ``vector``, float32 [n], is finite. One pass over it: a sum shows what it is made of, unless it
-    overflows."""
-    return math.isfinite(float(vector.sum())) or bool(vector.isfinite().all())

@@ -51,7 +51,7 @@ class FlatParameters:
         ]
         self._placed = [(parameters[index], start) for index, start in zip(layout.order, layout.starts, strict=True)]
         self._shards = tuple(_pieces(placed, shard.start, shard.stop) for shard in layout.shards)
-        self._fragments = layout.fragments
+        self.layout = layout
         self._side: SideStream | None = None
         devices = {parameter.device for parameter in parameters}
         if len(devices) == 1 and (device := devices.pop()).type == "cuda":
@@ -117,7 +117,7 @@ class FlatParameters:
 
     def of_fragment(self, fragment: FragmentId) -> tuple[ShardId, ...]:
         """The shards of ``fragment``."""
-        return self._fragments[fragment]
+        return self.layout.fragments[fragment]
 
     def _of(self, shards: Iterable[ShardId]) -> list[Piece]:
         return [piece for shard in shards for piece in self._shards[shard]]

@@ -131,7 +131,7 @@ class Conservation:
         self.close()
         self.node, theirs = socket.socketpair()
         self.node.setblocking(False)
-        self.link = OuterLink(Loop(), self.flat, self.layout, self.vectors, Channel(theirs), last_step=1 << 40)
+        self.link = OuterLink(Loop(), self.flat, self.vectors, Channel(theirs), last_step=1 << 40)
         self.theirs = theirs
         self.decoder = link.Decoder[link.FromLearner](link.FromLearner)
         self.unread: list[link.FromLearner] = []

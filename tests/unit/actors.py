@@ -114,7 +114,7 @@ class Learner:
         self._node, self._theirs = socket.socketpair()
         self._node.setblocking(False)
         flat = FlatParameters(named, tensors, layout)
-        self.link = OuterLink(self.loop, flat, layout, member.vectors, Channel(self._theirs), last_step=1 << 40)
+        self.link = OuterLink(self.loop, flat, member.vectors, Channel(self._theirs), last_step=1 << 40)
         self._decoder = link.Decoder[link.FromLearner](link.FromLearner)
         member.lives.append(self)
         self.link.greet(device="cpu")

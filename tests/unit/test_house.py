@@ -18,7 +18,6 @@ MOST_ATTRIBUTES = 15
 LARGE = {
     "wire/bodies.PeerStatus": 26,  # what `p2pdiloco status` and scripts see of a peer: a table, not an object
     "protocol/core.ProtocolConfig": 25,  # all that a machine must know of its run, documented one by one
-    "training/outer_link.OuterLink": 21,
 }
 """Classes with more attributes, and how many."""
 TWO_SIDES = """

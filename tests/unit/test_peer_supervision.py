@@ -135,7 +135,7 @@ def test_the_learner_hears_of_the_swarms_step(tmp_path: Path) -> None:
             bob = await stage.beside()
             await stage.train(ann, *[1.0] * 8)
             await stage.rest(bob)
-            assert bob.learner.link.global_step == bob.machine.core.step == 8
+            assert bob.learner.link.counts.global_step == bob.machine.core.step == 8
             await stage.train(bob, 1.0)
             assert bob.machine.core.step == 8, "a step that was begun before the others went on (T1c)"
             await stage.train(bob, 1.0)

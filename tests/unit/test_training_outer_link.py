@@ -76,9 +76,7 @@ class Bench:
         self.socket.setblocking(False)
         self.parameters = [p for _, p in named]
         self.loop = Loop()
-        self.link = OuterLink(
-            self.loop, self.flat, layout, self.vectors, Channel(theirs), last_step=1000, reunion=reunion
-        )
+        self.link = OuterLink(self.loop, self.flat, self.vectors, Channel(theirs), last_step=1000, reunion=reunion)
         self.decoder = link.Decoder[link.FromLearner](link.FromLearner)
 
     def step(self, change: float) -> None:
@@ -198,7 +196,7 @@ def test_what_the_node_has_said_before_it_left_is_done(bench: Bench) -> None:
     assert bench.link.is_loaded
     assert bench.link.is_dismissed
     assert not bench.link.is_training
-    assert bench.link.global_step == 7
+    assert bench.link.counts.global_step == 7
     for fragment in (0, 1):
         bench.flat.copy_to(bench.vectors.snapshot, bench.flat.of_fragment(FragmentId(fragment)))
     assert torch.equal(bench.vectors.snapshot, torch.arange(15.0))
@@ -228,7 +226,7 @@ def test_a_replacement_takes_the_place_of_what_was_trained(bench: Bench) -> None
     bench.vectors.shift.copy_(torch.arange(15.0))
     bench.do(link.Shift(shards=(bench.flat.everything[0],), replace=True))
     bench.do(link.Shift(shards=bench.flat.everything[1:], replace=False))
-    cut = bench.link._layout.shards[0].stop
+    cut = bench.flat.layout.shards[0].stop
     assert torch.equal(bench.values()[:cut], torch.arange(15.0)[:cut])
     assert torch.equal(bench.values()[cut:], torch.arange(15.0)[cut:] + 3.0)
 
@@ -256,12 +254,12 @@ def test_a_learner_that_is_adopted_keeps_its_progress_since_the_loss_and_counts_
         bench.link.greet(device="cpu")
         bench.do(link.Load(step=7))
         bench.step(1.0)
-        assert bench.link.tokens == 11
+        assert bench.link.counts.tokens == 11
         bench.do(link.Snapshot(fragment=FragmentId(0), step=7))
         bench.flat.is_slow = False
         bench.socket.close()
         assert bench.link.boundary(), "it looks out for its node"
-        assert (bench.link.steps, bench.link.tokens) == (0, 0)
+        assert (bench.link.counts.steps, bench.link.counts.tokens) == (0, 0)
         bench.step(2.0)
         bench.step(2.0)
 
@@ -281,7 +279,7 @@ def test_a_learner_that_is_adopted_keeps_its_progress_since_the_loss_and_counts_
         heard = bench.hear()
         assert [type(m) for m in heard] == [link.Ready, link.Progress, link.Shifted], "nothing that the last was told"
         assert [(m.steps, m.tokens) for m in heard if isinstance(m, link.Progress)] == [(3, 30)]
-        assert bench.link.global_step == 20
+        assert bench.link.counts.global_step == 20
         assert not bench.vectors.theta.numel(), "the last node's memory is let go"
         assert torch.equal(bench.values(), torch.full((15,), 106.0)), "what was trained since, on top of the swarm's"
         bench.step(1.0)
@@ -304,7 +302,7 @@ def test_what_it_is_asked_for_reaches_the_loop_and_is_answered_in_order(bench: B
     bench.do(link.Train(block=Block(7)), link.Save())
     assert bench.loop.asked == [7, "save"]
     bench.link.block_finished(Block(7))
-    tokens = bench.link.tokens
+    tokens = bench.link.counts.tokens
     assert bench.do()[0] == link.BlockFinished(block=Block(7), tokens=tokens)
 
 
@@ -323,15 +321,15 @@ def test_times_of_copies_are_told_once(bench: Bench) -> None:
 def test_the_global_step_never_falls_and_at_the_runs_last_step_training_ends(bench: Bench) -> None:
     bench.do(link.Load(step=990))
     bench.do(link.AdoptStep(step=995), link.AdoptStep(step=993))
-    assert bench.link.global_step == 996
+    assert bench.link.counts.global_step == 996
     bench.do(link.AdoptStep(step=999))
     assert not bench.link.is_training
-    assert bench.link.global_step == 1000
+    assert bench.link.counts.global_step == 1000
     assert bench.loop.asked == ["save"]
     bench.do(link.Pause())
     assert bench.loop.asked == ["save"], "it is saved once"
     paused = [m for m in bench.do(link.Pause()) if isinstance(m, link.Paused)]
-    assert paused[-1] == link.Paused(steps=bench.link.steps, tokens=bench.link.tokens)
+    assert paused[-1] == link.Paused(steps=bench.link.counts.steps, tokens=bench.link.counts.tokens)
 
 
 def test_it_ends_when_it_is_told_to_and_when_its_node_is_dead() -> None:
@@ -370,7 +368,7 @@ def test_what_the_node_does_not_read_is_bounded_and_steps_are_counted_all_the_sa
     for _ in range(30_000):
         bench.link.stepped(1, 2.0, 0.1)
     assert bench.link.boundary()
-    assert len(bench.link._channel._outgoing) <= (64 << 10) + 1000
+    assert len(bench.link._node.channel._outgoing) <= (64 << 10) + 1000
     steps: list[int] = []
     for _ in range(100):
         steps += [m.steps for m in bench.hear() if isinstance(m, link.Progress)]
@@ -378,7 +376,7 @@ def test_what_the_node_does_not_read_is_bounded_and_steps_are_counted_all_the_sa
     bench.link.stepped(1, 2.0, 0.1)
     steps += [m.steps for m in bench.do() if isinstance(m, link.Progress)]
     assert steps == sorted(set(steps))
-    assert steps[-1] == bench.link.steps
+    assert steps[-1] == bench.link.counts.steps
     assert len(steps) < 30_000
 
 
@@ -409,7 +407,7 @@ def test_a_learner_that_loses_its_node_twice_keeps_what_it_made_since_the_second
         bench.socket.close()
         assert bench.link.boundary()
         bench.step(1.0)
-        assert (bench.link.steps, bench.link.tokens) == (1, 10)
+        assert (bench.link.counts.steps, bench.link.counts.tokens) == (1, 10)
         memories.append(adopt(bench, name, 100.0 * times))
         assert torch.equal(bench.values(), torch.full((15,), 100.0 * times + 1.0))
     bench.socket.close()
