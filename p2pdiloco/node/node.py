@@ -116,7 +116,6 @@ class Node:
             )
             stack.callback(self.peer.driver.close)
             handler = IntroductionHandler(self.peer)
-            handler.parted = lambda peer: self.roster.disconnected(peer)
             journal: Journal | None = None
             if self.options.has_journal:
                 journal = stack.enter_context(Journal(folder / "journal.bin", self.peer.config))
@@ -158,7 +157,7 @@ class Node:
                 self.whereabouts.ladder,
                 heard_of=lambda: self.peer.machine.view.heard_by_others,
             )
-            handler.learn = self.roster.told
+            handler.learn, handler.parted = self.roster.told, self.roster.disconnected
             figures = Figures(self.peer, self.status, self._ask_status)
             self.lookout = Lookout(self.peer, self.transport, self.status, figures, journal)
             await stack.enter_async_context(self.transport)
