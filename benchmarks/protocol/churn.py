@@ -14,7 +14,6 @@ from random import Random
 import msgspec
 
 from benchmarks import bench
-from benchmarks.scale.worlds import save_all
 from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.identifiers import PeerId, RunId, ShardId
 from p2pdiloco.simulation.driver import PeerSetting
