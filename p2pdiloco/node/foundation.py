@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from msgspec import UNSET
 from torch import nn
 
 from p2pdiloco.node.kept_runs import ConfigError
@@ -19,6 +20,7 @@ from p2pdiloco.protocol.events import ShardState
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import (
     BlockSpec,
+    HeldOut,
     Layout,
     Manifest,
     RunConfig,
@@ -32,6 +34,7 @@ from p2pdiloco.tensors.states import StateForm
 from p2pdiloco.training import foundation
 from p2pdiloco.training.corpus import cut_into_blocks, load_corpus
 from p2pdiloco.training.corpus_files import CorpusError
+from p2pdiloco.training.evaluation import shared_samples
 from p2pdiloco.training.huggingface import ArchitectureError, read_folder
 from p2pdiloco.training.models import build
 from p2pdiloco.training.parameters import FlatParameters
@@ -117,7 +120,8 @@ def found(config: RunConfig, founder: PeerId, options: PeerOptions) -> tuple[Man
     if problems:
         raise ConfigError("\n".join(problems))
     blocks = cut_into_blocks(corpus, config.model.context, config.inner.batch, config.data.block)
-    manifest, theta, momentum = make_manifest(without_places(config), founder, named, parameters, blocks)
+    shared = shared_samples(config, corpus)
+    manifest, theta, momentum = make_manifest(without_places(config), founder, named, parameters, blocks, shared)
     problems = manifest_problems(manifest)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -153,6 +157,7 @@ def make_manifest(
     named: Sequence[tuple[str, torch.Size, bool]],
     parameters: Iterable[tuple[str, torch.Tensor]],
     blocks: BlockSpec | None = None,
+    held_out: HeldOut | None = None,
 ) -> tuple[Manifest, torch.Tensor, torch.Tensor]:
     """A new run's manifest, global parameters and momentum, from a model's trainable ``parameters``, of which ``named``
     tells names, shapes and which are embeddings."""
@@ -163,7 +168,14 @@ def make_manifest(
     flat = FlatParameters(parameters, tensors, layout)
     flat.copy_to(theta, flat.everything)
     genesis = tuple(state_digest(theta[s.start : s.stop], momentum[s.start : s.stop]) for s in layout.shards)
-    manifest = Manifest(founder=founder, config=config, tensors=tensors, genesis=genesis, blocks=blocks or BlockSpec())
+    manifest = Manifest(
+        founder=founder,
+        config=config,
+        tensors=tensors,
+        genesis=genesis,
+        blocks=blocks or BlockSpec(),
+        held_out=held_out or UNSET,
+    )
     return manifest, theta, momentum
 
 

@@ -173,7 +173,8 @@ class Core:
             Chain(ShardId(s), config.log_length, config.blocks, config.limits, elements[s])
             for s in range(config.shards)
         ]
-        self.fragment_of = [FragmentId(f) for f, shards in enumerate(config.fragments) for _ in shards]
+        placed = sorted((shard, FragmentId(f)) for f, shards in enumerate(config.fragments) for shard in shards)
+        self.fragment_of = [fragment for _, fragment in placed]
         self.learner: LearnerView | None = None
         self.step = 0
         """Global step: as far as its own learner has come, and as others' claims are believed."""

@@ -12,6 +12,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import itertools
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -24,6 +25,9 @@ MANIFEST = "manifest.msgpack"
 """The file that holds one."""
 PROTOCOL_VERSION = 3
 """Raised whenever peers of two releases could no longer merge together."""
+
+MAX_HELD_OUT = 1 << 20
+"""Bytes of held-out samples in a manifest."""
 
 Target = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.]+$")]
 Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")]
@@ -205,6 +209,9 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     every: Annotated[int, Meta(ge=0, le=2**40)] = 5
     """Versions of shard 0 between two evaluations; 0 switches them off."""
     samples: Side = 64
+    shared: bool | UnsetType = UNSET
+    """The founder's held-out samples go into the manifest, where everybody who is let in can read them, and all measure
+    on these: one curve, whoever's data differ. Left out: only if they are of the standard library."""
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -231,6 +238,9 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     shape: Annotated[tuple[Annotated[int, Meta(ge=1, le=2**40)], ...], Meta(max_length=8)]
     merge: MergeRule
     fragment: FragmentId
+    fragments: Annotated[tuple[FragmentId, ...], Meta(min_length=2, max_length=2**12)] | UnsetType = UNSET
+    """Of a tensor that is too large for one fragment: its rows are cut into so many parts, alike but for one row, and
+    each is in one of these; ``fragment`` is the first. Left out: all of it is in ``fragment``."""
 
     @property
     def elements(self) -> int:
@@ -239,6 +249,14 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for side in self.shape:
             n *= side
         return n
+
+    def parts(self) -> list[tuple[FragmentId, int, int]]:
+        """What of it is in which fragment: first element, and one past the last."""
+        if self.fragments is UNSET:
+            return [(self.fragment, 0, self.elements)]
+        rows, number = self.shape[0], len(self.fragments)
+        row, cuts = self.elements // rows, [rows * i // number for i in range(number + 1)]
+        return [(f, row * cuts[i], row * cuts[i + 1]) for i, f in enumerate(self.fragments)]
 
 
 class BlockSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -252,6 +270,15 @@ class BlockSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Digest of the training split."""
 
 
+class HeldOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Samples that all peers of a run measure its model on."""
+
+    symbol: Literal[1, 4]
+    """Bytes of a token; little-endian."""
+    samples: Annotated[bytes, Meta(min_length=1, max_length=MAX_HELD_OUT)]
+    """One after the other, ``context`` + 1 tokens each."""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A founded run: the configuration, the tensors in their fragments, and the digests of version 0."""
 
@@ -262,6 +289,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     genesis: Annotated[tuple[Annotated[Digest, Meta(max_length=40)], ...], Meta(min_length=1, max_length=2**16)]
     """Digest of every shard's version 0, in the order of the layout."""
     blocks: BlockSpec = BlockSpec()
+    held_out: HeldOut | UnsetType = UNSET
 
     def encode(self) -> bytes:
         """The canonical bytes: what is hashed, stored and sent."""
@@ -294,7 +322,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """How the tensors lie in one flat float32 vector, and how that is cut into fragments and shards.
 
     Tensors lie fragment after fragment; inside a fragment those merged by the direct mean come first, so that every
-    shard has one merge rule.
+    shard has one merge rule. Tensors that are cut among fragments lie whole behind all others.
     """
 
     order: tuple[int, ...]
@@ -324,30 +352,35 @@ def make_layout(tensors: tuple[TensorSpec, ...], fragments: int, max_shard: int,
     order: list[int] = []
     starts: list[int] = []
     shards: list[Shard] = []
-    members: list[tuple[ShardId, ...]] = []
+    members: list[list[ShardId]] = [[] for _ in range(fragments)]
+
+    def cut(fragment: FragmentId, begin: int, stop: int, kind: MergeRule) -> None:
+        pieces = -(-(stop - begin) // max_shard)
+        marks = [begin + (stop - begin) * piece // pieces for piece in range(pieces)] + [stop]
+        for first, last in itertools.pairwise(marks):
+            members[fragment].append(ShardId(len(shards)))
+            shards.append(Shard(shard=ShardId(len(shards)), fragment=fragment, start=first, stop=last, merge=kind))
+
     at = 0
     alike: dict[tuple[int, str], list[int]] = {}
     for i, tensor in enumerate(tensors):
-        alike.setdefault((tensor.fragment, rule[i]), []).append(i)
+        if tensor.fragments is UNSET:
+            alike.setdefault((tensor.fragment, rule[i]), []).append(i)
     kinds: tuple[MergeRule, ...] = ("direct", "rda")
     for fragment in range(fragments):
-        first_shard = len(shards)
         for kind in kinds:
             begin = at
             for i in alike.get((fragment, kind), ()):
                 order.append(i)
                 starts.append(at)
                 at += tensors[i].elements
-            pieces = -(-(at - begin) // max_shard)
-            for piece in range(pieces):
-                shards.append(
-                    Shard(
-                        shard=ShardId(len(shards)),
-                        fragment=FragmentId(fragment),
-                        start=begin + (at - begin) * piece // pieces,
-                        stop=begin + (at - begin) * (piece + 1) // pieces,
-                        merge=kind,
-                    )
-                )
-        members.append(tuple(ShardId(s) for s in range(first_shard, len(shards))))
-    return Layout(order=tuple(order), starts=tuple(starts), shards=tuple(shards), fragments=tuple(members), elements=at)
+            cut(FragmentId(fragment), begin, at, kind)
+    for i, tensor in enumerate(tensors):
+        if tensor.fragments is not UNSET:
+            order.append(i)
+            starts.append(at)
+            for part, first, last in tensor.parts():
+                cut(part, at + first, at + last, rule[i])
+            at += tensor.elements
+    placed = tuple(tuple(of_one) for of_one in members)
+    return Layout(order=tuple(order), starts=tuple(starts), shards=tuple(shards), fragments=placed, elements=at)

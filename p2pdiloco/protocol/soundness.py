@@ -12,10 +12,11 @@ Rules of this file:
 from __future__ import annotations
 
 import msgspec
+from msgspec import UNSET
 
 from p2pdiloco.protocol.architecture import architecture_problems
 from p2pdiloco.protocol.defaults import logged, most_logged
-from p2pdiloco.protocol.identifiers import RunId, digest_of
+from p2pdiloco.protocol.identifiers import FragmentId, RunId, digest_of
 from p2pdiloco.protocol.manifest import PROTOCOL_VERSION, Manifest, RunConfig
 
 MAX_MANIFEST_BYTES = 1 << 22
@@ -55,7 +56,9 @@ def decode_manifest(data: bytes, run: RunId) -> Manifest:
 def manifest_problems(manifest: Manifest) -> list[str]:
     """What is impossible in a manifest whose configuration is sound; empty if nothing is."""
     config, tensors, blocks = manifest.config, manifest.tensors, manifest.blocks
-    if any(not 0 <= t.fragment < config.schedule.fragments for t in tensors):
+    if any(t.fragments is not UNSET and not _is_cut_soundly(t.shape, t.fragment, t.fragments) for t in tensors):
+        return ["the manifest cuts a tensor into more parts than it has rows, or says two things of the first"]
+    if any(not 0 <= fragment < config.schedule.fragments for t in tensors for fragment, _, _ in t.parts()):
         return ["the manifest puts a tensor into a fragment that does not exist"]
     if len({t.name for t in tensors}) < len(tensors):
         return ["the manifest names a tensor twice"]
@@ -69,19 +72,31 @@ def manifest_problems(manifest: Manifest) -> list[str]:
             f"schedule.log_length = {config.schedule.log_length} must be at most {most_logged(len(manifest.genesis))} "
             f"with {len(manifest.genesis)} shards: logs are kept in memory"
         ]
+    if manifest.held_out is not UNSET and len(manifest.held_out.samples) % (
+        manifest.held_out.symbol * (config.model.context + 1)
+    ):
+        return ["the manifest's held-out samples are cut short"]
     if blocks.number and (not blocks.samples or blocks.samples % config.inner.batch):
         return [f"the manifest's blocks of {blocks.samples} samples are no whole batches of {config.inner.batch}"]
     return []
+
+
+def _is_cut_soundly(shape: tuple[int, ...], first: FragmentId, fragments: tuple[FragmentId, ...]) -> bool:
+    return bool(shape) and shape[0] >= len(fragments) and first == fragments[0]
 
 
 def _count_shards(manifest: Manifest) -> int:
     """As many as ``Layout.of`` would make, without making them."""
     config = manifest.config
     elements: dict[tuple[int, str], int] = {}
+    cut: list[int] = []
     for tensor in manifest.tensors:
+        if tensor.fragments is not UNSET:
+            cut += [last - first for _, first, last in tensor.parts()]
+            continue
         key = tensor.fragment, "direct" if config.outer.merge == "direct" else tensor.merge
         elements[key] = elements.get(key, 0) + tensor.elements
-    return sum(-(-size // config.schedule.max_shard) for size in elements.values())
+    return sum(-(-size // config.schedule.max_shard) for size in (*elements.values(), *cut))
 
 
 def without_places(config: RunConfig) -> RunConfig:

@@ -3,6 +3,8 @@
 Rules of this file:
 1. Greedy bin-packing, largest tensor first: each tensor goes to the bin that is least full. No bin is more than 4/3 of
    the best possible (Graham 1969); that is how Decoupled DiLoCo (arXiv 2604.21428) balances its fragments.
+   Where one is then larger than ``LARGEST`` times the mean (an embedding), large tensors are cut by rows, no finer than
+   needed: with parts of half a mean no bin can be larger than that, since each goes to one that is not above the mean.
 2. Nothing here depends on a set's or a dictionary's order: the same sizes give the same fragments on every machine.
 """
 
@@ -10,11 +12,20 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 import torch
+from msgspec import UNSET
 
 from p2pdiloco.protocol.identifiers import FragmentId
 from p2pdiloco.protocol.manifest import TensorSpec
+
+LARGEST: Final = 1.5
+"""Times the mean that a fragment may have."""
+FINENESS: Final = (0, 4, 3, 2)
+"""Largest parts that are tried, in quarters of the mean fragment, one after the other; 0: no tensor is cut."""
+MOST_PARTS: Final = 4096
+"""Of one tensor."""
 
 
 def assign_fragments(sizes: Sequence[int], fragments: int) -> list[int]:
@@ -38,20 +49,54 @@ def assign_fragments(sizes: Sequence[int], fragments: int) -> list[int]:
     return assigned
 
 
-def tensor_specs(named: Iterable[tuple[str, torch.Size, bool]], fragments: int) -> tuple[TensorSpec, ...]:
+def tensor_specs(
+    named: Iterable[tuple[str, torch.Size, bool]], fragments: int, largest: float = LARGEST
+) -> tuple[TensorSpec, ...]:
     """The manifest's list of tensors, in the model's own order.
 
     ``named`` gives each tensor's name, its shape and whether it is an embedding. Embeddings are merged by the direct
-    mean, everything else by radial-directional averaging, as in arXiv 2604.21428.
+    mean, everything else by radial-directional averaging, as in arXiv 2604.21428. No fragment is larger than
+    ``largest`` times their mean, as far as rows can be cut.
     """
     tensors = list(named)
-    assigned = assign_fragments([shape.numel() for _, shape, _ in tensors], fragments)
+    total = sum(shape.numel() for _, shape, _ in tensors)
+    parts: list[int] = []
+    assigned: list[int] = []
+    for quarters in FINENESS:
+        parts = [_parts(shape, total * quarters, 4 * fragments) for _, shape, _ in tensors]
+        sizes = [n for (_, shape, _), k in zip(tensors, parts, strict=True) for n in _sizes(shape, k)]
+        assigned = assign_fragments(sizes, fragments)
+        loads = [0] * fragments
+        for size, fragment in zip(sizes, assigned, strict=True):
+            loads[fragment] += size
+        if max(loads) * fragments <= largest * total:
+            break
+    placed = iter(assigned)
     return tuple(
-        TensorSpec(
-            name=name,
-            shape=tuple(shape),
-            merge="direct" if is_embedding else "rda",
-            fragment=FragmentId(fragment),
-        )
-        for (name, shape, is_embedding), fragment in zip(tensors, assigned, strict=True)
+        _spec(name, tuple(shape), is_embedding, tuple(FragmentId(next(placed)) for _ in range(k)))
+        for (name, shape, is_embedding), k in zip(tensors, parts, strict=True)
+    )
+
+
+def _parts(shape: torch.Size, limit: int, scale: int) -> int:
+    """Into how many a tensor is cut, so that none has more than ``limit`` / ``scale`` parameters, if its rows allow."""
+    wanted = -(-shape.numel() * scale // limit) if limit else 1
+    return max(1, min(wanted, shape[0] if shape else 1, MOST_PARTS))
+
+
+def _sizes(shape: torch.Size, parts: int) -> list[int]:
+    """As ``TensorSpec.parts`` cuts."""
+    if parts == 1:
+        return [shape.numel()]
+    rows, row = shape[0], shape.numel() // shape[0]
+    return [row * (rows * (i + 1) // parts - rows * i // parts) for i in range(parts)]
+
+
+def _spec(name: str, shape: tuple[int, ...], is_embedding: bool, where: tuple[FragmentId, ...]) -> TensorSpec:
+    return TensorSpec(
+        name=name,
+        shape=shape,
+        merge="direct" if is_embedding else "rda",
+        fragment=where[0],
+        fragments=where if len(where) > 1 else UNSET,
     )

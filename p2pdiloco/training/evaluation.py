@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from collections.abc import Iterable
 
+import torch
+from msgspec import UNSET
+from torch import Tensor, nn
+
+from p2pdiloco.protocol.manifest import MAX_HELD_OUT, HeldOut, Manifest, RunConfig
 from p2pdiloco.training.corpus import held_out_batches
 from p2pdiloco.training.corpus_files import Corpus
 from p2pdiloco.training.transformer import loss
 
+BATCH = 16
+
+
+def shared_samples(config: RunConfig, corpus: Corpus) -> HeldOut | None:
+    """What a founder puts into the manifest, of its own held-out split; None if the run's peers are not to see it."""
+    is_shared = config.data.kind == "stdlib" if config.evaluation.shared is UNSET else config.evaluation.shared
+    symbol = corpus.held_out.element_size()
+    samples = min(config.evaluation.samples, MAX_HELD_OUT // (symbol * (config.model.context + 1)))
+    if not (is_shared and samples and config.evaluation.every) or symbol not in (1, 4):
+        return None
+    found = torch.cat(list(held_out_batches(corpus, config.model.context, samples))).to(corpus.held_out.dtype)
+    return HeldOut(symbol=1 if symbol == 1 else 4, samples=found.numpy().tobytes())
+
+
+def given_samples(manifest: Manifest) -> Tensor | None:
+    """The run's own held-out samples, int64 [samples, context + 1]; None if it has none."""
+    if manifest.held_out is UNSET:
+        return None
+    kind = torch.uint8 if manifest.held_out.symbol == 1 else torch.int32
+    found = torch.frombuffer(bytearray(manifest.held_out.samples), dtype=kind)
+    return found.view(-1, manifest.config.model.context + 1).long()
+
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, corpus: Corpus, context: int, samples: int, device: torch.device | str) -> float:
-    """Mean cross-entropy in nats a token over ``samples`` fixed held-out windows; ``model`` must be on ``device``.
+def held_out_loss(
+    model: nn.Module,
+    corpus: Corpus | None,
+    context: int,
+    samples: int,
+    device: torch.device | str,
+    given: Tensor | None = None,
+) -> float:
+    """Mean cross-entropy in nats a token over ``samples`` fixed windows of ``corpus``'s held-out split, or over
+    ``given``, int64 [samples, context + 1]; ``model`` must be on ``device``.
 
     Raises:
         CorpusError: the held-out split is shorter than one window.
@@ -20,7 +54,13 @@ def held_out_loss(model: nn.Module, corpus: Corpus, context: int, samples: int, 
     was_training = model.training
     model.eval()
     total, count = 0.0, 0
-    for batch in held_out_batches(corpus, context, samples):
+    batches: Iterable[Tensor]
+    if given is not None:
+        batches = (given[at : at + BATCH] for at in range(0, len(given), BATCH))
+    else:
+        assert corpus is not None
+        batches = held_out_batches(corpus, context, samples)
+    for batch in batches:
         total += float(loss(model, batch.to(device))) * len(batch)
         count += len(batch)
     model.train(was_training)

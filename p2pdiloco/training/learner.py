@@ -21,7 +21,7 @@ from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.corpus_files import Corpus
-from p2pdiloco.training.evaluation import held_out_loss
+from p2pdiloco.training.evaluation import given_samples, held_out_loss
 from p2pdiloco.training.excerpt import excerpt
 from p2pdiloco.training.inner_state import InnerStateError, Keeper, put, take
 from p2pdiloco.training.inner_step import inner_step
@@ -62,7 +62,8 @@ class Learner:
             RuntimeError: the device does not exist or has too little memory.
         """
         config = manifest.config
-        largest = int(max(corpus.train.max(), corpus.held_out.max()))
+        self._given = given_samples(manifest)
+        largest = int(max(corpus.train.max(), corpus.held_out.max(), 0 if self._given is None else self._given.max()))
         if largest >= vocabulary(config.model):
             raise ValueError(
                 f"the data has symbol {largest}, the model's vocabulary is {vocabulary(config.model)}: bytes need 256, "
@@ -155,7 +156,7 @@ class Learner:
         with self._flat.showing(theta):
             began = time.perf_counter()
             found = held_out_loss(
-                self._model, self._corpus, config.model.context, config.evaluation.samples, self._device
+                self._model, self._corpus, config.model.context, config.evaluation.samples, self._device, self._given
             )
             if config.model.kind == "transformer" and (text := excerpt(self._model, self._corpus, began)):
                 self._link.tell(Written(text=text))

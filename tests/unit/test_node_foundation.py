@@ -7,13 +7,17 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from msgspec import UNSET
 
 from p2pdiloco.node.foundation import found, is_founded_from, with_own_places
 from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.peer.options import LearnerOptions, PeerOptions
 from p2pdiloco.protocol.identifiers import PeerId
-from p2pdiloco.protocol.manifest import DataConfig, ModelConfig, RunConfig, ScheduleConfig
+from p2pdiloco.protocol.manifest import DataConfig, EvaluationConfig, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.protocol.soundness import decode_manifest
+from p2pdiloco.training.corpus import held_out_batches, load_corpus
+from p2pdiloco.training.corpus_files import Corpus
+from p2pdiloco.training.evaluation import given_samples, shared_samples
 
 
 def written(folder: Path, **changes: object) -> RunConfig:
@@ -44,6 +48,32 @@ def test_a_founders_paths_do_not_travel_and_it_finds_its_run_again(tmp_path: Pat
     (tmp_path / "state" / "corpus").mkdir(parents=True)
     with pytest.raises(ConfigError, match="give --data FOLDER"):
         found(config, PeerId("ann"), PeerOptions(folder=tmp_path / "state"))
+
+
+def test_held_out_samples_travel_only_if_they_are_public_or_the_founder_says_so(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    config = written(tmp_path)
+    options = with_own_places(PeerOptions(folder=tmp_path / "state"), config)
+    kept, _ = found(config, PeerId("ann"), options)
+    assert kept.held_out is UNSET
+    assert given_samples(kept) is None
+    shared, _ = found(msgspec.structs.replace(config, evaluation=EvaluationConfig(shared=True)), PeerId("ann"), options)
+    corpus = load_corpus(config.data, str(tmp_path / "corpus"))
+    given = given_samples(decode_manifest(shared.encode(), shared.run))
+    assert given is not None
+    assert torch.equal(given, torch.cat(list(held_out_batches(corpus, 8, 64))))
+    tokens = Corpus(train=corpus.train.int(), held_out=corpus.held_out.int() + 60_000)
+    wide = shared_samples(shared.config, tokens)
+    assert wide is not None
+    assert int(given_samples(msgspec.structs.replace(shared, held_out=wide)).max()) > 60_000  # type: ignore[union-attr]
+    public = msgspec.structs.replace(config, data=DataConfig(kind="stdlib"))
+    assert shared_samples(public, corpus) == shared.held_out
+    long = msgspec.structs.replace(config.model, context=1 << 18)
+    many = msgspec.structs.replace(shared.config, model=long)
+    text = Corpus(train=corpus.train, held_out=corpus.held_out.repeat(2000))
+    found_long = shared_samples(many, text)
+    assert found_long is not None
+    assert len(found_long.samples) == 3 * ((1 << 18) + 1), "as many as there is room for"
 
 
 def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ from collections import Counter
 import pytest
 
 from p2pdiloco.protocol.alarms import Alarms
-from p2pdiloco.protocol.identifiers import Digest, PeerId, RunId
+from p2pdiloco.protocol.identifiers import Digest, PeerId, RunId, ShardId
 from p2pdiloco.protocol.ledger import STAY, Ledger, Walk
+from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.ownership import ranked_owners
 from p2pdiloco.protocol.quorum import QuorumView, decide, grace_window_s
+from p2pdiloco.simulation.scenarios import base_config
 
 RUN = RunId("run")
 
@@ -121,3 +123,9 @@ def test_alarms_ring_in_order_and_once() -> None:
     assert alarms.pop_due(9.0) == ("a", 0)
     assert alarms.pop_due(9.0) is None
     assert alarms.next() is None
+
+
+def test_a_fragments_shards_need_not_follow_each_other() -> None:
+    """Those of a tensor that is cut among fragments lie behind all others."""
+    fragments = ((ShardId(0), ShardId(2)), (ShardId(1), ShardId(3)))
+    assert Machine(base_config(fragments=fragments)).core.fragment_of == [0, 1, 0, 1]

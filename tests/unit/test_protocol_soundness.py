@@ -87,6 +87,18 @@ def test_a_sound_one_is_taken_as_it_is() -> None:
     assert decode(manifest().encode()) == manifest()
 
 
+def test_a_run_whose_embedding_is_cut_is_taken() -> None:
+    """Its shards are counted part by part."""
+    sound = manifest()
+    where = tuple(FragmentId(f) for f in (1, 0, 1))
+    cut = msgspec.structs.replace(sound.tensors[1], fragments=where)
+    found = msgspec.structs.replace(sound, tensors=(sound.tensors[0], cut, *sound.tensors[2:]))
+    found = msgspec.structs.replace(found, genesis=(Digest("0" * 40),) * 13)
+    assert decode(found.encode()) == found
+    assert len(Layout.of(found).shards) == 13
+    assert len(Layout.of(sound).shards) == 12
+
+
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize(
     ("change", "told"),
@@ -100,6 +112,11 @@ def test_a_sound_one_is_taken_as_it_is() -> None:
         (put("tensors", 0, "name", to="t1"), "names a tensor twice"),
         (put("tensors", 0, "fragment", to=2), "fragment that does not exist"),
         (put("tensors", 0, "fragment", to=-1), "fragment that does not exist"),
+        (put("tensors", 0, "fragments", to=[0, 2]), "fragment that does not exist"),
+        (put("tensors", 0, "fragments", to=[1, 0]), "says two things of the first"),
+        (put("tensors", 0, "fragments", to=[0] * 65), "more parts than it has rows"),
+        (put("tensors", 0, "fragments", to=[0] * 4097), "length <= 4096"),
+        (put("tensors", 0, "fragments", to=[0] * 64), "does not fit its shards"),
         (put("tensors", to=[]), "length >= 1"),
         (many_tensors, "does not fit its shards"),
         (put("genesis", to=["0" * 40] * 2**16), "does not fit its shards"),
@@ -125,6 +142,11 @@ def test_a_sound_one_is_taken_as_it_is() -> None:
         (put("config", "evaluation", "samples", to=2**40), "<= 65536"),
         (put("config", "data", "pattern", to="../../.ssh/*"), "leaves the folder"),
         (put("config", "data", "pattern", to="/etc/*"), "leaves the folder"),
+        (put("held_out", to={"symbol": 1, "samples": bytes(18)}), "samples are cut short"),
+        (put("held_out", to={"symbol": 4, "samples": bytes(17)}), "samples are cut short"),
+        (put("held_out", to={"symbol": 2, "samples": bytes(34)}), "enum value 2"),
+        (put("held_out", to={"symbol": 1, "samples": b""}), "length >= 1"),
+        (put("held_out", to={"symbol": 1, "samples": bytes(17 << 16)}), "length <= 1048576"),
         (put("blocks", "number", to=2**40), "<= 65536"),
         (put("blocks", "samples", to=7), "no whole batches"),
         (put("blocks", "samples", to=0), "no whole batches"),

@@ -19,6 +19,7 @@ from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.manifest import (
     DataConfig,
     EvaluationConfig,
+    HeldOut,
     InnerConfig,
     Layout,
     Manifest,
@@ -31,7 +32,7 @@ from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.reunion import find_learner
 from p2pdiloco.training.shared_memory import SharedVectors
-from p2pdiloco.training.transformer import build_model, named_tensors
+from p2pdiloco.training.transformer import build_model, loss, named_tensors
 from p2pdiloco.wire import link
 
 pytestmark = pytest.mark.heavy
@@ -53,7 +54,10 @@ def make_manifest(*, steps: int = FOREVER) -> Manifest:
         evaluation=EvaluationConfig(samples=4),
     )
     specs = tensor_specs(named_tensors(build_model(config.model, 0)), 2)
-    return Manifest(founder=PeerId("founder"), config=config, tensors=specs, genesis=(Digest("0" * 40),))
+    held_out = HeldOut(symbol=1, samples=bytes(range(4 * 9)))
+    return Manifest(
+        founder=PeerId("founder"), config=config, tensors=specs, genesis=(Digest("0" * 40),), held_out=held_out
+    )
 
 
 class Node:
@@ -176,16 +180,16 @@ def test_a_life(start: Callable[..., Node]) -> None:
     assert torch.equal(vectors.snapshot, expected)
 
     manifest = make_manifest()
-    FlatParameters(build_model(manifest.config.model, 0).named_parameters(), manifest.tensors, node.layout).copy_to(
-        vectors.theta, everything
-    )
+    model = build_model(manifest.config.model, 0)
+    FlatParameters(model.named_parameters(), manifest.tensors, node.layout).copy_to(vectors.theta, everything)
     node.send(link.Evaluate(version=7))
     evaluated = node.until(link.Evaluated)
     written = [message.text for message in node.seen if isinstance(message, link.Written)]
     assert len(written) == 1
     assert "│" in written[0], "what was given, and what the model makes of it"
     assert evaluated.version == 7
-    assert evaluated.loss == pytest.approx(5.545, abs=0.1)
+    measured = loss(model, torch.arange(4 * 9).view(4, 9))
+    assert evaluated.loss == pytest.approx(float(measured), abs=1e-5), "on the run's samples, not on its own data"
 
     vectors.shift.copy_(initial)
     node.send(link.Load(step=100))
