@@ -3,6 +3,8 @@
 Rules of this file:
 1. Averages look at the global parameters once in H steps, when every fragment has had its turn.
 2. EMA: the weight of a look falls by the same factor with each; LAWA (arXiv 2209.14981): the mean of the last looks.
+   Poly (polynomial decay, arXiv 1212.1824): look k counts (p + 1) / (k + p), so that about the last k / (p + 1) looks
+   count, a part of the run so far, whatever its length; p = 0 is the mean of all.
 """
 
 from __future__ import annotations
@@ -10,10 +12,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
-FACTORS = (0.6, 0.8, 0.9, 0.95)
-LOOKS = (3, 6, 12)
+FACTORS = (0.6, 0.8)
+LOOKS = (6,)
+POWERS = (4, 8, 16)
 
 
 class Averages:
@@ -22,6 +26,7 @@ class Averages:
     def __init__(self) -> None:
         self._seen: deque[Tensor] = deque(maxlen=max(LOOKS))
         self._sums: dict[float, Tensor] = {}
+        self._means = {power: torch.empty(0) for power in POWERS}
         self._looks = 0
 
     def look(self, theta: Tensor) -> None:
@@ -33,6 +38,11 @@ class Averages:
                 self._sums[factor].mul_(factor).add_(theta, alpha=1.0 - factor)
             else:
                 self._sums[factor] = theta * (1.0 - factor)
+        for power, mean in self._means.items():
+            if mean.numel():
+                mean.lerp_(theta, (power + 1) / (self._looks + power))
+            else:
+                self._means[power] = theta.clone()
 
     def found(self) -> Iterator[tuple[str, Tensor]]:
         """Each average with its name, as soon as there are looks enough; EMA's bias is corrected."""
@@ -41,3 +51,6 @@ class Averages:
         for looks in LOOKS:
             if len(self._seen) >= looks:
                 yield f"lawa {looks}", sum(list(self._seen)[-looks:], start=0.0 * self._seen[0]) / looks
+        for power, mean in self._means.items():
+            if mean.numel():
+                yield f"poly {power}", mean

@@ -9,10 +9,14 @@ Rules of this file:
 from __future__ import annotations
 
 import functools
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from p2pdiloco.protocol.identifiers import digest_of
 from p2pdiloco.protocol.manifest import DataConfig
 from p2pdiloco.training.corpus import held_out_batches, load_corpus
 from p2pdiloco.training.corpus_files import Corpus
@@ -23,6 +27,46 @@ from p2pdiloco.training.transformer import loss
 def corpus() -> Corpus:
     """The standard library of the Python that runs this."""
     return load_corpus(DataConfig())
+
+
+LANGUAGE_BYTES = 1_200_000
+PIECE = 16_384
+"""Every twentieth of so many bytes is held out."""
+
+
+@functools.cache
+def languages() -> Corpus:
+    """Four languages of equal length, one after the other: Python, C++, JSON, and English, as they come with
+    Python and the packages that the laboratory needs."""
+    paths = sysconfig.get_paths()
+    packages = Path(paths["purelib"])
+    kinds = (
+        (Path(paths["stdlib"]), ("*.py",)),
+        (packages / "torch" / "include", ("*.h",)),
+        (packages, ("*.json",)),
+        (packages, ("METADATA", "LICENSE*", "*.md")),
+    )
+    train, held_out = bytearray(), bytearray()
+    for root, patterns in kinds:
+        pieces = _pieces(root, patterns)
+        kept = [piece for index, piece in enumerate(pieces) if index % 20]
+        train += b"".join(kept)[:LANGUAGE_BYTES]
+        held_out += b"".join(pieces[::20])[: LANGUAGE_BYTES // 20]
+    return Corpus(
+        train=torch.frombuffer(train, dtype=torch.uint8), held_out=torch.frombuffer(held_out, dtype=torch.uint8)
+    )
+
+
+def _pieces(root: Path, patterns: Iterable[str]) -> list[bytes]:
+    """Of files drawn at random, by their paths' hashes."""
+    found = {path for pattern in patterns for path in root.rglob(pattern) if path.is_file()}
+    by_hash = sorted(found, key=lambda path: digest_of(path.relative_to(root).as_posix().encode()))
+    text = bytearray()
+    for path in by_hash:
+        if len(text) < LANGUAGE_BYTES * 20 // 19 + PIECE:
+            text += path.read_bytes()[: 64 * PIECE]
+    cuts = range(0, min(len(text), LANGUAGE_BYTES * 20 // 19 + PIECE), PIECE)
+    return [bytes(text[at : at + PIECE]) for at in cuts]
 
 
 class Stream:

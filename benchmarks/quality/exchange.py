@@ -16,11 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.quality.headings import agreed, turned
 from benchmarks.quality.settings import Setting
 from p2pdiloco.protocol.identifiers import ShardId
-from p2pdiloco.protocol.manifest import Codec, Layout
+from p2pdiloco.protocol.manifest import Codec, Layout, TensorSpec
 from p2pdiloco.tensors import merge, outer, quantizers
-from p2pdiloco.tensors.recipes import FORMATS
+from p2pdiloco.tensors.recipes import CHUNK, FORMATS
 from p2pdiloco.wire import compression
 
 
@@ -72,8 +73,11 @@ def _top(share: float, x: Tensor) -> Parcel:
 class Exchange:
     """The global parameters and what commits do to them. All peers have the same, so one is enough."""
 
-    def __init__(self, setting: Setting, layout: Layout, theta: Tensor) -> None:
+    def __init__(self, setting: Setting, layout: Layout, theta: Tensor, tensors: Sequence[TensorSpec] = ()) -> None:
+        """``tensors``: in the model's own order; needed where ``setting.scope`` is "tensor"."""
         self.layout = layout
+        sizes = [tensors[i].elements for i in layout.order] if tensors else []
+        self._pieces = [slice(start, start + size) for start, size in zip(layout.starts, sizes, strict=False)]
         self.theta = theta
         is_narrow = setting.momentum_type == "bfloat16"
         self.momentum = torch.zeros(theta.shape, dtype=torch.bfloat16 if is_narrow else torch.float32)
@@ -121,7 +125,15 @@ class Exchange:
         """Merge, and make the outer step; returns new - old global parameters, float32 [elements]."""
         span, rule = self.span(shard), self.layout.shards[shard].merge
         merged = torch.empty_like(self.theta[span])
-        if self._setting.bounded:
+        kind, _, strength = self._setting.heading.partition("@")
+        if kind:
+            values = turned(kind, float(strength or 0), [_decoded(v) for v in gradients], self.momentum[span])
+            gradients = [merge.Vector(v) for v in values]
+        if self._setting.scope == "tensor":
+            for cut in self._tensors(span):
+                parts = [merge.Vector(_decoded(v)[cut]) for v in gradients]
+                merge.merge(rule, parts, weights, steps, merged[cut])
+        elif self._setting.bounded:
             merge.merge(rule, gradients, weights, steps, merged)
             norms = [v.norm() for v in gradients]
             counted = merge.counted_lengths(norms, weights, steps)
@@ -131,6 +143,8 @@ class Exchange:
             merge.radial_directional(gradients, weights, merged)
         else:
             merge.direct_mean(gradients, weights, merged)
+        if kind == "agree":
+            agreed([_decoded(v) for v in gradients], merged, float(strength))
         parcel = pack(self._setting.down, merged)
         self.down_bytes += parcel.bytes
         self.down_parameters += merged.numel()
@@ -147,6 +161,11 @@ class Exchange:
         outer.outer_step(self.theta[span], self.momentum[span], change, learning_rate=rate, momentum_factor=factor)
         self._round(self.momentum[span])
         return change
+
+    def _tensors(self, span: slice) -> list[slice]:
+        """What of them is in a shard, by its place there."""
+        cuts = (slice(max(p.start, span.start), min(p.stop, span.stop)) for p in self._pieces)
+        return [slice(c.start - span.start, c.stop - span.start) for c in cuts if c.start < c.stop]
 
     def _round(self, momentum: Tensor) -> None:
         """As bfloat16 would have it."""
@@ -170,3 +189,10 @@ class Exchange:
             step += 2.0 * mu * self.momentum[span]
         self.theta[span] -= rate * step
         return step.mul_(-rate)
+
+
+def _decoded(gradient: merge.Gradient) -> Tensor:
+    values = torch.zeros(gradient.elements)
+    for chunk, start in enumerate(range(0, gradient.elements, CHUNK)):
+        gradient.add_to(values[start : start + CHUNK], chunk, 1.0)
+    return values

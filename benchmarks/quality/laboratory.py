@@ -18,6 +18,7 @@ Rules of this file:
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.quality.averages import Averages
-from benchmarks.quality.data import Stream, corpus, held_out_losses
+from benchmarks.quality.data import Stream, corpus, held_out_losses, languages
 from benchmarks.quality.exchange import Exchange
 from benchmarks.quality.learners import Given, Group, Member, Shift, Turn
 from benchmarks.quality.settings import Setting
@@ -63,16 +64,17 @@ class Laboratory:
         """``text``: instead of the standard library. ``is_compiled``: by torch.compile, for long runs."""
         torch.set_num_threads(1)
         self.setting = setting
-        self.text = corpus() if text is None else text
+        is_mixed = setting.data in ("mixture", "languages")
+        self.text = (languages() if is_mixed else corpus()) if text is None else text
         s = setting
         self._model = build_model(s.model_config, s.seed)
         named = ((name, shape, is_it and s.embedding == "direct") for name, shape, is_it in named_tensors(self._model))
-        self.specs = tensor_specs(named, s.fragments)
+        self.specs = tensor_specs(named, s.fragments, s.largest or math.inf)
         self.layout: Layout = make_layout(self.specs, setting.fragments, setting.max_shard, setting.merge)
         self._judge = FlatParameters(self._model.named_parameters(), self.specs, self.layout)
         theta = torch.empty(self.layout.elements)
         self._judge.copy_to(theta, self._judge.everything)
-        self.exchange = Exchange(setting, self.layout, theta)
+        self.exchange = Exchange(setting, self.layout, theta, self.specs)
         self._scratch = torch.empty_like(theta)
         self._random = random.Random(setting.seed)
         self.members: list[Member] = []
@@ -85,6 +87,7 @@ class Laboratory:
         self._lost = 0
         self._contributions = [0] * setting.learners
         self._averages = Averages()
+        self._curve: dict[str, float] = {}
 
     def _make_groups(self, is_compiled: bool) -> list[Group]:
         s = self.setting
@@ -101,11 +104,9 @@ class Laboratory:
                 learners=learners,
                 first=first,
                 k=size,
-                is_parted=s.data == "parts",
+                is_parted=s.data in ("parts", "languages"),
             )
-            flats = [
-                stack.flat(i, tensor_specs(named_tensors(self._model), s.fragments), self.layout) for i in range(size)
-            ]
+            flats = [stack.flat(i, self.specs, self.layout) for i in range(size)]
             self.members += [Member(flat, len(self.layout.shards)) for flat in flats]
             step_time = max(s.speeds) / s.speeds[first] if s.speeds else 1.0
             members = list(range(first, first + size))
@@ -146,11 +147,26 @@ class Laboratory:
             self._flush(now)
         self._judge.copy_from(self.exchange.theta, self._judge.everything)
         losses = held_out_losses(self._model, self.text, self.setting.context)
-        figures = self._figures(losses)
+        figures = self._figures(losses) | self._curve
         for name, theta in self._averages.found():
-            self._judge.copy_from(theta, self._judge.everything)
-            figures[name] = float(held_out_losses(self._model, self.text, self.setting.context).double().mean())
+            figures[name] = self._measured(theta)
         return Result(losses, self.exchange.theta, figures)
+
+    def _measured(self, theta: Tensor) -> float:
+        self._judge.copy_from(theta, self._judge.everything)
+        return float(held_out_losses(self._model, self.text, self.setting.context).double().mean())
+
+    def _look(self) -> None:
+        """The global model on the way, at the global step."""
+        s = self.setting
+        if s.averages and self._step % s.sync_every == 0:
+            self._averages.look(self.exchange.theta)
+        if s.curve and self._step % (s.steps // s.curve) == 0 and self._step < s.steps:
+            if s.method == "parallel":
+                self.members[0].flat.copy_to(self.exchange.theta, self._judge.everything)
+            self._curve[f"loss at {self._step}"] = self._measured(self.exchange.theta)
+            for name, theta in self._averages.found():
+                self._curve[f"{name} at {self._step}"] = self._measured(theta)
 
     @property
     def _is_over(self) -> bool:
@@ -191,8 +207,7 @@ class Laboratory:
         group.step += 1
         if first.seen is None and group.step > self._step:
             self._step = group.step
-            if s.averages and self._step % s.sync_every == 0:
-                self._averages.look(self.exchange.theta)
+            self._look()
             if s.method == "diloco":
                 self._announce(now)
         group.step = max(group.step, self._step)

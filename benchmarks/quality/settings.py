@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET
 
 from p2pdiloco.protocol.manifest import InnerConfig, MergeRule, ModelConfig
 
@@ -36,6 +37,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: float = 2e-3
     """The inner optimizer's peak."""
     final_share: float = 0.1
+    decay_share: float = 0.0
+    """Share of the budget at its end in which the rate falls, stable before; 0: it falls all the time (cosine)."""
     warmup: int = 96
     inner: Literal["adamw", "muon"] = "adamw"
     memory: float = 1.0
@@ -51,6 +54,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     outer_momentum: float = 0.7
     averages: bool = False
     """Running averages of the global model are measured, too (``averages.py``)."""
+    curve: int = 0
+    """Times, equally far apart, at which the held-out loss is measured on the way; the last is the end."""
     bounded: bool = False
     """No contribution counts as more than twice as long as the median (shipped); see ``correction``."""
     noise: float = 0.0
@@ -64,6 +69,13 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     restart_every: int = 0
     """Turns after which a shard's outer momentum becomes 0; 0: never."""
     merge: MergeRule = "rda"
+    largest: float = 0.0
+    """Times the mean that a fragment may have, beyond which large tensors are cut; 0: none is cut."""
+    scope: Literal["shard", "tensor"] = "shard"
+    """What RDA keeps the length of: each shard (shipped), or each tensor, whatever the shards."""
+    heading: str = ""
+    """How contributions that differ in direction from the outer momentum are turned, as "heloco@0.3"
+    (``headings.py``); empty: not at all (shipped)."""
     embedding: MergeRule = "direct"
     """How the embedding is merged where everything else is by RDA."""
     adopt: Literal["carry", "overwrite", "blend"] = "carry"
@@ -85,8 +97,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the budget at which the last learner joins, with a fresh optimizer; 0: from the start."""
     cut: tuple[float, ...] = ()
     """Two shares of the budget, between which the last learner trains on alone, cut off; empty: never."""
-    data: Literal["same", "parts"] = "same"
-    """``parts``: each learner draws from a part of the corpus of its own (other packages of the library)."""
+    data: Literal["same", "parts", "mixture", "languages"] = "same"
+    """``parts``: each learner draws from a part of the corpus of its own (other packages of the library).
+    ``languages``: the same of four languages (``data.languages``), ``mixture``: all draw from all four."""
 
     def __post_init__(self) -> None:
         if self.batch % self.learners:
@@ -108,6 +121,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
             batch=self.batch // self.learners,
             learning_rate=self.learning_rate,
             final_share=self.final_share,
+            tokens=self.steps * self.step_tokens if self.decay_share else UNSET,
+            decay_share=self.decay_share or UNSET,
             warmup=self.warmup,
             beta1=self.averaging(0.9),
             beta2=self.averaging(0.95),

@@ -97,7 +97,7 @@ class Stack:
         value = self._losses(self._parameters, batch)
         value.sum().backward()  # type: ignore[no-untyped-call]
         self._clip(inner.clip)
-        rate = learning_rate(inner, progress, self.steps)
+        rate = learning_rate(inner, progress, self.steps, progress * self._setting.step_tokens)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate

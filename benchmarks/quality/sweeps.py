@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from benchmarks.quality import questions
 from benchmarks.quality.settings import Setting
 from p2pdiloco.protocol.defaults import inner_optimizer, is_bias_corrected
 from p2pdiloco.protocol.manifest import ModelConfig, OuterConfig
@@ -342,6 +343,7 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "roundings": roundings,
     "outer-m": outer_by_learners,
     "outer-h": outer_by_h,
+    **questions.SWEEPS,
     "first": lambda: _by_turns(turns, codec, merge, learners, seeds, people, adopt, outer),
 }
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from p2pdiloco.cli import result_arguments as results
 from p2pdiloco.cli import tool_arguments as tools
 from p2pdiloco.cli import watch_arguments as watch
 from p2pdiloco.cli.network_options import add_network, add_relay
@@ -163,39 +164,6 @@ def _fetch(sub: argparse.ArgumentParser) -> None:
     )
 
 
-def _export(sub: argparse.ArgumentParser) -> None:
-    _add_source(sub)
-    sub.add_argument(
-        "--format",
-        choices=["hf", "safetensors", "peft"],
-        help="default: hf; peft for adapters (LoRA), safetensors for runs of scripts",
-    )
-    sub.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: ./NAME)")
-    sub.add_argument(
-        "--like", metavar="DIR", help="for a run of training scripts: folder with the configuration of the same model"
-    )
-
-
-def _generate(sub: argparse.ArgumentParser) -> None:
-    _add_source(sub)
-    sub.add_argument("--prompt", default="", metavar="TEXT", help="what is continued (default: a line's end)")
-    sub.add_argument("--tokens", type=at_least(1), default=200, metavar="N", help="at most (default: %(default)s)")
-    sub.add_argument(
-        "--temperature", type=between(0, 100), default=0.7, metavar="T", help="0: the likeliest token (default: 0.7)"
-    )
-    sub.add_argument("--seed", type=at_least(0), default=0, metavar="S", help="of what is drawn (default: %(default)s)")
-
-
-def _add_source(sub: argparse.ArgumentParser) -> None:
-    """A run's state on this machine."""
-    sub.add_argument(
-        "source", metavar="RUN", help="a peer's state folder, or the name (or beginning of the id) of a run in --state"
-    )
-    sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if the folder holds several runs")
-    sub.add_argument("--tokenizer", metavar="DIR", help="folder with the run's tokenizer.json")
-    sub.add_argument("--model", metavar="DIR", help="folder with the safetensors that the run's adapters are for")
-
-
 def _pause(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--run", metavar="NAME", help="only this one, by name or the beginning of its id")
     sub.add_argument("--end", action="store_true", help="let them go on")
@@ -267,6 +235,11 @@ def _add_peer(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument(
         "--keep-checkpoints", type=at_least(1), default=2, metavar="N", help="newest ones that stay (default: 2)"
+    )
+    sub.add_argument(
+        "--average",
+        action="store_true",
+        help="keep a running average of the model, too, for export --average: 4 bytes a parameter (--follow does)",
     )
     sub.add_argument(
         "--leave-s", type=between(0, 3600, "seconds"), default=20.0, metavar="T", help="an orderly leave's longest"
@@ -360,8 +333,11 @@ COMMANDS = {
     "join": Command("join a running run", _join),
     "resume": Command("go on with a run whose peers have all died", _resume),
     "fetch": Command("get what a run has come to, finished or not, without taking part", _fetch, is_quiet=True),
-    "export": Command("make files of a run's model that other programs load", _export, is_quiet=True),
-    "generate": Command("have a run's model continue a text", _generate, is_quiet=True),
+    "export": Command("make files of a run's model that other programs load", results.export, is_quiet=True),
+    "generate": Command("have a run's model continue a text", results.generate, is_quiet=True),
+    "evaluate": Command(
+        "measure the held-out loss of a run's model, and of its average", results.evaluate, is_quiet=True
+    ),
     "status": Command("show runs and their peers", _status, is_quiet=True),
     "top": Command("show a run, live or recorded, in this terminal", watch.top, is_quiet=True),
     "page": Command("play a recorded run on the page that a live peer serves", watch.page, is_quiet=True),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
-from p2pdiloco.node.results import find_result
+from p2pdiloco.node.results import find_result, model_of
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.training.export import WEIGHTS, Format, export
 
@@ -27,18 +27,22 @@ def _export(arguments: argparse.Namespace) -> None:
     wanted: Format = arguments.format or ("peft" if config.model.lora is not None else "hf")
     if config.model.kind == "external" and not arguments.format:
         wanted = "safetensors"
+    result, theta = model_of(result, arguments.source, arguments.state, is_averaged=arguments.average)
     about = result.about(wanted)
     folder: Path = arguments.out or Path(config.name)
     files = export(
         result.checkpoint.manifest,
-        result.checkpoint.theta,
+        theta,
         folder,
         about,
         base=arguments.model,
         tokenizer=arguments.tokenizer,
         like=arguments.like,
     )
-    peer.say(f"{folder}: run {config.name} at step {about.step}, {about.tokens:,} tokens merged ({', '.join(files)})")
+    kind = f", average of about {about.averaged} versions" if arguments.average else ""
+    peer.say(
+        f"{folder}: run {config.name} at step {about.step}, {about.tokens:,} tokens merged{kind} ({', '.join(files)})"
+    )
     if wanted == "hf":
         peer.say(f"  to load it   transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
         if config.model.kind == "huggingface" and "tokenizer.json" not in files:

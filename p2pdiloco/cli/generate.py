@@ -9,7 +9,7 @@ from pathlib import Path
 
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
-from p2pdiloco.node.results import find_result
+from p2pdiloco.node.results import find_result, model_of
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.training.export import ABOUT
 from p2pdiloco.training.generation import Sampling, continue_with, continue_with_export
@@ -26,6 +26,7 @@ def _generate(arguments: argparse.Namespace) -> str:
     how = Sampling(tokens=arguments.tokens, temperature=arguments.temperature, seed=arguments.seed)
     if (Path(arguments.source) / ABOUT).is_file():
         return continue_with_export(Path(arguments.source), arguments.prompt, how)
-    found = find_result(arguments.source, arguments.state, arguments.run).checkpoint
+    result = find_result(arguments.source, arguments.state, arguments.run)
+    result, theta = model_of(result, arguments.source, arguments.state, is_averaged=arguments.average)
     places = {"model": arguments.model, "tokenizer": arguments.tokenizer}
-    return continue_with(found.manifest, found.theta, arguments.prompt, how, **places)
+    return continue_with(result.checkpoint.manifest, theta, arguments.prompt, how, **places)

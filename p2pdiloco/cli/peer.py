@@ -50,6 +50,7 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
             most_memory_bytes=getattr(arguments, "max_memory", None),
             only_when_idle=getattr(arguments, "only_when_idle", False),
             is_battery_used=getattr(arguments, "on_battery", False),
+            keeps_average=getattr(arguments, "follow", False) or getattr(arguments, "average", False),
             price_per_hour=getattr(arguments, "price", None),
         ),
         page=getattr(arguments, "page", "off"),

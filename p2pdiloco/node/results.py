@@ -6,11 +6,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import Tensor
+
 from p2pdiloco.node.run_folder import chosen_run
-from p2pdiloco.peer.checkpoint import Checkpoint, CheckpointError, best_of, load_all
+from p2pdiloco.peer.average import RunningAverage, span
+from p2pdiloco.peer.checkpoint import Checkpoint, CheckpointError, best_of, load_all, places
 from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.files import LOCAL
 from p2pdiloco.training.export import About, Format
 from p2pdiloco.wire.bodies import PeerStatus
+
+log = logs.get("session")
 
 TRIES = 3
 """A checkpoint that a running peer replaces while it is read is looked for again."""
@@ -23,6 +30,8 @@ class Result(NamedTuple):
     step: int
     tokens: int
     """Merged in it, averaged over the shards by their size."""
+    averaged: int = 0
+    """Not the newest version is meant but the average of about so many."""
 
     def about(self, wanted: Format) -> About:
         """For those who load an export in that format."""
@@ -32,6 +41,7 @@ class Result(NamedTuple):
             name=manifest.config.name,
             step=self.step,
             tokens=self.tokens,
+            averaged=self.averaged,
             format=wanted,
             model=manifest.config.model,
         )
@@ -59,6 +69,39 @@ def find_result(source: str, state: Path, wanted: str | None) -> Result:
             if not left:
                 raise
     raise AssertionError("unreachable")
+
+
+def average_of(source: str, state: Path, manifest: Manifest) -> RunningAverage | None:
+    """The running average with the most looks that lies where ``find_result`` looks; None if there is none."""
+    layout, found = Layout.of(manifest), []
+    for place in places([Path(source) if Path(source).is_dir() else state]):
+        average = RunningAverage(manifest.run, layout)
+        try:
+            average.load(place, LOCAL)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            log.warning("a running average cannot be used", folder=place, reason=str(error))
+            continue
+        found.append(average)
+    return max(found, key=lambda average: sum(average.looks), default=None)
+
+
+def model_of(result: Result, source: str, state: Path, *, is_averaged: bool) -> tuple[Result, Tensor]:
+    """The parameters that are meant, float32 [all], and what they are.
+
+    Raises:
+        CheckpointError: the average is meant, and there is none.
+    """
+    if not is_averaged:
+        return result, result.checkpoint.theta
+    average = average_of(source, state, result.checkpoint.manifest)
+    if average is None:
+        raise CheckpointError(
+            "no running average of this run lies here: followers keep one (p2pdiloco join INVITE --follow), and peers "
+            "with --average, from when they begin"
+        )
+    return result._replace(averaged=span(min(average.looks))), average.theta
 
 
 def farewell(status: PeerStatus, folder: Path) -> list[str]:

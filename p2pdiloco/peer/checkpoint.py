@@ -40,6 +40,8 @@ log = logs.get("node")
 FORMAT = 4
 PREFIX = "state-"
 GOOD = ".good"
+AVERAGE = "average.bin"
+"""A running average of the parameters, where one is kept (``average.py``)."""
 LEARNER = "learner.safetensors"
 """Where the learner's inner state lies beside them."""
 PLACES = ("checkpoint", "*/checkpoint")
@@ -200,7 +202,7 @@ def sweep_halves(folder: Path, disk: Disk = LOCAL) -> list[str]:
         OSError: it cannot be removed.
     """
     names = disk.names(folder)
-    ours = (f".{PREFIX}", f".{MANIFEST}.")
+    ours = (f".{PREFIX}", f".{MANIFEST}.", f".{AVERAGE}.")
     halves = [name for name in names if name.endswith(PART) and name.startswith(ours)]
     halves += [
         name

@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar, assert_never
 
 import msgspec
 
+from p2pdiloco.peer.average import RunningAverage
 from p2pdiloco.peer.cargo import Cargo
 from p2pdiloco.peer.codec_choice import CodecChoice
 from p2pdiloco.peer.global_state import (
@@ -92,6 +93,7 @@ class Driver:
         standing: Standing,
         own: OwnCommits,
         store: PayloadStore,
+        average: RunningAverage | None = None,
     ) -> None:
         self.machine = machine
         self.state = state
@@ -101,6 +103,8 @@ class Driver:
         self.codecs = codecs
         self.cargo = Cargo(state.layout, identity, machine.view.run, standing, store)
         self.store = store
+        self.average = average
+        """If this peer keeps one."""
         self.own = own
         self.traffic = PayloadTraffic([s.elements for s in state.layout.shards])
         self._timer: Handle | None = None
@@ -357,7 +361,9 @@ class Driver:
             self.own.keep(header, parts[1](payload.data))
         moves, disk = self.cargo.moves(header.shard, effect, self.host.disk), self.host.disk
         self.job(
-            lambda: self.state.apply(header, effect.id, payload.read(disk), digests, moves()),
+            lambda: self._looked(
+                header.shard, self.state.apply(header, effect.id, payload.read(disk), digests, moves())
+            ),
             lambda shifts: self._applied_when_kept(header.shard, effect.id, shifts),
             self._failed("apply", header.shard, header.owner),
         )
@@ -366,10 +372,17 @@ class Driver:
         head = effect.state.head
         moves = self.cargo.moves(head.shard, effect, self.host.disk)
         self.job(
-            lambda: self.state.install(head.shard, head.id, moves(), effect.farthest),
+            lambda: self._looked(head.shard, self.state.install(head.shard, head.id, moves(), effect.farthest)),
             lambda shifts: self._applied(head.shard, head.id, shifts),
             self._failed("install", head.shard),
         )
+
+    def _looked(self, shard: ShardId, shifts: Shifts) -> Shifts:
+        """On the worker thread: the shard has another version."""
+        if self.average is not None:
+            piece = self.state.layout.shards[shard]
+            self.average.look(shard, self.state.theta[piece.start : piece.stop])
+        return shifts
 
     def _applied_when_kept(self, shard: ShardId, head: Digest, shifts: Shifts) -> None:
         self.around.shifts_ready(shifts)

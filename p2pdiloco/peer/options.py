@@ -10,7 +10,7 @@ from msgspec import Meta
 
 
 class MachineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the machine asks of a peer that is a guest on it (``node/guest.py``)."""
+    """What the machine asks of a peer that is a guest on it (``node/guest.py``), and has room for."""
 
     spot: str | None = None
     """Cloud whose notices are heeded (``node/notices.py``)."""
@@ -20,6 +20,8 @@ class MachineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Rest while others use the processors."""
     is_battery_used: bool = False
     """Train also on battery."""
+    keeps_average: bool = False
+    """Keep a running average of the global parameters, too (``peer/average.py``): 4 bytes a parameter."""
     price_per_hour: Annotated[float, Meta(ge=0.0)] | None = None
     """For its account (``watch/account.py``)."""
 

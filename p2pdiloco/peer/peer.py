@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from p2pdiloco.peer.arrivals import Arrivals
+from p2pdiloco.peer.average import RunningAverage
 from p2pdiloco.peer.checkpoint import SavedState
 from p2pdiloco.peer.codec_choice import CodecChoice
 from p2pdiloco.peer.downloads import Downloads
@@ -106,7 +107,8 @@ class Peer:
         )
         own = OwnCommits(options.folder / OWN_COMMITS, host, layout.elements)
         store = PayloadStore(host, options)
-        self.driver = Driver(self.machine, self.state, identity, host, self, codecs, standing, own, store)
+        average = RunningAverage(manifest.run, self.layout) if options.machine.keeps_average else None
+        self.driver = Driver(self.machine, self.state, identity, host, self, codecs, standing, own, store, average)
         self.inspection = Inspection(self.driver, standing)
         arrivals = Arrivals(layout, self.state.form.width, options.folder / INCOMING, metrics, host)
         self._downloads = Downloads(manifest, layout, self.driver, self.inspection, arrivals, self.fault)
@@ -151,7 +153,13 @@ class Peer:
         self.metrics.write("started", peer=self.config.peer, run=self.manifest.run, is_new=not shards)
         brought = {state.head.shard for state in shards}
         if missing := [piece.elements for piece in self.layout.shards if piece.shard not in brought]:
+<<<<<<< HEAD
             self._downloads.arrivals.begin(missing)
+=======
+            self._arrivals.begin(missing)
+        if self.driver.average is not None:
+            self.driver.average.begin(self.options.folder / "checkpoint", self.host.disk, self.state)
+>>>>>>> 3505940 (Followers, and peers with --average, keep a running average of the model: export, generate and evaluate read it; the laboratory asks for averages on the way, languages, RDA by tensor, few bytes)
         own, convictions = tuple(self.driver.made_earlier()), self.driver.convicted_earlier()
         self.driver.feed(ev.Started(tuple(shards), tuple(lineages), own, convictions))
 

@@ -36,6 +36,8 @@ TRIES = 20
 LOOK_S = 0.2
 LEARNER_BYTES = 8
 """A parameter's, that the learner writes of its own, or less."""
+AVERAGE_BYTES = 4
+"""A parameter's, of a running average."""
 DAY_S = 86400.0
 LONGEST_S = 3600.0
 """Between two checkpoints, whatever they may write."""
@@ -83,7 +85,8 @@ class Saver:
         wanted_s, rest_s = every_s, 0.0
         while True:
             left = rest_of(bytes_per_day, also_written(), self._host.now() - started_at)
-            least_s = shortest_s(self._layout.elements, self._driver.state.form.width, left)
+            width = self._driver.state.form.width + (0 if self._driver.average is None else AVERAGE_BYTES)
+            least_s = shortest_s(self._layout.elements, width, left)
             every_s = max(wanted_s, least_s)
             await self._host.sleep(max(LOOK_S, least_s, min(rest_s, every_s)))
             began = self._host.now()
@@ -151,6 +154,8 @@ class Saver:
             saved = await self._copied(piece.shard, data)
             await self._host.work("disk", partial(draft.add, saved, data))
         await self._host.work("disk", partial(draft.finish, keep=self._keep))
+        if self._driver.average is not None:
+            await self._driver.average.save(self._folder, self._host)
 
     async def _copied(self, shard: ShardId, data: memoryview) -> SavedState:
         """A shard's state in ``data``, and what proves it."""

@@ -1,4 +1,5 @@
-"""Bugs of what comes out of a run, of scripts that share data, of a machine that others use, too; see ``planted``."""
+"""Bugs of what comes out of a run, of fragments, of scripts that share data, of a machine that others use, too; see
+``planted``."""
 
 from __future__ import annotations
 
@@ -13,6 +14,10 @@ _SAMPLES_TESTS = "tests/unit/test_training_samples.py"
 _NOTICES_TESTS = "tests/unit/test_node_notices.py"
 _THREADS_TESTS = "tests/unit/test_training_threads.py"
 _FIGURES_TESTS = "tests/unit/test_node_figures.py"
+
+_FOUNDATION_TESTS = "tests/unit/test_node_foundation.py"
+_FRAGMENTS_TESTS = "tests/unit/test_tensors_fragments.py"
+_AVERAGE_TESTS = "tests/unit/test_peer_average.py"
 
 BUGS = (
     Bug(
@@ -120,5 +125,74 @@ BUGS = (
         new="max(LOOK_S, min(rest_s, every_s))",
         harm="a small peer writes hundreds of gigabytes a day",
         killed_by=("tests/unit/test_peer_saver.py::test_what_is_written_a_day_is_budgeted",),
+    ),
+    # -- the running average -------------------------------------------------------------------------------------------
+    Bug(
+        name="an average of all versions since the beginning",
+        module="p2pdiloco.peer.average",
+        old="return (POWER + 1) / (look + POWER)",
+        new="return 1.0 / look",
+        harm="the untrained model stays in it to the end",
+        killed_by=(f"{_AVERAGE_TESTS}::test_a_follower_averages_every_version_that_it_takes",),
+    ),
+    Bug(
+        name="a spoilt average is read",
+        module="p2pdiloco.peer.average",
+        old="if digest_of(data) != digest:",
+        new="if False:",
+        harm="a flipped bit of the disk stays in it for a long time",
+        killed_by=(f"{_AVERAGE_TESTS}::test_an_average_goes_on_in_the_next_life_and_a_spoilt_one_begins_anew",),
+    ),
+    Bug(
+        name="an average does not look at what was fetched",
+        module="p2pdiloco.peer.driver",
+        old="lambda: self._looked(head.shard, self.state.install(head.shard, head.id, moves(), effect.farthest)),",
+        new="lambda: self.state.install(head.shard, head.id, moves(), effect.farthest),",
+        harm="a newcomer's begins with zeros where it has not seen a version yet, and is not saved for a turn",
+        killed_by=(f"{_AVERAGE_TESTS}::test_a_newcomers_average_begins_with_what_it_fetched",),
+    ),
+    # -- fragments -----------------------------------------------------------------------------------------------------
+    Bug(
+        name="no tensor is cut among fragments",
+        module="p2pdiloco.tensors.fragments",
+        old="        if max(loads) * fragments <= largest * total:\n",
+        new="        if True:\n",
+        harm="the turn of an embedding's fragment takes many times as long as others'",
+        killed_by=(f"{_FRAGMENTS_TESTS}::test_an_embedding_is_cut_by_rows_and_nothing_is_where_that_is_not_needed",),
+    ),
+    Bug(
+        name="a fragment's shards are taken to follow each other",
+        module="p2pdiloco.protocol.core",
+        old="placed = sorted((shard, FragmentId(f)) for f, shards in enumerate(config.fragments) for shard in shards)",
+        new="placed = [(shard, FragmentId(f)) for f, shards in enumerate(config.fragments) for shard in shards]",
+        harm="a part of a cut tensor is given at another fragment's turn",
+        killed_by=("tests/unit/test_protocol_decisions.py::test_a_fragments_shards_need_not_follow_each_other",),
+    ),
+    Bug(
+        name="a manifest's cut tensors are counted whole",
+        module="p2pdiloco.protocol.soundness",
+        old="cut += [last - first for _, first, last in tensor.parts()]",
+        new="cut += [tensor.elements]",
+        harm="a sound run is refused, and a manifest of millions of shards is taken",
+        killed_by=("tests/unit/test_protocol_soundness.py::test_a_run_whose_embedding_is_cut_is_taken",),
+    ),
+    # -- what is measured ----------------------------------------------------------------------------------------------
+    Bug(
+        name="each learner measures on its own data",
+        module="p2pdiloco.training.learner",
+        old="config.evaluation.samples, self._device, self._given",
+        new="config.evaluation.samples, self._device",
+        harm="the curve jumps with who measures, where data differ",
+        killed_by=("tests/unit/test_training_learner.py::test_a_life",),
+    ),
+    Bug(
+        name="a founder's held-out text travels unasked",
+        module="p2pdiloco.training.evaluation",
+        old='config.data.kind == "stdlib" if config.evaluation.shared is UNSET else config.evaluation.shared',
+        new="config.evaluation.shared is UNSET or config.evaluation.shared",
+        harm="everybody who is let in can read a part of its files",
+        killed_by=(
+            f"{_FOUNDATION_TESTS}::test_held_out_samples_travel_only_if_they_are_public_or_the_founder_says_so",
+        ),
     ),
 )

@@ -56,6 +56,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     """Global step."""
     tokens: int
     """Merged in it."""
+    averaged: int = 0
+    """If not 0: it is the running average of about the last so many versions of each shard."""
     format: Format
     model: ModelConfig
 

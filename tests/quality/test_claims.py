@@ -56,5 +56,9 @@ def test_averages_of_what_does_not_move_are_that() -> None:
         averages.look(torch.tensor([2.0, float(number)]))
     found = dict(averages.found())
     assert all(average[0].item() == pytest.approx(2.0) for average in found.values())
-    assert found["lawa 3"][1].item() == pytest.approx(12.0)
+    assert found["lawa 6"][1].item() == pytest.approx(10.5)
+    shares = [9 / (k + 8) for k in range(1, 15)]
+    for k, share in enumerate(shares):
+        shares[:k] = [earlier * (1 - share) for earlier in shares[:k]]
+    assert found["poly 8"][1].item() == pytest.approx(sum(k * share for k, share in enumerate(shares)), rel=1e-5)
     assert found["ema 0.6"][1].item() == pytest.approx(13.0 - 1.5, abs=0.1)

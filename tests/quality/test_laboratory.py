@@ -168,7 +168,13 @@ def test_every_token_of_a_living_learner_is_merged_at_the_end(changes: dict[str,
 
 def test_with_fp32_and_carry_all_learners_end_at_the_global_parameters() -> None:
     """What was sent leaves the delta: with exact payloads nothing but the global parameters is left after the end."""
-    for changes in ({}, {"speeds": (1.0, 1.0, 2.0, 4.0)}, {"cut": (0.3, 0.6)}, {"join_at": 0.5}):
+    for changes in (
+        {},
+        {"largest": 1.2, "max_shard": 100},
+        {"speeds": (1.0, 1.0, 2.0, 4.0)},
+        {"cut": (0.3, 0.6)},
+        {"join_at": 0.5},
+    ):
         laboratory = Laboratory(msgspec.structs.replace(SMALL, up="fp32", down="fp32", **changes), text())
         result = laboratory.run()
         for member in laboratory.members:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 import p2pdiloco
 from p2pdiloco.cli.main import main
 from p2pdiloco.node.foundation import make_manifest, version_zero
 from p2pdiloco.node.kept_runs import folder_of
 from p2pdiloco.node.results import farewell, finished
+from p2pdiloco.peer.average import RunningAverage, weight
 from p2pdiloco.peer.checkpoint import save
 from p2pdiloco.protocol.identifiers import PeerId
-from p2pdiloco.protocol.manifest import Manifest, ModelConfig, RunConfig, ScheduleConfig
+from p2pdiloco.protocol.manifest import Layout, Manifest, ModelConfig, RunConfig, ScheduleConfig
+from p2pdiloco.runtime.files import LOCAL
 from p2pdiloco.training.trainable import embedding_names, trainable
 from p2pdiloco.training.transformer import build_model
 from p2pdiloco.wire.bodies import PeerStatus
@@ -131,3 +138,41 @@ def test_a_finished_run_says_where_its_model_is_and_how_to_serve_it(tmp_path: Pa
     said = finished(leave(tmp_path, "story"), Path("/state/aaaa"))
     for told in ("is finished, all 1000 steps", "p2pdiloco generate /state/aaaa", "resume /state/aaaa --stay-s 3600"):
         assert told in said
+
+
+def test_an_average_is_exported_heard_and_measured_beside_the_newest_version(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, out = tmp_path / "state", tmp_path / "out"
+    manifest = leave(state, "story")
+    source = ("story", "--state", state)
+    for command in (("export", *source, "--out", out), ("generate", *source)):
+        status, _, said = ended(capsys, *command, "--average")
+        assert (status, "--follow" in said) == (2, True), "who keeps one, if there is none here"
+    status, said, _ = ended(capsys, "evaluate", *source, "--samples", "8")
+    assert (status, "no running average" in said) == (0, True)
+    average = RunningAverage(manifest.run, Layout.of(manifest))
+    for number in (1.0, 3.0):
+        for piece in average._layout.shards:
+            average.look(piece.shard, torch.full((piece.elements,), number))
+    put(average, folder_of(state, manifest.run) / "checkpoint")
+    status, said, _ = ended(capsys, "export", *source, "--average", "--format", "safetensors", "--out", out)
+    assert (status, "average of about 1 versions" in said) == (0, True)
+    values = torch.cat([p.detach().flatten() for p in p2pdiloco.load_model(out).parameters()])
+    assert values.unique().tolist() == pytest.approx([1.0 + 2.0 * weight(2)])
+    status, said, _ = ended(capsys, "evaluate", *source, "--samples", "8")
+    assert (status, "its average over about the last 1 versions" in said) == (0, True)
+    assert f"{math.log(256):.4f}" not in said.splitlines()[0]
+    assert f"{math.log(256):.4f}" in said.splitlines()[1], "all logits are equal where all parameters are"
+
+
+def put(average: RunningAverage, folder: Path) -> None:
+    """As a peer saves it."""
+
+    class Here:
+        disk = LOCAL
+
+        async def work(self, queue: str, work: Callable[[], Any]) -> Any:
+            return work()
+
+    asyncio.run(average.save(folder, Here()))  # type: ignore[arg-type]

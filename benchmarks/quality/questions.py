@@ -1,0 +1,98 @@
+"""Sweeps that each answer one question about the outer half; ``sweeps`` has those of what is claimed.
+
+Rules of this file:
+1. Cells are what ships, but for what is asked: Muon, contributions bounded, momentum's bias corrected in short runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from benchmarks.quality.settings import Setting
+
+SEEDS = (1, 2, 3)
+FEW_TURNS = 40
+
+
+def _cell(**changes: Any) -> Setting:
+    base: dict[str, Any] = {"batch": 64, "inner": "muon", "learning_rate": 8e-3, "bounded": True}
+    turns = changes.get("steps", 1920) // changes.get("sync_every", 24)
+    return Setting(**base | {"correction": turns < FEW_TURNS} | changes)
+
+
+def _short(**changes: Any) -> Setting:
+    return _cell(steps=480, **changes)
+
+
+def _parallel(**changes: Any) -> Setting:
+    one = {"method": "parallel", "learners": 1, "bounded": False, "correction": False}
+    return _cell(**one | changes)
+
+
+def any_time() -> list[Setting]:
+    """Averages on the way of a run whose rate never falls, and runs that end there, where it falls at the end."""
+    stable = {"final_share": 1.0, "averages": True, "correction": False}
+    decayed = [_cell(steps=steps, decay_share=0.2, correction=False) for steps in (480, 960, 1440, 1920)]
+    return [_cell(steps=960, curve=2, **stable), *decayed[:2], _cell(steps=1920, curve=4, **stable), *decayed[2:]]
+
+
+def scope() -> list[Setting]:
+    """What RDA keeps the length of: shards of several sizes, each tensor."""
+    ways: list[dict[str, Any]] = [{}, {"scope": "tensor"}, {"max_shard": 1024}]
+    found = [_short(**way, seed=seed) for seed in SEEDS for way in ways]
+    return [
+        *found,
+        *(_short(fragments=6, seed=seed) for seed in SEEDS),
+        *(_short(largest=1.5, seed=seed) for seed in SEEDS),
+    ]
+
+
+def languages() -> list[Setting]:
+    """One language a learner: merge rules, outer settings, H, and corrections of direction."""
+    base = [
+        _parallel(steps=480, data="mixture", learning_rate=16e-3),
+        _parallel(steps=480, data="mixture"),
+        _short(data="mixture"),
+    ]
+    direct = {"merge": "direct", "correction": False}
+    ways: list[dict[str, Any]] = [
+        {},
+        {**direct, "outer_rate": 0.7, "outer_momentum": 0.7},
+        {"heading": "heloco@0.3"},
+        {"learning_rate": 4e-3},
+        {"sync_every": 12},
+        {"heading": "agree@0.5"},
+        {"heading": "surgery"},
+        {**direct, "outer_rate": 1.0, "outer_momentum": 0.0},
+        {"fragments": 6, "sync_every": 6, "overlap": 1},
+        {"outer_rate": 0.2},
+        {"inner": "adamw", "learning_rate": 4e-3},
+    ]
+    return base + [_short(data="languages", **way) for way in ways]
+
+
+def few_bytes() -> list[Setting]:
+    """Between two bits and four, up and down together at most 0.4 bytes a parameter."""
+    pairs = (
+        ("int4", "int4"),
+        ("int4@2.0", "int4@1.25"),
+        ("int2@1.6", "int4@1.5"),
+        ("int2@1.6", "int2"),
+        ("int4@2.5", "int4@1.25"),
+    )
+    return [_short(up=up, down=down, seed=seed) for seed in SEEDS for up, down in pairs]
+
+
+def worth() -> list[Setting]:
+    """The first cells of each question, by what they decide."""
+    return [*any_time()[:3], *languages()[:1], *languages()[3:8], *scope()[:5], *few_bytes()[:5], *any_time()[3:]]
+
+
+SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
+    "any-time": any_time,
+    "scope": scope,
+    "languages": languages,
+    "few-bytes": few_bytes,
+    "open": worth,
+}

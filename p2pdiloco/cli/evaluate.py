@@ -1,0 +1,56 @@
+"""``p2pdiloco evaluate``: Measure the held-out loss of a run's newest checkpoint on this machine, and of its running
+average, where a follower or a peer with --average has kept one. The run may go on meanwhile."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+from p2pdiloco.cli import peer
+from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.node.results import average_of, find_result
+from p2pdiloco.peer.average import span
+from p2pdiloco.peer.checkpoint import CheckpointError
+from p2pdiloco.training.corpus import load_corpus
+from p2pdiloco.training.evaluation import given_samples, held_out_loss
+from p2pdiloco.training.export import built
+from p2pdiloco.training.models import vocabulary
+
+
+async def run(arguments: argparse.Namespace) -> int:
+    """Measure, and say what was found."""
+    with complaining(repair=(CheckpointError, ValueError), nobody=()):
+        await asyncio.to_thread(_evaluate, arguments)
+        return 0
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    result = find_result(arguments.source, arguments.state, arguments.run)
+    manifest = result.checkpoint.manifest
+    config = manifest.config
+    given = None if arguments.data else given_samples(manifest)
+    corpus = None
+    if given is None:
+        corpus = load_corpus(config.data, arguments.data, arguments.tokenizer, context=config.model.context)
+    symbols = given if corpus is None else corpus.held_out
+    if symbols is not None and int(symbols.max()) >= vocabulary(config.model):
+        raise ValueError("the data has symbols that the model does not know: give the run's own --data and --tokenizer")
+    samples = len(given) if given is not None else arguments.samples or config.evaluation.samples
+    found = []
+    average = average_of(arguments.source, arguments.state, manifest)
+    for theta in (result.checkpoint.theta, None if average is None else average.theta):
+        if theta is not None:
+            model = built(manifest, theta, arguments.model)
+            found.append(held_out_loss(model, corpus, config.model.context, samples, "cpu", given))
+    peer.say(
+        f"run {config.name} at step {result.step}, {result.tokens:,} tokens merged: held-out loss {found[0]:.4f} nats "
+        f"a token ({samples} {'windows of these data' if given is None else 'windows of the run itself'})"
+    )
+    if average is None:
+        peer.say("  no running average lies here: followers keep one, and peers with --average")
+    else:
+        change = 100.0 * (found[1] / found[0] - 1.0)
+        peer.say(
+            f"  its average over about the last {span(min(average.looks))} versions: {found[1]:.4f} ({change:+.1f} %); "
+            f"to write it: p2pdiloco export {arguments.source} --average"
+        )
