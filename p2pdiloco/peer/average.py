@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logs.get("node")
 
 POWER: Final = 8
-"""Chosen by measurement: docs/quality.md."""
+"""docs/quality.md, "Good at any time"."""
 WIDTH: Final = 4
 """Bytes of a parameter."""
 

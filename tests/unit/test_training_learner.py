@@ -189,7 +189,9 @@ def test_a_life(start: Callable[..., Node]) -> None:
     assert "│" in written[0], "what was given, and what the model makes of it"
     assert evaluated.version == 7
     measured = loss(model, torch.arange(4 * 9).view(4, 9))
-    assert evaluated.loss == pytest.approx(float(measured), abs=1e-5), "on the run's samples, not on its own data"
+    assert evaluated.loss == pytest.approx(float(measured.detach()), abs=1e-5), (
+        "on the run's samples, not on its own data"
+    )
 
     vectors.shift.copy_(initial)
     node.send(link.Load(step=100))
