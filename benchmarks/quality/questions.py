@@ -86,7 +86,18 @@ def few_bytes() -> list[Setting]:
 
 def worth() -> list[Setting]:
     """The first cells of each question, by what they decide."""
-    return [*any_time()[:3], *languages()[:1], *languages()[3:8], *scope()[:5], *few_bytes()[:5], *any_time()[3:]]
+    tensor = scope()
+    return [
+        *any_time()[1:2],
+        *languages()[3:6],
+        *tensor[1:3],
+        *few_bytes()[1:4],
+        *languages()[:1],
+        *tensor[4:6],
+        *languages()[7:9],
+        *any_time()[:1],
+        *any_time()[2:],
+    ]
 
 
 SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {

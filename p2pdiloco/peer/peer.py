@@ -153,13 +153,9 @@ class Peer:
         self.metrics.write("started", peer=self.config.peer, run=self.manifest.run, is_new=not shards)
         brought = {state.head.shard for state in shards}
         if missing := [piece.elements for piece in self.layout.shards if piece.shard not in brought]:
-<<<<<<< HEAD
             self._downloads.arrivals.begin(missing)
-=======
-            self._arrivals.begin(missing)
         if self.driver.average is not None:
             self.driver.average.begin(self.options.folder / "checkpoint", self.host.disk, self.state)
->>>>>>> 3505940 (Followers, and peers with --average, keep a running average of the model: export, generate and evaluate read it; the laboratory asks for averages on the way, languages, RDA by tensor, few bytes)
         own, convictions = tuple(self.driver.made_earlier()), self.driver.convicted_earlier()
         self.driver.feed(ev.Started(tuple(shards), tuple(lineages), own, convictions))
 
