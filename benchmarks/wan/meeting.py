@@ -2,9 +2,11 @@
 
     python -m benchmarks.wan.meeting --json out/meeting.json       # both; as root
     python -m benchmarks.wan.meeting --relay                       # the relay alone; needs no root
+    python -m benchmarks.wan.meeting --joins                       # the seconds alone
 
-Seconds are those from the start of ``p2pdiloco join`` to its first connection with a peer of the run: dialled directly
-(the founder is public), punched (both behind port-keeping routers), relayed (one behind a router that draws ports). A
+Seconds are those from the start of ``p2pdiloco join`` to its first connection with a peer of the run, and of these
+those since its directory was up (before that it is Python that starts): dialled directly (the founder is public),
+punched (both behind port-keeping routers), relayed (one behind a router that draws ports). A
 relay's processor time and throughput are measured on this machine's loopback, in a process that does nothing else.
 """
 
@@ -35,6 +37,7 @@ from p2pdiloco.runtime.relay import Relay
 SITES = {"pub": "", "ann": 'nat = "keep"', "bob": 'nat = "keep"', "kim": 'nat = "random"'}
 WAYS = {"direct": ("pub", "bob"), "punched": ("ann", "bob"), "relayed": ("ann", "kim")}
 """Who founds, and who joins."""
+UP = "directory is up"
 SECONDS = 8.0
 PIECE = bytes(1 << 18)
 
@@ -47,9 +50,9 @@ def topology(founder: str, joiner: str, round_trip_ms: float) -> str:
     return "\n".join(text) + "\n"
 
 
-def first_connection_s(way: str, round_trip_ms: float, repeats: int) -> list[float]:
-    """Of each join."""
-    took = []
+def first_connection_s(way: str, round_trip_ms: float, repeats: int) -> tuple[list[float], list[float]]:
+    """Of each join, since its start and since its directory was up."""
+    took, since_up = [], []
     with (
         tempfile.TemporaryDirectory(prefix="p2pdiloco-meeting-") as folder,
         network(topology(*WAYS[way], round_trip_ms), is_verified=False) as made,
@@ -59,11 +62,17 @@ def first_connection_s(way: str, round_trip_ms: float, repeats: int) -> list[flo
             began = time.time()
             home = Home(made, 2, Path(folder) / str(number), ["join", those.where(2), *those.own])
             line = wait_for(partial(_connected, home), [*those.homes, home], START_S, "the joiner is connected")
-            took.append(datetime.fromisoformat(line["time"]).timestamp() - began)
+            at, up = (_seconds(one) for one in (line, next(one for one in home.lines() if one["event"] == UP)))
+            took.append(at - began)
+            since_up.append(at - up)
             home.process.kill()
             home.process.wait()
             wait_for(lambda: those.homes[0].live == 1, those.homes, START_S, "the joiner is gone")
-    return took
+    return took, since_up
+
+
+def _seconds(line: dict[str, Any]) -> float:
+    return datetime.fromisoformat(line["time"]).timestamp()
 
 
 def _connected(home: Home) -> Any:
@@ -152,6 +161,7 @@ def main() -> int:
     """Measure, write, print."""
     parser = bench.parser(__doc__, has_plot=False)
     parser.add_argument("--relay", action="store_true", help="the relay alone")
+    parser.add_argument("--joins", action="store_true", help="the joins alone")
     parser.add_argument("--repeats", type=int, default=5, help="joins of each kind (default: %(default)s)")
     parser.add_argument("--round-trip-ms", type=float, default=40.0, help="between two sites (default: %(default)s)")
     parser.add_argument("--carry", nargs="+", help=argparse.SUPPRESS)
@@ -163,11 +173,17 @@ def main() -> int:
         f"relay {name}, {pairs} pairs": relayed(rate, pairs)
         for name, rate in (("50mbit", 50e6 / 8), ("500mbit", 500e6 / 8), ("none", None))
         for pairs in (1, 4)
+        if not options.joins
     }
     if not options.relay:
         for way in WAYS:
-            took = first_connection_s(way, options.round_trip_ms, options.repeats)
-            found[way] = {"median_s": statistics.median(took), "slowest_s": max(took)}
+            took, since_up = first_connection_s(way, options.round_trip_ms, options.repeats)
+            found[way] = {
+                "median_s": statistics.median(took),
+                "slowest_s": max(took),
+                "since_directory_median_s": statistics.median(since_up),
+                "since_directory_slowest_s": max(since_up),
+            }
     for name, figures in found.items():
         print(f"{name:24} " + "  ".join(f"{key} {value:.3f}" for key, value in figures.items()))
         bench.write(options, "wan.meeting", {"of": name}, figures)

@@ -234,6 +234,8 @@ class Strangers:
             if not opening.done():
                 opening.cancel()
                 await asyncio.wait([opening])
+                if not opening.cancelled():
+                    opening.exception()  # nobody else asks how it ended
             if channel.transport is None:
                 raw.close()
             self._give_up(channel, why)
