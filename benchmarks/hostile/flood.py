@@ -6,7 +6,8 @@ takes, and how long a newcomer with an invite needs.
 
 A third of the connections say nothing, a third say a byte a second, a third say garbage and come again; strangers of
 fresh identities greet as fast as they are refused. All of it comes from this machine, so the flooding takes the peers'
-processors, too: of the step rate that is most of what is lost where there are few. The directory is not flooded.
+processors, too: of the step rate that is most of what is lost where there are few, so what the flooded node's own
+process takes of a processor is told beside what the flood takes. The directory is not flooded.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ max_shard = 16384
 """
 COLUMNS = (
     ("tokens a second", "rate", ",.0f"),
+    ("node's CPU %", "node_cpu", ".0%"),
+    ("flood's CPU %", "flood_cpu", ".0%"),
     ("memory MB", "memory_mb", ",.0f"),
     ("connections", "connections", ",d"),
     ("newcomer s", "newcomer_s", ".1f"),
@@ -140,6 +143,12 @@ async def trained(peers: list[Member], seconds: float) -> float:
     return (sum(peer.view.tokens for peer in peers) - before) / (time.monotonic() - began)
 
 
+def spent(process: psutil.Process) -> float:
+    """Processor seconds."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
 async def came(newcomer: Member) -> float:
     """Seconds from its node's first event to its having the whole state."""
     deadline = time.monotonic() + START_S
@@ -169,11 +178,15 @@ async def measure(swarm: Swarm, options: Any) -> dict[str, dict[str, Any]]:
     for phase, connections in (("quiet", 0), ("flooded", options.connections)):
         task = asyncio.create_task(flood.run(connections, options.identities if connections else 0, invite))
         await asyncio.sleep(options.seconds / 4 if connections else 0.0)
+        before, began = (spent(node), spent(psutil.Process())), time.monotonic()
         rate = await trained(peers, options.seconds)
+        took = time.monotonic() - began
         newcomer = swarm.join(f"cat-{phase}", invite)
         found[phase] = {
             "phase": phase,
             "rate": rate,
+            "node_cpu": (spent(node) - before[0]) / took,
+            "flood_cpu": (spent(psutil.Process()) - before[1]) / took,
             "memory_mb": node.memory_info().rss / 1e6,
             "connections": flood.opened,
             "newcomer_s": await came(newcomer),

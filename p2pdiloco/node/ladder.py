@@ -28,8 +28,8 @@ from p2pdiloco.wire.records import PeerRecord
 
 ADDRESSES = 8
 STAGGER_S = 0.2
-MEETING_S = 0.4
-"""After the last dial began."""
+MEETING_S, HOME_S = 0.4, 0.1
+"""After the last dial began; and where all addresses are private, which answer soon or never."""
 UNNAMED_S = 2.0
 """Later still, where the record names no meeting point."""
 DIAL_S = 8.0
@@ -61,7 +61,8 @@ class Ladder:
             for number, address in enumerate(where)
         ]
         if record.points or self._rendezvous.attended:
-            delay_s = len(where) * STAGGER_S + MEETING_S if where else 0.0
+            later_s = HOME_S if all(map(_is_private, where)) else MEETING_S
+            delay_s = len(where) * STAGGER_S + later_s if where else 0.0
             delay_s += 0.0 if record.points else UNNAMED_S
             ways.append((delay_s, self._meet(peer, record.points)))
         if not ways:
@@ -136,6 +137,11 @@ def _rank(address: Address, theirs: Sequence[str], ours: frozenset[str]) -> int 
     if not theirs or not ours or address.host in theirs:
         return 3
     return 1 if ours.intersection(theirs) else None
+
+
+def _is_private(text: str) -> bool:
+    address = addresses.parse(text)
+    return address.family not in ("dns", "dns4") and not ipaddress.ip_address(address.host).is_global
 
 
 def _nowhere(record: PeerRecord) -> str:

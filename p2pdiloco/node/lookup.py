@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -39,6 +39,9 @@ RUN_RECORD_LIFE_S = 60.0
 FIND_S = 15.0
 """How long a run or a peer may take to appear in the directory."""
 ASK_S = 8.0
+STRAGGLERS_S = 3.0
+"""Once a peer is reached, the others have so long: who is gone stays in the directory for minutes. A relay takes half
+of that; and one peer may lie."""
 MOST_DIALS = 64
 """Of the peers in the directory, at a time; of more, random ones: a directory may lie."""
 
@@ -141,7 +144,8 @@ def pick_runs(runs: dict[RunId, RunRecord], wanted: str | None) -> dict[RunId, R
 async def dial_any(
     directory: Directory, transport: Transport, run: RunId, *, patience_s: float = FIND_S
 ) -> list[PeerId]:
-    """Connect to every peer of the run that answers; waits for the first one for up to ``patience_s`` seconds.
+    """Connect to the peers of the run that answer; waits for the first one for up to ``patience_s`` seconds, and for
+    others STRAGGLERS_S more.
 
     Raises:
         LookupFailedError: nobody answers, or all refuse us; with each one's reason.
@@ -160,7 +164,7 @@ async def dial_any(
             except DirectoryError as error:
                 records, reasons[PeerId("directory")] = {}, str(error)
             chosen = sorted(random.sample(sorted(records.items()), min(len(records), MOST_DIALS)))
-            reached = await asyncio.gather(*(_climb_to(ladder, peer, record, reasons) for peer, record in chosen))
+            reached = await _reached([_climb_to(ladder, peer, record, reasons) for peer, record in chosen])
             peers = [peer for peer in reached if isinstance(peer, str)]
             if peers:
                 return peers
@@ -173,6 +177,24 @@ async def dial_any(
                     f"no peer of run {run[:12]} can be reached ({detail}): is anybody still training it?"
                 )
             await asyncio.sleep(0.5)
+
+
+async def _reached(
+    climbs: Sequence[Coroutine[Any, Any, PeerId | PeerRefused | None]],
+) -> list[PeerId | PeerRefused | None]:
+    """How those ended that did in time."""
+    tasks = [asyncio.create_task(climb, name="reach a peer") for climb in climbs]
+    waiting = set(tasks)
+    try:
+        while waiting and not any(task.done() and isinstance(task.result(), str) for task in tasks):
+            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if waiting:
+            await asyncio.wait(waiting, timeout=STRAGGLERS_S)
+        return [task.result() for task in tasks if task.done()]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _climb_to(

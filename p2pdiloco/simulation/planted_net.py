@@ -157,6 +157,14 @@ BUGS = (
         killed_by=(f"{_MEETING}::test_what_a_point_told_of_us_stands_when_it_is_gone",),
     ),
     Bug(
+        name="who asks around waits for all whom the directory names",
+        module="p2pdiloco.node.lookup",
+        old="            await asyncio.wait(waiting, timeout=STRAGGLERS_S)\n",
+        new="            await asyncio.wait(waiting)\n",
+        harm="a newcomer waits for those who have gone, whose records stay for eight minutes",
+        killed_by=("tests/integration/test_whereabouts.py::test_who_asks_around_does_not_wait_for_those_who_are_gone",),
+    ),
+    Bug(
         name="a meeting point that was asked once stays connected",
         module="p2pdiloco.runtime.rendezvous",
         old='                    links.disconnect(point.peer, "that was all")\n',
@@ -229,7 +237,7 @@ BUGS = (
     Bug(
         name="a meeting waits for every dial to fail",
         module="p2pdiloco.node.ladder",
-        old="delay_s = len(where) * STAGGER_S + MEETING_S if where else 0.0",
+        old="delay_s = len(where) * STAGGER_S + later_s if where else 0.0",
         new="delay_s = len(where) * DIAL_S if where else 0.0",
         harm="a home is met 8 s after each address that says nothing",
         killed_by=(

@@ -4,6 +4,7 @@ says nothing new. Routers in between, and processes: tests/wan."""
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -13,8 +14,10 @@ import pytest
 
 from p2pdiloco.net.doors import OpenDoor
 from p2pdiloco.net.handshake import WIRE_VERSION
-from p2pdiloco.node import roster, whereabouts
+from p2pdiloco.node import lookup, roster, whereabouts
 from p2pdiloco.node.fellowship import Fellowship
+from p2pdiloco.node.ladder import DIAL_S
+from p2pdiloco.node.lookup import dial_any, observer_transport
 from p2pdiloco.node.roster import Roster
 from p2pdiloco.node.whereabouts import Whereabouts
 from p2pdiloco.protocol.identifiers import PeerId, RunId
@@ -26,7 +29,7 @@ from p2pdiloco.runtime.introductions import IntroductionHandler
 from p2pdiloco.runtime.meeting_point import MeetingPoint
 from p2pdiloco.runtime.transport import Transport
 from p2pdiloco.wire.bodies import encode
-from p2pdiloco.wire.records import PointRecord
+from p2pdiloco.wire.records import PeerRecord, PointRecord
 from tests.integration.waiting import until
 
 LISTEN = "/ip4/127.0.0.1/tcp/0"
@@ -150,3 +153,22 @@ def test_a_relayed_pair_meets_at_a_member_when_the_bootstrap_dies_though_the_dir
             await work()
 
     asyncio.run(bounded())
+
+
+def test_who_asks_around_does_not_wait_for_those_who_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here one who takes connections and says nothing."""
+    monkeypatch.setattr(lookup, "STRAGGLERS_S", 0.1)
+
+    async def work() -> None:
+        board = Board()
+        pub = Member(board, LISTEN, tmp_path)
+        with socket.create_server(("127.0.0.1", 0)) as gone:
+            async with pub.transport, observer_transport(Identity.ephemeral()) as asking:
+                where = f"/ip4/127.0.0.1/tcp/{gone.getsockname()[1]}"
+                board.first[Identity.ephemeral().peer_id] = encode(PeerRecord((where,)))
+                board.first[pub.id] = encode(PeerRecord(tuple(pub.transport.listen_addresses())))
+                began = asyncio.get_running_loop().time()
+                assert await dial_any(board.of(asking.peer_id), asking, RUN) == [pub.id]
+                assert asyncio.get_running_loop().time() - began < DIAL_S
+
+    asyncio.run(work())

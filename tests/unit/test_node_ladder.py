@@ -107,6 +107,8 @@ def test_addresses_that_say_nothing_do_not_hold_up_the_others() -> None:
 def test_where_no_address_answers_a_meeting_begins_soon_and_where_there_is_none_at_once() -> None:
     ways = Ways({WORLD: (8.0, DialError("nothing")), "meeting": (0.1, None)})
     assert climbed(ways, PeerRecord((WORLD,), points=("p",))) < 1.0
+    ways = Ways({HOME: (8.0, DialError("nothing")), "meeting": (0.1, None)})
+    assert climbed(ways, PeerRecord((HOME,), points=("p",))) < 0.5, "a private address answers soon or never"
     ways = Ways({"meeting": (0.1, None)})
     assert climbed(ways, PeerRecord((), points=("p",))) < 0.2
 
