@@ -25,10 +25,10 @@ SHIPPED = msgspec.structs.replace(
     outer_rate=OuterConfig().learning_rate,
     outer_momentum=OuterConfig().momentum,
     merge=OuterConfig().merge,
-    correction=is_bias_corrected(OuterConfig()),
     bounded=True,
 )
-"""What a founder gets who sets nothing but the model, its batch and its inner rate; but momentum in float32."""
+"""What a founder of a long run gets who sets nothing but the model, its batch and its inner rate; but momentum in
+float32."""
 
 
 def _with(**changes: object) -> Setting:
@@ -39,8 +39,11 @@ def _muon(**changes: object) -> Setting:
     return msgspec.structs.replace(MUON, **changes)
 
 
-def _shipped(**changes: object) -> Setting:
-    return msgspec.structs.replace(SHIPPED, **changes)
+def as_shipped(**changes: object) -> Setting:
+    """``SHIPPED``, changed; the momentum's bias is corrected as in runs of that length, unless ``changes`` say."""
+    found = msgspec.structs.replace(SHIPPED, **changes)
+    is_corrected = is_bias_corrected(OuterConfig(), found.steps // found.sync_every)
+    return found if "correction" in changes else msgspec.structs.replace(found, correction=is_corrected)
 
 
 def _parallel(**changes: object) -> Setting:
@@ -175,10 +178,10 @@ def flat() -> list[Setting]:
 def correction() -> list[Setting]:
     """The bias of the outer momentum, corrected or not, in runs of 20 turns; where a turn goes far, too."""
     short = {"steps": 480}
-    pairs = [_shipped(**short, correction=is_it, seed=seed) for seed in SEEDS for is_it in (True, False)]
+    pairs = [as_shipped(**short, correction=is_it, seed=seed) for seed in SEEDS for is_it in (True, False)]
     merges = (("direct", 0.7, 0.7), ("rda", 0.7, 0.9), ("direct", 0.7, 0.9))
     far = [
-        _shipped(**short, merge=merge, outer_rate=rate, outer_momentum=mu, correction=is_it)
+        as_shipped(**short, merge=merge, outer_rate=rate, outer_momentum=mu, correction=is_it)
         for merge, rate, mu in merges
         for is_it in (True, False)
     ]
@@ -194,15 +197,18 @@ def lengths() -> list[Setting]:
 
 
 def shipped() -> list[Setting]:
-    """What ships, M = 1 (the outer optimizer alone) to 8, three seeds; AdamW for eight."""
-    found = [_shipped(learners=m, seed=seed) for seed in SEEDS for m in (4, 8, 1, 2)]
+    """What ships, M = 1 (the outer optimizer alone) to 8, three seeds, and with the momentum's bias corrected; AdamW for
+    eight."""
+    cells = [(m, seed) for seed in SEEDS for m in (4, 8, 1, 2)]
+    found = [as_shipped(learners=m, seed=seed) for m, seed in cells]
+    found += [as_shipped(learners=m, seed=seed, correction=True) for m, seed in cells]
     return [*found[:4], _with(batch=64, learning_rate=4e-3, learners=8, outer_rate=0.4, outer_momentum=0.7), *found[4:]]
 
 
 def worth() -> list[Setting]:
     """Cells of the claims' table, those first of which most is said; short runs before long ones."""
     first = [*correction()[:6], *lengths()[:4], *hostile()[:2], *brief()[:3]]
-    tuned = [_shipped(steps=480, learning_rate=16e-3, learners=m) for m in (4, 8, 1)]
+    tuned = [as_shipped(steps=480, learning_rate=16e-3, learners=m) for m in (4, 8, 1)]
     return [
         *first[:11],
         *tuned[:1],
@@ -222,20 +228,20 @@ def brief() -> list[Setting]:
     """480 steps: H, outer settings and numbers of learners, where turns are few."""
     short = {"steps": 480}
     found = [
-        _shipped(**short, sync_every=12),
-        _shipped(**short, learners=8),
-        _shipped(**short, learners=8, sync_every=12),
+        as_shipped(**short, sync_every=12),
+        as_shipped(**short, learners=8),
+        as_shipped(**short, learners=8, sync_every=12),
     ]
     pairs = ((0.6, 0.5), (0.7, 0.3), (0.5, 0.7))
-    found += [_shipped(**short, outer_rate=r, outer_momentum=mu) for r, mu in pairs]
-    found += [_shipped(**short, sync_every=12, outer_rate=0.3, outer_momentum=0.8)]
-    return [*found, _shipped(**short, fragments=6, sync_every=6, overlap=1)]
+    found += [as_shipped(**short, outer_rate=r, outer_momentum=mu) for r, mu in pairs]
+    found += [as_shipped(**short, sync_every=12, outer_rate=0.3, outer_momentum=0.8)]
+    return [*found, as_shipped(**short, fragments=6, sync_every=6, overlap=1)]
 
 
 def averages() -> list[Setting]:
     """Running averages of the global model, where the rate falls and where it never does."""
     return [
-        _shipped(averages=True, final_share=share, learning_rate=rate, steps=steps)
+        as_shipped(averages=True, final_share=share, learning_rate=rate, steps=steps)
         for steps in (480, 1920)
         for share, rate in ((1.0, 8e-3), (0.1, 8e-3), (1.0, 4e-3))
     ]
@@ -244,9 +250,9 @@ def averages() -> list[Setting]:
 def hostile() -> list[Setting]:
     """One of four that sends noise; what the bound on lengths does to it, and to the honest."""
     short = {"steps": 480}
-    noisy = [_shipped(**short, noise=noise, bounded=is_it) for noise in (100.0, 1.0) for is_it in (True, False)]
+    noisy = [as_shipped(**short, noise=noise, bounded=is_it) for noise in (100.0, 1.0) for is_it in (True, False)]
     honest: list[dict[str, object]] = [{"speeds": UNEVEN}, {"absent": 0.5}, {"cut": (0.4, 0.6)}]
-    return [*noisy, *(_shipped(**short, **one, bounded=is_it) for one in honest for is_it in (True, False))]
+    return [*noisy, *(as_shipped(**short, **one, bounded=is_it) for one in honest for is_it in (True, False))]
 
 
 def headline() -> list[Setting]:

@@ -176,7 +176,8 @@ class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     DiLoCo's shrinking mean; momentum averages several turns (docs/quality.md)."""
     bias_correction: bool | UnsetType = UNSET
     """Momentum begins at 0, so that without it the first turns go less far: the rate of a shard's version v is divided
-    by 1 - momentum^(v + 1). Left out: where rate / (1 - momentum) is at most 2 (``protocol/defaults.py``)."""
+    by 1 - momentum^(v + 1). Left out: in runs of few turns, where rate / (1 - momentum) is at most 2
+    (``protocol/defaults.py``)."""
     momentum_type: MomentumType | UnsetType = UNSET
     """What momentum is kept in, on every peer: bfloat16 takes 2 of 4 bytes a parameter of memory, disk and downloads.
     Left out: bfloat16, but float32 with a momentum above 0.99."""

@@ -84,11 +84,21 @@ def test_a_run_of_few_turns_is_warned_of_and_told_what_would_do() -> None:
     assert "sync_every =" not in told(480, fragments=24)
 
 
-@pytest.mark.parametrize(("rate", "momentum", "is_corrected"), [(0.4, 0.7, True), (0.7, 0.0, True), (0.7, 0.9, False)])
-def test_the_bias_of_momentum_is_corrected_where_a_turn_does_not_go_too_far(
-    rate: float, momentum: float, is_corrected: bool
+@pytest.mark.parametrize(
+    ("rate", "momentum", "steps", "is_corrected"),
+    [
+        (0.4, 0.7, 480, True),
+        (0.7, 0.0, 480, True),
+        (0.7, 0.9, 480, False),
+        (0.4, 0.7, 959, True),
+        (0.4, 0.7, 960, False),
+    ],
+)
+def test_the_bias_of_momentum_is_corrected_in_short_runs_where_a_turn_does_not_go_too_far(
+    rate: float, momentum: float, steps: int, is_corrected: bool
 ) -> None:
-    config = RunConfig(name="run", outer=OuterConfig(learning_rate=rate, momentum=momentum))
+    outer = OuterConfig(learning_rate=rate, momentum=momentum)
+    config = RunConfig(name="run", inner=InnerConfig(steps=steps), outer=outer)
     assert completed(config, 4).outer.bias_correction is is_corrected
 
 
