@@ -197,8 +197,8 @@ def lengths() -> list[Setting]:
 
 
 def shipped() -> list[Setting]:
-    """What ships, M = 1 (the outer optimizer alone) to 8, three seeds, and with the momentum's bias corrected; AdamW for
-    eight."""
+    """What ships, M = 1 (the outer optimizer alone) to 8, three seeds, and with the momentum's bias corrected; AdamW
+    for eight."""
     cells = [(m, seed) for seed in SEEDS for m in (4, 8, 1, 2)]
     found = [as_shipped(learners=m, seed=seed) for m, seed in cells]
     found += [as_shipped(learners=m, seed=seed, correction=True) for m, seed in cells]

@@ -50,7 +50,7 @@ nothing to average it with."""
 
 def is_bias_corrected(outer: OuterConfig, turns: int) -> bool:
     """Whether the outer momentum of a new run of so many turns is: where the first ones are much of it, and go no
-    farther than they should. (Of 80 turns it costs up to half a per cent of the loss: docs/quality.md.)"""
+    farther than they should. (Of 80 turns it costs 0.1 to 0.3 % of the loss: docs/quality.md.)"""
     return turns < ENOUGH_TURNS and outer.learning_rate / (1.0 - outer.momentum) <= LARGEST_GAIN
 
 

@@ -198,7 +198,7 @@ BUGS = (
         module="p2pdiloco.protocol.defaults",
         old="return turns < ENOUGH_TURNS and ",
         new="return ",
-        harm="long runs end up to half a per cent further behind",
+        harm="long runs end a little further behind",
         killed_by=(
             "tests/unit/test_protocol_defaults.py::"
             "test_the_bias_of_momentum_is_corrected_in_short_runs_where_a_turn_does_not_go_too_far",
