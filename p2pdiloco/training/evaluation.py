@@ -28,11 +28,17 @@ def shared_samples(config: RunConfig, corpus: Corpus) -> HeldOut | None:
 
 
 def given_samples(manifest: Manifest) -> Tensor | None:
-    """The run's own held-out samples, int64 [samples, context + 1]; None if it has none."""
+    """The run's own held-out samples, int64 [samples, context + 1]; None if it has none.
+
+    Raises:
+        ValueError: they are not tokens.
+    """
     if manifest.held_out is UNSET:
         return None
     kind = torch.uint8 if manifest.held_out.symbol == 1 else torch.int32
     found = torch.frombuffer(bytearray(manifest.held_out.samples), dtype=kind)
+    if found.min() < 0:
+        raise ValueError("the held-out samples in the run's manifest are not tokens: its founder has to found it anew")
     return found.view(-1, manifest.config.model.context + 1).long()
 
 

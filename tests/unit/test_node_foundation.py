@@ -13,7 +13,7 @@ from p2pdiloco.node.foundation import found, is_founded_from, with_own_places
 from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.peer.options import LearnerOptions, PeerOptions
 from p2pdiloco.protocol.identifiers import PeerId
-from p2pdiloco.protocol.manifest import DataConfig, EvaluationConfig, ModelConfig, RunConfig, ScheduleConfig
+from p2pdiloco.protocol.manifest import DataConfig, EvaluationConfig, HeldOut, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.protocol.soundness import decode_manifest
 from p2pdiloco.training.corpus import held_out_batches, load_corpus
 from p2pdiloco.training.corpus_files import Corpus
@@ -66,6 +66,9 @@ def test_held_out_samples_travel_only_if_they_are_public_or_the_founder_says_so(
     wide = shared_samples(shared.config, tokens)
     assert wide is not None
     assert int(given_samples(msgspec.structs.replace(shared, held_out=wide)).max()) > 60_000  # type: ignore[union-attr]
+    negative = HeldOut(symbol=4, samples=b"\xff" * 4 * (shared.config.model.context + 1))
+    with pytest.raises(ValueError, match="not tokens"):
+        given_samples(msgspec.structs.replace(shared, held_out=negative))
     public = msgspec.structs.replace(config, data=DataConfig(kind="stdlib"))
     assert shared_samples(public, corpus) == shared.held_out
     long = msgspec.structs.replace(config.model, context=1 << 18)
