@@ -8,7 +8,7 @@ EXCHANGE ?= --all
 # Workers of the tests.
 JOBS ?= 2
 
-.PHONY: hashes checked audit demo test quick quick-tests test-measured lint simulate fuzz mutants chaos golden bench-wire bench-wan bench-quick bench-uml clean help
+.PHONY: hashes checked audit demo test quick quick-tests test-measured lint simulate fuzz mutants chaos golden bench-wire bench-wan bench-quick bench-uml site clean help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -110,6 +110,10 @@ bench-quick: $(READY) ## the same in five minutes or so: that all of it works, n
 	@$(WAN).utilisation --cells 1 --seconds 10 --json $(QUICK)/utilisation.jsonl --plot $(QUICK)/utilisation.png
 	@$(WAN).hardware --scenarios churn --seconds 30 --kill-s 12 --json $(QUICK)/hardware.jsonl --plot $(QUICK)/hardware.png
 	@$(WAN).day --seconds 40 --json $(QUICK)/day.jsonl --plot $(QUICK)/day.png
+
+site: ## the documentation as a site, in out/site (brings zensical into an environment of its own)
+	@test -x out/site-env/bin/zensical || { $(PYTHON) -m venv out/site-env && out/site-env/bin/pip install -q zensical; }
+	@out/site-env/bin/zensical build --clean
 
 bench-uml: $(READY) ## the testbed's real netem path, in User-Mode Linux (apt install user-mode-linux; a minute)
 	@tests/wan/uml.sh $(CURDIR)/$(BIN)/python

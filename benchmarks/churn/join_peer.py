@@ -25,7 +25,7 @@ from benchmarks.wire import line
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from benchmarks.wire.exchange_peer import _lines, run_of
+    from benchmarks.wire.exchange_peer import incoming_lines, run_of
     from p2pdiloco.node.node import Node
     from p2pdiloco.peer.options import LinkOptions, PeerOptions
 from p2pdiloco.protocol import effects as ef
@@ -78,7 +78,7 @@ async def serve(config: line.Message) -> None:
             if is_donor:
                 peer.begin()
             line.answer(address=peer.transport.listen_addresses()[0])
-            incoming = _lines()
+            incoming = incoming_lines()
             while (command := await incoming.get()) is not None:
                 await _obey(peer, command)
 

@@ -19,7 +19,7 @@ import uvloop
 
 from benchmarks.memory import residence
 from benchmarks.wire import line
-from benchmarks.wire.exchange_peer import SYNC_EVERY, TOKENS, ExchangePeer, Rounds, _lines, run_of
+from benchmarks.wire.exchange_peer import SYNC_EVERY, TOKENS, ExchangePeer, Rounds, incoming_lines, run_of
 from p2pdiloco.peer.options import LinkOptions, PeerOptions
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity
@@ -111,7 +111,7 @@ async def serve(config: line.Message) -> None:
             peer.begin()
             line.answer(address=peer.transport.listen_addresses()[0])
             rounds = MeasuredRounds(peer, config, before)
-            incoming = _lines()
+            incoming = incoming_lines()
             while (command := await incoming.get()) is not None:
                 await rounds.obey(command)
 

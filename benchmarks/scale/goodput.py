@@ -1,7 +1,7 @@
 """Goodput while chips fail: data parallel, elastic data parallel, and learners under this project's protocol, beside
 the paper's table.
 
-    python -m benchmarks.scale.goodput --json FILE [--plot FILE] [--short] [--only TEXT]
+    python -m benchmarks.scale.goodput --json FILE [--plot FILE] [--short] [--only TEXT] [--hours 16]
 
 Cells that ``--json`` has are not made again. Islands of chips: islands.py; the protocol in virtual time: worlds.py.
 docs/scale.md has the tables.
@@ -75,7 +75,7 @@ def cells(options: Namespace) -> Iterator[Cell]:
             )
     for peers in (2, 4) if options.short else PEERS:
         for chips in chips_wanted if peers <= 16 else CHIPS[-2:]:
-            hours = 0.1 if options.short else hours_of(peers)
+            hours = 0.1 if options.short else options.hours or hours_of(peers)
             yield (
                 f"p2pdiloco, M = {peers}, {chips}",
                 lambda c=chips, p=peers, h=hours: by_protocol(c, p, h, options.seed),  # type: ignore[misc]
@@ -88,10 +88,13 @@ def cells(options: Namespace) -> Iterator[Cell]:
         )
 
 
+PERCENTS = ("goodput", "computed", "stopped", "chips_away", "uptime")
 COLUMNS: list[bench.Column] = [
     ("goodput, %", "goodput_percent", ".1f"),
     ("paper, %", "published", ".0f"),
     ("computed, %", "computed_percent", ".1f"),
+    ("islands stopped, %", "stopped_percent", ".1f"),
+    ("slices away, %", "chips_away_percent", ".1f"),
     ("uptime, %", "uptime_percent", ".1f"),
     ("tokens lost", "tokens_lost", ".0f"),
     ("contributors a commit", "contributors", ".2f"),
@@ -105,7 +108,7 @@ COLUMNS: list[bench.Column] = [
 def shown(name: str, figures: Figures) -> dict[str, Any]:
     """A row of the table."""
     system, _, chips = name.rpartition(", ")
-    percents = {f"{key}_percent": 100 * figures[key] for key in ("goodput", "computed", "uptime") if key in figures}
+    percents = {f"{key}_percent": 100 * figures[key] for key in PERCENTS if key in figures}
     return {**figures, **percents, "published": published(system, int(chips))}
 
 
@@ -113,6 +116,7 @@ def main() -> None:
     """Make what is missing, tell all."""
     parser = bench.parser(__doc__, rows="cell")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--hours", type=float, help="simulated, of each cell (default: 16 over its peers, 0.25 to 4)")
     parser.add_argument("--only", default="", help="cells that have this in their names")
     parser.add_argument("--short", action="store_true", help="that all of it works, not what it shows")
     options = parser.parse_args()

@@ -44,6 +44,9 @@ OUTAGES = {
     "rolling maintenance, 5 minutes each": Outage(
         peers=16, gone=16, seconds=300.0, step_s=4.0, around_s=1200.0, is_rolling=True
     ),
+    "a day of 64 peers, one of four regions for an hour": Outage(
+        peers=64, gone=16, seconds=3600.0, step_s=10.0, around_s=41_400.0
+    ),
 }
 SHORT = Outage(peers=8, gone=2, seconds=900.0, step_s=4.0, around_s=480.0)
 

@@ -117,9 +117,12 @@ def measure(
     headers = [c.header for key, c in checks.commits.items() if key not in known and c.header is not None]
     steps = [c.steps for header in headers for c in header.contributors]
     computed = sum(island.computed_s(start, world.now) for island in islands.values())
+    running = sum(island.running_s(start, world.now) for island in islands.values())
     return {
         "goodput": (merged_tokens(world) - merged) / ideal,
         "computed": computed / span / len(islands),
+        "stopped": 1.0 - running / span / len(islands),
+        "chips_away": (running - computed) / span / len(islands),
         "uptime": any_running(islands, start, world.now),
         "tokens_lost": checks.tokens_lost,
         "contributors": sum(len(header.contributors) for header in headers) / max(1, len(headers)),

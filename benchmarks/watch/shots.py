@@ -28,7 +28,7 @@ LOADED = "typeof picture !== 'undefined' && picture !== null && history !== null
 
 
 def crowd(folder: Path, peers: int = 64, minutes: int = 60, seed: int = 7) -> Path:
-    """The log of one of so many peers, made up."""
+    """The logs of so many peers, made up: one tells everything, the others how they train."""
     draw = random.Random(seed)
     letters = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
     ids = ["12D3KooW" + "".join(draw.choices(letters, k=44)) for _ in range(peers)]
@@ -39,6 +39,10 @@ def crowd(folder: Path, peers: int = 64, minutes: int = 60, seed: int = 7) -> Pa
     lines: list[dict[str, object]] = [
         {"time": begun, "event": "started", "peer": ids[0], "run": "5" * 40, "is_new": False}
     ]
+    others: dict[int, list[dict[str, object]]] = {
+        i: [{"time": begun + 60.0 * comes[i], "event": "started", "peer": ids[i], "run": "5" * 40, "is_new": True}]
+        for i in range(1, peers)
+    }
     live: set[int] = {0}
     versions, tokens = [0] * 24, 0
     for turn in range(minutes * 20):
@@ -63,31 +67,38 @@ def crowd(folder: Path, peers: int = 64, minutes: int = 60, seed: int = 7) -> Pa
             | {"sent_bytes": 2_400_000 * turn, "step_time_s": 0.4, "compute_s": 2.9 * turn, "blocked_s": 0.0}
             | {"loss": loss + draw.gauss(0.0, 0.05)},
         ]
+        if turn % 4 == 0:
+            for i in live - {0}:
+                made = int(3000 * speeds[i] * 3.0 * (turn - 20 * comes[i]))
+                words = {"time": now + 1.0, "event": "progress", "step": turn, "steps": turn, "tokens": max(0, made)}
+                words |= {"sent_bytes": made * 80, "step_time_s": 0.4, "compute_s": 2.9 * turn, "blocked_s": 0.0}
+                others[i].append({**words, "loss": loss + draw.gauss(0.0, 0.05)})
         if turn % 20 == 0:
             at = {"version": versions[shard], "tokens": tokens, "step": turn + 1, "loss": loss + draw.gauss(0.0, 0.01)}
             lines += [{"time": now + 2.0, "event": "evaluation", **at}]
-    folder.mkdir(parents=True, exist_ok=True)
-    log = folder / "metrics.jsonl"
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, told in {"000": lines, **{f"{i:03}": one for i, one in others.items()}}.items():
+        log = folder / name / "metrics.jsonl"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("".join(json.dumps(line) + "\n" for line in told))
     return folder
 
 
 async def show_crowd(out: Path) -> None:
     """Light and dark, wide and on a phone."""
-    recording = Recording(await asyncio.to_thread(crowd, out / "crowd"))
+    recording = Recording(await asyncio.to_thread(crowd, out / "sixty-four-peers"))
     moment = recording.begins + 0.8 * (recording.ends - recording.begins)
     async with PageServer(lambda query: player(recording, query, 1.0)) as server, browser() as tab:
         for name, width, is_dark in (("crowd", 1280, False), ("crowd-dark", 1280, True), ("crowd-phone", 390, False)):
-            await tab.open(f"{server.address}/?at={moment}", width, 900, is_dark)
+            await tab.open(f"{server.address}/?at={moment - 300.0}&speed=60", width, 900, is_dark)
             await tab.until(LOADED, "the page shows something")
-            await asyncio.sleep(4.0)
+            await asyncio.sleep(5.0)
             await tab.picture(out / f"{name}.png", whole=True)
             print(name, tab.complaints or "no complaints")
 
 
 async def show_terminal(out: Path) -> None:
     """The same in a terminal, wide and narrow."""
-    recording = Recording(await asyncio.to_thread(crowd, out / "crowd"))
+    recording = Recording(await asyncio.to_thread(crowd, out / "sixty-four-peers"))
     moment = recording.begins + 0.8 * (recording.ends - recording.begins)
     for name, size, is_light in (
         ("top-crowd", (150, 48), False),

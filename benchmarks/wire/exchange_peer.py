@@ -67,28 +67,30 @@ LIMIT_S = 600.0
 SAMPLE_S = 0.02
 
 
-def run_of(config: line.Message) -> tuple[Manifest, InitialState]:
+def run_of(config: line.Message, schedule: ScheduleConfig | None = None) -> tuple[Manifest, InitialState]:
     """The same manifest and version 0 at every peer."""
-    parameters, merge = int(config["parameters"]), config["merge"]
+    if schedule is None:
+        schedule = ScheduleConfig(fragments=FRAGMENTS, sync_every=SYNC_EVERY, min_quorum=config["peers"])
+    parameters, merge, fragments = int(config["parameters"]), config["merge"], schedule.fragments
     tensors = tuple(
         TensorSpec(
             name=f"tensor{i}",
-            shape=(parameters * (i + 1) // FRAGMENTS - parameters * i // FRAGMENTS,),
+            shape=(parameters * (i + 1) // fragments - parameters * i // fragments,),
             merge=merge,
             fragment=FragmentId(i),
         )
-        for i in range(FRAGMENTS)
+        for i in range(fragments)
     )
     run = RunConfig(
         name="exchange",
         access="open",
         inner=InnerConfig(steps=2**30),
-        schedule=ScheduleConfig(fragments=FRAGMENTS, sync_every=SYNC_EVERY, min_quorum=config["peers"]),
+        schedule=schedule,
         outer=OuterConfig(merge=merge, momentum_type="bfloat16"),
         codec=CodecConfig(up=config["codec"], down=config["codec"]),
         evaluation=EvaluationConfig(every=0),
     )
-    layout = make_layout(tensors, FRAGMENTS, run.schedule.max_shard, merge)
+    layout = make_layout(tensors, fragments, run.schedule.max_shard, merge)
     theta, momentum = torch.zeros(layout.elements), StateForm.of(run.outer).still(layout.elements)
     weights = torch.randn(BLOCK, generator=torch.Generator().manual_seed(99)) * 0.02
     for start in range(0, layout.elements, BLOCK):
@@ -117,26 +119,27 @@ class StandIn:
         """A command of the node's."""
         match message:
             case link.Load():
-                self._say(link.Shifted(shards=tuple(s.shard for s in self._peer.peer.layout.shards)))
+                self.say(link.Shifted(shards=tuple(s.shard for s in self._peer.peer.layout.shards)))
             case link.Shift():
-                self._say(link.Shifted(shards=message.shards))
+                self.say(link.Shifted(shards=message.shards))
             case link.Snapshot():
-                self._say(
+                self.say(
                     link.Snapshotted(fragment=message.fragment, step=message.step, steps=self.steps, tokens=self.tokens)
                 )
             case _:
                 pass
 
-    def train(self, steps: int, tokens: int) -> None:
+    def train(self, steps: int, tokens: int, step_s: float = STEP_TIME_S) -> None:
         """As if it had trained."""
         self.steps += steps
         self.tokens += tokens
         progress = link.Progress(
-            steps=self.steps, tokens=self.tokens, loss=1.0, step_time_s=STEP_TIME_S, blocked_s=0.0, exchange_s=0.0
+            steps=self.steps, tokens=self.tokens, loss=1.0, step_time_s=step_s, blocked_s=0.0, exchange_s=0.0
         )
         self._peer.heard_learner(progress)
 
-    def _say(self, message: link.FromLearner) -> None:
+    def say(self, message: link.FromLearner) -> None:
+        """Tell the node."""
         asyncio.get_running_loop().call_soon(self._peer.heard_learner, message)
 
 
@@ -151,9 +154,13 @@ class ExchangePeer(Node):
         """Take version 0, and a learner."""
         super().begin()
         ward = self.peer.supervision.ward = Ward(learner_id(self.transport.peer_id, "standin"))
-        self.stand_in = StandIn(self)
+        self.stand_in = self.make_stand_in()
         ward.process = self.stand_in  # type: ignore[assignment]
         self.heard_learner(link.Ready(device="none", parameters=self.peer.layout.elements))
+
+    def make_stand_in(self) -> StandIn:
+        """Its learner."""
+        return StandIn(self)
 
     def heard_learner(self, message: link.FromLearner) -> None:
         """The stand-in says something."""
@@ -222,12 +229,12 @@ async def serve(config: line.Message) -> None:
             peer.begin()
             line.answer(address=peer.transport.listen_addresses()[0])
             rounds = Rounds(peer, config)
-            incoming = _lines()
+            incoming = incoming_lines()
             while (command := await incoming.get()) is not None:
                 await rounds.obey(command)
 
 
-def _lines() -> asyncio.Queue[line.Message | None]:
+def incoming_lines() -> asyncio.Queue[line.Message | None]:
     """Commands, read by a thread."""
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[line.Message | None] = asyncio.Queue()
@@ -271,9 +278,7 @@ class Rounds:
         for address in addresses[: self._index]:
             await self._peer.transport.dial(address, timeout_s=30.0)
         membership, others = self._peer.peer.machine.core.membership, len(addresses) - 1
-        await _until(
-            lambda: len(membership.live) == len(membership.participating) == others, "the peers see each other"
-        )
+        await until(lambda: len(membership.live) == len(membership.participating) == others, "the peers see each other")
         line.answer(ok=True)
 
     async def _prepare(self) -> None:
@@ -350,7 +355,8 @@ def _repeated(block: torch.Tensor, elements: int) -> torch.Tensor:
     return block.repeat(-(-elements // block.numel()))[:elements]
 
 
-async def _until(condition: Callable[[], bool], what: str) -> None:
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for it; TimeoutError."""
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         if time.monotonic() > deadline:

@@ -83,7 +83,11 @@ def cards(picture: Picture) -> list[tuple[str, str, str]]:
         ("held-out loss", loss(course.held_out_loss), "not measured yet" if course.held_out_loss is None else held),
         ("tokens in the model", amount(course.tokens_merged), gave),
         ("tokens a second, all", amount(course.swarm_tokens_per_s), f"this machine {amount(course.tokens_per_s)}"),
-        ("peers live", str(count.live), f"{count.participating} train, {count.weight_averaged} merged"),
+        (
+            "peers live",
+            str(count.live),
+            f"{count.participating} {'train' + 's' * (count.participating == 1)}, {count.weight_averaged} merged",
+        ),
         ("sending", f"{volume(link.up_per_s)}/s", below),
         (
             "waited for network",

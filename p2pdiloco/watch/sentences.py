@@ -48,6 +48,10 @@ def _note(line: Line) -> Sentence:
     return Sentence(level, f"{_TOPICS.get(topic, topic)}: {line['text']}")
 
 
+def _live(line: Line) -> str:
+    return "1 peer is live" if line["live"] == 1 else f"{line['live']} peers are live"
+
+
 def _ended(line: Line) -> Sentence:
     return Sentence("error" if line["status"] else "good", f"this peer ended: {line['reason']}")
 
@@ -86,8 +90,8 @@ _WRITERS: dict[str, Callable[[Line], Sentence | None]] = {
     "checkpoint-failed": lambda line: Sentence("error", f"the checkpoint could not be written: {line['reason']}"),
     "checkpoint-good": lambda line: Sentence("info", "training goes on as before: the checkpoint before this is good"),
     "fault": lambda line: Sentence("warning", f"{short(line['peer'])} sent a {line['what']} against the rules"),
-    "came": lambda line: Sentence("good", f"{short(line['peer'])} has come; {line['live']} peers are live"),
-    "went": lambda line: Sentence("warning", f"{short(line['peer'])} has gone; {line['live']} peers are live"),
+    "came": lambda line: Sentence("good", f"{short(line['peer'])} has come; {_live(line)}"),
+    "went": lambda line: Sentence("warning", f"{short(line['peer'])} has gone; {_live(line)}"),
     "alert": lambda line: Sentence("good" if line["is_over"] else "error", line["text"]),
     "note": _note,
     "ended": _ended,

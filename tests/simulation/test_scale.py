@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from benchmarks.scale import goodput, regions
+from benchmarks.scale import calibration, goodput, regions
 from benchmarks.scale.islands import CHIPS, DATA_PARALLEL, ELASTIC, Constants, Island, row, worst
 from benchmarks.scale.worlds import make_islands, make_world, measure
 
@@ -63,3 +63,15 @@ def test_cells_that_were_made_are_not_made_again(
     goodput.main()
     assert len(told.read_text().splitlines()) == 1
     assert "peer fails, M = 4, 1200000" in capsys.readouterr().out
+
+
+def test_a_simulated_calibration_says_what_its_lines_must_say() -> None:
+    """Four peers, a turn every two seconds, and lines that carry it: all contribute, a commit needs its bytes' time."""
+    found = calibration.simulated(calibration.options(["--peers", "4", "--seconds", "48"]), payload=45_000)
+    assert (found["violations"], found["versions"]) == (0, 24)
+    assert found["contributors"] > 3.9
+    alone_s = 45_000 * 8 / 4e6
+    assert alone_s < found["made_s"] < 2.0
+    assert found["made_s"] + 45_000 * 8 / 2e6 < found["taken_by_all_s"] < 3.0
+    exchanged = 2 * 0.75 * 45_000 / 2  # a contribution and a commit, three of four times to somebody else, every 2 s
+    assert exchanged < found["bytes_per_s"] < 1.2 * exchanged

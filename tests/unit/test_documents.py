@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -105,3 +106,10 @@ def test_links_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text(encoding="utf-8")):
             if "://" not in target:
                 assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_the_site_has_every_page() -> None:
+    """And the pages that it names are there."""
+    told = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
+    named = set(re.findall(r"'(\S+\.md)'", str(told["nav"])))
+    assert named == {path.name for path in (ROOT / told["docs_dir"]).glob("*.md")}

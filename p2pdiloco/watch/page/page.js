@@ -65,7 +65,7 @@ function show() {
   const done = c.done == null ? null : Math.floor(1000 * c.done) / 1000;
   $("done").style.width = (100 * (done || 0)) + "%";
   $("bar").setAttribute("aria-valuenow", String(Math.round(100 * (done || 0))));
-  say("percent", percent(done));
+  say("percent", done == null ? "" : percent(done));
   say("steps", `step ${c.step.toLocaleString("en")}` + (c.total_steps && done != null ? ` of ${c.total_steps.toLocaleString("en")}` : ""));
   say("left", c.left_s != null && c.phase !== "finished" ? ` · ${duration(c.left_s)} left` : "");
   say("loss", loss(c.held_out_loss));
@@ -77,7 +77,7 @@ function show() {
   say("rate", amount(c.swarm_tokens_per_s));
   say("rate-more", `this machine ${amount(c.tokens_per_s)}`);
   say("live", String(a.live));
-  say("live-more", `${a.known} known · ${a.participating} train · ${a.weight_averaged} in the last merge`);
+  say("live-more", `${a.known} known · ${a.participating} ${a.participating === 1 ? "trains" : "train"} · ${a.weight_averaged} in the last merge`);
   say("up", bytes(l.up_per_s) + "/s");
   say("up-more", l.up_budget ? `${percent(Math.min(1, l.up_per_s / l.up_budget), 0)} of ${bytes(l.up_budget)}/s · ${bytes(l.up_bytes)} in all` : `${bytes(l.up_bytes)} in all · no limit`);
   say("blocked", p.costs.blocked_s.toFixed(3) + " s");

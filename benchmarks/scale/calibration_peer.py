@@ -1,0 +1,170 @@
+"""A peer of the calibration run: the node, its machine, state, signatures, transport and sockets are the real ones.
+
+Only the learner is a stand-in: it steps by the clock and computes nothing, so that a small machine holds many of them.
+Its outer gradients are noise, another one each turn.
+
+Rules of this file:
+1. As a learner does, it takes commands at step boundaries, in order; before its first step at once.
+2. Told ``connect``, it dials those before it; ``go``: it steps from then on; ``told``: it says what it has seen. It
+   answers everything else with the interface's bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from random import Random
+
+import torch
+import uvloop
+
+from benchmarks.scale.sightings import Sightings
+from benchmarks.wire import line
+from benchmarks.wire.exchange_peer import BLOCK, ExchangePeer, StandIn, block_of, run_of, until
+from p2pdiloco.peer.options import LinkOptions, PeerOptions
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol.identifiers import FragmentId
+from p2pdiloco.protocol.manifest import ScheduleConfig
+from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.directory import Directory
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.testbed import inside
+from p2pdiloco.wire import link
+
+TOKENS = 1000
+"""A step."""
+
+
+def schedule_of(config: line.Message) -> ScheduleConfig:
+    """Of the run, as the parent wants it."""
+    return ScheduleConfig(
+        fragments=config["fragments"],
+        sync_every=config["sync_every"],
+        overlap=config["overlap"],
+        max_shard=config["max_shard"],
+    )
+
+
+class SteppingStandIn(StandIn):
+    """Steps by the clock."""
+
+    def __init__(self, peer: CalibrationPeer, config: line.Message) -> None:
+        super().__init__(peer)
+        self._node = peer
+        self._step_s, self._jitter = float(config["step_s"]), float(config["jitter"])
+        self._index, self._turns = int(config["index"]), 0
+        self._random = Random(self._index)
+        self._commands: list[link.FromNode] = []
+        self._is_stepping = False
+
+    def send(self, message: link.FromNode) -> None:
+        """A command of the node's."""
+        if self._is_stepping:
+            self._commands.append(message)
+        else:
+            super().send(message)
+
+    async def step(self) -> None:
+        """For ever."""
+        self._is_stepping = True
+        await asyncio.sleep(self._step_s * self._random.random())
+        while True:
+            step_s = self._step_s * (1.0 + self._jitter * (2.0 * self._random.random() - 1.0))
+            await asyncio.sleep(step_s)
+            self.train(1, TOKENS, step_s)
+            commands, self._commands = self._commands, []
+            for command in commands:
+                if isinstance(command, link.Snapshot):
+                    self._fill(command.fragment)
+                super().send(command)
+
+    def _fill(self, fragment: FragmentId) -> None:
+        """The copy that the node is told of: global parameters less an outer gradient."""
+        self._turns += 1
+        block = block_of(self._index, self._turns)
+        peer = self._node.peer
+        for shard in peer.layout.fragments[fragment]:
+            piece = peer.layout.shards[shard]
+            for start in range(piece.start, piece.stop, BLOCK):
+                span = slice(start, min(start + BLOCK, piece.stop))
+                torch.sub(peer.state.theta[span], block[: span.stop - span.start], out=peer.state.shifts.snapshot[span])
+
+
+class CalibrationPeer(ExchangePeer):
+    """Notes what its machine sees."""
+
+    config: line.Message
+    seen: Sightings
+
+    def make_stand_in(self) -> SteppingStandIn:
+        return SteppingStandIn(self, self.config)
+
+    def _observed(self, event: ev.Event, effects: list[ef.Effect], now: float) -> None:
+        super()._observed(event, effects, now)
+        self.seen.note(self.transport.peer_id, time.monotonic(), event, effects, self.fragment_of)
+
+    @property
+    def fragment_of(self) -> list[int]:
+        """By shard."""
+        return [shard.fragment for shard in self.peer.layout.shards]
+
+
+def live(namespace: str, config: line.Message, parent: Connection) -> None:
+    """A process's whole life, in a site."""
+    inside.enter(namespace)
+    inside.own_sys()
+    logs.configure("warning")
+    torch.set_num_threads(1)
+    try:
+        uvloop.run(serve(config, parent))
+    except Exception as error:  # noqa: BLE001
+        parent.send({"error": repr(error)})
+    os._exit(0)
+
+
+async def serve(config: line.Message, parent: Connection) -> None:
+    """Take part until the parent is gone."""
+    manifest, initial = run_of(config, schedule_of(config))
+    identity = Identity.ephemeral()
+    nowhere = Directory(identity, listen=[], announce=[], initial_peers=[])  # never opened: addresses are told
+    with tempfile.TemporaryDirectory(prefix="p2pdiloco-calibration-") as folder:
+        budgets = {"up_bytes_per_s": config["up_budget"] or "auto", "down_bytes_per_s": config["down_budget"]}
+        line_options = LinkOptions(listen=(f"/ip4/{config['host']}/tcp/0",), **budgets)
+        options = PeerOptions(folder=Path(folder), link=line_options)
+        async with CalibrationPeer(manifest, options, identity, nowhere, initial) as peer:
+            del initial
+            peer.config, peer.seen = config, Sightings()
+            peer.begin()
+            parent.send({"address": peer.transport.listen_addresses()[0]})
+            while (command := await asyncio.to_thread(parent.recv)) is not None:
+                parent.send(await _obeyed(peer, config, command))
+
+
+async def _obeyed(peer: CalibrationPeer, config: line.Message, command: line.Message) -> line.Message:
+    match command["do"]:
+        case "connect":
+            addresses = command["addresses"]
+            for address in addresses[: config["index"]]:
+                await peer.transport.dial(address, timeout_s=60.0)
+            membership = peer.peer.machine.core.membership
+            await until(lambda: len(membership.participating) == len(addresses) - 1, "the peers see each other")
+        case "go":
+            assert isinstance(peer.stand_in, SteppingStandIn)
+            peer.host.spawn(peer.stand_in.step(), name="steps")
+        case "told":
+            return {"seen": peer.seen}
+    return {"at": time.monotonic(), "cpu_s": time.process_time(), **line.counters("eth0"), **segments()}
+
+
+def segments() -> dict[str, int]:
+    """Of TCP in this namespace: sent, and of them sent again."""
+    names, values = (
+        text.split() for text in Path("/proc/self/net/snmp").read_text().splitlines() if text.startswith("Tcp:")
+    )
+    told = dict(zip(names[1:], map(int, values[1:]), strict=True))
+    return {"segments": told["OutSegs"], "sent_again": told["RetransSegs"]}

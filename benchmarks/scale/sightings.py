@@ -1,0 +1,112 @@
+"""What was seen of a swarm's turns: when each was announced, when its commit was made and taken, by whom it was fed.
+
+The same events are noted for a real node and for a simulated process: what its machine was told, what it answered.
+
+Rules of this file:
+1. All times are of one clock, which all noting sides share.
+2. Who notes for one peer alone writes it as JSON; ``gather`` makes one of all.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol.messages import Contribution
+
+
+class Sighting(msgspec.Struct):
+    """Of one commit."""
+
+    fragment: int
+    step: int
+    """Of its turn."""
+    contributors: int
+    steps: float
+    """Of a contributor, in the mean."""
+    made_at: float | None = None
+    """By its owner."""
+    taken_at: list[float] = []
+    """By each peer."""
+
+
+class Sightings(msgspec.Struct):
+    """By one peer, or by all."""
+
+    turns: dict[str, float] = {}
+    """By fragment and step: when the first learner was told to copy it."""
+    commits: dict[str, Sighting] = {}
+    payloads: int = 0
+    payload_bytes: int = 0
+
+    def note(
+        self, peer: str, at: float, event: ev.Event, effects: Sequence[ef.Effect], fragment_of: Sequence[int]
+    ) -> None:
+        """An event of ``peer``'s machine. ``fragment_of``: by shard."""
+        if isinstance(event, ev.Applied) and event.head in self.commits:
+            self.commits[event.head].taken_at.append(at)
+        for effect in effects:
+            match effect:
+                case ef.Snapshot(fragment=fragment, step=step):
+                    self.turns.setdefault(f"{fragment} {step}", at)
+                case ef.Apply(header=header, id=name):
+                    givers = header.contributors
+                    seen = self.commits.setdefault(
+                        name,
+                        Sighting(
+                            fragment_of[header.shard],
+                            header.step,
+                            len(givers),
+                            sum(one.steps for one in givers) / max(1, len(givers)),
+                        ),
+                    )
+                    if header.owner == peer:
+                        seen.made_at = at
+                case ef.Send(message=Contribution() as message) if message.payload_bytes:
+                    self.payloads += 1
+                    self.payload_bytes += message.payload_bytes
+                case _:
+                    pass
+
+
+def gather(seen: Iterable[Sightings]) -> Sightings:
+    """What all saw."""
+    found = Sightings()
+    for one in seen:
+        for turn, at in one.turns.items():
+            found.turns[turn] = min(at, found.turns.get(turn, at))
+        for name, commit in one.commits.items():
+            known = found.commits.setdefault(name, commit)
+            if known is not commit:
+                known.taken_at += commit.taken_at
+                known.made_at = commit.made_at if known.made_at is None else known.made_at
+        found.payloads += one.payloads
+        found.payload_bytes += one.payload_bytes
+    return found
+
+
+def figures(seen: Sightings, begin: float, end: float) -> dict[str, float]:
+    """Of the turns that were announced in this time."""
+    made, taken, last, contributors, steps = [], [], [], [], []
+    for commit in seen.commits.values():
+        at = seen.turns.get(f"{commit.fragment} {commit.step}")
+        if at is None or not begin <= at < end or commit.made_at is None:
+            continue
+        made.append(commit.made_at - at)
+        taken += [when - at for when in commit.taken_at]
+        last.append(max(commit.taken_at, default=commit.made_at) - at)
+        contributors.append(commit.contributors)
+        steps.append(commit.steps)
+    return {
+        "versions": len(made),
+        "contributors": statistics.fmean(contributors),
+        "steps_a_contribution": statistics.fmean(steps),
+        "made_s": statistics.median(made),
+        "taken_s": statistics.median(taken),
+        "taken_by_all_s": statistics.median(last),
+        "taken_by_all_90_s": sorted(last)[int(0.9 * len(last))],
+    }
