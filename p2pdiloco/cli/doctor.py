@@ -104,7 +104,8 @@ async def _run(answers: RunAnswer, arguments: argparse.Namespace) -> tuple[list[
     if answers.trouble:
         return [Finding("failure", name, answers.trouble, "is its port forwarded and open?")], None
     peers, manifest = answers.peers, answers.manifest
-    findings = [Finding("ok", name, f"{len(peers)} peers answer, {answers.record.parameters:,} parameters")]
+    who = "1 peer answers" if len(peers) == 1 else f"{len(peers)} peers answer"
+    findings = [Finding("ok", name, f"{who}, {answers.record.parameters:,} parameters")]
     findings += [
         Finding("warning", name, f"{one.peer[-6:]} is in trouble: {one.trouble}") for one in peers if one.trouble
     ]
