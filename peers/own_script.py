@@ -34,6 +34,7 @@ def main() -> int:
     parser.add_argument("--found", action="store_true")
     parser.add_argument("--access", choices=["open", "invite", "list"], default="invite")
     parser.add_argument("--spoil-at", type=int, default=0, help="from this step on the loss is NaN")
+    parser.add_argument("--leave-s", default="20", help="for how long unmerged progress keeps it from leaving")
     parser.add_argument("--step-s", type=float, default=0.04, help="what a larger model would take")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
@@ -43,6 +44,7 @@ def main() -> int:
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), frozen, nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=3e-3)
     loopback = ("--listen", "/ip4/127.0.0.1/tcp/0", "--host_maddrs", "/ip4/127.0.0.1/tcp/0")
+    leaving = ("--leave-s", options.leave_s)
     with p2pdiloco.DiLoCo(
         model,
         optimizer,
@@ -55,7 +57,7 @@ def main() -> int:
         sync_every=10,
         n_fragments=2,
         state=options.state,
-        node_options=loopback,
+        node_options=(*loopback, *leaving),
     ) as outer:
         first = last = 0.0
         for step in range(100 * options.steps):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forked import run
 from scripts import (
     END_S,
     FOUND,
@@ -134,17 +135,13 @@ def test_a_script_whose_loss_is_not_finite_is_told_and_the_others_go_on(tmp_path
         address = swarm.start_bootstrap()
         sound = start(tmp_path / "a", "--run", "sines", "--peer", address, *FOUND, "--steps", "1000000")
         until_founded(tmp_path / "a")
-        spoilt = start(tmp_path / "b", "--run", "sines", "--peer", address, "--seed", "1", "--spoil-at", "40")
+        spoiled = ("--spoil-at", "40", "--leave-s", "2")  # what is not finite would keep it until then
+        spoilt = start(tmp_path / "b", "--run", "sines", "--peer", address, "--seed", "1", *spoiled)
         try:
             wait_until(lambda: events(tmp_path / "b", "learner-unable"), START_S, "word of it")
             seen = len(events(tmp_path / "a", "commit"))
             wait_until(lambda: len(events(tmp_path / "a", "commit")) >= seen + 6, START_S, "versions without it")
-            status = subprocess.run(
-                [sys.executable, "-P", "-m", "p2pdiloco", "status", address],
-                capture_output=True,
-                text=True,
-                timeout=120,
-            )
+            status = run("status", address, timeout_s=START_S)
             assert "is in trouble: the loss is nan at step" in status.stdout, status
         finally:
             for script in (sound, spoilt):
