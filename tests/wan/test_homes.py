@@ -13,8 +13,8 @@ from p2pdiloco.testbed.namespaces import TestbedError
 
 pytestmark = pytest.mark.xdist_group("wan")  # namespaces are the machine's
 
-STEPS = 300
-"""Some 20 turns, all of them with all three: nobody trains before all are connected."""
+STEPS = 200
+"""Some 16 turns, all of them with all three: nobody trains before all are connected."""
 SOURCE = """
 name = "test-homes"
 [defaults]
