@@ -156,7 +156,7 @@ class Adoption:
         self.merges.moved(shard, None if old is None else old.id)
         self.contributions.moved(shard)
         if isinstance(target, CommitHeader):
-            core.membership.owners.delivered(target.owner)
+            core.membership.owners.forgive(target.owner)
             if shard == 0:
                 self.evaluations.consider(head.version)
         self._next(shard)

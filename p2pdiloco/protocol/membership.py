@@ -143,13 +143,14 @@ class Membership:
         if peer not in self.peers and len(self.peers) >= MAX_PEERS:
             return False
         self.peers[peer] = PeerView(peer, now)
+        self.owners.forgive(peer)
         return True
 
     def disconnect(self, peer: PeerId) -> None:
         """Forget a connection."""
         self.peers.pop(peer, None)
         self.connectedness.forget(peer)
-        self.owners.delivered(peer)
+        self.owners.forgive(peer)
 
     def hear(self, peer: PeerId, beat: Heartbeat, now: float) -> bool:
         """Take a heartbeat; True if it may change who is live or what they are."""

@@ -102,6 +102,6 @@ class Owners:
             self._missed[peer] = times, now + len(self.candidates) * takeover_s * 4.0**times
             self.rank(now, tiers)
 
-    def delivered(self, peer: PeerId) -> None:
-        """A commit of ``peer`` came, or it is gone: what it missed counts no more."""
+    def forgive(self, peer: PeerId) -> None:
+        """A commit of ``peer`` came, or its connection is another one, or gone: what it missed counts no more."""
         self._missed.pop(peer, None)
