@@ -231,7 +231,7 @@ def _add_peer(sub: argparse.ArgumentParser) -> None:
         type=between(0.001, 1e6, "gigabytes"),
         default=19.0,
         metavar="GB",
-        help="a day: checkpoints (an hour apart at most), payloads that memory has no room for (default: %(default)g)",
+        help="a day: commits, checkpoints (an hour apart at most without those), other payloads (default: %(default)g)",
     )
     sub.add_argument(
         "--keep-checkpoints", type=at_least(1), default=2, metavar="N", help="newest ones that stay (default: 2)"

@@ -11,6 +11,7 @@ Rules of this file:
 3. Checkpoints of several peers of a run can be put together: of each shard the heaviest head, by the protocol's own
    rule. Where they come from, and in which order, does not matter.
 4. What a crash left half-written, or without its index, is swept at the next save and at the peer's start.
+5. What is read back is led on by what was committed since (``segments``).
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from p2pdiloco.peer import segments
 from p2pdiloco.peer.disk import PART, Disk, replace
-from p2pdiloco.peer.proofs import proven_digest
+from p2pdiloco.peer.proofs import SavedState, proven_digest
 from p2pdiloco.protocol.chain import is_heavier
 from p2pdiloco.protocol.identifiers import RunId, digest_of
 from p2pdiloco.protocol.manifest import MANIFEST, Layout, Manifest
@@ -33,7 +35,7 @@ from p2pdiloco.protocol.soundness import decode_manifest
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.files import LOCAL
 from p2pdiloco.tensors.states import StateForm, packed
-from p2pdiloco.wire.bodies import SignedCommit, StateProof
+from p2pdiloco.wire.bodies import StateProof
 
 log = logs.get("node")
 
@@ -53,13 +55,6 @@ SYNC_BYTES = 64 << 20
 
 class CheckpointError(Exception):
     """No checkpoint can be used; the message says why."""
-
-
-class SavedState(StateProof, frozen=True, array_like=True):
-    """A shard's state as it lies on disk."""
-
-    lineage: tuple[SignedCommit, ...] = ()
-    """The commits before its own, oldest first: what a fork that grew meanwhile is compared with after a restart."""
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,8 +112,7 @@ class Draft:
         """Raises OSError: the disk is full or not writable."""
         folder, disk = self._folder, self._disk
         sweep_halves(folder, disk)
-        earlier = _numbers(disk, folder)
-        self._number = earlier[0] + 1 if earlier else 1
+        self._number = next_number(folder, disk)
         replace(disk, folder / MANIFEST, [self._manifest.encode()])
         disk.write(self._part, [_header(Layout.of(self._manifest), self._form)])
 
@@ -150,11 +144,12 @@ class Draft:
         disk.sync_folder(folder)
         index = Index(run=self._manifest.run, shards=tuple(self._shards))
         replace(disk, _index(folder, number), [msgspec.json.format(msgspec.json.encode(index))])
-        good = good_number(folder, disk)
-        for old in _numbers(disk, folder)[keep:]:
+        good, there = good_number(folder, disk), _numbers(disk, folder)
+        for old in there[keep:]:
             if old != good:
                 disk.remove(_index(folder, old))
                 disk.remove(_tensors(folder, old))
+        segments.remove(folder, disk, before=min(there[:keep]))
 
     def discard(self) -> None:
         """Nothing of it stays, as far as the disk can do that."""
@@ -292,6 +287,11 @@ def best_of(checkpoints: Iterable[Checkpoint]) -> Checkpoint:
     return Checkpoint(manifest=first.manifest, shards=tuple(shards), theta=theta, momentum=momentum)
 
 
+def next_number(folder: Path, disk: Disk) -> int:
+    """Which no checkpoint and no segment in ``folder`` has."""
+    return max([0, *_numbers(disk, folder), *segments.numbers(folder, disk)]) + 1
+
+
 def stem(number: int) -> str:
     """What its files are called, but for their suffixes."""
     return f"{PREFIX}{number:08d}"
@@ -374,7 +374,8 @@ def _read(disk: Disk, folder: Path, number: int) -> Checkpoint:
             raise ValueError(f"shard {piece.shard} does not have the digest that its owner signed")
         if not (theta[span].isfinite().all() and momentum[span].isfinite().all()):
             raise ValueError(f"shard {piece.shard} is not finite")
-    return Checkpoint(manifest=manifest, shards=index.shards, theta=theta, momentum=momentum)
+    shards = segments.replay(folder, number, manifest, index.shards, theta, momentum, disk)
+    return Checkpoint(manifest=manifest, shards=shards, theta=theta, momentum=momentum)
 
 
 def _header(layout: Layout, form: StateForm) -> bytes:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,13 +34,6 @@ from p2pdiloco.wire.compression import Body
 
 ROUNDED_LENGTH = 1 + 1e-6
 """A sum's order may differ from machine to machine."""
-
-
-class _Factors(TypedDict):
-    """Of one outer step."""
-
-    learning_rate: float
-    momentum_factor: float
 
 
 class StaleBaseError(Exception):
@@ -216,7 +209,8 @@ class GlobalState:
             bodies = prepared.bodies
         else:
             bodies = self._checked(header, head, payload, listed)
-        handover, factors = self.shifts.begin(shard, moves, partial(self._bodies, shard)), self._factors(header.version)
+        handover = self.shifts.begin(shard, moves, partial(self._bodies, shard))
+        factors = outer.factors_of(self._outer, header.version)
         for body, span in zip(bodies, self._chunks(shard), strict=True):
             self._step(body, span, handover, factors)
         self._is_at(shard, head, listed)
@@ -231,7 +225,7 @@ class GlobalState:
     def _checked(self, header: CommitHeader, head: Digest, payload: Payload, listed: bytes) -> Sequence[Body]:
         """The bodies of a commit's payload; all can be decoded, they are no longer than declared, and the sample of its
         version gives what is listed."""
-        shard, spans, factors = header.shard, self._chunks(header.shard), self._factors(header.version)
+        shard, spans, factors = header.shard, self._chunks(header.shard), outer.factors_of(self._outer, header.version)
         elements = self.layout.shards[shard].elements
         try:
             bodies = list(self._bodies(shard, payload))
@@ -247,21 +241,14 @@ class GlobalState:
                 raise UnfitCommitError(f"commit {head[:8]} of shard {shard} does not give chunk {index} as promised")
         return bodies
 
-    def _factors(self, version: int) -> _Factors:
-        """Of the outer step that makes ``version``."""
-        rate, momentum = self._outer.learning_rate, self._outer.momentum
-        if self._outer.bias_correction is True:
-            rate = outer.rate_at(version, rate, momentum)
-        return {"learning_rate": rate, "momentum_factor": momentum}
-
-    def _next_chunk(self, body: Body, span: slice, factors: _Factors) -> tuple[Tensor, Tensor]:
+    def _next_chunk(self, body: Body, span: slice, factors: outer.Factors) -> tuple[Tensor, Tensor]:
         """What a chunk's parameters and momentum become with a merged outer gradient, in scratch."""
         elements = span.stop - span.start
         new = self._scratch.theta[:elements], self._scratch.momentum[:elements]
         outer.step_aside(body, self.theta[span], self.momentum[span], new, **factors)
         return new
 
-    def _step(self, body: Body, span: slice, to: Handover, factors: _Factors) -> None:
+    def _step(self, body: Body, span: slice, to: Handover, factors: outer.Factors) -> None:
         """One chunk's outer step and what follows from it for the learner."""
         theta, momentum = self.theta[span], self.momentum[span]
         if not to.is_reset and to.snapshot is None and not to.restored and len(to.settled) <= 1:
@@ -353,7 +340,7 @@ class GlobalState:
         payload = compression.join(bodies)
         payload_digest = digest_of(payload)
         self._prepared[shard] = _Prepared(base, payload_digest, bodies)
-        pairs, factors = zip(bodies, self._chunks(shard), strict=True), self._factors(version)
+        pairs, factors = zip(bodies, self._chunks(shard), strict=True), outer.factors_of(self._outer, version)
         listed = b"".join(digests.chunk_digest(*self._next_chunk(body, span, factors)) for body, span in pairs)
         return MergeResult(payload, payload_digest, listed, length, accord)
 

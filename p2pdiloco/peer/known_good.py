@@ -4,7 +4,8 @@ Rules of this file:
 1. A checkpoint is judged when the next one is written, by the training loss of this peer's learner since: finite, and
    no higher above the median of the losses that were found good than ``ROOM``. Who does not train judges nothing.
 2. The newest that is good stays, however many are written after it. Nothing is copied: a file beside it says so.
-3. Who goes back to it puts aside what is newer, the learner's inner state with it, and removes nothing.
+3. Who goes back to it puts aside what is newer, commits since it and the learner's inner state, too, and removes
+   nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from p2pdiloco.peer.checkpoint import LEARNER, good_number, indices, mark_good, stem
 from p2pdiloco.peer.disk import Disk
+from p2pdiloco.peer.segments import numbers, path_of
 
 MEMORY = 32
 """Losses."""
@@ -67,6 +69,7 @@ def go_back(folder: Path, disk: Disk) -> int | None:
         return None
     newer = [number for number, _ in indices(folder, disk) if number > good]
     names = {f"{stem(number)}{suffix}" for number in newer for suffix in (".json", ".safetensors")} | {LEARNER}
+    names |= {path_of(folder, number).name for number in numbers(folder, disk) if number >= good}
     for name in sorted(names.intersection(disk.names(folder))):
         disk.rename(folder / name, folder / f"{ASIDE}{name}")
     disk.sync_folder(folder)

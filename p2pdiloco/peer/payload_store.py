@@ -23,6 +23,7 @@ from p2pdiloco.peer.disk import Disk
 from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.shift_queue import Payload
+from p2pdiloco.peer.write_budget import HOUR_S, WriteBudget
 from p2pdiloco.protocol.identifiers import Digest, ShardId, digest_of
 from p2pdiloco.runtime import logs
 
@@ -32,8 +33,7 @@ PAYLOADS = "payloads"
 """The folder in a run's folder."""
 WINDOW_BYTES_PER_PARAMETER = 0.5
 """Stay in memory, of each shard's payloads the newest; in int4 one."""
-DAY_S = 86400.0
-BURST_S = 3600.0
+BURST_S = HOUR_S
 """What was not written in this time may be written later."""
 READ_BYTES = 64 << 20
 """Of payloads that are being read at once, to be sent: who asks for more asks again."""
@@ -78,20 +78,19 @@ class Held:
 
 
 class PayloadStore:
-    """The files of one life."""
+    """The files of one life, of what the ``budget`` has to spare."""
 
-    def __init__(self, host: Host, options: PeerOptions) -> None:
+    def __init__(self, host: Host, options: PeerOptions, budget: WriteBudget) -> None:
         self._host = host
+        self._budget = budget
         self._folder = folder = options.folder / PAYLOADS
         self._least_bytes = options.payload_memory_bytes
-        self._rate = None if options.write_bytes_per_day is None else options.write_bytes_per_day / DAY_S
-        self._allowed = 0.0 if self._rate is None else self._rate * BURST_S
+        self._allowed = (budget.spare_bytes_per_s() or 0.0) * BURST_S
         self._counted_at = host.now()
         self._failed_at: float | None = None
         self._files = 0
         self._reading_bytes = 0
         self._doomed: list[tuple[weakref.ref[Held], Path]] = []
-        self.written_bytes = 0
         host.work("disk", lambda: host.disk.remove_folder(folder))
 
     def window_bytes(self, elements: int, share: float) -> int:
@@ -100,12 +99,12 @@ class PayloadStore:
 
     def may_write(self) -> bool:
         """Whether the disk takes more now."""
-        now = self._host.now()
-        if self._rate is not None:
-            self._allowed = min(self._rate * BURST_S, self._allowed + self._rate * (now - self._counted_at))
+        now, rate = self._host.now(), self._budget.spare_bytes_per_s()
+        if rate is not None:
+            self._allowed = min(rate * BURST_S, self._allowed + rate * (now - self._counted_at))
         self._counted_at = now
         is_resting = self._failed_at is not None and now - self._failed_at < AGAIN_S
-        return not is_resting and (self._rate is None or self._allowed > 0)
+        return not is_resting and (rate is None or self._allowed > 0)
 
     def spill(self, shard: ShardId, held: Held) -> None:
         """Write a payload's file, then let go of its memory."""
@@ -116,7 +115,6 @@ class PayloadStore:
         self._files += 1
         path = held.path = self._folder / f"{shard:08d}-{self._files:012d}"
         self._allowed -= held.size
-        self.written_bytes += held.size
         self._host.work("disk", partial(self._write, held, held.data, path))
 
     def fetch(self, held: Held, then: Callable[[Payload], None], fail: Callable[[], None]) -> None:

@@ -16,8 +16,8 @@ import msgspec
 import torch
 
 from p2pdiloco.peer.arrivals import Arrivals
+from p2pdiloco.peer.average import WIDTH as AVERAGE_BYTES
 from p2pdiloco.peer.average import RunningAverage
-from p2pdiloco.peer.checkpoint import SavedState
 from p2pdiloco.peer.codec_choice import CodecChoice
 from p2pdiloco.peer.downloads import Downloads
 from p2pdiloco.peer.driver import Driver
@@ -32,6 +32,7 @@ from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.own_commits import FOLDER as OWN_COMMITS
 from p2pdiloco.peer.own_commits import OwnCommits
 from p2pdiloco.peer.payload_store import PayloadStore
+from p2pdiloco.peer.proofs import SavedState
 from p2pdiloco.peer.respondent import Respondent
 from p2pdiloco.peer.saver import Saver
 from p2pdiloco.peer.scrub import Scrub
@@ -39,6 +40,7 @@ from p2pdiloco.peer.settings import protocol_config
 from p2pdiloco.peer.shift_queue import Shifts
 from p2pdiloco.peer.standing import Everybody, Standing
 from p2pdiloco.peer.supervision import Supervision
+from p2pdiloco.peer.write_budget import WriteBudget
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
@@ -106,8 +108,10 @@ class Peer:
             manifest.config, layout, self.machine.view, metrics, rate=lambda: host.links.up_bytes_per_s
         )
         own = OwnCommits(options.folder / OWN_COMMITS, host, layout.elements)
-        store = PayloadStore(host, options)
         average = RunningAverage(manifest.run, self.layout) if options.machine.keeps_average else None
+        saved_width = self.state.form.width + (0 if average is None else AVERAGE_BYTES)
+        budget = WriteBudget(options.write_bytes_per_day, layout.elements, saved_width)
+        store = PayloadStore(host, options, budget)
         self.driver = Driver(self.machine, self.state, identity, host, self, codecs, standing, own, store, average)
         self.inspection = Inspection(self.driver, standing)
         arrivals = Arrivals(layout, self.state.form.width, options.folder / INCOMING, metrics, host)
@@ -129,6 +133,7 @@ class Peer:
             metrics,
             keep=options.keep_checkpoints,
             save_learner=self.supervision.save,
+            budget=budget,
         )
 
     # -- the main line -------------------------------------------------------------------------------------------------
@@ -161,12 +166,7 @@ class Peer:
 
     async def live(self) -> Ending:
         """Take part, after ``begin``, until something ends it."""
-        self.host.spawn(
-            self._saver.keep_saving(
-                self.options.checkpoint_s, self.options.write_bytes_per_day, lambda: self.driver.store.written_bytes
-            ),
-            name="checkpoints",
-        )
+        self.host.spawn(self._saver.keep_saving(self.options.checkpoint_s), name="checkpoints")
         self.host.spawn(Scrub(self.driver).keep(), name="scrub")
         async with AsyncExitStack() as lives:
             if not self.options.is_follower:

@@ -13,6 +13,13 @@ from p2pdiloco.protocol.messages import CommitHeader, commit_id
 from p2pdiloco.wire.bodies import SignedCommit, StateProof
 
 
+class SavedState(StateProof, frozen=True, array_like=True):
+    """A shard's state as it lies on disk."""
+
+    lineage: tuple[SignedCommit, ...] = ()
+    """The commits before its own, oldest first: what a fork that grew meanwhile is compared with after a restart."""
+
+
 def proven_digest(manifest: Manifest, proof: StateProof, register: Register = OPEN) -> Digest:
     """The digest that the shard's tensors must have: the commit's that its owner signed (the manifest's, at version 0).
     Nothing of a state stands beside that: step, marks and trained blocks are the commit's, too.

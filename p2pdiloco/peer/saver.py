@@ -17,12 +17,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from p2pdiloco.peer.checkpoint import Draft, SavedState
+from p2pdiloco.peer.checkpoint import Draft
+from p2pdiloco.peer.commit_log import CommitLog
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.known_good import KnownGood
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.offers import lineage_of
+from p2pdiloco.peer.proofs import SavedState
 from p2pdiloco.peer.shard_copy import CopyError, copied
+from p2pdiloco.peer.write_budget import WriteBudget
 from p2pdiloco.protocol.identifiers import Digest, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import Head
@@ -34,13 +37,7 @@ log = logs.get("node")
 TRIES = 20
 """Copies of a shard that may fall between its new state and the machine's word of it before a checkpoint is skipped."""
 LOOK_S = 0.2
-LEARNER_BYTES = 8
-"""A parameter's, that the learner writes of its own, or less."""
-AVERAGE_BYTES = 4
-"""A parameter's, of a running average."""
-DAY_S = 86400.0
-LONGEST_S = 3600.0
-"""Between two checkpoints, whatever they may write."""
+SHORT_S = 1e-6
 COST_SHARE = 0.02
 """Of the time, that writing checkpoints may take, unless ``every_s`` demands more."""
 
@@ -58,6 +55,7 @@ class Saver:
         *,
         keep: int,
         save_learner: Callable[[], None],
+        budget: WriteBudget,
     ) -> None:
         self._folder = folder
         self._manifest = manifest
@@ -68,6 +66,8 @@ class Saver:
         self._keep = keep
         self._save_learner = save_learner
         self._layout = Layout.of(manifest)
+        self._budget = budget
+        self._log = CommitLog(folder, driver, budget)
         self._known_good = KnownGood(folder, driver.host.disk)
         self._one_at_a_time = asyncio.Lock()
         self._saved_mark: int | None = None
@@ -75,27 +75,34 @@ class Saver:
         self._heads: deque[list[Head]] = deque(maxlen=keep)
         """Heads of the checkpoints that are there, as far as they were written in this life."""
 
-    async def keep_saving(
-        self, every_s: float, bytes_per_day: float | None = None, also_written: Callable[[], int] = lambda: 0
-    ) -> None:
-        """Write a checkpoint when there is something new, as often as ``COST_SHARE`` and ``bytes_per_day`` allow and,
-        but for the latter, at least every ``every_s`` seconds, until cancelled. The learner saves its own state by the
-        clock alone. What was ``also_written`` is of the same budget."""
-        started_at = learner_saved_at = self._host.now()
+    async def keep_saving(self, every_s: float) -> None:
+        """Write a checkpoint when there is something new, as often as ``COST_SHARE`` and the budget allow and, but for
+        the latter, at least every ``every_s`` seconds, until cancelled; in between, what is committed. The learner
+        saves its own state by the clock alone."""
+        learner_saved_at = waits_since = self._host.now()
         wanted_s, rest_s = every_s, 0.0
         while True:
-            left = rest_of(bytes_per_day, also_written(), self._host.now() - started_at)
-            width = self._driver.state.form.width + (0 if self._driver.average is None else AVERAGE_BYTES)
-            least_s = shortest_s(self._layout.elements, width, left)
+            least_s = 0.0 if self._saved_mark is None else self._budget.checkpoint_s()
             every_s = max(wanted_s, least_s)
-            await self._host.sleep(max(LOOK_S, least_s, min(rest_s, every_s)))
-            began = self._host.now()
-            if began - learner_saved_at >= every_s:
+            due_at = waits_since + max(LOOK_S, least_s, min(rest_s, every_s))
+            await self._host.sleep(max(SHORT_S, min(due_at - self._host.now(), self._log.every_s)))
+            now = self._host.now()
+            if now - learner_saved_at >= max(wanted_s, self._budget.learner_s()):
                 self._save_learner()
-                learner_saved_at = began
+                learner_saved_at = now
+            if now < due_at:
+                await self._follow()
+                continue
             if self._driver.machine.view.is_current:
                 is_written = await self.save(is_last=False)
-                rest_s = (self._host.now() - began) / COST_SHARE if is_written else every_s
+                rest_s = (self._host.now() - now) / COST_SHARE if is_written else every_s
+            waits_since = self._host.now()
+
+    async def _follow(self) -> None:
+        """What was committed is on the disk, too."""
+        async with self._one_at_a_time:
+            if not self._driver.is_closed:
+                await self._log.follow()
 
     async def save(self, *, is_last: bool) -> bool:
         """Write a checkpoint if anything is new. False: it should have been written, and was not."""
@@ -147,12 +154,15 @@ class Saver:
             OSError, ValueError: as ``Draft`` does.
         """
         await self._host.work("disk", draft.begin)
+        await self._log.begin(draft.number)
         width = self._driver.state.form.width
         room = memoryview(bytearray(width * max(piece.elements for piece in self._layout.shards)))
         for piece in self._layout.shards:
             data = room[: width * piece.elements]
             saved = await self._copied(piece.shard, data)
             await self._host.work("disk", partial(draft.add, saved, data))
+            if self._log.is_due:
+                await self._log.follow()
         await self._host.work("disk", partial(draft.finish, keep=self._keep))
         if self._driver.average is not None:
             await self._driver.average.save(self._folder, self._host)
@@ -177,18 +187,3 @@ class Saver:
         ancestry = self._driver.machine.view.ancestry(shard)
         lineage = lineage_of(proofs.get(commit) for commit in reversed(ancestry))
         return SavedState(proof.state, proof.header, proof.signature, lineage)
-
-
-def shortest_s(elements: int, width: int, bytes_per_day: float | None) -> float:
-    """Between two checkpoints of a model of ``elements`` parameters of ``width`` bytes each, and as many savings of its
-    learner, so that both together write no more than that."""
-    if bytes_per_day is None:
-        return 0.0
-    return min(LONGEST_S, (width + LEARNER_BYTES) * elements * DAY_S / bytes_per_day)
-
-
-def rest_of(bytes_per_day: float | None, written: int, seconds: float) -> float | None:
-    """Of a budget, when others have ``written`` bytes in the last ``seconds``; never less than a quarter."""
-    if bytes_per_day is None:
-        return None
-    return max(bytes_per_day / 4, bytes_per_day - written * DAY_S / max(seconds, LONGEST_S))

@@ -149,7 +149,9 @@ class SimulatedDisk:
                 case 0:
                     files[path] = data
                 case 1:
-                    files[path] = data[: self._random.randrange(len(data) + 1)]
+                    synced = self._durable.get(path, b"")
+                    kept = len(synced) if data.startswith(synced) else 0  # only its end is new
+                    files[path] = data[: kept + self._random.randrange(len(data) - kept + 1)]
                 case _:
                     pass
         self.files, self._durable = files, dict(files)

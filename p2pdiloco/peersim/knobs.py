@@ -1,4 +1,5 @@
-"""What is made small before anything is imported, so that small vectors have several chunks.
+"""What is made small before anything is imported, so that small vectors have several chunks, and short runs more than
+checkpoints.
 
 ``tensors.recipes.CHUNK`` is a constant of the protocol: in a real process nothing sets it.
 """
@@ -9,6 +10,8 @@ import sys
 
 CHUNK = 256
 """Parameters of a chunk."""
+COMMITS_S = 0.5
+"""Between two looks at what was committed since a checkpoint."""
 
 
 def install() -> None:
@@ -20,3 +23,6 @@ def install() -> None:
     from p2pdiloco.tensors import recipes
 
     setattr(recipes, "CHUNK", CHUNK)  # noqa: B010 (it is Final for everybody else)
+    from p2pdiloco.peer import commit_log
+
+    commit_log.EVERY_S = COMMITS_S

@@ -63,6 +63,7 @@ def draw(seed: int) -> tuple[WorldSetting, Random]:
         keep_checkpoints=random.choice((1, 2, 2)),
         checkpoint_s=random.choice((2.0, 5.0, 60.0)),
         has_payloads_on_disk=seed % 2 == 1,
+        is_thrifty=seed // 4 % 2 == 1,
     )
     return setting, Random(f"{seed}/faults")
 

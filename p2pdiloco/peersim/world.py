@@ -20,6 +20,7 @@ from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.options import LearnerOptions, PeerOptions
 from p2pdiloco.peer.peer import InitialState, Peer
+from p2pdiloco.peer.write_budget import DAY_S, LOGGED_SHARE
 from p2pdiloco.peersim.checkers import Checks
 from p2pdiloco.peersim.computer import Computer, PeerSetting
 from p2pdiloco.peersim.directory import Directory
@@ -53,6 +54,8 @@ from p2pdiloco.wire.bodies import PeerStatus, StateProof
 
 FOLDER = Path("/peer")
 CHUNKS_A_SHARD = 4
+SELDOM_S = 20.0
+"""Between two checkpoints of a thrifty peer."""
 
 
 class WorldSetting(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +74,8 @@ class WorldSetting(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_s: float = 5.0
     has_payloads_on_disk: bool = False
     """All but the newest of each shard."""
+    is_thrifty: bool = False
+    """Checkpoints come seldom, and what is committed is kept in between."""
     is_private: bool = False
     """Peers know only those as members whom they have met, or heard of when they asked."""
     limit_s: float = 600.0
@@ -199,6 +204,7 @@ class World:
             checkpoint_s=self.setting.checkpoint_s,
             keep_checkpoints=self.setting.keep_checkpoints,
             learner=LearnerOptions(reattach_s=setting.reattach_s),
+            write_bytes_per_day=self._write_bytes_per_day(),
             payload_memory_bytes=0 if self.setting.has_payloads_on_disk else 4 << 20,
         )
         peer = host.peer = Peer(
@@ -216,6 +222,12 @@ class World:
             else None,
         )
         host.do(partial(self._begin, host, peer))
+
+    def _write_bytes_per_day(self) -> float | None:
+        if not self.setting.is_thrifty:
+            return None
+        width = StateForm.of(self.setting.outer).width
+        return width * self.layout.elements * DAY_S / SELDOM_S / LOGGED_SHARE
 
     def _begin(self, host: SimulatedHost, peer: Peer) -> None:
         initial = self._initial(host)

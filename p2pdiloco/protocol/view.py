@@ -100,6 +100,10 @@ class MachineView:
         """The heads that led to a shard's head, oldest first, as far as they are known."""
         return self._core.chains[shard].ancestry
 
+    def commits_after(self, shard: ShardId, head: Digest) -> list[CommitHeader] | None:
+        """The commits that led from ``head`` to the shard's head; None if they are not all in the log."""
+        return self._core.chains[shard].commits_after(head)
+
     def commit_of(self, shard: ShardId, head: Digest) -> CommitHeader | None:
         """The commit that made this head of the shard, if it is the newest one of its log."""
         chain = self._core.chains[shard]

@@ -7,6 +7,10 @@ from p2pdiloco.simulation.planter import Bug
 _SHIFTS = "p2pdiloco.peer.shift_queue"
 _STORE = "p2pdiloco.peer.payload_store"
 _QUEUE_TESTS = "tests/unit/test_peer_shift_queue.py"
+_LOG = "p2pdiloco.peer.commit_log"
+_SAVER = "p2pdiloco.peer.saver"
+_SEGMENTS = "p2pdiloco.peer.segments"
+_SAVER_TESTS = "tests/unit/test_peer_saver.py"
 _STORE_TESTS = "tests/unit/test_peer_payload_store.py"
 
 _OUTER_TESTS = "tests/unit/test_tensors_outer.py"
@@ -199,7 +203,7 @@ BUGS = (
     Bug(
         name="payloads are written without a budget",
         module=_STORE,
-        old="return not is_resting and (self._rate is None or self._allowed > 0)",
+        old="return not is_resting and (rate is None or self._allowed > 0)",
         new="return not is_resting",
         harm="a disk is worn out by what its user has forbidden",
         killed_by=(f"{_STORE_TESTS}::test_no_more_is_written_than_a_day_allows",),
@@ -211,6 +215,81 @@ BUGS = (
         new="        return copy",
         harm="whoever has helped one newcomer holds 128 MiB more than it needs, for the rest of the run",
         killed_by=("tests/unit/test_peer_donor.py::test_copies_that_nobody_asks_for_any_more_leave_no_memory",),
+    ),
+    # -- commits since a checkpoint ------------------------------------------------------------------------------------
+    Bug(
+        name="what is committed since a checkpoint is not kept",
+        module=_SAVER,
+        old="        await self._log.begin(draft.number)\n",
+        new="",
+        harm="a crash costs hours",
+        killed_by=(f"{_SAVER_TESTS}::test_a_crash_costs_what_was_committed_in_the_last_seconds",),
+    ),
+    Bug(
+        name="commits are not forced to the disk",
+        module=_LOG,
+        old="join(held.read(self._host.disk))))\n        self._host.disk.sync(path)\n",
+        new="join(held.read(self._host.disk))))\n",
+        harm="a power cut costs what was committed since the last checkpoint",
+        killed_by=(f"{_SAVER_TESTS}::test_what_is_committed_is_forced_to_the_disk",),
+    ),
+    Bug(
+        name="commits of a torn checkpoint lead on from nothing",
+        module="p2pdiloco.peer.checkpoint",
+        old="before=min(there[:keep])",
+        new="before=number",
+        harm="where the newest checkpoint is torn, hours are lost",
+        killed_by=(f"{_SAVER_TESTS}::test_of_a_torn_checkpoint_nothing_is_lost_while_the_one_before_is_led_on",),
+    ),
+    Bug(
+        name="a missing commit is not noticed",
+        module=_LOG,
+        old="self._path is not None and None not in self._heads",
+        new="self._path is not None",
+        harm="what is committed after a fetched state is lost by a crash, for hours",
+        killed_by=(f"{_SAVER_TESTS}::test_after_a_fetched_state_the_next_checkpoint_comes_sooner",),
+    ),
+    Bug(
+        name="commits are written whatever they are",
+        module=_LOG,
+        old="if rate > self._budget.most_log_bytes_per_day and self._path is not None:",
+        new="if False:",
+        harm="a fast run writes half a terabyte a day",
+        killed_by=(f"{_SAVER_TESTS}::test_more_commits_than_the_budget_has_are_not_written",),
+    ),
+    Bug(
+        name="what led to a state is forgotten by who takes commits from its disk",
+        module=_SEGMENTS,
+        old="        if before.header is not None:\n",
+        new="        if False:\n",
+        harm="a fork that grew before a crash and after it does not meet the others",
+        killed_by=(f"{_SAVER_TESTS}::test_a_crash_costs_what_was_committed_in_the_last_seconds",),
+    ),
+    Bug(
+        name="an altered commit is taken from the disk",
+        module=_SEGMENTS,
+        old="        except ValueError as error:\n            self._refused = True\n",
+        new="        except ZeroDivisionError as error:\n            self._refused = True\n",
+        harm="one flipped bit, and a peer cannot begin from its checkpoints",
+        killed_by=(f"{_SAVER_TESTS}::test_what_is_torn_of_the_commits_costs_what_came_after_it",),
+    ),
+    Bug(
+        name="who goes back takes the commits since",
+        module=_GOOD,
+        old="for number in numbers(folder, disk) if number >= good}",
+        new="for number in numbers(folder, disk) if number < 0}",
+        harm="the poisoned merge is taken again",
+        killed_by=(f"{_GOOD_TESTS}::test_the_last_from_which_training_went_on_stays_however_long_it_goes_wrong",),
+    ),
+    Bug(
+        name="payloads take what checkpoints need",
+        module="p2pdiloco.peer.write_budget",
+        old="/ DAY_S - checkpoints - learner)",
+        new="/ DAY_S)",
+        harm="twice what the user allows is written",
+        killed_by=(
+            f"{_SAVER_TESTS}::test_the_budget_of_writes_is_kept_at_defaults_up_to_a_hundred_million_parameters",
+        ),
     ),
     # -- a learner -----------------------------------------------------------------------------------------------------
     Bug(

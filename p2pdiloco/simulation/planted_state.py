@@ -158,8 +158,11 @@ BUGS = (
     Bug(
         name="momentum's age counted from where a state was fetched",
         module=_STATE,
-        old="rate = outer.rate_at(version, rate, momentum)",
-        new="self._age = getattr(self, '_age', 0) + 1; rate = outer.rate_at(self._age, rate, momentum)",
+        old="self._chunks(header.shard), outer.factors_of(self._outer, header.version)",
+        new=(
+            "self._chunks(header.shard), outer.factors_of(self._outer, getattr(self, '_age', 1))\n"
+            "        self._age = getattr(self, '_age', 1) + 1"
+        ),
         harm="who has come late takes longer steps than the others, and refuses every commit",
         killed_by=(f"{_STATE_TESTS}::test_a_turn_goes_as_far_as_any_where_the_bias_is_corrected",),
     ),

@@ -18,12 +18,13 @@ Rules of this file:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from p2pdiloco.protocol.manifest import OuterConfig
 from p2pdiloco.tensors import chunk_bodies, kernels, quantizers, step_kernels
 from p2pdiloco.tensors.recipes import CHUNK
 
@@ -34,6 +35,21 @@ if TYPE_CHECKING:
 _NOTHING = chunk_bodies.Packed(np.empty(0, np.int8), np.empty(0, np.float32), 0)
 _NOWHERE = np.empty(0, np.float32)
 _NOT_NARROW = np.empty(0, np.int16)
+
+
+class Factors(TypedDict):
+    """Of one outer step."""
+
+    learning_rate: float
+    momentum_factor: float
+
+
+def factors_of(config: OuterConfig, version: int) -> Factors:
+    """Of the outer step that makes ``version`` of a shard."""
+    rate, momentum = config.learning_rate, config.momentum
+    if config.bias_correction is True:
+        rate = rate_at(version, rate, momentum)
+    return {"learning_rate": rate, "momentum_factor": momentum}
 
 
 def rate_at(version: int, learning_rate: float, momentum: float) -> float:

@@ -12,6 +12,7 @@ from test_peer_checkpoint import make_manifest, proof_of, versions_of, write
 from p2pdiloco.node.run_folder import LOCK, FolderInUseError, folder_of, go_back, own_state
 from p2pdiloco.peer.checkpoint import CheckpointError, good_number, load, save
 from p2pdiloco.peer.known_good import ASIDE, MEMORY, KnownGood
+from p2pdiloco.peer.segments import path_of
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.runtime.files import LOCAL, lock
 from p2pdiloco.tensors.digests import state_digest
@@ -46,11 +47,15 @@ def test_the_last_from_which_training_went_on_stays_however_long_it_goes_wrong(t
     assert own is not None
     assert [proof.state.head.version for proof in own.shards] == [9, 9], "who is not asked to go back goes on"
     (peer.folder / "learner.safetensors").write_bytes(b"poisoned")
+    since = [path_of(peer.folder, number) for number in (3, 9)]
+    for path in since:
+        path.write_bytes(b"commits")
     told = go_back([tmp_path])
     assert "state-00000003" in told
     assert versions_of(load(peer.folder)) == [3, 3]
     assert not (peer.folder / "learner.safetensors").exists()
     assert (peer.folder / f"{ASIDE}state-00000009.safetensors").exists(), "nothing is removed"
+    assert not any(path.exists() for path in since), "what was committed since leads to where it went wrong"
     go_back([tmp_path])
     assert versions_of(load(peer.folder)) == [3, 3]
     later = Peer(tmp_path)

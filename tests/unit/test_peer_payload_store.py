@@ -118,10 +118,11 @@ def test_what_comes_again_is_in_memory_again(tmp_path: Path) -> None:
             shelf.put(digest, b"payload")
             assert shelf.payloads[digest] is held
             assert held.data == b"payload"
-            before = store.written_bytes
+            before, written = files_of(ann), held.path
             store.spill(ShardId(0), held)
             assert held.data is None
-            assert store.written_bytes == before
+            assert held.path == written
+            assert files_of(ann) == before
 
     act(story)
 

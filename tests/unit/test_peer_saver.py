@@ -12,10 +12,10 @@ import torch
 from actors import FOUNDER
 from troupe import Member, Stage, act
 
-from p2pdiloco.peer.checkpoint import load
+from p2pdiloco.peer.checkpoint import indices, load
 from p2pdiloco.peer.disk import Buffer
 from p2pdiloco.peer.peer import InitialState
-from p2pdiloco.peer.saver import shortest_s
+from p2pdiloco.peer.write_budget import WriteBudget
 from p2pdiloco.protocol.identifiers import ShardId
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.runtime.files import LocalDisk
@@ -32,6 +32,11 @@ def versions_in(folder: Path) -> list[int]:
     """Of its checkpoint; it is checked when it is read."""
     found = load(folder / "checkpoint")
     return [] if found is None else [proof.state.head.version for proof in found.shards]
+
+
+def copied_in(folder: Path) -> list[int]:
+    """Of the newest checkpoint as it was copied, without what was committed since."""
+    return [proof.state.head.version for proof in indices(folder / "checkpoint")[0][1].shards]
 
 
 def same(one: Member, other: Member) -> bool:
@@ -72,7 +77,7 @@ def test_a_shard_is_written_as_it_was_copied_though_the_disk_is_slow(tmp_path: P
             assert ann.versions == [3, 3]
             await ann.release("disk")
             await stage.wait(0.1)
-            assert versions_in(tmp_path / "ann") == [1, 3], "each shard is of the moment of its copy"
+            assert copied_in(tmp_path / "ann") == [1, 3], "each is of the moment of its copy"
             await stage.wait(61.0)
             assert versions_in(tmp_path / "ann") == [3, 3]
 
@@ -89,7 +94,7 @@ def test_what_is_written_is_copied_between_two_jobs(tmp_path: Path) -> None:
             await stage.train(ann, *[1.0] * 4)
             ann.held["tensors"] = []
             await stage.wait(1.0)
-            assert versions_in(tmp_path / "ann") == [0, 0], "the copy waits for its turn"
+            assert copied_in(tmp_path / "ann") == [0, 0], "the copy waits for its turn"
             await ann.release("tensors")
             await stage.wait(1.0)
             assert versions_in(tmp_path / "ann") == [1, 1]
@@ -114,8 +119,39 @@ def test_a_checkpoint_needs_memory_for_one_shard(tmp_path: Path) -> None:
     act(story)
 
 
+class CarefulDisk(LocalDisk):
+    """Knows what was forced to it."""
+
+    def __init__(self) -> None:
+        self.unforced: set[str] = set()
+        self.appended = 0
+
+    def append(self, path: Path, part: Buffer) -> None:
+        self.unforced.add(path.name)
+        self.appended += path.name.startswith("since-")
+        super().append(path, part)
+
+    def sync(self, path: Path) -> None:
+        self.unforced.discard(path.name)
+        super().sync(path)
+
+
+def test_what_is_committed_is_forced_to_the_disk(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(write_bytes_per_day=budget_of(stage, 3000.0))
+            disk = ann.host.disk = CarefulDisk()  # type: ignore[misc]
+            await stage.wait(1.0)
+            await stage.train(ann, *[1.0] * 8)
+            await stage.wait(11.0)
+            assert disk.appended == 4
+            assert not disk.unforced
+
+    act(story)
+
+
 class SlowDisk(LocalDisk):
-    """From the first file that is more than begun, what is asked for waits."""
+    """Once a checkpoint is begun, what is asked for waits."""
 
     def __init__(self, member: Member, *, is_held: bool = True) -> None:
         self._member = member
@@ -126,7 +162,7 @@ class SlowDisk(LocalDisk):
 
     def write(self, path: Path, parts: Iterable[Buffer]) -> None:
         super().write(path, parts)
-        if self._is_held and path.suffix == ".part" and "state-" in path.name and ".safetensors" in path.name:
+        if self._is_held and path.suffix == ".commits":
             self._is_held = False
             self._member.held["disk"] = []
 
@@ -173,14 +209,19 @@ def test_a_checkpoint_that_a_full_disk_refused_is_written_later(tmp_path: Path) 
     act(story)
 
 
-def test_what_is_written_a_day_is_budgeted(tmp_path: Path) -> None:
-    """A checkpoint and the learner's own state are 16 bytes a parameter; an explicit wish goes before."""
+def budget_of(stage: Stage, between_s: float) -> float:
+    """Bytes a day, with which checkpoints come so often while commits are kept."""
+    return 6 * Layout.of(stage.manifest).elements * 86400 / between_s / 0.125
 
-    async def written(**options: Any) -> int:
-        async with Stage(tmp_path / str(len(options))) as stage:
-            elements = Layout.of(stage.manifest).elements
-            if options:
-                options["write_bytes_per_day"] = 14 * elements * 86400 / 100.0
+
+def test_what_is_written_a_day_is_budgeted(tmp_path: Path) -> None:
+    """An explicit wish goes before."""
+
+    async def written(between_s: float | None = None) -> int:
+        async with Stage(tmp_path / str(between_s)) as stage:
+            options: dict[str, Any] = {}
+            if between_s is not None:
+                options["write_bytes_per_day"] = budget_of(stage, between_s)
             ann = await stage.found(checkpoint_s=20.0, **options)
             await stage.wait(1.0)
             before = ann.metrics.events().count("checkpoint")
@@ -191,16 +232,147 @@ def test_what_is_written_a_day_is_budgeted(tmp_path: Path) -> None:
 
     async def story() -> None:
         assert await written() >= 9
-        assert 2 <= await written(write_bytes_per_day=1.0) <= 4
+        assert 2 <= await written(100.0) <= 4
 
     act(story)
 
 
-def test_the_budget_of_writes_is_kept_at_defaults_up_to_ten_million_parameters() -> None:
-    assert shortest_s(10_000_000, 6, None) == 0.0
-    between_s = shortest_s(10_000_000, 6, 19e9)
-    assert (6 + 8) * 10_000_000 * 86400 / between_s == pytest.approx(19e9)
-    assert shortest_s(10_000_000_000, 6, 19e9) == 3600.0, "no more than an hour is lost, whatever it writes"
+def test_a_crash_costs_what_was_committed_in_the_last_seconds(tmp_path: Path) -> None:
+    """However seldom whole checkpoints are written; with the bits that everybody else has, in all lives."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            options = {"write_bytes_per_day": budget_of(stage, 3000.0)}
+            ann = await stage.found(**options)
+            bob = await stage.beside(has_learner=False)
+            await stage.wait(1.0)
+            for _ in range(3):
+                await stage.train(ann, *[1.0] * 8)
+                await stage.wait(11.0)
+                kept = ann.versions
+                assert versions_in(tmp_path / "ann") == kept
+                assert copied_in(tmp_path / "ann") == [kept[0] - 2] * 2
+                await stage.train(ann, *[1.0] * 4)
+                assert bob.versions == [kept[0] + 1] * 2
+                stage.kill(ann)
+                initial = state_of(tmp_path / "ann")
+                assert [proof.state.head.version for proof in initial.shards] == kept
+                assert all(len(proof.lineage) == kept[0] - 1 for proof in initial.shards)  # type: ignore[attr-defined]
+                ann = await stage.add("ann", initial, identity=FOUNDER, **options)
+                await stage.ready(ann)
+                await stage.wait(3.0)
+                assert same(ann, bob)
+
+    act(story)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "long", "gone"])
+def test_what_is_torn_of_the_commits_costs_what_came_after_it(tmp_path: Path, damage: str) -> None:
+    """And no more: the end of a file, a bit, a length, a whole segment."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(write_bytes_per_day=budget_of(stage, 3000.0))
+            await stage.wait(1.0)
+            await stage.train(ann, *[1.0] * 4)
+            await stage.wait(11.0)
+            (segment,) = (tmp_path / "ann" / "checkpoint").glob("since-*")
+            whole = segment.stat().st_size
+            await stage.train(ann, *[1.0] * 4)
+            await stage.wait(11.0)
+            data = bytearray(segment.read_bytes())
+            stage.kill(ann)
+            assert versions_in(tmp_path / "ann") == [2, 2]
+            if damage == "gone":
+                segment.unlink()
+            elif damage == "cut":
+                segment.write_bytes(data[: whole + 100])
+            elif damage == "long":
+                data[whole] = 255
+                segment.write_bytes(data)
+            else:
+                data[-1] ^= 1
+                segment.write_bytes(data)
+            expected = {"cut": [1, 1], "long": [1, 1], "flipped": [2, 1], "gone": [0, 0]}[damage]
+            assert sorted(versions_in(tmp_path / "ann")) == sorted(expected)
+
+    act(story)
+
+
+def test_of_a_torn_checkpoint_nothing_is_lost_while_the_one_before_is_led_on(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(write_bytes_per_day=budget_of(stage, 40.0))
+            await stage.wait(1.0)
+            for _ in range(6):
+                await stage.train(ann, *[1.0] * 4)
+                await stage.wait(15.0)
+            folder = tmp_path / "ann" / "checkpoint"
+            assert ann.metrics.events().count("checkpoint") > 2
+            assert len(list(folder.glob("since-*"))) == len(list(folder.glob("state-*.json"))) == 2
+            stage.kill(ann)
+            assert versions_in(tmp_path / "ann") == ann.versions == [6, 6]
+            newest = max(folder.glob("state-*.safetensors"))
+            newest.write_bytes(newest.read_bytes()[:-1])
+            assert versions_in(tmp_path / "ann") == [6, 6]
+
+    act(story)
+
+
+def test_after_a_fetched_state_the_next_checkpoint_comes_sooner(tmp_path: Path) -> None:
+    """Commits lead nowhere where one is missing."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(write_bytes_per_day=budget_of(stage, 30000.0))
+            await stage.wait(1.0)
+            await stage.train(ann, *[1.0] * 4)
+            for shelf in ann.driver.cargo.shelves[:1]:
+                shelf.payloads.clear()
+            await stage.wait(11.0)
+            assert sorted(versions_in(tmp_path / "ann")) == [0, 1]
+            await stage.wait(3600.0)
+            assert copied_in(tmp_path / "ann") == [1, 1]
+            await stage.wait(7200.0)
+            await stage.train(ann, *[1.0] * 4)
+            await stage.wait(3600.0)
+            assert copied_in(tmp_path / "ann") == [1, 1], "commits lead on from it"
+            assert versions_in(tmp_path / "ann") == [2, 2]
+
+    act(story)
+
+
+def test_more_commits_than_the_budget_has_are_not_written(tmp_path: Path) -> None:
+    """They would leave nothing for checkpoints, which come every hour then; until they are fewer."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(write_bytes_per_day=1000.0)
+            await stage.wait(1.0)
+            await stage.train(ann, *[1.0] * 16)
+            await stage.wait(20.0)
+            await stage.train(ann, *[1.0] * 4)
+            await stage.wait(20.0)
+            assert versions_in(tmp_path / "ann")[0] < 5
+            await stage.wait(3600.0)
+            assert copied_in(tmp_path / "ann") == [5, 5]
+
+    act(story)
+
+
+def test_the_budget_of_writes_is_kept_at_defaults_up_to_a_hundred_million_parameters() -> None:
+    day_s, most = 86400.0, 20e9
+    for elements in (1_000_000, 10_000_000, 100_000_000):
+        for log_bytes in (0.0, 6e9, 9.5e9):
+            budget = WriteBudget(19e9, elements, 6)
+            budget.is_logged, budget.log_bytes_per_day = log_bytes > 0, log_bytes
+            checkpoints = 6 * elements * day_s / budget.checkpoint_s()
+            learner = 8 * elements * day_s / budget.learner_s()
+            assert log_bytes <= budget.most_log_bytes_per_day
+            assert checkpoints + learner + log_bytes + budget.spare_bytes_per_s() * day_s < most  # type: ignore[operator]
+    large = WriteBudget(19e9, 10_000_000_000, 6)
+    assert large.checkpoint_s() == 3600.0, "no more than an hour is lost, whatever it writes"
+    assert WriteBudget(None, 10_000_000, 6).checkpoint_s() == 0.0
 
 
 def test_a_copy_that_is_held_up_for_minutes_costs_one_checkpoint_and_not_all_that_follow(tmp_path: Path) -> None:
@@ -213,10 +385,10 @@ def test_a_copy_that_is_held_up_for_minutes_costs_one_checkpoint_and_not_all_tha
             await stage.train(ann, *[1.0] * 4)
             ann.held["tensors"] = []
             await stage.wait(200.0)
-            assert versions_in(tmp_path / "ann") == [0, 0]
+            assert copied_in(tmp_path / "ann") == [0, 0]
             await ann.release("tensors")
             await stage.wait(100.0)
-            assert versions_in(tmp_path / "ann") == [1, 1]
+            assert copied_in(tmp_path / "ann") == [1, 1]
 
     act(story)
 

@@ -1,0 +1,63 @@
+"""What a peer may write to its disk in a day, and who of its parts gets how much of it.
+
+Rules of this file:
+1. Commits since the last checkpoint come first, as long as they fit into ``LOG_SHARE``: of a version of the model they
+   are half a byte a parameter, of a checkpoint six or eight. With them a checkpoint is wanted seldom; without them it
+   is all that a crash leaves, and comes every hour whatever it writes.
+2. The learner's own state is written by a clock of its own. Payloads that memory has no room for get what is left.
+"""
+
+from __future__ import annotations
+
+DAY_S = 86400.0
+HOUR_S = 3600.0
+LEARNER_BYTES = 8
+"""A parameter's, that the learner writes of its own, or less."""
+LOG_SHARE = 0.6
+"""With own commits, which are written in any case."""
+LEARNER_SHARE = 0.25
+LOGGED_SHARE = 0.125
+"""Of checkpoints, while commits are kept."""
+UNLOGGED_SHARE = 0.5
+"""And while they are not."""
+
+
+class WriteBudget:
+    """Of a peer whose checkpoints have ``elements`` parameters of ``width`` bytes each. ``bytes_per_day`` None: no
+    limit."""
+
+    def __init__(self, bytes_per_day: float | None, elements: int, width: int) -> None:
+        self._bytes_per_day = bytes_per_day
+        self._elements = elements
+        self._width = width
+        self.log_bytes_per_day = 0.0
+        """Written now, of commits."""
+        self.is_logged = False
+        """Whether commits lead on from the last checkpoint."""
+
+    @property
+    def most_log_bytes_per_day(self) -> float:
+        """Of commits; inf: no limit."""
+        return float("inf") if self._bytes_per_day is None else LOG_SHARE * self._bytes_per_day
+
+    def checkpoint_s(self) -> float:
+        """Between two checkpoints, at least; never more than an hour, where commits do not lead on from the last."""
+        if self._bytes_per_day is None:
+            return 0.0
+        share = LOGGED_SHARE if self.is_logged else UNLOGGED_SHARE
+        between_s = self._width * self._elements * DAY_S / (share * self._bytes_per_day)
+        return between_s if self.is_logged else min(HOUR_S, between_s)
+
+    def learner_s(self) -> float:
+        """Between two savings of the learner's own state, at least."""
+        if self._bytes_per_day is None:
+            return 0.0
+        return LEARNER_BYTES * self._elements * DAY_S / (LEARNER_SHARE * self._bytes_per_day)
+
+    def spare_bytes_per_s(self) -> float | None:
+        """What nobody else writes; None: no limit."""
+        if self._bytes_per_day is None:
+            return None
+        checkpoints = self._width * self._elements / self.checkpoint_s()
+        learner = LEARNER_BYTES * self._elements / self.learner_s()
+        return max(0.0, (self._bytes_per_day - self.log_bytes_per_day) / DAY_S - checkpoints - learner)
