@@ -61,6 +61,8 @@ class View:
         self.sent_bytes = 0
         self.current_at = 0.0
         """Unix time at which it last had a whole state."""
+        self.began_training_at = 0.0
+        """Unix time of its learner's first word; 0: none yet."""
         self.trained_at = 0.0
         """Unix time of its learner's last word."""
         self.held_out: list[tuple[float, float, int]] = []
@@ -76,6 +78,7 @@ class View:
                 self.current_at = line["time"]
             case "progress":
                 self.trained_at = line["time"]
+                self.began_training_at = self.began_training_at or self.trained_at
                 self.tokens, self.loss, self.blocked_s = line["tokens"], line["loss"], line["blocked_s"]
                 self.step, self.sent_bytes = max(self.step, line["step"]), line["sent_bytes"]
             case "peers":

@@ -143,6 +143,8 @@ def _faults(evidence: Evidence, axis: Any) -> set[Kind]:
 
 
 def _mark(evidence: Evidence, axis: Any, row: int, fault: Struck) -> None:
+    from matplotlib.lines import Line2D
+
     marker, color, _ = LOOKS[fault.kind]
     began, ended = _at(evidence, fault.began), _at(evidence, fault.ended)
     line = row + LINK_LINES.get(fault.kind, PROCESS_LINE)
@@ -152,7 +154,8 @@ def _mark(evidence: Evidence, axis: Any, row: int, fault: Struck) -> None:
         return
     if lasts:
         axis.barh(row, ended - began, left=began, height=0.36, color="none", edgecolor=color, hatch="////", zorder=3)
-    edge = {"linewidths": 2.0} if marker == "|" else {"edgecolors": "white", "linewidths": 0.8}
+    is_line = marker not in Line2D.filled_markers
+    edge = {"linewidths": 2.0} if is_line else {"edgecolors": "white", "linewidths": 0.8}
     axis.scatter([began], [line], marker=marker, s=SIZES.get(marker, 70), color=color, zorder=5, **edge)
 
 

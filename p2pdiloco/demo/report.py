@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from p2pdiloco.chaos.swarm import Member, SwarmError
+from p2pdiloco.demo.picture import draw
+from p2pdiloco.demo.story import Story
 from p2pdiloco.peer.checkpoint import Checkpoint, load
 from p2pdiloco.protocol.identifiers import LearnerId, peer_of
 from p2pdiloco.protocol.manifest import Layout, RunConfig
@@ -20,21 +22,6 @@ from p2pdiloco.training.transformer import build_model, generate
 PROMPT = b"def "
 SAMPLE_TOKENS = 400
 FP32_BYTES = 4.0
-
-
-class Story:
-    """What happened, and when."""
-
-    def __init__(self, began_unix: float) -> None:
-        self.began_unix = began_unix
-        self.killed: Member | None = None
-        self.killed_unix = 0.0
-        self.version_at_kill = 0
-        self.late: Member | None = None
-        self.joined_unix = 0.0
-        self.is_bootstrap_killed = False
-        self.members: list[Member] = []
-        self.leftovers: list[str] = []
 
 
 def make_report(story: Story, config: RunConfig, out: Path) -> dict[str, Any]:
@@ -70,13 +57,13 @@ def make_report(story: Story, config: RunConfig, out: Path) -> dict[str, Any]:
         "tokens_merged": max((r["tokens_merged"] for r in reports), default=0),
         "tokens_unmerged_by_survivors": sum(r["tokens_unmerged"] for r in reports),
         "bytes_sent": {m.name: m.view.sent_bytes for m in story.members},
-        "bootstrap_killed": story.is_bootstrap_killed,
+        "bootstrap_killed": story.bootstrap_killed_unix > 0.0,
         "leftover_processes": len(story.leftovers),
         "leftovers": story.leftovers,
         "sample": sample,
     }
     (out / "report.json").write_text(json.dumps(report, indent=2))
-    report["plot"] = _plot(story, start, out / "loss.png")
+    report["plot"] = draw(story, start, out / "loss.png")
     return report
 
 
@@ -151,38 +138,3 @@ def print_report(report: dict[str, Any], out: Path) -> None:
     state = out / "peer-A"
     print(f"  play it back in a browser: p2pdiloco page {out}")
     print(f"  have it write more: p2pdiloco generate {state}; make files of it: p2pdiloco export {state} --out model")
-
-
-def _plot(story: Story, start: float, path: Path) -> str:
-    """Draw; where it is, or why not."""
-    try:
-        import matplotlib as mpl
-    except ModuleNotFoundError as error:
-        return f"none ({error}: pip install 'p2pdiloco[plot]')"
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    measured: dict[int, tuple[float, float]] = {}
-    for at, loss, version in sorted(p for m in story.members for p in m.view.held_out):
-        measured.setdefault(version, (at - story.began_unix, loss))
-    points = sorted(measured.values())
-    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=150)
-    seconds, losses = [t for t, _ in points], [loss for _, loss in points]
-    axes.plot(seconds, losses, marker="o", markersize=4, color="tab:blue", label="global model, held-out")
-    axes.axhline(start / 2, color="gray", linewidth=0.8, linestyle=":", label="half of the start")
-    for member in (story.killed, story.late):
-        if member is not None:
-            at = (story.killed_unix if member.was_killed else story.joined_unix) - story.began_unix
-            word, color = ("killed", "tab:red") if member.was_killed else ("joins", "tab:green")
-            axes.axvline(at, color=color, linestyle="--", linewidth=1.2, label=f"peer {member.name} {word}")
-    axes.set_xlabel("seconds since the start")
-    axes.set_ylabel("loss (nats a byte)")
-    axes.set_title("A swarm trains one language model; one peer is killed, one joins late")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="upper right", fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
-    return str(path)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from p2pdiloco.chaos.swarm import Member, Swarm, SwarmError
-from p2pdiloco.demo.report import Story
+from p2pdiloco.demo.story import Story
 from p2pdiloco.protocol.manifest import RunConfig
 from p2pdiloco.runtime.invitation import LOOK_AT
 
@@ -66,10 +66,9 @@ def play(swarm: Swarm, config: RunConfig, limit_s: float, is_interrupted: Callab
             screen.say(f"peer B killed with SIGKILL at step {founder.view.step}")
         if share >= JOIN_AT and story.late is None:
             story.late = swarm.join("D", address)
-            story.joined_unix = time.time()
             screen.say("a fourth peer, D, joins with nothing but the bootstrap address")
-        if share >= BOOTSTRAP_KILL_AT and not story.is_bootstrap_killed:
-            story.is_bootstrap_killed = True
+        if share >= BOOTSTRAP_KILL_AT and not story.bootstrap_killed_unix:
+            story.bootstrap_killed_unix = time.time()
             swarm.bootstrap.kill()
             screen.say("the bootstrap node is killed, too; the peers go on")
         screen.show(swarm.members, time.monotonic() - began)
