@@ -27,8 +27,9 @@ STEP_S = 2.0
 SYNC_EVERY, FRAGMENTS, OVERLAP = 24, 24, 2
 """The paper's defaults: a fragment's turn at each step."""
 TOKENS_A_STEP = 10
-WARM_UP_S = 240.0
-"""Until all have joined and every fragment has had some turns."""
+WARM_UP_S, JOIN_S = 240.0, 10.0
+"""Until all have joined and every fragment has had some turns: the longer of the first, and of the second for each peer
+(64 train after 480 s, since each fetches its state)."""
 HUB = PeerId("hub")
 
 
@@ -105,7 +106,7 @@ def measure(
 ) -> Figures:
     """Let ``seconds`` pass after the warm-up, and count."""
     began_at = time.process_time()
-    world.run_until(WARM_UP_S)
+    world.run_until(max(WARM_UP_S, JOIN_S * len(islands)))
     checks, start = world.checks, world.now
     merged, versions, forks, known = merged_tokens(world), checks.versions, checks.forks, set(checks.commits)
     while world.now < start + seconds and not checks.is_over:
