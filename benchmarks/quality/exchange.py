@@ -21,7 +21,7 @@ from benchmarks.quality.settings import Setting
 from p2pdiloco.protocol.identifiers import ShardId
 from p2pdiloco.protocol.manifest import Codec, Layout, TensorSpec
 from p2pdiloco.tensors import merge, outer, quantizers
-from p2pdiloco.tensors.recipes import CHUNK, FORMATS
+from p2pdiloco.tensors.recipes import BLOCK, CHUNK, FORMATS
 from p2pdiloco.wire import compression
 
 
@@ -46,6 +46,8 @@ def pack(codec: str, x: Tensor) -> Parcel:
         return Parcel(merge.Vector(values), values, 4.0 * x.numel())
     if name == "topk":
         return _top(float(number), x)
+    if name in ("dither", "stochastic"):
+        return _dithered(float(number), x, is_moved_back=name == "dither")
     how = quantizers.recipe(_codec(name), float(number) if number else None)
     bodies = [bytes(body) for body in quantizers.encode_chunks(how, x)]
     values = quantizers.decode_chunks(bodies, torch.empty_like(x))
@@ -56,7 +58,9 @@ def _codec(name: str) -> Codec:
     for known in FORMATS:
         if known == name:
             return known
-    raise ValueError(f"there is no codec {name!r}: fp32, topk@SHARE, or one of {', '.join(FORMATS)}")
+    raise ValueError(
+        f"there is no codec {name!r}: fp32, topk@SHARE, dither@STEP, stochastic@STEP, or one of {', '.join(FORMATS)}"
+    )
 
 
 def _top(share: float, x: Tensor) -> Parcel:
@@ -68,6 +72,24 @@ def _top(share: float, x: Tensor) -> Parcel:
     p = count / x.numel()
     place_bits = -math.log2(p) - (1 - p) / p * math.log2(1 - p) if p < 1.0 else 0.0
     return Parcel(merge.Vector(values), values, count * (2.0 + place_bits / 8.0))
+
+
+def _dithered(step: float, x: Tensor, *, is_moved_back: bool) -> Parcel:
+    """As int4 with such a step, but that what is rounded is moved by a random number first, and moved back after (all
+    peers would draw it alike, from shard and version), or not (stochastic rounding, which only the sender need know).
+    Either way what is lost is nothing on average, and small values are not always lost; moved back it has nothing to do
+    with the values at all, and is half as large a square. Symbols take their entropy, computed, not coded, and a block
+    its scale."""
+    blocks = torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
+    width = step * blocks.square().mean(1, keepdim=True).sqrt().clamp(min=1e-30)
+    seed = int(x[:64].view(torch.int32).to(torch.int64).sum()) & 0x7FFFFFFF
+    moved = torch.rand(blocks.shape, generator=torch.Generator().manual_seed(seed)) - 0.5
+    symbols = (blocks / width + moved).round()
+    values = ((symbols - moved if is_moved_back else symbols) * width).flatten()[: x.numel()]
+    counts = torch.unique(symbols, return_counts=True)[1].double()
+    shares = counts / counts.sum()
+    bits = float(-(shares * shares.log2()).sum())
+    return Parcel(merge.Vector(values), values, x.numel() * bits / 8.0 + len(blocks))
 
 
 class Exchange:

@@ -34,7 +34,8 @@ def any_time() -> list[Setting]:
     """Averages on the way of a run whose rate never falls, and runs that end there, where it falls at the end."""
     stable = {"final_share": 1.0, "averages": True, "correction": False}
     decayed = [_cell(steps=steps, decay_share=0.2, correction=False) for steps in (480, 960, 1440, 1920)]
-    return [_cell(steps=960, curve=2, **stable), *decayed[:2], _cell(steps=1920, curve=4, **stable), *decayed[2:]]
+    long = _cell(steps=1920, curve=2, **stable)
+    return [_cell(steps=960, curve=2, **stable), *decayed[:2], long, decayed[3], decayed[2]]
 
 
 def scope() -> list[Setting]:
@@ -52,21 +53,21 @@ def languages() -> list[Setting]:
     """One language a learner: merge rules, outer settings, H, and corrections of direction."""
     base = [
         _parallel(steps=480, data="mixture", learning_rate=16e-3),
-        _parallel(steps=480, data="mixture"),
+        _short(data="mixture", learning_rate=16e-3),
         _short(data="mixture"),
     ]
     direct = {"merge": "direct", "correction": False}
+    often = {"fragments": 6, "sync_every": 6, "overlap": 1}
     ways: list[dict[str, Any]] = [
         {},
         {**direct, "outer_rate": 0.7, "outer_momentum": 0.7},
         {"heading": "heloco@0.3"},
-        {"learning_rate": 4e-3},
-        {"sync_every": 12},
+        {"learning_rate": 16e-3},
+        {**often},
         {"heading": "agree@0.5"},
         {"heading": "surgery"},
-        {**direct, "outer_rate": 1.0, "outer_momentum": 0.0},
-        {"fragments": 6, "sync_every": 6, "overlap": 1},
-        {"outer_rate": 0.2},
+        {**direct, "outer_rate": 1.0, "outer_momentum": 0.0, **often},
+        {"sync_every": 12},
         {"inner": "adamw", "learning_rate": 4e-3},
     ]
     return base + [_short(data="languages", **way) for way in ways]
@@ -84,19 +85,21 @@ def few_bytes() -> list[Setting]:
     return [_short(up=up, down=down, seed=seed) for seed in SEEDS for up, down in pairs]
 
 
+def dither() -> list[Setting]:
+    """A coarse downlink whose rounding is deterministic, or is not."""
+    return [_short(down=down, seed=seed) for seed in SEEDS for down in ("int4@1.5", "dither@1.5", "stochastic@1.5")]
+
+
 def worth() -> list[Setting]:
     """The first cells of each question, by what they decide."""
-    tensor = scope()
     return [
-        *any_time()[1:2],
-        *languages()[3:6],
-        *tensor[1:3],
-        *few_bytes()[1:4],
-        *languages()[:1],
-        *tensor[4:6],
-        *languages()[7:9],
-        *any_time()[:1],
-        *any_time()[2:],
+        *languages()[:6],
+        *dither()[:6],
+        *languages()[6:9],
+        *scope()[:8],
+        *any_time()[:3],
+        *languages()[9:],
+        *few_bytes()[:4],
     ]
 
 
@@ -105,5 +108,6 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "scope": scope,
     "languages": languages,
     "few-bytes": few_bytes,
+    "dither": dither,
     "open": worth,
 }

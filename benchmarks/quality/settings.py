@@ -82,7 +82,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """``blend``: the mean of the learner's parameters and the new global ones (Streaming DiLoCo, arXiv 2501.18512)."""
 
     up: str = "int4"
-    """A codec of ``tensors/``, as "int4" or "int4@1.0" (its step); "fp32"; or "topk@0.05", a share of all elements."""
+    """A codec of ``tensors/``, as "int4" or "int4@1.0" (its step); "fp32"; "topk@0.05", a share of all elements;
+    "dither@1.5", "stochastic@1.5"."""
     down: str = "int4"
     feedback: bool = True
     """What leaves the learner's delta is what was sent (the shipped rule); without it, what was meant."""

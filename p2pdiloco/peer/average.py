@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 log = logs.get("node")
 
-POWER: Final = 8
+POWER: Final = 16
 """docs/quality.md, "Good at any time"."""
 WIDTH: Final = 4
 """Bytes of a parameter."""

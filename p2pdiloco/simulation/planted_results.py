@@ -183,7 +183,7 @@ BUGS = (
         old="config.evaluation.samples, self._device, self._given",
         new="config.evaluation.samples, self._device",
         harm="the curve jumps with who measures, where data differ",
-        killed_by=("tests/unit/test_training_learner.py::test_a_life",),
+        killed_by=("tests/unit/test_training_learner.py::test_all_measure_on_the_runs_samples_whatever_their_data",),
     ),
     Bug(
         name="a founder's held-out text travels unasked",

@@ -38,7 +38,7 @@ def of(member: Member) -> RunningAverage:
 
 def test_looks_count_by_the_part_of_the_run_that_they_are_of() -> None:
     """The last k / (POWER + 1) of k looks have about two thirds of the weight, whatever k is."""
-    for looks in (90, 900):
+    for looks in (170, 1700):
         weights = [weight(k) for k in range(1, looks + 1)]
         for k, share in enumerate(weights):
             weights[:k] = [w * (1.0 - share) for w in weights[:k]]

@@ -29,6 +29,8 @@ from p2pdiloco.protocol.manifest import (
 )
 from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.training.channel import Channel
+from p2pdiloco.training.corpus import load_corpus
+from p2pdiloco.training.learner import Learner
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.reunion import find_learner
 from p2pdiloco.training.shared_memory import SharedVectors
@@ -142,6 +144,26 @@ def start(tmp_path: Path, data: Path) -> Iterator[Callable[..., Node]]:
     yield begin
     for node in nodes:
         node.close()
+
+
+def test_all_measure_on_the_runs_samples_whatever_their_data(data: Path) -> None:
+    manifest = make_manifest()
+    layout, model = Layout.of(manifest), build_model(manifest.config.model, 3)
+    theta, (ours, theirs) = torch.empty(layout.elements), socket.socketpair()
+    flat = FlatParameters(model.named_parameters(), manifest.tensors, layout)
+    flat.copy_to(theta, flat.everything)
+    with SharedVectors.create(layout.elements) as vectors, ours, theirs:
+        learner = Learner(
+            manifest=manifest,
+            layout=layout,
+            device="cpu",
+            vectors=vectors,
+            connection=ours,
+            corpus=load_corpus(manifest.config.data, str(data)),
+            incarnation="founder/1",
+        )
+        found = learner.evaluate(theta)
+    assert found == pytest.approx(float(loss(model, torch.arange(4 * 9).view(4, 9)).detach()), abs=1e-5)
 
 
 def test_a_life(start: Callable[..., Node]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -67,7 +68,7 @@ class Bench:
     def __init__(self, reunion: Reunion | None = None) -> None:
         model = nn.Linear(4, 3)
         named = list(model.named_parameters())
-        tensors = tensor_specs([(name, p.shape, False) for name, p in named], 2)
+        tensors = tensor_specs([(name, p.shape, False) for name, p in named], 2, math.inf)  # none is cut
         layout = make_layout(tensors, 2, 1024, "rda")
         self.flat = SlowParameters(named, tensors, layout)
         self.flat.pending = []
