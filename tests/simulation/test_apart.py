@@ -23,7 +23,7 @@ def told(peers: int, dies_at: float = 0.0, back_at: float = 0.0, *, needs_majori
 
 
 def test_behind_routers_all_train_one_model() -> None:
-    """Five peers, of which four meet nobody but the first (rules R)."""
+    """Five peers, of which four meet nobody but the first (rules R): no forks, once it is known who meets whom."""
     found = told(5)
     assert found["statuses"] == [0] * 5
     assert (found["models"], found["forks"]) == (1, 0)
