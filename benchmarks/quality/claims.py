@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from benchmarks import record
+from benchmarks.quality.bases import MUON, UNEVEN, as_shipped
 from benchmarks.quality.report import by_seed, seedless, spread
 from benchmarks.quality.runner import rows
 from benchmarks.quality.settings import Setting, to_row
-from benchmarks.quality.sweeps import MUON, UNEVEN, as_shipped
 
 Cells = Mapping[Setting, Mapping[int, Mapping[str, Any]]]
 LENGTHS = (240, 480, 960, 1440, 1920)

@@ -9,33 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from benchmarks.quality.bases import SEEDS, as_shipped
 from benchmarks.quality.settings import Setting
-
-SEEDS = (1, 2, 3)
-FEW_TURNS = 40
-
-
-def _cell(**changes: Any) -> Setting:
-    base: dict[str, Any] = {"batch": 64, "inner": "muon", "learning_rate": 8e-3, "bounded": True}
-    turns = changes.get("steps", 1920) // changes.get("sync_every", 24)
-    return Setting(**base | {"correction": turns < FEW_TURNS} | changes)
 
 
 def _short(**changes: Any) -> Setting:
-    return _cell(steps=480, **changes)
+    return as_shipped(steps=480, **changes)
 
 
 def _parallel(**changes: Any) -> Setting:
     one = {"method": "parallel", "learners": 1, "bounded": False, "correction": False}
-    return _cell(**one | changes)
+    return as_shipped(**one | changes)
 
 
 def any_time() -> list[Setting]:
     """Averages on the way of a run whose rate never falls, and runs that end there, where it falls at the end."""
     stable = {"final_share": 1.0, "averages": True, "correction": False}
-    decayed = [_cell(steps=steps, decay_share=0.2, correction=False) for steps in (480, 960, 1440, 1920)]
-    long = _cell(steps=1920, curve=2, **stable)
-    return [_cell(steps=960, curve=2, **stable), *decayed[:2], long, decayed[3], decayed[2]]
+    decayed = [as_shipped(steps=steps, decay_share=0.2, correction=False) for steps in (480, 960, 1440, 1920)]
+    long = as_shipped(steps=1920, curve=2, **stable)
+    return [as_shipped(steps=960, curve=2, **stable), *decayed[:2], long, decayed[3], decayed[2]]
 
 
 def scope() -> list[Setting]:

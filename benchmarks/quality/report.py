@@ -18,9 +18,9 @@ import msgspec
 
 from benchmarks.plots import figure
 from benchmarks.quality import sweeps
+from benchmarks.quality.bases import MUON
 from benchmarks.quality.runner import rows
 from benchmarks.quality.settings import Setting, to_row
-from benchmarks.quality.sweeps import MUON
 
 Figures = Mapping[str, Any]
 Rows = Mapping[Setting, Figures]
