@@ -23,7 +23,7 @@ from benchmarks.wire.exchange_swarm import BenchmarkError, Case, Swarm
 
 REST_S = 20.0
 """Memory that is not used any more goes after some laps through all shards."""
-FIXED_BYTES = 45e6
+FIXED_BYTES = 50e6
 """Of a node whatever its model: working memory of threads, sockets' buffers."""
 AT_REST = 7.0
 CHECKPOINT = 1.0
