@@ -276,7 +276,11 @@ def _outcome(made: Testbed, those: Gathering, *, kills_bootstrap: bool) -> Outco
         if line["event"] == "relayed":
             relayed += line["bytes"]
             keeping += line["bytes"] * all(sites[host].nat in KEEPS for host in line["between"].split("-"))
-    merged = max(report["tokens_merged"] for report in reports.values())
+    given = {event["head"]: event["contributors"] for event in told if event["shard"] == 0}
+    of_cut_off = sum(
+        tokens for some in given.values() for one, tokens in some.items() if peer_of(LearnerId(one)) not in together
+    )
+    merged = max(report["tokens_merged"] for report in reports.values()) - of_cut_off
     return Outcome(
         topology=made.topology.name,
         joined=sum(
