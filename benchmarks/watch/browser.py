@@ -9,6 +9,7 @@ import asyncio
 import base64
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator
@@ -107,11 +108,12 @@ async def browser() -> AsyncIterator[Tab]:
     """One with one tab; it ends with the block."""
     program = found()
     assert program is not None
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(  # noqa: ASYNC220
             [program, *OPTIONS, f"--user-data-dir={folder}", "about:blank"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            start_new_session=True,  # what is in the path may be a script, whose end is not the browser's
         )
         try:
             port = await _port(Path(folder) / "DevToolsActivePort")
@@ -122,7 +124,7 @@ async def browser() -> AsyncIterator[Tab]:
                 async with session.ws_connect(address, max_msg_size=64 << 20) as socket:
                     yield Tab(socket)
         finally:
-            process.terminate()
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
