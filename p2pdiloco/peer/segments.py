@@ -5,8 +5,9 @@ Rules of this file:
    begins. So checkpoint N is led on by the segments from N on; where it is torn, the one before by those from that.
 2. Bytes are appended and then forced to the disk. The end that a crash has torn ends its segment; what is altered costs
    the commits of its shard from there on. Nothing else is lost.
-3. What is read back is taken as a live peer takes a commit: it extends its shard's head, bears its owner's signature,
-   and gives what that owner signed, chunk by chunk, by the same arithmetic. Else its shard stays as it was.
+3. What is read back is taken as a live peer takes a commit: it extends its shard's head, fits its chain, bears its
+   owner's signature, and gives what that owner signed, chunk by chunk, by the same arithmetic. Else its shard stays as
+   it was.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ PREFIX = "since-"
 SUFFIX = ".commits"
 LENGTH_BYTES = 8
 MOST_HEADER_BYTES = 16 << 20
+MOST_BYTES_A_PARAMETER, MOST_BYTES_BESIDE = 4, 1 << 16
+"""Of what travels with a commit: a codec takes two, digests less. A length beyond is an altered one."""
 
 
 class Record(NamedTuple):
@@ -77,8 +80,8 @@ def packed(header: CommitHeader, data: bytes) -> bytes:
     return b"".join((len(body).to_bytes(LENGTH_BYTES, "big"), len(data).to_bytes(LENGTH_BYTES, "big"), body, data))
 
 
-def records(path: Path, disk: Disk) -> Iterator[Record]:
-    """Of one segment, up to what is torn.
+def records(path: Path, disk: Disk, most_bytes: int) -> Iterator[Record]:
+    """Of one segment, up to what is torn or has more than ``most_bytes`` beside a commit.
 
     Raises:
         OSError: it cannot be read.
@@ -86,7 +89,7 @@ def records(path: Path, disk: Disk) -> Iterator[Record]:
     at = 0
     while len(lengths := disk.read(path, at, 2 * LENGTH_BYTES)) == 2 * LENGTH_BYTES:
         header_bytes, size = (int.from_bytes(lengths[i : i + LENGTH_BYTES], "big") for i in (0, LENGTH_BYTES))
-        if header_bytes > MOST_HEADER_BYTES:
+        if header_bytes > MOST_HEADER_BYTES or size > most_bytes:
             return
         at += len(lengths)
         try:
@@ -112,12 +115,14 @@ def replay(
     """Take what was committed since checkpoint ``first``, whose state is ``theta`` and ``momentum``, which become what
     the last commits give; the states, by shard, that are proved then. Blocks."""
     found = [_Shard(manifest, saved, theta, momentum) for saved in shards]
+    largest = max(piece.elements for piece in Layout.of(manifest).shards)
+    most_bytes = MOST_BYTES_A_PARAMETER * largest + MOST_BYTES_BESIDE
     for number in numbers(folder, disk):
         if number < first:
             continue
         path = path_of(folder, number)
         try:
-            for record in records(path, disk):
+            for record in records(path, disk, most_bytes):
                 if record.header.shard < len(found) and found[record.header.shard].is_next(record.header):
                     found[record.header.shard].take(record.header, disk.read(path, record.start, record.size))
         except OSError as error:
@@ -185,6 +190,8 @@ class _Shard:
         before, lineage = self.saved, self.saved.lineage
         if self._chain is None:
             self._chain = chain_of(self._manifest, before)
+        if problem := self._chain.problem(header):
+            raise ValueError(problem)
         self._chain.advance(header, commit_id(header))
         if before.header is not None:
             commits = [SignedCommit(before.header, before.signature), *reversed(lineage)]

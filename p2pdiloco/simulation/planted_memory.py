@@ -266,6 +266,22 @@ BUGS = (
         killed_by=(f"{_SAVER_TESTS}::test_a_crash_costs_what_was_committed_in_the_last_seconds",),
     ),
     Bug(
+        name="a length on the disk is believed",
+        module=_SEGMENTS,
+        old=" or size > most_bytes:",
+        new=":",
+        harm="one flipped bit in what was committed since a checkpoint, and a peer does not start: no memory suffices",
+        killed_by=(f"{_SAVER_TESTS}::test_no_flipped_bit_of_what_was_committed_keeps_a_peer_from_its_checkpoint",),
+    ),
+    Bug(
+        name="a commit from the disk need not fit its chain",
+        module=_SEGMENTS,
+        old="        if problem := self._chain.problem(header):\n            raise ValueError(problem)\n",
+        new="",
+        harm="a chain counts what it was never meant to see, before anybody's signature is looked at",
+        killed_by=(f"{_SAVER_TESTS}::test_a_commit_that_does_not_fit_its_chain_is_not_taken_again",),
+    ),
+    Bug(
         name="an altered commit is taken from the disk",
         module=_SEGMENTS,
         old="        except ValueError as error:\n            self._refused = True\n",

@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterable
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from actors import FOUNDER
 from troupe import Member, Stage, act
 
+from p2pdiloco.peer import segments
 from p2pdiloco.peer.checkpoint import indices, load
 from p2pdiloco.peer.disk import Buffer
 from p2pdiloco.peer.peer import InitialState
@@ -295,6 +298,56 @@ def test_what_is_torn_of_the_commits_costs_what_came_after_it(tmp_path: Path, da
                 segment.write_bytes(data)
             expected = {"cut": [1, 1], "long": [1, 1], "flipped": [2, 1], "gone": [0, 0]}[damage]
             assert sorted(versions_in(tmp_path / "ann")) == sorted(expected)
+
+    act(story)
+
+
+def test_no_flipped_bit_of_what_was_committed_keeps_a_peer_from_its_checkpoint(tmp_path: Path) -> None:
+    """All bits of a record's lengths, and some of what follows, others each time."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(write_bytes_per_day=budget_of(stage, 3000.0))
+            await stage.wait(1.0)
+            await stage.train(ann, *[1.0] * 8)
+            await stage.wait(11.0)
+            (segment,) = (tmp_path / "ann" / "checkpoint").glob("since-*")
+            stage.kill(ann)
+            good = segment.read_bytes()
+            seed = Random().randrange(1 << 32)
+            drawn = [divmod(bit, 8) for bit in Random(seed).sample(range(8 * len(good)), 40)]
+            for at, bit in [*(divmod(bit, 8) for bit in range(8 * 2 * segments.LENGTH_BYTES)), *drawn]:
+                bad = bytearray(good)
+                bad[at] ^= 1 << bit
+                segment.write_bytes(bad)
+                found = versions_in(tmp_path / "ann")
+                assert len(found) == 2, (seed, at, bit)
+                assert max(found) <= 2, (seed, at, bit)
+
+    act(story)
+
+
+def test_a_commit_that_does_not_fit_its_chain_is_not_taken_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before anything counts it."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(write_bytes_per_day=budget_of(stage, 3000.0))
+            await stage.wait(1.0)
+            await stage.train(ann, *[1.0] * 4)
+            await stage.wait(11.0)
+            (segment,) = (tmp_path / "ann" / "checkpoint").glob("since-*")
+            stage.kill(ann)
+            disk, altered = LocalDisk(), b""
+            for header, start, size in segments.records(segment, disk, 1 << 20):
+                more = msgspec.structs.replace(header, tokens=header.tokens + 1)
+                altered += segments.packed(more, disk.read(segment, start, size))
+            segment.write_bytes(altered)
+            assert versions_in(tmp_path / "ann") == [0, 0]
+            reasons = [record.fields["reason"] for record in caplog.records if "of no use" in record.message]  # type: ignore[attr-defined]
+            assert reasons == ["its cumulative tokens are wrong"] * 2
 
     act(story)
 
