@@ -188,6 +188,11 @@ class Checks:
 
     def heads_equal(self) -> None:
         """At rest, all living peers that are connected, through others if need be, have the same heads."""
+        if different := self.different_heads():
+            self.violated(4, different)
+
+    def different_heads(self) -> str | None:
+        """Which shard has several among peers that are connected, through others if need be; None if none has."""
         for part in self.together():
             for shard in range(len(part[0].states.heads)):
                 found: dict[Digest | None, list[str]] = {}
@@ -195,8 +200,8 @@ class Checks:
                     found.setdefault(process.states.heads[shard], []).append(process.name)
                 if len(found) > 1:
                     told = "; ".join(f"{str(head)[:8]} at {', '.join(names)}" for head, names in found.items())
-                    self.violated(4, f"shard {shard} has {len(found)} heads: {told}")
-                    return
+                    return f"shard {shard} has {len(found)} heads: {told}"
+        return None
 
     def together(self) -> list[list[Process]]:
         """The living peers that have all states, by the parts in which they can reach each other."""

@@ -14,6 +14,7 @@ import msgspec
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.trouble import SILENT_S
 from p2pdiloco.simulation.driver import PeerSetting, Process
 from p2pdiloco.simulation.faults import schedule_faults
 from p2pdiloco.simulation.liars import Liars
@@ -129,6 +130,8 @@ def _run_phases(world: World, scene: Scene) -> None:
     if not checks.is_over:
         world.conditions.is_frozen = True
         world.run_until(world.now + scene.patience * REST_S)
+        if not checks.is_over and checks.different_heads():  # an owner waited for its learner, which rests: rule N3a
+            world.run_until(world.now + SILENT_S)
     if not checks.is_over:
         checks.heads_equal()
     if not checks.is_over:
