@@ -12,7 +12,7 @@ from p2pdiloco.cli import result_arguments as results
 from p2pdiloco.cli import tool_arguments as tools
 from p2pdiloco.cli import watch_arguments as watch
 from p2pdiloco.cli.network_options import add_network, add_relay
-from p2pdiloco.cli.quantities import at_least, between, cloud, page_place, size
+from p2pdiloco.cli.quantities import at_least, between, cloud, notified, page_place, size
 from p2pdiloco.cli.terms import lifetime
 
 
@@ -282,6 +282,7 @@ def _add_peer(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument(
         "--notify",
+        type=notified,
         default="",
         metavar="COMMAND|URL",
         help="run it, or post to it, when this peer is stuck, alone, diverging, short of disk, or done",

@@ -34,7 +34,9 @@ async def run(arguments: argparse.Namespace) -> int:
         grant = grant_here(manifest, mine, folder, time.time())
         if grant.role is not Role.ADMIN:
             raise Complaint(
-                f"this peer is a {grant.role.name.lower()} of run {manifest.config.name}: only admins ban", REPAIR
+                f"this peer is a {grant.role.name.lower()} of run {manifest.config.name}, and only admins ban: ask "
+                "one of them for it (p2pdiloco members tells who they are)",
+                REPAIR,
             )
         if subject == manifest.founder:
             raise Complaint("that is the founder's key, which nobody bans", REPAIR)

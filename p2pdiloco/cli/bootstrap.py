@@ -43,6 +43,10 @@ async def _serve(arguments: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     listen, meet = arguments.listen or list(everywhere(PORT)), arguments.meet
+    for text in arguments.announce:
+        addresses.parse(text)
+    for text in listen:
+        sockets.check_numeric(addresses.parse(text))
     handler = IntroductionHandler(Observer())
     transport = Transport(
         identity,

@@ -57,7 +57,7 @@ def _fresh_folder(out: Path) -> Path:
         Complaint: it holds something that is no chaos run.
     """
     if out.exists() and not out.is_dir():
-        raise Complaint(f"--out {out} is a file", REPAIR)
+        raise Complaint(f"--out {out} is a file: name a folder", REPAIR)
     if out.exists() and any(out.iterdir()) and not (out / "schedule.json").exists():
         raise Complaint(f"--out {out} holds something else than a chaos run: name another folder", REPAIR)
     shutil.rmtree(out, ignore_errors=True)

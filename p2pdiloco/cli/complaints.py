@@ -11,6 +11,7 @@ REPAIR = 2
 NOBODY_THERE = 3
 INTERRUPTED = 130
 PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
+OWNER_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -46,8 +47,12 @@ def _of_system(error: OSError) -> Complaint:
             "the one that they dial with --announce",
             REPAIR,
         )
+    if error.filename and error.errno in OWNER_ERRORS:
+        return Complaint(f"{text}; change whose it is (ls -ld tells), or name another place, as with --state", REPAIR)
     if error.errno in PORT_ERRORS:
         return Complaint(f"{text}; choose another port (0: any free one), or stop what listens there", REPAIR)
     if error.errno in DISK_ERRORS:
         return Complaint(f"nothing can be written ({text}): make room, or name a folder on another disk", FAILED)
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return Complaint(f"{text}: mend the path", REPAIR)
     return Complaint(text, FAILED)

@@ -30,6 +30,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """The sentence, and where to read on; status 2."""
+        message = message.replace(
+            "expected one argument", "a value has to follow (--OPTION=-1, if it begins with a dash)"
+        )
         self.exit(2, f"{self.prog}: {message}\nsee {self.prog} --help\n")
 
 

@@ -9,16 +9,23 @@ from typing import TYPE_CHECKING
 
 from p2pdiloco.node.lookup import DirectoryOptions
 from p2pdiloco.peer.options import LearnerOptions, LinkOptions, MachineOptions, PeerOptions
+from p2pdiloco.runtime import addresses
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.sockets import everywhere
-from p2pdiloco.wire.invites import Invite, InviteError, decode_invite, is_invite
+from p2pdiloco.runtime.sockets import check_numeric, everywhere
+from p2pdiloco.wire.invites import PREFIX, Invite, InviteError, decode_invite
 
 if TYPE_CHECKING:
     from p2pdiloco.peer.end import Ending  # which loads torch, and who only looks does without
 
 
 def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
-    """The peer's own settings, from the command line."""
+    """The peer's own settings, from the command line.
+
+    Raises:
+        ValueError: an address to announce is none.
+    """
+    for address in arguments.announce:
+        addresses.parse(address)
     return PeerOptions(
         folder=folder,
         link=LinkOptions(
@@ -68,13 +75,17 @@ def directory_options(arguments: argparse.Namespace, initial_peers: list[str]) -
     """How the peer takes part in the directory. ``initial_peers``: addresses; one may be an invite, which has some.
 
     Raises:
-        InviteError: it is none, or there are several.
+        ValueError: it is none, or there are several; an address to announce or to listen on is none.
     """
-    invite, addresses = with_invite(initial_peers)
+    invite, first = with_invite(initial_peers)
+    for address in arguments.announce_maddrs:
+        addresses.parse(address)
+    for address in arguments.host_maddrs or ():
+        check_numeric(addresses.parse(address))
     return DirectoryOptions(
         listen=tuple(arguments.host_maddrs or everywhere()),
         announce=tuple(arguments.announce_maddrs),
-        initial_peers=addresses,
+        initial_peers=first,
         invite=invite,
     )
 
@@ -85,11 +96,16 @@ def with_invite(words: list[str]) -> tuple[Invite | None, tuple[str, ...]]:
     Raises:
         InviteError: it is none, or there are several.
     """
-    invites = [decode_invite(word) for word in words if is_invite(word)]
+    invites = [decode_invite(word) for word in words if _is_meant_as_invite(word)]
     if len(invites) > 1:
         raise InviteError("one invite at a time: each is to one run")
-    addresses = tuple(word for word in words if not is_invite(word))
-    return (invites[0], (*invites[0].initial_peers(), *addresses)) if invites else (None, addresses)
+    others = tuple(word for word in words if not _is_meant_as_invite(word))
+    return (invites[0], (*invites[0].initial_peers(), *others)) if invites else (None, others)
+
+
+def _is_meant_as_invite(word: str) -> bool:
+    """Also one of which only a piece was copied, where no run's name has a place."""
+    return word.strip().startswith(PREFIX)
 
 
 def say(line: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
+import shutil
 from collections.abc import Callable
 
 
@@ -50,6 +52,22 @@ def page_place(text: str) -> str:
     if text in ("auto", "off") or (port.isdecimal() and int(port) < 65536 and not host.startswith("/")):
         return text
     raise argparse.ArgumentTypeError(f"{text!r} is not a port, HOST:PORT, auto or off")
+
+
+def notified(text: str) -> str:
+    """Who is told of alerts: an address, or a command that is there. That it is not would show when it is needed."""
+    if text.startswith(("http://", "https://")):
+        return text
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no command ({error}): close its quotation marks") from None
+    if words and shutil.which(words[0]) is None:
+        raise argparse.ArgumentTypeError(
+            f"there is no command {words[0]!r}: give its path, make it executable (chmod +x), or give an address "
+            "(https://...)"
+        )
+    return text
 
 
 def cloud(text: str) -> str:

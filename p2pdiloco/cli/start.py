@@ -51,7 +51,7 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
     try:
         return msgspec.structs.replace(config, name=msgspec.convert(arguments.name, Name))
     except msgspec.ValidationError as error:
-        raise ConfigError(f"--name {arguments.name}: letters, digits, dots, dashes, at most 64 ({error})") from error
+        raise ConfigError(f"--name {arguments.name}: write letters, digits, dots, dashes, at most 64") from error
 
 
 def _decider(arguments: argparse.Namespace, config: RunConfig) -> Callable[[RunId, RunRecord], str]:

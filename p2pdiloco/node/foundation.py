@@ -12,6 +12,7 @@ from msgspec import UNSET
 from torch import nn
 
 from p2pdiloco.node.kept_runs import ConfigError
+from p2pdiloco.node.misprints import in_words
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.chain import genesis_head
@@ -53,14 +54,15 @@ def find_run(text: str) -> Path:
         ConfigError: neither is there.
     """
     path = Path(text)
-    if path.exists():
+    if path.exists() and not path.is_dir():
         return path
     shipped = {file.stem: file for file in SHIPPED.glob("*.toml")}
     if text in shipped:
         return shipped[text]
     near = difflib.get_close_matches(path.stem, shipped, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise ConfigError(f"{text}: no such file; {hint}shipped with p2pdiloco: {', '.join(sorted(shipped))}")
+    what = "a folder, not a file" if path.is_dir() else "no such file"
+    raise ConfigError(f"{text}: {what}; {hint}shipped with p2pdiloco: {', '.join(sorted(shipped))}")
 
 
 def read_config(path: Path) -> RunConfig:
@@ -70,12 +72,22 @@ def read_config(path: Path) -> RunConfig:
         ConfigError: no such file, not TOML, an unknown key, a value out of bounds, an impossible combination.
     """
     try:
-        config = msgspec.toml.decode(path.read_bytes(), type=RunConfig)
+        data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
+    try:
+        config = msgspec.toml.decode(data, type=RunConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {in_words(error, data, RunConfig)}") from error
     except (msgspec.DecodeError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path} is no TOML ({error}): write lines such as inner.steps = 400") from error
     problems = config_problems(config)
+    inner, schedule = config.inner, config.schedule
+    if schedule.sync_every > inner.steps and inner.tokens is UNSET:
+        problems.append(
+            f"schedule.sync_every = {schedule.sync_every} is more than inner.steps = {inner.steps}: nothing would ever "
+            f"be exchanged; write inner.steps = {40 * schedule.sync_every}, or a smaller schedule.sync_every"
+        )
     if config.model.kind == "external":
         problems.append('model.kind = "external" is for training scripts, which found their runs with p2pdiloco.DiLoCo')
     if problems:

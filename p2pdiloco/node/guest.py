@@ -87,7 +87,10 @@ class Guest:
                 self._supervision.rest(reason)
             most = self._options.most_memory_bytes
             if most is not None and taken > most:
-                self._leave(f"it has {taken / 1e9:.1f} GB of memory, --max-memory allows {most / 1e9:.1f}")
+                self._leave(
+                    f"node and learner have {taken / 1e9:.2f} GB of memory, --max-memory allows {most / 1e9:.2f}: "
+                    "allow more, or follow without training (--follow)"
+                )
                 return
             await asyncio.sleep(LOOK_S)
 

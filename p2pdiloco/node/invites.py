@@ -109,7 +109,10 @@ def invite_text(
             f"run {config.name} is open: whoever knows an address joins it, with p2pdiloco join ADDR"
         )
     if grant.role is not Role.ADMIN:
-        raise CredentialsError(f"this peer is a {grant.role.name.lower()} of run {config.name}: only admins invite")
+        raise CredentialsError(
+            f"this peer is a {grant.role.name.lower()} of run {config.name}, and only admins invite: ask one "
+            "of them for it (p2pdiloco members tells who they are)"
+        )
     if config.access == "list" and peer is None:
         raise CredentialsError(
             f"run {config.name} takes peers by name only: add --peer with the newcomer's id, which p2pdiloco members "

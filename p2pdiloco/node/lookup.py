@@ -137,7 +137,7 @@ def pick_runs(runs: dict[RunId, RunRecord], wanted: str | None) -> dict[RunId, R
     found = {run: record for run, record in runs.items() if record.name == wanted or run.startswith(wanted)}
     if not found:
         names = ", ".join(sorted(f"{record.name} ({run[:12]})" for run, record in runs.items()))
-        raise LookupFailedError(f"no run is called {wanted!r}; the directory knows: {names}")
+        raise LookupFailedError(f"no run is called {wanted!r}; say --run with one that the directory knows: {names}")
     return found
 
 
@@ -174,7 +174,8 @@ async def dial_any(
                     "; ".join(f"{peer}: {reason}" for peer, reason in sorted(reasons.items())) or "no peer is announced"
                 )
                 raise LookupFailedError(
-                    f"no peer of run {run[:12]} can be reached ({detail}): is anybody still training it?"
+                    f"no peer of run {run[:12]} can be reached ({detail}). If nobody trains it any more: "
+                    "p2pdiloco resume DIR on a machine that has its state"
                 )
             await asyncio.sleep(0.5)
 
@@ -226,7 +227,10 @@ async def fetch_manifest(transport: Transport, peers: list[PeerId], run: RunId) 
             return decode_manifest(bytes(response.payload or b""), run)
         except (RequestError, ValueError) as error:
             reasons.append(f"{peer}: {error}")
-    raise LookupFailedError(f"no peer gave a manifest of run {run[:12]} that can be trusted ({'; '.join(reasons)})")
+    raise LookupFailedError(
+        f"no peer gave a manifest of run {run[:12]} that can be trusted ({'; '.join(reasons)}): "
+        "compare releases (p2pdiloco doctor ADDR), and take an address from somebody whom you know"
+    )
 
 
 async def ask_status(transport: Transport, peer: PeerId) -> PeerStatus | None:

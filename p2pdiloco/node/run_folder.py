@@ -145,7 +145,8 @@ def chosen_run(folders: Sequence[Path], wanted: str | None) -> Manifest:
     if not every:
         load_all(folders)  # which says what is wrong with what lies there
     if not chosen:
-        raise CheckpointError(f"no checkpoint is of a run {wanted!r}")
+        names = ", ".join(sorted(f"{s.manifest.config.name} ({run[:12]})" for run, s in every.items()))
+        raise CheckpointError(f"no checkpoint is of a run {wanted!r}: --run is one of {names}")
     if len(chosen) > 1:
         names = ", ".join(sorted(f"{m.config.name} ({m.run[:12]})" for m in chosen))
         raise CheckpointError(f"the checkpoints are of several runs ({names}): name one with --run")
@@ -185,7 +186,9 @@ def go_back(folders: Sequence[Path]) -> str:
         try:
             descriptor = lock(place.parent / LOCK)
         except LockedError as error:
-            raise FolderInUseError(f"the folder {place.parent} is in use by process {error}: stop that one") from error
+            raise FolderInUseError(
+                f"the folder {place.parent} is in use by process {error}: stop that one (kill {error})"
+            ) from error
         try:
             found.append(f"{place}/{stem(known_good.go_back(place, LOCAL) or 0)}")
         finally:

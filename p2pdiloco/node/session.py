@@ -52,6 +52,7 @@ from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.training.program import device_of
 from p2pdiloco.training.sources import tell_sources
 from p2pdiloco.watch.account import closing
 from p2pdiloco.watch.alerts import Alert
@@ -78,10 +79,11 @@ async def start(
     is asked if another run of that name is live: the name to found this one under, or "" to join that one.
 
     Raises:
-        ConfigError, DirectoryError, CheckpointError, FolderInUseError, LookupFailedError, NameTakenError, OSError: with
-            a sentence for the user.
+        ConfigError, DirectoryError, CheckpointError, FolderInUseError, LookupFailedError, NameTakenError, OSError,
+            ValueError: with a sentence for the user.
     """
     logs.speak_as(identity.peer_id)
+    device_of(options.learner.device)
     options = with_own_places(options, config)
     earlier = await asyncio.to_thread(founded_earlier, config, options.folder)
     if earlier is not None:
@@ -139,6 +141,7 @@ async def join(
             user.
     """
     logs.speak_as(identity.peer_id)
+    device_of(options.learner.device)
     invite = directory_options.invite
     mine = accepted(invite, identity) if invite else kept_credentials(options.folder, wanted, identity)
     async with open_directory(identity, directory_options, options.folder) as directory:
@@ -161,6 +164,7 @@ async def resume(
             user.
     """
     logs.speak_as(identity.peer_id)
+    device_of(options.learner.device)
     manifest = await asyncio.to_thread(chosen_run, folders, wanted)
     await asyncio.to_thread(_has_what_it_takes, manifest, options, say)
     with hold(options.folder, manifest):

@@ -233,7 +233,10 @@ def load(folder: Path, disk: Disk = LOCAL, run: RunId | None = None) -> Checkpoi
             reasons.append(f"{_index(folder, number).name}: {error}")
             log.warning("checkpoint cannot be used", folder=folder, number=number, reason=str(error))
     if reasons:
-        raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(reasons)}")
+        raise CheckpointError(
+            f"no checkpoint in {folder} can be used: {'; '.join(reasons)}. Take another peer's folder, or a copy of "
+            "this one; or move it away and join, if somebody still trains the run"
+        )
     return None
 
 
@@ -261,7 +264,8 @@ def load_all(folders: Iterable[Path], run: RunId | None = None) -> list[Checkpoi
             found += [] if checkpoint is None else [checkpoint]
     if not found:
         where = ", ".join(map(str, searched))
-        raise CheckpointError("; ".join(reasons) or f"there is no checkpoint in {where}: give peers' state folders")
+        nothing = f"there is no checkpoint in {where}: name a state folder (--state) of a peer, or a run's folder in it"
+        raise CheckpointError("; ".join(reasons) or nothing)
     return found
 
 

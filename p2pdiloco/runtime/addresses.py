@@ -51,7 +51,8 @@ def parse(text: str) -> Address:
     try:
         parts = [(protocol.name, value) for protocol, value in Multiaddr(text).items()]
     except (MultiaddrError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{text!r} is not a multiaddr ({error}): {HOW}") from error
+        why = str(error).rpartition("': ")[2].partition(" (string:")[0]
+        raise ValueError(f"{text!r} is not a multiaddr ({why}): {HOW}") from error
     match parts:
         case [("ip4" | "ip6" | "dns" | "dns4" as family, host), ("tcp", port)]:
             return Address(family=family, host=str(host), port=int(port))

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Self
 
 from p2pdiloco.protocol.identifiers import PeerId, RunId
-from p2pdiloco.runtime import address_book, addresses, logs
+from p2pdiloco.runtime import address_book, addresses, logs, refusals
 from p2pdiloco.runtime.address_book import AddressBook
 from p2pdiloco.runtime.daemon import CALL_S, Daemon, DirectoryError, is_loopback
 from p2pdiloco.runtime.dht import CLOCK, adopt_logging
@@ -273,7 +273,7 @@ class Directory:
                 if reason is not None:
                     failures[text] = reason
         if failures and not answered:
-            raise DirectoryError(_explain(failures))
+            raise DirectoryError(refusals.sentence(failures))
         for text, reason in failures.items():
             log.warning("an initial peer does not answer", address=text, reason=reason)
         CLOCK.join(await self._clocks_of(answered))
@@ -384,11 +384,3 @@ class Directory:
     async def _save(self) -> None:
         if self._cache_path is not None:
             await asyncio.to_thread(address_book.save, self._cache_path, self._book.encode())
-
-
-def _explain(failures: dict[str, str]) -> str:
-    tried = "; ".join(f"{text}: {reason}" for text, reason in failures.items())
-    return (
-        f"none of the initial peers answers ({tried}): check that one of them is running and that its port can be "
-        "reached from here; it prints its addresses when it starts. To found your own network, give no initial peers"
-    )

@@ -27,6 +27,7 @@ FILE_PREFIX = b"\x08\x01\x12\x40"
 """Protobuf: key type Ed25519, then 64 bytes of data (private key, public key)."""
 FILE_BYTES = len(FILE_PREFIX) + 2 * KEY_BYTES
 RSA_PREFIX = b"\x08\x00"
+ANOTHER = "give another folder with --state, or mend that one (ls -ld tells whose it is, df how full)"
 
 
 class IdentityError(Exception):
@@ -54,12 +55,12 @@ class Identity:
         except FileNotFoundError:
             pass
         except OSError as error:
-            raise IdentityError(f"the identity file {path} cannot be read: {error.strerror}") from error
+            raise IdentityError(f"the identity file {path} cannot be read: {error.strerror}; {ANOTHER}") from error
         try:
             _create(path, Ed25519PrivateKey.generate())
             return cls(_parse(path.read_bytes(), path), path)
         except OSError as error:
-            raise IdentityError(f"the identity file {path} cannot be created: {error.strerror}") from error
+            raise IdentityError(f"the identity file {path} cannot be created: {error.strerror}; {ANOTHER}") from error
 
     @classmethod
     def ephemeral(cls) -> Identity:

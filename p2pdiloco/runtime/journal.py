@@ -99,6 +99,9 @@ class Journal:
                 self._flushed_at = time.monotonic()
 
 
+WHERE = "p2pdiloco replay reads STATE/RUN/journal.bin, which start and join write with --journal"
+
+
 class JournalError(Exception):
     """The file is not a journal, or breaks off in a way that a killed writer cannot explain."""
 
@@ -113,7 +116,7 @@ def read_journal(path: Path) -> tuple[ProtocolConfig, Iterator[Entry]]:
     try:
         config = msgspec.msgpack.decode(next(frames), type=ProtocolConfig)
     except (StopIteration, msgspec.MsgspecError) as error:
-        raise JournalError(f"{path} is not a journal of this release") from error
+        raise JournalError(f"{path} is not a journal of this release: {WHERE}") from error
     return config, _entries(path, frames)
 
 
@@ -131,7 +134,7 @@ def _frames(path: Path) -> Iterator[bytes]:
         while len(head := file.read(_LENGTH)) == _LENGTH:
             length = int.from_bytes(head, "big")
             if length > MAX_ENTRY_BYTES:
-                raise JournalError(f"{path} is not a journal: no entry has {length} bytes")
+                raise JournalError(f"{path} is not a journal: {WHERE}")
             data = file.read(length)
             if len(data) < length:
                 return

@@ -55,6 +55,16 @@ class PeerRefused(DialError):  # noqa: N818
     """The other side answered, and said no."""
 
 
+def check_numeric(address: Address) -> None:
+    """Names are for those who dial.
+
+    Raises:
+        ValueError: a name instead of a numeric address.
+    """
+    if address.family not in ("ip4", "ip6"):
+        raise ValueError(f"listen on a numeric address, for example /ip4/0.0.0.0/tcp/{address.port}, not on {address}")
+
+
 def listen(address: Address) -> socket.socket:
     """A listening, non-blocking socket.
 
@@ -62,8 +72,7 @@ def listen(address: Address) -> socket.socket:
         OSError: the port is taken or the address is not ours; the text names the address.
         ValueError: a name instead of a numeric address.
     """
-    if address.family not in ("ip4", "ip6"):
-        raise ValueError(f"listen on a numeric address, for example /ip4/0.0.0.0/tcp/{address.port}, not on {address}")
+    check_numeric(address)
     family = socket.AF_INET if address.family == "ip4" else socket.AF_INET6
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -96,9 +96,15 @@ def read_folder(config: ModelConfig, seed: int) -> tuple[ModelConfig, nn.Module 
         with (folder / "config.json").open("rb") as file:
             told = json.loads(file.read(MAX_CONFIG_BYTES))
     except (OSError, ValueError) as error:
-        raise ArchitectureError(f"model.folder = {config.folder!r}: config.json cannot be read: {error}") from error
+        raise ArchitectureError(
+            f"model.folder = {config.folder!r}: config.json cannot be read ({error}): "
+            "name a folder as transformers' save_pretrained writes it"
+        ) from error
     if not isinstance(told, dict) or "auto_map" in told:
-        raise ArchitectureError(f"model.folder = {config.folder!r} needs code of its own, which is never run here")
+        raise ArchitectureError(
+            f"model.folder = {config.folder!r} needs code of its own, which is never run here: choose a model "
+            "without auto_map"
+        )
     transformers = _transformers(str(told.get("model_type")))
     kept = {key: value for key, value in told.items() if not key.startswith("_") and key not in _DROPPED}
     known = _known(transformers, str(told.get("model_type")))

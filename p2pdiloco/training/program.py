@@ -88,6 +88,26 @@ def parser_of_a_learner(prog: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def device_of(name: str) -> torch.device:
+    """What ``--device`` names.
+
+    Raises:
+        ValueError: torch does not know it, or does not see it here.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device {name} is none that torch knows: use cpu, cuda, cuda:1 or mps") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"--device {name}: torch sees no CUDA device here; install the driver and torch's build for it "
+            "(https://pytorch.org), or train with --device cpu"
+        )
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(f"--device {name}: torch sees no Apple GPU here, use --device cpu")
+    return device
+
+
 def setting(options: argparse.Namespace) -> tuple[torch.device, Manifest]:
     """Of a learner: where it trains, and what.
 
@@ -97,11 +117,7 @@ def setting(options: argparse.Namespace) -> tuple[torch.device, Manifest]:
     if options.threads:
         torch.set_num_threads(options.threads)
     torch.set_float32_matmul_precision("high")  # TF32 where a GPU has it
-    device = torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {options.device}: torch sees no CUDA device here, use --device cpu")
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ValueError(f"--device {options.device}: torch sees no Apple GPU here, use --device cpu")
+    device = device_of(options.device)
     manifest = msgspec.msgpack.decode(options.manifest.read_bytes(), type=Manifest)
     if manifest.config.model.kind == "external":
         raise ValueError(

@@ -11,12 +11,15 @@ Rules of this file:
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from typing import Any
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger("p2pdiloco")
 
 LOOK_S = 1.0
 
@@ -35,6 +38,7 @@ class Tally:
         self._loss: float | None = None
         self._looked_at = -math.inf
         self._took = False
+        self._is_idle = True
 
     def begin(self) -> None:
         """Watch the scaler, if there is one, from now on."""
@@ -53,7 +57,12 @@ class Tally:
         scaler.step = watched  # type: ignore[method-assign]
 
     def end(self) -> None:
-        """Leave the scaler as it was."""
+        """Leave the scaler as it was; say so if nothing was trained."""
+        if self._is_idle:
+            log.warning(
+                "the optimizer that p2pdiloco.DiLoCo was given has made no step: unless the run was over, call its "
+                "step() in the with block, and give DiLoCo the optimizer that steps"
+            )
         if self._scaler is not None:
             del self._scaler.step
 
@@ -69,7 +78,7 @@ class Tally:
 
     def take(self) -> tuple[int, float | None, bool]:
         """The optimizer has stepped: tokens, the latest loss that is known, and whether it was a step at all."""
-        self._took = True
+        self._took, self._is_idle = True, False
         tokens, self._counted = self._tokens_per_step if self._counted is None else self._counted, None
         found_inf = getattr(self._optimizer, "found_inf", None)
         if found_inf is not None and bool(found_inf):

@@ -228,7 +228,9 @@ class Members:
         chain = decode_chain(data)
         anchors = [g for g in self._known.values() if g.role is Role.ADMIN and hint_of(g.subject) == chain.hint]
         if not anchors:
-            raise UnknownAdminError("whoever signed it is no admin that is known here")
+            raise UnknownAdminError(
+                "whoever signed it is no admin that is known here: ask for an invite by whoever founded the run"
+            )
         for number, anchor in enumerate(anchors, 1):
             try:
                 grant = follow(self.run, anchor, chain.certificates, self._verify)
@@ -248,8 +250,11 @@ class Members:
                 f"the membership of {grant.subject} expired at {until:%Y-%m-%d %H:%M} UTC: ask for a new invite"
             )
         if (ban := self.ban_of(grant)) is not None:
-            what = "is banned" if ban.subject == grant.subject else f"came with {ban.subject}, which is revoked"
-            raise NotAMemberError(f"{grant.subject} {what} (by {ban.by.subject})")
+            if any(step.subject == ban.subject and step.kind is Kind.INVITE for step in grant.path):
+                what, remedy = f"{grant.subject} came with {ban.subject}, which is revoked", "ask for a new invite"
+            else:
+                what, remedy = f"{ban.subject} is banned", "if that is an error, ask them, or whoever founded the run"
+            raise NotAMemberError(f"{what} (by {ban.by.subject}): {remedy}")
 
     def _may_ban(self, by: Grant, target: Grant) -> bool:
         if target.subject == self._founder.subject:

@@ -10,7 +10,7 @@ import pytest
 from p2pdiloco.cli.main import main
 
 pytestmark = [pytest.mark.usefixtures("own_logging"), pytest.mark.heavy]
-FAILED, REPAIR, NOBODY_THERE = 1, 2, 3
+REPAIR, NOBODY_THERE = 2, 3
 NOBODY = "12D3KooWFBqHtZsnYhFyqTpV8N2Ynw3YwMxt2TDXZqKpY2Y4RgvC"
 DEAD = f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}"
 LLAMA = "model.kind = 'huggingface'\nmodel.config.model_type = 'llama'\nmodel.config.vocab_size = 64\n"
@@ -77,24 +77,24 @@ MISUSES: list[tuple[str, int, list[str]]] = [
     # configurations
     ("start nothing.toml", REPAIR, ["nothing.toml: no such file", "shipped with p2pdiloco: llama-125m"]),
     ("start stdlib-tyni", REPAIR, ["did you mean stdlib-tiny?"]),
-    ("start docs", REPAIR, ["docs"]),
-    ("start broken.toml", REPAIR, ["broken.toml", "line 1"]),
-    ("start empty.toml", REPAIR, ["empty.toml", "name"]),
-    ("start unknown.toml", REPAIR, ["unknown.toml", "colour"]),
-    ("start spaces.toml", REPAIR, ["spaces.toml", "name"]),
-    ("start negative.toml", REPAIR, ["inner.steps"]),
-    ("start words.toml", REPAIR, ["inner.batch", "int"]),
+    ("start docs", REPAIR, ["docs: a folder, not a file", "shipped with p2pdiloco"]),
+    ("start broken.toml", REPAIR, ["broken.toml", "line 1", "write lines such as"]),
+    ("start empty.toml", REPAIR, ["empty.toml", "the key name is missing: add it"]),
+    ("start unknown.toml", REPAIR, ["unknown.toml", "there is no key colour: there are name, access"]),
+    ("start spaces.toml", REPAIR, ["spaces.toml", "letters, digits, dots, dashes and underscores"]),
+    ("start negative.toml", REPAIR, ["inner.steps = -1: write a whole number of at least 1"]),
+    ("start words.toml", REPAIR, ["inner.batch = 'many': write a whole number"]),
     ("start heads.toml", REPAIR, ["model.width = 30", "multiple of"]),
     ("start multiple.toml", REPAIR, ["schedule.sync_every = 10", "multiple of"]),
     ("start warmup.toml", REPAIR, ["inner.warmup"]),
-    ("start codec.toml", REPAIR, ["int3", "codec.up"]),
-    ("start optimizer.toml", REPAIR, ["adam", "inner.optimizer"]),
+    ("start codec.toml", REPAIR, ["codec.up = 'int3': choose one of auto, bf16"]),
+    ("start optimizer.toml", REPAIR, ["inner.optimizer = 'adam': choose one of adamw, muon"]),
     ("start external.toml", REPAIR, ["p2pdiloco.DiLoCo"]),
     ("start nowhere.toml", REPAIR, ["/nowhere is no folder", "--data"]),
     ("start pathless.toml", REPAIR, ["--data FOLDER"]),
     ("start stdlib-tiny --data nowhere", REPAIR, ["nowhere is no folder", "--data"]),
     ("start llama.toml", REPAIR, ["tokenizer.json", "--tokenizer"]),
-    ("start weightless.toml", REPAIR, ["config.json"]),
+    ("start weightless.toml", REPAIR, ["config.json", "save_pretrained"]),
     # addresses
     ("join 127.0.0.1:4100", REPAIR, ["write it as /ip4/127.0.0.1/tcp/4100"]),
     ("join example.org", REPAIR, ["write it as"]),
@@ -105,20 +105,20 @@ MISUSES: list[tuple[str, int, list[str]]] = [
     (f"fetch story {DEAD} --run other", REPAIR, ["one run at a time"]),
     ("bootstrap --listen 0.0.0.0:31337", REPAIR, ["write it as"]),
     ("bootstrap --listen /ip4/203.0.113.7/tcp/4000", REPAIR, ["no address of this machine", "--announce"]),
-    (f"join {DEAD}", NOBODY_THERE, [DEAD, "check that one of them is running"]),
-    (f"status {DEAD}", NOBODY_THERE, [DEAD, "check that one of them is running"]),
+    (f"join {DEAD}", NOBODY_THERE, [DEAD, "connection refused", "start it again"]),
+    (f"status {DEAD}", NOBODY_THERE, [DEAD, "connection refused", "start it again"]),
     # files
-    ("resume nowhere", REPAIR, ["nowhere", "give peers' state folders"]),
-    ("resume state-of-nothing", REPAIR, ["there is no checkpoint in state-of-nothing"]),
-    ("resume half", REPAIR, ["state-00000001.json"]),
+    ("resume nowhere", REPAIR, ["nowhere", "name a state folder"]),
+    ("resume state-of-nothing", REPAIR, ["there is no checkpoint in state-of-nothing", "name a state folder"]),
+    ("resume half", REPAIR, ["state-00000001.json", "Take another peer's folder"]),
     ("export nowhere", REPAIR, ["nowhere is no folder", "p2pdiloco fetch ADDR"]),
     ("export state-of-nothing", REPAIR, ["there is no checkpoint"]),
     ("generate half", REPAIR, ["state-00000001.json"]),
-    ("replay nowhere.bin", FAILED, ["nowhere.bin: No such file"]),
-    ("replay notes.txt", REPAIR, ["notes.txt is not a journal"]),
+    ("replay nowhere.bin", REPAIR, ["nowhere.bin: No such file", "mend the path"]),
+    ("replay notes.txt", REPAIR, ["notes.txt is not a journal", "--journal"]),
     (f"join {DEAD} --identity_path notes.txt", REPAIR, ["notes.txt"]),
     ("chaos --plan nothing", REPAIR, ["nothing"]),
-    ("demo --out notes.txt", REPAIR, ["--out notes.txt is a file"]),
+    ("demo --out notes.txt", REPAIR, ["--out notes.txt is a file", "name a folder"]),
     ("demo --out docs", REPAIR, ["holds something else than a demo"]),
 ]
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
+from p2pdiloco.cli import quantities
 from p2pdiloco.cli.arguments import COMMANDS
 from p2pdiloco.cli.main import _parse
 
@@ -66,7 +67,10 @@ def words_of(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("mention", typed("p2pdiloco"), ids=lambda one: f"{one.document}: {one.text}")
-def test_a_command_is_one_that_can_be_typed(mention: Mention, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_is_one_that_can_be_typed(
+    mention: Mention, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantities.shutil, "which", lambda name: name)  # programs of the reader's machine
     words = words_of(mention.text.partition(" && ")[0])[1:]
     with suppress(SystemExit):
         _parse(words)

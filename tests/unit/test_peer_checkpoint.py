@@ -204,7 +204,7 @@ def test_an_unusable_folder_does_not_spoil_the_others(tmp_path: Path) -> None:
     assert [versions_of(c) for c in load_all([tmp_path / "a", tmp_path / "b"])] == [[1, 1]]
     with pytest.raises(CheckpointError, match="can be used"):
         load_all([tmp_path / "b"])
-    with pytest.raises(CheckpointError, match="give peers' state folders"):
+    with pytest.raises(CheckpointError, match="name a state folder"):
         load_all([tmp_path / "nowhere"])
 
 

@@ -1,0 +1,29 @@
+"""Each kind of failed dial has a cause in words and a remedy of its own; an unknown one is repeated."""
+
+from __future__ import annotations
+
+from p2pdiloco.runtime import refusals
+
+DIAL = "Connect failed. msg=failed to dial: failed to dial 12D3KooW: "
+
+
+def test_what_the_daemon_says_becomes_a_cause_and_a_remedy() -> None:
+    for said, what, remedy in (
+        ("all dials failed * [/ip4/1.2.3.4/tcp/1] dial tcp4: connect: connection refused", "refused", "start it again"),
+        ("no good addresses", "cannot be resolved", "mend the name"),
+        ("all dials failed * connect: network is unreachable", "no route", "IPv6"),
+        ("all dials failed * connect: no route to host", "no route", "IPv6"),
+        ("all dials failed * i/o timeout", "no answer", "open or forward its port"),
+        ("all dials failed * context deadline exceeded", "no answer", "open or forward its port"),
+        ("dial to self attempted", "own address", "name another peer's"),
+        ("all dials failed * failed to negotiate: peer id mismatch: expected", "another key", "prints now"),
+    ):
+        assert (what in refusals.in_words(DIAL + said)[0], remedy in refusals.in_words(DIAL + said)[1]) == (True, True)
+    assert refusals.in_words(DIAL + "a dragon") == ("failed to dial 12D3KooW: a dragon", refusals.CHECK)
+    assert refusals.in_words("") == ("no answer", refusals.CHECK)
+
+
+def test_of_several_addresses_each_has_its_cause_and_a_remedy_is_said_once() -> None:
+    said = refusals.sentence({"/ip4/a": DIAL + "connection refused", "/ip4/b": DIAL + "connection refused"})
+    assert said.count("connection refused") == 2
+    assert said.count("start it again") == 1
