@@ -32,7 +32,7 @@ from benchmarks.quality.settings import Setting, to_row
 from p2pdiloco.chaos.swarm import Member, Swarm, SwarmError, marked
 from p2pdiloco.peer.checkpoint import load
 from p2pdiloco.protocol.manifest import Layout
-from p2pdiloco.training import PROGRAM
+from p2pdiloco.training import NAME
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.transformer import build_model
 
@@ -206,7 +206,7 @@ def _learner_of(founder: Member, swarm: Swarm) -> psutil.Process:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         for process in marked(swarm.mark):
-            if PROGRAM in process.cmdline() and founder.process.pid in (p.pid for p in process.parents()):
+            if process.name() == NAME and founder.process.pid in (p.pid for p in process.parents()):
                 return process
         time.sleep(POLL_S)
     raise SwarmError("the founder has no learner")

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import append, row
-from p2pdiloco.node.learner_process import PASSIVE
 from p2pdiloco.protocol.manifest import ModelConfig
+from p2pdiloco.training import PASSIVE
 from p2pdiloco.training.threads import ThreadChoice
 from p2pdiloco.training.transformer import build_model, loss
 

@@ -25,7 +25,7 @@ from p2pdiloco.chaos.plan import Fault, Plan
 from p2pdiloco.chaos.relay import Network, slow_down
 from p2pdiloco.chaos.swarm import Member
 from p2pdiloco.peer.disk import PART
-from p2pdiloco.training import PROGRAM
+from p2pdiloco.training import NAME
 
 LOG_ROOM_BYTES = 32 << 10
 WRITE_S, WRITE_LOOK_S = 15.0, 0.001
@@ -101,7 +101,7 @@ class Peer:
         for process in psutil.process_iter():  # a learner that outlived a node is no child of the next one
             with contextlib.suppress(psutil.Error):
                 arguments = process.cmdline()
-                is_ours = PROGRAM in arguments and any(os.path.abspath(a).startswith(ours) for a in arguments)
+                is_ours = process.name() == NAME and any(f"{os.path.abspath(a)}/".startswith(ours) for a in arguments)
                 if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         if not found:

@@ -8,6 +8,7 @@ import sys
 
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.node import firstborn
 from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.node.lookup import LookupFailedError, RunRecord
 from p2pdiloco.node.run_folder import FolderInUseError
@@ -15,6 +16,12 @@ from p2pdiloco.node.session import join
 from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.runtime.directory import DirectoryError
 from p2pdiloco.runtime.identity import IdentityError
+
+
+def prepare(arguments: argparse.Namespace) -> None:
+    """Before there is an event loop."""
+    if peer.has_learner(arguments):
+        firstborn.bear()
 
 
 async def run(arguments: argparse.Namespace) -> int:

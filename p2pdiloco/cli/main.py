@@ -20,6 +20,7 @@ from typing import Any
 from p2pdiloco.cli.arguments import COMMANDS, add_common_arguments
 from p2pdiloco.cli.complaints import FAILED, INTERRUPTED, Complaint
 from p2pdiloco.cli.parser import Parser, meant
+from p2pdiloco.training import PASSIVE
 from p2pdiloco.version import VERSION
 
 
@@ -27,19 +28,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     arguments = _parse(words)
-    return _run(_load(arguments.command), arguments)
+    module = _load(arguments.command)
+    if argv is None and hasattr(module, "prepare"):  # this process is the command, and nothing else
+        module.prepare(arguments)
+    return _run(module.run, arguments)
 
 
-def _load(command: str) -> Callable[[argparse.Namespace], Coroutine[None, None, int]]:
-    """What runs ``command``. What is imported for it is no garbage: looking for some meanwhile, and in it ever after,
-    is an eighth of a node's start."""
+def _load(command: str) -> Any:
+    """The module that runs ``command``, and may ``prepare`` it before there is a loop. What is imported for it is no
+    garbage: looking for some meanwhile, and in it ever after, is an eighth of a node's start."""
+    os.environ.update(PASSIVE | os.environ)
     gc.disable()
     try:
-        run: Callable[[argparse.Namespace], Coroutine[None, None, int]] = _module(command).run
+        return import_module(f"p2pdiloco.cli.{command}")
     finally:
         gc.freeze()
         gc.enable()
-    return run
 
 
 def _run(run: Callable[[argparse.Namespace], Coroutine[None, None, int]], arguments: argparse.Namespace) -> int:
@@ -103,10 +107,6 @@ def _description(name: str) -> str:
 
     text = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
     return " ".join(text.split(": ", 1)[-1].split())
-
-
-def _module(name: str) -> Any:
-    return import_module(f"p2pdiloco.cli.{name}")
 
 
 if __name__ == "__main__":

@@ -66,6 +66,11 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
     )
 
 
+def has_learner(arguments: argparse.Namespace) -> bool:
+    """Whether this peer trains, by a program of ours."""
+    return not arguments.learner and not getattr(arguments, "follow", False)
+
+
 def open_identity(arguments: argparse.Namespace) -> Identity:
     """The peer's key; a new one at the first time."""
     return Identity.load_or_create(arguments.identity_path or arguments.state / "identity.key")

@@ -12,6 +12,7 @@ import msgspec
 
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.node import firstborn
 from p2pdiloco.node.foundation import find_run, read_config
 from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.node.lookup import LookupFailedError, RunRecord
@@ -24,6 +25,12 @@ from p2pdiloco.runtime.directory import DirectoryError
 from p2pdiloco.runtime.identity import IdentityError
 
 REPAIR = (ConfigError, CheckpointError, FolderInUseError, IdentityError, NameTakenError, ValueError)
+
+
+def prepare(arguments: argparse.Namespace) -> None:
+    """Before there is an event loop."""
+    if peer.has_learner(arguments):
+        firstborn.bear()
 
 
 async def run(arguments: argparse.Namespace) -> int:

@@ -19,9 +19,9 @@ from tempfile import TemporaryDirectory
 import msgspec
 
 from p2pdiloco.node.checkup import Finding, disk, memory_bytes
-from p2pdiloco.node.learner_process import PASSIVE
 from p2pdiloco.peer.options import LearnerOptions
 from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.training import PASSIVE
 from p2pdiloco.training.trial import Trial
 from p2pdiloco.wire.bodies import PeerStatus
 

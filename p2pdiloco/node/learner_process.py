@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -20,9 +19,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from p2pdiloco.node import firstborn
 from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.process_handle import ProcessHandle
 from p2pdiloco.runtime.rotation import rotate
-from p2pdiloco.training import PROGRAM
+from p2pdiloco.training import PASSIVE, PROGRAM
 from p2pdiloco.training.reunion import find_learner, peer_credentials
 from p2pdiloco.wire import link
 
@@ -30,9 +31,6 @@ log = logs.get("learner")
 
 COMMAND = (sys.executable, "-P", "-m", PROGRAM)
 """What the working directory holds is not imported (-P)."""
-PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
-"""Threads that wait for each other sleep, unless the user says otherwise: they would spin, on cores that others want,
-while the one that they wait for waits for a core (``benchmarks/training/busy.py``)."""
 READ_BYTES = 1 << 16
 COMMANDS = 4096
 """Commands that may wait beyond what the socket holds. Only the swarm's steps come without waiting for an answer."""
@@ -41,34 +39,6 @@ LOG_BYTES = 4 << 20
 """Of what learners wrote; the next life then begins another file."""
 EXIT_S = 5.0
 """How long a learner may take to exit when asked; then it is killed."""
-
-
-class Adopted:
-    """A process that is not our child: waited for and killed through a descriptor that names it for good (Linux)."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._fd = -1
-        self._fd = os.pidfd_open(pid)
-
-    async def wait(self) -> int:
-        """Until it has ended; its status is its parent's to know."""
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        with os.fdopen(os.dup(self._fd)) as watched:
-            loop.add_reader(watched.fileno(), ended.set)
-            try:
-                await ended.wait()
-            finally:
-                loop.remove_reader(watched.fileno())
-        return 1
-
-    def kill(self) -> None:
-        """SIGKILL. Raises ProcessLookupError if it has ended."""
-        signal.pidfd_send_signal(self._fd, signal.SIGKILL)
-
-    def __del__(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
 
 
 class LearnerProcess:
@@ -97,7 +67,8 @@ class LearnerProcess:
         self._reunion = reunion
         self._manifest = manifest
         self._patience_s = patience_s
-        self._process: asyncio.subprocess.Process | Adopted | None = None
+        self._process: asyncio.subprocess.Process | ProcessHandle | None = None
+        self._is_adopted = False
         self._outgoing: asyncio.Queue[bytes] = asyncio.Queue(COMMANDS)
         self._tasks: list[asyncio.Task[None]] = []
         self._reason = ""
@@ -116,8 +87,11 @@ class LearnerProcess:
                     raise TimeoutError(f"no training script was found within {self._patience_s:.0f} s")
                 await asyncio.sleep(LOOK_S)
                 ours = self._find()
+        first = firstborn.take()
         if ours is None:
-            ours = await self._start()
+            ours = await self._start(first)
+        elif first is not None:
+            first.dismiss()
         ours.setblocking(False)
         if self._manifest is not None:
             self._outgoing.put_nowait(link.welcome(self._manifest))
@@ -133,18 +107,24 @@ class LearnerProcess:
         ours = find_learner(self._reunion, self._memory_fd)
         if ours is not None:
             try:
-                self._process = Adopted(peer_credentials(ours)[0])
+                self._process = ProcessHandle(peer_credentials(ours)[0])
             except ProcessLookupError:
                 ours.close()
                 return None
+            self._is_adopted = True
         return ours
 
-    async def _start(self) -> socket.socket:
+    async def _start(self, first: firstborn.Firstborn | None) -> socket.socket:
         ours, theirs = socket.socketpair()
         try:
             if self._log_path.exists() and self._log_path.stat().st_size > LOG_BYTES:
                 rotate(self._log_path, keep=1, most_bytes=LOG_BYTES)
             with open(self._log_path, "ab") as output:  # noqa: ASYNC230 (a small local file, once a life)
+                if first is not None:
+                    with contextlib.suppress(OSError):  # somebody has killed it
+                        link_fd, output_fd = theirs.fileno(), output.fileno()
+                        self._process = first.become(self._arguments, link_fd, self._memory_fd, output_fd)
+                        return ours
                 self._process = await asyncio.create_subprocess_exec(
                     *COMMAND,
                     "--socket-fd",
@@ -204,7 +184,7 @@ class LearnerProcess:
     @property
     def is_adopted(self) -> bool:
         """Whether the node's last life started it."""
-        return isinstance(self._process, Adopted)
+        return self._is_adopted
 
     @property
     def pid(self) -> int:

@@ -48,6 +48,14 @@ BUGS = (
         harm="a machine with a limit on locked memory cannot train",
         killed_by=(f"{_SIDE_TESTS}::test_memory_that_cuda_does_not_lock_costs_speed_alone",),
     ),
+    Bug(
+        name="who becomes no learner waits for ever",
+        module="p2pdiloco.node.firstborn",
+        old="        self._ours.close()",
+        new="        pass",
+        harm="a node that goes on with its last life's learner keeps another process",
+        killed_by=("tests/unit/test_firstborn.py::test_who_is_dismissed_is_told",),
+    ),
     # -- the learner's link --------------------------------------------------------------------------------------------
     Bug(
         name="an adopted learner's old tokens counted again",

@@ -2,3 +2,8 @@
 
 PROGRAM = "p2pdiloco.training.program"
 """The module that a node starts as its learner."""
+PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+"""Threads that wait for each other sleep, unless the user says otherwise: they would spin, on cores that others want,
+while the one that they wait for waits for a core (``benchmarks/training/busy.py``). Read once, when torch is loaded."""
+NAME = "learner"
+"""A learner's process, as the system's lists call it."""

@@ -9,7 +9,9 @@ Rules of this file:
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -65,11 +67,16 @@ def find_files(config: DataConfig, data: str | None) -> tuple[Path, list[Path]]:
     if not root.is_dir():
         raise CorpusError(f"{root} is no folder: set data.path, or give --data, with a folder of text files")
     try:
-        found = [p for p in root.rglob(pattern) if p.is_file()]
+        found = [p for p in (_library(root) if is_stdlib else root.rglob(pattern)) if p.is_file()]
     except (OSError, ValueError, NotImplementedError) as error:
         raise CorpusError(f"{root} cannot be searched for {pattern!r}: {error}") from error
-    if is_stdlib:
-        found = [p for p in found if not _NOT_LIBRARY.intersection(p.relative_to(root).parts)]
     if not found:
         raise CorpusError(f"{root} has no file that matches {pattern!r}: change data.pattern, or give another folder")
     return root, sorted(found, key=lambda p: p.relative_to(root).as_posix())
+
+
+def _library(root: Path) -> Iterator[Path]:
+    """The modules of the standard library; what was installed beside them, often more than itself, is not searched."""
+    for folder, below, files in os.walk(root):
+        below[:] = [name for name in below if name not in _NOT_LIBRARY]
+        yield from (Path(folder, name) for name in files if name.endswith(".py"))

@@ -1,4 +1,4 @@
-"""The learner's program. A node starts it with a socket and the shared memory; nobody starts it by hand::
+"""The learner's program. A node starts it, or forks, with a socket and the shared memory; nobody starts it by hand::
 
     python -m p2pdiloco.training.program --socket-fd N --memory-fd N --manifest PATH --incarnation TEXT
                             [--inner-state PATH] [--reunion NAME --reattach-s S] [--device cpu] [--data PATH]
@@ -27,7 +27,8 @@ import msgspec
 import torch
 
 from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.runtime.parent import die_with_parent
+from p2pdiloco.runtime.parent import be_called, die_with_parent
+from p2pdiloco.training import NAME
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.corpus import load_corpus
 from p2pdiloco.training.inner_state import Keeper
@@ -45,6 +46,7 @@ _NICENESS = 5
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until the node says ``Exit`` or is gone; the process's exit status."""
     options = _parser().parse_args(argv)
+    be_called(NAME)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if not options.reattach_s:

@@ -118,18 +118,20 @@ def build_model(config: ModelConfig, seed: int, tensors: Sequence[TensorSpec] | 
         shell = Transformer(config)
     if tensors is not None:
         check_tensors(list(shell.named_parameters()), tensors)
-    model = shell.to_empty(device="cpu")
-    model.cosine, model.sine = _rotary_tables(config.context, config.width // config.heads)
+    for module in shell.modules():  # not to_empty, which loads sympy (a quarter of a second)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.empty(parameter.shape)))
+    shell.cosine, shell.sine = _rotary_tables(config.context, config.width // config.heads)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in shell.named_parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
             else:
                 is_projection = name.endswith(("attention.out.weight", "feed.down.weight"))
                 std = _INIT_STD / (2 * config.depth) ** 0.5 if is_projection else _INIT_STD
                 parameter.normal_(0.0, std, generator=generator)
-    return model
+    return shell
 
 
 def feed_width(width: int) -> int:

@@ -15,7 +15,7 @@ from waiting import wait_until
 
 from p2pdiloco.chaos.swarm import Member, Swarm
 from p2pdiloco.protocol.identifiers import LearnerId, peer_of
-from p2pdiloco.training import PROGRAM
+from p2pdiloco.training import NAME
 
 Member.by_command = staticmethod(Member.begin)  # type: ignore[attr-defined]
 Member.begin = staticmethod(begin)  # type: ignore[method-assign]
@@ -136,7 +136,7 @@ def children_of(member: Member) -> list[psutil.Process]:
 
 def learner_of(member: Member) -> psutil.Process | None:
     """Its learner's process, if it is there now."""
-    found = [child for child in children_of(member) if is_alive(child) and PROGRAM in child.cmdline()]
+    found = [child for child in children_of(member) if is_alive(child) and child.name() == NAME]
     return found[0] if found else None
 
 

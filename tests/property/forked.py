@@ -20,6 +20,7 @@ from multiprocessing.reduction import DupFd
 from typing import IO, Any
 
 PROGRAM = "p2pdiloco.training.program"
+NICE = 10
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([PROGRAM, "p2pdiloco.cli.start", "p2pdiloco.node.session", "uvloop"])
 
@@ -125,8 +126,11 @@ def _command(arguments: list[str], out: int, told: int, environment: dict[str, s
     from p2pdiloco.cli.main import main
     from p2pdiloco.node import learner_process
     from p2pdiloco.runtime.parent import die_with_parent
+    from p2pdiloco.training import program
 
     learner_process.COMMAND = ("nice", *learner_process.COMMAND)  # type: ignore[attr-defined]
+    learn = program.main
+    program.main = lambda words: (os.nice(NICE), learn(words))[1]  # its first learner is a fork of it
     die_with_parent(signal.SIGTERM)
     os.setsid()
     os.environ.clear()
@@ -137,4 +141,4 @@ def _command(arguments: list[str], out: int, told: int, environment: dict[str, s
     if told != out:
         os.close(told)
     sys.argv = ["p2pdiloco", *arguments]
-    sys.exit(main(arguments))
+    sys.exit(main())

@@ -12,7 +12,8 @@ import pytest
 from p2pdiloco.node import learner_process
 from p2pdiloco.node.foundation import read_config
 from p2pdiloco.node.kept_runs import ConfigError
-from p2pdiloco.node.learner_process import Adopted, LearnerProcess
+from p2pdiloco.node.learner_process import LearnerProcess
+from p2pdiloco.runtime.process_handle import ProcessHandle
 from p2pdiloco.wire import link
 
 pytestmark = pytest.mark.heavy
@@ -37,7 +38,7 @@ def test_only_the_nodes_own_learner_is_killed_when_it_takes_nothing(
             manifest=b"run" if is_script else None,
             patience_s=1.0,
         )
-        learner._process = Adopted(child.pid)
+        learner._process = ProcessHandle(child.pid)
         for step in range(4):
             learner.send(link.AdoptStep(step=step))
 

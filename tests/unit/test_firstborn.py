@@ -1,0 +1,64 @@
+"""The fork of a node that becomes its first learner."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from p2pdiloco.node.firstborn import Firstborn
+from tests.property import forked
+
+pytestmark = [
+    pytest.mark.heavy,
+    pytest.mark.skipif(sys.platform != "linux", reason="pidfd is Linux's"),
+]
+
+
+def node(output: Path, use: str) -> None:
+    """A node's process: its status is that of its first learner, which tells what it was given."""
+    from p2pdiloco.node import firstborn
+    from p2pdiloco.training import program
+
+    def learn(words: list[str]) -> int:
+        sizes = {word: os.fstat(int(value)).st_size for word, value in zip(words[:4:2], words[1:4:2], strict=True)}
+        print(sizes, words[4:], os.getsid(0) == os.getpid(), flush=True)
+        return 7
+
+    program.main = learn  # type: ignore[assignment]
+    firstborn.bear()
+    first = firstborn.take()
+    assert first is not None
+    assert firstborn.take() is None, "there is one"
+    if use == "become":
+        with open(output, "ab") as told, open(__file__, "rb") as link, open(os.__file__, "rb") as memory:
+            process = first.become(["--name", "x"], link.fileno(), memory.fileno(), told.fileno())
+        status = asyncio.run(process.wait())
+    else:
+        first.dismiss()
+        status = os.waitstatus_to_exitcode(os.wait()[1])
+    os._exit(status)
+
+
+def test_the_firstborn_becomes_the_learner_that_it_is_told_to_be(tmp_path: Path) -> None:
+    process = forked.Process(node, tmp_path / "log", "become")
+    assert process.wait(30) == 7
+    sizes = {"--socket-fd": Path(__file__).stat().st_size, "--memory-fd": Path(os.__file__).stat().st_size}
+    assert (tmp_path / "log").read_text() == f"{sizes} ['--name', 'x'] True\n"
+
+
+def test_who_is_not_needed_ends(tmp_path: Path) -> None:
+    assert forked.Process(node, tmp_path / "log", "dismiss").wait(30) == 0
+
+
+def test_who_is_dismissed_is_told() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        first = Firstborn(0, ours)
+        first.dismiss()
+        theirs.settimeout(5)
+        assert theirs.recv(1) == b"", "the firstborn's socket has ended, and so does it"
