@@ -7,12 +7,16 @@ Rules of this file:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 OURS = "#d1495b"
+RADII = (8, 14, 24, 36, 50, 66)
+"""Points from a point to its name; and directions, in the order in which they are tried."""
+ANGLES = [math.radians(degrees) for degrees in (0, 180, 35, -35, 145, -145, 90, -90, 65, -65, 115, -115)]
 OTHERS = ("#30638e", "#edae49", "#00798c", "#8d96a3", "#5c4d7d", "#66a182")
 
 
@@ -64,6 +68,53 @@ def bars(
     axes.margins(x=0.12)
     if len(series) > 1:
         axes.legend(fontsize=9)
+
+
+def name_points(
+    axes: Any,
+    points: Sequence[tuple[float, float, str]],
+    *,
+    avoid: Sequence[tuple[float, float]] = (),
+    fontsize: float = 9,
+) -> None:
+    """A text beside each point (x, y, text), where it covers no point, none of those to ``avoid``, and no other text;
+    far ones with a thin line. Limits, scales and legend of the axes are set before."""
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
+
+    made = axes.figure
+    made.tight_layout()
+    made.canvas.draw()
+    renderer, inside = made.canvas.get_renderer(), axes.get_window_extent()
+    places = [axes.transData.transform(at) for at in [*((x, y) for x, y, _ in points), *avoid]]
+    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in places]
+    if axes.get_legend() is not None:
+        taken.append(axes.get_legend().get_window_extent(renderer))
+    for x, y, text in points:
+        for radius, angle in ((radius, angle) for radius in RADII for angle in ANGLES):
+            cosine, sine = math.cos(angle), math.sin(angle)
+            side = "left" if cosine > 0.3 else "right" if cosine < -0.3 else "center"
+            far = {"arrowprops": {"arrowstyle": "-", "color": "0.6", "linewidth": 0.6}} if radius > RADII[1] else {}
+            label = axes.annotate(
+                text,
+                (x, y),
+                (radius * cosine, radius * sine),
+                textcoords="offset points",
+                ha=side,
+                va="center",
+                fontsize=fontsize,
+                **far,
+            )
+            label.update_positions(renderer)
+            box = Text.get_window_extent(label, renderer).padded(2)
+            if not any(box.overlaps(other) for other in taken) and _holds(inside, box):
+                taken.append(box)
+                break
+            label.remove()
+
+
+def _holds(outer: Any, inner: Any) -> bool:
+    return bool(outer.x0 <= inner.x0 and inner.x1 <= outer.x1 and outer.y0 <= inner.y0 and inner.y1 <= outer.y1)
 
 
 def named_bars(axes: Any, labels: Mapping[str, tuple[float, str]], unit: str, *, margin: float = 0.35) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.plots import figure
+from benchmarks.plots import figure, name_points
 from benchmarks.quality import sweeps
 from benchmarks.quality.bases import MUON
 from benchmarks.quality.runner import rows
@@ -156,6 +156,8 @@ def draw(folder: Path) -> None:
 
 
 def _draw_outer(points: Sequence[tuple[Setting, float, float]], folder: Path) -> None:
+    named: list[tuple[float, float, str]] = []
+    others: list[tuple[float, float]] = []
     with figure(folder / "quality-outer.png", size=(7, 4.2)) as axes:
         shapes = {
             ("rda", 2): "^",
@@ -174,14 +176,14 @@ def _draw_outer(points: Sequence[tuple[Setting, float, float]], folder: Path) ->
             axes.plot(
                 reach, [gap for _, gap in here], shape, color=colour, label=f"{merge}, M = {learners}", markersize=5
             )
-            if learners == 4:
-                for at, (s, gap) in zip(reach, here, strict=True):
-                    if (s.outer_rate, s.outer_momentum) in NAMED:
-                        name = f"{s.outer_rate:g} / {s.outer_momentum:g}"
-                        axes.annotate(name, (at, gap), textcoords="offset points", xytext=(6, -9), fontsize=8)
+            for at, (s, gap) in zip(reach, here, strict=True):
+                if learners == 4 and (s.outer_rate, s.outer_momentum) in NAMED:
+                    named.append((at, gap, f"{s.outer_rate:g} / {s.outer_momentum:g}"))
+                others.append((at, gap))
         axes.set(xlabel="outer rate / (1 - momentum)", ylabel="gap to data parallel, %")
         _scale(axes, (0.7, 1, 1.4, 2, 3, 5, 7))
         axes.legend(fontsize=8)
+        name_points(axes, named, avoid=others, fontsize=8)
 
 
 def _scale(axes: Any, ticks: Sequence[float]) -> None:
@@ -224,10 +226,9 @@ def _draw_batches(points: Sequence[tuple[Setting, float, float]], folder: Path) 
 def _draw_codecs(cells: Mapping[Setting, Any], points: Sequence[tuple[Setting, float, float]], folder: Path) -> None:
     with figure(folder / "quality-codecs.png", size=(7, 4.2)) as axes:
         sized = [(next(iter(cells[s].values()))["up_bytes_per_parameter"], s, gap, error) for s, gap, error in points]
-        for number, (size, setting, gap, error) in enumerate(sorted(sized, key=lambda one: one[0])):
+        for size, _, gap, error in sized:
             axes.errorbar([size], [gap], yerr=[error], fmt="o")
-            above = (6, 5) if number % 2 else (6, -11)  # neighbours may lie close together
-            axes.annotate(setting.up, (size, gap), textcoords="offset points", xytext=above, fontsize=8)
         axes.set(xlabel="bytes a parameter, one way", ylabel="gap to data parallel with the same optimizer, %")
         _scale(axes, (0.2, 0.3, 0.5, 1, 2, 4))
         axes.margins(0.1)
+        name_points(axes, [(size, gap, setting.up) for size, setting, gap, _ in sized])

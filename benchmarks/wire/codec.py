@@ -20,14 +20,13 @@ import math
 import struct
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks import bench
-from benchmarks.plots import bars, figure
+from benchmarks.wire import plots
 from p2pdiloco.protocol.manifest import DataConfig, ModelConfig
 from p2pdiloco.tensors import bit_layout, kernels
 from p2pdiloco.tensors.digests import chunk_digest
@@ -202,29 +201,6 @@ COLUMNS = (
 )
 
 
-def plot(path: Path, results: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
-    """Bytes against error for all data; speeds for the gradient."""
-    from matplotlib.ticker import NullFormatter, ScalarFormatter
-
-    names = list(results["gradient"])
-    with figure(path, 2, size=(14, 6)) as (left, right):
-        for data_name, rows in results.items():
-            sizes = [f["bytes_per_parameter"] for f in rows.values()]
-            left.scatter(sizes, [f["relative_error"] for f in rows.values()], label=data_name, s=18)
-        for index, (name, f) in enumerate(results["gradient"].items()):
-            at, down = (f["bytes_per_parameter"], f["relative_error"]), -9 if index % 4 == 3 else 1
-            offset, side = ((-6, down), "right") if index % 2 else ((6, 0), "left")
-            left.annotate(name, at, offset, textcoords="offset points", ha=side, fontsize=8)
-        left.set(xscale="log", yscale="log", xlabel="bytes a parameter after zstd", ylabel="relative error")
-        left.set_xticks([0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.4])
-        left.xaxis.set_major_formatter(ScalarFormatter())
-        left.xaxis.set_minor_formatter(NullFormatter())
-        left.legend()
-        speeds = ("encode", "decode", "memcpy", "zstd", "unzstd")
-        series = {key: [min(20.0, f[key]) for f in results["gradient"].values()] for key in speeds}
-        bars(right, names, series, "GB/s of float32 a core (cut at 20), outer gradient", form="")
-
-
 def main() -> None:
     """See the module."""
     parser = bench.parser(__doc__)
@@ -237,12 +213,14 @@ def main() -> None:
     vectors = data(options.rounds, options.steps)
     torch.set_num_threads(1)
     results: dict[str, dict[str, dict[str, float]]] = {}
+    rows = []
     for data_name, x in vectors.items():
         results[data_name] = {}
         for how in RECIPES:
             figures = measure(how, x, options.repeat)
             results[data_name][name_of(how)] = figures
             settings = {
+                "name": name_of(how),
                 "data": data_name,
                 "elements": x.numel(),
                 "chunk": CHUNK,
@@ -250,11 +228,11 @@ def main() -> None:
                 "kernels": kernels.AVAILABLE,
                 **{key: value for key, value in how._asdict().items() if value != math.inf},
             }
-            bench.write(options, "wire.codec", settings, figures)
+            rows.append(bench.write(options, "wire/codec", settings, figures))
         print(f"\n{data_name}: GB/s of float32, one thread, fastest run")
         print(bench.table("codec", COLUMNS, results[data_name]), flush=True)
     if options.plot:
-        plot(options.plot, results)
+        plots.codec(options.plot, rows)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,39 @@
+"""Pictures are drawn from the rows that are kept, and no label covers a point or another label."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from benchmarks import plots
+from benchmarks.wire import plots as wire
+
+pytestmark = pytest.mark.heavy
+matplotlib = pytest.importorskip("matplotlib")
+
+
+def test_names_cover_no_point_and_no_other_name(tmp_path: Path) -> None:
+    crowd = [(1.0 + 0.02 * (i % 4), 1.0 + 0.03 * (i // 4), f"codec number {i}") for i in range(12)]
+    with plots.figure(tmp_path / "crowd.png", size=(7, 5)) as axes:
+        axes.scatter([x for x, _, _ in crowd], [y for _, y, _ in crowd])
+        axes.margins(0.5)
+        plots.name_points(axes, crowd)
+        renderer = axes.figure.canvas.get_renderer()
+        for text in axes.texts:
+            text.update_positions(renderer)
+        boxes = [matplotlib.text.Text.get_window_extent(text, renderer) for text in axes.texts]
+        dots = [axes.transData.transform((x, y)) for x, y, _ in crowd]
+        assert len(boxes) == len(crowd), "all have room here"
+        assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+        assert not any(box.contains(*dot) for box in boxes for dot in dots)
+    assert (tmp_path / "crowd.png").stat().st_size > 5000
+
+
+def test_the_wire_s_pictures_are_drawn_from_the_rows_that_are_kept(tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in wire.RESULTS.read_text(encoding="utf-8").splitlines()]
+    for draw in (wire.codec, wire.transport, wire.exchange):
+        draw(tmp_path / f"{draw.__name__}.png", [row for row in rows if draw.__name__ in row["benchmark"]])
+        assert (tmp_path / f"{draw.__name__}.png").stat().st_size > 20000
