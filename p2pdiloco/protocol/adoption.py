@@ -217,7 +217,7 @@ class Adoption:
             known = self.wanted.get(shard)
             if shard not in self.asked and (known is None or is_heavier(theirs, known[1])):
                 self.wanted[shard] = (peer, theirs)
-                if known is None:
+                if known is None and core.is_current:  # states come first
                     core.alarms.set(("want", shard), core.now + self.merges.commit_patience_s())
         elif theirs.id != chain.head.id and theirs.id not in chain.log_ids and theirs.version:
             core.send((peer,), Heads((chain.head,), core.step))
@@ -339,11 +339,20 @@ class Adoption:
         core = self.core
         if not core.is_current and all(chain.head is not None for chain in core.chains):
             core.is_current = True
-            self.offers.clear()
+            self._want_what_was_offered()
             core.membership.owners.own_weight = core.config.weight
             self.contributions.became_current()
             core.note("info", "join", f"all {len(core.chains)} shards are here, at global step {core.step}")
             core.effects.append(BecameCurrent())
+
+    def _want_what_was_offered(self) -> None:
+        """What has been committed meanwhile is not on its way: nobody sends commits to a newcomer (``errands``)."""
+        for peer, heads in self.offers.items():
+            for head in heads.values():
+                self.saw(peer, head)
+        self.offers.clear()
+        for shard in self.wanted:
+            self.core.alarms.set(("want", shard), self.core.now)
 
     def look_for_donors(self, peers: tuple[PeerId, ...]) -> None:
         """Ask ``peers`` for their heads."""

@@ -1,21 +1,35 @@
-"""What a peer passes on between two that do not hear each other: turns, contributions, commits.
+"""To whom a commit goes, and what a peer passes on between two that do not hear each other: turns, contributions, commits.
 
 Contributions and commits are signed by who made them, so it does not matter who brings them. Rules of this file:
 1. Something goes on to a peer that, by its own list, does not hear who said it. Of all who hear both, the one with the
    smallest fingerprint does it.
 2. A contribution makes one such step: from its learner's peer to a peer that hears the owner, to the owner.
 3. Nothing is passed on twice: only what was news here is.
+4. A newcomer that has no states yet is told of a new head and gets no commit, which it could not apply: over a thin
+   line commits without end would hold up the states that it waits for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.identifiers import PeerId, peer_of
-from p2pdiloco.protocol.messages import Commit, CommitHeader, Contribution, Turn
+from p2pdiloco.protocol.messages import Commit, CommitHeader, Contribution, Head, Heads, Turn, commit_id
 from p2pdiloco.protocol.ownership import ranked_owners
 
 MEETING_BEATS = 4
 """Own heartbeats for which a newcomer may still be about to meet the others."""
+
+
+def send_commit(core: Core, peers: Sequence[PeerId], header: CommitHeader) -> None:
+    """``header`` goes to those of ``peers`` that have states; the others are told that there is such a head."""
+    views = core.membership.peers
+    newcomers = [p for p in peers if (beat := views[p].beat) is not None and beat.phase == "joining"]
+    core.send(tuple(p for p in peers if p not in newcomers), Commit(header))
+    if newcomers:
+        head = Head(header.shard, header.version, commit_id(header), header.tokens)
+        core.send(tuple(newcomers), Heads((head,), core.step))
 
 
 def hand_on_turn(core: Core, sender: PeerId, turn: Turn) -> None:
@@ -26,9 +40,8 @@ def hand_on_turn(core: Core, sender: PeerId, turn: Turn) -> None:
 def hand_on_commit(core: Core, sender: PeerId, header: CommitHeader) -> None:
     """A commit that this peer takes on its head goes on to those that hear neither who sent it nor its owner."""
     hears = core.membership.connectedness.hears
-    core.send(
-        tuple(p for p in _deaf_to(core, sender) if p != header.owner and not hears(p, header.owner)), Commit(header)
-    )
+    deaf = [p for p in _deaf_to(core, sender) if p != header.owner and not hears(p, header.owner)]
+    send_commit(core, deaf, header)
 
 
 def hand_on_contribution(core: Core, sender: PeerId, contribution: Contribution) -> None:

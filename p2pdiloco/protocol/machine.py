@@ -25,7 +25,7 @@ from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.core import BEAT, Core, LearnerView, ProtocolConfig
 from p2pdiloco.protocol.effects import Effect, Evaluate
 from p2pdiloco.protocol.equivocations import Equivocations
-from p2pdiloco.protocol.errands import hand_on_commit
+from p2pdiloco.protocol.errands import hand_on_commit, send_commit
 from p2pdiloco.protocol.evaluations import Evaluations
 from p2pdiloco.protocol.farewell import Farewell
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
@@ -95,7 +95,10 @@ class Machine:
             case ev.BlockFinished():
                 self.workload.finished(event.block, event.tokens)
             case ev.Applied():
+                was_current = self.core.is_current
                 self._applied(event.shard, event.head)
+                if self.core.is_current and not was_current:
+                    self._beat()  # from now on commits are sent here
             case ev.Snapshotted():
                 self.contributions.snapshotted(event)
             case ev.Encoded():
@@ -159,7 +162,7 @@ class Machine:
             return
         core = self.core
         self.adoption.apply(header, msg.commit_id(header))
-        core.send(core.membership.live, msg.Commit(header))
+        send_commit(core, core.membership.live, header)
         is_alone = not core.membership.live
         if is_alone:
             self.farewell.solitary[event.shard] = msg.commit_id(header)

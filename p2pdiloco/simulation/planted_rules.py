@@ -119,6 +119,22 @@ BUGS = (
         "test_adoption.py::test_who_is_asked_while_it_applies_answers_when_it_has",
     ),
     _bug(
+        "newcomers get commits",
+        "errands",
+        'and beat.phase == "joining"]',
+        'and beat.phase == "nothing"]',
+        "over a thin line commits without end hold up the states that newcomers wait for: nobody ever joins",
+        "test_merging.py::test_a_newcomer_is_told_of_the_head_and_gets_no_commit",
+    ),
+    _bug(
+        "what was committed during a join is not asked for",
+        "adoption",
+        "            self._want_what_was_offered()\n",
+        "            self.offers.clear()\n",
+        "a newcomer trains on an old version, whose fork gives way a deadline later",
+        "test_coming_and_going.py::test_a_newcomer_asks_for_what_was_committed_meanwhile_when_it_has_all_states",
+    ),
+    _bug(
         "a newcomer learns nothing from commits",
         "adoption",
         "                self.lineage.committed(sender, head, header.parent)\n",

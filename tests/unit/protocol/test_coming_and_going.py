@@ -87,6 +87,19 @@ def test_a_newcomer_gets_each_state_from_a_peer_that_has_it() -> None:
     assert not sent(other.meet(B, phase="joining") + other.wait(3.0), msg.HeadsRequest)
 
 
+def test_a_newcomer_asks_for_what_was_committed_meanwhile_when_it_has_all_states() -> None:
+    """C2c: at once, since nobody sends it (M6c); and not before, since states come first."""
+    stage = newcomer(B, fragments=THREE, weight=0.0)
+    theirs = heads(3, 0, 1, 2)
+    stage.hear(B, theirs)
+    effects = stage.work(stage.tell(ev.Fetched(B, state(theirs.heads[0]))))
+    effects += stage.work(stage.tell(ev.Fetched(B, state(theirs.heads[1]))))
+    effects += stage.hear(B, heads(4, 1)) + stage.wait(30.0)
+    assert not sent(effects, msg.CommitsRequest)
+    effects = stage.work(stage.tell(ev.Fetched(B, state(theirs.heads[2])))) + stage.wait(0.01)
+    assert sent(effects, msg.CommitsRequest) == [(B, msg.CommitsRequest(ShardId(1), theirs.heads[1].id))]
+
+
 def test_a_newcomers_learner_starts_from_the_states_that_it_got() -> None:
     """C2b: it may start when the last one is there, and its first contribution is relative to them."""
     stage = newcomer(B, fragments=THREE, weight=0.0)

@@ -229,6 +229,15 @@ def test_the_commit_goes_to_all_live_peers() -> None:
     assert head_of(commits[0][1].header) == stage.head()
 
 
+def test_a_newcomer_is_told_of_the_head_and_gets_no_commit() -> None:
+    """M6c: it could not apply it, and its states come over the same line."""
+    stage = owner(B, C)
+    stage.meet(D, phase="joining", is_participating=False)
+    effects = stage.work(stage.offer(B) + stage.offer(C))
+    assert [to for to, _ in sent(effects, msg.Commit)] == [B, C]
+    assert [(to, told.heads) for to, told in sent(effects, msg.Heads)] == [(D, (stage.head(),))]
+
+
 def test_a_commit_by_others_ends_the_collection_for_its_version() -> None:
     """M1a: what was collected for the old head is not merged on the new one."""
     stage = owner(B, C, min_quorum=2)
