@@ -1,4 +1,4 @@
-"""To whom a commit goes, and what a peer passes on between two that do not hear each other: turns, contributions, commits.
+"""To whom a commit goes; what is passed on between two that do not hear each other: turns, contributions, commits.
 
 Contributions and commits are signed by who made them, so it does not matter who brings them. Rules of this file:
 1. Something goes on to a peer that, by its own list, does not hear who said it. Of all who hear both, the one with the
