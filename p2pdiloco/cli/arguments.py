@@ -12,7 +12,7 @@ from p2pdiloco.cli import result_arguments as results
 from p2pdiloco.cli import tool_arguments as tools
 from p2pdiloco.cli import watch_arguments as watch
 from p2pdiloco.cli.network_options import add_network, add_relay
-from p2pdiloco.cli.quantities import at_least, between, cloud, notified, page_place, size
+from p2pdiloco.cli.quantities import at_least, between, cloud, logged, notified, page_place, size
 from p2pdiloco.cli.terms import lifetime
 
 
@@ -286,6 +286,14 @@ def _add_peer(sub: argparse.ArgumentParser) -> None:
         default="",
         metavar="COMMAND|URL",
         help="run it, or post to it, when this peer is stuck, alone, diverging, short of disk, or done",
+    )
+    sub.add_argument(
+        "--log-to",
+        type=logged,
+        action="append",
+        default=[],
+        metavar="KIND:PLACE",
+        help="numbers of /metrics every ten seconds to tensorboard:DIR, wandb:PROJECT, trackio:PROJECT or otlp:URL",
     )
     sub.add_argument("--learner", default="", metavar="NAME", help=argparse.SUPPRESS)  # p2pdiloco.DiLoCo's node
     sub.add_argument("--journal", action="store_true", help="record every event, for p2pdiloco replay")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from p2pdiloco.node.lookup import DirectoryOptions
-from p2pdiloco.peer.options import LearnerOptions, LinkOptions, MachineOptions, PeerOptions
+from p2pdiloco.peer.options import LearnerOptions, LinkOptions, MachineOptions, PeerOptions, WatchOptions
 from p2pdiloco.runtime import addresses
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.sockets import check_numeric, everywhere
@@ -60,8 +60,11 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
             keeps_average=getattr(arguments, "follow", False) or getattr(arguments, "average", False),
             price_per_hour=getattr(arguments, "price", None),
         ),
-        page=getattr(arguments, "page", "off"),
-        notify=getattr(arguments, "notify", ""),
+        watch=WatchOptions(
+            page=getattr(arguments, "page", "off"),
+            notify=getattr(arguments, "notify", ""),
+            log_to=tuple(getattr(arguments, "log_to", ())),
+        ),
         has_journal=arguments.journal,
     )
 

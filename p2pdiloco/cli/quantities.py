@@ -70,6 +70,17 @@ def notified(text: str) -> str:
     return text
 
 
+def logged(text: str) -> str:
+    """A program that draws experiments, and where; its library is there."""
+    from p2pdiloco.watch.exporter import split
+
+    try:
+        split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def cloud(text: str) -> str:
     """A cloud that gives notice before it takes a machine back; ``=ADDRESS`` to ask it elsewhere."""
     if text.partition("=")[0] not in ("aws", "gcp", "azure"):

@@ -10,6 +10,7 @@ import msgspec
 import psutil
 
 from p2pdiloco.node.credentials import Credentials, accepted
+from p2pdiloco.node.forwarder import Forwarder
 from p2pdiloco.node.foundation import found, found_from_script, with_own_places
 from p2pdiloco.node.invites import as_granted, credentials_of, how_to_join, keep_addresses, kept_credentials
 from p2pdiloco.node.kept_runs import ConfigError, folder_of
@@ -303,8 +304,9 @@ async def take_part(
         try:
             with leave_when_asked(node, options.machine.spot):
                 async with (
-                    served(node.lookout, options.folder, options.page, say),
-                    Notifier(options.notify, identity.peer_id) as notifier,
+                    served(node.lookout, options.folder, options.watch.page, say),
+                    Notifier(options.watch.notify, identity.peer_id) as notifier,
+                    Forwarder(options.watch.log_to, node.lookout.picture),
                 ):
                     node.lookout.tell = notifier.tell
                     ending = await node.run(say)

@@ -65,6 +65,17 @@ class LearnerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How long a learner whose node died goes on training and waits for the node's next life; 0: it ends with it."""
 
 
+class WatchOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Who is told how the peer fares."""
+
+    page: str = "off"
+    """Where this peer serves its page: ``off``, ``auto`` (a free port of loopback), a port there, or HOST:PORT."""
+    notify: str = ""
+    """Command or address that is told of alerts (``node/notifier.py``)."""
+    log_to: tuple[str, ...] = ()
+    """Programs that draw experiments, as KIND:PLACE (``watch/exporter.py``)."""
+
+
 class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A peer's own settings. Times in seconds."""
 
@@ -91,9 +102,6 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     is_fetching: bool = False
     """It goes as soon as it holds what its peers hold."""
     machine: MachineOptions = MachineOptions()
-    notify: str = ""
-    """Command or address that is told of alerts (``node/notifier.py``)."""
-    page: str = "off"
-    """Where this peer serves its page: ``off``, ``auto`` (a free port of loopback), a port there, or HOST:PORT."""
+    watch: WatchOptions = WatchOptions()
     has_journal: bool = False
     """Record every event for ``p2pdiloco replay``."""

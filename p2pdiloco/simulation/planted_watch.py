@@ -13,7 +13,25 @@ _READER_TESTS = "tests/unit/test_watch_reader.py"
 
 _CHECKUP_TESTS = "tests/unit/test_node_checkup.py"
 
+_FORWARDER_TESTS = "tests/unit/test_node_forwarder.py"
+
 BUGS = (
+    Bug(
+        name="a program that does not read is told for ever",
+        module="p2pdiloco.node.forwarder",
+        old="            if not pipe.is_closing() and pipe.get_write_buffer_size() < MOST_WAITING:",
+        new="            if not pipe.is_closing():",
+        harm="an experiment's server that is slow fills the node's memory",
+        killed_by=(f"{_FORWARDER_TESTS}::test_nobody_waits_for_one_that_is_gone_or_does_not_read",),
+    ),
+    Bug(
+        name="a number that is none is forwarded",
+        module="p2pdiloco.node.forwarder",
+        old=" if value is not None and math.isfinite(value)",
+        new=" if value is not None",
+        harm="one loss that is NaN ends the logging of all numbers",
+        killed_by=(f"{_FORWARDER_TESTS}::test_a_line_has_the_numbers_that_are_known_by_the_names_of_metrics",),
+    ),
     Bug(
         name="a container's limit is not looked at",
         module="p2pdiloco.node.checkup",

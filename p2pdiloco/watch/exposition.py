@@ -80,7 +80,7 @@ Samples = dict[str, list[tuple[Labels, float | None]]]
 
 
 def _samples(picture: Picture) -> Samples:
-    course, link, costs, title = picture.course, picture.link, picture.costs, picture.title
+    title = picture.title
     versions = [row.version for row in picture.shards]
     present = picture.headcount
     states = {
@@ -89,7 +89,21 @@ def _samples(picture: Picture) -> Samples:
         "participating": present.participating,
         "averaged": present.weight_averaged,
     }
-    single: dict[str, float | None] = {
+    many: Samples = {
+        "info": [({"run": title.run[:12], "name": title.name, "peer": short(title.me)}, 1.0)],
+        "peers": [({"state": state}, number) for state, number in states.items()],
+        "version": [({"which": "least"}, min(versions)), ({"which": "most"}, max(versions))] if versions else [],
+        "happened_total": [({"what": what}, number) for what, number in sorted(picture.counts.items())],
+        **_of_peers(picture),
+    }
+    alone: Samples = {name: [({}, value)] for name, value in single(picture).items()}
+    return alone | many
+
+
+def single(picture: Picture) -> dict[str, float | None]:
+    """The numbers without labels, by their names without the prefix. None: not known."""
+    course, link, costs = picture.course, picture.link, picture.costs
+    return {
         "ready": float(not is_ready(picture)),
         "step": course.step,
         "steps": course.total_steps or None,
@@ -113,15 +127,6 @@ def _samples(picture: Picture) -> Samples:
         "spent_total": None if picture.account is None else picture.account.cost,
         "troubles": len(picture.troubles),
     }
-    many: Samples = {
-        "info": [({"run": title.run[:12], "name": title.name, "peer": short(title.me)}, 1.0)],
-        "peers": [({"state": state}, number) for state, number in states.items()],
-        "version": [({"which": "least"}, min(versions)), ({"which": "most"}, max(versions))] if versions else [],
-        "happened_total": [({"what": what}, number) for what, number in sorted(picture.counts.items())],
-        **_of_peers(picture),
-    }
-    alone: Samples = {name: [({}, value)] for name, value in single.items()}
-    return alone | many
 
 
 def _of_peers(picture: Picture) -> Samples:

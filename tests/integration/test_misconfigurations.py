@@ -44,6 +44,7 @@ from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.shared_clock import SharedClock
 from p2pdiloco.testbed import namespaces
 from p2pdiloco.training import sources
+from p2pdiloco.watch import exporter
 from p2pdiloco.watch.server import PageServer
 from p2pdiloco.watch.sources import Page, UnseenError
 from p2pdiloco.wire.certificates import NEVER, NO_CAP, Role
@@ -104,6 +105,9 @@ TYPED = [
     Mistake("... is not a number of gigabytes from ... to ...", "join x --write-gb 0", "from 0.001"),
     Mistake("a value has to follow", "join x --up -5mbit", "--OPTION=-1"),
     Mistake("argument --notify: there is no command ...", "join x --notify 'no-such-thing -v'", "chmod +x"),
+    Mistake(
+        "argument --log-to: ... is not installed here", "join x --log-to wandb:x", "pip install 'p2pdiloco[wandb]'"
+    ),
     Mistake("argument --page: ... is not a port, HOST:PORT, auto or off", "join x --page 99999", "HOST:PORT"),
     Mistake("...: no such file; did you mean ...? shipped with p2pdiloco: ...", "start stdlib-tyni", "stdlib-tiny?"),
     Mistake("FILE is no TOML (...): write ...", "start broken.toml", "write lines such as"),
@@ -270,7 +274,8 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("mistake", TYPED, ids=lambda mistake: mistake.words[:60])
-def test_what_is_typed_wrongly(user: User, mistake: Mistake) -> None:
+def test_what_is_typed_wrongly(user: User, mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "find_spec", lambda _: None)  # whatever is installed here
     user.is_told(mistake.says, mistake.fix, mistake.words, mistake.status)
 
 

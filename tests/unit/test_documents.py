@@ -17,6 +17,7 @@ import pytest
 from p2pdiloco.cli import quantities
 from p2pdiloco.cli.arguments import COMMANDS
 from p2pdiloco.cli.main import _parse
+from p2pdiloco.watch import exporter
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -70,7 +71,8 @@ def words_of(text: str) -> list[str]:
 def test_a_command_is_one_that_can_be_typed(
     mention: Mention, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantities.shutil, "which", lambda name: name)  # programs of the reader's machine
+    monkeypatch.setattr(quantities.shutil, "which", lambda name: name)  # programs and extras of the reader's machine
+    monkeypatch.setattr(exporter, "find_spec", lambda name: name)
     words = words_of(mention.text.partition(" && ")[0])[1:]
     with suppress(SystemExit):
         _parse(words)

@@ -1,0 +1,165 @@
+"""Numbers reach programs that draw experiments, each the real one where it is installed; none of them, slow, broken or
+missing, is a reason for a node to wait or fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from aiohttp import web
+from test_watch_chronicle import ANN, chronicle, commit, progress
+
+from p2pdiloco.node import forwarder
+from p2pdiloco.node.forwarder import Forwarder, line_of
+from p2pdiloco.watch import exporter
+from p2pdiloco.watch.exporter import Numbers, TargetError, otlp_body, split
+from p2pdiloco.watch.exposition import NAMES
+from p2pdiloco.watch.picture import Picture
+
+pytestmark = pytest.mark.heavy
+
+
+def picture() -> Picture:
+    told = chronicle(1)
+    told.take(commit(1.0, 1, ANN, ann=100, bob=300))
+    told.take(progress(1.0, 500))
+    shown = told.picture(2.0)
+    return msgspec.structs.replace(shown, course=msgspec.structs.replace(shown.course, train_loss=float("nan")))
+
+
+async def told_until(targets: list[str], is_enough: Callable[[], bool]) -> None:
+    async with Forwarder(targets, picture, every_s=0.02):
+        async with asyncio.timeout(60):
+            while not is_enough():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+
+def test_a_line_has_the_numbers_that_are_known_by_the_names_of_metrics() -> None:
+    line = line_of(picture())
+    assert set(line.values) <= {metric.name for metric in NAMES}
+    assert "train_loss" not in line.values, "what is no number stays here"
+    assert line.values["merged_tokens_total"] == 1000
+    assert "merged_tokens_total" in line.counters
+    assert msgspec.json.decode(msgspec.json.encode(line), type=Numbers) == line
+
+
+def test_a_collector_hears_of_it_over_http_and_may_refuse(caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[dict[str, object]] = []
+
+    async def hear(request: web.Request) -> web.Response:
+        heard.append(await request.json())
+        return web.Response(status=503 if len(heard) == 1 else 200)
+
+    async def whole() -> None:
+        app = web.Application()
+        app.router.add_post("/v1/metrics", hear)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port = runner.addresses[0][1]
+        await told_until([f"otlp:http://127.0.0.1:{port}"], lambda: len(heard) >= 3)
+        await runner.cleanup()
+
+    with caplog.at_level("WARNING", logger="p2pdiloco"):
+        asyncio.run(whole())
+    assert caplog.text.count("takes nothing (HTTP Error 503") == 1
+    line = line_of(picture())
+    told = otlp_body(line, line.at)
+    assert _names(heard[-1]) == _names(told) == [f"p2pdiloco_{name}" for name in line.values]
+    (metric,) = [one for one in _metrics(heard[-1]) if one["name"] == "p2pdiloco_merged_tokens_total"]
+    assert metric["sum"]["isMonotonic"] is True
+    assert metric["sum"]["dataPoints"][0]["asDouble"] == 1000
+
+
+def _metrics(body: dict[str, object]) -> list[dict[str, object]]:
+    return json.loads(json.dumps(body))["resourceMetrics"][0]["scopeMetrics"][0]["metrics"]
+
+
+def _names(body: dict[str, object]) -> list[object]:
+    return [metric["name"] for metric in _metrics(body)]
+
+
+def test_nobody_waits_for_one_that_is_gone_or_does_not_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def whole(code: str, is_over: Callable[[asyncio.subprocess.Process], bool]) -> None:
+        monkeypatch.setattr(forwarder, "COMMAND", (sys.executable, "-c", code))
+        async with asyncio.timeout(60), Forwarder(["wandb:x"], picture, every_s=0.001) as told:
+            (process,) = told._processes
+            while not is_over(process):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            for _ in range(100):
+                told._tell()
+            assert process.stdin is not None
+            assert process.stdin.transport.get_write_buffer_size() < 20_000
+
+    def is_full(process: asyncio.subprocess.Process) -> bool:
+        assert process.stdin is not None
+        return process.stdin.transport.get_write_buffer_size() >= 10_000
+
+    monkeypatch.setattr(forwarder, "END_S", 0.2)
+    monkeypatch.setattr(forwarder, "MOST_WAITING", 10_000)
+    asyncio.run(whole("import time; time.sleep(3600)", is_full))
+    with caplog.at_level("WARNING", logger="p2pdiloco"):
+        asyncio.run(whole("import sys; sys.exit('the disk is full')", lambda process: process.returncode is not None))
+    assert "the disk is full" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("tensorboard", "write tensorboard:DIR"),
+        ("tensorboard:", "write tensorboard:DIR"),
+        ("mlflow:x", "write tensorboard:DIR"),
+        ("otlp:localhost:4318", "write otlp:http://HOST:4318"),
+        ("tensorboard:x", "pip install 'p2pdiloco[tensorboard]'"),
+        ("wandb:x", "pip install 'p2pdiloco[wandb]'"),
+        ("trackio:x", "pip install 'p2pdiloco[trackio]'"),
+    ],
+)
+def test_what_cannot_be_used_is_said_before_a_peer_runs(
+    target: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporter, "find_spec", lambda _: None)
+    with pytest.raises(TargetError, match=said.replace("[", r"\[")):
+        split(target)
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = tmp_path.glob("*/events*")
+    asyncio.run(
+        told_until([f"tensorboard:{tmp_path}"], lambda: any(path.stat().st_size for path in tmp_path.glob("*/*")))
+    )
+    read = EventAccumulator(str(next(found).parent))
+    read.Reload()
+    assert read.Scalars("merged_tokens_total")[0].value == 1000
+
+
+def test_wandb_keeps_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setattr(forwarder, "END_S", 60.0)
+    asyncio.run(told_until(["wandb:p2pdiloco"], lambda: any(tmp_path.glob("wandb/offline-run-*/*.wandb"))))
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert b"merged_tokens_total" in path.read_bytes()
+
+
+def test_trackio_keeps_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(forwarder, "END_S", 60.0)
+    asyncio.run(told_until(["trackio:p2pdiloco"], lambda: any(tmp_path.glob("*.db"))))
+    (path,) = tmp_path.glob("*.db")
+    with sqlite3.connect(path) as base:
+        assert any("merged_tokens_total" in str(row) for row in base.execute("select * from metrics"))
