@@ -1,5 +1,5 @@
-"""int4 in one pass over memory, where numba is installed (``pip install p2pdiloco[fast]``); the outer step with it is
-in ``step_kernels``.
+"""int4 in one pass over memory, where there is a compiler: one at the installation (``native``) or numba, when this is
+imported (``pip install p2pdiloco[fast]``). The outer step with it is in ``step_kernels``.
 
 Rules of this file:
 1. What all peers must compute alike has the bits of the torch path, which stays the reference: elementwise IEEE
@@ -8,13 +8,15 @@ Rules of this file:
 2. Work goes by half blocks: a packed byte holds an element of each half of the chunk, and a chunk's middle may be that
    of a block. What is between two steps of it stays in the first cache.
 3. Packed symbols are read where zstd put them: nothing is copied, and nothing of them is written.
-4. Compiled when this module is imported, and kept on disk by numba; without the GIL when they run.
+4. By numba they are compiled when this module is imported, and kept on disk; all run without the GIL.
+5. What stands here is what ``native.c`` has to do, bit for bit.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import numpy as np
@@ -22,12 +24,14 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+from p2pdiloco.tensors import native
+
 try:
-    import numba
+    numba: Any = import_module("numba") if native.LIBRARY is None else None
 except ImportError:
     numba = None
 
-AVAILABLE: Final = numba is not None
+AVAILABLE: Final = native.LIBRARY is not None or numba is not None
 
 RUN: Final = 1024
 """Elements that are worked on at a time, or a half block if that is longer: some vectors of them fill half the first
@@ -39,7 +43,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 def compiled(signature: str, *, fastmath: set[str] | bool = False) -> Callable[[F], F]:
     """``bytes_`` and ``symbols_`` in ``signature`` are vectors that may be read-only."""
     if numba is None:
-        return lambda function: function
+
+        def library(function: F) -> F:
+            return cast(F, native.function(function.__name__, signature) or function)
+
+        return library
     for name, dtype in (("bytes_", "uint8"), ("symbols_", "int8")):
         signature = signature.replace(name, f"Array({dtype}, 1, 'C', readonly=True)")
     made = numba.njit([signature], nogil=True, cache=True, error_model="numpy", fastmath=fastmath)

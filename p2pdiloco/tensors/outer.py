@@ -12,7 +12,7 @@ Rules of this file:
    no lerp, which may round once for two operations on one machine and twice on another. lr and mu are rounded to
    float32 first. So all peers compute the same bits, and digests can be compared.
 3. Temporary memory is one chunk, whatever the size of the shard.
-4. Where numba is installed ``step_kernels`` does the same in one pass over memory, with the same bits; for int4 it
+4. Where there is a compiler ``step_kernels`` does the same in one pass over memory, with the same bits; for int4 it
    decodes, steps and hands over at once.
 """
 

@@ -9,7 +9,7 @@ Rules of this file:
    then codes the symbols with one table: 0.9 % fewer bytes than scales first. bf16's high bytes, of which alone
    entropy coding can make use, are kept apart from its low ones for the same reason: 14 % fewer bytes.
 3. A thread's calls share its scratch, and its torch is set to one thread (see ``scratch``).
-4. Where numba is installed (``p2pdiloco[fast]``) int4 takes ``kernels``: decoding has the same bits, a scale may differ
+4. Where there is a compiler (``kernels``) int4 takes what it has made: decoding has the same bits, a scale may differ
    in the last bit of the sum that it comes from.
 
 4-bit outer gradients cost no measurable quality (arXiv 2501.18512, section 3.4; arXiv 2604.21428).

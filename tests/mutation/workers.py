@@ -176,7 +176,9 @@ def _be_child(job: Job, result: Any) -> None:
 
 
 def _forget_kernels() -> None:
-    """They are imported anew."""
+    """They are imported anew, and compiled from what stands there."""
+    with contextlib.suppress(ImportError):
+        import_module("p2pdiloco.tensors.native").LIBRARY = None  # type: ignore[attr-defined]
     for name in KERNELS:
         package, _, own = name.rpartition(".")
         if sys.modules.pop(name, None) is not None:

@@ -254,7 +254,7 @@ def test_impossible_recipes_say_so() -> None:
             recipe("int4", step, block)
 
 
-@pytest.mark.skipif(not kernels.AVAILABLE, reason="numba is not installed: p2pdiloco[fast]")
+@pytest.mark.skipif(not kernels.AVAILABLE, reason="there are none: no compiler, no numba")
 @given(
     st.integers(0, 10**6),
     st.sampled_from([0.0, 0.335, 0.4, 1.0]),

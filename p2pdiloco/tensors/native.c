@@ -1,0 +1,337 @@
+// The kernels of kernels.py and step_kernels.py, which say what each does and are the reference for its bits.
+//
+// Rules of this file:
+// 1. Every vector is a pointer and its number of elements, in the order of the reference's arguments.
+// 2. Values that all peers compute alike are computed by the same operations in the same order, each rounded: compiled
+//    without contraction of a multiplication and an addition (setup: -ffp-contract=off) and without -ffast-math.
+// 3. Memory is passed over once: what is between two operations stays in registers. The compiler makes vectors of the
+//    loops, for each kind of processor (CLONES), of which the loader picks the one that is here.
+
+#include <math.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONES
+#endif
+#define INLINE static inline __attribute__((always_inline))
+#define EXPORT __attribute__((visibility("default")))
+#define LANES 32
+
+typedef int64_t count;
+
+INLINE int32_t bits_of(float value) {
+    int32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+INLINE float value_of(int32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+INLINE int32_t to_bfloat16(int32_t bits) {
+    uint32_t u = (uint32_t)bits;
+    return (int32_t)((u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u);
+}
+
+INLINE count least(count a, count b) { return a < b ? a : b; }
+
+// -------------------------------------------------------------------------------------------------------- encoding
+
+EXPORT CLONES double squares(const float *restrict x, count n) {
+    double lanes[LANES] = {0}, total = 0;
+    count whole = n - n % LANES;
+    for (count i = 0; i < whole; i += LANES)
+        for (int l = 0; l < LANES; l++) lanes[l] += (double)x[i + l] * (double)x[i + l];
+    for (count i = whole; i < n; i++) total += (double)x[i] * (double)x[i];
+    for (int l = 0; l < LANES; l++) total += lanes[l];
+    return total;
+}
+
+INLINE float squares_of_block(const float *restrict x, count n) {
+    float lanes[LANES] = {0}, total = 0;
+    count whole = n - n % LANES;
+    for (count i = 0; i < whole; i += LANES)
+        for (int l = 0; l < LANES; l++) lanes[l] += x[i + l] * x[i + l];
+    for (count i = whole; i < n; i++) total += x[i] * x[i];
+    for (int width = LANES / 2; width; width /= 2)
+        for (int l = 0; l < width; l++) lanes[l] += lanes[l + width];
+    return total + lanes[0];
+}
+
+INLINE int32_t largest_of(const int32_t *restrict bits, count n) {
+    int32_t found = 0;
+    for (count i = 0; i < n; i++) {
+        int32_t magnitude = bits[i] & 0x7fffffff;
+        found = magnitude > found ? magnitude : found;
+    }
+    return found;
+}
+
+EXPORT CLONES bool scale_int4(const float *restrict x, count n, const int32_t *restrict bits, count n_bits, count block,
+                              float step, float tail, float largest, float smallest_norm, float largest_norm,
+                              float *restrict scales, count blocks, int32_t *scale_bits, count n_scale_bits) {
+    (void)n_bits, (void)scale_bits, (void)n_scale_bits;
+    float by_norm = (float)((double)step / sqrt((double)block));
+    for (count b = 0; b < blocks; b++) {
+        const float *piece = x + b * block;
+        count size = least(block, n - b * block);
+        float norm = sqrtf(squares_of_block(piece, size));
+        if (!(smallest_norm <= norm && norm <= largest_norm)) {
+            if (largest_of(bits + b * block, size)) return false;
+            scales[b] = 0.0f;
+            continue;
+        }
+        if (size < block) by_norm = (float)((double)step / sqrt((double)size));
+        float rounded = value_of(to_bfloat16(bits_of(norm * by_norm)));
+        float absmax = value_of(largest_of(bits + b * block, size));
+        scales[b] = absmax * step > tail * rounded ? value_of(to_bfloat16(bits_of(absmax / largest))) : rounded;
+    }
+    return true;
+}
+
+EXPORT CLONES void narrow_scales(const int32_t *restrict scale_bits, count n, uint16_t *restrict narrow, count m) {
+    for (count i = 0; i < least(n, m); i++) narrow[i] = (uint16_t)((uint32_t)scale_bits[i] >> 16);
+}
+
+// Of a number within +-7: adding this leaves it, rounded to the nearest (ties to even), in the lowest bits.
+#define ROUND 12582912.0f
+
+INLINE uint32_t symbol(float value, float inverse, float largest) {
+    float v = value * inverse;
+    v = v > largest ? largest : v;
+    v = v < -largest ? -largest : v;
+    return (uint32_t)bits_of(v + ROUND) & 15u;
+}
+
+EXPORT CLONES void pack_int4(const float *restrict x, count n, const float *restrict scales, count blocks, count block,
+                             float largest, uint8_t *restrict packed, count n_packed) {
+    (void)n_packed;
+    count half = block / 2;
+    for (count h = 0; h < blocks; h++) {
+        count low = h * half, high = (blocks + h) * half;
+        float low_scale = scales[h >> 1], high_scale = scales[(blocks + h) >> 1];
+        float low_inverse = low_scale != 0.0f ? 1.0f / low_scale : 1.0f;
+        float high_inverse = high_scale != 0.0f ? 1.0f / high_scale : 1.0f;
+        uint8_t *out = packed + low;
+        if (high + half <= n) {
+            for (count i = 0; i < half; i++)
+                out[i] = (uint8_t)(symbol(x[low + i], low_inverse, largest) |
+                                   (symbol(x[high + i], high_inverse, largest) << 4));
+            continue;
+        }
+        for (count i = 0; i < half; i++) {  // the chunk's end
+            float v = low + i < n ? x[low + i] : 0.0f, w = high + i < n ? x[high + i] : 0.0f;
+            out[i] = (uint8_t)(symbol(v, low_inverse, largest) | (symbol(w, high_inverse, largest) << 4));
+        }
+    }
+}
+
+// -------------------------------------------------------------------------------------------------------- decoding
+
+EXPORT CLONES bool widen_scales(const uint8_t *restrict raw, count n_raw, int32_t *restrict scale_bits, count n,
+                                int32_t largest) {
+    (void)n_raw;
+    int32_t worst = 0;
+    for (count i = 0; i < n; i++) {
+        int32_t bits = (int32_t)raw[2 * i] | ((int32_t)raw[2 * i + 1] << 8);
+        worst = bits > worst ? bits : worst;
+        scale_bits[i] = (int32_t)((uint32_t)bits << 16);
+    }
+    return worst <= largest;
+}
+
+INLINE float unpacked(int8_t byte, bool is_high, float scale) {
+    int32_t wide = (int32_t)byte;
+    int32_t value = is_high ? wide >> 4 : (int32_t)((uint32_t)wide << 28) >> 28;
+    return (float)value * scale;
+}
+
+// What follows goes by half blocks: of each, ``at`` is its first element, ``size`` how many it has.
+#define EACH_HALF(n_packed, n_out)                                                                                     \
+    count half = block / 2;                                                                                            \
+    for (count at = 0, end = least(2 * (n_packed), (n_out)), size; size = least(half, end - at), at < end; at += half)
+#define IS_HIGH(n_packed) (at >= (n_packed))
+#define BYTES(packed, n_packed) ((packed) + (at >= (n_packed) ? at - (n_packed) : at))
+
+INLINE void unpack_half(const int8_t *restrict bytes, const bool is_high, float scale, float *restrict out, count n) {
+    for (count i = 0; i < n; i++) out[i] = unpacked(bytes[i], is_high, scale);
+}
+
+EXPORT CLONES void unpack_int4(const int8_t *restrict packed, count n_packed, const float *restrict scales,
+                               count n_scales, count block, float *restrict out, count n) {
+    (void)n_scales;
+    EACH_HALF(n_packed, n) {
+        const int8_t *bytes = BYTES(packed, n_packed);
+        if (IS_HIGH(n_packed))
+            unpack_half(bytes, true, scales[at / block], out + at, size);
+        else
+            unpack_half(bytes, false, scales[at / block], out + at, size);
+    }
+}
+
+INLINE void add_half(const int8_t *restrict bytes, const bool is_high, float scale, float factor, float *restrict out,
+                     count n) {
+    for (count i = 0; i < n; i++) out[i] += unpacked(bytes[i], is_high, scale) * factor;
+}
+
+EXPORT CLONES void add_int4(const int8_t *restrict packed, count n_packed, const float *restrict scales, count n_scales,
+                            count block, float factor, float *restrict out, count n) {
+    (void)n_scales;
+    EACH_HALF(n_packed, n) {
+        const int8_t *bytes = BYTES(packed, n_packed);
+        if (IS_HIGH(n_packed))
+            add_half(bytes, true, scales[at / block], factor, out + at, size);
+        else
+            add_half(bytes, false, scales[at / block], factor, out + at, size);
+    }
+}
+
+EXPORT CLONES void square_int4(const int8_t *restrict packed, count n_packed, count block, int32_t *restrict sums,
+                               count blocks) {
+    count half = block / 2;
+    for (count b = 0; b < blocks; b++) sums[b] = 0;
+    for (count h = 0; h < blocks; h++) {
+        const int8_t *bytes = packed + h * half;
+        count size = least(half, n_packed - h * half);
+        int32_t low_sum = 0, high_sum = 0;
+        for (count i = 0; i < size; i++) {
+            int32_t wide = bytes[i], high = wide >> 4, low = (int32_t)((uint32_t)wide << 28) >> 28;
+            high_sum += high * high;
+            low_sum += low * low;
+        }
+        sums[h / 2] += low_sum;
+        sums[(blocks + h) / 2] += high_sum;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------- outer steps
+
+INLINE float moved(float t, float gradient, float *m, float rate, float mu) {
+    float next = *m * mu + gradient;
+    *m = next;
+    return t - (next * mu + gradient) * rate;
+}
+
+INLINE float moved_narrow(float t, float gradient, int16_t *narrow, float rate, float mu, float carry) {
+    float exact = value_of((int32_t)((uint32_t)(int32_t)*narrow << 16)) * mu + gradient;
+    int32_t rounded = to_bfloat16(bits_of(exact));
+    *narrow = (int16_t)(rounded >> 16);
+    float step = (exact * mu + gradient) + (exact - value_of(rounded)) * carry;
+    return t - step * rate;
+}
+
+EXPORT CLONES void outer_step(float *restrict theta, count n, float *restrict momentum, count n_m,
+                              float *restrict gradient, count n_g, float rate, float mu) {
+    (void)n_m, (void)n_g;
+    for (count i = 0; i < n; i++) {
+        float t = theta[i], next = moved(t, gradient[i], momentum + i, rate, mu);
+        theta[i] = next;
+        gradient[i] = next - t;
+    }
+}
+
+EXPORT CLONES void outer_step_narrow(float *restrict theta, count n, int16_t *restrict narrow, count n_m,
+                                     float *restrict gradient, count n_g, float rate, float mu, float carry) {
+    (void)n_m, (void)n_g;
+    for (count i = 0; i < n; i++) {
+        float t = theta[i], next = moved_narrow(t, gradient[i], narrow + i, rate, mu, carry);
+        theta[i] = next;
+        gradient[i] = next - t;
+    }
+}
+
+INLINE void aside_half(const int8_t *restrict bytes, const bool is_high, const bool is_narrow, float scale,
+                       const float *restrict theta, const float *restrict momentum, const int16_t *restrict narrow,
+                       float *restrict new_theta, float *restrict new_momentum, int16_t *restrict new_narrow, count n,
+                       float rate, float mu, float carry) {
+    for (count i = 0; i < n; i++) {
+        float gradient = unpacked(bytes[i], is_high, scale);
+        if (is_narrow) {
+            int16_t m = narrow[i];
+            new_theta[i] = moved_narrow(theta[i], gradient, &m, rate, mu, carry);
+            new_narrow[i] = m;
+        } else {
+            float m = momentum[i];
+            new_theta[i] = moved(theta[i], gradient, &m, rate, mu);
+            new_momentum[i] = m;
+        }
+    }
+}
+
+EXPORT CLONES void step_aside_int4(const int8_t *restrict packed, count n_packed, const float *restrict scales,
+                                   count n_scales, count block, const float *restrict theta, count n,
+                                   const float *restrict momentum, count n_m, const int16_t *restrict narrow,
+                                   count n_narrow, float *restrict new_theta, count n_new, float *restrict new_momentum,
+                                   count n_new_m, int16_t *restrict new_narrow, count n_new_narrow, float rate,
+                                   float mu, float carry) {
+    (void)n_scales, (void)n_m, (void)n_new, (void)n_new_m, (void)n_new_narrow;
+    EACH_HALF(n_packed, n) {
+        const int8_t *bytes = BYTES(packed, n_packed);
+        float scale = scales[at / block];
+#define ASIDE(is_high, is_narrow)                                                                                      \
+    aside_half(bytes, is_high, is_narrow, scale, theta + at, is_narrow ? theta : momentum + at,                        \
+               is_narrow ? narrow + at : narrow, new_theta + at, is_narrow ? new_theta : new_momentum + at,            \
+               is_narrow ? new_narrow + at : new_narrow, size, rate, mu, carry)
+        if (IS_HIGH(n_packed)) {
+            if (n_narrow) ASIDE(true, true);
+            else ASIDE(true, false);
+        } else {
+            if (n_narrow) ASIDE(false, true);
+            else ASIDE(false, false);
+        }
+    }
+}
+
+INLINE void step_half(const int8_t *restrict bytes, const bool is_high, float scale, const bool has_own,
+                      const int8_t *restrict own_bytes, float own_scale, const bool is_narrow, float *restrict theta,
+                      float *restrict momentum, int16_t *restrict narrow, const bool has_buffer, const bool is_added,
+                      float *restrict buffer, count n, float rate, float mu, float carry) {
+    for (count i = 0; i < n; i++) {
+        float gradient = unpacked(bytes[i], is_high, scale), t = theta[i], next;
+        if (is_narrow)
+            next = moved_narrow(t, gradient, narrow + i, rate, mu, carry);
+        else
+            next = moved(t, gradient, momentum + i, rate, mu);
+        theta[i] = next;
+        float change = next - t;
+        if (has_own) change += unpacked(own_bytes[i], is_high, own_scale);
+        if (has_buffer) buffer[i] = is_added ? buffer[i] + change : change;
+    }
+}
+
+EXPORT CLONES void step_int4(const int8_t *restrict packed, count n_packed, const float *restrict scales,
+                             count n_scales, const int8_t *restrict own_packed, count n_own_packed,
+                             const float *restrict own_scales, count n_own_scales, count block, float *restrict theta,
+                             count n, float *restrict momentum, count n_m, int16_t *restrict narrow, count n_narrow,
+                             float *restrict buffer, count n_buffer, bool is_added, float rate, float mu, float carry) {
+    (void)n_scales, (void)n_m, (void)n_own_packed;
+    bool has_own = n_own_scales != 0, has_buffer = n_buffer != 0;
+    EACH_HALF(n_packed, n) {
+        const int8_t *bytes = BYTES(packed, n_packed), *own = has_own ? BYTES(own_packed, n_packed) : bytes;
+        float scale = scales[at / block], own_scale = has_own ? own_scales[at / block] : 0.0f;
+        float *to = has_buffer ? buffer + at : 0;
+#define STEP(is_high, has_own, is_narrow, has_buffer, is_added)                                                        \
+    step_half(bytes, is_high, scale, has_own, own, own_scale, is_narrow, theta + at, is_narrow ? 0 : momentum + at,    \
+              is_narrow ? narrow + at : 0, has_buffer, is_added, to, size, rate, mu, carry)
+#define STEP_TO(is_high, has_own, is_narrow)                                                                           \
+    do {                                                                                                               \
+        if (!has_buffer) STEP(is_high, has_own, is_narrow, false, false);                                              \
+        else if (is_added) STEP(is_high, has_own, is_narrow, true, true);                                              \
+        else STEP(is_high, has_own, is_narrow, true, false);                                                           \
+    } while (0)
+#define STEP_OF(is_high)                                                                                               \
+    do {                                                                                                               \
+        if (has_own) { if (n_narrow) STEP_TO(is_high, true, true); else STEP_TO(is_high, true, false); }               \
+        else { if (n_narrow) STEP_TO(is_high, false, true); else STEP_TO(is_high, false, false); }                     \
+    } while (0)
+        if (IS_HIGH(n_packed)) STEP_OF(true);
+        else STEP_OF(false);
+    }
+}

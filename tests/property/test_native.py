@@ -1,0 +1,139 @@
+"""The compiled kernels against those of the same names in Python, by numba: the same bits."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2pdiloco.tensors import kernels, native, step_kernels
+from p2pdiloco.tensors.chunk_bodies import LARGEST_BITS
+
+pytest.importorskip("numba")
+pytestmark = [
+    pytest.mark.heavy,
+    pytest.mark.skipif(native.LIBRARY is None, reason="the installation had no compiler: python setup.py build_ext"),
+]
+BLOCKS = st.sampled_from([64, 128, 256])
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[ModuleType, ModuleType]:
+    """Kernels and step kernels as they are where there is no library."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "LIBRARY", None)
+        found = []
+        for module in (kernels, step_kernels):
+            assert module.__spec__ is not None
+            again = importlib.util.module_from_spec(module.__spec__)
+            patch.setitem(sys.modules, module.__name__, again)
+            assert module.__spec__.loader is not None
+            module.__spec__.loader.exec_module(again)
+            found.append(again)
+    assert found[0].numba is not None
+    return found[0], found[1]
+
+
+def bits(*vectors: Any) -> list[bytes]:
+    return [vector.tobytes() for vector in vectors]
+
+
+class Body:
+    """A packed chunk and its scales, of any symbols."""
+
+    def __init__(self, elements: int, block: int, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        blocks = -(-elements // block)
+        self.packed = random.integers(-128, 128, blocks * block // 2).astype(np.int8)
+        self.raw = random.integers(0x3000, 0x4000, blocks).astype("<u2")
+        self.scales = (self.raw.astype(np.int32) << 16).view(np.float32)
+
+
+@given(st.integers(1, 3000), BLOCKS, st.integers(0, 2**32), st.booleans(), st.booleans(), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_steps_have_the_same_bits(
+    reference: Any, elements: int, block: int, seed: int, is_narrow: bool, has_own: bool, is_added: bool
+) -> None:
+    """With and without momentum in bfloat16, an own contribution, and somewhere to add the change to."""
+    random = np.random.default_rng(seed)
+    body, own = Body(elements, block, seed), Body(elements, block, seed + 1)
+    theta, momentum, buffer = (random.standard_normal(elements).astype(np.float32) for _ in range(3))
+    narrow = (momentum.view(np.int32) >> 16).astype(np.int16)
+    nothing, not_narrow = np.empty(0, np.float32), np.empty(0, np.int16)
+    mine = (own.packed, own.scales) if has_own else (np.empty(0, np.int8), nothing)
+    found = []
+    for steps in (step_kernels, reference[1]):
+        t, b, g = theta.copy(), buffer.copy(), buffer.copy()
+        m = (nothing, narrow.copy()) if is_narrow else (momentum.copy(), not_narrow)
+        aside = np.empty_like(theta), *(np.empty_like(one) for one in m)
+        steps.step_aside_int4(body.packed, body.scales, block, t, *m, *aside, 0.4, 0.7, 1.63)
+        steps.step_int4(body.packed, body.scales, *mine, block, t, *m, b, is_added, 0.4, 0.7, 1.63)
+        steps.step_int4(body.packed, body.scales, *mine, block, t, *m, nothing, is_added, 0.4, 0.7, 1.63)
+        if is_narrow:
+            steps.outer_step_narrow(t, m[1], g, 0.4, 0.7, 1.63)
+        else:
+            steps.outer_step(t, m[0], g, 0.4, 0.7)
+        found.append(bits(t, *m, b, g, *aside))
+    assert found[0] == found[1]
+
+
+@given(st.integers(1, 3000), BLOCKS, st.integers(0, 2**32))
+@settings(deadline=None, max_examples=60)
+def test_decoding_has_the_same_bits(reference: Any, elements: int, block: int, seed: int) -> None:
+    """What every peer computes of a body."""
+    body = Body(elements, block, seed)
+    found = []
+    for module in (kernels, reference[0]):
+        out, added = np.empty(elements, np.float32), np.linspace(-1, 1, elements, dtype=np.float32)
+        sums, wide = np.empty(len(body.raw), np.int32), np.empty(len(body.raw), np.int32)
+        is_sound = [module.widen_scales(body.raw.view(np.uint8), wide, most) for most in (LARGEST_BITS, 0x3800)]
+        module.unpack_int4(body.packed, body.scales, block, out)
+        module.add_int4(body.packed, body.scales, block, 0.3, added)
+        module.square_int4(body.packed, block, sums)
+        found.append((is_sound, bits(out, added, sums, wide)))
+    assert found[0] == found[1]
+
+
+@given(st.integers(1, 3000), BLOCKS, st.integers(0, 2**32), st.sampled_from([0.0, 1e-20, 1e-3, 1.0, 1e20]))
+@settings(deadline=None, max_examples=60)
+def test_encoding_is_the_same_but_for_the_order_of_sums(
+    reference: Any, elements: int, block: int, seed: int, size: float
+) -> None:
+    """Scales may differ in their last bit; by the same scales the symbols do not differ."""
+    x = (np.random.default_rng(seed).standard_normal(elements) * size).astype(np.float32)
+    x[:: 3 * block] *= 50
+    x[block : 2 * block] = 0
+    blocks = -(-elements // block)
+    found = []
+    scales = np.zeros(blocks, np.float32)
+    for module in (kernels, reference[0]):
+        mine = np.zeros(blocks, np.float32)
+        how = (0.4, 4.0, 7.0, 1e-15, 1e18)
+        is_done = module.scale_int4(x, x.view(np.int32), block, *how, mine, mine.view(np.int32))
+        scales = mine if is_done else np.ones(blocks, np.float32)
+        narrow = np.empty(blocks, np.uint16)
+        module.narrow_scales(scales.view(np.int32), narrow)
+        found.append((bool(is_done), narrow.astype(np.int64), module.squares(x)))
+    assert found[0][0] == found[1][0]
+    assert np.abs(found[0][1] - found[1][1]).max() <= 1
+    assert found[0][2] == pytest.approx(found[1][2], rel=1e-12)
+    symbols = []
+    for module in (kernels, reference[0]):
+        packed = np.empty(blocks * block // 2, np.uint8)
+        module.pack_int4(x, scales, block, 7.0, packed)
+        symbols.append(bits(packed))
+    assert symbols[0] == symbols[1]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """A vector of another type, or one with gaps, is not handed to the library."""
+    with pytest.raises(TypeError, match="float32"):
+        kernels.squares(np.zeros(8))
+    with pytest.raises(TypeError, match="contiguous"):
+        kernels.squares(np.zeros(8, np.float32)[::2])
