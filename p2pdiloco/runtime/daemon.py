@@ -22,11 +22,12 @@ import msgspec
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import addresses, sockets
 from p2pdiloco.runtime.dht import (
+    BUCKET,
     CLOCK,
     P2P,
     ControlFailure,
-    DHTNode,
     Multiaddr,
+    Node,
     P2PDaemonError,
     P2PHandlerError,
     PeerID,
@@ -118,10 +119,11 @@ class Daemon:
         for task in channel_tasks(self._p2p):
             # They fail when p2pd dies; whoever owns this learns that by ``ended`` and ``is_broken``.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        # Every look and every announcement asks up to 20 nodes, and each gives all records that it has: only those that
-        # are to have them shall.
-        self._node = await DHTNode.create(
+        # Every look asks as many nodes as a bucket holds, and each gives all records that it has: only those that are
+        # to have them shall.
+        self._node = await Node.create(
             p2p=self._p2p,
+            bucket_size=BUCKET,
             wait_timeout=PING_S,
             record_validator=self._validator,
             cache_refresh_before_expiry=0,

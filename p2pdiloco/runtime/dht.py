@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
@@ -61,11 +61,12 @@ for _module in (dht_node, dht_protocol, dht_routing, timed_storage):
     _module.get_dht_time = CLOCK.now
 
 __all__ = [
+    "BUCKET",
     "CLOCK",
     "P2P",
     "ControlFailure",
-    "DHTNode",
     "Multiaddr",
+    "Node",
     "P2PDaemonError",
     "P2PHandlerError",
     "PeerID",
@@ -80,6 +81,9 @@ __all__ = [
 log = logs.get("directory")
 
 VERIFIED_LIMIT = 8192
+BUCKET = 10
+"""Nodes that a search asks, and that each of them names: twice as many as keep a record."""
+Found = Callable[[DHTID, list[DHTID], set[DHTID]], Awaitable[Any]]
 
 
 class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
@@ -114,6 +118,24 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
             and record.expiration_time == envelope.expires_s
             and record.expiration_time <= CLOCK.now() + TTL_LIMIT_S + CLOCK_SKEW_S
         )
+
+
+class Node(DHTNode):  # type: ignore[misc]
+    """A search for the nodes that are to have a key brings along what they have of it: all records of a run, for each
+    that is announced. So it goes for the key's neighbour, which has no records, and is as near to the same nodes."""
+
+    async def find_nearest_nodes(
+        self, queries: Collection[DHTID], *given: Any, found_callback: Found | None = None, **more: Any
+    ) -> dict[DHTID, dict[DHTID, PeerID]]:
+        """As hivemind's."""
+        keys = {DHTID(key ^ 1): key for key in queries}
+
+        async def found(beside: DHTID, nearest: list[DHTID], visited: set[DHTID]) -> None:
+            if found_callback is not None:
+                await found_callback(keys[beside], nearest, visited)
+
+        nearest = await super().find_nearest_nodes(list(keys), *given, found_callback=found, **more)
+        return {keys[beside]: nodes for beside, nodes in nearest.items()}
 
 
 @lru_cache(maxsize=256)

@@ -1,5 +1,6 @@
 """When which peer of the directory is pinged: often at first and when one that answered does not any more, ever more
-seldom while nothing changes. At most PEERS_MOST are remembered, the longest unpinged forgotten first.
+seldom while nothing changes, and more seldom the more they are: what pings cost a node does not grow with the swarm. At
+most PEERS_MOST are remembered, the longest unpinged forgotten first.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from p2pdiloco.runtime.backoff import Backoff
 
 CALM_S, SILENT_S = 60.0, 8.0
 """At most between two pings of a peer that answers, and of one that does not."""
+FEW = 16
+"""Beyond so many peers, those that answer are pinged more seldom in proportion."""
 PEERS_MOST = 512
 
 
@@ -39,6 +42,7 @@ class Pings:
         if is_answered != known.has_answered:
             known.has_answered = is_answered
             known.pauses[is_answered].reset()
-        known.next_at = now + known.pauses[is_answered].next_s()
+        many = max(1.0, len(self._peers) / FEW) if is_answered else 1.0
+        known.next_at = now + many * known.pauses[is_answered].next_s()
         while len(self._peers) > PEERS_MOST:
             del self._peers[next(iter(self._peers))]

@@ -91,6 +91,28 @@ def test_peers_find_each_others_records(run: Callable[[Main], None], tmp_path: P
     run(main())
 
 
+def test_who_announces_itself_is_not_sent_the_others_records(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        async with member() as boot, member(where(boot)) as ann, member(where(boot)) as bob:
+            await ann.publish_peer(RUN, b"ann is here", 60.0)
+            protocol, found = bob._daemon._node.protocol, list[Any]()
+            ask = protocol.call_find
+
+            async def call_find(*given: Any) -> Any:
+                answer = await ask(*given)
+                found.extend(value for value, _ in answer.values())
+                return answer
+
+            protocol.call_find = call_find
+            await bob.publish_peer(RUN, b"bob is here", 60.0)
+            assert found == [None] * len(found), "it asked who is to have its record"
+            assert found
+            assert len(await bob.peers(RUN)) == 2
+            assert any(found), "who looks is sent them"
+
+    run(main())
+
+
 def test_records_expire(run: Callable[[Main], None]) -> None:
     async def main() -> None:
         async with member() as boot, member(where(boot)) as ann:
