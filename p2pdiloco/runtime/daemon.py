@@ -26,8 +26,8 @@ from p2pdiloco.runtime.dht import (
     CLOCK,
     P2P,
     ControlFailure,
+    DirectoryNode,
     Multiaddr,
-    Node,
     P2PDaemonError,
     P2PHandlerError,
     PeerID,
@@ -121,7 +121,7 @@ class Daemon:
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
         # Every look asks as many nodes as a bucket holds, and each gives all records that it has: only those that are
         # to have them shall.
-        self._node = await Node.create(
+        self._node = await DirectoryNode.create(
             p2p=self._p2p,
             bucket_size=BUCKET,
             wait_timeout=PING_S,

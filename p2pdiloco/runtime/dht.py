@@ -65,8 +65,8 @@ __all__ = [
     "CLOCK",
     "P2P",
     "ControlFailure",
+    "DirectoryNode",
     "Multiaddr",
-    "Node",
     "P2PDaemonError",
     "P2PHandlerError",
     "PeerID",
@@ -120,7 +120,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         )
 
 
-class Node(DHTNode):  # type: ignore[misc]
+class DirectoryNode(DHTNode):  # type: ignore[misc]
     """A search for the nodes that are to have a key brings along what they have of it: all records of a run, for each
     that is announced. So it goes for the key's neighbour, which has no records, and is as near to the same nodes."""
 
