@@ -14,6 +14,7 @@ Rules of this file:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import statistics
 import sys
@@ -21,6 +22,7 @@ import time
 from collections.abc import Sequence
 from itertools import permutations
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -63,12 +65,13 @@ ALLOWED = 0.2
 class Peers:
     """Real ones, in the sites of a testbed: forks of this process, which has loaded all that they need."""
 
-    def __init__(self, made: Testbed, config: line.Message) -> None:
+    def __init__(self, made: Testbed, config: line.Message, folder: str) -> None:
+        """``folder``: for all of theirs, which outlives them, since they are killed."""
         context = multiprocessing.get_context("fork")
         self._pipes = []
         for index in range(config["peers"]):
             ours, theirs = context.Pipe()
-            told = {**config, "index": index, "host": address(index)}
+            told = {**config, "index": index, "host": address(index), "folder": f"{folder}/{index}"}
             context.Process(target=live, args=(made.site(index), told, theirs), daemon=True).start()
             theirs.close()
             self._pipes.append(ours)
@@ -102,10 +105,12 @@ def real(options: argparse.Namespace, config: line.Message) -> dict[str, float]:
         BenchmarkError, TestbedError
     """
     sites.on_sigterm()
-    with sites.network(toml_of(options), is_verified=options.verified) as made:
+    with contextlib.ExitStack() as stack:
+        made = stack.enter_context(sites.network(toml_of(options), is_verified=options.verified))
         sites.widen(made)
+        folder = stack.enter_context(TemporaryDirectory(prefix="p2pdiloco-calibration-"))
         try:
-            peers = Peers(made, config)
+            peers = Peers(made, config, folder)
             addresses = [one["address"] for one in peers.answers()]
             peers.ask("connect", addresses=addresses)
             made.rewind()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -132,17 +131,16 @@ async def serve(config: line.Message, parent: Connection) -> None:
     manifest, initial = run_of(config, schedule_of(config))
     identity = Identity.ephemeral()
     nowhere = Directory(identity, listen=[], announce=[], initial_peers=[])  # never opened: addresses are told
-    with tempfile.TemporaryDirectory(prefix="p2pdiloco-calibration-") as folder:
-        budgets = {"up_bytes_per_s": config["up_budget"] or "auto", "down_bytes_per_s": config["down_budget"]}
-        line_options = LinkOptions(listen=(f"/ip4/{config['host']}/tcp/0",), **budgets)
-        options = PeerOptions(folder=Path(folder), link=line_options)
-        async with CalibrationPeer(manifest, options, identity, nowhere, initial) as peer:
-            del initial
-            peer.config, peer.seen = config, Sightings()
-            peer.begin()
-            parent.send({"address": peer.transport.listen_addresses()[0]})
-            while (command := await asyncio.to_thread(parent.recv)) is not None:
-                parent.send(await _obeyed(peer, config, command))
+    budgets = {"up_bytes_per_s": config["up_budget"] or "auto", "down_bytes_per_s": config["down_budget"]}
+    line_options = LinkOptions(listen=(f"/ip4/{config['host']}/tcp/0",), **budgets)
+    options = PeerOptions(folder=Path(config["folder"]), link=line_options)
+    async with CalibrationPeer(manifest, options, identity, nowhere, initial) as peer:
+        del initial
+        peer.config, peer.seen = config, Sightings()
+        peer.begin()
+        parent.send({"address": peer.transport.listen_addresses()[0]})
+        while (command := await asyncio.to_thread(parent.recv)) is not None:
+            parent.send(await _obeyed(peer, config, command))
 
 
 async def _obeyed(peer: CalibrationPeer, config: line.Message, command: line.Message) -> line.Message:
