@@ -26,7 +26,7 @@ from p2pdiloco.peer.chunk_plan import Ask, ChunkPlan
 from p2pdiloco.peer.distrust import Distrust
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.inspection import Inspection
-from p2pdiloco.peer.offers import ancestors, checked_offer, is_listed
+from p2pdiloco.peer.offers import ancestors, checked_offer, is_listed, owner_of
 from p2pdiloco.peer.signatures import UnknownMemberError
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId, digest_of
@@ -114,7 +114,7 @@ class Downloads:
                 proofs.update(
                     (commit_id(earlier.header), (earlier.header, earlier.signature)) for earlier in offer.lineage
                 )
-            self._driver.feed(ev.Fetched(peer, state, ancestors(offer.proof, offer.lineage)))
+            self._driver.feed(ev.Fetched(peer, state, ancestors(offer.proof, offer.lineage), owner_of(offer.proof)))
 
         self._driver.job(lambda: self._driver.state.stage(shard, state.head.id, chunks, offer.digests), staged)
 
@@ -183,7 +183,7 @@ class Downloads:
         if offer.proof.header is not None:
             self._driver.cargo.compare(offer.proof.header, offer.proof.signature)
         self._inspection.tell_contradictions()
-        self._driver.feed(ev.StateOffered(peer, head, ancestors(offer.proof, offer.lineage)))
+        self._driver.feed(ev.StateOffered(peer, head, ancestors(offer.proof, offer.lineage), owner_of(offer.proof)))
         if problem := self._driver.machine.view.refusal(head):
             raise RequestError(problem)
         return offer

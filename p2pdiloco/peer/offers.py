@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from p2pdiloco.peer.proofs import check_lineage, proven_digest
 from p2pdiloco.peer.signatures import OPEN, Register
-from p2pdiloco.protocol.identifiers import DIGEST_BYTES, Digest, ShardId, digest_of
+from p2pdiloco.protocol.identifiers import DIGEST_BYTES, Digest, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import CommitHeader, commit_id
 from p2pdiloco.tensors.digests import list_bytes
@@ -61,6 +61,11 @@ def ancestors(proof: StateProof, lineage: Sequence[SignedCommit]) -> tuple[Diges
     header = proof.header
     parents = [earlier.header.parent for earlier in lineage]
     return (*parents, header.parent) if header is not None else ()
+
+
+def owner_of(proof: StateProof) -> PeerId:
+    """Who made and signed the commit at a state's head (all was checked); nobody has made version 0."""
+    return PeerId("") if proof.header is None else proof.header.owner
 
 
 def lineage_of(commits: Iterable[tuple[CommitHeader, bytes] | None]) -> tuple[SignedCommit, ...]:

@@ -95,10 +95,10 @@ class World:
         self.setting = setting
         self.loop = VirtualLoop()
         self.loop.set_exception_handler(self._defect)
-        self.manifest = founded(seed, setting)
-        self.layout = Layout.of(self.manifest)
         secrets = (Random(f"{seed}/{i}").randbytes(32) for i in range(len(setting.peers)))
         identities = [Identity(Ed25519PrivateKey.from_private_bytes(secret)) for secret in secrets]
+        self.manifest = founded(seed, setting, identities[0].peer_id)
+        self.layout = Layout.of(self.manifest)
         self.computers = {
             identity.peer_id: Computer(seed, identity, each)
             for identity, each in zip(identities, setting.peers, strict=True)
@@ -311,8 +311,8 @@ class World:
         raise NotImplementedError  # nobody asks here
 
 
-def founded(seed: int, setting: WorldSetting) -> Manifest:
-    """The run of a seed. Its parameters of version 0 are zeros."""
+def founded(seed: int, setting: WorldSetting, founder: PeerId) -> Manifest:
+    """The run of a seed, and of its first peer. Its parameters of version 0 are zeros."""
     elements = setting.shards_a_fragment * CHUNKS_A_SHARD * CHUNK
     tensors = tuple(
         TensorSpec(name=f"t{i}", shape=(elements,), merge="direct" if i % 2 else "rda", fragment=FragmentId(i))
@@ -332,4 +332,4 @@ def founded(seed: int, setting: WorldSetting) -> Manifest:
     zero = StateForm.of(setting.outer).still(layout.elements)
     genesis = tuple(state_digest(theta[s.start : s.stop], zero[s.start : s.stop]) for s in layout.shards)
     blocks = BlockSpec(number=setting.blocks, samples=16, data=Digest("d" * 40)) if setting.blocks else BlockSpec()
-    return Manifest(founder=PeerId("founder"), config=config, tensors=tensors, genesis=genesis, blocks=blocks)
+    return Manifest(founder=founder, config=config, tensors=tensors, genesis=genesis, blocks=blocks)

@@ -10,7 +10,6 @@ Rules of this file:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from p2pdiloco.protocol.carry import Carry
 from p2pdiloco.protocol.chain import is_heavier
@@ -18,7 +17,7 @@ from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.core import Core, mark_bits
 from p2pdiloco.protocol.effects import Apply, BecameCurrent, Fetch, Install
 from p2pdiloco.protocol.evaluations import Evaluations
-from p2pdiloco.protocol.events import ShardState
+from p2pdiloco.protocol.events import Fetched, ShardState
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
 from p2pdiloco.protocol.lineage import Lineage
 from p2pdiloco.protocol.log_requests import LogRequests
@@ -258,11 +257,12 @@ class Adoption:
         if view is not None:
             view.vain_until = self.core.now + self.core.config.request_s
 
-    def fetched(self, peer: PeerId, state: ShardState, lineage: Sequence[Digest]) -> None:
+    def fetched(self, event: Fetched) -> None:
         """A state is here: install it if it is still the better one."""
+        peer, state = event.peer, event.state
         shard = state.head.shard
         problem = self.core.chains[shard].state_problem(state) or self.carry.problem(state)
-        problem = problem or self.lineage.judge(peer, state.head, lineage)
+        problem = problem or self.lineage.judge(peer, state.head, event.lineage, event.owner)
         if problem is not None:
             self.fetch_failed(shard, peer, problem)
             return

@@ -159,6 +159,8 @@ class StateOffered(msgspec.Struct, frozen=True, array_like=True, tag="offered"):
     peer: PeerId
     head: Head
     lineage: tuple[Digest, ...]
+    owner: PeerId = PeerId("")
+    """Who made and signed the commit at ``head``; nobody has made version 0."""
 
 
 class Fetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
@@ -168,6 +170,8 @@ class Fetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
     state: ShardState
     lineage: tuple[Digest, ...] = ()
     """Commits that led to it, oldest first, as far as its donor's log reaches; all were checked."""
+    owner: PeerId = PeerId("")
+    """Who made and signed the commit at its head; nobody has made version 0."""
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):

@@ -6,7 +6,8 @@ A peer stands by a state if a head that it has told of itself is that state's, o
 Rules of this file:
 1. A newcomer has nothing to compare with: it takes what more than half of the peers that have states stand by. If for
    long there is no such state, the run has fallen apart and the newcomer may be all that holds it together: it takes
-   one by which as many stand as by any other.
+   one by which as many stand as by any other. Who stands by what lies before a head may have refused the head, so its
+   maker's word alone is none; while the run is young, or the founder is there, more is asked for.
 2. A peer that has a state takes another whose lineage meets the heads that it came by: it was seen where they part. One
    that does not (a long absence, a deep fork, a chain that somebody made up) it takes unless more than half of all,
    itself included, stand by its own; who has told nothing of late is asked before.
@@ -16,8 +17,9 @@ Rules of this file:
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 from p2pdiloco.protocol.core import Core
@@ -57,7 +59,8 @@ class Lineage:
         self._judged: dict[ShardId, Judged] = {}
         """The state that was offered last."""
         self._divided_at: dict[ShardId, float] = {}
-        """When a state was refused first because too few stand by it."""
+        """When a state was refused first because too few stand by it, or have it."""
+        self._asked_at = -math.inf
 
     def told(self, peer: PeerId, head: Head) -> None:
         """``peer`` says that this is its head."""
@@ -94,17 +97,18 @@ class Lineage:
         """This peer begins with the state at ``head``, to which ``lineage`` led: its own checkpoint is not judged."""
         self._judged[head.shard] = Judged(head.id, tuple(lineage), None)
 
-    def judge(self, peer: PeerId, head: Head, lineage: Sequence[Digest]) -> str | None:
-        """Why the state at ``head``, whose ancestors are ``lineage``, is not taken from ``peer``, or None."""
+    def judge(self, peer: PeerId, head: Head, lineage: Sequence[Digest], owner: PeerId) -> str | None:
+        """Why the state at ``head``, which ``owner`` made and whose ancestors are ``lineage``, is not taken from
+        ``peer``, or None."""
         before = self._judged.get(head.shard)
         if self._refusals.holds(head.id, lineage) and not self.is_outvoted(head.shard):
             self._leave_alone(peer)
             self._judged[head.shard] = Judged(head.id, tuple(lineage), "it has a commit in it that was not taken here")
         elif before is None or before.head != head.id or before.problem is not None:
-            self._judged[head.shard] = Judged(head.id, tuple(lineage), self._problem(peer, head, lineage))
+            self._judged[head.shard] = Judged(head.id, tuple(lineage), self._problem(peer, head, lineage, owner))
         return self._judged[head.shard].problem
 
-    def _problem(self, peer: PeerId, head: Head, lineage: Sequence[Digest]) -> str | None:
+    def _problem(self, peer: PeerId, head: Head, lineage: Sequence[Digest], owner: PeerId) -> str | None:
         shard, chain = head.shard, self.core.chains[head.shard]
         theirs, donors = {head.id, *lineage}, self._donors()
         if not head.version:
@@ -114,6 +118,11 @@ class Lineage:
             is_half = 2 * stand == len(donors) and self._stands_founder(shard, theirs, donors) is True
             if 2 * stand <= len(donors) and not is_half and not self._is_divided(shard, stand, theirs, donors):
                 return f"{stand} of {len(donors)} peers stand by it, and more than half must"
+            is_backed = is_half or 2 * stand > len(donors)  # else the run has fallen apart, and each made its own head
+            problem = self._doubt(peer, owner, head, lineage, donors) if is_backed else None
+            if problem is not None:
+                self._ask({self.core.config.founder}.intersection(donors) or set(donors).difference((peer,)))
+                return problem
         elif chain.head.id not in theirs and theirs.isdisjoint(chain.ancestry):
             ours = {chain.head.id, *chain.ancestry}
             if 2 * sum(self._is_fresh(donor, shard) for donor in donors) <= len(donors):
@@ -136,11 +145,38 @@ class Lineage:
         founder, if it is there, is one of them."""
         if self._stands_founder(shard, theirs, donors) is False:
             return False
-        since = self._divided_at.setdefault(shard, self.core.now)
         told = (self._told.get(donor, {}).get(shard) for donor in donors)
         others = Counter(one.head for one in told if one is not None and one.head not in theirs)
-        is_long = self.core.now - since >= DIVIDED_REQUESTS * self.core.config.request_s
-        return is_long and 0 < stand >= max(others.values(), default=0)
+        return self._is_long(shard, DIVIDED_REQUESTS) and 0 < stand >= max(others.values(), default=0)
+
+    def _is_long(self, shard: ShardId, requests: int) -> bool:
+        """Whether a state was refused first so many ``request_s`` ago because too few stand by it, or have it."""
+        since = self._divided_at.setdefault(shard, self.core.now)
+        return self.core.now - since >= requests * self.core.config.request_s
+
+    def _doubt(
+        self, peer: PeerId, owner: PeerId, head: Head, lineage: Sequence[Digest], donors: Sequence[PeerId]
+    ) -> str | None:
+        """Why a newcomer waits for others' words on ``head`` itself, which ``owner`` made: who stands by what lies
+        before it may have refused it."""
+        founder, others = self.core.config.founder, [donor for donor in donors if donor != owner]
+        words = [donor for donor in others if donor == peer or self._is_at(donor, head.shard, (head.id,))]
+        if founder in (owner, *words):
+            return None
+        is_barred = owner in self.core.membership.owners.barred
+        if is_barred or (founder in donors and not self._is_long(head.shard, requests=1)):
+            is_most = 2 * len(words) > len(others)
+            return None if is_most else f"{len(words)} of {len(others)} have it but its maker, and the founder has not"
+        is_young = len(lineage) >= head.version and founder not in ("", self.core.config.peer, *donors)
+        if is_young and len(words) < 2 and not self._is_long(head.shard, requests=1):
+            return "its lineage reaches back to version 0, so the founder may come, and one or two peers alone have it"
+        return "only its maker has it" if others and not words else None
+
+    def _ask(self, peers: Iterable[PeerId]) -> None:
+        """For their heads, once a heartbeat: who has what is doubted can offer it, too."""
+        if self.core.now - self._asked_at >= self.core.membership.beat_s():
+            self._asked_at = self.core.now
+            self.core.send(tuple(sorted(peers)), HeadsRequest())
 
     def _stands_founder(self, shard: ShardId, theirs: Container[Digest], donors: Sequence[PeerId]) -> bool | None:
         """Whether the run's founder stands by ``theirs``; None if it is not there, or has told nothing."""

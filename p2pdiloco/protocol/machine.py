@@ -106,9 +106,9 @@ class Machine:
             case ev.Merged():
                 self._merged(event)
             case ev.StateOffered():
-                self.adoption.lineage.judge(event.peer, event.head, event.lineage)
+                self.adoption.lineage.judge(event.peer, event.head, event.lineage, event.owner)
             case ev.Fetched():
-                self.adoption.fetched(event.peer, event.state, event.lineage)
+                self.adoption.fetched(event)
             case ev.Failed():
                 self._failed(event)
             case ev.PeerConnected():

@@ -64,8 +64,8 @@ class PeerSetting(msgspec.Struct, frozen=True, kw_only=True):
     """The learner's values are never finite: nothing of it can be encoded, or merged by anybody."""
 
 
-Fetched = tuple[ev.ShardState, tuple[Digest, ...], GlobalShard]
-"""A state, the heads that led to it, and its value."""
+Fetched = tuple[ev.ShardState, tuple[Digest, ...], PeerId, GlobalShard]
+"""A state, the heads that led to it, who made the last of them, and its value."""
 Job = tuple[Callable[[Any], ev.Event | None], Any]
 
 
@@ -329,7 +329,9 @@ class Process:
         chain = donor.machine.core.chains[shard]
         if donor.is_dead or value is None or chain.head is None or chain.head.id != donor.states.heads[shard]:
             return None
-        return chain.state(), tuple(chain.ancestry), value
+        known = self.world.checks.commits.get((shard, chain.head.id))
+        owner = PeerId("") if known is None or known.header is None else known.header.owner  # it has signed
+        return chain.state(), tuple(chain.ancestry), owner, value
 
     def _fetch_ends(self, argument: tuple[ef.Fetch, Link, Fetched | None]) -> None:
         effect, link, found = argument
@@ -339,9 +341,9 @@ class Process:
         if found is None or is_cut or not link.connection.is_open:
             self._fetch_failed(effect)
         else:
-            state, lineage, value = found
+            state, lineage, owner, value = found
             self.states.fetched[state.head.id] = value
-            self.tell(ev.Fetched(effect.peer, state, lineage))
+            self.tell(ev.Fetched(effect.peer, state, lineage, owner))
 
     def _fetch_failed(self, effect: ef.Fetch) -> None:
         self.tell(ev.Failed("fetch", effect.shard, effect.peer, "the download broke off"))

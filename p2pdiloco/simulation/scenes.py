@@ -77,6 +77,7 @@ SCENARIOS: dict[str, FaultRates] = {
     "pauses": FaultRates(pause=4.0, slow=3.0),
     "leaves": FaultRates(leave=3.0, crash=1.0),
     "liars": FaultRates(),
+    "early-liars": FaultRates(),
     "uplinks": FaultRates(crash=0.5, wipe=0.2, learner=0.5, pause=0.5, break_=1.0, cut=0.5, slow=0.5),
     "meshes": FaultRates(crash=0.5, wipe=0.2, learner=0.5, pause=0.5, mute=1.0, break_=2.0, cut=0.5),
 }
@@ -130,6 +131,7 @@ def draw_scene(seed: int, scenario: str = MIXED) -> Scene:
     config = ProtocolConfig(
         run=RunId(f"run {seed}"),
         peer=names[0],
+        founder=names[0],
         fragments=tuple(tuple(f) for f in shards),
         sync_every=sync_every,
         overlap=random.randint(1, max(1, min(4, sync_every - 1))),
@@ -189,6 +191,8 @@ def draw_scene(seed: int, scenario: str = MIXED) -> Scene:
     match scenario:
         case "liars":
             return with_liars(scene)
+        case "early-liars":
+            return with_early_liars(scene)
         case "meshes":
             return with_meshes(scene)
         case "uplinks":
@@ -255,6 +259,21 @@ def with_liars(scene: Scene) -> Scene:
         sizes=Sizes(elements=(100,) * scene.config.shards),
     )
     return msgspec.structs.replace(scene, peers=tuple(peers), config=config, ending="rest")
+
+
+def with_early_liars(scene: Scene) -> Scene:
+    """Liars of a young run: they always lie, merge what nobody gave, and may be the first who join its founder."""
+    scene = with_liars(scene)
+    founder, *others = scene.peers
+    order = list(range(1, len(scene.peers)))
+    Random(f"stress {scene.seed}").shuffle(order)
+    peers = [founder]
+    for (name, setting, _), place in zip(others, order, strict=True):
+        is_liar = bool(setting.lies)
+        peers.append(
+            (name, msgspec.structs.replace(setting, lies=1.0, wildness=1.0) if is_liar else setting, 0.5 * place)
+        )
+    return msgspec.structs.replace(scene, peers=tuple(peers))
 
 
 def with_rarities(scene: Scene) -> Scene:

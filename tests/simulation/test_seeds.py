@@ -73,10 +73,18 @@ def test_a_bug_that_was_found_stays_fixed(regression: dict[str, object]) -> None
 def test_liars_break_nothing() -> None:
     """One or two of eight send whatever is well formed: nothing breaks, versions go on, heads become equal. In 13, 87
     and 92 peers that answered late, or said that they did, once kept another from catching up; in 201 and 203 a
-    state that was handed on had lost its lineage, and was not believed."""
-    report = simulate([*range(24), 87, 92, 201, 203], "liars", jobs=JOBS)
+    state that was handed on had lost its lineage, and was not believed. In 10200121 newcomers of a young run took what
+    a liar had made, whom they heard first."""
+    report = simulate([*range(24), 87, 92, 201, 203, 10200121], "liars", jobs=JOBS)
     assert not report.violations, "\n".join(f"{v.command}   # {v.sentence}" for v in report.violations)
     assert report.versions > 500
+
+
+@pytest.mark.timeout(300)
+def test_liars_that_come_first_bring_newcomers_to_nothing() -> None:
+    """Before H2f to H2h each of these had a newcomer take what a liar, or two, had made up."""
+    report = simulate([2, 11, 64, 72, 78, 131, 135], "early-liars", jobs=JOBS)
+    assert not report.violations, "\n".join(f"{v.command}   # {v.sentence}" for v in report.violations)
 
 
 @pytest.mark.parametrize("seed", [3, 186, 214])

@@ -87,6 +87,7 @@ def test_a_lineage_weighs_what_was_given() -> None:
 
 
 HONEST = tuple(Head(SHARD, 7 + i, digest(f"honest {i}"), 700 + 100 * i) for i in range(3))
+NOBODY = PeerId("")
 FORGED = Head(SHARD, 5000, digest("forged"), 10**6)
 
 
@@ -94,9 +95,9 @@ def newcomer(*others: PeerId, **changes: Any) -> Stage:
     return Stage(*others, is_founder=False, has_learner=False, **changes)
 
 
-def bring(stage: Stage, head: Head, *lineage: Digest, by: PeerId = B) -> list[ef.Effect]:
+def bring(stage: Stage, head: Head, *lineage: Digest, by: PeerId = B, owner: PeerId = NOBODY) -> list[ef.Effect]:
     """A state is there, with a lineage that was checked."""
-    return stage.work(stage.tell(ev.Fetched(by, ev.ShardState(head, 4, ()), lineage)))
+    return stage.work(stage.tell(ev.Fetched(by, ev.ShardState(head, 4, ()), lineage, owner)))
 
 
 def test_a_newcomer_takes_what_more_than_half_stand_by() -> None:
@@ -130,7 +131,7 @@ def test_where_for_long_most_stand_by_nothing_a_newcomer_takes_what_as_many_stan
     bring(stage, HONEST[0])
     assert stage.machine.status().heads == (), "c and d stand by another"
     stage.hear(D, msg.Heads((HONEST[2],), 0))
-    bring(stage, HONEST[0])
+    bring(stage, HONEST[0], owner=B)
     assert stage.machine.status().heads == (HONEST[0],)
 
 
@@ -164,6 +165,89 @@ def test_between_as_many_on_each_side_the_founders_word_decides() -> None:
     assert alone.machine.status().heads == (), "more than half know better than the founder"
     bring(alone, HONEST[0], by=C)
     assert alone.machine.status().heads == (HONEST[0],)
+
+
+def telling(*heads: tuple[PeerId, Head], **changes: Any) -> Stage:
+    """A newcomer that was told of these."""
+    stage = newcomer(*(peer for peer, _ in heads), **changes)
+    for peer, head in heads:
+        stage.hear(peer, msg.Heads((head,), 0))
+    return stage
+
+
+def test_while_the_founder_may_come_two_besides_its_maker_must_have_a_head() -> None:
+    """H2f: a liar that came first (seed 10200121), or two. After a while the founder is not waited for, nor where it is
+    long ago that it brought version 0."""
+    young, old = tuple(digest(f"version {i}") for i in range(7)), (digest("parent"),)
+    for others in (), (C,):
+        stage = telling(*((peer, HONEST[0]) for peer in (B, *others)), founder=D)
+        effects = bring(stage, HONEST[0], *young, owner=B, by=(B, *others)[-1])
+        assert "the founder may come" in notes(effects, "fetch")[0]
+        stage.wait(stage.config.request_s - 0.5)
+        bring(stage, HONEST[0], *young, owner=B)
+        assert stage.machine.status().heads == ()
+        stage.wait(0.6)
+        bring(stage, HONEST[0], *young, owner=B, by=(B, *others)[-1])
+        assert stage.machine.status().heads == (HONEST[0],), "it has not come"
+    for lineage, founder, owner in ((old, D, B), (young, D, D), (young, B, B), (young, A, B), (young, NOBODY, B)):
+        stage = telling((B, HONEST[0]), founder=founder)
+        bring(stage, HONEST[0], *lineage, owner=owner)
+        assert stage.machine.status().heads == (HONEST[0],), "at once"
+    stage = telling((B, HONEST[0]), (C, HONEST[0]), (PeerId("e"), HONEST[0]), founder=D)
+    bring(stage, HONEST[0], *young, owner=B)
+    assert stage.machine.status().heads == (HONEST[0],), "two others have it"
+
+
+def test_a_commit_is_not_taken_at_its_makers_word_alone() -> None:
+    """H2g: what lies before it others have signed, so they stand by it, and have perhaps refused the commit."""
+    before, head = HONEST[0], HONEST[1]
+    stage = telling((B, head), (C, before), (D, before))
+    for _ in range(2):
+        effects = bring(stage, head, before.id, owner=B)
+        assert "only its maker" in notes(effects, "fetch")[0]
+        assert {to for to, _ in sent(effects, msg.HeadsRequest)} == {C, D}
+        assert stage.machine.status().heads == ()
+        stage.wait(3 * stage.config.request_s)
+    bring(stage, head, before.id, by=C, owner=B)
+    assert stage.machine.status().heads == (head,), "c hands it over, so it has taken it"
+    stage = telling((B, head), (C, before), (D, before))
+    stage.hear(D, msg.Heads((head,), 0))
+    bring(stage, head, before.id, owner=B)
+    assert stage.machine.status().heads == (head,), "d has told of it"
+
+
+def test_where_the_founder_is_there_a_newcomer_takes_what_it_or_most_have() -> None:
+    """H2h: two liars beside it bring a newcomer to nothing that it has refused. It is asked, and not for ever."""
+    before, head = HONEST[0], HONEST[1]
+    stage = telling((D, before), (B, head), (C, before), founder=D)
+    effects = bring(stage, head, before.id, by=C, owner=B)
+    assert {to for to, _ in sent(effects, msg.HeadsRequest)} == {D}
+    assert stage.machine.status().heads == ()
+    stage.wait(stage.config.request_s + 0.1)
+    bring(stage, head, before.id, by=C, owner=B)
+    assert stage.machine.status().heads == (head,)
+    for told in ((D, head), (B, head), (C, before)), ((D, before), (B, head), (C, head), (PeerId("e"), head)):
+        stage = telling(*told, founder=D)
+        bring(stage, head, before.id, by=C, owner=B)
+        assert stage.machine.status().heads == (head,)
+    stage = telling((D, before), (B, head), (C, before), founder=D)
+    bring(stage, head, before.id, by=D, owner=B)
+    assert stage.machine.status().heads == (head,), "the founder hands it over"
+
+
+def test_what_a_proved_liar_made_is_taken_only_if_most_others_have_it() -> None:
+    """H2h: for however long."""
+    before = HONEST[0]
+    first, second = (commit_on(before, tokens(B, 0, end), owner=B) for end in (10, 20))
+    stage = telling((B, head_of(first)), (C, before), (D, before))
+    stage.tell(ev.Contradicted(msg.Equivocation(first, second, b"", b"")))
+    bring(stage, head_of(first), before.id, by=C, owner=B)
+    stage.wait(3 * stage.config.request_s)
+    bring(stage, head_of(first), before.id, by=C, owner=B)
+    assert stage.machine.status().heads == ()
+    stage.hear(D, msg.Heads((head_of(first),), 0))
+    bring(stage, head_of(first), before.id, by=C, owner=B)
+    assert stage.machine.status().heads == (head_of(first),)
 
 
 def test_a_newcomer_fetches_nothing_before_more_than_half_have_told_of_their_heads() -> None:
