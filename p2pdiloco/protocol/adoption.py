@@ -332,7 +332,9 @@ class Adoption:
             if chain.head is None and shard not in self.asked and shard not in self.applying:
                 donors = sorted(p for p, heads in self.offers.items() if shard in heads)
                 if donors and self.lineage.is_told(shard):
-                    self.fetch(shard, donors[shard % len(donors)])
+                    founder = self.core.config.founder
+                    is_asked = founder in donors and self.lineage.is_doubted(shard)
+                    self.fetch(shard, founder if is_asked else donors[shard % len(donors)])
 
     def become_current(self) -> None:
         """Once every shard has a state."""

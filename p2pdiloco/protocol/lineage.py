@@ -82,6 +82,10 @@ class Lineage:
         donors = self._donors()
         return 2 * sum(shard in self._told.get(peer, ()) for peer in donors) > len(donors)
 
+    def is_doubted(self, shard: ShardId) -> bool:
+        """Whether a state was refused because too few stand by it, or have it: the founder's word would do."""
+        return shard in self._divided_at
+
     def refusal(self, head: Head) -> str | None:
         """Why the state at ``head``, which was offered just now, is not to be downloaded, or None."""
         judged = self._judged.get(head.shard)
@@ -141,13 +145,14 @@ class Lineage:
         return 2 * sum(one is not None and self._refusals.holds(one.head) for one in told) > len(donors) + 1
 
     def _is_divided(self, shard: ShardId, stand: int, theirs: Container[Digest], donors: Sequence[PeerId]) -> bool:
-        """Whether for long there was nothing by which most stand, nothing has more than these ``stand``, and the
-        founder, if it is there, is one of them."""
-        if self._stands_founder(shard, theirs, donors) is False:
-            return False
+        """Whether for long there was nothing by which most stand, and the founder stands by it, or, if it is not there,
+        nothing has more than these ``stand``."""
+        is_long = self._is_long(shard, DIVIDED_REQUESTS)
+        if (is_founders := self._stands_founder(shard, theirs, donors)) is not None:
+            return is_founders and is_long
         told = (self._told.get(donor, {}).get(shard) for donor in donors)
         others = Counter(one.head for one in told if one is not None and one.head not in theirs)
-        return self._is_long(shard, DIVIDED_REQUESTS) and 0 < stand >= max(others.values(), default=0)
+        return is_long and 0 < stand >= max(others.values(), default=0)
 
     def _is_long(self, shard: ShardId, requests: int) -> bool:
         """Whether a state was refused first so many ``request_s`` ago because too few stand by it, or have it."""

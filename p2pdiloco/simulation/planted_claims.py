@@ -27,8 +27,8 @@ BUGS = (
     _bug(
         "what the founder does not stand by is taken after a while",
         "lineage",
-        "if self._stands_founder(shard, theirs, donors) is False:",
-        "if False:",
+        "return is_founders and is_long",
+        "return is_long",
         "one liar beside one honest donor gives a newcomer a model of its own",
         "test_lineage.py::test_between_as_many_on_each_side_the_founders_word_decides",
     ),
@@ -72,6 +72,22 @@ BUGS = (
         "who comes where a run has fallen into peers that are alone never gets a state, and they never meet",
         "test_lineage.py::"
         "test_where_for_long_most_stand_by_nothing_a_newcomer_takes_what_as_many_stand_by_as_by_any_other",
+    ),
+    _bug(
+        "the founder is asked in its turn",
+        "adoption",
+        "is_asked = founder in donors and self.lineage.is_doubted(shard)",
+        "is_asked = False",
+        "where a run has fallen apart a newcomer asks all parts in turns, and takes nobody's state for a minute",
+        "test_lineage.py::test_where_a_run_has_fallen_apart_the_founders_part_is_asked_for",
+    ),
+    _bug(
+        "a run that has fallen apart waits for its founder's part for ever",
+        "lineage",
+        "return is_founders and is_long",
+        "return False",
+        "who comes where a run has fallen into three, one of them its founder's, never gets a state",
+        "test_lineage.py::test_where_a_run_has_fallen_apart_the_founders_part_is_asked_for",
     ),
     _bug(
         "a proved liar is given time",

@@ -300,7 +300,7 @@ BUGS = (
     Bug(
         "a divided run not joined",
         f"{_P}.lineage",
-        "return self._is_long(shard, DIVIDED_REQUESTS) and 0 < stand >= max(others.values(), default=0)",
+        "return is_long and 0 < stand >= max(others.values(), default=0)",
         "return False",
         "who comes where a run has fallen into three never gets a state, and the three never meet",
         (f"tests/unit/protocol/test_lineage.py::{_DIVIDED}",),
@@ -308,8 +308,8 @@ BUGS = (
     Bug(
         "a majority against what one says not looked at",
         f"{_P}.lineage",
-        "return self._is_long(shard, DIVIDED_REQUESTS) and 0 < stand >= max(others.values(), default=0)",
-        "return self._is_long(shard, DIVIDED_REQUESTS)",
+        "return is_long and 0 < stand >= max(others.values(), default=0)",
+        "return is_long",
         "a liar waits until a newcomer is tired of honest peers that go on too fast",
         (f"tests/unit/protocol/test_lineage.py::{_DIVIDED}",),
     ),

@@ -175,6 +175,19 @@ def telling(*heads: tuple[PeerId, Head], **changes: Any) -> Stage:
     return stage
 
 
+def test_where_a_run_has_fallen_apart_the_founders_part_is_asked_for() -> None:
+    """H2e: as seed 384 of the scenario meshes, in which the founder's part was never asked, and no other taken."""
+    two, three = Head(SHARD, 9, digest("two"), 910), Head(SHARD, 9, digest("three"), 920)
+    e, founder = PeerId("e"), PeerId("f")
+    stage = telling((B, two), (C, two), (D, three), (e, three), (founder, HONEST[0]), founder=founder)
+    assert [fetch.peer for fetch in only(bring(stage, two, by=B), ef.Fetch)] == [founder]
+    stage.wait(2 * stage.config.request_s + 0.1)
+    bring(stage, two, by=C)
+    assert stage.machine.status().heads == ()
+    bring(stage, HONEST[0], by=founder)
+    assert stage.machine.status().heads == (HONEST[0],)
+
+
 def test_while_the_founder_may_come_two_besides_its_maker_must_have_a_head() -> None:
     """H2f: a liar that came first (seed 10200121), or two. After a while the founder is not waited for, nor where it is
     long ago that it brought version 0."""
