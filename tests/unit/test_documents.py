@@ -1,5 +1,6 @@
 """The commands in the documents: each is one that its parser takes, each module and each target is there, each link
-leads somewhere. That they do what the documents say, the integration tests of each command show."""
+leads somewhere. That they do what the documents say, the integration tests of each command show; the tutorial's are run
+as they stand (tests/integration/test_tutorial.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import pytest
 
 from p2pdiloco.cli import quantities
 from p2pdiloco.cli.arguments import COMMANDS
-from p2pdiloco.cli.main import _parse
+from p2pdiloco.cli.main import _parse, main
 from p2pdiloco.watch import exporter
 
 ROOT = Path(__file__).parents[2]
@@ -93,6 +94,15 @@ def test_a_module_is_there_and_has_those_options(mention: Mention) -> None:
     source = "".join(path.read_text() for path in [*sources, ROOT / "benchmarks" / "bench.py"])
     for option in (word.partition("=")[0] for word in words[1:] if word.startswith("--")):
         assert f'"{option}"' in source, option
+
+
+@pytest.mark.heavy
+def test_a_plan_is_what_the_document_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    (mention,) = [one for one in typed("p2pdiloco plan") if one.document == "scale.md" and one.is_whole]
+    assert main(shlex.split(mention.text)[1:]) == 0
+    told = capsys.readouterr().out.splitlines()
+    text = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    assert [line for line in told if f"    {line}\n" not in text] == []
 
 
 def test_targets_are_there() -> None:

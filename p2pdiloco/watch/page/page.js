@@ -40,7 +40,7 @@ function connect(query) {
   if (source) source.close();
   source = new EventSource("stream" + (query ? "?" + query : ""));
   source.addEventListener("picture", (event) => { heardAt = Date.now(); picture = JSON.parse(event.data); show(); });
-  source.addEventListener("history", (event) => { history = JSON.parse(event.data); drawCurve(); drawLanes(); });
+  source.addEventListener("history", (event) => { history = JSON.parse(event.data); drawCurve(); setTimeout(drawLanes); });  // in two pieces: keys and scrolling come between
   const mine = source;
   source.onerror = () => {
     pulse();
@@ -106,29 +106,45 @@ function showHeadlines(headlines) {
   }));
   if (!headlines.length) box.append(make("li", "nothing yet"));
 }
+const lines = new Map();  // of each peer its row, which is changed and not made anew: with 64 of them that is most of the work
+function lineOf(row) {
+  if (lines.has(row.peer)) return lines.get(row.peer);
+  const line = make("tr"), kinds = ["peer", "", "n", "n", "n", "n", "n", "n", "", "n"];
+  line.append(...kinds.map((kind) => make("td", kind ? null : "", kind)));
+  const [name, , share] = line.children, meter = make("span", null, "meter");
+  name.title = row.peer;
+  name.style.setProperty("--peer", `hsl(${hue(row.peer)} 55% 50%)`);
+  name.append(short(row.peer));
+  if (row.is_me) name.append(make("span", "this machine", "me"));
+  meter.append(make("i"));
+  share.append("", meter);
+  lines.set(row.peer, line);
+  return line;
+}
+function tell(cell, text, kind) { if (cell.textContent !== text) cell.textContent = text; if (kind != null && cell.className !== kind) cell.className = kind; }
 function showPeers(p) {
-  const live = p.peers.filter((row) => row.is_live).length;
+  const live = p.peers.filter((row) => row.is_live).length, body = $("peers").tBodies[0];
   say("peers-words", `${live} live` + (p.peers.length > live ? `, ${p.peers.length - live} gone` : ""));
   const most = Math.max(1e-9, ...p.peers.map((row) => row.share));
-  $("peers").tBodies[0].replaceChildren(...p.peers.map((row) => {
-    const line = make("tr", null, row.is_live ? "" : "gone"), w = row.words, r = row.reach;
-    const name = make("td", short(row.peer), "peer");
-    name.title = row.peer;
-    name.style.setProperty("--peer", `hsl(${hue(row.peer)} 55% 50%)`);
-    if (row.is_me) name.append(make("span", "this machine", "me"));
-    const share = make("td", percent(row.share), "n"), meter = make("span", null, "meter"), fill = make("i");
-    fill.style.width = (100 * row.share / most) + "%";
-    meter.append(fill); share.append(meter);
-    const role = !row.is_live ? "gone" : w && w.phase !== "training" ? w.phase : row.is_participating ? "trains" : "follows";
-    line.append(name, w && w.trouble ? make("td", w.trouble, "bad") : make("td", role), share,
-      make("td", w ? amount(w.tokens_per_s) : "–", "n"), make("td", w ? loss(w.loss) : "–", "n"),
-      make("td", w ? (w.version_min === w.version_max ? String(w.version_max) : w.version_min + "–" + w.version_max) : "–", "n"),
-      make("td", String(row.commits), "n"), make("td", w ? bytes(w.up_bytes) : "–", "n"));
-    const way = make("td", row.is_me ? "" : r ? `${r.how}, ${duration(Math.max(0, p.at - r.since))}` + (r.lanes > 1 ? `, ${r.lanes} lanes` : "") : row.is_live ? "–" : row.seen ? `seen ${duration(Math.max(0, p.at - row.seen))} ago` : "–");
-    if (r) way.title = r.address;
-    line.append(way, make("td", r && r.round_trip_s != null ? (1000 * r.round_trip_s).toFixed(r.round_trip_s < 0.01 ? 1 : 0) + " ms" : "–", "n"));
-    return line;
-  }));
+  p.peers.forEach((row, i) => {
+    const line = lineOf(row), w = row.words, r = row.reach, [, role, share, rate, ofLoss, version, commits, up, way, trip] = line.children;
+    const state = row.is_live ? "" : "gone", percents = percent(row.share), width = (100 * row.share / most).toFixed(1) + "%";
+    if (line.className !== state) line.className = state;
+    if (share.firstChild.data !== percents) share.firstChild.data = percents;
+    if (share.lastChild.firstChild.style.width !== width) share.lastChild.firstChild.style.width = width;
+    if (w && w.trouble) tell(role, w.trouble, "bad");
+    else tell(role, !row.is_live ? "gone" : w && w.phase !== "training" ? w.phase : row.is_participating ? "trains" : "follows", "");
+    tell(rate, w ? amount(w.tokens_per_s) : "–");
+    tell(ofLoss, w ? loss(w.loss) : "–");
+    tell(version, w ? (w.version_min === w.version_max ? String(w.version_max) : w.version_min + "–" + w.version_max) : "–");
+    tell(commits, String(row.commits));
+    tell(up, w ? bytes(w.up_bytes) : "–");
+    tell(way, row.is_me ? "" : r ? `${r.how}, ${duration(Math.max(0, p.at - r.since))}` + (r.lanes > 1 ? `, ${r.lanes} lanes` : "") : row.is_live ? "–" : row.seen ? `seen ${duration(Math.max(0, p.at - row.seen))} ago` : "–");
+    way.title = r ? r.address : "";
+    tell(trip, r && r.round_trip_s != null ? (1000 * r.round_trip_s).toFixed(r.round_trip_s < 0.01 ? 1 : 0) + " ms" : "–");
+    if (body.children[i] !== line) body.insertBefore(line, body.children[i] || null);
+  });
+  while (body.children.length > p.peers.length) { lines.delete(body.lastChild.firstChild.title); body.lastChild.remove(); }
 }
 function showMerges(merges) {
   $("merges").tBodies[0].replaceChildren(...merges.map((m) => {
@@ -259,12 +275,12 @@ function drawLanes() {
   canvas.width = width * ratio; canvas.height = height * ratio; canvas.style.height = height + "px";
   const g = canvas.getContext("2d"), left = 62, columns = Math.max(1, ...lanes.map((l) => Math.max(l.given.length, l.owned.length))), step = (width - left - 6) / Math.max(columns, 20);
   g.scale(ratio, ratio); g.font = `${row < 18 ? 10 : 12}px system-ui, sans-serif`; g.textBaseline = "middle";
-  const most = Math.max(1, ...lanes.flatMap((l) => l.given)), ink = color("--ink"), quiet = color("--quiet"), lane = color("--lane"), dot = color("--second");
+  const most = Math.max(1, ...lanes.flatMap((l) => l.given)), ink = color("--ink"), quiet = color("--quiet"), lane = color("--lane"), dot = color("--second"), grid = color("--grid");
   lanes.forEach((l, i) => {
     const y = i * row;
     g.fillStyle = order.has(l.peer) && picture.peers[order.get(l.peer)].is_live ? ink : quiet;
     g.fillText(short(l.peer), 0, y + row / 2);
-    g.fillStyle = color("--grid"); g.fillRect(left, y + row - 1, width - left, 1);
+    g.fillStyle = grid; g.fillRect(left, y + row - 1, width - left, 1);
     l.given.forEach((tokens, c) => { if (tokens) { g.fillStyle = `rgba(${lane}, ${0.18 + 0.82 * tokens / most})`; g.fillRect(left + c * step, y + 2, Math.max(1, step - (step > 4 ? 1 : 0)), row - 5); } });
     g.fillStyle = dot;
     l.owned.forEach((n, c) => { if (n) { g.beginPath(); g.arc(left + (c + 0.5) * step, y + row / 2 - 0.5, Math.min(row / 4.5, 1.4 + 0.6 * Math.sqrt(n), Math.max(1.2, step * 0.7)), 0, 7); g.fill(); } });
