@@ -7,11 +7,9 @@ import json
 import msgspec
 import pytest
 
-from benchmarks.wan import task
+from benchmarks.scale import plans
 from p2pdiloco.cli.main import main
-from p2pdiloco.cli.plan import wanted_of
-from p2pdiloco.forecast.plan import CODECS, PeerLines, Wanted, advise, bytes_a_step, exchange_s, make_plan
-from p2pdiloco.protocol.manifest import RunConfig
+from p2pdiloco.forecast.plan import CODECS, PeerLines, Wanted, advise, exchange_s, make_plan
 
 SMALL = Wanted(
     fragments=((500_000, 500_000),) * 24,
@@ -26,15 +24,13 @@ SMALL = Wanted(
 FAST = PeerLines(up_bits_per_s=1e9, down_bits_per_s=1e9, round_trip_s=0.04)
 
 
-@pytest.mark.parametrize(
-    ("peers", "step_s", "measured"),
-    [(4, 0.5, 92_600), (4, 0.5, 98_200), (4, 0.5, 98_700), (4, 0.5, 97_600), (4, 1.0, 85_100)],
-)
-def test_bytes_a_step_are_near_those_measured_over_throttled_lines(peers: int, step_s: float, measured: int) -> None:
+@pytest.mark.parametrize("run", plans.RUNS, ids=lambda run: run.name)
+def test_bytes_and_utilisation_are_near_those_measured_over_throttled_lines(run: plans.Measured) -> None:
     """docs/benchmarks.md, "Utilisation": where all turns were kept."""
-    wanted = wanted_of(RunConfig(name="wan", model=task.MODEL), peers, step_s)
-    assert wanted.parameters == task.PARAMETERS
-    assert bytes_a_step(wanted) == pytest.approx(measured, rel=0.15)
+    row = plans.compared(run)
+    assert abs(row["bytes_error"]) <= plans.ALLOWED
+    assert abs(row["utilisation_error"]) <= plans.ALLOWED
+    assert row["turns_kept"] == 1.0
 
 
 def test_a_fast_line_keeps_all_turns_on_time() -> None:
