@@ -21,7 +21,7 @@ from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import logs
 from p2pdiloco.wire.answers import Answer, RequestError, RequestRefused, Response
 from p2pdiloco.wire.bodies import MARKS_LIMIT, GetStatements, TellStatements, encode
-from p2pdiloco.wire.certificates import CertificateError, Role
+from p2pdiloco.wire.certificates import NEVER, CertificateError, Role
 from p2pdiloco.wire.members import Members, NotAMemberError
 from p2pdiloco.wire.statements import join_statements, split_statements
 
@@ -112,6 +112,16 @@ class Fellowship:
                 log.warning("a record of the directory is ignored: its peer is no member", peer=peer, reason=str(error))
             return False
         return True
+
+    def left_s(self) -> float | None:
+        """Of this peer's own membership; None: it has no end, or is over."""
+        if not self.members.is_private:
+            return None
+        try:
+            grant = self.members.admit(self.mine.identity.peer_id, self.mine.chain, self._now_s())
+        except NotAMemberError:
+            return None
+        return None if grant.not_after == NEVER else grant.not_after - self._now_s()
 
     # -- what others tell --------------------------------------------------------------------------------------------
 

@@ -70,6 +70,7 @@ class Lookout:
         status: Callable[[], PeerStatus],
         figures: Figures,
         journal: Journal | None,
+        membership_left_s: Callable[[], float | None],
     ) -> None:
         self._peer = peer
         self._links = links
@@ -89,7 +90,7 @@ class Lookout:
         )
         self.tell: Callable[[Alert], None] = lambda _: None
         """Hears of alerts."""
-        self._alerts = Alerts()
+        self._alerts = Alerts(membership_left_s)
         self._live: tuple[PeerId, ...] = ()
         self._since: dict[str, tuple[object, float]] = {}
         """Of each peer its connection, and when that was seen first."""

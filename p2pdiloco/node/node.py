@@ -159,7 +159,7 @@ class Node:
             )
             handler.learn, handler.parted = self.roster.told, self.roster.disconnected
             figures = Figures(self.peer, self.status, self._ask_status)
-            self.lookout = Lookout(self.peer, self.transport, self.status, figures, journal)
+            self.lookout = Lookout(self.peer, self.transport, self.status, figures, journal, self.fellowship.left_s)
             await stack.enter_async_context(self.transport)
             await stack.enter_async_context(self.whereabouts)
             self._stack = stack.pop_all()

@@ -25,6 +25,14 @@ BUGS = (
         killed_by=(f"{_FORWARDER_TESTS}::test_nobody_waits_for_one_that_is_gone_or_does_not_read",),
     ),
     Bug(
+        name="a membership that ends is not told",
+        module="p2pdiloco.node.fellowship",
+        old="        return None if grant.not_after == NEVER else grant.not_after - self._now_s()",
+        new="        return None",
+        harm="a peer is expelled in the night, and nobody was told to ask for a new invite",
+        killed_by=("tests/unit/test_node_fellowship.py::test_each_knows_how_long_it_is_a_member",),
+    ),
+    Bug(
         name="a number that is none is forwarded",
         module="p2pdiloco.node.forwarder",
         old=" if value is not None and math.isfinite(value)",

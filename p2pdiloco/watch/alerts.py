@@ -8,6 +8,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -39,7 +40,9 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
 class Alerts:
     """Of one peer."""
 
-    def __init__(self) -> None:
+    def __init__(self, membership_left_s: Callable[[], float | None] = lambda: None) -> None:
+        """``membership_left_s``: of this peer, now; None: it has no end."""
+        self._membership_left_s = membership_left_s
         self.present: dict[Kind, str] = {}
         """What lasts now, in sentences."""
         self._since: dict[Kind, float] = {}
@@ -50,11 +53,9 @@ class Alerts:
         self._pause_s = 0.0
         """Usual between two versions."""
 
-    def look(
-        self, now: float, picture: Picture, room_bytes: float | None = None, membership_s: float | None = None
-    ) -> list[Alert]:
-        """What is to be told. ``now``: seconds that never go back; None: not known, or without an end."""
-        found = self._found(now, picture, room_bytes, membership_s)
+    def look(self, now: float, picture: Picture, room_bytes: float | None = None) -> list[Alert]:
+        """What is to be told. ``now``: seconds that never go back; None: not known."""
+        found = self._found(now, picture, room_bytes)
         told = []
         for kind, text in found.items():
             since = self._since.setdefault(kind, now)
@@ -69,9 +70,7 @@ class Alerts:
                 told.append(Alert(kind=kind, text=f"{kind}: over", is_over=True))
         return told
 
-    def _found(
-        self, now: float, picture: Picture, room_bytes: float | None, membership_s: float | None
-    ) -> dict[Kind, str]:
+    def _found(self, now: float, picture: Picture, room_bytes: float | None) -> dict[Kind, str]:
         found: dict[Kind, str] = {}
         trouble = "; ".join(picture.troubles)
         if trouble:
@@ -92,8 +91,9 @@ class Alerts:
                 )
         if room_bytes is not None and room_bytes < LEAST_ROOM_BYTES:
             found["disk"] = f"{room_bytes / 1e6:,.0f} MB are left on the disk of the state folder: make room"
-        if membership_s is not None and membership_s < MEMBERSHIP_S:
-            found["membership"] = f"the membership ends in {max(0.0, membership_s) / 3600:.1f} hours: ask for an invite"
+        left_s = self._membership_left_s()
+        if left_s is not None and left_s < MEMBERSHIP_S:
+            found["membership"] = f"the membership ends in {max(0.0, left_s) / 3600:.1f} hours: ask for a new invite"
         return found
 
     def _stuck(self, now: float, picture: Picture) -> str:

@@ -124,6 +124,21 @@ def test_who_connects_learns_of_all_members_and_bans(tmp_path: Path) -> None:
     played(tmp_path, story)
 
 
+def test_each_knows_how_long_it_is_a_member(tmp_path: Path) -> None:
+    ann = the_founder().invites(not_after=1_003_600).certifies()
+
+    async def story(place: Place) -> None:
+        assert place.enter(the_founder()).left_s() is None
+        mine = place.enter(ann)
+        assert mine.left_s() == 3600.0
+        place.now_s += 3000.0
+        assert mine.left_s() == 600.0
+        place.now_s += 3000.0
+        assert mine.left_s() is None
+
+    played(tmp_path, story)
+
+
 def test_a_ban_reaches_everybody_and_ends_connections(tmp_path: Path) -> None:
     """What a command has left for one node is at all nodes, and who is banned is parted from with the reason."""
     ann, bob, eve = (the_founder().invites().certifies() for _ in range(3))

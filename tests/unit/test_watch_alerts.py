@@ -38,11 +38,11 @@ def noticed(alerts: Alerts, picture: Picture, **more: float) -> list[tuple[float
     ]
 
 
-def begun() -> Alerts:
+def begun(left_s: list[float] | None = None) -> Alerts:
     """A healthy peer is looked at for a while: nothing is told."""
-    alerts = Alerts()
+    alerts = Alerts(lambda: left_s[-1] if left_s else None)
     for look in range(40):
-        assert not alerts.look(800.0 + EVERY_S * look, shown(moved=800.0 + EVERY_S * look), 1e12, 1e9)
+        assert not alerts.look(800.0 + EVERY_S * look, shown(moved=800.0 + EVERY_S * look), 1e12)
     return alerts
 
 
@@ -52,7 +52,6 @@ def test_each_kind_is_noticed_once_within_a_minute_and_so_is_its_end() -> None:
         "alone": (shown(live=1), {}),
         "diverging": (shown(loss=2.6), {}),
         "disk": (shown(), {"room_bytes": 5e6}),
-        "membership": (shown(), {"membership_s": 3600.0}),
         "trouble": (msgspec.structs.replace(shown(), troubles=("loss is nan",)), {}),
     }
     for kind, (picture, amounts) in cases.items():
@@ -61,9 +60,19 @@ def test_each_kind_is_noticed_once_within_a_minute_and_so_is_its_end() -> None:
         assert [alert.is_over for _, alert in told] == [False], kind
         assert told[0][0] <= 60.0, kind
         assert alerts.present[kind]
-        over = [alert for alert in alerts.look(1100.0, shown(moved=1099.0), 1e12, 1e9) if alert.kind == kind]
+        over = [alert for alert in alerts.look(1100.0, shown(moved=1099.0), 1e12) if alert.kind == kind]
         assert [alert.is_over for alert in over] == [True], kind
         assert kind not in alerts.present
+
+
+def test_the_end_of_a_membership_is_told_a_day_before() -> None:
+    left_s = [1e9]
+    alerts = begun(left_s)
+    left_s.append(3600.0)
+    told = [alert for _, alert in noticed(alerts, shown()) if alert.kind == "membership"]
+    assert [alert.text for alert in told] == ["the membership ends in 1.0 hours: ask for a new invite"]
+    left_s.append(1e9)
+    assert [alert.is_over for alert in alerts.look(1100.0, shown(moved=1099.0)) if alert.kind == "membership"] == [True]
 
 
 def test_what_is_short_is_no_news() -> None:
