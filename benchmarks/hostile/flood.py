@@ -3,11 +3,13 @@ takes, and how long a newcomer with an invite needs.
 
     python -m benchmarks.hostile.flood                       # 10,000 connections from 250 addresses, 30 s each phase
     python -m benchmarks.hostile.flood --connections 300 --identities 16 --seconds 8     # that all of it works
+    python -m benchmarks.hostile.flood --apart               # the flooded peer has a core to itself, all others another
 
 A third of the connections say nothing, a third say a byte a second, a third say garbage and come again; strangers of
 fresh identities greet as fast as they are refused. All of it comes from this machine, so the flooding takes the peers'
 processors, too: of the step rate that is most of what is lost where there are few, so what the flooded node's own
-process takes of a processor is told beside what the flood takes. The directory is not flooded.
+process takes of a processor is told beside what the flood takes; with ``--apart`` the flood cannot take the flooded
+peer's, whose own rate is told. The directory is not flooded.
 """
 
 from __future__ import annotations
@@ -149,6 +151,14 @@ def spent(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
+def keep_to(core: int, pid: int) -> None:
+    """A process, what it has started, and all their threads."""
+    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+        for thread in process.threads():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(thread.id, {core})
+
+
 async def came(newcomer: Member) -> float:
     """Seconds from its node's first event to its having the whole state."""
     deadline = time.monotonic() + START_S
@@ -173,13 +183,17 @@ async def measure(swarm: Swarm, options: Any) -> dict[str, dict[str, Any]]:
     peers = [ann, swarm.join("bob", invite)]
     await until_training(peers)
     node = psutil.Process(ann.process.pid)
+    trainers = [ann] if options.apart else peers
+    if options.apart:
+        keep_to(1, os.getpid())  # and all that is started from now on, bob among it
+        keep_to(0, ann.process.pid)
     found: dict[str, dict[str, Any]] = {}
     flood = Flood(port)
     for phase, connections in (("quiet", 0), ("flooded", options.connections)):
         task = asyncio.create_task(flood.run(connections, options.identities if connections else 0, invite))
         await asyncio.sleep(options.seconds / 4 if connections else 0.0)
         before, began = (spent(node), spent(psutil.Process())), time.monotonic()
-        rate = await trained(peers, options.seconds)
+        rate = await trained(trainers, options.seconds)
         took = time.monotonic() - began
         newcomer = swarm.join(f"cat-{phase}", invite)
         found[phase] = {
@@ -212,6 +226,7 @@ def main() -> None:
     parser = bench.parser(__doc__, rows="phase", has_plot=False)
     parser.add_argument("--connections", type=int, default=10_000)
     parser.add_argument("--identities", type=int, default=512)
+    parser.add_argument("--apart", action="store_true", help="the flooded peer on core 0, everything else on core 1")
     parser.add_argument("--seconds", type=float, default=30.0, help="each phase")
     options = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)

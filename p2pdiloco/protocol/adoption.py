@@ -210,6 +210,8 @@ class Adoption:
         chain = core.chains[shard]
         if chain.head is None or shard in self.applying:
             return
+        if not is_heavier(theirs, chain.head):
+            self.merges.is_sure(shard)
         if is_heavier(theirs, chain.head):
             if core.now < core.membership.peers[peer].vain_until:
                 return
@@ -320,6 +322,8 @@ class Adoption:
             ours = self.core.chains[theirs.shard].head
             if ours is not None and is_heavier(theirs, ours):
                 self.saw(peer, theirs)
+            elif ours is not None:
+                self.merges.is_sure(theirs.shard)
 
     def fetch_missing(self) -> None:
         """A newcomer's next fetches, spread over the donors."""

@@ -141,6 +141,8 @@ class Machine:
             self.adoption.lineage.brought(state.head, lineage)
             self.adoption.applying[state.head.shard] = (state.head.id, state)
             self._applied(state.head.shard, state.head.id)
+            if state.head.version:
+                self.merges.began(state.head.shard)
         self.equivocations.brought(event.convictions)
         for header in event.own:
             if self.merges.made.brought(header, self.core.chains[header.shard].head):

@@ -90,6 +90,8 @@ class Merges:
         self.made = Made(len(core.chains))
         self._again: dict[ShardId, Again] = {}
         """Own commits that could not be applied."""
+        self._unsure: dict[ShardId, float] = {}
+        """Shards that this peer has from its disk, of whose heads nobody has told, and until when it waits."""
 
     # -- measured times ------------------------------------------------------------------------------------------------
 
@@ -109,6 +111,17 @@ class Merges:
         """How long a commit that others have may be on its way: a turn (at most a heartbeat) and two round trips."""
         config, membership = self.core.config, self.core.membership
         return min(self.turn_s, config.heartbeat_s) + 2 * membership.slowest_round_trip_s
+
+    # -- after a start -------------------------------------------------------------------------------------------------
+
+    def began(self, shard: ShardId) -> None:
+        """From the disk, which may be older than what this peer has made: it may have made the next commit before."""
+        self._unsure[shard] = self.core.now + self.core.config.request_s
+
+    def is_sure(self, shard: ShardId) -> None:
+        """Nobody is further, or this peer has caught up."""
+        if self._unsure.pop(shard, None) is not None:
+            self.consider(shard)
 
     # -- collect -------------------------------------------------------------------------------------------------------
 
@@ -203,6 +216,9 @@ class Merges:
             return
         if (again := self._again.get(shard)) is not None and core.now < again.at:
             core.alarms.set(("close", shard), again.at)
+            return
+        if core.now < (until := self._unsure.get(shard, 0.0)):
+            core.alarms.set(("close", shard), until)
             return
         head, quorum = core.head(shard), self.quorum(collection)
         if collection.quorum_at is None and len(collection.given) >= quorum:

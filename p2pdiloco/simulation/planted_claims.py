@@ -90,6 +90,14 @@ BUGS = (
         "test_lineage.py::test_where_a_run_has_fallen_apart_the_founders_part_is_asked_for",
     ),
     _bug(
+        "who begins from a disk commits at once",
+        "merges",
+        "if core.now < (until := self._unsure.get(shard, 0.0)):",
+        "if (until := 0.0):",
+        "an owner whose disk was put back to an older copy makes a commit again that others have, and is convicted",
+        "test_equivocations.py::test_who_begins_from_a_disk_hears_others_before_it_commits",
+    ),
+    _bug(
         "a proved liar is given time",
         "lineage",
         "is_barred = owner in self.core.membership.owners.barred",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from stage import SHARD, A, B, C, D, Stage, digest, head_of, notes, only, sent, tokens
+from stage import SHARD, A, B, C, D, Stage, digest, head_of, notes, only, run_owned, sent, tokens
 
 from p2pdiloco.peer.signatures import UnknownMemberError, check_equivocation
 from p2pdiloco.protocol import effects as ef
@@ -72,6 +72,28 @@ def test_what_a_heavier_chain_has_left_behind_is_not_made_again() -> None:
     again = Stage(has_learner=False, is_founder=False)
     assert not only(again.tell(ev.Started((state,), (), (first,))), ef.Apply)
     assert first.payload not in again.machine.payloads(SHARD)
+
+
+def test_who_begins_from_a_disk_hears_others_before_it_commits() -> None:
+    """E1d: the disk may be an older copy, and the next commit made before. Who is alone waits for a ``request_s``."""
+    run = run_owned("ab", version=2)
+    before = Stage(B, has_learner=False, run=run)
+    before.take(before.commit(tokens(C, 0, 40)))
+    state, lineage = before.machine.core.chains[SHARD].state(), before.lineage()
+    further = before.commit(tokens(C, 40, 80), owner=A)
+
+    def begun() -> Stage:
+        stage = Stage(B, run=run, is_founder=False, has_learner=False, grace_share=0.0)
+        stage.tell(ev.Started((state,), (lineage,)))
+        assert not only(stage.offer(B, 40, 50), ef.Merge), "nobody has told of a head"
+        return stage
+
+    assert only(begun().announce(B, 8, state.head), ef.Merge)
+    assert only(begun().hear(B, msg.Heads((state.head,), 4)), ef.Merge)
+    assert not only(begun().hear(B, msg.Heads((head_of(further),), 4)), ef.Merge), "it is further"
+    alone = begun()
+    assert not only(alone.wait(alone.config.request_s - 0.2), ef.Merge)
+    assert only(alone.wait(0.3), ef.Merge)
 
 
 def test_who_is_alone_and_cannot_apply_its_own_makes_another_at_last() -> None:
