@@ -224,7 +224,7 @@ def _add_peer(sub: argparse.ArgumentParser) -> None:
         "--checkpoint-s",
         type=between(1, 1e6, "seconds"),
         metavar="T",
-        help="at most between checkpoints, whatever they write (default: 60, or longer by --write-gb)",
+        help="at most between checkpoints, whatever they write, outside --write-gb (default: 60, or longer by that)",
     )
     sub.add_argument(
         "--write-gb",

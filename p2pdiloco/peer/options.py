@@ -87,9 +87,11 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Track the global model without training."""
     checkpoint_s: Annotated[float, Meta(ge=1.0)] = 60.0
     """At most between two, unless ``write_bytes_per_day`` asks for longer."""
+    are_checkpoints_timed: bool = False
+    """``checkpoint_s`` holds whatever they write, and the budget is for commits and payloads."""
     write_bytes_per_day: Annotated[float, Meta(gt=0.0)] | None = None
-    """What payloads that memory has no room for, checkpoints and the learner's own state may write. Checkpoints are at
-    most an hour apart even so; payloads that may not be written stay in memory."""
+    """What commits, payloads that memory has no room for, checkpoints and the learner's own state may write.
+    Checkpoints are at most an hour apart even so; payloads that may not be written stay in memory."""
     payload_memory_bytes: Annotated[int, Meta(ge=0)] = 4 << 20
     """Of payloads that are kept so many bytes are in memory, or half a byte a parameter if that is more; the others lie
     in files."""

@@ -110,7 +110,8 @@ class Peer:
         own = OwnCommits(options.folder / OWN_COMMITS, host, layout.elements)
         average = RunningAverage(manifest.run, self.layout) if options.machine.keeps_average else None
         saved_width = self.state.form.width + (0 if average is None else AVERAGE_BYTES)
-        budget = WriteBudget(options.write_bytes_per_day, layout.elements, saved_width)
+        a_day, are_timed = options.write_bytes_per_day, options.are_checkpoints_timed
+        budget = WriteBudget(a_day, layout.elements, saved_width, are_timed=are_timed)
         store = PayloadStore(host, options, budget)
         self.driver = Driver(self.machine, self.state, identity, host, self, codecs, standing, own, store, average)
         self.inspection = Inspection(self.driver, standing)

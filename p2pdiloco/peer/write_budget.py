@@ -5,6 +5,8 @@ Rules of this file:
    are half a byte a parameter, of a checkpoint six or eight. With them a checkpoint is wanted seldom; without them it
    is all that a crash leaves, and comes every hour whatever it writes.
 2. The learner's own state is written by a clock of its own. Payloads that memory has no room for get what is left.
+3. Where the user says how often (``are_timed``), checkpoints and the learner's own state are outside the budget, which
+   is for commits and payloads then.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ class WriteBudget:
     """Of a peer whose checkpoints have ``elements`` parameters of ``width`` bytes each. ``bytes_per_day`` None: no
     limit."""
 
-    def __init__(self, bytes_per_day: float | None, elements: int, width: int) -> None:
+    def __init__(self, bytes_per_day: float | None, elements: int, width: int, *, are_timed: bool = False) -> None:
         self._bytes_per_day = bytes_per_day
+        self._are_timed = are_timed
         self._elements = elements
         self._width = width
         self.log_bytes_per_day = 0.0
@@ -42,7 +45,7 @@ class WriteBudget:
 
     def checkpoint_s(self) -> float:
         """Between two checkpoints, at least; never more than an hour, where commits do not lead on from the last."""
-        if self._bytes_per_day is None:
+        if self._bytes_per_day is None or self._are_timed:
             return 0.0
         share = LOGGED_SHARE if self.is_logged else UNLOGGED_SHARE
         between_s = self._width * self._elements * DAY_S / (share * self._bytes_per_day)
@@ -50,7 +53,7 @@ class WriteBudget:
 
     def learner_s(self) -> float:
         """Between two savings of the learner's own state, at least."""
-        if self._bytes_per_day is None:
+        if self._bytes_per_day is None or self._are_timed:
             return 0.0
         return LEARNER_BYTES * self._elements * DAY_S / (LEARNER_SHARE * self._bytes_per_day)
 
@@ -58,6 +61,8 @@ class WriteBudget:
         """What nobody else writes; None: no limit."""
         if self._bytes_per_day is None:
             return None
-        checkpoints = self._width * self._elements / self.checkpoint_s()
-        learner = LEARNER_BYTES * self._elements / self.learner_s()
-        return max(0.0, (self._bytes_per_day - self.log_bytes_per_day) / DAY_S - checkpoints - learner)
+        spare = (self._bytes_per_day - self.log_bytes_per_day) / DAY_S
+        if not self._are_timed:
+            spare -= self._width * self._elements / self.checkpoint_s()
+            spare -= LEARNER_BYTES * self._elements / self.learner_s()
+        return max(0.0, spare)

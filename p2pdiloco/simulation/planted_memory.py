@@ -298,10 +298,18 @@ BUGS = (
         killed_by=(f"{_GOOD_TESTS}::test_the_last_from_which_training_went_on_stays_however_long_it_goes_wrong",),
     ),
     Bug(
+        name="who says how often checkpoints come has no budget",
+        module="p2pdiloco.cli.peer",
+        old="        write_bytes_per_day=1e9 * arguments.write_gb,",
+        new="        write_bytes_per_day=1e9 * arguments.write_gb if arguments.checkpoint_s is None else None,",
+        harm="commits that are kept beside such checkpoints fill the disk's day",
+        killed_by=(f"{_SAVER_TESTS}::test_checkpoints_by_the_users_clock_leave_the_rest_a_budget",),
+    ),
+    Bug(
         name="payloads take what checkpoints need",
         module="p2pdiloco.peer.write_budget",
-        old="/ DAY_S - checkpoints - learner)",
-        new="/ DAY_S)",
+        old="            spare -= self._width",
+        new="            spare -= 0 * self._width",
         harm="twice what the user allows is written",
         killed_by=(
             f"{_SAVER_TESTS}::test_the_budget_of_writes_is_kept_at_defaults_up_to_a_hundred_million_parameters",

@@ -14,6 +14,8 @@ import torch
 from actors import FOUNDER
 from troupe import Member, Stage, act
 
+from p2pdiloco.cli.main import _parse
+from p2pdiloco.cli.peer import peer_options
 from p2pdiloco.peer import segments
 from p2pdiloco.peer.checkpoint import indices, load
 from p2pdiloco.peer.disk import Buffer
@@ -411,6 +413,18 @@ def test_more_commits_than_the_budget_has_are_not_written(tmp_path: Path) -> Non
             assert copied_in(tmp_path / "ann") == [5, 5]
 
     act(story)
+
+
+def test_checkpoints_by_the_users_clock_leave_the_rest_a_budget() -> None:
+    timed = WriteBudget(19e9, 100_000_000, 6, are_timed=True)
+    assert timed.checkpoint_s() == timed.learner_s() == 0.0
+    assert timed.most_log_bytes_per_day == WriteBudget(19e9, 100_000_000, 6).most_log_bytes_per_day
+    timed.log_bytes_per_day = 9e9
+    assert timed.spare_bytes_per_s() == pytest.approx(10e9 / 86400.0)
+    arguments = _parse(["join", "ADDR", "--checkpoint-s", "30", "--write-gb", "5"])
+    options = peer_options(arguments, Path("state"))
+    assert (options.checkpoint_s, options.write_bytes_per_day, options.are_checkpoints_timed) == (30.0, 5e9, True)
+    assert not peer_options(_parse(["join", "ADDR"]), Path("state")).are_checkpoints_timed
 
 
 def test_the_budget_of_writes_is_kept_at_defaults_up_to_a_hundred_million_parameters() -> None:
