@@ -39,6 +39,7 @@ RUNS = (
     Measured("50 Mbit/s, 60 ms", 4, 0.5, 50, 0.989, 97_600),
     Measured("10 Mbit/s, 60 ms, 1 % lost", 4, 0.5, 10, 0.983, 105_700),
     Measured("transatlantic, 1 s a step", 4, 1.0, 500, 0.997, 85_100),
+    Measured("eight-datacenters, 4 s a step", 8, 4.0, 1000, 0.986, 133_500),
 )
 COLUMNS = (
     ("kB a step", "measured_kb", ".1f"),
