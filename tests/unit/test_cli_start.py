@@ -57,5 +57,5 @@ def test_a_name_on_the_command_line_is_checked_like_the_files() -> None:
     config = start._config(given)
     assert (config.name, config.access) == ("mine", "list")
     given.name = "no spaces please"
-    with pytest.raises(ConfigError, match="--name no spaces please: letters"):
+    with pytest.raises(ConfigError, match="--name no spaces please: write letters"):
         start._config(given)
