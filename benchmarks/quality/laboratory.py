@@ -152,9 +152,9 @@ class Laboratory:
             figures[name] = self._measured(theta)
         return Result(losses, self.exchange.theta, figures)
 
-    def _measured(self, theta: Tensor) -> float:
+    def _measured(self, theta: Tensor, samples: int = 0) -> float:
         self._judge.copy_from(theta, self._judge.everything)
-        return float(held_out_losses(self._model, self.text, self.setting.context).double().mean())
+        return float(held_out_losses(self._model, self.text, self.setting.context, samples=samples).double().mean())
 
     def _look(self) -> None:
         """The global model on the way, at the global step."""
@@ -164,9 +164,9 @@ class Laboratory:
         if s.curve and self._step % (s.steps // s.curve) == 0 and self._step < s.steps:
             if s.method == "parallel":
                 self.members[0].flat.copy_to(self.exchange.theta, self._judge.everything)
-            self._curve[f"loss at {self._step}"] = self._measured(self.exchange.theta)
+            self._curve[f"loss at {self._step}"] = self._measured(self.exchange.theta, s.curve_samples)
             for name, theta in self._averages.found():
-                self._curve[f"{name} at {self._step}"] = self._measured(theta)
+                self._curve[f"{name} at {self._step}"] = self._measured(theta, s.curve_samples)
 
     @property
     def _is_over(self) -> bool:

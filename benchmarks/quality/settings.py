@@ -56,6 +56,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Running averages of the global model are measured, too (``averages.py``)."""
     curve: int = 0
     """Times, equally far apart, at which the held-out loss is measured on the way; the last is the end."""
+    curve_samples: int = 0
+    """Held-out windows that are measured on the way, spread over all; 0: all of them."""
     bounded: bool = False
     """No contribution counts as more than twice as long as the median (shipped); see ``correction``."""
     noise: float = 0.0
