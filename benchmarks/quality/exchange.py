@@ -104,6 +104,8 @@ class Exchange:
         is_narrow = setting.momentum_type == "bfloat16"
         self.momentum = torch.zeros(theta.shape, dtype=torch.bfloat16 if is_narrow else torch.float32)
         self._draw = torch.Generator().manual_seed(setting.seed)
+        self._owed = torch.zeros_like(theta)
+        """What the downlink's rounding took off, where a setting has owners make up for it."""
         self.given = 0
         self.shortened = 0
         """Contributions, and how many of them did not count as long as they were."""
@@ -132,10 +134,19 @@ class Exchange:
             gradient = self._drawn(gradient, noise * self._usual.get(shard, 0.0))
         else:
             self._usual[shard] = float(gradient.norm())
-        parcel = pack(self._setting.up, gradient)
+        parcel = pack(self._codec_at(self._setting.up, shard), gradient)
         self.up_bytes += parcel.bytes
         self.up_parameters += parcel.values.numel()
         return parcel
+
+    def _codec_at(self, codec: str, shard: ShardId) -> str:
+        """The codec with the step that it has at the shard's turn, where that goes from one to another ("2.0>1.0")."""
+        first, _, last = codec.partition(">")
+        if not last:
+            return codec
+        name, _, step = first.partition("@")
+        share = min(1.0, self._turns[shard] * self._setting.sync_every / self._setting.steps)
+        return f"{name}@{float(step) + (float(last) - float(step)) * share:.4f}"
 
     def _drawn(self, like: Tensor, length: float) -> Tensor:
         drawn = torch.randn(like.shape, generator=self._noise)
@@ -167,7 +178,10 @@ class Exchange:
             merge.direct_mean(gradients, weights, merged)
         if kind == "agree":
             agreed([_decoded(v) for v in gradients], merged, float(strength))
-        parcel = pack(self._setting.down, merged)
+        merged += self._owed[span]
+        parcel = pack(self._codec_at(self._setting.down, shard), merged)
+        if self._setting.owed:
+            self._owed[span] = (merged - parcel.values).mul_(self._setting.owed)
         self.down_bytes += parcel.bytes
         self.down_parameters += merged.numel()
         self._turns[shard] += 1

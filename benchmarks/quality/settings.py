@@ -84,11 +84,14 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """``blend``: the mean of the learner's parameters and the new global ones (Streaming DiLoCo, arXiv 2501.18512)."""
 
     up: str = "int4"
-    """A codec of ``tensors/``, as "int4" or "int4@1.0" (its step); "fp32"; "topk@0.05", a share of all elements;
-    "dither@1.5", "stochastic@1.5"."""
+    """A codec of ``tensors/``, as "int4", "int4@1.0" (its step) or "int4@2.0>1.0" (from one to another in the course of
+    the run); "fp32"; "topk@0.05", a share of all elements; "dither@1.5", "stochastic@1.5"."""
     down: str = "int4"
     feedback: bool = True
     """What leaves the learner's delta is what was sent (the shipped rule); without it, what was meant."""
+
+    owed: float = 0.0
+    """Share of what the downlink's rounding took off that one eternal owner adds to its shard's next merge."""
 
     quorum: int = 1
     grace: float = 0.7

@@ -16,7 +16,7 @@ from p2pdiloco.node.misprints import in_words
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.chain import genesis_head
-from p2pdiloco.protocol.defaults import completed, without_left_out
+from p2pdiloco.protocol.defaults import completed, in_turns, without_left_out
 from p2pdiloco.protocol.events import ShardState
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import (
@@ -77,6 +77,7 @@ def read_config(path: Path) -> RunConfig:
         raise ConfigError(f"{path}: {error.strerror}") from error
     try:
         config = msgspec.toml.decode(data, type=RunConfig)
+        config = in_turns(config, msgspec.toml.decode(data).get("schedule", {}))
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {in_words(error, data, RunConfig)}") from error
     except (msgspec.DecodeError, ValueError) as error:

@@ -4,6 +4,7 @@ founded; a manifest without them is of a release that had the ``OLD`` ones.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final, Literal
 
 import msgspec
@@ -39,6 +40,9 @@ PARTS: Final = {
 ENOUGH_TURNS: Final = 40
 """Turns of a fragment in a run, below which its founder is warned, and the outer momentum's bias is corrected;
 docs/quality.md has the figures."""
+USUAL_TURN: Final = ScheduleConfig().sync_every
+SHORTEST_TURN: Final = 6
+"""Steps. Beyond what docs/quality.md measured, and the overlap needs room."""
 DECAY_SHARE: Final = 0.2
 """Of a budget of tokens, at its end: the rate falls."""
 SPARE_STEPS: Final = 2
@@ -52,6 +56,25 @@ def is_bias_corrected(outer: OuterConfig, turns: int) -> bool:
     """Whether the outer momentum of a new run of so many turns is: where the first ones are much of it, and go no
     farther than they should. (Of 80 turns it costs 0.1 to 0.3 % of the loss: docs/quality.md.)"""
     return turns < ENOUGH_TURNS and outer.learning_rate / (1.0 - outer.momentum) <= LARGEST_GAIN
+
+
+def in_turns(config: RunConfig, said: Collection[str]) -> RunConfig:
+    """``config`` with the H that its founder left out, and the P, if that is left out, too; ``said``: which keys of the
+    schedule were written. At most 24 steps, in a short run so many fewer that there are ``ENOUGH_TURNS``; never less
+    than P, nor than ``SHORTEST_TURN``. Where the length depends on how many come (a budget of tokens), 24."""
+    schedule = config.schedule
+    if "sync_every" in said:
+        return config
+    is_known = config.inner.tokens is UNSET
+    most = min(USUAL_TURN, max(config.inner.steps // ENOUGH_TURNS, SHORTEST_TURN)) if is_known else USUAL_TURN
+    most = max(most, schedule.overlap + 1)
+    fragments = schedule.fragments if "fragments" in said else most
+    return msgspec.structs.replace(
+        config,
+        schedule=msgspec.structs.replace(
+            schedule, fragments=fragments, sync_every=max(1, most // fragments) * fragments
+        ),
+    )
 
 
 def most_logged(shards: int) -> int:

@@ -10,7 +10,15 @@ from msgspec import UNSET
 
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.settings import protocol_config
-from p2pdiloco.protocol.defaults import MOST_LOGGED, completed, few_turns, log_length, momentum_type, without_left_out
+from p2pdiloco.protocol.defaults import (
+    MOST_LOGGED,
+    completed,
+    few_turns,
+    in_turns,
+    log_length,
+    momentum_type,
+    without_left_out,
+)
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId, digest_of
 from p2pdiloco.protocol.manifest import (
     InnerConfig,
@@ -22,7 +30,7 @@ from p2pdiloco.protocol.manifest import (
     ScheduleConfig,
     TensorSpec,
 )
-from p2pdiloco.protocol.soundness import decode_manifest
+from p2pdiloco.protocol.soundness import config_problems, decode_manifest
 
 
 def manifest(**schedule: object) -> Manifest:
@@ -82,6 +90,36 @@ def test_a_run_of_few_turns_is_warned_of_and_told_what_would_do() -> None:
     assert "480 steps has 20 turns" in told(480, fragments=12)
     assert "schedule.sync_every = 12 or inner.steps = 960" in told(480, fragments=12)
     assert "sync_every =" not in told(480, fragments=24)
+
+
+@pytest.mark.parametrize(
+    ("written", "steps", "schedule"),
+    [
+        ({}, 4800, (24, 24)),
+        ({}, 480, (12, 12)),
+        ({}, 50, (6, 6)),
+        ({"overlap": 8}, 50, (9, 9)),
+        ({"fragments": 12}, 960, (12, 24)),
+        ({"fragments": 12}, 480, (12, 12)),
+        ({"fragments": 4}, 360, (4, 8)),
+        ({"fragments": 7}, 4800, (7, 21)),
+        ({"fragments": 36}, 480, (36, 36)),
+        ({"fragments": 12, "sync_every": 24}, 480, (12, 24)),
+    ],
+)
+def test_what_a_founder_leaves_out_of_the_schedule_gives_a_short_run_turns_enough(
+    written: dict[str, int], steps: int, schedule: tuple[int, int]
+) -> None:
+    config = RunConfig(name="run", inner=InnerConfig(steps=steps), schedule=ScheduleConfig(**written))
+    found = in_turns(config, written)
+    assert (found.schedule.fragments, found.schedule.sync_every) == schedule
+    assert not config_problems(found)
+    assert not few_turns(found) or steps < 240 or "sync_every" in written or written["fragments"] > 24
+
+
+def test_a_budget_of_tokens_says_nothing_of_how_many_turns_there_will_be() -> None:
+    config = RunConfig(name="run", inner=InnerConfig(steps=50, tokens=100_000))
+    assert in_turns(config, ()).schedule.sync_every == 24
 
 
 @pytest.mark.parametrize(
