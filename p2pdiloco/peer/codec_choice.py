@@ -19,7 +19,7 @@ from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.protocol.identifiers import ShardId
 from p2pdiloco.protocol.manifest import Layout, RunConfig
 from p2pdiloco.protocol.view import MachineView
-from p2pdiloco.tensors.ladder import Rung, choose
+from p2pdiloco.tensors.ladder import Rung, choose, downward
 
 Direction = Literal["up", "down"]
 
@@ -41,12 +41,13 @@ class CodecChoice:
         if (self._codec.up if direction == "up" else self._codec.down) != "auto":
             return None
         step_s, rate = self._view.fastest_step_time_s(), self._rate()
-        return choose(
+        rung = choose(
             self._parameters(shard),
             bytes_per_s=rate / self._turns_at_once() if rate is not None and step_s > 0.0 else None,
             time_s=self._schedule.overlap * step_s / 2,
             coarsest=self._codec.coarsest,
         )
+        return rung if direction == "up" else downward(rung)
 
     def used(self, direction: Direction, shard: ShardId, rung: Rung, size: int, error: float) -> None:
         """A payload was made: bytes, and the relative error of its first chunk."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from p2pdiloco.peer.integrity import Integrity
+from p2pdiloco.peer.own_merges import OwnMerges
 from p2pdiloco.peer.shift_queue import Handover, Moves, Payload, ShiftQueue, Shifts
 from p2pdiloco.peer.staged import Staged
 from p2pdiloco.protocol.identifiers import Digest, LearnerId, ShardId, digest_of
@@ -68,14 +69,6 @@ class MergeResult(NamedTuple):
     accord: merge.Accord = merge.Accord(None, 0)
 
 
-class _Prepared(NamedTuple):
-    """A commit of our own: that it gives the digests it promises is known."""
-
-    base: Digest
-    payload: Digest
-    bodies: Sequence[Body]
-
-
 class _Own(NamedTuple):
     """This learner's newest contribution to a shard: what it decodes to is wanted when it is merged and when it is
     settled, and half a byte a parameter is cheaper to keep than to decompress twice."""
@@ -111,7 +104,7 @@ class GlobalState:
         self.heads: list[Digest | None] = [None] * len(layout.shards)
         self.integrity = Integrity([quantizers.chunk_count(shard.elements) for shard in layout.shards])
         self._staged: dict[ShardId, Staged] = {}
-        self._prepared: dict[ShardId, _Prepared] = {}
+        self._made = OwnMerges()
         self._own: dict[ShardId, _Own] = {}
         self._scratch = _Scratch(max(shard.elements for shard in layout.shards), self.form.momentum)
 
@@ -204,10 +197,8 @@ class GlobalState:
         shard, parent = header.shard, header.parent
         if self.heads[shard] != parent or self.integrity.is_spoilt(shard):
             raise StaleBaseError(f"shard {shard} is not at {parent[:8]}")
-        prepared = self._prepared.pop(shard, None)
-        if prepared is not None and prepared.base == parent and prepared.payload == header.payload:
-            bodies = prepared.bodies
-        else:
+        bodies = self._made.taken(shard, parent, header.payload)
+        if bodies is None:
             bodies = self._checked(header, head, payload, listed)
         handover = self.shifts.begin(shard, moves, partial(self._bodies, shard))
         factors = outer.factors_of(self._outer, header.version)
@@ -282,7 +273,7 @@ class GlobalState:
             self.momentum[span].copy_(momentum)
             handover.take(span, current, change)
         self._is_at(shard, state.head, state.digests)
-        self._prepared.pop(shard, None)
+        self._made.forget(shard)
         return handover.shifts
 
     def _repair(self, shard: ShardId, state: Staged) -> Shifts:
@@ -300,7 +291,7 @@ class GlobalState:
             self.theta[span].copy_(theta)
             self.momentum[span].copy_(momentum)
         self._is_at(shard, state.head, state.digests)
-        self._prepared.pop(shard, None)
+        self._made.forget(shard)
         return Shifts((), ())
 
     # -- merging -------------------------------------------------------------------------------------------------------
@@ -336,10 +327,12 @@ class GlobalState:
             weights.append(merge.token_weight(contributor.tokens, contributor.steps))
         merged = self._scratch.merged[: piece.elements]
         accord = merge.merge(piece.merge, gradients, weights, [c.steps for c, _ in given], merged)
-        bodies, length = merge.encode(how or self._down, merged, longest)
+        self._made.add_owed(shard, merged)
+        how = how or self._down
+        bodies, length = merge.encode(how, merged, longest)
         payload = compression.join(bodies)
         payload_digest = digest_of(payload)
-        self._prepared[shard] = _Prepared(base, payload_digest, bodies)
+        self._made.put(shard, base, payload_digest, bodies, how, merged)
         pairs, factors = zip(bodies, self._chunks(shard), strict=True), outer.factors_of(self._outer, version)
         listed = b"".join(digests.chunk_digest(*self._next_chunk(body, span, factors)) for body, span in pairs)
         return MergeResult(payload, payload_digest, listed, length, accord)

@@ -34,6 +34,14 @@ LADDER: Final = (
     Rung("int2", recipe("int2"), 0.21, 0.40),
 )
 """The finest first."""
+_DOWN: Final = {"int2": Rung("int2", recipe("int4", 1.6), 0.21, 0.46)}
+"""Where it is another for a merged step: three levels cut off its largest values, which nothing averages out
+(docs/quality.md)."""
+
+
+def downward(rung: Rung) -> Rung:
+    """What an owner takes where a learner would take ``rung``."""
+    return _DOWN.get(rung.name, rung)
 
 
 def choose(parameters: float, *, bytes_per_s: float | None, time_s: float, coarsest: Coarsest) -> Rung:

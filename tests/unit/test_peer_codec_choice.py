@@ -59,6 +59,14 @@ def test_half_the_overlap_and_what_leaves_us_decide(
     assert name(one, "up") == name(one, "down") == expected
 
 
+def test_at_the_lowest_end_an_owner_cuts_nothing_off(metrics: Metrics) -> None:
+    one = choice(metrics, 1.0, coarsest="int2")
+    up, down = one.choose("up", ShardId(0)), one.choose("down", ShardId(0))
+    assert up is not None
+    assert down is not None
+    assert (up.recipe.codec, down.recipe.codec) == ("int2", "int4")
+
+
 def test_what_is_not_known_is_not_too_slow(metrics: Metrics) -> None:
     assert name(choice(metrics, 1.0, step_s=0.0)) == "bf16"
 

@@ -45,12 +45,12 @@ def decoded(payload: bytes) -> Tensor:
 class Peer:
     """One shard's global state, with a learner that answers when it is told to."""
 
-    def __init__(self, outer: OuterConfig = CLASSIC) -> None:
+    def __init__(self, outer: OuterConfig = CLASSIC, codec: CodecConfig | None = None) -> None:
         tensors = (TensorSpec(name="all", shape=(ELEMENTS,), merge="rda", fragment=FRAGMENT),)
         layout = make_layout(tensors, 1, 1 << 20, "rda")
         self.outer = outer
         self.vectors = SharedVectors.create(ELEMENTS)
-        self.state = GlobalState(layout, self.outer, CodecConfig(), self.vectors)
+        self.state = GlobalState(layout, self.outer, codec or CodecConfig(), self.vectors)
         self.state.put(SHARD, ZERO, bell(99, 0.02), bell(98).to(self.state.form.momentum))
         self.version = 0
 
@@ -119,6 +119,39 @@ def test_all_peers_get_the_same_bits_and_the_owners_digests(peers: tuple[Peer, P
             assert torch.equal(peer.state.momentum, momentum)
             assert peer.state.integrity.digests[SHARD] == merged.digests == digests.digest_list(theta, momentum)
             assert peer.state.digest(SHARD) == header.result
+
+
+def test_what_coarse_rounding_takes_off_is_in_the_owners_next_merge() -> None:
+    """Eight turns in which the same is merged: together they are eight times that, though one alone is far from it.
+    Making a step twice changes nothing."""
+    owner, other = (Peer(codec=CodecConfig(down="int2")) for _ in range(2))
+    payload = owner.contribute(bell(1))
+    given, total = decoded(payload), torch.zeros(ELEMENTS)
+    for _ in range(8):
+        header, merged = owner.merge([payload])
+        assert owner.merge([payload])[1].payload == merged.payload
+        for peer in (owner, other):
+            peer.apply(header, merged)
+        total += decoded(merged.payload)
+    assert (decoded(merged.payload) - given).norm() > 0.4 * given.norm()
+    assert (total / 8 - given).norm() < 0.15 * given.norm()
+
+
+def test_nothing_is_owed_after_another_owners_commit_nor_by_a_fine_codec() -> None:
+    owner, other = (Peer(codec=CodecConfig(down="int2")) for _ in range(2))
+    payload = owner.contribute(bell(1))
+    header, first = owner.merge([payload])
+    owner.apply(header, first)
+    other.apply(header, first)
+    assert owner.merge([payload])[1].payload != first.payload
+    header, second = other.merge([payload])
+    assert second.payload == first.payload, "it did not make the step before"
+    owner.apply(header, second)
+    assert owner.merge([payload])[1].payload == first.payload
+    fine = Peer()
+    header, merged = fine.merge([payload])
+    fine.apply(header, merged)
+    assert fine.merge([payload])[1].payload == merged.payload
 
 
 def test_a_turn_goes_as_far_as_any_where_the_bias_is_corrected() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from p2pdiloco.protocol.manifest import CodecConfig, RunConfig
 from p2pdiloco.protocol.soundness import config_problems
-from p2pdiloco.tensors.ladder import LADDER, choose, fixed
+from p2pdiloco.tensors.ladder import LADDER, choose, downward, fixed
 from p2pdiloco.tensors.quantizers import decode_chunk, encode_chunk, recipe
 
 M = 1_000_000
@@ -34,13 +34,19 @@ def test_nothing_coarser_than_allowed() -> None:
     assert choose(M, bytes_per_s=1.0, time_s=1.0, coarsest="bf16").name == "bf16"
 
 
+def test_owners_have_rungs_of_their_own_where_a_learners_would_cut_values_off() -> None:
+    assert downward(LADDER[0]) == LADDER[0]
+    assert downward(LADDER[-1]).name == LADDER[-1].name
+    assert downward(LADDER[-1]).recipe.codec == "int4"
+
+
 def test_who_is_alone_sends_nothing_and_may_send_it_well() -> None:
     assert choose(0.0, bytes_per_s=1.0, time_s=0.0, coarsest="int2").name == "bf16"
 
 
 def test_errors_are_about_what_the_ladder_says() -> None:
     gradient = torch.randn(1 << 16, generator=torch.Generator().manual_seed(1))
-    for rung in LADDER:
+    for rung in [*LADDER, downward(LADDER[-1])]:
         body = bytes(encode_chunk(rung.recipe, gradient))
         found = torch.empty_like(gradient)
         decode_chunk(body, found)
