@@ -31,6 +31,8 @@ from benchmarks.quality.settings import Setting, to_row
 Cells = Mapping[Setting, Mapping[int, Mapping[str, Any]]]
 LENGTHS = (240, 480, 960, 1440, 1920)
 """Steps of the runs of data parallel that token efficiency is read from."""
+MIXED = ("mixture", "languages")
+"""Data of which the baseline has all four languages."""
 LARGEST_GAP = 2.0
 """Between two lengths that are joined by a line."""
 
@@ -53,9 +55,13 @@ def claims() -> list[Claim]:
     return [
         *(_of(f"as shipped, M = {m}", learners=m) for m in (8, 4, 2)),
         _of("one learner with the outer optimizer", learners=1),
-        _of("as shipped, M = 4, 20 turns", steps=480),
-        _of("as shipped, M = 8, 20 turns", steps=480, learners=8),
-        _of("as shipped, M = 4, 480 steps in 40 turns", steps=480, sync_every=12),
+        _of("as shipped, M = 4, 480 steps (in 40 turns)", steps=480, sync_every=12),
+        _of("as shipped, M = 8, 480 steps (in 40 turns)", steps=480, sync_every=12, learners=8),
+        _of("H = 24, M = 4, 480 steps (in 20 turns)", steps=480),
+        _of("momentum in bfloat16, M = 4", momentum_type="bfloat16"),
+        _of("coarsest (int2, int4 at step 1.6), M = 4", up="int2", down="int4@1.6", owed=1.0),
+        _of("four languages, all to all, M = 4", data="mixture"),
+        _of("one language a learner, M = 4", data="languages"),
         *(_of(f"AdamW instead, M = {m}", adamw, learners=m) for m in (8, 4)),
         *(_of(f"bias corrected, M = {m}", correction=True, learners=m) for m in (8, 4, 2)),
         *(_of(f"not bounded, M = {m}", MUON, learners=m) for m in (8, 4, 2)),
@@ -78,13 +84,14 @@ def halves(figures: Mapping[str, Any]) -> tuple[float, float]:
 def parallel(cells: Cells, setting: Setting, steps: int) -> dict[int, float]:
     """Data parallel's test loss by seed, with ``setting``'s model, batch and inner optimizer, in ``steps`` steps, at
     the learning rate that has the best validation loss over the seeds that all rates have."""
+    is_mixed = setting.data in MIXED
     alike = ("width", "depth", "heads", "context", "batch", "final_share", "warmup", "inner", "memory")
     found = [
         cell
         for cell in cells
         if cell.method == "parallel"
         and cell.steps == steps
-        and cell.data == "same"
+        and (cell.data == "mixture") == is_mixed
         and all(getattr(cell, name) == getattr(setting, name) for name in alike)
     ]
     best = _best(cells, found)
@@ -130,7 +137,9 @@ def measured(cells: Cells, claim: Claim) -> dict[str, Any]:
     found["test"] = list(test.values())
     against = parallel(cells, setting, setting.steps)
     like = {name: getattr(setting, name) for name in ("width", "depth", "heads", "context", "batch", "steps", "inner")}
-    alone = cells.get(tuned(cells, seedless(as_shipped(learners=1, **like))), {})
+    alone: Mapping[int, Mapping[str, Any]] = {}
+    if setting.data not in MIXED:
+        alone = cells.get(tuned(cells, seedless(as_shipped(learners=1, **like))), {})
     found["to_parallel"] = [100.0 * (x / against[s] - 1.0) for s, x in sorted(test.items()) if s in against]
     found["to_one"] = [100.0 * (x / halves(alone[s])[1] - 1.0) for s, x in sorted(test.items()) if s in alone]
     shares = []

@@ -65,21 +65,88 @@ def languages() -> list[Setting]:
     return base + [_short(data="languages", **way) for way in ways]
 
 
+def long_languages() -> list[Setting]:
+    """The same in 80 turns, three seeds: data parallel on the mixture, one language a learner, four on the mixture;
+    then other rates, H, outer settings and merges, and the curve of a sample as a run's own held-out set is."""
+    own: dict[str, Any] = {"data": "languages"}
+    three = [
+        *(_parallel(data="mixture", seed=seed) for seed in SEEDS),
+        *(as_shipped(**own, seed=seed) for seed in SEEDS),
+        *(as_shipped(data="mixture", seed=seed) for seed in SEEDS),
+    ]
+    ways: list[dict[str, Any]] = [
+        {"sync_every": 12},
+        {"learning_rate": 5.6e-3},
+        {"learning_rate": 16e-3},
+        {"outer_rate": 0.3},
+    ]
+    curve = {"curve": 80, "curve_samples": 1024}
+    return [
+        *three,
+        _parallel(data="mixture", learning_rate=16e-3),
+        *(as_shipped(**own, **way) for way in ways),
+        as_shipped(**own, **curve),
+    ]
+
+
 def few_bytes() -> list[Setting]:
-    """Between two bits and four, up and down together at most 0.4 bytes a parameter."""
-    pairs = (
-        ("int4", "int4"),
-        ("int4@2.0", "int4@1.25"),
-        ("int2@1.6", "int4@1.5"),
-        ("int2@1.6", "int2"),
-        ("int4@2.5", "int4@1.25"),
-    )
-    return [_short(up=up, down=down, seed=seed) for seed in SEEDS for up, down in pairs]
+    """80 turns: up and down together at most 0.4 bytes a parameter, whether owners make up for what they round off, or
+    not; coarser early and finer late."""
+    pairs = (("int2@1.6", "int4@1.6"), ("int2", "int4@1.6"), ("int2@1.4", "int2@1.4"))
+    found = [as_shipped(up=up, down=down, owed=1.0, seed=seed) for up, down in pairs for seed in SEEDS]
+    found += [as_shipped(up="int2@1.6", down="int4@1.6", seed=seed) for seed in SEEDS]
+    first = (("int2", "int4@1.5"), ("int4@2.0", "int4@1.25"), ("int4@2.5>1.5", "int4@2.0>1.0"))
+    return [
+        *found,
+        *(as_shipped(up=up, down=down) for up, down in first),
+        as_shipped(up="int2", down="int4@1.5", owed=1.0),
+    ]
 
 
 def dither() -> list[Setting]:
     """A coarse downlink whose rounding is deterministic, or is not."""
     return [_short(down=down, seed=seed) for seed in SEEDS for down in ("int4@1.5", "dither@1.5", "stochastic@1.5")]
+
+
+def shards() -> list[Setting]:
+    """80 turns with tensors cut in two or three, and with half as many fragments."""
+    return [
+        *(as_shipped(max_shard=4096, seed=seed) for seed in SEEDS),
+        *(as_shipped(fragments=6, seed=seed) for seed in SEEDS),
+    ]
+
+
+def roundings() -> list[Setting]:
+    """The outer momentum in bfloat16, as it ships, in 80 turns."""
+    return [as_shipped(momentum_type="bfloat16", seed=seed) for seed in SEEDS]
+
+
+def rates() -> list[Setting]:
+    """Higher inner rates, for data parallel and for learners, in long and in short runs; and what else is tried in
+    short ones."""
+    long = [_parallel(learning_rate=16e-3, seed=seed) for seed in SEEDS]
+    long += [as_shipped(learning_rate=16e-3)]
+    short = [_parallel(steps=480, learning_rate=32e-3, seed=seed) for seed in SEEDS]
+    short += [_parallel(steps=480, learning_rate=rate) for rate in (24e-3, 48e-3)]
+    short += [_short(learning_rate=24e-3, sync_every=12, seed=seed) for seed in SEEDS]
+    short += [_short(learning_rate=24e-3), _short(learning_rate=32e-3, sync_every=12)]
+    short += [_short(learning_rate=16e-3, outer_rate=rate) for rate in (0.5, 0.6)]
+    base: dict[str, Any] = {"learning_rate": 24e-3, "sync_every": 12}
+    ways: list[dict[str, Any]] = [
+        {"outer_rate": 0.6, "outer_momentum": 0.5},
+        {"merge": "direct", "outer_rate": 0.7},
+        {"embedding": "rda"},
+        {"up": "fp32", "down": "fp32"},
+        {"fragments": 6, "overlap": 1},
+        {"fragments": 6, "overlap": 1, "sync_every": 6},
+    ]
+    halved = {"batch": 128, "steps": 960, "sync_every": 12, "overlap": 1, "warmup": 48}
+    return [
+        *long,
+        *short,
+        *(_short(**base | way) for way in ways),
+        as_shipped(learners=8, **halved, learning_rate=11e-3),
+    ]
 
 
 def worth() -> list[Setting]:
@@ -91,7 +158,6 @@ def worth() -> list[Setting]:
         *scope()[:8],
         *any_time()[:3],
         *languages()[9:],
-        *few_bytes()[:4],
     ]
 
 
@@ -99,7 +165,11 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "any-time": any_time,
     "scope": scope,
     "languages": languages,
+    "long-languages": long_languages,
     "few-bytes": few_bytes,
+    "shards": shards,
+    "roundings": roundings,
+    "rates": rates,
     "dither": dither,
     "open": worth,
 }

@@ -152,7 +152,7 @@ def draw(folder: Path) -> None:
     _draw_outer(points(["muon", "gain"], lambda s: (s.final_share, s.learning_rate, s.batch) == usual), folder)
     by_batch = ["inner", "batches", "learners", "muon", "gain"]
     _draw_batches(points(by_batch, lambda s: s.method == "diloco" and s.final_share == 0.1), folder)
-    _draw_codecs(cells, points(["codec"], lambda s: s.up == s.down and s.feedback), folder)
+    _draw_codecs(cells, points(["codec", "few-bytes"], lambda s: len(cells[s]) > 1), folder)
 
 
 def _draw_outer(points: Sequence[tuple[Setting, float, float]], folder: Path) -> None:
@@ -224,11 +224,18 @@ def _draw_batches(points: Sequence[tuple[Setting, float, float]], folder: Path) 
 
 
 def _draw_codecs(cells: Mapping[Setting, Any], points: Sequence[tuple[Setting, float, float]], folder: Path) -> None:
+    """Those with several seeds, by what goes up and comes down together."""
     with figure(folder / "quality-codecs.png", size=(7, 4.2)) as axes:
-        sized = [(next(iter(cells[s].values()))["up_bytes_per_parameter"], s, gap, error) for s, gap, error in points]
-        for size, _, gap, error in sized:
-            axes.errorbar([size], [gap], yerr=[error], fmt="o")
-        axes.set(xlabel="bytes a parameter, one way", ylabel="gap to data parallel with the same optimizer, %")
-        _scale(axes, (0.2, 0.3, 0.5, 1, 2, 4))
+        sized = []
+        for s, gap, error in points:
+            figures = next(iter(cells[s].values()))
+            size = figures["up_bytes_per_parameter"] + figures["down_bytes_per_parameter"]
+            axes.errorbar([size], [gap], yerr=[error], fmt="s" if s.owed else "o", capsize=3)
+            sized.append((size, gap, s.up if s.up == s.down else f"{s.up}, {s.down}"))
+        axes.set(
+            xlabel="bytes a parameter, up and down together (squares: owners make up for what they round off)",
+            ylabel="gap to data parallel, %",
+        )
+        _scale(axes, (0.4, 0.6, 1, 2, 4, 8))
         axes.margins(0.1)
-        name_points(axes, [(size, gap, setting.up) for size, setting, gap, _ in sized])
+        name_points(axes, sized)

@@ -280,18 +280,6 @@ def others() -> list[Setting]:
     return [_muon(restart_every=10), _muon(outer="delayed"), _muon(embedding="rda"), topk]
 
 
-def roundings() -> list[Setting]:
-    """What the outer momentum is kept in, with a short and a long one; cells of a third of the usual budget."""
-    kinds = ("float32", "bfloat16", "nearest", "stochastic")
-    reach = ((0.4, 0.7), (0.13, 0.9))
-    return [
-        _with(seed=seed, steps=640, outer_rate=rate, outer_momentum=mu, momentum_type=kind)
-        for seed in (1, 2, 3)
-        for rate, mu in reach
-        for kind in kinds
-    ]
-
-
 FEW = ((0.7, 0.3), (0.7, 0.6), (0.4, 0.9), (1.0, 0.3))
 
 SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
@@ -320,7 +308,6 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "shipped": shipped,
     "worth": worth,
     "headline": headline,
-    "roundings": roundings,
     "outer-m": outer_by_learners,
     "outer-h": outer_by_h,
     **questions.SWEEPS,
