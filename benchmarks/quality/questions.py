@@ -92,9 +92,9 @@ def long_languages() -> list[Setting]:
 def few_bytes() -> list[Setting]:
     """80 turns: up and down together at most 0.4 bytes a parameter, whether owners make up for what they round off, or
     not; coarser early and finer late."""
-    pairs = (("int2@1.6", "int4@1.6"), ("int2", "int4@1.6"), ("int2@1.4", "int2@1.4"))
-    found = [as_shipped(up=up, down=down, owed=1.0, seed=seed) for up, down in pairs for seed in SEEDS]
-    found += [as_shipped(up="int2@1.6", down="int4@1.6", seed=seed) for seed in SEEDS]
+    pairs = (("int2", "int4@1.6"), ("int2@1.6", "int4@1.6"), ("int2@1.4", "int2@1.4"), ("int2", "int4@1.75"))
+    found = [as_shipped(up="int2", down="int4@1.6", seed=seed) for seed in SEEDS]
+    found += [as_shipped(up=up, down=down, owed=1.0, seed=seed) for up, down in pairs for seed in SEEDS]
     first = (("int2", "int4@1.5"), ("int4@2.0", "int4@1.25"), ("int4@2.5>1.5", "int4@2.0>1.0"))
     return [
         *found,
