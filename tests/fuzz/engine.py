@@ -67,9 +67,9 @@ def fuzz(name: str, rng: Random, *, inputs: int) -> list[Finding]:
 def changed(data: bytes, rng: Random) -> bytes:
     """``data`` with one to four changes: bits, bytes, lengths, pieces left out, doubled, or out of nothing."""
     made = bytearray(data)
-    for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(len(made) + 1)
-        match rng.randrange(8):
+    for _ in range(1 + int(4 * rng.random())):
+        at = int((len(made) + 1) * rng.random())
+        match int(8 * rng.random()):
             case 0 if made:
                 made[at % len(made)] ^= 1 << rng.randrange(8)
             case 1 if made:

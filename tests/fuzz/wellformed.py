@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from random import Random
 from typing import Any
 
@@ -14,7 +15,13 @@ DEEPEST = 4
 
 def value_of(kind: Any, rng: Random) -> Any:
     """A value that encodes to what a decoder of ``kind`` takes, as far as types and bounds say."""
-    return _drawn(inspect.type_info(kind), rng, 0)
+    return _drawn(_info(kind), rng, 0)
+
+
+@lru_cache(maxsize=64)
+def _info(kind: Any) -> inspect.Type:
+    """Reading a type's annotations takes longer than reading a hundred inputs."""
+    return inspect.type_info(kind)
 
 
 def _drawn(info: inspect.Type, rng: Random, depth: int) -> Any:
