@@ -59,7 +59,7 @@ def claims() -> list[Claim]:
         _of("as shipped, M = 8, 480 steps (in 40 turns)", steps=480, sync_every=12, learners=8),
         _of("H = 24, M = 4, 480 steps (in 20 turns)", steps=480),
         _of("momentum in bfloat16, M = 4", momentum_type="bfloat16"),
-        _of("coarsest (int2, int4 at step 1.6), M = 4", up="int2", down="int4@1.6", owed=1.0),
+        _of("coarsest (int2, int4 at step 1.6), M = 4", up="int2", down="int4@1.6", owed=1.0, owners="drawn"),
         _of("four languages, all to all, M = 4", data="mixture"),
         _of("one language a learner, M = 4", data="languages"),
         *(_of(f"AdamW instead, M = {m}", adamw, learners=m) for m in (8, 4)),

@@ -10,6 +10,7 @@ Rules of this file:
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -104,8 +105,11 @@ class Exchange:
         is_narrow = setting.momentum_type == "bfloat16"
         self.momentum = torch.zeros(theta.shape, dtype=torch.bfloat16 if is_narrow else torch.float32)
         self._draw = torch.Generator().manual_seed(setting.seed)
-        self._owed = torch.zeros_like(theta)
-        """What the downlink's rounding took off, where a setting has owners make up for it."""
+        self._owed = torch.zeros(setting.learners, *theta.shape)
+        """What the downlink's rounding took off, by owner, where a setting has owners make up for it."""
+        self._owners: dict[ShardId, int] = {}
+        """Who made each shard's last step."""
+        self._draws = random.Random(f"owners {setting.seed}")
         self.given = 0
         self.shortened = 0
         """Contributions, and how many of them did not count as long as they were."""
@@ -178,10 +182,14 @@ class Exchange:
             merge.direct_mean(gradients, weights, merged)
         if kind == "agree":
             agreed([_decoded(v) for v in gradients], merged, float(strength))
-        merged += self._owed[span]
+        owner = 0 if self._setting.owners == "one" else self._draws.randrange(self._setting.learners)
+        if self._owners.setdefault(shard, owner) != owner and self._setting.owners == "drawn":
+            self._owed[owner, span] = 0.0  # another made the last step
+        self._owners[shard] = owner
+        merged += self._owed[owner, span]
         parcel = pack(self._codec_at(self._setting.down, shard), merged)
         if self._setting.owed:
-            self._owed[span] = (merged - parcel.values).mul_(self._setting.owed)
+            self._owed[owner, span] = (merged - parcel.values).mul_(self._setting.owed)
         self.down_bytes += parcel.bytes
         self.down_parameters += merged.numel()
         self._turns[shard] += 1

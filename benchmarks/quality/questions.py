@@ -94,6 +94,7 @@ def few_bytes() -> list[Setting]:
     not; coarser early and finer late."""
     pairs = (("int2", "int4@1.6"), ("int2@1.6", "int4@1.6"), ("int2@1.4", "int2@1.4"), ("int2", "int4@1.75"))
     found = [as_shipped(up="int2", down="int4@1.6", seed=seed) for seed in SEEDS]
+    found += [as_shipped(up="int2", down="int4@1.6", owed=1.0, owners="drawn", seed=seed) for seed in SEEDS]
     found += [as_shipped(up=up, down=down, owed=1.0, seed=seed) for up, down in pairs for seed in SEEDS]
     first = (("int2", "int4@1.5"), ("int4@2.0", "int4@1.25"), ("int4@2.5>1.5", "int4@2.0>1.0"))
     return [

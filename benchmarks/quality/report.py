@@ -229,14 +229,16 @@ def _draw_codecs(cells: Mapping[Setting, Any], points: Sequence[tuple[Setting, f
         sized = []
         for s, _, _ in points:
             figures = next(iter(cells[s].values()))
-            usual = cells[msgspec.structs.replace(s, up="int4", down="int4", owed=0.0)]
+            usual = cells[msgspec.structs.replace(s, up="int4", down="int4", owed=0.0, owners="one")]
             found = gaps(cells, s, {seed: run["loss"] for seed, run in usual.items()})
             gap, error = statistics.fmean(found), statistics.stdev(found)
             size = figures["up_bytes_per_parameter"] + figures["down_bytes_per_parameter"]
-            axes.errorbar([size], [gap], yerr=[error], fmt="s" if s.owed else "o", capsize=3)
+            axes.errorbar(
+                [size], [gap], yerr=[error], fmt=("s" if s.owners == "drawn" else "D") if s.owed else "o", capsize=3
+            )
             sized.append((size, gap, s.up if s.up == s.down else f"{s.up}, {s.down}"))
         axes.set(
-            xlabel="bytes a parameter, up and down together (squares: owners make up for rounding)",
+            xlabel="bytes a parameter, both ways together (squares: owners make up for rounding; diamonds: one owner)",
             ylabel="loss to int4 both ways, seed by seed, %",
         )
         _scale(axes, (0.4, 0.6, 1, 2, 4, 8))

@@ -91,7 +91,11 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """What leaves the learner's delta is what was sent (the shipped rule); without it, what was meant."""
 
     owed: float = 0.0
-    """Share of what the downlink's rounding took off that one eternal owner adds to its shard's next merge."""
+    """Share of what the downlink's rounding took off that an owner adds to its shard's next merge, if it makes it."""
+
+    owners: str = "one"
+    """Who makes a shard's steps: "one" all of them; "drawn": one of the learners, anew for each, as in a run, and what
+    the last one rounded off is lost if the next is another; "kept": it keeps that until its own next step."""
 
     quorum: int = 1
     grace: float = 0.7
