@@ -143,7 +143,8 @@ def conditions(rows: Rows) -> str:
         return "nothing measured"
     loads, machine = [row["load_1min"] for row in rows], rows[0]["machine"]
     cores = f"{machine['cores']} cores {machine['cpu']}"
-    return f"{rows[0]['commit'][:10]}, {cores}, load {min(loads):.1f}-{max(loads):.1f}"
+    load = "load not recorded" if None in loads else f"load {min(loads):.1f}-{max(loads):.1f}"
+    return f"{rows[0]['commit'][:10]}, {cores}, {load}"
 
 
 def main() -> None:
