@@ -249,7 +249,7 @@ class Adoption:
         self.core.effects.append(Fetch(shard, peer))
 
     def _forget_request(self, shard: ShardId, head: Head) -> None:
-        if shard in self.asked and ("asked", shard) in self.core.alarms and not self.orphans.of(shard):
+        if shard in self.asked and ("asked", shard) in self.core.alarms and not self.orphans.is_followed(head):
             del self.asked[shard]
             self.core.alarms.cancel(("asked", shard))
 

@@ -30,6 +30,10 @@ class Orphans:
         """All of a shard."""
         return list(self.waiting.get(shard, {}).values())
 
+    def is_followed(self, head: Head) -> bool:
+        """Whether a child of ``head`` waits."""
+        return head.id in self.waiting.get(head.shard, ())
+
     def follow(self, head: Head) -> tuple[CommitHeader | None, list[CommitHeader]]:
         """The child of ``head``, and those that it leaves behind; neither waits any more."""
         waiting = self.waiting.get(head.shard)

@@ -103,6 +103,14 @@ BUGS = (
         "test_timers.py::test_a_heavier_sibling_of_the_head_is_asked_for_at_once",
     ),
     _bug(
+        "a later commit that waits is taken for the answer",
+        "adoption",
+        "not self.orphans.is_followed(head):",
+        "not self.orphans.of(shard):",
+        "who is more than 32 commits behind catches up so many in each deadline, and blames the donor",
+        "test_adoption.py::test_who_is_farther_behind_than_an_answer_reaches_asks_again",
+    ),
+    _bug(
         "who is asked while it applies answers from before",
         "log_requests",
         "if request.shard in self._applying:",

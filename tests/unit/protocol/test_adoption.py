@@ -13,6 +13,7 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.chain import MARK_LIFE_LOGS
 from p2pdiloco.protocol.identifiers import FragmentId
+from p2pdiloco.protocol.log_requests import MAX_COMMITS_SENT
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head
 from p2pdiloco.simulation.driver import PeerSetting
 from p2pdiloco.simulation.scenarios import P0, P1, base_config, make_world
@@ -142,6 +143,22 @@ def test_a_heavier_head_that_comes_by_itself_is_not_asked_for() -> None:
     header = stage.commit(tokens(B, 0, 40))
     effects = stage.announce(B, 4, head_of(header)) + stage.wait(0.1) + stage.take(header) + stage.wait(3.0)
     assert not sent(effects, msg.CommitsRequest)
+
+
+def test_who_is_farther_behind_than_an_answer_reaches_asks_again() -> None:
+    """A3f: also while a later commit waits, to which the answer did not lead."""
+    stage = Stage(B, has_learner=False)
+    heads, headers = [stage.head()], []
+    for begin in range(0, 40 * (MAX_COMMITS_SENT + 2), 40):
+        headers.append(commit_on(heads[-1], tokens(B, begin, begin + 40)))
+        heads.append(head_of(headers[-1]))
+    patience_s = stage.machine.merges.commit_patience_s() + 0.1
+    effects = stage.hear(B, msg.Commit(headers[-1])) + stage.wait(patience_s)
+    for header in headers[:MAX_COMMITS_SENT]:
+        stage.take(header)
+    effects += stage.hear(B, msg.Heads((heads[-1],), stage.machine.core.step)) + stage.wait(patience_s)
+    asked = [request.head for _, request in sent(effects, msg.CommitsRequest)]
+    assert asked == [heads[0].id, heads[MAX_COMMITS_SENT].id]
 
 
 def test_who_is_asked_sends_what_follows_or_advises_to_download() -> None:
