@@ -104,7 +104,8 @@ class LaneKeeper:
 
 
 def bind(lane: Connection, primaries: list[Connection]) -> None:
-    """A lane is proved: it belongs to the connection whose dialler's nonce it names."""
+    """A lane is proved: it belongs to the connection whose dialler's nonce it names. What the other side has sent on
+    one that belongs to none is not heard, nor acknowledged: it is sent again on another."""
     for primary in primaries:
         if (
             primary.is_open
@@ -115,6 +116,6 @@ def bind(lane: Connection, primaries: list[Connection]) -> None:
         ):
             if not lane.become_lane_of(primary):
                 enough = len(primary.conversation.lanes.members)
-                lane.part(Parting.LEAVING, f"{enough} lanes are enough")
+                lane.turn_away(Parting.LEAVING, f"{enough} lanes are enough")
             return
-    lane.part(Parting.LEAVING, "a lane of a connection that is not here")
+    lane.turn_away(Parting.LEAVING, "a lane of a connection that is not here")

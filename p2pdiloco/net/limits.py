@@ -54,6 +54,13 @@ class TransportLimits(Struct, frozen=True, kw_only=True):
     handshakes: int = 64
     """Accepted connections that have not proved themselves. One more takes the place of the oldest of the machine that
     holds most."""
+    silent: int = 256
+    """Accepted sockets that have not said a whole greeting, and as many that have and wait for their turn. One more
+    takes the place of the oldest of the machine that holds most."""
+    failures_at_once: int = 128
+    """Handshakes of strangers that come to nothing before the others wait for ``failures_per_s``."""
+    failures_per_s: float = 10.0
+    """Handshakes that come to nothing, over time: one takes some 2 ms of a processor."""
     reused_bytes: int = 256 << 20
     """Payload memory kept for reuse."""
     window_bytes: int = 1 << 30

@@ -11,7 +11,6 @@ Rules of this file:
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import ipaddress
 import socket
@@ -40,7 +39,7 @@ ACKED_OFFSET = 120
 LEAST_ROUND_TRIP_OFFSET = 148
 """Of tcpi_min_rtt (microseconds, over some minutes; Linux 4.9)."""
 CONGESTION_NAME_BYTES = 16
-BACKLOG = 128
+BACKLOG = 1024
 
 
 class DialError(Exception):
@@ -105,22 +104,6 @@ def sharing_port(family: int, port: int) -> socket.socket:
         raw.close()
         raise
     return raw
-
-
-async def readable(raw: socket.socket) -> None:
-    """Wait until something came, or the other side closed. The caller gives the deadline."""
-    loop = asyncio.get_running_loop()
-    came: asyncio.Future[None] = loop.create_future()
-
-    def tell() -> None:
-        if not came.done():
-            came.set_result(None)
-
-    loop.add_reader(raw.fileno(), tell)
-    try:
-        await came
-    finally:
-        loop.remove_reader(raw.fileno())
 
 
 def local_addresses(listener: socket.socket) -> list[Address]:

@@ -1,8 +1,9 @@
 """Dialling and accepting: from a socket to a channel whose other side is proved.
 
 Rules of this file:
-1. How many strangers there may be is the endpoint's business (net/endpoint.py). One log line for each that fails, of at
-   most LINES_A_MINUTE; the next minute's first line tells how many had none.
+1. Who is accepted waits in an anteroom until it has greeted; how many may prove themselves at a time is the
+   endpoint's business (net/endpoint.py). One log line for each that fails, of at most LINES_A_MINUTE; the next
+   minute's first line tells how many had none.
 2. A dial that fails says why, in a sentence for people.
 """
 
@@ -16,9 +17,11 @@ from collections.abc import Awaitable, Callable, Container
 import msgspec
 
 from p2pdiloco.net.handshake import ANYBODY, Dialled, HandshakeError, MismatchError, Role
+from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import addresses, logs, sockets
 from p2pdiloco.runtime.addresses import Address
+from p2pdiloco.runtime.anteroom import Anteroom, Taker
 from p2pdiloco.runtime.channel import Channel
 from p2pdiloco.runtime.lines import Met
 from p2pdiloco.runtime.sockets import DialError, Impostor, PeerRefused
@@ -27,8 +30,6 @@ from p2pdiloco.runtime.tls import TlsContexts
 
 log = logs.get("transport")
 
-ACCEPT_PAUSE_S = 0.2
-"""After the machine ran out of file descriptors."""
 LINES_A_MINUTE = 20
 NARROW_LIMIT = 256
 TRIED_ADDRESSES = 4
@@ -40,8 +41,6 @@ GiveUp = Callable[[Channel, str], None]
 """Nothing came of this channel."""
 
 
-Taker = Callable[[socket.socket], Awaitable[None]]
-"""Takes, and closes, a socket on which somebody speaks another protocol."""
 Again = Callable[[PeerId], Awaitable[Met]]
 """A further direct connection to a peer that was met at a meeting point."""
 
@@ -56,17 +55,16 @@ class Strangers:
         give_up: GiveUp,
         *,
         tls: TlsContexts,
-        congestion: str,
-        close_s: float,
+        limits: TransportLimits,
         tasks: Tasks,
     ) -> None:
         self._new_channel = new_channel
         self._give_up = give_up
         self._tls = tls
-        self._congestion = congestion
-        self._close_s = close_s
-        self._tasks = tasks
+        self._congestion = limits.congestion
+        self._close_s = limits.connection.part_s
         self.others: dict[bytes, Taker] = {}
+        self._anteroom = Anteroom(self._accept, self._tell, takers=self.others, limits=limits, tasks=tasks)
         self.again: Again | None = None
         self._minute = float("-inf")
         self._failures = 0
@@ -120,23 +118,8 @@ class Strangers:
 
     async def accept_all(self, listener: socket.socket) -> None:
         """Accept, until cancelled."""
-        loop = asyncio.get_running_loop()
         self._listeners.append(listener)
-        while True:
-            try:
-                raw, _ = await loop.sock_accept(listener)
-            except OSError as error:
-                log.warning("cannot accept", error=str(error))
-                await asyncio.sleep(ACCEPT_PAUSE_S)
-                continue
-            try:
-                address = addresses.of_socket(*raw.getpeername()[:2])
-            except OSError:
-                raw.close()  # It has gone already.
-                continue
-            sockets.tune(raw, congestion=self._congestion)
-            channel = self._new_channel(Role.LISTENER, address.host, address, ANYBODY)
-            self._tasks.spawn(self._accept(channel, raw), name="accept one")
+        await self._anteroom.serve(listener)
 
     def lost(self, channel: Channel, error: Exception | None) -> None:
         """A socket is closed. If what we sent was acknowledged no more, on what was a good connection shortly before,
@@ -160,48 +143,30 @@ class Strangers:
             address=str(channel.address),
         )
 
-    async def _accept(self, channel: Channel, raw: socket.socket) -> None:
-        taker = None
+    async def _accept(self, raw: socket.socket) -> bool:
+        """Who greets; whether it is let in."""
         try:
-            if self.others:
-                taker = await self._taker(channel, raw)
-            if taker is None:
-                await self._prove(channel, raw)
+            address = addresses.of_socket(*raw.getpeername()[:2])
+        except OSError:
+            raw.close()  # It has gone already.
+            return False
+        sockets.tune(raw, congestion=self._congestion)
+        channel = self._new_channel(Role.LISTENER, address.host, address, ANYBODY)
+        try:
+            await self._prove(channel, raw)
         except (OSError, HandshakeError) as error:
-            self._tell(channel, error)
-            return
-        if taker is not None:
-            await taker(raw)
+            self._tell(address.host, _reason_of(error))
+            return False
+        return True
 
-    async def _taker(self, channel: Channel, raw: socket.socket) -> Taker | None:
-        """Who takes what comes, if it is not TLS. Until then it is a stranger like others, whom the endpoint may drop;
-        what is taken is none of its connections."""
-        channel.opening = looking = asyncio.ensure_future(sockets.readable(raw))
-        taker = None
-        try:
-            await asyncio.wait([looking])
-            if looking.cancelled():
-                raise TimeoutError(channel.connection.reason)
-            taker = self.others.get(raw.recv(1, socket.MSG_PEEK))
-        except BaseException:
-            raw.close()
-            raise
-        finally:
-            looking.cancel()
-            channel.opening = None
-            if taker is not None or raw.fileno() < 0:
-                self._give_up(channel, "it is no connection")
-        return taker
-
-    def _tell(self, channel: Channel, error: Exception) -> None:
+    def _tell(self, host: str, reason: str) -> None:
         now, untold = asyncio.get_running_loop().time(), 0
         if now - self._minute >= 60.0:
             untold = max(0, self._failures - LINES_A_MINUTE)
             self._minute, self._failures = now, 0
         self._failures += 1
         if self._failures <= LINES_A_MINUTE:
-            fields = {"address": str(channel.address), "reason": _reason_of(error)}
-            log.warning("dropped a stranger", **fields, **({"and_before": untold} if untold else {}))
+            log.warning("dropped a stranger", host=host, reason=reason, **({"and_before": untold} if untold else {}))
 
     async def _prove(self, channel: Channel, raw: socket.socket) -> PeerId:
         """Encrypt ``raw``, and wait until the other side has proved itself. The endpoint has the deadline.

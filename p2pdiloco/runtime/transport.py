@@ -99,8 +99,7 @@ class Transport:
             self._new_channel,
             self._give_up,
             tls=self._tls,
-            congestion=self._limits.congestion,
-            close_s=self._limits.connection.part_s,
+            limits=self._limits,
             tasks=self._tasks,
         )
         self._channels: dict[Connection, Channel] = {}

@@ -6,6 +6,7 @@ from p2pdiloco.simulation.planter import Bug
 
 _PEERS = "p2pdiloco.net.peers"
 _ENDPOINTS = "tests/property/test_net_endpoint.py"
+_RECEPTION = "tests/unit/test_net_reception.py"
 _POINTS = "tests/unit/test_net_introducer.py"
 _MEETING = "tests/integration/test_meeting.py"
 _ROSTER = "tests/unit/test_node_roster.py"
@@ -85,6 +86,40 @@ BUGS = (
         new="self._waiting.get(ticket)",
         harm="who has seen a ticket takes the place of whom it was given to",
         killed_by=(f"{_POINTS}::test_a_ticket_serves_once_and_not_for_ever",),
+    ),
+    Bug(
+        name="a lane of nothing acknowledges what it loses",
+        module="p2pdiloco.net.lane_keeper",
+        old='lane.turn_away(Parting.LEAVING, "a lane',
+        new='lane.part(Parting.LEAVING, "a lane',
+        harm="a payload that was accepted never comes, once in some hundred duplicate dials beside bulk",
+        killed_by=(
+            "tests/property/test_net_endpoint.py::test_what_is_accepted_comes_once_though_lanes_are_cut_and_both_dial",
+        ),
+    ),
+    Bug(
+        name="handshakes that fail have no budget",
+        module="p2pdiloco.net.reception",
+        old="        self._tokens -= 1.0\n",
+        new="",
+        harm="a flood of strangers' handshakes takes the processor from the training",
+        killed_by=(f"{_RECEPTION}::test_who_comes_to_nothing_has_a_budget_and_who_proves_itself_costs_none",),
+    ),
+    Bug(
+        name="a flood goes first",
+        module="p2pdiloco.net.reception",
+        old="first = min(waiting, key=lambda visitor: self._failed(waiting[visitor], now))",
+        new="first = next(iter(waiting))",
+        harm="while strangers flood a peer, no newcomer gets in",
+        killed_by=(f"{_RECEPTION}::test_who_floods_from_many_machines_goes_behind_who_comes_for_the_first_time",),
+    ),
+    Bug(
+        name="who says nothing keeps its place",
+        module="p2pdiloco.net.reception",
+        old="            self.leave(out)\n",
+        new="",
+        harm="sockets that say nothing grow without a bound",
+        killed_by=(f"{_RECEPTION}::test_the_machine_that_holds_most_makes_room",),
     ),
     Bug(
         name="who is called is called without end",

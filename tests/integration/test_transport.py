@@ -6,7 +6,7 @@ import asyncio
 import os
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -273,9 +273,10 @@ def test_garbage_ends_one_connection_and_nothing_else(run: Callable[[Main], None
             plain = [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", os.urandom(500), b"", b"\x16\x03\x01"]
             for garbage in plain:
                 reader, writer = await asyncio.open_connection("127.0.0.1", port(ann))
-                writer.write(garbage)
-                writer.write_eof()
-                await reader.read()
+                with suppress(OSError):  # what was not read makes a reset of the end
+                    writer.write(garbage)
+                    writer.write_eof()
+                    await reader.read()
                 writer.close()
             for garbage in [b"GET / HTTP/1.1\r\n\r\n", HEADER.pack(2**32 - 1, FrameKind.HELLO, 0), os.urandom(500)]:
                 reader, writer = await raw_channel(ann)
@@ -481,14 +482,14 @@ def test_idle_sockets_do_not_keep_a_newcomer_out(run: Callable[[Main], None]) ->
             run="run",
             version=1,
             handler=recorder,
-            limits=TransportLimits(handshakes=8),
+            limits=TransportLimits(silent=8),
         )
         async with ann, peer() as (bob, _):
-            idle = [await asyncio.open_connection("127.0.0.1", port(ann)) for _ in range(8)]
-            await until(lambda: len(ann._channels) == 8)
-            assert await bob.dial(where(ann), 5.0) == ann.peer_id
+            idle = [await asyncio.open_connection("127.0.0.1", port(ann)) for _ in range(9)]
             assert await idle[0][0].read() == b"", "the oldest is closed"
-            assert len(ann._channels) == 8
+            assert await bob.dial(where(ann), 5.0) == ann.peer_id
+            assert await idle[1][0].read() == b"", "the oldest is closed"
+            assert len(ann._channels) == 1, "for who says nothing nothing is made"
             for _, writer in idle:
                 writer.close()
 
@@ -501,7 +502,8 @@ def test_strangers_cannot_flood_the_log(run: Callable[[Main], None], caplog: Any
             for _ in range(2 * LINES_A_MINUTE):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port(ann))
                 writer.write(b"GET / HTTP/1.1\r\n\r\n")
-                await reader.read()
+                with suppress(OSError):
+                    await reader.read()
                 writer.close()
             await until(lambda: not ann._channels)
             assert sum("dropped a stranger" in record.message for record in caplog.records) == LINES_A_MINUTE

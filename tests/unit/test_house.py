@@ -67,6 +67,7 @@ SHELLS = {
     "runtime/gateway": "a router's sockets",
     "runtime/lines": "sockets to punch and relay with",
     "runtime/meeting_point": "sockets that meet",
+    "runtime/anteroom": "sockets before their greeting",
     "runtime/strangers": "sockets before their handshake",
     "runtime/tls": "the TLS library's settings",
 }

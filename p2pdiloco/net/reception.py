@@ -1,0 +1,112 @@
+"""Whose greeting is answered next. A handshake costs a thousand times what accepting does, so those that fail have a
+budget of their own.
+
+Rules of this file:
+1. Pure: time is a number.
+2. A handshake takes one of so many tokens, which come back at a rate, and at once where the other side has proved
+   itself: whoever is let in costs nothing, and a flood not more than the rate.
+3. The machine with the fewest failures lately goes first: who floods, from however many machines, goes behind who
+   comes for the first time.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Generic, TypeVar
+
+Visitor = TypeVar("Visitor")
+
+FORGOTTEN_S = 60.0
+"""In which a machine's failures halve."""
+MACHINES = 1024
+"""Whose failures are remembered."""
+
+
+class Room(Generic[Visitor]):
+    """So many places. Of the machine that holds most, who has waited longest makes room; of machines that hold as
+    many, it is the one that came first (net/admission.py)."""
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._machines: dict[Visitor, str] = {}
+        """The first comer first."""
+        self._visitors: dict[str, dict[Visitor, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._machines)
+
+    def __contains__(self, visitor: Visitor) -> bool:
+        return visitor in self._machines
+
+    @property
+    def visitors(self) -> dict[Visitor, str]:
+        """And of which machine each is, the first comer first."""
+        return self._machines
+
+    def enter(self, visitor: Visitor, machine: str) -> Visitor | None:
+        """Somebody comes; who goes for it."""
+        out = None
+        if len(self._machines) >= self._places:
+            largest = max(self._visitors, key=lambda machine: len(self._visitors[machine]))
+            out = next(iter(self._visitors[largest]))
+            self.leave(out)
+        self._machines[visitor] = machine
+        self._visitors.setdefault(machine, {})[visitor] = None
+        return out
+
+    def leave(self, visitor: Visitor) -> None:
+        """If it is there."""
+        machine = self._machines.pop(visitor, None)
+        if machine is not None:
+            del self._visitors[machine][visitor]
+            if not self._visitors[machine]:
+                del self._visitors[machine]
+
+
+class Reception(Generic[Visitor]):
+    """See the module's rules."""
+
+    def __init__(self, *, per_s: float, at_once: int, places: int) -> None:
+        """``at_once``: tokens there are at most; ``per_s``: those that come back; ``places``: who may wait."""
+        self.room: Room[Visitor] = Room(places)
+        self._per_s = per_s
+        self._at_once = float(at_once)
+        self._tokens = float(at_once)
+        self._at = 0.0
+        self._failures: dict[str, tuple[float, float]] = {}
+        """Of a machine, and when it was that many; the one that failed longest ago first."""
+
+    def next(self, now: float) -> Visitor | None:
+        """Who is answered now, and leaves the room; None: nobody waits, or has to."""
+        self._come(now)
+        if not self.room or self._tokens < 1.0:
+            return None
+        waiting = self.room.visitors
+        first = min(waiting, key=lambda visitor: self._failed(waiting[visitor], now))
+        self.room.leave(first)
+        self._tokens -= 1.0
+        return first
+
+    def due(self, now: float) -> float | None:
+        """In how many seconds somebody is; None: nobody waits."""
+        self._come(now)
+        return max(0.0, (1.0 - self._tokens) / self._per_s) if self.room else None
+
+    def ended(self, machine: str, now: float, *, is_proved: bool) -> None:
+        """Of a handshake."""
+        if is_proved:
+            self._tokens = min(self._at_once, self._tokens + 1.0)
+            return
+        failures = self._failed(machine, now) + 1.0
+        self._failures.pop(machine, None)
+        self._failures[machine] = (failures, now)
+        if len(self._failures) > MACHINES:
+            del self._failures[next(iter(self._failures))]
+
+    def _failed(self, machine: str, now: float) -> float:
+        failures, at = self._failures.get(machine, (0.0, now))
+        return failures * math.exp2((at - now) / FORGOTTEN_S)
+
+    def _come(self, now: float) -> None:
+        self._tokens = min(self._at_once, self._tokens + max(0.0, now - self._at) * self._per_s)
+        self._at = now
