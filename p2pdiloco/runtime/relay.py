@@ -2,8 +2,8 @@
 
 Rules of this file:
 1. ``splice`` moves them inside the kernel: they never come into this process (measured: docs/connectivity.md).
-2. Whoever wants to send takes its turn: of n directions that have something, each gets an n-th of the budget. A round
-   through all takes ROUND_S, or longer where turns would be too short to be worth a wake-up.
+2. Whoever wants to send takes its turn, and turns come round: of n directions that have something, each gets an n-th of
+   the budget. What TICK_S is worth goes at once and is earned afterwards: most of a turn's cost is that of waking up.
 3. What is small does not wait for others' turns, now and then: heartbeats and requests of one pair do not stand behind
    another's bulk. It is paid for all the same.
 4. A direction that ends is passed on as an end; the pair is over when both have.
@@ -15,18 +15,21 @@ import asyncio
 import fcntl
 import os
 import socket
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
 F_SETPIPE_SZ = 1031
 LARGEST_BYTES = 1 << 20
 SMALL_BYTES = 16 << 10
-ROUND_S = 0.4
+TICK_S = 0.3
+"""What goes at once is worth so much; a single turn never more."""
+ROUND_S = 0.8
 SHORTEST_TURN_S = 0.02
 AHEAD_S = 0.05
 """Between two small pieces of one direction that do not wait."""
-MOST_DEBT_S = 0.25
-"""Beyond which what is small waits, too."""
+MOST_DEBT_S = 0.75
+"""Beyond which what is small waits, too; turns owe less than two TICK_S."""
 BURST_S = 0.02
 """What an idle budget saves up."""
 
@@ -38,15 +41,17 @@ class Budget:
         self._bytes_per_s = bytes_per_s
         self._free_at = 0.0
         """When what was taken will have been earned."""
-        self._turn = asyncio.Lock()
-        self._taking = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._sharing = 0
+        """How many waited when turns were last given."""
 
     @property
     def turn_bytes(self) -> int:
         """How much to take at a time."""
         if self._bytes_per_s is None:
             return LARGEST_BYTES
-        turn_s = max(SHORTEST_TURN_S, ROUND_S / max(1, self._taking))
+        sharing = max(1, self._sharing, len(self._waiting))
+        turn_s = min(TICK_S, max(SHORTEST_TURN_S, ROUND_S / sharing))
         return min(LARGEST_BYTES, max(SMALL_BYTES, int(self._bytes_per_s * turn_s)))
 
     def take_ahead(self, count: int) -> bool:
@@ -63,15 +68,25 @@ class Budget:
         """Wait until ``count`` bytes may go."""
         if self._bytes_per_s is None:
             return
-        self._taking += 1
-        try:
-            async with self._turn:
-                now = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        if not self._waiting:
+            loop.call_at(self._free_at, self._give_turns)
+        self._waiting.append((count, turn))
+        await turn
+
+    def _give_turns(self) -> None:
+        """As many as TICK_S is worth, to who has waited longest; the others when these are earned."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self._sharing = len(self._waiting)
+        while self._waiting and self._free_at < now + TICK_S:
+            count, turn = self._waiting.popleft()
+            if not turn.done():
                 self._owe(count, now)
-                if self._free_at > now:
-                    await asyncio.sleep(self._free_at - now)
-        finally:
-            self._taking -= 1
+                turn.set_result(None)
+        if self._waiting:
+            loop.call_at(self._free_at, self._give_turns)
 
     def _owe(self, count: int, now: float) -> None:
         assert self._bytes_per_s is not None

@@ -240,6 +240,16 @@ BUGS = (
         killed_by=(f"{_MEETING}::test_a_flood_of_calls_by_a_liar_opens_few_lines",),
     ),
     Bug(
+        name="a relay's turns go to who came last",
+        module="p2pdiloco.runtime.relay",
+        old="self._waiting.popleft()",
+        new="self._waiting.pop()",
+        harm="of many pairs that have something two share the budget, and the others wait for ever",
+        killed_by=(
+            "tests/unit/test_runtime_relay.py::test_of_many_each_gets_the_same_and_together_they_get_the_budget",
+        ),
+    ),
+    Bug(
         name="small pieces are for nothing",
         module="p2pdiloco.runtime.relay",
         old="        self._owe(count, now)\n        return True\n",

@@ -308,7 +308,8 @@ def test_a_relay_keeps_to_its_budget_and_uses_it() -> None:
             got += len(await loop.sock_recv(b, 1 << 20))
         await sending
         took_s = loop.time() - began
-        assert 0.9 * rate < len(data) / took_s < 1.1 * rate
+        assert 0.9 * rate < len(data) / took_s
+        assert (len(data) - 300_000) / took_s < 1.1 * rate, "the first turn, a socket's fill, is earned afterwards"
         a.close()
         assert await loop.sock_recv(b, 1) == b""
         b.close()
