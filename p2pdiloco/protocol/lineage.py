@@ -7,7 +7,8 @@ Rules of this file:
 1. A newcomer has nothing to compare with: it takes what more than half of the peers that have states stand by. If for
    long there is no such state, the run has fallen apart and the newcomer may be all that holds it together: it takes
    one by which as many stand as by any other. Who stands by what lies before a head may have refused the head, so its
-   maker's word alone is none; while the run is young, or the founder is there, more is asked for.
+   maker's word alone is none. Where the founder is there it, or most others, must have the head; where it is not, what
+   most have not is taken after a while, later while a run is young. Whoever is in doubt asks all the others anew.
 2. A peer that has a state takes another whose lineage meets the heads that it came by: it was seen where they part. One
    that does not (a long absence, a deep fork, a chain that somebody made up) it takes unless more than half of all,
    itself included, stand by its own; who has told nothing of late is asked before.
@@ -29,6 +30,8 @@ from p2pdiloco.protocol.refusals import Refusals
 
 DIVIDED_REQUESTS = 2
 """Times ``request_s`` for which a newcomer looks for what more than half stand by."""
+FAR_REQUESTS = 4
+"""Times ``request_s`` for which, while a run is young, a newcomer waits to meet a founder whom others hear."""
 
 
 class Told(NamedTuple):
@@ -58,7 +61,7 @@ class Lineage:
         """By connected peer."""
         self._judged: dict[ShardId, Judged] = {}
         """The state that was offered last."""
-        self._divided_at: dict[ShardId, float] = {}
+        self._doubted_at: dict[ShardId, float] = {}
         """When a state was refused first because too few stand by it, or have it."""
         self._asked_at = -math.inf
 
@@ -84,7 +87,7 @@ class Lineage:
 
     def is_doubted(self, shard: ShardId) -> bool:
         """Whether a state was refused because too few stand by it, or have it: the founder's word would do."""
-        return shard in self._divided_at
+        return shard in self._doubted_at
 
     def refusal(self, head: Head) -> str | None:
         """Why the state at ``head``, which was offered just now, is not to be downloaded, or None."""
@@ -118,16 +121,12 @@ class Lineage:
         if not head.version:
             return None
         if chain.head is None:
-            stand = sum(self._was_at(donor, shard, theirs) for donor in donors)
-            is_half = 2 * stand == len(donors) and self._stands_founder(shard, theirs, donors) is True
-            if 2 * stand <= len(donors) and not is_half and not self._is_divided(shard, stand, theirs, donors):
-                return f"{stand} of {len(donors)} peers stand by it, and more than half must"
-            is_backed = is_half or 2 * stand > len(donors)  # else the run has fallen apart, and each made its own head
-            problem = self._doubt(peer, owner, head, lineage, donors) if is_backed else None
+            problem = self._unbacked(peer, owner, head, lineage, donors)
             if problem is not None:
-                self._ask({self.core.config.founder}.intersection(donors) or set(donors).difference((peer,)))
-                return problem
-        elif chain.head.id not in theirs and theirs.isdisjoint(chain.ancestry):
+                self._doubted_at.setdefault(shard, self.core.now)
+                self._ask(set(donors).difference((peer,)))
+            return problem
+        if chain.head.id not in theirs and theirs.isdisjoint(chain.ancestry):
             ours = {chain.head.id, *chain.ancestry}
             if 2 * sum(self._is_fresh(donor, shard) for donor in donors) <= len(donors):
                 self.core.send(tuple(donors), HeadsRequest())
@@ -138,6 +137,21 @@ class Lineage:
                 return f"its lineage does not meet ours, by which {stand} of {len(donors) + 1} peers stand"
         return None
 
+    def _unbacked(
+        self, peer: PeerId, owner: PeerId, head: Head, lineage: Sequence[Digest], donors: Sequence[PeerId]
+    ) -> str | None:
+        """Why a newcomer does not take ``head``, which ``owner`` made: too few stand by it, or have it."""
+        shard, theirs = head.shard, {head.id, *lineage}
+        stand = sum(self._was_at(donor, shard, theirs) for donor in donors)
+        founder = self.core.config.founder
+        is_half = 2 * stand == len(donors) and founder in donors and self._was_at(founder, shard, theirs)
+        is_backed = is_half or 2 * stand > len(donors)
+        if not is_backed and not self._is_divided(shard, stand, theirs, donors):
+            return f"{stand} of {len(donors)} peers stand by it, and more than half must"
+        if not is_backed and founder not in donors:
+            return None  # the run has fallen apart, and each made its own head
+        return self._doubt(peer, owner, head, lineage, donors)
+
     def is_outvoted(self, shard: ShardId) -> bool:
         """Whether more than half of all, this peer included, tell of heads that follow what was refused here."""
         donors = self._donors()
@@ -145,49 +159,50 @@ class Lineage:
         return 2 * sum(one is not None and self._refusals.holds(one.head) for one in told) > len(donors) + 1
 
     def _is_divided(self, shard: ShardId, stand: int, theirs: Container[Digest], donors: Sequence[PeerId]) -> bool:
-        """Whether for long there was nothing by which most stand, and the founder stands by it, or, if it is not there,
-        nothing has more than these ``stand``."""
-        is_long = self._is_long(shard, DIVIDED_REQUESTS)
-        if (is_founders := self._stands_founder(shard, theirs, donors)) is not None:
-            return is_founders and is_long
+        """Whether for long there was nothing by which most stand and, if the founder is not there, whose word counts
+        then, nothing has more than these ``stand``."""
+        is_founders = self.core.config.founder in donors
+        is_enough = is_founders or 0 < stand >= self._rivals(shard, theirs, donors)
+        return is_enough and self._is_long(shard, DIVIDED_REQUESTS)
+
+    def _rivals(self, shard: ShardId, theirs: Container[Digest], donors: Sequence[PeerId]) -> int:
+        """How many tell of the head, other than ``theirs``, of which most tell."""
         told = (self._told.get(donor, {}).get(shard) for donor in donors)
-        others = Counter(one.head for one in told if one is not None and one.head not in theirs)
-        return is_long and 0 < stand >= max(others.values(), default=0)
+        return max(Counter(one.head for one in told if one is not None and one.head not in theirs).values(), default=0)
 
     def _is_long(self, shard: ShardId, requests: int) -> bool:
         """Whether a state was refused first so many ``request_s`` ago because too few stand by it, or have it."""
-        since = self._divided_at.setdefault(shard, self.core.now)
-        return self.core.now - since >= requests * self.core.config.request_s
+        now = self.core.now
+        return now - self._doubted_at.get(shard, now) >= requests * self.core.config.request_s
 
     def _doubt(
         self, peer: PeerId, owner: PeerId, head: Head, lineage: Sequence[Digest], donors: Sequence[PeerId]
     ) -> str | None:
-        """Why a newcomer waits for others' words on ``head`` itself, which ``owner`` made: who stands by what lies
-        before it may have refused it."""
-        founder, others = self.core.config.founder, [donor for donor in donors if donor != owner]
-        words = [donor for donor in others if donor == peer or self._is_at(donor, head.shard, (head.id,))]
+        """Why a newcomer waits for others' words on ``head`` itself: who stands by what lies before it may have refused
+        it."""
+        founder, others, itself = self.core.config.founder, [donor for donor in donors if donor != owner], (head.id,)
+        words = [donor for donor in others if donor == peer or self._was_at(donor, head.shard, itself)]
         if founder in (owner, *words):
             return None
-        is_barred = owner in self.core.membership.owners.barred
-        if is_barred or (founder in donors and not self._is_long(head.shard, requests=1)):
-            is_most = 2 * len(words) > len(others)
-            return None if is_most else f"{len(words)} of {len(others)} have it but its maker, and the founder has not"
-        is_young = len(lineage) >= head.version and founder not in ("", self.core.config.peer, *donors)
-        if is_young and len(words) < 2 and not self._is_long(head.shard, requests=1):
+        is_most, few = 2 * len(words) > len(others), f"{len(words)} of {len(others)} have it but its maker"
+        if founder in donors or owner in self.core.membership.owners.barred:
+            return None if is_most else f"{few}, and the founder has not"
+        is_young = len(lineage) >= head.version and founder not in ("", self.core.config.peer)
+        requests = FAR_REQUESTS if self.core.membership.connectedness.is_afar(founder) else 1
+        if is_young and len(words) < 2 and not self._is_long(head.shard, requests):
             return "its lineage reaches back to version 0, so the founder may come, and one or two peers alone have it"
-        return "only its maker has it" if others and not words else None
+        if is_most or not others:
+            return None
+        if not words:
+            return "only its maker has it"
+        is_beaten = 1 + len(words) < self._rivals(head.shard, itself, [d for d in donors if d not in words])
+        return few if is_beaten or not self._is_long(head.shard, requests=1) else None
 
     def _ask(self, peers: Iterable[PeerId]) -> None:
         """For their heads, once a heartbeat: who has what is doubted can offer it, too."""
         if self.core.now - self._asked_at >= self.core.membership.beat_s():
             self._asked_at = self.core.now
             self.core.send(tuple(sorted(peers)), HeadsRequest())
-
-    def _stands_founder(self, shard: ShardId, theirs: Container[Digest], donors: Sequence[PeerId]) -> bool | None:
-        """Whether the run's founder stands by ``theirs``; None if it is not there, or has told nothing."""
-        founder = self.core.config.founder
-        has_told = founder in donors and shard in self._told.get(founder, ())
-        return self._was_at(founder, shard, theirs) if has_told else None
 
     def _donors(self) -> list[PeerId]:
         """Live peers that say they have all states."""

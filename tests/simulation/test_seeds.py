@@ -74,8 +74,9 @@ def test_liars_break_nothing() -> None:
     """One or two of eight send whatever is well formed: nothing breaks, versions go on, heads become equal. In 13, 87
     and 92 peers that answered late, or said that they did, once kept another from catching up; in 201 and 203 a
     state that was handed on had lost its lineage, and was not believed. In 10200121 newcomers of a young run took what
-    a liar had made, whom they heard first."""
-    report = simulate([*range(24), 87, 92, 201, 203, 10200121], "liars", jobs=JOBS)
+    a liar had made, whom they heard first; in 10204377 and 10205900 two vouched for what one had made, and one who came
+    late grew tired of waiting for the others."""
+    report = simulate([*range(24), 87, 92, 201, 203, 10200121, 10204377, 10205900], "liars", jobs=JOBS)
     assert not report.violations, "\n".join(f"{v.command}   # {v.sentence}" for v in report.violations)
     assert report.versions > 500
 

@@ -14,7 +14,9 @@ from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol import signatures
+from p2pdiloco.protocol.connectedness import fingerprint, listed
 from p2pdiloco.protocol.identifiers import Digest, PeerId, RunId, ShardId, learner_id
+from p2pdiloco.protocol.lineage import FAR_REQUESTS
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
 from p2pdiloco.runtime.identity import Identity
@@ -214,6 +216,22 @@ def test_while_the_founder_may_come_two_besides_its_maker_must_have_a_head() -> 
     assert stage.machine.status().heads == (HONEST[0],), "two others have it"
 
 
+def test_a_young_runs_newcomer_waits_longer_for_a_founder_whom_others_hear() -> None:
+    """H2f: of a liar and one that vouches for it (seed 10205900), while others were heard that came late. For a while:
+    whom they say they hear may never come."""
+    young = tuple(digest(f"version {i}") for i in range(7))
+    for others in (), (C,):
+        stage = telling(*((peer, HONEST[0]) for peer in (B, *others)), founder=D)
+        stage.says(B, hears=listed(map(fingerprint, (A, C, D))))
+        bring(stage, HONEST[0], *young, owner=B, by=(B, *others)[-1])
+        stage.wait(FAR_REQUESTS * stage.config.request_s - 0.5)
+        effects = bring(stage, HONEST[0], *young, owner=B, by=(B, *others)[-1])
+        assert "the founder may come" in notes(effects, "fetch")[0]
+        stage.wait(0.6)
+        bring(stage, HONEST[0], *young, owner=B, by=(B, *others)[-1])
+        assert stage.machine.status().heads == (HONEST[0],)
+
+
 def test_a_commit_is_not_taken_at_its_makers_word_alone() -> None:
     """H2g: what lies before it others have signed, so they stand by it, and have perhaps refused the commit."""
     before, head = HONEST[0], HONEST[1]
@@ -225,23 +243,52 @@ def test_a_commit_is_not_taken_at_its_makers_word_alone() -> None:
         assert stage.machine.status().heads == ()
         stage.wait(3 * stage.config.request_s)
     bring(stage, head, before.id, by=C, owner=B)
-    assert stage.machine.status().heads == (head,), "c hands it over, so it has taken it"
+    assert stage.machine.status().heads == (head,), "c hands it over, so it has taken it, and no other is more frequent"
     stage = telling((B, head), (C, before), (D, before))
+    bring(stage, head, before.id, owner=B)
     stage.hear(D, msg.Heads((head,), 0))
+    stage.wait(stage.config.request_s + 0.1)
     bring(stage, head, before.id, owner=B)
     assert stage.machine.status().heads == (head,), "d has told of it"
 
 
+def test_what_few_have_is_taken_after_a_while_if_no_more_have_another() -> None:
+    """H2g: without the founder. A word is not taken back by who goes on."""
+    before, head, other, e = HONEST[0], HONEST[1], HONEST[2], PeerId("e")
+    for rival in before, other:
+        stage = telling((B, head), (C, before), (D, before), (e, before))
+        for peer in D, e:
+            stage.hear(peer, msg.Heads((rival,), 0))
+        for wait_s in (stage.config.request_s - 0.5, 0.6):
+            effects = bring(stage, head, before.id, by=C, owner=B)
+            assert "1 of 3 have it but its maker" in notes(effects, "fetch")[0]
+            assert stage.machine.status().heads == ()
+            stage.wait(wait_s)
+        bring(stage, head, before.id, by=C, owner=B)
+        assert stage.machine.status().heads == (head,)
+    stage = telling((B, head), (C, before), (D, before), (e, before), (PeerId("f"), before))
+    stage.hear(C, msg.Heads((head,), 0))
+    for _ in range(3):
+        bring(stage, head, before.id, by=C, owner=B)
+        assert stage.machine.status().heads == (), "three have another"
+        stage.wait(3 * stage.config.request_s)
+    stage = telling((B, head), (C, before), (D, before), (e, before), (PeerId("f"), before))
+    for peer in (D, e):
+        stage.hear(peer, msg.Heads((head,), 0))
+        stage.hear(peer, msg.Heads((other,), 0))
+    bring(stage, head, before.id, by=C, owner=B)
+    assert stage.machine.status().heads == (head,), "d and e had it"
+
+
 def test_where_the_founder_is_there_a_newcomer_takes_what_it_or_most_have() -> None:
-    """H2h: two liars beside it bring a newcomer to nothing that it has refused. It is asked, and not for ever."""
+    """H2h: two liars beside it bring a newcomer to nothing that it has refused (seed 10204377), for however long."""
     before, head = HONEST[0], HONEST[1]
     stage = telling((D, before), (B, head), (C, before), founder=D)
-    effects = bring(stage, head, before.id, by=C, owner=B)
-    assert {to for to, _ in sent(effects, msg.HeadsRequest)} == {D}
-    assert stage.machine.status().heads == ()
-    stage.wait(stage.config.request_s + 0.1)
-    bring(stage, head, before.id, by=C, owner=B)
-    assert stage.machine.status().heads == (head,)
+    for _ in range(3):
+        effects = bring(stage, head, before.id, by=C, owner=B)
+        assert "1 of 2 have it but its maker, and the founder has not" in notes(effects, "fetch")[0]
+        assert stage.machine.status().heads == ()
+        stage.wait(3 * stage.config.request_s)
     for told in ((D, head), (B, head), (C, before)), ((D, before), (B, head), (C, head), (PeerId("e"), head)):
         stage = telling(*told, founder=D)
         bring(stage, head, before.id, by=C, owner=B)
@@ -249,6 +296,29 @@ def test_where_the_founder_is_there_a_newcomer_takes_what_it_or_most_have() -> N
     stage = telling((D, before), (B, head), (C, before), founder=D)
     bring(stage, head, before.id, by=D, owner=B)
     assert stage.machine.status().heads == (head,), "the founder hands it over"
+
+
+def test_beside_the_founder_makers_of_heads_are_not_believed_in_a_divided_run() -> None:
+    """H2h: two liars wait until honest peers have told of so many heads that none has most."""
+    before, head = HONEST[0], HONEST[1]
+    rest = tuple((PeerId(name), Head(SHARD, 9, digest(name), 900)) for name in "efgh")
+    stage = telling((D, before), (B, head), (C, head), *rest, founder=D)
+    for _ in range(3):
+        bring(stage, head, before.id, by=C, owner=B)
+        assert stage.machine.status().heads == ()
+        stage.wait(3 * stage.config.request_s)
+    bring(stage, before, by=D)
+    assert stage.machine.status().heads == (before,)
+
+
+def test_who_is_in_doubt_asks_all_others_once_a_heartbeat() -> None:
+    """H2i: what was told is old while a run is fast."""
+    stage = telling((B, FORGED), (C, HONEST[0]), (D, HONEST[1]))
+    stage.wait(2.0)
+    assert {to for to, _ in sent(bring(stage, FORGED), msg.HeadsRequest)} == {C, D}
+    assert not sent(bring(stage, HONEST[0], by=C), msg.HeadsRequest)
+    stage.wait(2.0)
+    assert {to for to, _ in sent(bring(stage, HONEST[0], by=C), msg.HeadsRequest)} == {B, D}
 
 
 def test_what_a_proved_liar_made_is_taken_only_if_most_others_have_it() -> None:
