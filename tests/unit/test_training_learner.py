@@ -105,7 +105,7 @@ class Node:
                 if isinstance(message, kind) and holds(message):
                     return message
             assert time.monotonic() < deadline, f"no {kind.__name__} came"
-            assert self.read(), f"the learner ended before {kind.__name__}"
+            assert self.read(), f"the learner ended before {kind.__name__}, with status {self.process.wait(DEADLINE_S)}"
 
     def end(self) -> int:
         """Read what is left, wait for the process, give its status."""

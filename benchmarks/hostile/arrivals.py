@@ -1,0 +1,73 @@
+"""What a stranger's connection costs the peer that accepts it: processor time of its transport an arrival.
+
+    python -m benchmarks.hostile.arrivals                  # 8,000 of each kind
+    python -m benchmarks.hostile.arrivals --number 500     # that all of it works
+
+Silent ones say nothing, slow ones the first byte of a greeting, loud ones garbage. They come from another process, from
+250 addresses of this machine, 50 at a time; the oldest of 400 goes for each that comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import socket
+import time
+from contextlib import suppress
+
+import uvloop
+
+from benchmarks import bench
+from benchmarks.hostile.flood import ADDRESSES
+from p2pdiloco.net.handshake import WIRE_VERSION
+from p2pdiloco.runtime.handler import Observer
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.transport import Transport
+
+SAID = {"silent": b"", "slow": b"\x16", "loud": os.urandom(4096)}
+AT_ONCE, OPEN = 50, 400
+"""Then a pause of a fiftieth of a second; sockets of the flood's."""
+
+
+def come(port: int, said: bytes, number: int) -> None:
+    """The flood, in a process of its own."""
+    there: list[socket.socket] = []
+    for one in range(number):
+        raw = socket.socket()
+        there.append(raw)
+        with suppress(OSError):
+            raw.bind((f"127.0.1.{1 + one % ADDRESSES}", 0))
+            raw.connect(("127.0.0.1", port))
+            raw.send(said)
+        if len(there) > OPEN:
+            there.pop(0).close()
+        if one % AT_ONCE == AT_ONCE - 1:
+            time.sleep(0.02)
+
+
+async def measure(kind: str, number: int) -> float:
+    """Microseconds of the processor an arrival."""
+    identity = Identity.ephemeral()
+    transport = Transport(identity, listen="/ip4/127.0.0.1/tcp/0", run="run", version=WIRE_VERSION, handler=Observer())
+    async with transport:
+        port = int(transport.listen_addresses()[0].split("/")[4])
+        flood = multiprocessing.get_context("spawn").Process(target=come, args=(port, SAID[kind], number))
+        flood.start()
+        before = time.process_time()
+        await asyncio.to_thread(flood.join)
+        return (time.process_time() - before) / number * 1e6
+
+
+def main() -> None:
+    parser = bench.parser(__doc__, rows="kind", has_plot=False)
+    parser.add_argument("--number", type=int, default=8000)
+    options = parser.parse_args()
+    found = {kind: {"us": uvloop.run(measure(kind, options.number))} for kind in SAID}
+    for kind, row in found.items():
+        bench.write(options, "hostile/arrivals", {"kind": kind, "number": options.number}, row)
+    print(bench.table("kind", (("us an arrival", "us", ",.0f"),), found))
+
+
+if __name__ == "__main__":
+    main()
