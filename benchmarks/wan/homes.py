@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import msgspec
 
@@ -92,22 +92,16 @@ class Home:
         self.folder = folder / self.name
         self.folder.mkdir(parents=True, exist_ok=True)
         self._log = self.folder / "log"
-        argv = [
-            sys.executable,
-            "-m",
-            "p2pdiloco",
-            words[0],
-            "--state",
-            str(self.folder / "state"),
-            "--log-format",
-            "json",
-            *words[1:],
-        ]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        words = [words[0], "--state", str(self.folder / "state"), "--log-format", "json", *words[1:]]
         with self._log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command(made.site(site), argv), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
-            )
+            self.process = self.begin(made.site(site), words, log)
+
+    @staticmethod
+    def begin(namespace: str, words: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+        """Start the command that is its process."""
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        argv = command(namespace, [sys.executable, "-m", "p2pdiloco", *words])
+        return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 
     def told(self) -> str:
         """All that it said."""

@@ -83,6 +83,11 @@ def begin(arguments: Sequence[str], log: IO[bytes], environment: dict[str, str])
     return Process(_command, list(arguments), told, told, environment)
 
 
+def begin_in(namespace: str, arguments: Sequence[str], log: IO[bytes], change: Callable[[], None]) -> Process:
+    """A node in a network namespace, in the place of ``Home.begin``; it calls ``change`` first. It needs root."""
+    return Process(_command_in, namespace, change, list(arguments), _Descriptor(log.fileno()), dict(os.environ))
+
+
 def run(*words: object, timeout_s: float) -> subprocess.CompletedProcess[str]:
     """A command, to its end.
 
@@ -120,6 +125,17 @@ def _learn(arguments: list[str], descriptors: dict[str, int]) -> None:
 
     given = [word for name, fd in descriptors.items() for word in (f"--{name.replace('_', '-')}", str(fd))]
     sys.exit(main([*given, *arguments]))
+
+
+def _command_in(
+    namespace: str, change: Callable[[], None], arguments: list[str], told: int, environment: dict[str, str]
+) -> None:
+    from p2pdiloco.testbed import inside
+
+    inside.enter(namespace)
+    inside.own_sys()
+    change()
+    _command(arguments, told, told, environment)
 
 
 def _command(arguments: list[str], out: int, told: int, environment: dict[str, str]) -> None:
