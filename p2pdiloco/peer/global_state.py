@@ -365,13 +365,11 @@ class GlobalState:
         """
         if self.heads[shard] != base or not self.shifts.has_snapshot(shard) or self.integrity.is_spoilt(shard):
             raise StaleBaseError(f"shard {shard} is not at {base[:8]}")
-        gradients = (
-            torch.sub(
-                self.theta[span], self.shifts.snapshot[span], out=self._scratch.gradient[: span.stop - span.start]
-            )
+        how = how or self._up
+        bodies = [
+            bytes(quantizers.encode_chunk(how, self.theta[span], self.shifts.snapshot[span]))
             for span in self._chunks(shard)
-        )
-        bodies = [bytes(quantizers.encode_chunk(how or self._up, gradient)) for gradient in gradients]
+        ]
         self.shifts.snapshot_encoded(shard)
         payload = compression.join(bodies)
         self._own[shard] = _Own(payload, bodies)

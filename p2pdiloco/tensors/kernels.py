@@ -184,6 +184,35 @@ def pack_int4(
         _pack(low, high, inverse[h >> 1], inverse[(blocks + h) >> 1], largest, packed[i : i + half])
 
 
+@compiled(
+    "boolean(float32[::1], float32[::1], int64, float32, float32, float32, float32, float32, uint8[::1], uint16[::1])"
+)
+def encode_int4(
+    x: NDArray[np.float32],
+    less: NDArray[np.float32],
+    block: int,
+    step: float,
+    tail: float,
+    largest: float,
+    smallest_norm: float,
+    largest_norm: float,
+    packed: NDArray[np.uint8],
+    scales: NDArray[np.uint16],
+) -> bool:
+    """Symbols and scales (as bfloat16's bits) of ``x`` - ``less``, which has no elements where nothing is subtracted;
+    see ``scale_int4`` and ``pack_int4``. False: see ``scale_int4``; ``packed`` and ``scales`` are not to be used."""
+    values = x - less if less.size else x
+    wide = np.empty(scales.size, np.float32)
+    wide_bits = wide.view(np.int32)
+    if not scale_int4(
+        values, values.view(np.int32), block, step, tail, largest, smallest_norm, largest_norm, wide, wide_bits
+    ):
+        return False
+    narrow_scales(wide_bits, scales)
+    pack_int4(values, wide, block, largest, packed)
+    return True
+
+
 # ---------------------------------------------------------------------------------------------------------- decoding
 
 

@@ -20,8 +20,11 @@
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
 #define LANES 32
+#define LONGEST_BLOCK 4096
 
 typedef int64_t count;
+
+EXPORT const int32_t revision = 1;  // another one with each change of what is exported: see native.py
 
 INLINE int32_t bits_of(float value) {
     int32_t bits;
@@ -65,39 +68,14 @@ INLINE float squares_of_block(const float *restrict x, count n) {
     return total + lanes[0];
 }
 
-INLINE int32_t largest_of(const int32_t *restrict bits, count n) {
+// Of absolute values, by their bits: those of infinity and NaN are the largest.
+INLINE float largest_of(const float *restrict x, count n) {
     int32_t found = 0;
     for (count i = 0; i < n; i++) {
-        int32_t magnitude = bits[i] & 0x7fffffff;
+        int32_t magnitude = bits_of(x[i]) & 0x7fffffff;
         found = magnitude > found ? magnitude : found;
     }
-    return found;
-}
-
-EXPORT CLONES bool scale_int4(const float *restrict x, count n, const int32_t *restrict bits, count n_bits, count block,
-                              float step, float tail, float largest, float smallest_norm, float largest_norm,
-                              float *restrict scales, count blocks, int32_t *scale_bits, count n_scale_bits) {
-    (void)n_bits, (void)scale_bits, (void)n_scale_bits;
-    float by_norm = (float)((double)step / sqrt((double)block));
-    for (count b = 0; b < blocks; b++) {
-        const float *piece = x + b * block;
-        count size = least(block, n - b * block);
-        float norm = sqrtf(squares_of_block(piece, size));
-        if (!(smallest_norm <= norm && norm <= largest_norm)) {
-            if (largest_of(bits + b * block, size)) return false;
-            scales[b] = 0.0f;
-            continue;
-        }
-        if (size < block) by_norm = (float)((double)step / sqrt((double)size));
-        float rounded = value_of(to_bfloat16(bits_of(norm * by_norm)));
-        float absmax = value_of(largest_of(bits + b * block, size));
-        scales[b] = absmax * step > tail * rounded ? value_of(to_bfloat16(bits_of(absmax / largest))) : rounded;
-    }
-    return true;
-}
-
-EXPORT CLONES void narrow_scales(const int32_t *restrict scale_bits, count n, uint16_t *restrict narrow, count m) {
-    for (count i = 0; i < least(n, m); i++) narrow[i] = (uint16_t)((uint32_t)scale_bits[i] >> 16);
+    return value_of(found);
 }
 
 // Of a number within +-7: adding this leaves it, rounded to the nearest (ties to even), in the lowest bits.
@@ -108,6 +86,12 @@ INLINE uint32_t symbol(float value, float inverse, float largest) {
     v = v > largest ? largest : v;
     v = v < -largest ? -largest : v;
     return (uint32_t)bits_of(v + ROUND) & 15u;
+}
+
+INLINE void pack_half(const float *restrict x, const float *restrict y, float x_inverse, float y_inverse, float largest,
+                      uint8_t *restrict packed, count n) {
+    for (count i = 0; i < n; i++)
+        packed[i] = (uint8_t)(symbol(x[i], x_inverse, largest) | (symbol(y[i], y_inverse, largest) << 4));
 }
 
 EXPORT CLONES void pack_int4(const float *restrict x, count n, const float *restrict scales, count blocks, count block,
@@ -121,9 +105,7 @@ EXPORT CLONES void pack_int4(const float *restrict x, count n, const float *rest
         float high_inverse = high_scale != 0.0f ? 1.0f / high_scale : 1.0f;
         uint8_t *out = packed + low;
         if (high + half <= n) {
-            for (count i = 0; i < half; i++)
-                out[i] = (uint8_t)(symbol(x[low + i], low_inverse, largest) |
-                                   (symbol(x[high + i], high_inverse, largest) << 4));
+            pack_half(x + low, x + high, low_inverse, high_inverse, largest, out, half);
             continue;
         }
         for (count i = 0; i < half; i++) {  // the chunk's end
@@ -131,6 +113,53 @@ EXPORT CLONES void pack_int4(const float *restrict x, count n, const float *rest
             out[i] = (uint8_t)(symbol(v, low_inverse, largest) | (symbol(w, high_inverse, largest) << 4));
         }
     }
+}
+
+// A block on its way into a body: it stays in the first cache while its scale is found, and until both halves are packed.
+struct encoder {
+    const float *x, *less;  // of which the difference is encoded; less may be 0
+    count n, block;
+    float step, tail, largest, smallest_norm, largest_norm;
+    uint16_t *scales;
+};
+
+INLINE bool open_block(const struct encoder *e, count b, float *restrict values, float *restrict inverse) {
+    const float *x = e->x + b * e->block;
+    count size = least(e->block, e->n - b * e->block);
+    if (e->less) {
+        const float *less = e->less + b * e->block;
+        for (count i = 0; i < size; i++) values[i] = x[i] - less[i];
+    } else {
+        memcpy(values, x, (size_t)size * sizeof(float));
+    }
+    memset(values + size, 0, (size_t)(e->block - size) * sizeof(float));
+    float norm = sqrtf(squares_of_block(values, size)), absmax = largest_of(values, size), scale = 0.0f;
+    if (e->smallest_norm <= norm && norm <= e->largest_norm) {
+        float rounded = value_of(to_bfloat16(bits_of(norm * (float)((double)e->step / sqrt((double)size)))));
+        bool is_heavy = absmax * e->step > e->tail * rounded;
+        scale = is_heavy ? value_of(to_bfloat16(bits_of(absmax / e->largest))) : rounded;
+    } else if (bits_of(absmax)) {
+        return false;
+    }
+    e->scales[b] = (uint16_t)((uint32_t)bits_of(scale) >> 16);
+    *inverse = scale != 0.0f ? 1.0f / scale : 1.0f;
+    return true;
+}
+
+EXPORT CLONES bool encode_int4(const float *x, count n, const float *less, count n_less, count block, float step,
+                               float tail, float largest, float smallest_norm, float largest_norm,
+                               uint8_t *restrict packed, count n_packed, uint16_t *scales, count blocks) {
+    (void)n_packed;
+    struct encoder e = {x, n_less ? less : 0, n, block, step, tail, largest, smallest_norm, largest_norm, scales};
+    float low[LONGEST_BLOCK], high[LONGEST_BLOCK], low_inverse = 1.0f, high_inverse = 1.0f;
+    count half = block / 2;
+    for (count h = 0; h < blocks; h++) {
+        count at = (h & 1) * half, from = ((blocks + h) & 1) * half;
+        if (!at && !open_block(&e, h >> 1, low, &low_inverse)) return false;
+        if ((!from || !h) && !open_block(&e, (blocks + h) >> 1, high, &high_inverse)) return false;
+        pack_half(low + at, high + from, low_inverse, high_inverse, largest, packed + h * half, half);
+    }
+    return true;
 }
 
 // -------------------------------------------------------------------------------------------------------- decoding

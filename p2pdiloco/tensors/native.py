@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+REVISION = 1
+"""Of the library that this release is made for; one that was compiled from other sources is not used."""
 _SCALARS: dict[str, Any] = {
     "boolean": ctypes.c_bool,
     "int32": ctypes.c_int32,
@@ -35,9 +37,11 @@ def _load() -> ctypes.CDLL | None:
         path = Path(__file__).with_name(f"_native{suffix}")
         if path.exists():
             try:
-                return ctypes.CDLL(str(path))
-            except OSError:  # of another machine
+                library = ctypes.CDLL(str(path))
+                is_ours = ctypes.c_int32.in_dll(library, "revision").value == REVISION
+            except (OSError, ValueError):  # of another machine, or an older one
                 return None
+            return library if is_ours else None
     return None
 
 

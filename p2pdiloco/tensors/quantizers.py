@@ -61,6 +61,7 @@ _SMALLEST_SCALE: Final = 1e-30
 """A block whose scale is smaller is all zeros."""
 _SAFE_NORMS: Final = (1e-15, 1e18)
 """Outside, the squares may have vanished or overflowed."""
+_NOTHING: Final = np.empty(0, np.float32)
 
 
 # ---------------------------------------------------------------------------------------------------------- encoding
@@ -81,15 +82,20 @@ def encode_chunks(recipe: Recipe, x: Tensor) -> Iterator[memoryview]:
         yield encode_chunk(recipe, x[start : start + CHUNK])
 
 
-def encode_chunk(recipe: Recipe, piece: Tensor) -> memoryview:
-    """One chunk's body; see ``encode_chunks``. ``piece`` is contiguous and has 1 to 256 Ki elements."""
+def encode_chunk(recipe: Recipe, piece: Tensor, less: Tensor | None = None) -> memoryview:
+    """One chunk's body, of ``piece`` - ``less``; see ``encode_chunks``. Both are contiguous and have 1 to 256 Ki
+    elements."""
     elements, form = piece.numel(), FORMATS[recipe.codec]
+    if scratch.is_fast and recipe.codec == "int4" and recipe.step:
+        body = _encode_int4(recipe, piece, less)
+        if body is not None:
+            return body
+    if less is not None:
+        piece = torch.sub(piece, less, out=scratch.values[:elements])
     if recipe.codec == "bf16":
         return _encode_bf16(piece)
     cut = scratch.cut(form.bits, recipe.block, elements)
     HEADER.pack_into(cut.body, 0, VERSION, form.number, recipe.block, elements)
-    if scratch.is_fast and recipe.codec == "int4" and recipe.step and _encode_int4(recipe, piece, cut):
-        return cut.body
     rows = [_rows(piece, part, recipe.block) for part in cut.parts]
     for x, part in zip(rows, cut.parts, strict=True):
         if recipe.step:
@@ -131,17 +137,23 @@ def _require_finite(is_finite: bool) -> None:
         raise ValueError(f"not finite: the vector has a NaN, an infinity, or a value beyond {LARGEST:.0e}")
 
 
-def _encode_int4(recipe: Recipe, piece: Tensor, cut: Cut) -> bool:
-    """A body by ``kernels``. False: a block is out of the ordinary, and nothing is done."""
-    x, largest = piece.numpy(), float(FORMATS["int4"].largest)
-    scales, bits = cut.flat_wide, cut.flat_wide.view(np.int32)
-    if not kernels.scale_int4(
-        x, x.view(np.int32), recipe.block, recipe.step, recipe.tail, largest, *_SAFE_NORMS, scales, bits
-    ):
-        return False
-    kernels.narrow_scales(bits, cut.flat_scales)
-    kernels.pack_int4(x, scales, recipe.block, largest, cut.flat_packed)
-    return True
+def _encode_int4(recipe: Recipe, piece: Tensor, less: Tensor | None) -> memoryview | None:
+    """A body by ``kernels``; None: a block is out of the ordinary."""
+    form, elements = FORMATS["int4"], piece.numel()
+    cut = scratch.cut(form.bits, recipe.block, elements)
+    HEADER.pack_into(cut.body, 0, VERSION, form.number, recipe.block, elements)
+    is_done = kernels.encode_int4(
+        piece.numpy(),
+        _NOTHING if less is None else less.numpy(),
+        recipe.block,
+        recipe.step,
+        recipe.tail,
+        float(form.largest),
+        *_SAFE_NORMS,
+        cut.flat_packed,
+        cut.flat_scales,
+    )
+    return cut.body if is_done else None
 
 
 def _quantize(recipe: Recipe, rows: Tensor, part: Part) -> None:
