@@ -142,12 +142,15 @@ class Chronicle:
             return
         contributors = {peer_of(LearnerId(learner)): int(n) for learner, n in line["contributors"].items()}
         step, tokens = max(self._course.step, int(line["step"])), int(line["tokens"])
+        tokens_before = self._shards.get(shard, (0, 0.0, 0))[2]
         self._shards[shard] = (version, at, tokens)
-        weight = self._weight(shard)
+        size = self._elements[shard] if shard < len(self._elements) else 1
+        self._past.merged += size * (tokens - tokens_before)
+        whole = sum(self._elements) or len(self._shards)
         for peer, given in contributors.items():
             giver = self._giver(peer)
             if giver is not None:
-                giver.merged += weight * given
+                giver.merged += size / whole * given
                 giver.seen = at
             self._past.lanes.gave(peer, at, given)
         giver = self._giver(owner)
@@ -159,7 +162,7 @@ class Chronicle:
         self._merges.append(
             MergeRow(at=at, shard=shard, version=version, owner=owner, contributors=len(contributors), tokens=total)
         )
-        self._course = msgspec.structs.replace(self._course, step=step, tokens_merged=self._tokens_merged())
+        self._course = msgspec.structs.replace(self._course, step=step, tokens_merged=round(self._past.merged / whole))
 
     def _evaluation(self, line: Line, at: float) -> None:
         if int(line["step"]) <= self._course.held_out_step and self._course.held_out_loss is not None:
@@ -208,15 +211,6 @@ class Chronicle:
             sent, since = words.up_bytes, at - was[0] if was is not None else 0.0
             self._link = LinkUse(up_bytes=sent, up_per_s=max(0, sent - self._link.up_bytes) / since if since else 0.0)
             self._costs = Costs(compute_s=float(line["compute_s"]), blocked_s=words.blocked_s)
-
-    def _weight(self, shard: int) -> float:
-        """The shard's share of the model."""
-        if shard < len(self._elements):
-            return self._elements[shard] / sum(self._elements)
-        return 1.0 / max(1, len(self._elements), len(self._shards))
-
-    def _tokens_merged(self) -> int:
-        return round(sum(self._weight(shard) * tokens for shard, (_, _, tokens) in self._shards.items()))
 
     # -- what they add up to -------------------------------------------------------------------------------------------
 
@@ -277,6 +271,8 @@ class _Past:
     """Curves and lanes."""
 
     def __init__(self) -> None:
+        self.merged = 0
+        """Each shard's tokens times its elements, summed up."""
         self.held_out, self.train, self.rate = Curve(), Curve(), Curve()
         self.lanes = LaneBook()
         self.marks: deque[Headline] = deque(maxlen=KEPT_MARKS)
