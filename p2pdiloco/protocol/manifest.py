@@ -154,7 +154,7 @@ class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """K: an owner never merges fewer contributions."""
     grace_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.7
     """gamma: share of the remaining overlap that the owner waits for late learners."""
-    max_shard: Annotated[int, Meta(ge=1024, le=2**32)] = 1 << 20
+    max_shard: Annotated[int, Meta(ge=1024, le=2**32)] = 1 << 21
     """Largest shard in parameters; a fragment is cut into equal shards no larger than this."""
     heartbeat_s: Annotated[float, Meta(ge=0.1, le=60.0)] | UnsetType = UNSET
     """Between two heartbeats of a peer in a small swarm; beyond 16 peers it grows by itself. Who is silent for three is

@@ -58,7 +58,6 @@ class _Contexts(threading.local):
         self.compressor = zstandard.ZstdCompressor(compression_params=parameters)
         self.decompressor = zstandard.ZstdDecompressor()
         self.decoder = libzstd.Decoder() if libzstd.AVAILABLE else None
-        self.room = bytearray()
 
 
 _contexts = _Contexts()
@@ -97,22 +96,9 @@ def decompress(data: Buffer, max_bytes: int) -> Body:
 
 
 def join(bodies: Iterable[Buffer]) -> bytes:
-    """One payload of ``bodies``, each compressed before the next is asked for.
-
-    Frames are gathered in a buffer that the thread keeps, and freed one by one: a fresh page costs as much as
-    compressing what goes into it.
-    """
-    room, sizes, end = _contexts.room, [], 0
-    for body in bodies:
-        frame = compress(body)
-        sizes.append(len(frame))
-        if len(room) < end + len(frame):
-            room.extend(bytes(end + len(frame) - len(room)))
-        room[end : end + len(frame)] = frame
-        end += len(frame)
-    index = struct.pack(f"<{1 + len(sizes)}I", len(sizes), *sizes)
-    with memoryview(room) as frames:
-        return b"".join((index, frames[:end]))
+    """One payload of ``bodies``, each compressed before the next is asked for."""
+    frames = [compress(body) for body in bodies]
+    return b"".join((struct.pack(f"<{1 + len(frames)}I", len(frames), *map(len, frames)), *frames))
 
 
 def split(payload: Buffer, bodies: int, max_bytes: int) -> Iterator[Body]:

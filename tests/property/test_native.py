@@ -105,8 +105,8 @@ def test_decoding_has_the_same_bits(reference: Any, elements: int, block: int, s
 def test_encoding_is_the_same_but_for_the_order_of_sums(
     reference: Any, elements: int, block: int, seed: int, size: float
 ) -> None:
-    """Scales may differ in their last bit; by the same scales the symbols do not differ. What is subtracted counts as if
-    the difference were given."""
+    """Scales may differ in their last bit; by the same scales the symbols do not differ. What is subtracted counts as
+    if the difference were given."""
     random = np.random.default_rng(seed)
     x = (random.standard_normal(elements) * size).astype(np.float32)
     x[:: 3 * block] *= 50
@@ -118,7 +118,7 @@ def test_encoding_is_the_same_but_for_the_order_of_sums(
         packed, scales = np.zeros((3, blocks * block // 2), np.uint8), np.zeros((3, blocks), np.uint16)
         how = (block, 0.4, 4.0, 7.0, 1e-15, 1e18)
         given = ((x, nothing), (x, less), (x - less, nothing))
-        is_done = [module.encode_int4(*pair, *how, *out) for pair, out in zip(given, zip(packed, scales), strict=True)]
+        is_done = [module.encode_int4(*pair, *how, *out) for *out, pair in zip(packed, scales, given, strict=True)]
         if is_done[1]:
             assert bits(packed[1], scales[1]) == bits(packed[2], scales[2])
         wide = (scales[0].astype(np.int32) << 16).view(np.float32)

@@ -23,6 +23,7 @@ from p2pdiloco.tensors.quantizers import (
     chunk_count,
     decode_chunk,
     decode_chunks,
+    encode_chunk,
     encode_chunks,
     recipe,
     squared_norm,
@@ -228,6 +229,23 @@ def test_the_source_is_not_touched_and_any_buffer_decodes(codec: Codec) -> None:
     assert torch.equal(x, kept)
     for kind in (bytes, bytearray, memoryview):
         assert torch.equal(decode_chunk_of(kind(body), 3000), decode_chunk_of(body, 3000))
+
+
+@pytest.mark.parametrize("how", RECIPES)
+@pytest.mark.parametrize("is_fast", [scratch.is_fast, False])
+def test_what_is_subtracted_counts_as_if_the_difference_were_given(
+    how: Recipe, is_fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a last block that is not full, one of zeros, and, where a norm's square vanishes, one that kernels leave."""
+    monkeypatch.setattr(scratch, "is_fast", is_fast)
+    for x in (bell(3000, 1), bell(3000, 1) * torch.logspace(-20, 0, 3000)):
+        less = bell(3000, 2) * x.abs()
+        x[256:512] = less[256:512]
+        kept = x.clone(), less.clone()
+        body = bytes(encode_chunk(how, x, less))
+        assert body == bytes(encode_chunk(how, x - less))
+        assert torch.equal(x, kept[0])
+        assert torch.equal(less, kept[1])
 
 
 @pytest.mark.parametrize("how", RECIPES)
