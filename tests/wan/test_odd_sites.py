@@ -6,6 +6,7 @@ from __future__ import annotations
 from itertools import combinations
 from pathlib import Path
 
+import hasty
 import pytest
 
 from benchmarks.wan.homes import gathered
@@ -33,7 +34,10 @@ firewall = "443"
 PORTS = (f"/ip4/{address(0)}/tcp/443", f"/ip6/{address6(0)}/tcp/443")
 
 
-def test_ipv6_alone_and_port_443_alone_meet_a_home_through_one_port(tmp_path: Path) -> None:
+def test_ipv6_alone_and_port_443_alone_meet_a_home_through_one_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hasty.begin(monkeypatch)
     hub = [word for where in PORTS for word in ("--listen", where, "--meet", where)]
     try:
         with (

@@ -9,6 +9,7 @@ import re
 import signal
 from pathlib import Path
 
+import hasty
 import pytest
 
 from benchmarks.wan.homes import START_S, Home, gathered, wait_for
@@ -44,7 +45,10 @@ def relayed_by(home: Home, other: Home) -> list[str]:
     ]
 
 
-def test_a_member_that_can_be_dialled_takes_the_dead_bootstraps_place(tmp_path: Path) -> None:
+def test_a_member_that_can_be_dialled_takes_the_dead_bootstraps_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hasty.begin(monkeypatch)
     try:
         with (
             network(SOURCE, is_verified=False) as made,
