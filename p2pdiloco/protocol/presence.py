@@ -53,6 +53,7 @@ class Presence:
         parted = membership.connectedness.parted(peer) if said_goodbye else NOBODY
         membership.disconnect(peer)
         self.merges.forget(peer)
+        self.adoption.peers_lost((peer,))  # who had been silent is not lost anew
         self.refresh(why, parted=parted)
 
     def heard(self, peer: PeerId, beat: Heartbeat) -> None:

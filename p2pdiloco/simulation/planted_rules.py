@@ -143,6 +143,14 @@ BUGS = (
         "test_coming_and_going.py::test_a_newcomer_asks_for_what_was_committed_meanwhile_when_it_has_all_states",
     ),
     _bug(
+        "offers of who was silent outlive its connection",
+        "presence",
+        "        self.adoption.peers_lost((peer,))  # who had been silent is not lost anew\n",
+        "",
+        "a newcomer stops with a KeyError when it has all states",
+        "test_coming_and_going.py::test_what_a_newcomer_was_offered_by_who_has_gone_is_forgotten",
+    ),
+    _bug(
         "a newcomer learns nothing from commits",
         "adoption",
         "                self.lineage.committed(sender, head, header.parent)\n",

@@ -100,6 +100,20 @@ def test_a_newcomer_asks_for_what_was_committed_meanwhile_when_it_has_all_states
     assert sent(effects, msg.CommitsRequest) == [(B, msg.CommitsRequest(ShardId(1), theirs.heads[1].id))]
 
 
+def test_what_a_newcomer_was_offered_by_who_has_gone_is_forgotten() -> None:
+    """C2c: also if that was silent before, so that it was lost already (a node stopped at it)."""
+    stage = newcomer(B, C, weight=0.0)
+    del stage.beats[B]
+    stage.wait(60.0)
+    assert B not in stage.machine.core.membership.live
+    stage.hear(B, heads(4, 0))
+    stage.tell(ev.PeerDisconnected(B, "broken"))
+    theirs = heads(3, 0)
+    stage.hear(C, theirs)
+    effects = stage.work(stage.tell(ev.Fetched(C, state(theirs.heads[0]))))
+    assert only(effects, ef.BecameCurrent)
+
+
 def test_a_newcomers_learner_starts_from_the_states_that_it_got() -> None:
     """C2b: it may start when the last one is there, and its first contribution is relative to them."""
     stage = newcomer(B, fragments=THREE, weight=0.0)
