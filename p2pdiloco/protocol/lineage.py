@@ -185,9 +185,9 @@ class Lineage:
         if founder in (owner, *words):
             return None
         is_most, few = 2 * len(words) > len(others), f"{len(words)} of {len(others)} have it but its maker"
-        if founder in donors or owner in self.core.membership.owners.barred:
-            return None if is_most else f"{few}, and the founder has not"
-        is_young = len(lineage) >= head.version and founder not in ("", self.core.config.peer)
+        if not is_most and (founder in donors or owner in self.core.membership.owners.barred):
+            return f"{few}, and the founder has not"
+        is_young = len(lineage) >= head.version and founder not in ("", self.core.config.peer, *donors)
         requests = FAR_REQUESTS if self.core.membership.connectedness.is_afar(founder) else 1
         if is_young and len(words) < 2 and not self._is_long(head.shard, requests):
             return "its lineage reaches back to version 0, so the founder may come, and one or two peers alone have it"

@@ -336,6 +336,19 @@ def test_what_a_proved_liar_made_is_taken_only_if_most_others_have_it() -> None:
     assert stage.machine.status().heads == (head_of(first),)
 
 
+def test_what_a_proved_liar_made_waits_for_the_founder_as_others_do() -> None:
+    """H2f: though most of those who are there have it, who is one that vouches for it (seed 575 of early-liars)."""
+    first, second = (commit_on(HONEST[0], tokens(B, 0, end), owner=B) for end in (10, 20))
+    head, young = head_of(first), tuple(digest(f"version {i}") for i in range(head_of(first).version))
+    stage = telling((C, head), founder=D)
+    stage.tell(ev.Contradicted(msg.Equivocation(first, second, b"", b"")))
+    effects = bring(stage, head, *young, by=C, owner=B)
+    assert "the founder may come" in notes(effects, "fetch")[0]
+    stage.wait(stage.config.request_s + 0.1)
+    bring(stage, head, *young, by=C, owner=B)
+    assert stage.machine.status().heads == (head,)
+
+
 def test_a_newcomer_fetches_nothing_before_more_than_half_have_told_of_their_heads() -> None:
     """H2b: of those who have states; it goes on asking, and a head that was told just before counts, too."""
     stage = newcomer(B, C, D)
