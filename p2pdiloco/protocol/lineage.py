@@ -31,7 +31,7 @@ from p2pdiloco.protocol.refusals import Refusals
 DIVIDED_REQUESTS = 2
 """Times ``request_s`` for which a newcomer looks for what more than half stand by."""
 FAR_REQUESTS = 4
-"""Times ``request_s`` for which, while a run is young, a newcomer waits to meet a founder whom others hear."""
+"""Times ``request_s`` for which, while a run is young, a newcomer waits to meet those whom others hear."""
 
 
 class Told(NamedTuple):
@@ -188,7 +188,7 @@ class Lineage:
         if not is_most and (founder in donors or owner in self.core.membership.owners.barred):
             return f"{few}, and the founder has not"
         is_young = len(lineage) >= head.version and founder not in ("", self.core.config.peer, *donors)
-        requests = FAR_REQUESTS if self.core.membership.connectedness.is_afar(founder) else 1
+        requests = FAR_REQUESTS if self.core.membership.connectedness.afar else 1
         if is_young and len(words) < 2 and not self._is_long(head.shard, requests):
             return "its lineage reaches back to version 0, so the founder may come, and one or two peers alone have it"
         if is_most or not others:

@@ -73,12 +73,12 @@ BUGS = (
         "test_lineage.py::test_beside_the_founder_makers_of_heads_are_not_believed_in_a_divided_run",
     ),
     _bug(
-        "a founder whom others hear is not waited for",
+        "those whom others hear are not waited for",
         "lineage",
-        "requests = FAR_REQUESTS if self.core.membership.connectedness.is_afar(founder) else 1",
+        "requests = FAR_REQUESTS if self.core.membership.connectedness.afar else 1",
         "requests = 1",
         "who meets two liars first has their model, while the founder's connection is on its way",
-        "test_lineage.py::test_a_young_runs_newcomer_waits_longer_for_a_founder_whom_others_hear",
+        "test_lineage.py::test_a_young_runs_newcomer_waits_longer_while_others_hear_somebody",
     ),
     _bug(
         "one of many vouches for a head at once",
