@@ -3,13 +3,13 @@ takes, and how long a newcomer with an invite needs.
 
     python -m benchmarks.hostile.flood                       # 10,000 connections from 250 addresses, 30 s each phase
     python -m benchmarks.hostile.flood --connections 300 --identities 16 --seconds 8     # that all of it works
-    python -m benchmarks.hostile.flood --apart               # the flooded peer has a core to itself, all others another
+    python -m benchmarks.hostile.flood --apart               # the flooded peer has a core to itself
 
 A third of the connections say nothing, a third say a byte a second, a third say garbage and come again; strangers of
 fresh identities greet as fast as they are refused. All of it comes from this machine, so the flooding takes the peers'
 processors, too: of the step rate that is most of what is lost where there are few, so what the flooded node's own
-process takes of a processor is told beside what the flood takes; with ``--apart`` the flood cannot take the flooded
-peer's, whose own rate is told. The directory is not flooded.
+process takes of a processor is told beside what the flood takes; with ``--apart`` the flooded peer is alone in its run
+and on its processor, and the flood gives way to the newcomer on the other. The directory is not flooded.
 """
 
 from __future__ import annotations
@@ -159,6 +159,11 @@ def keep_to(core: int, pid: int) -> None:
                 os.sched_setaffinity(thread.id, {core})
 
 
+def give_way() -> None:
+    """A real flood takes nothing of the newcomer's processor. (Each peer is in a session of its own.)"""
+    Path("/proc/self/autogroup").write_text("10")
+
+
 async def came(newcomer: Member) -> float:
     """Seconds from its node's first event to its having the whole state."""
     deadline = time.monotonic() + START_S
@@ -180,20 +185,20 @@ async def measure(swarm: Swarm, options: Any) -> dict[str, dict[str, Any]]:
     listen = ("--listen", f"/ip4/127.0.0.1/tcp/{port}")
     ann = swarm.launch("ann", ["start", str(config), "--bootstrap", address], *listen)
     invite = await said(ann, INVITED)
-    peers = [ann, swarm.join("bob", invite)]
+    peers = [ann] if options.apart else [ann, swarm.join("bob", invite)]
     await until_training(peers)
     node = psutil.Process(ann.process.pid)
-    trainers = [ann] if options.apart else peers
     if options.apart:
-        keep_to(1, os.getpid())  # and all that is started from now on, bob among it
+        keep_to(1, os.getpid())  # and all that is started from now on
         keep_to(0, ann.process.pid)
+        give_way()
     found: dict[str, dict[str, Any]] = {}
     flood = Flood(port)
     for phase, connections in (("quiet", 0), ("flooded", options.connections)):
         task = asyncio.create_task(flood.run(connections, options.identities if connections else 0, invite))
         await asyncio.sleep(options.seconds / 4 if connections else 0.0)
         before, began = (spent(node), spent(psutil.Process())), time.monotonic()
-        rate = await trained(trainers, options.seconds)
+        rate = await trained(peers, options.seconds)
         took = time.monotonic() - began
         newcomer = swarm.join(f"cat-{phase}", invite)
         found[phase] = {
@@ -226,7 +231,9 @@ def main() -> None:
     parser = bench.parser(__doc__, rows="phase", has_plot=False)
     parser.add_argument("--connections", type=int, default=10_000)
     parser.add_argument("--identities", type=int, default=512)
-    parser.add_argument("--apart", action="store_true", help="the flooded peer on core 0, everything else on core 1")
+    parser.add_argument(
+        "--apart", action="store_true", help="the flooded peer alone on core 0, flood and newcomer on core 1"
+    )
     parser.add_argument("--seconds", type=float, default=30.0, help="each phase")
     options = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
