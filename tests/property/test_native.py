@@ -18,7 +18,9 @@ from p2pdiloco.tensors.chunk_bodies import LARGEST_BITS
 pytest.importorskip("numba")
 pytestmark = [
     pytest.mark.heavy,
-    pytest.mark.skipif(native.LIBRARY is None, reason="the installation had no compiler: python setup.py build_ext"),
+    pytest.mark.skipif(
+        native.LIBRARY is None, reason="no library of these sources is there: pip install -e ., with a C compiler"
+    ),
 ]
 BLOCKS = st.sampled_from([64, 128, 256])
 
