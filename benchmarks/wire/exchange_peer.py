@@ -279,8 +279,10 @@ class Rounds:
             await self._peer.transport.dial(address, timeout_s=30.0)
         membership, others = self._peer.peer.machine.core.membership, len(addresses) - 1
         await until(lambda: len(membership.live) == len(membership.participating) == others, "the peers see each other")
-        # Who gives before it has heard what others may own gives to itself, until the takeover time (of long steps).
-        await until(lambda: len(membership.owners.candidates) == len(addresses), "all know who may own")
+        # Who gives before it has heard whom the others hear takes them for badly connected: it gives to itself, until
+        # the takeover time, which is long where steps are. All ask for the same weight.
+        owners, weight = membership.owners, self._peer.peer.machine.core.config.weight
+        await until(lambda: [w for _, w in owners.candidates] == [weight] * len(addresses), "all know who may own")
         line.answer(ok=True)
 
     async def _prepare(self) -> None:
