@@ -11,6 +11,7 @@ import pytest
 from forked import begin_in
 
 from benchmarks.wan.homes import CONFIG, Gathering, Home, wait_for
+from p2pdiloco.node import guest
 from p2pdiloco.peer import peer
 from p2pdiloco.protocol.identifiers import LearnerId, peer_of
 from p2pdiloco.runtime import sockets
@@ -19,6 +20,8 @@ DEAD_AFTER_S = 4
 """A path that is gone; 20 otherwise."""
 FINISH_S = 5.0
 """Until who is cut off goes at the run's end; 60 otherwise."""
+LOOK_S = 0.2
+"""Between looks whether a learner is to rest; 2 otherwise, in which a fast machine makes a short run's steps."""
 WAIT_S = 60.0
 BATCH = 64
 
@@ -28,6 +31,7 @@ def hasten() -> None:
     config = peer.protocol_config
     peer.protocol_config = lambda *given: msgspec.structs.replace(config(*given), finish_s=FINISH_S)
     sockets.DEAD_AFTER_S = DEAD_AFTER_S
+    guest.LOOK_S = LOOK_S
 
 
 def begin(monkeypatch: pytest.MonkeyPatch) -> None:

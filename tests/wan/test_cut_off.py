@@ -15,8 +15,8 @@ from p2pdiloco.testbed.namespaces import TestbedError
 
 pytestmark = [pytest.mark.xdist_group("wan"), pytest.mark.heavy]  # namespaces are the machine's
 
-STEPS = 120
-"""Ten turns of a fragment, of which one or two are over when the relay goes."""
+STEPS = 200
+"""Some sixteen turns of a fragment, of which few are over when the relay goes."""
 SOURCE = """
 name = "test-cut"
 [[site]]
