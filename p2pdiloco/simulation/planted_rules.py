@@ -159,6 +159,14 @@ BUGS = (
         "test_lineage.py::test_what_a_peer_commits_itself_tells_of_its_head",
     ),
     _bug(
+        "what was told before is measured anew",
+        "membership",
+        " or was_quiet or not is_news:",
+        ":",
+        "a peer that has stood still and hears us no more is taken for one at the end of a long way, for minutes",
+        "test_stalls.py::test_what_was_told_before_is_no_sample",
+    ),
+    _bug(
         "who takes part is known too late",
         "machine",
         """        if core.alarms.pop_if_due(NEWS, core.now):

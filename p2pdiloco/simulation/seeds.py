@@ -27,6 +27,8 @@ PROGRESS_S = 12.0
 """Within this time, and the time between two turns, every shard must have a new version once all is healed."""
 REST_S = 12.0
 ENDING_S = 100.0
+DOUBTS = 4.0
+"""Requests' times that a newcomer of a young run waits for the founder's word, or others' (rule H2f)."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +105,8 @@ def _run_phases(world: World, scene: Scene) -> None:
     for fault in scene.faults:
         assert fault.at + fault.duration_s <= world.now
     world.run_until(world.now + scene.patience * HEALING_S)
+    if not all(process.machine.core.is_current for process in world.living()):
+        world.run_until(world.now + DOUBTS * scene.config.request_s)
     if not checks.is_over and world.fates.gone and not any(p.machine.core.is_current for p in world.living()):
         return  # the run was complete before the last ones came
     if not checks.is_over:

@@ -103,3 +103,17 @@ def test_who_is_told_of_a_stall_takes_no_sample() -> None:
     assert view.round_trip_s == before
     assert view.acked_at > acked_at
     assert A not in stage.machine.core.membership.peers
+
+
+def test_what_was_told_before_is_no_sample() -> None:
+    """W9d: who had stood still for a minute, and hears us no more, echoes an old heartbeat of ours as if it had just
+    come, again and again: the way would be taken for a long one, and its deafness not be noticed (10058894)."""
+    stage = Stage(B)
+    stage.wait(2.0)
+    view = stage.machine.core.membership.peers[B]
+    before, beat = view.round_trip_s, stage.beats.pop(B)
+    echo, _ = stage.beaten[B]
+    stage.wait(20.0)
+    for number in range(1, 6):
+        stage.hear(B, msgspec.structs.replace(BEAT, sequence=beat.sequence + number, echo=echo, echo_held_s=0.0))
+    assert view.round_trip_s == before
