@@ -166,7 +166,7 @@ def _be_child(job: Job, result: Any) -> None:
         with tempfile.TemporaryDirectory(prefix="p2pdiloco-mutant-") as folder:
             isolate(Path(folder))
             if job.module in ("", *KERNELS):
-                _forget_kernels()
+                _forget_kernels(Path(folder))
             job.plant()
             verdict = run_tests(job.tests)
             json.dump(verdict, result)
@@ -175,8 +175,11 @@ def _be_child(job: Job, result: Any) -> None:
         os._exit(0)
 
 
-def _forget_kernels() -> None:
-    """They are imported anew, and compiled from what stands there."""
+def _forget_kernels(folder: Path) -> None:
+    """They are imported anew, and compiled from what stands there: what is compiled already lies elsewhere, and what is
+    compiled now would be another's tomorrow."""
+    with contextlib.suppress(ImportError):
+        import_module("numba").config.CACHE_DIR = str(folder / "numba")  # type: ignore[attr-defined]
     with contextlib.suppress(ImportError):
         import_module("p2pdiloco.tensors.native").LIBRARY = None  # type: ignore[attr-defined]
     for name in KERNELS:
@@ -192,6 +195,8 @@ def isolate(folder: Path) -> None:
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     os.environ["PYTHONPATH"] = str(ROOT)
+    for name in ("CI", "BUILD_NUMBER"):  # where they are set, pytest tells each difference of two payloads: for minutes
+        os.environ.pop(name, None)
 
 
 def run_tests(tests: Sequence[str], *plugins: object) -> tuple[str, str]:
