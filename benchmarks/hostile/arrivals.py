@@ -4,7 +4,8 @@
     python -m benchmarks.hostile.arrivals --number 500     # that all of it works
 
 Silent ones say nothing, slow ones the first byte of a greeting, loud ones garbage. They come from another process, from
-250 addresses of this machine, 50 at a time; the oldest of 400 goes for each that comes.
+250 addresses of this machine, 50 at a time; the oldest of 400 goes for each that comes. Refused ones, an eighth as
+many, prove an identity and are of another run; their budget is lifted here.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ import uvloop
 from benchmarks import bench
 from benchmarks.hostile.flood import ADDRESSES
 from p2pdiloco.net.handshake import WIRE_VERSION
+from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.transport import Transport
+from p2pdiloco.runtime.transport import DialError, Transport
 
 SAID = {"silent": b"", "slow": b"\x16", "loud": os.urandom(4096)}
+REFUSED = "refused"
 AT_ONCE, OPEN = 50, 400
 """Then a pause of a fiftieth of a second; sockets of the flood's."""
 
@@ -46,13 +49,36 @@ def come(port: int, said: bytes, number: int) -> None:
             time.sleep(0.02)
 
 
+def transport(listen: str, run: str) -> Transport:
+    """Of somebody."""
+    limits = TransportLimits(failures_at_once=1 << 30)
+    return Transport(
+        Identity.ephemeral(), listen=listen, run=run, version=WIRE_VERSION, handler=Observer(), limits=limits
+    )
+
+
+def greet(port: int, number: int) -> None:
+    """The flood of those that are refused."""
+
+    async def main() -> None:
+        for _ in range(number):
+            async with transport("", "another run") as stranger:
+                with suppress(DialError):
+                    await stranger.dial(f"/ip4/127.0.0.1/tcp/{port}")
+
+    uvloop.run(main())
+
+
 async def measure(kind: str, number: int) -> float:
     """Microseconds of the processor an arrival."""
-    identity = Identity.ephemeral()
-    transport = Transport(identity, listen="/ip4/127.0.0.1/tcp/0", run="run", version=WIRE_VERSION, handler=Observer())
-    async with transport:
-        port = int(transport.listen_addresses()[0].split("/")[4])
-        flood = multiprocessing.get_context("spawn").Process(target=come, args=(port, SAID[kind], number))
+    async with transport("/ip4/127.0.0.1/tcp/0", "run") as flooded:
+        port = int(flooded.listen_addresses()[0].split("/")[4])
+        spawn = multiprocessing.get_context("spawn").Process
+        if kind == REFUSED:
+            number //= 8
+            flood = spawn(target=greet, args=(port, number))
+        else:
+            flood = spawn(target=come, args=(port, SAID[kind], number))
         flood.start()
         before = time.process_time()
         await asyncio.to_thread(flood.join)
@@ -63,7 +89,7 @@ def main() -> None:
     parser = bench.parser(__doc__, rows="kind", has_plot=False)
     parser.add_argument("--number", type=int, default=8000)
     options = parser.parse_args()
-    found = {kind: {"us": uvloop.run(measure(kind, options.number))} for kind in SAID}
+    found = {kind: {"us": uvloop.run(measure(kind, options.number))} for kind in (*SAID, REFUSED)}
     for kind, row in found.items():
         bench.write(options, "hostile/arrivals", {"kind": kind, "number": options.number}, row)
     print(bench.table("kind", (("us an arrival", "us", ",.0f"),), found))

@@ -39,7 +39,7 @@ from collections.abc import Hashable, Iterator, Mapping
 
 from msgspec import Struct
 
-from p2pdiloco.net.admission import displaced, machine_of
+from p2pdiloco.net.admission import Room, machine_of
 from p2pdiloco.net.commons import Commons, Due
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.credit import Account
@@ -74,8 +74,8 @@ class Endpoint:
         self._agenda = self._commons.agenda
         self.connections: dict[Connection, None] = {}
         """Every one that has not ended, unproved and retiring ones included."""
-        self._strangers: dict[Connection, float] = {}
-        """Accepted and not proved; since when."""
+        self._strangers: Room[Connection] = Room(limits.handshakes)
+        """Accepted and not proved."""
         self._peers = Peers(self._commons, limits.connections, self.connections)
         self._watch = Watch(self._commons, limits, self.connections)
         self._accounts: dict[Account, Connection] = {}
@@ -107,16 +107,12 @@ class Endpoint:
     def begin(self, role: Role, now: float, *, host: str, dialled: Dialled = ANYBODY) -> Connection:
         """A connection to the numeric address ``host`` is there, not encrypted yet."""
         self._agenda.now = now
-        if role is Role.LISTENER and len(self._strangers) >= self._limits.handshakes:
-            places = {connection: (machine_of(connection.host), at) for connection, at in self._strangers.items()}
-            out = displaced(places, machine_of(host), takes_from_equals=True)
-            if out is not None:
-                del self._strangers[out]
-                out.abort("it made room for a newcomer: it took long to prove itself")
         connection = Connection(self._commons, role=role, host=host, dialled=dialled)
         self.connections[connection] = None
         if role is Role.LISTENER:
-            self._strangers[connection] = now
+            out = self._strangers.enter(connection, machine_of(host))
+            if out is not None:
+                out.abort("it made room for a newcomer: it took long to prove itself")
         return connection
 
     def up(self, connection: Connection, fingerprint: bytes, now: float) -> None:
@@ -137,7 +133,7 @@ class Endpoint:
             self._past.add(connection.conversation.traffic)
             del self.connections[connection]
             self._agenda.unread.pop(connection, None)
-            self._strangers.pop(connection, None)
+            self._strangers.leave(connection)
             if connection.conversation.account is not None:
                 self._accounts.pop(connection.conversation.account, None)
 
@@ -358,7 +354,7 @@ class Endpoint:
         """What the endpoint itself has to do with an event."""
         match event:
             case Proved(connection):
-                self._strangers.pop(connection, None)
+                self._strangers.leave(connection)
                 self._pace()
                 if connection.is_open and self._peers.proved(connection):
                     self._watch.serves(connection)

@@ -60,7 +60,7 @@ class TransportLimits(Struct, frozen=True, kw_only=True):
     failures_at_once: int = 128
     """Handshakes of strangers that come to nothing before the others wait for ``failures_per_s``."""
     failures_per_s: float = 10.0
-    """Handshakes that come to nothing, over time: one takes some 2 ms of a processor."""
+    """Handshakes that come to nothing, over time: one takes 1 ms of a processor (benchmarks.hostile.arrivals)."""
     reused_bytes: int = 256 << 20
     """Payload memory kept for reuse."""
     window_bytes: int = 1 << 30

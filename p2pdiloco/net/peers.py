@@ -82,7 +82,7 @@ class Peers:
     def _install(self, connection: Connection) -> bool:
         if len(self.serving) >= self._places:
             places = {other: (machine_of(other.host), other.heard_at) for other in self.serving.values()}
-            out = displaced(places, machine_of(connection.host), takes_from_equals=False)
+            out = displaced(places, machine_of(connection.host))
             if out is None:
                 connection.turn_away(Parting.LEAVING, f"{len(self.serving)} peers are connected already")
                 return False

@@ -1,5 +1,5 @@
-"""Whose greeting is answered next. A handshake costs a thousand times what accepting does, so those that fail have a
-budget of their own.
+"""Whose greeting is answered next. A handshake costs some twenty times what accepting does, so those that fail have a
+budget of their own (measured: benchmarks.hostile.arrivals).
 
 Rules of this file:
 1. Pure: time is a number.
@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from typing import Generic, TypeVar
 
+from p2pdiloco.net.admission import Room
+
 Visitor = TypeVar("Visitor")
 
 FORGOTTEN_S = 60.0
@@ -22,53 +24,13 @@ MACHINES = 1024
 """Whose failures are remembered."""
 
 
-class Room(Generic[Visitor]):
-    """So many places. Of the machine that holds most, who has waited longest makes room; of machines that hold as
-    many, it is the one that came first (net/admission.py)."""
-
-    def __init__(self, places: int) -> None:
-        self._places = places
-        self._machines: dict[Visitor, str] = {}
-        """The first comer first."""
-        self._visitors: dict[str, dict[Visitor, None]] = {}
-
-    def __len__(self) -> int:
-        return len(self._machines)
-
-    def __contains__(self, visitor: Visitor) -> bool:
-        return visitor in self._machines
-
-    @property
-    def visitors(self) -> dict[Visitor, str]:
-        """And of which machine each is, the first comer first."""
-        return self._machines
-
-    def enter(self, visitor: Visitor, machine: str) -> Visitor | None:
-        """Somebody comes; who goes for it."""
-        out = None
-        if len(self._machines) >= self._places:
-            largest = max(self._visitors, key=lambda machine: len(self._visitors[machine]))
-            out = next(iter(self._visitors[largest]))
-            self.leave(out)
-        self._machines[visitor] = machine
-        self._visitors.setdefault(machine, {})[visitor] = None
-        return out
-
-    def leave(self, visitor: Visitor) -> None:
-        """If it is there."""
-        machine = self._machines.pop(visitor, None)
-        if machine is not None:
-            del self._visitors[machine][visitor]
-            if not self._visitors[machine]:
-                del self._visitors[machine]
-
-
 class Reception(Generic[Visitor]):
     """See the module's rules."""
 
     def __init__(self, *, per_s: float, at_once: int, places: int) -> None:
         """``at_once``: tokens there are at most; ``per_s``: those that come back; ``places``: who may wait."""
         self.room: Room[Visitor] = Room(places)
+        """Who waits."""
         self._per_s = per_s
         self._at_once = float(at_once)
         self._tokens = float(at_once)
@@ -81,7 +43,7 @@ class Reception(Generic[Visitor]):
         self._come(now)
         if not self.room or self._tokens < 1.0:
             return None
-        waiting = self.room.visitors
+        waiting = self.room.holders
         first = min(waiting, key=lambda visitor: self._failed(waiting[visitor], now))
         self.room.leave(first)
         self._tokens -= 1.0

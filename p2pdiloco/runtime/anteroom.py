@@ -15,9 +15,9 @@ import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from p2pdiloco.net.admission import machine_of
+from p2pdiloco.net.admission import Room, machine_of
 from p2pdiloco.net.limits import TransportLimits
-from p2pdiloco.net.reception import Reception, Room
+from p2pdiloco.net.reception import Reception
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.tasks import Tasks
 
@@ -70,16 +70,19 @@ class Anteroom:
         self._reception: Reception[Visitor] = Reception(
             per_s=limits.failures_per_s, at_once=limits.failures_at_once, places=limits.silent
         )
+        self._listeners: set[socket.socket] = set()
         self._turn: asyncio.TimerHandle | None = None
         self._sweep: asyncio.TimerHandle | None = None
 
     async def serve(self, listener: socket.socket) -> None:
         """Accept, until cancelled."""
         loop = asyncio.get_running_loop()
-        loop.add_reader(listener.fileno(), self._accept, listener)
+        self._listeners.add(listener)
+        self._resume(listener)
         try:
             await loop.create_future()
         finally:
+            self._listeners.discard(listener)
             loop.remove_reader(listener.fileno())
             self._empty()
 
@@ -105,7 +108,7 @@ class Anteroom:
             self._look(visitor)
 
     def _resume(self, listener: socket.socket) -> None:
-        if listener.fileno() >= 0:
+        if listener in self._listeners:
             asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener)
 
     def _look(self, visitor: Visitor) -> None:
@@ -188,9 +191,9 @@ class Anteroom:
             (self._silent, f"it said nothing whole for {self._wait_s:.0f} s"),
             (self._reception.room, "too many greet at once"),
         ):
-            for visitor in [visitor for visitor in room.visitors if visitor.since <= too_long]:
+            for visitor in [visitor for visitor in room.holders if visitor.since <= too_long]:
                 self._turn_away(visitor, why)
-        since = [visitor.since for room in (self._silent, self._reception.room) for visitor in room.visitors]
+        since = [visitor.since for room in (self._silent, self._reception.room) for visitor in room.holders]
         self._sweep = loop.call_at(min(since) + self._wait_s, self._look_for_the_slow) if since else None
 
     def _turn_away(self, visitor: Visitor, why: str) -> None:
@@ -206,7 +209,7 @@ class Anteroom:
                 timer.cancel()
         self._turn = self._sweep = None
         for room in (self._silent, self._reception.room):
-            for visitor in list(room.visitors):
+            for visitor in list(room.holders):
                 room.leave(visitor)
                 self._unwatch(visitor)
                 visitor.raw.close()

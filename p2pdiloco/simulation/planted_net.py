@@ -115,11 +115,13 @@ BUGS = (
     ),
     Bug(
         name="who says nothing keeps its place",
-        module="p2pdiloco.net.reception",
+        module="p2pdiloco.net.admission",
         old="            self.leave(out)\n",
         new="",
         harm="sockets that say nothing grow without a bound",
-        killed_by=(f"{_RECEPTION}::test_the_machine_that_holds_most_makes_room",),
+        killed_by=(
+            "tests/unit/test_net_admission.py::test_in_a_room_somebody_always_goes_and_first_of_the_machine_that_would_hold_most",
+        ),
     ),
     Bug(
         name="who is called is called without end",

@@ -161,7 +161,7 @@ BUGS = (
     _bug(
         "what was told before is measured anew",
         "membership",
-        " or was_quiet or not is_news:",
+        " or not is_news:",
         ":",
         "a peer that has stood still and hears us no more is taken for one at the end of a long way, for minutes",
         "test_stalls.py::test_what_was_told_before_is_no_sample",

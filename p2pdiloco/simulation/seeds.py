@@ -14,6 +14,7 @@ import msgspec
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.lineage import FAR_REQUESTS
 from p2pdiloco.protocol.trouble import SILENT_S
 from p2pdiloco.simulation.driver import PeerSetting, Process
 from p2pdiloco.simulation.faults import schedule_faults
@@ -27,8 +28,6 @@ PROGRESS_S = 12.0
 """Within this time, and the time between two turns, every shard must have a new version once all is healed."""
 REST_S = 12.0
 ENDING_S = 100.0
-DOUBTS = 4.0
-"""Requests' times that a newcomer of a young run waits for the founder's word, or others' (rule H2f)."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +105,7 @@ def _run_phases(world: World, scene: Scene) -> None:
         assert fault.at + fault.duration_s <= world.now
     world.run_until(world.now + scene.patience * HEALING_S)
     if not all(process.machine.core.is_current for process in world.living()):
-        world.run_until(world.now + DOUBTS * scene.config.request_s)
+        world.run_until(world.now + FAR_REQUESTS * scene.config.request_s)  # for others' word: rule H2f
     if not checks.is_over and world.fates.gone and not any(p.machine.core.is_current for p in world.living()):
         return  # the run was complete before the last ones came
     if not checks.is_over:

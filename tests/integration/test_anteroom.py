@@ -40,9 +40,11 @@ class House:
 
     async def call(self, *pieces: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        raw = writer.get_extra_info("socket")
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for piece in pieces:
             writer.write(piece)
-            await asyncio.sleep(0.02)
+            await writer.drain()
         return reader, writer
 
     async def hear_the_end(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2pdiloco.net.admission import displaced, machine_of
+from p2pdiloco.net.admission import Room, displaced, machine_of
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.endpoint import Endpoint
 from p2pdiloco.net.events import Closing, Connected, Disconnected
@@ -89,21 +89,28 @@ def test_a_newcomer_takes_a_place_of_the_machine_that_holds_most() -> None:
 
 
 @pytest.mark.parametrize(
-    ("places", "newcomer", "takes_from_equals", "out"),
+    ("places", "newcomer", "out"),
     [
-        ({}, "a", True, None),
-        ({1: ("a", 5.0)}, "a", True, 1),
-        ({1: ("a", 5.0)}, "a", False, None),
-        ({1: ("a", 5.0), 2: ("b", 1.0)}, "c", False, None),
-        ({1: ("a", 5.0), 2: ("b", 1.0)}, "c", True, 1),
-        ({1: ("b", 0.0), 2: ("a", 5.0), 3: ("a", 1.0)}, "b", False, None),
-        ({1: ("b", 0.0), 2: ("a", 5.0), 3: ("a", 1.0)}, "c", False, 3),
+        ({}, "a", None),
+        ({1: ("a", 5.0)}, "a", None),
+        ({1: ("a", 5.0), 2: ("b", 1.0)}, "c", None),
+        ({1: ("b", 0.0), 2: ("a", 5.0), 3: ("a", 1.0)}, "b", None),
+        ({1: ("b", 0.0), 2: ("a", 5.0), 3: ("a", 1.0)}, "c", 3),
     ],
 )
-def test_who_makes_room(
-    places: dict[int, tuple[str, float]], newcomer: str, takes_from_equals: bool, out: int | None
-) -> None:
-    assert displaced(places, newcomer, takes_from_equals=takes_from_equals) == out
+def test_who_makes_room(places: dict[int, tuple[str, float]], newcomer: str, out: int | None) -> None:
+    assert displaced(places, newcomer) == out
+
+
+def test_in_a_room_somebody_always_goes_and_first_of_the_machine_that_would_hold_most() -> None:
+    room: Room[str] = Room(3)
+    assert [room.enter(one, one[0]) for one in ("a1", "b1", "b2", "c1", "c2")] == [None, None, None, "b1", "c1"]
+    assert list(room.holders) == ["a1", "b2", "c2"]
+    assert room.enter("d1", "d") == "a1", "they hold as many: the one that came first"
+    room.leave("c2")
+    room.leave("c2")
+    assert len(room) == 2
+    assert room.enter("e1", "e") is None
 
 
 def test_an_ipv6_line_is_one_machine() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pdiloco.net.reception import FORGOTTEN_S, MACHINES, Reception, Room
+from p2pdiloco.net.reception import FORGOTTEN_S, MACHINES, Reception
 
 
 def reception(at_once: int = 4, per_s: float = 2.0, places: int = 8) -> Reception[str]:
@@ -20,22 +20,6 @@ def answered(room: Reception[str], now: float) -> list[str]:
 def fill(room: Reception[str], machine: str, number: int) -> None:
     for one in range(number):
         room.room.enter(f"{machine} {one}", machine)
-
-
-def test_the_machine_that_holds_most_makes_room() -> None:
-    room: Room[str] = Room(3)
-    assert [room.enter(visitor, visitor[0]) for visitor in ("a1", "b1", "b2", "c1", "c2")] == [
-        None,
-        None,
-        None,
-        "b1",
-        "a1",
-    ]
-    assert list(room.visitors) == ["b2", "c1", "c2"]
-    room.leave("c1")
-    room.leave("c1")
-    assert len(room) == 2
-    assert room.enter("d1", "d") is None
 
 
 def test_who_comes_to_nothing_has_a_budget_and_who_proves_itself_costs_none() -> None:

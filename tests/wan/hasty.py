@@ -40,6 +40,12 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONFIG, "inner.batch", BATCH)
 
 
+def homes(name: str, **nats: str) -> str:
+    """A topology: a public hub, and homes by name, each behind a router of this kind."""
+    sites = [f'[[site]]\nname = "{home}"\nnat = "{nat}"' for home, nat in nats.items()]
+    return "\n".join([f'name = "{name}"', '[[site]]\nname = "hub"', *sites])
+
+
 def trains(those: Gathering, *homes: Home) -> None:
     """Wait until each of these has taken a commit, not there yet, that holds all of them."""
     peers = {str(started(home)["peer"]) for home in homes}

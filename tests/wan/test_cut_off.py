@@ -17,20 +17,7 @@ pytestmark = [pytest.mark.xdist_group("wan"), pytest.mark.heavy]  # namespaces a
 
 STEPS = 200
 """Some sixteen turns of a fragment, of which few are over when the relay goes."""
-SOURCE = """
-name = "test-cut"
-[[site]]
-name = "hub"
-[[site]]
-name = "ann"
-nat = "keep"
-[[site]]
-name = "bob"
-nat = "keep"
-[[site]]
-name = "kim"
-nat = "random"
-"""
+SOURCE = hasty.homes("test-cut", ann="keep", bob="keep", kim="random")
 
 
 def test_who_is_cut_off_says_so_and_ends_with_4_and_the_others_with_0(

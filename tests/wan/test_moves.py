@@ -16,20 +16,7 @@ from p2pdiloco.testbed.testbed import Testbed
 
 pytestmark = [pytest.mark.xdist_group("wan"), pytest.mark.heavy]  # namespaces are the machine's
 
-SOURCE = """
-name = "test-moves"
-[[site]]
-name = "hub"
-[[site]]
-name = "ann"
-nat = "keep"
-[[site]]
-name = "bob"
-nat = "keep"
-[[site]]
-name = "cafe"
-nat = "random"
-"""
+SOURCE = hasty.homes("test-moves", ann="keep", bob="keep", cafe="random")
 HUB, ANN, BOB, CAFE = range(4)
 
 

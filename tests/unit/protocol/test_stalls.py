@@ -111,9 +111,11 @@ def test_what_was_told_before_is_no_sample() -> None:
     stage = Stage(B)
     stage.wait(2.0)
     view = stage.machine.core.membership.peers[B]
-    before, beat = view.round_trip_s, stage.beats.pop(B)
+    beat = stage.beats.pop(B)
     echo, _ = stage.beaten[B]
     stage.wait(20.0)
+    found = set()
     for number in range(1, 6):
         stage.hear(B, msgspec.structs.replace(BEAT, sequence=beat.sequence + number, echo=echo, echo_held_s=0.0))
-    assert view.round_trip_s == before
+        found.add((view.round_trip_s, view.variation_s))
+    assert len(found) == 1
