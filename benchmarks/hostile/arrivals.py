@@ -5,7 +5,7 @@
 
 Silent ones say nothing, slow ones the first byte of a greeting, loud ones garbage. They come from another process, from
 250 addresses of this machine, 50 at a time; the oldest of 400 goes for each that comes. Refused ones, an eighth as
-many, prove an identity and are of another run; their budget is lifted here.
+many, prove an identity and are of another run; their budget is lifted here, and nobody is shut out.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def come(port: int, said: bytes, number: int) -> None:
 
 def transport(listen: str, run: str) -> Transport:
     """Of somebody."""
-    limits = TransportLimits(failures_at_once=1 << 30)
+    limits = TransportLimits(failures_at_once=1 << 30, shut_out_after=1 << 30)
     return Transport(
         Identity.ephemeral(), listen=listen, run=run, version=WIRE_VERSION, handler=Observer(), limits=limits
     )

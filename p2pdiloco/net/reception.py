@@ -11,17 +11,12 @@ Rules of this file:
 
 from __future__ import annotations
 
-import math
 from typing import Generic, TypeVar
 
 from p2pdiloco.net.admission import Room
+from p2pdiloco.net.failures import Failures
 
 Visitor = TypeVar("Visitor")
-
-FORGOTTEN_S = 60.0
-"""In which a machine's failures halve."""
-MACHINES = 1024
-"""Whose failures are remembered."""
 
 
 class Reception(Generic[Visitor]):
@@ -35,8 +30,7 @@ class Reception(Generic[Visitor]):
         self._at_once = float(at_once)
         self._tokens = float(at_once)
         self._at = 0.0
-        self._failures: dict[str, tuple[float, float]] = {}
-        """Of a machine, and when it was that many; the one that failed longest ago first."""
+        self._failures = Failures()
 
     def next(self, now: float) -> Visitor | None:
         """Who is answered now, and leaves the room; None: nobody waits, or has to."""
@@ -44,7 +38,7 @@ class Reception(Generic[Visitor]):
         if not self.room or self._tokens < 1.0:
             return None
         waiting = self.room.holders
-        first = min(waiting, key=lambda visitor: self._failed(waiting[visitor], now))
+        first = min(waiting, key=lambda visitor: self._failures.of(waiting[visitor], now))
         self.room.leave(first)
         self._tokens -= 1.0
         return first
@@ -58,16 +52,8 @@ class Reception(Generic[Visitor]):
         """Of a handshake."""
         if is_proved:
             self._tokens = min(self._at_once, self._tokens + 1.0)
-            return
-        failures = self._failed(machine, now) + 1.0
-        self._failures.pop(machine, None)
-        self._failures[machine] = (failures, now)
-        if len(self._failures) > MACHINES:
-            del self._failures[next(iter(self._failures))]
-
-    def _failed(self, machine: str, now: float) -> float:
-        failures, at = self._failures.get(machine, (0.0, now))
-        return failures * math.exp2((at - now) / FORGOTTEN_S)
+        else:
+            self._failures.add(machine, now)
 
     def _come(self, now: float) -> None:
         self._tokens = min(self._at_once, self._tokens + max(0.0, now - self._at) * self._per_s)

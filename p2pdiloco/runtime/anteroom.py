@@ -6,6 +6,9 @@ Rules of this file:
 2. Who says nothing, says it in crumbs, or something else, is closed; by the first byte others may take what is no
    connection of ours.
 3. The kernel wakes us for a whole greeting, not for each byte (SO_RCVLOWAT).
+4. A machine of which many were turned away is shut out for a while, by the kernel where it does that
+   (runtime/sieve.py). Handshakes that fail shut nobody out: they are paid from a budget (net/reception.py), and a
+   newcomer may share an address with many.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from p2pdiloco.net.admission import Room, machine_of
+from p2pdiloco.net.failures import Exclusion
 from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.net.reception import Reception
-from p2pdiloco.runtime import logs
+from p2pdiloco.runtime import logs, sieve
 from p2pdiloco.runtime.tasks import Tasks
 
 log = logs.get("transport")
@@ -31,6 +35,8 @@ HEAD_BYTES = 5
 """Of a TLS record: kind, version, length."""
 HANDSHAKE_RECORD = b"\x16\x03"
 RECORD_BYTES = 1 << 14
+SIEVE_S = 0.1
+"""After a machine is shut out: others go with it."""
 
 Taker = Callable[[socket.socket], Awaitable[None]]
 """Takes, and closes, a socket on which somebody speaks another protocol."""
@@ -70,6 +76,11 @@ class Anteroom:
         self._reception: Reception[Visitor] = Reception(
             per_s=limits.failures_per_s, at_once=limits.failures_at_once, places=limits.silent
         )
+        self._exclusion = Exclusion(failures=limits.shut_out_after, time_s=limits.shut_out_s)
+        self._sieving: asyncio.TimerHandle | None = None
+        """When machines are shut out, or heard again."""
+        self._shut_out = 0
+        """Machines, when last that was done."""
         self._listeners: set[socket.socket] = set()
         self._turn: asyncio.TimerHandle | None = None
         self._sweep: asyncio.TimerHandle | None = None
@@ -78,6 +89,7 @@ class Anteroom:
         """Accept, until cancelled."""
         loop = asyncio.get_running_loop()
         self._listeners.add(listener)
+        self._sieve()
         self._resume(listener)
         try:
             await loop.create_future()
@@ -98,9 +110,15 @@ class Anteroom:
                 loop.remove_reader(listener.fileno())
                 loop.call_later(ACCEPT_PAUSE_S, self._resume, listener)
                 return
+            machine, now = machine_of(where[0]), loop.time()
+            if self._sieving is not None:
+                sieve.lift(raw)
+            if self._exclusion.has(machine, now):
+                raw.close()
+                continue
             raw.setblocking(False)
-            visitor = Visitor(raw, where[0], loop.time())
-            out = self._silent.enter(visitor, machine_of(visitor.host))
+            visitor = Visitor(raw, where[0], now)
+            out = self._silent.enter(visitor, machine)
             if out is not None:
                 self._turn_away(out, "it made room for a newcomer: it took long to say what it is")
             if self._sweep is None:
@@ -202,12 +220,31 @@ class Anteroom:
         self._unwatch(visitor)
         visitor.raw.close()
         self._turned_away(visitor.host, why)
+        loop, machine = asyncio.get_running_loop(), machine_of(visitor.host)
+        if self._exclusion.failed(machine, loop.time()):
+            soon = loop.time() + SIEVE_S
+            if self._sieving is not None and self._sieving.when() > soon:
+                self._sieving.cancel()
+                self._sieving = None
+            self._sieving = self._sieving or loop.call_at(soon, self._sieve)
+
+    def _sieve(self) -> None:
+        """Shut out who is to be, and have who was be heard again."""
+        loop = asyncio.get_running_loop()
+        machines = self._exclusion.machines(loop.time())
+        if len(machines) > self._shut_out:
+            log.warning("machines are not heard for a while: what came from them said nothing", number=len(machines))
+        self._shut_out = len(machines)
+        for listener in self._listeners:
+            sieve.close_to(listener, machines)
+        ends = self._exclusion.ends()
+        self._sieving = None if ends is None else loop.call_at(ends, self._sieve)
 
     def _empty(self) -> None:
-        for timer in (self._turn, self._sweep):
+        for timer in (self._turn, self._sweep, self._sieving):
             if timer is not None:
                 timer.cancel()
-        self._turn = self._sweep = None
+        self._turn = self._sweep = self._sieving = None
         for room in (self._silent, self._reception.room):
             for visitor in list(room.holders):
                 room.leave(visitor)

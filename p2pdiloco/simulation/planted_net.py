@@ -7,6 +7,7 @@ from p2pdiloco.simulation.planter import Bug
 _PEERS = "p2pdiloco.net.peers"
 _ENDPOINTS = "tests/property/test_net_endpoint.py"
 _RECEPTION = "tests/unit/test_net_reception.py"
+_ANTEROOM = "tests/integration/test_anteroom.py"
 _POINTS = "tests/unit/test_net_introducer.py"
 _MEETING = "tests/integration/test_meeting.py"
 _ROSTER = "tests/unit/test_node_roster.py"
@@ -108,10 +109,42 @@ BUGS = (
     Bug(
         name="a flood goes first",
         module="p2pdiloco.net.reception",
-        old="first = min(waiting, key=lambda visitor: self._failed(waiting[visitor], now))",
+        old="first = min(waiting, key=lambda visitor: self._failures.of(waiting[visitor], now))",
         new="first = next(iter(waiting))",
         harm="while strangers flood a peer, no newcomer gets in",
         killed_by=(f"{_RECEPTION}::test_who_floods_from_many_machines_goes_behind_who_comes_for_the_first_time",),
+    ),
+    Bug(
+        name="who is turned away comes again as often as it likes",
+        module="p2pdiloco.runtime.anteroom",
+        old="if self._exclusion.failed(machine, loop.time()):",
+        new="if False:",
+        harm="a flood from few machines takes a quarter of a processor",
+        killed_by=(f"{_ANTEROOM}::test_a_machine_of_which_many_were_turned_away_is_not_heard_for_a_while",),
+    ),
+    Bug(
+        name="who was shut out once is out for ever",
+        module="p2pdiloco.runtime.anteroom",
+        old="self._sieving = None if ends is None else loop.call_at(ends, self._sieve)",
+        new="self._sieving = None",
+        harm="who had a bad minute, or shares an address with who had, never connects again",
+        killed_by=(f"{_ANTEROOM}::test_a_machine_of_which_many_were_turned_away_is_not_heard_for_a_while",),
+    ),
+    Bug(
+        name="what came to nothing is never forgotten",
+        module="p2pdiloco.net.failures",
+        old="return failures * math.exp2((at - now) / FORGOTTEN_S)",
+        new="return failures",
+        harm="who is looked after by a program that connects once a minute is shut out in two hours",
+        killed_by=("tests/unit/test_net_failures.py::test_failures_are_forgotten_in_time_and_are_no_growing_table",),
+    ),
+    Bug(
+        name="a line's second half is not looked at",
+        module="p2pdiloco.runtime.sieve",
+        old="NETWORK_HEADER + IPV6_SENDER + 4),",
+        new="NETWORK_HEADER + IPV6_SENDER),",
+        harm="a flood over IPv6 is not shut out, or a neighbour is",
+        killed_by=("tests/unit/test_runtime_sieve.py::test_a_machine_is_an_address_or_a_line_of_them",),
     ),
     Bug(
         name="who says nothing keeps its place",

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+import pytest
 import uvloop
 
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits
-from p2pdiloco.runtime import sockets
+from p2pdiloco.runtime import sieve, sockets
 from p2pdiloco.runtime.addresses import parse
-from p2pdiloco.runtime.anteroom import Anteroom
+from p2pdiloco.runtime.anteroom import SIEVE_S, Anteroom
 from p2pdiloco.runtime.tasks import Tasks
 
-LIMITS = TransportLimits(silent=4, failures_at_once=2, failures_per_s=5.0, connection=ConnectionLimits(handshake_s=0.5))
+LIMITS = TransportLimits(
+    silent=4,
+    failures_at_once=2,
+    failures_per_s=5.0,
+    shut_out_after=20,
+    shut_out_s=0.5,
+    connection=ConnectionLimits(handshake_s=0.5),
+)
 GREETING = b"\x16\x03\x01\x02\x00" + bytes(512)
 
 
@@ -38,8 +47,10 @@ class House:
         self.taken.append(raw.recv(100))
         raw.close()
 
-    async def call(self, *pieces: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+    async def call(
+        self, *pieces: bytes, sender: str = "127.0.0.1"
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, local_addr=(sender, 0))
         raw = writer.get_extra_info("socket")
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for piece in pieces:
@@ -125,5 +136,35 @@ def test_handshakes_that_come_to_nothing_wait_and_a_newcomer_finds_a_place() -> 
             assert there.away[:2] == ["it made room for a newcomer: it took long to say what it is"] * 2
             for one in silent[2:]:
                 await there.hear_the_end(*one)
+
+    uvloop.run(main())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a machine has one address of its own")
+@pytest.mark.parametrize("is_sieved", [True, False])
+def test_a_machine_of_which_many_were_turned_away_is_not_heard_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, is_sieved: bool
+) -> None:
+    if not is_sieved:
+        monkeypatch.setattr(sieve, "close_to", lambda *_: False)
+
+    async def main() -> None:
+        async with house() as there:
+            turned_away = LIMITS.shut_out_after + 1  # they are forgotten from the first moment on
+            for _ in range(turned_away):
+                await there.hear_the_end(*await there.call(b"what", sender="127.0.0.7"))
+            assert len(there.away) == turned_away
+            await asyncio.sleep(2 * SIEVE_S)
+            began = asyncio.get_running_loop().time()
+            late = asyncio.create_task(asyncio.wait_for(there.call(GREETING, sender="127.0.0.7"), 10))
+            await there.hear_the_end(*await there.call(GREETING))
+            assert there.greeted == [GREETING]
+            await there.hear_the_end(*await late)
+            if is_sieved:  # the kernel of the one that calls tries again, by itself
+                assert there.greeted == [GREETING] * 2
+                assert asyncio.get_running_loop().time() - began >= LIMITS.shut_out_s - 3 * SIEVE_S
+            else:
+                assert there.greeted == [GREETING]
+            assert len(there.away) == turned_away
 
     uvloop.run(main())

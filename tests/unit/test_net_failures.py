@@ -1,0 +1,41 @@
+"""What comes to nothing, counted by machine, and who is shut out for it."""
+
+from __future__ import annotations
+
+from p2pdiloco.net.failures import FORGOTTEN_S, MACHINES, SHUT_OUT, Exclusion, Failures
+
+
+def test_failures_are_forgotten_in_time_and_are_no_growing_table() -> None:
+    failures = Failures()
+    assert [failures.add("ann", 0.0) for _ in range(4)] == [1.0, 2.0, 3.0, 4.0]
+    assert failures.of("ann", FORGOTTEN_S) == 2.0
+    assert failures.add("ann", FORGOTTEN_S) == 3.0
+    assert failures.of("bob", FORGOTTEN_S) == 0.0
+    for number in range(2 * MACHINES):
+        failures.add(f"{number}", FORGOTTEN_S)
+    assert len(failures) == MACHINES
+    assert failures.of("ann", FORGOTTEN_S) == 0.0
+
+
+def test_who_came_to_nothing_often_is_out_for_a_while_and_sooner_the_next_time() -> None:
+    exclusion = Exclusion(failures=4, time_s=FORGOTTEN_S)
+    assert [exclusion.failed("ann", 1.0) for _ in range(6)] == [False, False, False, True, False, False]
+    assert exclusion.has("ann", 1.0)
+    assert not exclusion.has("bob", 1.0)
+    assert exclusion.machines(2.0) == ["ann"]
+    ends = exclusion.ends()
+    assert ends == 1.0 + FORGOTTEN_S
+    assert not exclusion.has("ann", ends)
+    assert exclusion.machines(ends) == []
+    assert exclusion.ends() is None
+    assert exclusion.failed("ann", ends), "half of six, and one more"
+
+
+def test_so_many_are_out_at_once() -> None:
+    exclusion = Exclusion(failures=1, time_s=60.0)
+    for number in range(SHUT_OUT + 3):
+        assert exclusion.failed(f"{number}", number / 1000)
+    machines = exclusion.machines(1.0)
+    assert len(machines) == SHUT_OUT
+    assert not exclusion.has("2", 1.0)
+    assert exclusion.has("3", 1.0)
