@@ -73,13 +73,14 @@ class SimulatedChannel:
         commands, self.incoming = self.incoming, []
         return commands
 
-    def flush(self, timeout_s: float) -> None:
-        """Send what is queued."""
+    def flush(self, timeout_s: float) -> bool:
+        """Send what is queued, which always goes."""
         outgoing, self._outgoing = self._outgoing, []
         world = self._host.world
         for message in outgoing:
             self._arrives_at = max(self._arrives_at, world.now) + LINK_S * world.random.random()
             world.at(self._arrives_at, partial(self._host.do, partial(self._heard, message)))
+        return True
 
     def tell(self, message: link.FromNode) -> None:
         """The node says something."""

@@ -15,6 +15,14 @@ _ADOPTED = "test_a_learner_that_is_adopted_keeps_its_progress_since_the_loss_and
 _CONSERVATION = "tests/property/test_conservation.py::test_every_token_trained_stands_in_the_parameters_once"
 
 BUGS = (
+    Bug(
+        name="a learner's socket has a small number",
+        module="p2pdiloco.training.channel",
+        old="self._poll(reading | (select.POLLOUT if self._outgoing else 0))",
+        new="select.select([self._socket], [], [])",
+        harm="the learner of a node with a thousand connections ends before it has begun, without a word",
+        killed_by=("tests/unit/test_training_channel.py::test_a_node_with_many_connections_has_a_learner",),
+    ),
     # -- copies from and to a device -----------------------------------------------------------------------------------
     Bug(
         name="parameters travel without having been cloned",

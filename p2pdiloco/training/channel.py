@@ -18,6 +18,7 @@ import resource
 import select
 import socket
 import time
+import weakref
 from typing import NamedTuple
 
 from p2pdiloco.wire import link
@@ -61,6 +62,8 @@ class Channel:
         self._outgoing = bytearray()
         self.is_closed = False
         self._schedstat = _open_schedstat()
+        if self._schedstat is not None:
+            weakref.finalize(self, os.close, self._schedstat)
         self.blocked_s = 0.0
         """Wall time that ``exchange`` slept in, since the owner last set this to 0."""
 
@@ -95,15 +98,23 @@ class Channel:
 
     def wait(self) -> None:
         """Sleep until the socket can be read, or written if there is something to write. Not while training."""
-        reading = [self._socket] if len(self._outgoing) <= _READ_LIMIT else []
-        select.select(reading, [self._socket] if self._outgoing else [], [])
+        reading = select.POLLIN if len(self._outgoing) <= _READ_LIMIT else 0
+        self._poll(reading | (select.POLLOUT if self._outgoing else 0))
 
-    def flush(self, timeout_s: float) -> None:
-        """Send what is queued, for at most ``timeout_s``. For a learner that ends."""
+    def flush(self, timeout_s: float) -> bool:
+        """Send what is queued, for at most ``timeout_s``; whether all was sent. For a learner that ends."""
         deadline = time.monotonic() + timeout_s
         while self._outgoing and not self.is_closed and (left := deadline - time.monotonic()) > 0:
-            select.select([], [self._socket], [], left)
+            self._poll(select.POLLOUT, left)
             self._send()
+        return not self._outgoing
+
+    def _poll(self, wanted: int, most_s: float | None = None) -> None:
+        """Until the socket can do that, or its other end is gone. (``select.select`` takes no descriptor from 1,024 on,
+        and a node with many connections hands on such ones.)"""
+        poll = select.poll()
+        poll.register(self._socket, wanted)
+        poll.poll(None if most_s is None else 1000 * most_s)
 
     def _send(self) -> None:
         try:

@@ -139,10 +139,9 @@ class IslandChannel:
         """Not to be called: ranks look again a moment later instead."""
         raise AssertionError("an island does not sleep in its socket")
 
-    def flush(self, timeout_s: float) -> None:
-        """As ``Channel.flush``."""
-        if self._channel is not None:
-            self._channel.flush(timeout_s)
+    def flush(self, timeout_s: float) -> bool:
+        """As ``Channel.flush``; true where there is nothing to say it to."""
+        return self._channel is None or self._channel.flush(timeout_s)
 
 
 class IslandMeeting:

@@ -215,7 +215,8 @@ class OuterLink:
     def fail(self, reason: str) -> None:
         """The learner ends; try to say why."""
         self._node.channel.post(Failed(reason=reason[:2000]))
-        self._node.channel.flush(_FAREWELL_S)
+        if not self._node.channel.flush(_FAREWELL_S):
+            log.error("the learner ends, and cannot tell its node: %s", reason)
 
     # ------------------------------------------------------------------------------------------------ the boundary
 

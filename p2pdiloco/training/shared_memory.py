@@ -14,6 +14,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import weakref
 from types import TracebackType
 from typing import Literal, TypeAlias
 
@@ -36,14 +37,14 @@ class SharedVectors:
 
     def __init__(self, fd: int, elements: int) -> None:
         self.fd = fd
-        """The file descriptor to hand to the learner; closed by ``close``."""
+        """The file descriptor to hand to the learner; closed by ``close``, or with the last reference to this."""
         self.elements = elements
         self._memory = memory = mmap.mmap(fd, _VECTORS * _stride(elements))
         self.theta, self.shift, self.snapshot = (
             torch.frombuffer(memory, dtype=torch.float32, count=elements, offset=i * _stride(elements))
             for i in range(_VECTORS)
         )
-        self._open = True
+        self._close = weakref.finalize(self, os.close, fd)
 
     @classmethod
     def create(cls, elements: int) -> SharedVectors:
@@ -82,9 +83,8 @@ class SharedVectors:
 
     def close(self) -> None:
         """Close the file descriptor and let go of the vectors. The memory goes when the last tensor over it does."""
-        if self._open:
-            self._open = False
-            os.close(self.fd)
+        if self._close.alive:
+            self._close()
             self.theta = self.shift = self.snapshot = Tensor()
             del self._memory
 
