@@ -6,10 +6,11 @@ takes, and how long a newcomer with an invite needs.
     python -m benchmarks.hostile.flood --apart               # the flooded peer has a core to itself
 
 A third of the connections say nothing, a third say a byte a second, a third say garbage and come again; strangers of
-fresh identities greet as fast as they are refused. All of it comes from this machine, so the flooding takes the peers'
-processors, too: of the step rate that is most of what is lost where there are few, so what the flooded node's own
-process takes of a processor is told beside what the flood takes; with ``--apart`` the flooded peer is alone in its run
-and on its processor, and the flood gives way to the newcomer on the other. The directory is not flooded.
+fresh identities, all from one address more, greet as fast as they are refused. All of it comes from this machine, so
+the flooding takes the peers' processors, too: of the step rate that is most of what is lost where there are few, so
+what the flooded node's own process takes of a processor is told beside what the flood takes; with ``--apart`` the
+flooded peer is alone in its run and on its processor, and the flood gives way to the newcomer on the other. The
+directory is not flooded.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import psutil
 from benchmarks import bench
 from p2pdiloco.chaos.swarm import JOINABLE, Member, Swarm
 from p2pdiloco.net.handshake import WIRE_VERSION
+from p2pdiloco.runtime import sockets
 from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.invitation import INVITED
@@ -36,7 +38,9 @@ from p2pdiloco.runtime.transport import DialError, Transport
 from p2pdiloco.wire.invites import decode_invite
 
 START_S = 120.0
+TUNE = sockets.tune
 ADDRESSES = 250
+STRANGERS = "127.0.2.1"
 RUN = """
 name = "flooded"
 [model]
@@ -114,6 +118,7 @@ class Flood:
 
     async def _greet(self, invite: str) -> None:
         """A stranger that knows the run."""
+        sockets.tune = _strangely
         run = decode_invite(invite).run
         while True:
             me = Identity.ephemeral()
@@ -123,6 +128,12 @@ class Flood:
                 with contextlib.suppress(DialError):
                     await transport.dial(f"/ip4/127.0.0.1/tcp/{self._port}")
             await asyncio.sleep(0.2)
+
+
+def _strangely(connection: socket.socket, *, congestion: str) -> None:
+    """What this process dials comes from the strangers' address."""
+    connection.bind((STRANGERS, 0))
+    TUNE(connection, congestion=congestion)
 
 
 async def said(member: Member, text: str) -> str:

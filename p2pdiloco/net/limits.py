@@ -57,7 +57,7 @@ class TransportLimits(Struct, frozen=True, kw_only=True):
     silent: int = 256
     """Accepted sockets that have not said a whole greeting, and as many that have and wait for their turn. One more
     takes the place of the oldest of the machine that holds most."""
-    shut_out_after: int = 128
+    shut_out_after: int = 64
     """Sockets of a machine that were turned away lately before its next ones are dropped for ``shut_out_s``."""
     shut_out_s: float = 60.0
     failures_at_once: int = 128
