@@ -94,6 +94,11 @@ class Endpoint:
         """The up budget in force, set or learned; None: no limit."""
         return self._commons.shaper.bytes_per_s
 
+    @property
+    def line_bytes_per_s(self) -> float | None:
+        """What the link carries upwards; see ``Watch``."""
+        return self._watch.line_bytes_per_s
+
     def traffic(self) -> Traffic:
         """Bytes on all connections since the start."""
         total = Traffic()

@@ -32,6 +32,8 @@ class Gauge(Generic[Name]):
         self.capacity = Capacity()
         self.look_s = IDLE_LOOK_S
         """When to look again."""
+        self.is_local = False
+        """There are connections, and none of them leaves this machine."""
         self._start: Mapping[Name, Path] | None = None
         """At the start of the window that is measured."""
         self._started_at = 0.0
@@ -41,6 +43,7 @@ class Gauge(Generic[Name]):
     def look(self, paths: Mapping[Name, Path], is_waiting: Callable[[Name], bool], now: float) -> bool:
         """What the kernel says now; ``is_waiting``: the link, and not the other side, is what it waits for. Whether a
         window ended, and the budget may have changed."""
+        self.is_local = bool(paths) and all(path.is_local for path in paths.values())
         linked = {name: path for name, path in paths.items() if not path.is_local and path.acked_bytes is not None}
         if self._start is None:
             if any(map(is_waiting, linked)):

@@ -7,6 +7,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from p2pdiloco.net.commons import Commons, Due
@@ -43,6 +44,14 @@ class Watch:
     def chosen_bytes_per_s(self) -> float | None:
         """What the user says that the link carries; None: nothing is said."""
         return self._up if isinstance(self._up, float | int) else self._commons.grants.bytes_per_s
+
+    @property
+    def line_bytes_per_s(self) -> float | None:
+        """What the link carries upwards, as the user says or as was learned; infinite: all connections stay on this
+        machine; None: not known."""
+        if self._up != "auto":
+            return self._up
+        return math.inf if self._gauge.is_local else self._gauge.capacity.estimate
 
     def set_budget(self, up: UpBudget) -> None:
         """Bytes per second that may be sent, from now on."""

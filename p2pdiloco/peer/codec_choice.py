@@ -1,4 +1,5 @@
-"""The codec of each payload, where the run leaves it to the sender: from the budget, the overlap and who is live.
+"""The codec of each payload, where the run leaves it to the sender: from the budget, the overlap and who is live; and
+of any codec whether its symbols are Huffman-coded.
 
 What is reckoned for one turn of a fragment, with n live peers that own about as much each:
 
@@ -8,6 +9,9 @@ What is reckoned for one turn of a fragment, with n live peers that own about as
 Rules of this file:
 1. Each direction has half of the overlap's time (tau steps), and the rate is shared by the turns that overlap.
 2. Where the step's time or the rate is not known yet, nothing is known to be too slow: the finest codec.
+3. Huffman codes are left out only where the line is known to carry ``ladder.FAST_BYTES_PER_S`` to each of the others:
+   then processors are what an exchange waits for. By the share of each, since a commit leaves us as often, and since
+   what is seen to be delivered to many may be slow for each of them.
 """
 
 from __future__ import annotations
@@ -19,22 +23,30 @@ from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.protocol.identifiers import ShardId
 from p2pdiloco.protocol.manifest import Layout, RunConfig
 from p2pdiloco.protocol.view import MachineView
-from p2pdiloco.tensors.ladder import Rung, choose, downward
+from p2pdiloco.tensors.ladder import FAST_BYTES_PER_S, Rung, choose, downward
 
 Direction = Literal["up", "down"]
 
 
 class CodecChoice:
-    """``rate``: bytes per second that we may send at, budgeted or measured; None: no limit is known."""
+    """``rate``: bytes per second that we may send at, budgeted or measured; None: no limit is known. ``line``: that the
+    line carries; None: not known."""
 
     def __init__(
-        self, config: RunConfig, layout: Layout, view: MachineView, metrics: Metrics, rate: Callable[[], float | None]
+        self,
+        config: RunConfig,
+        layout: Layout,
+        view: MachineView,
+        metrics: Metrics,
+        rate: Callable[[], float | None],
+        line: Callable[[], float | None],
     ) -> None:
         self._codec, self._schedule = config.codec, config.schedule
         self._layout = layout
         self._view = view
         self._metrics = metrics
         self._rate = rate
+        self._line = line
 
     def choose(self, direction: Direction, shard: ShardId) -> Rung | None:
         """For the next payload of ``shard``; None: the run fixes the codec."""
@@ -48,6 +60,11 @@ class CodecChoice:
             coarsest=self._codec.coarsest,
         )
         return rung if direction == "up" else downward(rung)
+
+    def is_coded(self) -> bool:
+        """Whether the next payload's symbols are Huffman-coded."""
+        line, others = self._line(), max(1, len(self._view.live))
+        return line is None or line / others < FAST_BYTES_PER_S
 
     def used(self, direction: Direction, shard: ShardId, rung: Rung, size: int, error: float) -> None:
         """A payload was made: bytes, and the relative error of its first chunk."""

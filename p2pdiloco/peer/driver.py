@@ -303,10 +303,10 @@ class Driver:
             self.job(lambda: self.state.accept(shard), lambda _: None)
 
     def _encode(self, effect: ef.Encode) -> None:
-        rung = self.codecs.choose("up", effect.shard)
+        rung, is_coded = self.codecs.choose("up", effect.shard), self.codecs.is_coded()
 
         def work() -> tuple[bytes, Digest, msg.Contributor, float]:
-            payload, digest = self.state.encode(effect.shard, effect.base.id, rung and rung.recipe)
+            payload, digest = self.state.encode(effect.shard, effect.base.id, rung and rung.recipe, is_coded=is_coded)
             given = self.cargo.signed(effect, digest)
             return payload, digest, given, self.state.encode_error(effect.shard, payload) if rung else 0.0
 
@@ -325,13 +325,15 @@ class Driver:
         if len(given) < len(effect.contributions):
             self.feed(ev.Failed("merge", effect.shard, None, "a contribution's payload is gone"))
             return
-        rung = self.codecs.choose("down", effect.shard)
+        rung, is_coded = self.codecs.choose("down", effect.shard), self.codecs.is_coded()
 
         def work() -> tuple[MergeResult, float]:
             read = [(contributor, held.read(self.host.disk)) for contributor, held in given]
             how = rung and rung.recipe
             version = effect.base.version + 1
-            merged = self.state.merge(effect.shard, effect.base.id, version, read, how, effect.longest)
+            merged = self.state.merge(
+                effect.shard, effect.base.id, version, read, how, effect.longest, is_coded=is_coded
+            )
             return merged, self.state.merge_error(effect.shard, merged.payload) if rung else 0.0
 
         def done(result: tuple[MergeResult, float]) -> None:

@@ -304,9 +304,12 @@ class GlobalState:
         given: Sequence[tuple[Contributor, Payload]],
         how: quantizers.Recipe | None = None,
         longest: float = math.inf,
+        *,
+        is_coded: bool = True,
     ) -> MergeResult:
-        """Merge contributions (sorted by learner), shorten the result to ``longest``, quantize it (None: as the run
-        says), and prepare the outer step that makes ``version``, the next one after ``base``.
+        """Merge contributions (sorted by learner), shorten the result to ``longest``, quantize it (``how`` None: as the
+        run says), compress it (``is_coded``: with Huffman codes), and prepare the outer step that makes ``version``,
+        the next one after ``base``.
 
         Raises:
             StaleBaseError: the shard's head is not ``base``.
@@ -330,7 +333,7 @@ class GlobalState:
         self._made.add_owed(shard, merged)
         how = how or self._down
         bodies, length = merge.encode(how, merged, longest)
-        payload = compression.join(bodies)
+        payload = compression.join(bodies, is_coded=is_coded or not ladder.is_dense(how))
         payload_digest = digest_of(payload)
         self._made.put(shard, base, payload_digest, bodies, how, merged)
         pairs, factors = zip(bodies, self._chunks(shard), strict=True), outer.factors_of(self._outer, version)
@@ -355,9 +358,11 @@ class GlobalState:
         size = float(exact.norm())
         return float(found.sub_(exact).norm()) / size if size else 0.0
 
-    def encode(self, shard: ShardId, base: Digest, how: quantizers.Recipe | None = None) -> tuple[bytes, Digest]:
-        """The learner's outer gradient for one shard: compressed payload and its digest. ``how`` None: as the run says.
-        Each snapshot is encoded once.
+    def encode(
+        self, shard: ShardId, base: Digest, how: quantizers.Recipe | None = None, *, is_coded: bool = True
+    ) -> tuple[bytes, Digest]:
+        """The learner's outer gradient for one shard: compressed payload (``is_coded``: with Huffman codes) and its
+        digest. ``how`` None: as the run says. Each snapshot is encoded once.
 
         Raises:
             StaleBaseError: the shard's head is not ``base``, or there is no snapshot.
@@ -371,6 +376,6 @@ class GlobalState:
             for span in self._chunks(shard)
         ]
         self.shifts.snapshot_encoded(shard)
-        payload = compression.join(bodies)
+        payload = compression.join(bodies, is_coded=is_coded or not ladder.is_dense(how))
         self._own[shard] = _Own(payload, bodies)
         return payload, digest_of(payload)

@@ -33,6 +33,10 @@ class Links(Protocol):
     def up_bytes_per_s(self) -> float | None:
         """What may be sent, budgeted or measured; None: no limit is known."""
 
+    @property
+    def line_bytes_per_s(self) -> float | None:
+        """What the line carries, told or measured; infinite: nothing leaves this machine; None: not known."""
+
     def peers(self) -> list[PeerId]:
         """Who can be sent to."""
 

@@ -105,7 +105,12 @@ class Peer:
         self._end = End()
         self.state = GlobalState(layout, manifest.config.outer, manifest.config.codec, vectors)
         codecs = CodecChoice(
-            manifest.config, layout, self.machine.view, metrics, rate=lambda: host.links.up_bytes_per_s
+            manifest.config,
+            layout,
+            self.machine.view,
+            metrics,
+            rate=lambda: host.links.up_bytes_per_s,
+            line=lambda: host.links.line_bytes_per_s,
         )
         own = OwnCommits(options.folder / OWN_COMMITS, host, layout.elements)
         average = RunningAverage(manifest.run, self.layout) if options.machine.keeps_average else None

@@ -280,6 +280,10 @@ def deliver(target: SimulatedHost, source: PeerId, message: list[object]) -> Non
 class SimulatedLinks:
     """One life's connections (``peer.host.Links``)."""
 
+    up_bytes_per_s: float | None = None
+    """No limit is known."""
+    line_bytes_per_s: float | None = None
+
     def __init__(self, host: SimulatedHost) -> None:
         self._host = host
         self.connections: dict[PeerId, Connection] = {}
@@ -287,11 +291,6 @@ class SimulatedLinks:
         self._standing: dict[PeerId, Connection] = {}
         """Of which the peer was told."""
         self._questions: dict[asyncio.Future[Response], Connection] = {}
-
-    @property
-    def up_bytes_per_s(self) -> float | None:
-        """No limit is known."""
-        return None
 
     def peers(self) -> list[PeerId]:
         """Who can be sent to."""

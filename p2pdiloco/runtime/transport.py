@@ -258,6 +258,12 @@ class Transport:
         """The up budget in force, set or learned; None: no limit."""
         return self._endpoint.up_bytes_per_s
 
+    @property
+    def line_bytes_per_s(self) -> float | None:
+        """What the link carries upwards, told or learned; infinite: all connections stay on this machine; None: not
+        known."""
+        return self._endpoint.line_bytes_per_s
+
     def pace(self, peer: PeerId, bytes_per_s: float | None) -> None:
         """Limit what is sent to ``peer`` beside the budget; None lifts it. Lasts until it disconnects."""
         self._endpoint.set_cap(peer, bytes_per_s, self._pump.now())

@@ -1,4 +1,4 @@
-"""Entropy coding of payloads: zstd, of which we want the Huffman coder.
+"""Entropy coding of payloads: zstd, of which we want the Huffman coder, and where the line is fast not even that.
 
 A payload is a stream of frames with an index before it (all integers little-endian)::
 
@@ -17,6 +17,8 @@ Rules of this file:
    anything is allocated; so is an index that does not fit. No peer can make us allocate more than we asked for.
 4. zstd's contexts are not thread-safe, so each thread has its own. Both directions run without the GIL.
 5. The system's libzstd decodes where it is faster (``libzstd``); both accept the same frames.
+6. A sender may leave Huffman codes out (``is_coded``): the frames are larger, and cost a sixth of the time to make and
+   to read. A frame says itself how it is coded, so who reads it need not know.
 """
 
 from __future__ import annotations
@@ -42,20 +44,25 @@ _LARGEST_WINDOW: Final = 1 << 20
 _COUNT: Final = struct.Struct("<I")
 
 
+def _compressor(*, target_length: int) -> zstandard.ZstdCompressor:
+    parameters = zstandard.ZstdCompressionParameters(
+        strategy=zstandard.STRATEGY_FAST,
+        window_log=_WINDOW_LOG,
+        hash_log=6,
+        chain_log=6,
+        search_log=1,
+        min_match=7,
+        target_length=target_length,
+        write_content_size=True,
+        write_checksum=False,
+    )
+    return zstandard.ZstdCompressor(compression_params=parameters)
+
+
 class _Contexts(threading.local):
     def __init__(self) -> None:
-        parameters = zstandard.ZstdCompressionParameters(
-            strategy=zstandard.STRATEGY_FAST,
-            window_log=_WINDOW_LOG,
-            hash_log=6,
-            chain_log=6,
-            search_log=1,
-            min_match=7,
-            target_length=0,  # more would switch Huffman coding off
-            write_content_size=True,
-            write_checksum=False,
-        )
-        self.compressor = zstandard.ZstdCompressor(compression_params=parameters)
+        self.coder, self.packer = (_compressor(target_length=length) for length in (0, 1))
+        """With Huffman codes and without: zstd's fast matcher leaves them out where a target length is given."""
         self.decompressor = zstandard.ZstdDecompressor()
         self.decoder = libzstd.Decoder() if libzstd.AVAILABLE else None
 
@@ -63,9 +70,10 @@ class _Contexts(threading.local):
 _contexts = _Contexts()
 
 
-def compress(body: Buffer) -> bytes:
-    """One zstd frame that states its content's size."""
-    return _contexts.compressor.compress(cast(bytes, body))
+def compress(body: Buffer, *, is_coded: bool = True) -> bytes:
+    """One zstd frame that states its content's size; ``is_coded``: with Huffman codes."""
+    compressor = _contexts.coder if is_coded else _contexts.packer
+    return compressor.compress(cast(bytes, body))
 
 
 def decompress(data: Buffer, max_bytes: int) -> Body:
@@ -95,9 +103,9 @@ def decompress(data: Buffer, max_bytes: int) -> Body:
     return content
 
 
-def join(bodies: Iterable[Buffer]) -> bytes:
-    """One payload of ``bodies``, each compressed before the next is asked for."""
-    frames = [compress(body) for body in bodies]
+def join(bodies: Iterable[Buffer], *, is_coded: bool = True) -> bytes:
+    """One payload of ``bodies``, each compressed before the next is asked for; ``is_coded``: with Huffman codes."""
+    frames = [compress(body, is_coded=is_coded) for body in bodies]
     return b"".join((struct.pack(f"<{1 + len(frames)}I", len(frames), *map(len, frames)), *frames))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from typing import Any
 
@@ -197,8 +198,12 @@ def test_the_learned_budget_follows_what_is_delivered(run: Any, monkeypatch: pyt
             ann.pace(bob.peer_id, 20e6)
             assert ann.send(bob.peer_id, b"bulk", bytes(60 * MIB))
             await until(lambda: ann.up_bytes_per_s is not None)
+            assert 0.0 < (ann.line_bytes_per_s or 0.0) < math.inf
+            ann.set_budget(3e6, None)
+            assert ann.line_bytes_per_s == 3e6
             ann.set_budget(None, None)
             assert ann.up_bytes_per_s is None
+            assert ann.line_bytes_per_s is None
 
     run(main())
 
@@ -212,6 +217,7 @@ def test_on_this_machine_there_is_no_link_to_learn(run: Any) -> None:
                 assert ann.send(bob.peer_id, b"bulk", bytes(60 * MIB))
             await until(lambda: len(heard_by_bob.messages) == 4)
             assert ann.up_bytes_per_s is None
+            await until(lambda: ann.line_bytes_per_s == math.inf)
             path = next(iter(ann._channels.values())).path()
             assert path is not None
             assert path.is_local

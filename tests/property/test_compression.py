@@ -5,12 +5,14 @@ import struct
 from collections.abc import Iterator
 
 import pytest
+import torch
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from p2pdiloco.tensors.quantizers import CHUNK, encode_chunk, recipe
 from p2pdiloco.wire import compression, libzstd
-from p2pdiloco.wire.compression import compress, decompress, join, split
+from p2pdiloco.wire.compression import compress, decompress, join, payload_limit, split
 
 
 @pytest.fixture(params=["zstandard", "libzstd"], autouse=True, scope="module")
@@ -58,11 +60,22 @@ def test_altered_frames_never_yield_too_much(content: bytes, data: st.DataObject
         assert len(decompress(frame, 2000)) <= 2000
 
 
-@given(st.lists(st.binary(max_size=3000), max_size=5), st.sampled_from([bytes, bytearray, memoryview]))
+@given(st.lists(st.binary(max_size=3000), max_size=5), st.sampled_from([bytes, bytearray, memoryview]), st.booleans())
 @settings(deadline=None)
-def test_bodies_come_back_as_they_were(bodies: list[bytes], kind: type) -> None:
-    payload = join(kind(body) for body in bodies)
+def test_bodies_come_back_as_they_were(bodies: list[bytes], kind: type, is_coded: bool) -> None:
+    payload = join((kind(body) for body in bodies), is_coded=is_coded)
     assert list(split(kind(payload), len(bodies), 3000)) == bodies
+
+
+def test_symbols_without_huffman_codes_are_as_large_as_they_are() -> None:
+    """int4's, whose entropy is some three and a half bits: four bits each, and what zstd adds to what it cannot
+    compress. Runs of zeros are small either way."""
+    body = bytes(encode_chunk(recipe("int4"), torch.randn(CHUNK, generator=torch.Generator().manual_seed(1))))
+    coded, packed = compress(body), compress(body, is_coded=False)
+    assert len(coded) < 0.9 * len(body) < len(body) <= len(packed) < len(body) + 64
+    assert decompress(coded, len(body)) == decompress(packed, len(body)) == body
+    assert len(compress(bytes(CHUNK), is_coded=False)) < 100
+    assert len(join([packed] * 8)) <= payload_limit(8 * CHUNK)
 
 
 def test_a_frame_of_a_payload_is_one_that_could_be_sent_alone() -> None:

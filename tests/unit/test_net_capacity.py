@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from p2pdiloco.net.capacity import CRUISE_WINDOWS, FLOOR_BYTES_PER_S, HEADROOM, MEMORY_WINDOWS, PATIENCE, Capacity
+from p2pdiloco.net.gauge import Gauge
+from p2pdiloco.net.path import Path
 
 MB = 1_000_000
 WINDOW_S = 0.1
@@ -76,3 +78,11 @@ def test_a_path_that_carries_nothing_leaves_the_floor() -> None:
     capacity = Capacity()
     send(capacity, 0.0, 300)
     assert capacity.budget == FLOOR_BYTES_PER_S
+
+
+def test_a_gauge_sees_that_nothing_leaves_this_machine() -> None:
+    gauge: Gauge[str] = Gauge()
+    here, away = (Path("cubic", 0.01, acked_bytes=0, is_local=is_local) for is_local in (True, False))
+    for paths, is_local in (({}, False), ({"a": here}, True), ({"a": here, "b": away}, False), ({"b": here}, True)):
+        gauge.look(paths, lambda _: False, 0.0)
+        assert gauge.is_local is is_local

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +14,7 @@ from p2pdiloco.peer.codec_choice import CodecChoice
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.protocol.identifiers import FragmentId, ShardId
 from p2pdiloco.protocol.manifest import CodecConfig, RunConfig, ScheduleConfig, TensorSpec, make_layout
+from p2pdiloco.tensors.ladder import FAST_BYTES_PER_S
 
 M = 1_000_000
 TENSORS = tuple(
@@ -22,12 +24,20 @@ LAYOUT = make_layout(TENSORS, 2, M, "rda")
 """Two fragments of two million parameters."""
 
 
-def choice(metrics: Metrics, rate: float | None, *, live: int = 1, step_s: float = 1.0, **changes: Any) -> CodecChoice:
+def choice(
+    metrics: Metrics,
+    rate: float | None,
+    *,
+    line: float | None = None,
+    live: int = 1,
+    step_s: float = 1.0,
+    **changes: Any,
+) -> CodecChoice:
     view = SimpleNamespace(live=("x",) * live, fastest_step_time_s=lambda: step_s)
     schedule = ScheduleConfig(fragments=2, sync_every=8, overlap=2)
     codec = CodecConfig(**{"up": "auto", "down": "auto", "coarsest": "int2", **changes})
     config = RunConfig(name="x", schedule=schedule, codec=codec)
-    return CodecChoice(config, LAYOUT, cast(Any, view), metrics, lambda: rate)
+    return CodecChoice(config, LAYOUT, cast(Any, view), metrics, lambda: rate, lambda: line)
 
 
 def name(one: CodecChoice, direction: Any = "up") -> str | None:
@@ -75,6 +85,14 @@ def test_a_fixed_codec_is_left_alone(metrics: Metrics) -> None:
     one = choice(metrics, 1.0, up="int8")
     assert name(one, "up") is None
     assert name(one, "down") == "int2"
+
+
+def test_huffman_codes_are_left_out_where_the_line_is_known_to_be_fast(metrics: Metrics) -> None:
+    lines = (None, 1e6, FAST_BYTES_PER_S - 1, FAST_BYTES_PER_S, math.inf)
+    assert [choice(metrics, 1.0, line=line).is_coded() for line in lines] == [True, True, True, False, False]
+    lines = (3 * FAST_BYTES_PER_S - 3, 3 * FAST_BYTES_PER_S, math.inf)
+    assert [choice(metrics, 1.0, line=line, live=3).is_coded() for line in lines] == [True, False, False]
+    assert not choice(metrics, 1.0, line=FAST_BYTES_PER_S, live=0).is_coded()
 
 
 def test_the_choice_is_a_metric(metrics: Metrics, tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
+import pytest
 import torch
 from actors import genesis
 from troupe import Member, Stage, act
@@ -26,6 +29,7 @@ from p2pdiloco.protocol.manifest import TensorSpec, make_layout
 from p2pdiloco.protocol.messages import SIGNATURE_BYTES
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.tensors.digests import list_bytes
+from p2pdiloco.wire import compression
 from p2pdiloco.wire.bodies import CommitParts, encode, join_commit, split_commit
 
 
@@ -42,6 +46,31 @@ def test_a_peer_alone_trains_and_every_token_stands_in_the_parameters_once(tmp_p
             # Fragment 1 gives 2 after two steps, fragment 0 gives 4 after four: theta = 1 + 0.5 * 1.5 * given.
             assert torch.equal(ann.state.theta, halves(4.0, 2.5))
             assert torch.equal(ann.learner.flat(), ann.state.theta + halves(0.0, 2.0))
+
+    act(story)
+
+
+@pytest.mark.parametrize(
+    ("line", "codec", "is_coded"), [(None, "int4", True), (math.inf, "int4", False), (math.inf, "bf16", True)]
+)
+def test_both_directions_leave_huffman_codes_out_on_a_fast_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: float | None, codec: str, is_coded: bool
+) -> None:
+    joined, join = list[bool](), compression.join
+
+    def heard(bodies: Iterable[bytes], *, is_coded: bool) -> bytes:
+        joined.append(is_coded)
+        return join(bodies, is_coded=is_coded)
+
+    monkeypatch.setattr(compression, "join", heard)
+
+    async def story() -> None:
+        async with Stage(tmp_path, codec=codec) as stage:
+            ann = await stage.found()
+            ann.host.line_bytes_per_s = line
+            await stage.train(ann, 1.0, 1.0)
+            assert ann.versions == [0, 1]
+            assert joined == [is_coded, is_coded]
 
     act(story)
 
@@ -370,7 +399,7 @@ def test_a_defect_of_ours_ends_the_peer_with_a_sentence(tmp_path: Path) -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
 
-            def broken(*_: object) -> None:
+            def broken(*_: object, is_coded: bool) -> None:
                 raise RuntimeError("a defect")
 
             ann.state.encode = broken  # type: ignore[assignment,method-assign]

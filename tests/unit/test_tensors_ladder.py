@@ -7,8 +7,10 @@ import torch
 
 from p2pdiloco.protocol.manifest import CodecConfig, RunConfig
 from p2pdiloco.protocol.soundness import config_problems
-from p2pdiloco.tensors.ladder import LADDER, choose, downward, fixed
+from p2pdiloco.tensors.ladder import LADDER, choose, downward, fixed, is_dense
 from p2pdiloco.tensors.quantizers import decode_chunk, encode_chunk, recipe
+from p2pdiloco.tensors.recipes import Recipe
+from p2pdiloco.wire.compression import compress
 
 M = 1_000_000
 
@@ -27,6 +29,13 @@ def test_the_finest_that_fits(bytes_per_s: float | None, expected: str) -> None:
     if bytes_per_s is not None:
         assert choose(M, bytes_per_s=bytes_per_s * 2, time_s=0.5, coarsest="int2").name == expected
         assert choose(2 * M, bytes_per_s=bytes_per_s * 2, time_s=1.0, coarsest="int2").name == expected
+
+
+@pytest.mark.parametrize("how", [*(rung.recipe for rung in LADDER), downward(LADDER[-1]).recipe, recipe("e3m0")])
+def test_dense_symbols_are_those_of_which_huffman_codes_save_little(how: Recipe) -> None:
+    body = bytes(encode_chunk(how, torch.randn(1 << 16, generator=torch.Generator().manual_seed(7))))
+    saved = 1.0 - len(compress(body)) / len(compress(body, is_coded=False))
+    assert is_dense(how) == (saved < 0.2 and how.codec != "e3m0")
 
 
 def test_nothing_coarser_than_allowed() -> None:

@@ -53,6 +53,7 @@ class StageHost:
 
     disk = LOCAL
     up_bytes_per_s: float | None = None
+    line_bytes_per_s: float | None = None
 
     def __init__(self, stage: Stage, member: Member) -> None:
         self._stage = stage
