@@ -383,16 +383,6 @@ BUGS = (
         killed_by=("tests/unit/test_node_roster.py::test_two_that_started_at_once_see_each_other",),
     ),
     Bug(
-        name="a line of which nothing is known is fast",
-        module="p2pdiloco.peer.codec_choice",
-        old="return line is None or line / others < FAST_BYTES_PER_S",
-        new="return line is not None and line / others < FAST_BYTES_PER_S",
-        harm="a fifth more bytes leave a home",
-        killed_by=(
-            "tests/unit/test_peer_codec_choice.py::test_huffman_codes_are_left_out_where_the_line_is_known_to_be_fast",
-        ),
-    ),
-    Bug(
         name="one connection on this machine makes a line of any speed",
         module="p2pdiloco.net.gauge",
         old="all(path.is_local for path in paths.values())",

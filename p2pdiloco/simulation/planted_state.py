@@ -249,4 +249,14 @@ BUGS = (
         harm="what learners have made up for since is added once more",
         killed_by=(f"{_STATE_TESTS}::test_nothing_is_owed_after_another_owners_commit_nor_by_a_fine_codec",),
     ),
+    Bug(
+        name="a line of which nothing is known is fast",
+        module="p2pdiloco.peer.codec_choice",
+        old="return line is None or line / others < FAST_BYTES_PER_S",
+        new="return line is not None and line / others < FAST_BYTES_PER_S",
+        harm="a fifth more bytes leave a home",
+        killed_by=(
+            "tests/unit/test_peer_codec_choice.py::test_huffman_codes_are_left_out_where_the_line_is_known_to_be_fast",
+        ),
+    ),
 )
