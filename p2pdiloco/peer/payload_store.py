@@ -31,7 +31,7 @@ log = logs.get("node")
 
 PAYLOADS = "payloads"
 """The folder in a run's folder."""
-WINDOW_BYTES_PER_PARAMETER = 0.55
+WINDOW_BYTES_PER_PARAMETER = 0.51
 """Stay in memory, of each shard's payloads the newest; in int4 one, Huffman-coded or not."""
 BURST_S = HOUR_S
 """What was not written in this time may be written later."""
