@@ -166,7 +166,7 @@ class Membership:
         view.sequence = beat.sequence
         view.beat = beat
         if beat.echo:
-            self._measure(view, beat, now)
+            self._measure(view, beat, now, was_quiet=was_quiet)
         is_other_list = self.connectedness.told(peer, beat.hears, now)
         is_deaf = now - view.acked_at > view.deadline_s(own_s) + own_s
         view.deaf_since = min(view.deaf_since, now) if is_deaf else float("inf")
@@ -202,7 +202,7 @@ class Membership:
         views = (self.peers.get(peer) for peer in self.live)
         return [view.beat for view in views if view is not None and view.beat is not None]
 
-    def _measure(self, view: PeerView, beat: Heartbeat, now: float) -> None:
+    def _measure(self, view: PeerView, beat: Heartbeat, now: float, *, was_quiet: bool) -> None:
         age = self.sequence - beat.echo
         if not 0 <= age < len(self.sent_at):
             return
@@ -211,8 +211,8 @@ class Membership:
         at = self.sent_at[-1 - age]
         if at > view.acked_at:
             view.acked_at = at
-        if at < self.stall[0] or not is_news:
-            return  # we were late to read it, or it was told before
+        if at < self.stall[0] or not is_news or (was_quiet and view.round_trip_s > 0.0):
+            return  # we were late to read it, it was told before, or it waited for what was cut
         view.is_behind = False
         sample_s = now - at - beat.echo_held_s
         if sample_s > -self.interval_s:  # else it says that it stood still

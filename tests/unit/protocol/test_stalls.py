@@ -119,3 +119,24 @@ def test_what_was_told_before_is_no_sample() -> None:
         stage.hear(B, msgspec.structs.replace(BEAT, sequence=beat.sequence + number, echo=echo, echo_held_s=0.0))
         found.add((view.round_trip_s, view.variation_s))
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_what_comes_first_after_a_silence_is_a_sample_only_of_an_unknown_way(is_known: bool) -> None:
+    """W9d: it has waited for what was cut. Where nothing is known of a way it is better than nothing: somebody may be
+    so busy that each of its heartbeats comes after a silence. (10061630: a mesh of forks took as long as its cuts to go
+    on, and who left went with what was not merged.)"""
+    stage = Stage(B)
+    stage.wait(2.0)
+    view = stage.machine.core.membership.peers[B]
+    view.round_trip_s = view.variation_s = 0.01 if is_known else 0.0
+    beat = stage.beats.pop(B)
+    stage.wait(8.0)
+    echo, sent_at = stage.beaten[B]
+    stage.wait(4.0)
+    waited = msgspec.structs.replace(BEAT, sequence=beat.sequence + 1, echo=echo - 1, echo_held_s=0.0)
+    stage.hear(B, waited)
+    assert (view.round_trip_s == 0.01) if is_known else (view.round_trip_s >= stage.now - sent_at)
+    before = view.round_trip_s
+    stage.hear(B, msgspec.structs.replace(waited, sequence=beat.sequence + 2, echo=echo))
+    assert view.round_trip_s != before, "the next one is measured"
