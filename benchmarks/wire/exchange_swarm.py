@@ -9,6 +9,7 @@ import queue
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,12 +90,15 @@ class Swarm:
         self._bytes_per_parameter = bytes_per_parameter
         self._is_verbose = is_verbose
         self._stack = contextlib.ExitStack()
+        self._folder = ""
         self._processes: list[subprocess.Popen[str]] = []
         self._answers: list[queue.Queue[Message | None]] = []
 
     def __enter__(self) -> Swarm:
         with contextlib.ExitStack() as stack:
             places = stack.enter_context(links.network(self.case.link, self.case.peers))
+            # Peers are killed, and leave hundreds of megabytes behind.
+            self._folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="p2pdiloco-exchange-"))
             stack.callback(self._end)
             addresses = []
             for index, place in enumerate(places):
@@ -175,7 +179,7 @@ class Swarm:
             stderr=None if self._is_verbose else subprocess.DEVNULL,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"} if system.environment else None,
+            env={**os.environ, "TMPDIR": self._folder, **({"OMP_NUM_THREADS": "1"} if system.environment else {})},
         )
         answers: queue.Queue[Message | None] = queue.Queue()
         self._processes.append(process)
