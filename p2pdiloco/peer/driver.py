@@ -213,6 +213,7 @@ class Driver:
             case msg.Contribution() if message.payload:
                 shard, held = message.shard, self.cargo.shelves[message.shard].payloads.get(message.payload)
                 if held is None:
+                    self.feed(ev.Failed("give", shard, None, "an own payload is gone"))
                     return
                 self.traffic.sent_up(shard, held, len(effect.peers))
                 topic = f"contribution {shard}"  # A later one covers an earlier one's tokens (rule T5).
@@ -323,7 +324,11 @@ class Driver:
         payloads = self.cargo.shelves[effect.shard].payloads
         given = [(c.contributor, payloads[c.payload]) for c in effect.contributions if c.payload in payloads]
         if len(given) < len(effect.contributions):
-            self.feed(ev.Failed("merge", effect.shard, None, "a contribution's payload is gone"))
+            gone = next(c for c in effect.contributions if c.payload not in payloads)
+            giver = peer_of(gone.contributor.learner)
+            self.feed(ev.Failed("merge", effect.shard, giver, "a contribution's payload is gone"))
+            if giver == self.identity.peer_id:
+                self.feed(ev.Failed("give", effect.shard, None, "an own payload is gone"))
             return
         rung, is_coded = self.codecs.choose("down", effect.shard), self.codecs.is_coded()
 

@@ -308,6 +308,14 @@ class Contributions:
             self.core.note("info", "takeover", f"shard {shard}: owner {pending.target} is gone, offering again")
             self._offer(shard)
 
+    def lost(self, shard: ShardId) -> None:
+        """What is on offer cannot be had here any more. The learner, who has it all, gives anew: else the same would be
+        offered until another version comes, which may need it."""
+        if self.has_given(shard):
+            del self.pending[shard]
+            self.core.alarms.cancel(("takeover", shard))
+            self._ask_for_snapshot(self.core.fragment_of[shard])
+
     def refused(self, peer: PeerId, shard: ShardId, base: Digest, head: Head, reason: str) -> None:
         """An owner refused: the learner keeps its progress and contributes it on the next turn."""
         pending = self.pending.get(shard)

@@ -175,7 +175,8 @@ class Fetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """Long work on a shard did not come to its end: ``work`` is the effect's name."""
+    """Long work on a shard did not come to its end: ``work`` is the effect's name; ``give``: what
+    was encoded before is gone."""
 
     work: str
     shard: ShardId

@@ -165,8 +165,7 @@ class Machine:
         core = self.core
         self.adoption.apply(header, msg.commit_id(header))
         send_commit(core, core.membership.live, header)
-        is_alone = not core.membership.live
-        if is_alone:
+        if is_alone := not core.membership.live:
             self.farewell.solitary[event.shard] = msg.commit_id(header)
         if is_alone and not self.is_alone:
             core.note("warning", "alone", f"shard {event.shard} version {header.version}: this peer commits alone")
@@ -178,6 +177,8 @@ class Machine:
                 self.contributions.encode_failed(event.shard, event.reason)
             case "merge":
                 self.merges.merge_failed(event.shard, event.peer, event.reason)
+            case "give":
+                self.contributions.lost(event.shard)
             case "state":
                 self.repair.begin(event.shard, event.reason)
             case "values":

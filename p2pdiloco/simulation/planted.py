@@ -115,6 +115,16 @@ BUGS = (
         killed_by=(f"{_DRIVER_TESTS}::test_a_merge_whose_payload_is_gone_fails",),
     ),
     Bug(
+        name="a payload that is gone is offered for ever",
+        module="p2pdiloco.protocol.contributions",
+        old="        if self.has_given(shard):\n            del self.pending[shard]\n",
+        new="        if False:\n            del self.pending[shard]\n",
+        harm="who has lost one payload merges nothing any more, and where two are needed nobody does",
+        killed_by=(
+            "tests/unit/protocol/test_merging.py::test_what_this_peer_has_given_and_lost_its_learner_gives_anew",
+        ),
+    ),
+    Bug(
         name="proof of a head without a log is swept",
         module="p2pdiloco.protocol.chain",
         old="return {*self.ancestry, self.head.id} if self.head is not None else set(self.log_ids)",

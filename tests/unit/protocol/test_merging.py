@@ -207,6 +207,18 @@ def test_a_merge_that_fails_and_blames_nobody_drops_all() -> None:
     assert {to for to, _ in sent(effects, msg.Refused)} == {B, C}
 
 
+def test_what_this_peer_has_given_and_lost_its_learner_gives_anew() -> None:
+    """M5b: whoever was to merge it, and with what was trained since."""
+    for stage, is_owner in ((Stage(owners="a"), True), (Stage(B, C, owners="bac"), False)):
+        assert bool(only(stage.give(), ef.Merge)) == is_owner
+        stage.train(2)
+        if is_owner:
+            assert not only(stage.tell(ev.Failed("merge", SHARD, A, "its payload is gone")), ef.Snapshot)
+        effects = stage.tell(ev.Failed("give", SHARD, None, "its payload is gone"))
+        again = only(stage.work(effects, ef.Snapshot), ef.Encode)
+        assert [bare(encode.contributor) for encode in again] == [tokens(A, 0, 60)]
+
+
 def test_the_commit_names_exactly_what_was_merged_sorted_by_learner() -> None:
     """M6a: what comes while the merge is under way is not in it."""
     stage = owner(B, C, D, grace_share=0.0, min_quorum=2)
