@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,8 @@ import torch
 from numpy.typing import NDArray
 
 from p2pdiloco.peer.end import APART, Ending
+from p2pdiloco.peer.signatures import check_commit
+from p2pdiloco.peersim import arithmetic
 from p2pdiloco.peersim.knobs import CHUNK
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import signatures
@@ -30,7 +32,6 @@ from p2pdiloco.protocol.messages import CommitHeader, Contribution
 from p2pdiloco.runtime.identity import verify
 from p2pdiloco.tensors import quantizers
 from p2pdiloco.tensors.digests import state_digest
-from p2pdiloco.tensors.outer import carry
 from p2pdiloco.tensors.states import StateForm
 from p2pdiloco.wire import compression
 
@@ -82,9 +83,8 @@ class Checks:
         self.violations: list[str] = []
         self.values: dict[tuple[ShardId, Digest], Value] = {}
         self.given: dict[tuple[ShardId, LearnerId, int, int, Digest], Given] = {}
-        self.commits = 0
-        self.contributions = 0
-        self.forks = 0
+        self.counted: Counter[str] = Counter()
+        """Commits, contributions and forks that were seen, and lives."""
         self._children: set[tuple[ShardId, Digest]] = set()
         self.endings: dict[PeerId, Ending] = {}
         self._together: list[tuple[PeerId, PeerId]] = []
@@ -154,7 +154,8 @@ class Checks:
             known = self._committed(peer, shard, head, header)
             if known is None:
                 return
-        self._is_proved(peer, shard, head)
+        if known.version:
+            self.is_proved(peer, shard, head)
         theta, momentum = self._tensors(peer, shard)
         who = f"{peer.config.peer[-6:]} at version {known.version} ({head[:8]}) of shard {shard}"
         if not (np.array_equal(theta, known.theta) and np.array_equal(momentum, known.momentum)):
@@ -171,11 +172,16 @@ class Checks:
         if chain.step != known.step:
             self.violated(1, f"{who} is at step {chain.step}, its chain at {known.step}")
 
-    def _is_proved(self, peer: Peer, shard: ShardId, head: Digest) -> None:
+    def proof(self, peer: Peer, shard: ShardId, head: Digest) -> tuple[CommitHeader | None, bytes]:
+        """A commit with its owner's signature, as this peer has it."""
+        return peer.driver.cargo.shelves[shard].proofs.get(head, (None, b""))
+
+    def is_proved(self, peer: Peer, shard: ShardId, head: Digest) -> None:
         """What a peer shows of its head, to newcomers and in its checkpoints, bears the owner's signature."""
-        header, signature = peer.driver.cargo.shelves[shard].proofs.get(head, (None, b""))
-        if header is not None and not verify(header.owner, signatures.commit(head), signature):
-            self.violated(1, f"{peer.config.peer[-6:]} is at {head[:8]}, which its owner has not signed")
+        header, signature = self.proof(peer, shard, head)
+        if header is None or not verify(header.owner, signatures.commit(head), signature):
+            how = "cannot be shown" if header is None else "its owner has not signed"
+            self.violated(1, f"{peer.config.peer[-6:]} is at {head[:8]}, which {how}")
 
     def _committed(self, peer: Peer, shard: ShardId, head: Digest, header: CommitHeader) -> Value | None:
         """A commit that nobody has applied before."""
@@ -188,10 +194,16 @@ class Checks:
         if parent is None or (payload is None and not is_forgotten):
             self.violated(1, f"{peer.config.peer[-6:]} commits {head[:8]} of shard {shard} on nothing")
             return None
-        self.commits += 1
-        self.forks += (shard, header.parent) in self._children
+        self.counted["commits"] += 1
+        self.world.durability.committed(header)
+        self.counted["forks"] += (shard, header.parent) in self._children
         self._children.add((shard, header.parent))
         marks = dict(parent.marks)
+        try:
+            check_commit(self.world.manifest.run, header, self.proof(peer, shard, head)[1])
+        except ValueError as error:
+            if peer.config.peer not in self.spoilt:
+                self.violated(3, f"commit {head[:8]} of shard {shard}: {error}")
         for c in header.contributors:
             if c.tokens_from < marks.get(c.learner, 0):
                 self.violated(3, f"commit {head[:8]} of shard {shard} merges tokens of {c.learner[-12:]} again")
@@ -210,17 +222,11 @@ class Checks:
         """Whether ``value`` is the outer step of this commit's payload on its parent."""
         change = self.decoded(shard, payload)
         self._is_merged(shard, header, change)
-        outer = self.world.manifest.config.outer
-        age = 1.0 - outer.momentum ** (header.version + 1) if outer.bias_correction is True else 1.0
-        rate, factor = np.float32(outer.learning_rate / age), np.float32(outer.momentum)
-        momentum = parent.momentum * factor + change
-        step = momentum * factor + change
-        if self._form.momentum == torch.bfloat16:
-            bits = momentum.view(np.uint32)
-            kept = ((bits + ((bits >> 16) & 1) + 0x7FFF) & 0xFFFF0000).view(np.float32)
-            step += (momentum - kept) * np.float32(carry(outer.momentum))
-            momentum = kept
-        return self._is_near(value, parent.theta - rate * step, momentum)
+        outer, is_short = self.world.manifest.config.outer, self._form.momentum == torch.bfloat16
+        expected = arithmetic.outer_step(
+            parent.theta, parent.momentum, change, outer, header.version, is_short=is_short
+        )
+        return self._is_near(value, *expected)
 
     def _is_near(self, value: Value, theta: NDArray[Any], momentum: NDArray[Any]) -> bool:
         return np.allclose(theta, value.theta, atol=1e-4) and np.allclose(momentum, value.momentum, atol=1e-4)
@@ -245,7 +251,7 @@ class Checks:
         pending = peer.machine.contributions.pending.get(event.shard)
         if pending is None or pending.contribution.contributor != event.contributor:
             return
-        self.contributions += 1
+        self.counted["contributions"] += 1
         contribution: Contribution = pending.contribution
         c, shard = contribution.contributor, event.shard
         payload = self._bytes_of(peer, peer.driver.cargo.shelves[shard].payloads[contribution.payload])
@@ -294,17 +300,8 @@ class Checks:
                 return
             vectors.append(given.vector.astype(np.float64))
             weights.append(given.tokens * given.tokens / given.steps)
-        total = sum(weights)
-        norms = [float(np.linalg.norm(v)) for v in vectors]
-        counted = _counted(norms, weights, [c.steps for c in header.contributors])
-        if self.world.layout.shards[shard].merge == "rda":
-            mean = sum(w / total * v / n for w, v, n in zip(weights, vectors, norms, strict=True) if n)
-            length = float(np.linalg.norm(mean))
-            radius = sum(w / total * n for w, n in zip(weights, counted, strict=True))
-            expected = mean * (radius / length if length else 0.0)
-        else:
-            found = zip(weights, vectors, norms, counted, strict=True)
-            expected = sum(w / total * v * (count / n) for w, v, n, count in found if n)
+        how = self.world.layout.shards[shard].merge
+        expected = arithmetic.merged(vectors, weights, [c.steps for c in header.contributors], how)
         slack = (1e-2 if self.world.setting.is_exact else 0.5) * float(np.abs(expected).max()) + 1e-4
         if self.world.setting.is_exact and float(np.abs(expected - change).max()) > slack:
             self.violated(3, f"commit {header.version} of shard {shard} is not the merge of what it names")
@@ -385,16 +382,3 @@ class Checks:
             left = [path for path in files if path.endswith((".part", ".safetensors")) and path not in known]
             if left and name in self.endings and not computer.is_full:
                 self.violated(6, f"{name[-6:]} leaves {', '.join(left)}")
-
-
-def _counted(norms: Sequence[float], weights: Sequence[float], steps: Sequence[int]) -> list[float]:
-    """As how long each contribution counts: at most twice the median, by length or by length of a step."""
-
-    def median(values: Sequence[float]) -> float:
-        known = sorted((value, w) for value, w in zip(values, weights, strict=True) if value and w)
-        sums = np.cumsum([w for _, w in known])
-        return known[int(np.searchsorted(sums, sums[-1] / 2 * (1 - 1e-12)))][0] if known else 0.0
-
-    length = median(norms)
-    pace = median([n / s for n, s in zip(norms, steps, strict=True)])
-    return [min(n, 2 * max(length, pace * s)) for n, s in zip(norms, steps, strict=True)]

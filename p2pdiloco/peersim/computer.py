@@ -22,6 +22,13 @@ class PeerSetting(msgspec.Struct, frozen=True, kw_only=True):
     load_s: float = 0.3
     clock: tuple[float, float] = (0.0, 1.0)
     """Offset in seconds, and rate."""
+    has_compiler: bool = True
+    """Else torch computes what kernels do elsewhere, with the same bits."""
+    link_s: float = 0.001
+    """How long what node and learner tell each other is on its way, at most."""
+    copies: int = 0
+    """How many times its learner looks, at most, until a copy of its parameters has ended, as on a GPU."""
+    is_rough: bool = False
 
 
 class Computer:

@@ -7,11 +7,24 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+import msgspec
 import torch
 
+from p2pdiloco.peer.payload_store import PAYLOADS
+from p2pdiloco.peersim.disk import SimulatedDisk
 from p2pdiloco.peersim.faults import Fault
 from p2pdiloco.peersim.restarts import again
 from p2pdiloco.peersim.world import World
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.messages import Contribution, Contributor
+from p2pdiloco.wire.bodies import decode_message
+from p2pdiloco.wire.bodies import encode as encode_body
+
+EARLY_BYTES = 64
+GARBLED_LEAST_S = 5.0
+FORGETS_S = 0.5
+CUT_MOST_S = 20.0
 
 # -- disks -------------------------------------------------------------------------------------------------------------
 
@@ -86,7 +99,13 @@ def _lie(world: World, fault: Fault, lie: str) -> bool:
         return False
     disk = world.computers[fault.peer].disk
     disk.lie = lie
-    disk.lied = lambda: world.happened.update([fault.kind])
+
+    def lied() -> None:
+        world.happened.update([fault.kind])
+        if world.setting.is_rough and world.random.random() < 0.5:
+            world.at(world.now + world.random.random(), lambda: _read_it(world, fault))
+
+    disk.lied = lied
     world.checks.damaged.add(fault.peer)
     world.checks.forgetful.add(fault.peer)  # it may be a payload's
     return False  # it is counted when something was written
@@ -94,11 +113,29 @@ def _lie(world: World, fault: Fault, lie: str) -> bool:
 
 def flip_file(world: World, fault: Fault) -> bool:
     """A bit of a file."""
-    if not world.survives_without({fault.peer}) or not world.computers[fault.peer].disk.flip():
+    if not world.survives_without({fault.peer}):
+        return False
+    path = _flip(world, world.computers[fault.peer].disk)
+    if path is None:
         return False
     world.checks.spoilt.add(fault.peer)
     world.checks.damaged.add(fault.peer)
+    if world.setting.is_rough and PAYLOADS not in path:
+        _read_it(world, fault)
     return True
+
+
+def _read_it(world: World, fault: Fault) -> None:
+    """The process ends, so that its next life reads what was harmed, before something new takes its place."""
+    if fault.peer in world.hosts and world.survives_without({fault.peer}):
+        world.kill(fault.peer, with_learner=True)
+        again(world, fault)
+
+
+def _flip(world: World, disk: SimulatedDisk) -> str | None:
+    """In rough worlds often where lengths and names lie."""
+    is_early = world.setting.is_rough and world.random.random() < 0.5
+    return disk.flip(EARLY_BYTES) if is_early else disk.flip()
 
 
 def rollback(world: World, fault: Fault) -> bool:
@@ -108,8 +145,8 @@ def rollback(world: World, fault: Fault) -> bool:
 
     def put_back() -> None:
         if world.survives_without({fault.peer}) and fault.peer in world.hosts:
+            disk.is_unreliable = True
             world.kill(fault.peer, with_learner=True)
-            world.computers[fault.peer].disk.is_unreliable = True
             disk.put_back(old)
             again(world, fault)
             world.happened["rollback"] += 1
@@ -123,8 +160,8 @@ def wipe(world: World, fault: Fault) -> bool:
     if not world.survives_without({fault.peer}):
         return False
     is_alive = fault.peer in world.hosts
-    world.kill(fault.peer, with_learner=True)
     world.computers[fault.peer].disk.is_unreliable = True
+    world.kill(fault.peer, with_learner=True)
     world.computers[fault.peer].disk.put_back({})
     again(world, fault)
     return is_alive
@@ -168,16 +205,74 @@ def poison(world: World, fault: Fault) -> bool:
 
 
 def forget(world: World, fault: Fault) -> bool:
-    """Every other payload that the node holds is gone."""
+    """Every other payload that the node holds is gone; in a rough world again and again, as long as the fault lasts."""
     host = world.hosts.get(fault.peer)
     if host is None:
         return False
     world.checks.forgetful.add(fault.peer)
+    if world.setting.is_rough and fault.seconds > 0:
+        after_s = FORGETS_S * world.random.random()
+        next_one = msgspec.structs.replace(fault, seconds=min(fault.seconds, CUT_MOST_S) - after_s)
+        world.at(world.now + after_s, lambda: world.hosts.get(fault.peer) is host and forget(world, next_one))
     held = [(shelf.payloads, digest) for shelf in host.peer.driver.cargo.shelves for digest in sorted(shelf.payloads)]
     for payloads, digest in held:
         if world.random.random() < 0.5:
             del payloads[digest]
     return bool(held)
+
+
+def garble(world: World, fault: Fault) -> bool:
+    """Bits flip in signatures that come in, before anybody has looked at them."""
+    host = world.hosts.get(fault.peer)
+    if host is None:
+        return False
+    peer, message, until = host.peer, host.peer.message, world.now + max(fault.seconds, GARBLED_LEAST_S)
+
+    def garbled(source: PeerId, body: bytes, payload: memoryview | None) -> object:
+        if world.now < until and world.random.random() < 0.5:
+            body = _with_another_signature(world, body)
+        return message(source, body, payload)
+
+    setattr(peer, "message", garbled)  # noqa: B010 (a fault, not a method)
+    return True
+
+
+def forge(world: World, fault: Fault) -> bool:
+    """Bits flip in signatures of contributions after they were looked at: the owner's commit names what nobody gave."""
+    host = world.hosts.get(fault.peer)
+    if host is None or len(world.hosts) < 2 or not world.survives_without({fault.peer}):
+        return False
+    if world.happened["forge"]:
+        return False  # one of a world
+    driver, feed, until = host.peer.driver, host.peer.driver.feed, world.now + max(fault.seconds, GARBLED_LEAST_S)
+    world.checks.spoilt.add(fault.peer)
+    for computer in world.computers.values():
+        computer.is_excused = True  # what it owns comes to nothing, and with a quorum of two nobody else may be left
+
+    def forged(event: ev.Event) -> None:
+        if isinstance(event, ev.Received) and isinstance(event.message, Contribution) and world.now < until:
+            message = decode_message(_with_another_signature(world, encode_body(event.message)))
+            event = msgspec.structs.replace(event, message=message)
+        feed(event)
+
+    setattr(driver, "feed", forged)  # noqa: B010 (a fault, not a method)
+    return True
+
+
+def _with_another_signature(world: World, body: bytes) -> bytes:
+    """A contribution's, or one of those that a commit names."""
+    message = decode_message(body)
+    match message:
+        case Contribution(contributor=one) if one.signature:
+            return encode_body(msgspec.structs.replace(message, contributor=_altered(world, one)))
+        case _:
+            return body
+
+
+def _altered(world: World, contributor: Contributor) -> Contributor:
+    signature = bytearray(contributor.signature)
+    signature[world.random.randrange(len(signature))] ^= 1 << world.random.randrange(8)
+    return msgspec.structs.replace(contributor, signature=bytes(signature))
 
 
 def encode(world: World, fault: Fault) -> bool:
@@ -186,7 +281,7 @@ def encode(world: World, fault: Fault) -> bool:
     if host is None:
         return False
 
-    def refuse(*_: object) -> NoReturn:
+    def refuse(*_: object, **__: object) -> NoReturn:
         raise ValueError("no scale fits")
 
     setattr(host.peer.state, "encode", refuse)  # noqa: B010 (a fault, not a method)

@@ -17,6 +17,9 @@ from random import Random
 
 from p2pdiloco.peer.disk import Buffer
 
+MEMORY_BYTES = 1 << 30
+"""Of a process; a read takes its memory first."""
+
 
 class ProcessDied(BaseException):
     """The process ends inside an operation on its disk."""
@@ -41,6 +44,8 @@ class SimulatedDisk:
         """What becomes of the next file that is written: "lost" (zeros are read back) or "misdirected" (the same, and
         its bytes are in the place of another file's)."""
         self.lied: Callable[[], object] = lambda: None
+        self.altered: set[str] = set()
+        """Files of which something is not what was written there."""
 
     # -- peer.disk.Disk ------------------------------------------------------------------------------------------------
 
@@ -53,6 +58,8 @@ class SimulatedDisk:
     def read(self, path: Path, start: int = 0, size: int | None = None) -> bytes:
         """The file's bytes from ``start``; at most ``size``, or all."""
         self._operation()
+        if size is not None and size > MEMORY_BYTES:
+            raise MemoryError
         try:
             return self.files[str(path)][start : None if size is None else start + size]
         except KeyError:
@@ -78,7 +85,10 @@ class SimulatedDisk:
         if self.dies_in == 1:
             self.files[str(path)] = there + data[: self._random.randrange(len(data) + 1)]
         self._operation()
+        if not there:
+            self.altered.discard(str(path))
         if self.lie:
+            self.altered.add(str(path))
             self._misdirect(data, {*self.files} - {str(path)} if self.lie == "misdirected" else set())
             data, self.lie = bytes(len(data)), ""
             self.lied()
@@ -89,6 +99,7 @@ class SimulatedDisk:
             other = self._random.choice(sorted(others))
             there = self.files[other]
             self.files[other] = self._durable[other] = data[: len(there)] + there[len(data) :]
+            self.altered.add(other)
 
     def sync(self, path: Path) -> None:
         """The file's bytes are durable."""
@@ -118,6 +129,9 @@ class SimulatedDisk:
             self.files[str(new)] = self.files.pop(str(old))
         except KeyError:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(old)) from None
+        self.altered.discard(str(new))
+        if str(old) in self.altered:
+            self.altered ^= {str(old), str(new)}
 
     def remove(self, path: Path) -> None:
         """A file; nothing if it is not there."""
@@ -154,17 +168,19 @@ class SimulatedDisk:
                     files[path] = data[: kept + self._random.randrange(len(data) - kept + 1)]
                 case _:
                     pass
+        self.altered |= {path for path in {*files, *self.files} if files.get(path) != self.files.get(path)}
         self.files, self._durable = files, dict(files)
 
-    def flip(self) -> str | None:
-        """One bit of one file becomes another one; which file."""
+    def flip(self, first_bytes: int | None = None) -> str | None:
+        """One bit of one file, within its ``first_bytes``, becomes another one; which file."""
         paths = sorted(path for path, data in self.files.items() if data)
         if not paths:
             return None
         path = self._random.choice(paths)
         data = bytearray(self.files[path])
-        data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
+        data[self._random.randrange(min(len(data), first_bytes or len(data)))] ^= 1 << self._random.randrange(8)
         self.files[path] = self._durable[path] = bytes(data)
+        self.altered.add(path)
         return path
 
     def keep(self) -> dict[str, bytes]:
@@ -173,4 +189,6 @@ class SimulatedDisk:
 
     def put_back(self, files: dict[str, bytes]) -> None:
         """An old copy takes the place of all that is there."""
+        if self.altered:
+            self.altered |= {*files}
         self.files, self._durable = dict(files), dict(files)

@@ -50,7 +50,14 @@ FurtherKind = Literal[
 LateKind = Literal[
     "one-way",  # what a peer says on the connections that it has is lost from then on, and nobody is told
 ]
-Kind = FirstKind | FurtherKind | LateKind
+RoughKind = Literal[
+    "crash-loop",  # the learner ends soon after each of its beginnings
+    "misuse",  # the learner ends, and says that somebody must repair it
+    "blackout",  # everybody is killed at once, and one comes back with the best of all checkpoints
+    "garble",  # bits flip in signatures that come in
+    "forge",  # the same, after they were found sound: what the peer commits then bears them
+]
+Kind = FirstKind | FurtherKind | LateKind | RoughKind
 FURTHER_SHARE = 0.4
 """Of seeds have further kinds."""
 LATE_SHARE = 0.2
@@ -74,6 +81,13 @@ def draw_faults(random: Random, further: Random, late: Random, names: list[PeerI
         faults += _draw(further, further.choice((1, 2, 3, 5)), get_args(FurtherKind), names, typical_s)
     if late.random() < LATE_SHARE:
         faults += _draw(late, late.choice((1, 2)), get_args(LateKind), names, typical_s)
+    return sorted(faults, key=lambda fault: fault.at)
+
+
+def draw_rough(random: Random, names: list[PeerId], typical_s: float) -> list[Fault]:
+    """Of a rough world: of all kinds, and many."""
+    kinds = (*get_args(FirstKind), *get_args(FurtherKind), *get_args(LateKind), *get_args(RoughKind))
+    faults = _draw(random, random.choice((4, 8, 12, 16)), kinds, names, typical_s)
     return sorted(faults, key=lambda fault: fault.at)
 
 

@@ -20,6 +20,8 @@ from p2pdiloco.peersim.disk import ProcessDied, SimulatedDisk
 from p2pdiloco.peersim.network import SimulatedLinks
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.simulation.clock import Clock
+from p2pdiloco.tensors import kernels
+from p2pdiloco.tensors.scratch import scratch
 
 if TYPE_CHECKING:
     from p2pdiloco.peer.peer import Peer
@@ -27,8 +29,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+HAS_KERNELS = kernels.AVAILABLE
+
 WORK_S: dict[Queue, float] = {"tensors": 0.004, "checks": 0.002, "disk": 0.03, "own": 0.004}
 """Typical time of one job."""
+
+
+def compute(*, with_kernels: bool) -> None:
+    """From now on so, in this process."""
+    is_fast = with_kernels and HAS_KERNELS
+    setattr(kernels, "AVAILABLE", is_fast)  # noqa: B010 (it is Final for everybody else)
+    scratch.is_fast = is_fast
 
 
 class Timer:
@@ -49,12 +60,16 @@ class Timer:
 
 
 class Workers:
-    """How long jobs take on a process's queues, one after the other."""
+    """What else a process has: how long jobs take on its queues, and how many learners it began."""
 
     def __init__(self) -> None:
         self._free_at: dict[Queue, float] = {}
         self.slowness: dict[Queue, float] = {}
         """Factors of the typical time."""
+        self.held_up_at = float("-inf")
+        """When they stood still for the last time, until then."""
+        self.learners = 0
+        """How often a learner's process was started."""
 
     def span(self, queue: Queue, now: float, random: Random) -> tuple[float, float]:
         """When the next job is done, and when that is known."""
@@ -76,7 +91,7 @@ class SimulatedHost:
         self.links = SimulatedLinks(self)
         self.version = world.computers[name].version
         """Of the wire, which its release speaks."""
-        self.life = world.lives
+        self.life = world.checks.counted["lives"]
         self.start_learner: StartLearner
         self._clock = Clock(*clock)
         self.is_dead = False
@@ -108,6 +123,7 @@ class SimulatedHost:
     def resume(self) -> None:
         """SIGCONT."""
         self.is_paused = False
+        self.workers.held_up_at = max(self.workers.held_up_at, self.world.now)
         while self._held and not self.is_paused and not self.is_dead:
             self.do(self._held.popleft())
 
@@ -182,6 +198,7 @@ class SimulatedHost:
         outcome: list[T | Exception] = []
 
         def run() -> None:
+            compute(with_kernels=world.computers[self.name].setting.has_compiler)
             try:
                 outcome.append(work())
             except Exception as error:  # noqa: BLE001 (an executor passes on whatever it is)

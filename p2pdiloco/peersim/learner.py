@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from p2pdiloco.peer.supervision import RESTARTS
 from p2pdiloco.peersim.knobs import CHUNK
 from p2pdiloco.peersim.marked_model import MarkedModel
 from p2pdiloco.protocol.blocks import Block
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 IDLE_S = 0.05
 EXIT_S = 5.0
 BLOCK_STEPS = 3
-LINK_S = 0.001
 
 
 class Vectors:
@@ -50,9 +50,11 @@ class SimulatedChannel:
     def __init__(self, host: SimulatedHost, heard: Callable[[link.FromLearner], None]) -> None:
         self._host = host
         self._heard = heard
+        self._link_s = host.world.computers[host.name].setting.link_s
         self._outgoing: list[link.FromLearner] = []
         self.incoming: list[link.FromNode] = []
-        self._arrives_at = 0.0
+        self.arrives_at = 0.0
+        """When the node has heard all that was said so far."""
         self._reaches_at = 0.0
         self.blocked_s = 0.0
         self.is_cut = False
@@ -78,14 +80,14 @@ class SimulatedChannel:
         outgoing, self._outgoing = self._outgoing, []
         world = self._host.world
         for message in outgoing:
-            self._arrives_at = max(self._arrives_at, world.now) + LINK_S * world.random.random()
-            world.at(self._arrives_at, partial(self._host.do, partial(self._heard, message)))
+            self.arrives_at = max(self.arrives_at, world.now) + self._link_s * world.random.random()
+            world.at(self.arrives_at, partial(self._host.do, partial(self._heard, message)))
         return True
 
     def tell(self, message: link.FromNode) -> None:
         """The node says something."""
         world = self._host.world
-        self._reaches_at = max(self._reaches_at, world.now) + LINK_S * world.random.random()
+        self._reaches_at = max(self._reaches_at, world.now) + self._link_s * world.random.random()
         world.at(self._reaches_at, lambda: self.incoming.append(message))
 
 
@@ -174,6 +176,7 @@ class SimulatedLearner:
         self.truth = Truth(len(world.layout.shards))
         """Since its counters began."""
         setting = self._setting = world.computers[peer].setting
+        self.model.flat.looks = lambda: world.random.randint(0, most) if (most := setting.copies) else 0
         self.reunion = SimulatedReunion(world, setting.reattach_s) if setting.reattach_s else None
         self.channel = channel
         self.link = OuterLink(
@@ -264,7 +267,8 @@ class SimulatedLearner:
         self.is_dead = True
         gone = self.gone
         if gone is not None:
-            self.world.at(self.world.now + 0.01, lambda: gone(reason, status))
+            heard_all_s = max(self.world.now, self.channel.arrives_at) + 0.01
+            self.world.at(heard_all_s, lambda: gone(reason, status))
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -361,6 +365,9 @@ class _Starting:
             learner = waiting
         else:
             learner = SimulatedLearner(world, host.name, self._channel, self._vectors)
+            host.workers.learners += 1
+            if host.workers.learners > 1 + RESTARTS:
+                world.checks.violated(11, f"{host.name[-6:]} starts its learner again")
             world.learners.newest[host.name] = learner
             learner.link.greet(device="cpu", has_blocks=True)
             learner.wake(world.computers[host.name].setting.load_s)

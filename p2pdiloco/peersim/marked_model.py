@@ -16,17 +16,53 @@ from p2pdiloco.peersim.knobs import CHUNK
 from p2pdiloco.protocol.identifiers import ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.training.side_stream import Finished
 
 
 class _Watched(FlatParameters):
     """Tells which shards the learner threw away to take the global parameters."""
 
     replaced: Callable[[Iterable[ShardId]], None]
+    looks: Callable[[], int]
+    """How often the next copy is asked for before it has ended."""
 
-    def copy_from(self, vector: Tensor, shards: Iterable[ShardId]) -> None:
+    def copy_from(self, vector: Tensor, shards: Iterable[ShardId]) -> Finished | None:
         """Parameters = ``vector``."""
         super().copy_from(vector, shards)
         self.replaced(shards)
+        return self._under_way(lambda: None)
+
+    def add_from(self, vector: Tensor, shards: Iterable[ShardId]) -> Finished | None:
+        """Parameters += ``vector``."""
+        super().add_from(vector, shards)
+        return self._under_way(lambda: None)
+
+    def copy_to(self, vector: Tensor, shards: Iterable[ShardId]) -> Finished | None:
+        """``vector`` = parameters of now, when the copy ends."""
+        copy, shards = torch.empty_like(vector), tuple(shards)
+        super().copy_to(copy, shards)
+
+        def arrive() -> None:
+            for shard in shards:
+                piece = self.layout.shards[shard]
+                vector[piece.start : piece.stop].copy_(copy[piece.start : piece.stop])
+
+        return self._under_way(arrive)
+
+    def _under_way(self, arrive: Callable[[], None]) -> Finished | None:
+        left = self.looks()
+        if not left:
+            arrive()
+            return None
+
+        def is_finished() -> bool:
+            nonlocal left
+            left -= 1
+            if not left:
+                arrive()
+            return left <= 0
+
+        return is_finished
 
 
 class MarkedModel:
@@ -37,6 +73,7 @@ class MarkedModel:
         self.parameters = [torch.zeros(spec.shape) for spec in manifest.tensors]
         named = [(spec.name, tensor) for spec, tensor in zip(manifest.tensors, self.parameters, strict=True)]
         self.flat = _Watched(named, manifest.tensors, layout)
+        self.flat.looks = lambda: 0
         self._mark = torch.zeros(layout.elements)
         """What one step adds, as the run's flat vector."""
         for shard in layout.shards:
@@ -45,7 +82,7 @@ class MarkedModel:
 
     def step(self) -> None:
         """One inner step."""
-        self.flat.add_from(self._mark, self.flat.everything)
+        FlatParameters.add_from(self.flat, self._mark, self.flat.everything)
 
     def poison(self) -> None:
         """They are not numbers any more."""
@@ -54,5 +91,5 @@ class MarkedModel:
     def vector(self) -> Tensor:
         """As the run's flat vector."""
         out = torch.empty(len(self._mark))
-        self.flat.copy_to(out, self.flat.everything)
+        FlatParameters.copy_to(self.flat, out, self.flat.everything)
         return out

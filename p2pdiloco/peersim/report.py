@@ -12,6 +12,9 @@ DRIVEN = ("p2pdiloco.peer.", "p2pdiloco.training.outer_link", "p2pdiloco.tensors
 """Modules beside the protocol that run in simulated worlds as they are."""
 SEED_S = 120.0
 """A worker that needs longer for a seed hangs."""
+ROUGH = 10**14
+"""From here on seeds are rough worlds: many faults of all kinds, learners whose copies and links take their time, and
+machines without a compiler."""
 PRIVATE = 10**15
 """From here on seeds are those of before in a private run, in which peers know only the members whom they have met."""
 

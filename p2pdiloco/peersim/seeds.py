@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from random import Random
+from typing import Literal
 
 import msgspec
 
 from p2pdiloco.peersim.computer import PeerSetting
-from p2pdiloco.peersim.faults import draw_faults
-from p2pdiloco.peersim.report import PRIVATE, Outcome
+from p2pdiloco.peersim.faults import draw_faults, draw_rough
+from p2pdiloco.peersim.report import PRIVATE, ROUGH, Outcome
 from p2pdiloco.peersim.strikes import schedule
 from p2pdiloco.peersim.world import World, WorldSetting
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, ScheduleConfig
@@ -68,15 +69,40 @@ def draw(seed: int) -> tuple[WorldSetting, Random]:
     return setting, Random(f"{seed}/faults")
 
 
+def roughened(setting: WorldSetting, random: Random) -> WorldSetting:
+    """With what makes rare moments common: copies and links that take their time, machines without a compiler."""
+    link_s, copies = random.choice((0.001, 0.05, 0.5)), random.choice((0, 1, 3))
+    peers = tuple(
+        msgspec.structs.replace(
+            peer,
+            has_compiler=random.random() < 0.7,
+            is_follower=False,
+            link_s=link_s,
+            copies=copies,
+            is_rough=True,
+        )
+        for peer in setting.peers
+    )
+    adopt: Literal["carry", "overwrite"] = "overwrite" if random.random() < 0.2 else "carry"
+    return msgspec.structs.replace(setting, peers=peers, outer=msgspec.structs.replace(setting.outer, adopt=adopt))
+
+
 def run_seed(seed: int) -> Outcome:
     """One world, from its founding to its end."""
-    setting, random = draw(seed % PRIVATE)
+    number = seed % ROUGH
+    setting, random = draw(number)
     setting = msgspec.structs.replace(setting, is_private=seed >= PRIVATE)
-    world = World(seed % PRIVATE, setting)
+    is_rough = seed % PRIVATE >= ROUGH
+    if is_rough:
+        setting = roughened(setting, Random(f"{number}/rough setting"))
+    world = World(number, setting)
     names = list(world.computers)
     typical_s = max(peer.step_s for peer in setting.peers) * setting.steps
-    further, late = Random(f"{seed % PRIVATE}/{FURTHER}"), Random(f"{seed % PRIVATE}/{LATE}")
-    faults = draw_faults(random, further, late, names, typical_s)
+    if is_rough:
+        faults = draw_rough(Random(f"{number}/rough faults"), names, typical_s)
+    else:
+        further, late = Random(f"{number}/{FURTHER}"), Random(f"{number}/{LATE}")
+        faults = draw_faults(random, further, late, names, typical_s)
     for i, name in enumerate(names):
         late_s = 0.0 if i == 0 else 0.2 + random.random() * (typical_s / 3 if random.random() < 0.3 else 0.5)
         world.at(late_s, partial(world.begin, name))
@@ -86,10 +112,10 @@ def run_seed(seed: int) -> Outcome:
     return Outcome(
         seed=seed,
         violations=tuple(violations),
-        commits=checks.commits,
-        contributions=checks.contributions,
-        forks=checks.forks,
-        lives=world.lives,
+        commits=checks.counted["commits"],
+        contributions=checks.counted["contributions"],
+        forks=checks.counted["forks"],
+        lives=checks.counted["lives"],
         faults=len(faults),
         happened=dict(world.happened),
         seconds=world.now,

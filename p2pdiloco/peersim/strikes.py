@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from p2pdiloco.peer.supervision import MISUSED, RESTARTS
 from p2pdiloco.peersim import damage
 from p2pdiloco.peersim.faults import Fault, Kind
 from p2pdiloco.peersim.host import WORK_S
@@ -72,6 +73,48 @@ def _learner(world: World, fault: Fault) -> bool:
     return True
 
 
+def _crash_loop(world: World, fault: Fault) -> bool:
+    """Each learner of this life of the node ends soon after it began."""
+    host, again_s = world.hosts.get(fault.peer), 1.0 + world.random.random()
+
+    def crash() -> None:
+        if world.hosts.get(fault.peer) is host:
+            _learner(world, fault)
+            world.at(world.now + again_s, crash)
+
+    crash()
+    return host is not None
+
+
+def _misuse(world: World, fault: Fault) -> bool:
+    """Another life would end the same way: there must be none."""
+    learner, host = world.learners.newest.get(fault.peer), world.hosts.get(fault.peer)
+    if learner is None or learner.is_dead or host is None or learner.channel.is_closed:
+        return False
+    world.computers[fault.peer].is_excused = True
+    host.workers.learners = 1 + RESTARTS
+    learner.exit(MISUSED, "it is misused")
+    return True
+
+
+def _blackout(world: World, fault: Fault) -> bool:
+    """Everybody is killed at once. They come back one after the other, the first with the best of all disks."""
+    names = [name for name in world.computers if name in world.hosts]
+    disks = [world.computers[name].disk for name in names]
+    if not names or world.checks.spoilt or world.checks.damaged or any(disk.is_unreliable for disk in disks):
+        return False
+    if any(not world.durability.has_whole(name) for name in names):
+        return False
+    for name in names:
+        world.computers[name].is_excused = True
+        world.kill(name, with_learner=True)
+    world.random.shuffle(names)
+    world.durability.resumes = names[0]
+    for number, name in enumerate(names):
+        world.at(world.now + 0.5 + number + world.random.random(), partial(world.begin, name))
+    return True
+
+
 def _pause(world: World, fault: Fault) -> bool:
     host = world.hosts.get(fault.peer)
     if host is None or host.is_paused:
@@ -99,6 +142,9 @@ def _leave(world: World, fault: Fault) -> bool:
     host = world.hosts.get(fault.peer)
     if host is None or host.peer.is_over or not world.survives_without({fault.peer}):
         return False
+    if world.setting.is_rough:
+        for computer in world.computers.values():
+            computer.is_excused = True  # two who leave at once, with slow learners and a quorum of two, may be too late
     host.do(lambda: host.peer.request_leave("asked to"))
 
     def come_back() -> None:
@@ -193,6 +239,7 @@ def _spoil(world: World, fault: Fault) -> bool:
     one has sent what it should have sent (``peer.downloads``, rule 2)."""
     if world.network.spoiling.keys() - {fault.peer}:
         return False
+    world.computers[fault.peer].is_excused = True  # nobody fetches what it alone has, nor merges what it gives
     world.network.spoiling[fault.peer] = world.now + min(max(fault.seconds, SPOILT_LEAST_S), CUT_MOST_S)
     return False  # it is counted when something was spoilt
 
@@ -207,8 +254,8 @@ def _join_in_fork(world: World, fault: Fault) -> bool:
     seconds = min(max(fault.seconds, 2 * FORKED_S), CUT_MOST_S)
     world.network.cut(pairs + [(other, one) for one, other in pairs], seconds)
     world.harm_until(world.now + seconds)
-    world.kill(fault.peer, with_learner=True)
     world.computers[fault.peer].disk.is_unreliable = True
+    world.kill(fault.peer, with_learner=True)
     world.computers[fault.peer].disk.put_back({})
 
     def come() -> None:
@@ -238,6 +285,7 @@ def _slow_queue(queue: Literal["tensors", "disk"], factor: float) -> Strike:
         if host is None:
             return False
         host.workers.slowness[queue] = factor
+        host.workers.held_up_at = float("inf")  # what waits is not known
         for computer in world.computers.values():
             computer.is_excused = True  # what it owns, or has to give, may come too late for the end
         world.harm_until(world.now + 2 * factor * WORK_S[queue])  # one job that has begun ends no sooner
@@ -284,4 +332,9 @@ STRIKES: dict[Kind, Strike] = {
     "leave": _leave,
     "forget": damage.forget,
     "encode": damage.encode,
+    "crash-loop": _crash_loop,
+    "misuse": _misuse,
+    "blackout": _blackout,
+    "garble": damage.garble,
+    "forge": damage.forge,
 }

@@ -20,10 +20,11 @@ from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.options import LearnerOptions, PeerOptions
 from p2pdiloco.peer.peer import InitialState, Peer
-from p2pdiloco.peer.write_budget import DAY_S, LOGGED_SHARE
+from p2pdiloco.peer.write_budget import DAY_S, LOGGED_SHARE, UNLOGGED_SHARE
 from p2pdiloco.peersim.checkers import Checks
 from p2pdiloco.peersim.computer import Computer, PeerSetting
 from p2pdiloco.peersim.directory import Directory
+from p2pdiloco.peersim.durability import Durability, shown
 from p2pdiloco.peersim.host import SimulatedHost
 from p2pdiloco.peersim.knobs import CHUNK
 from p2pdiloco.peersim.learner import Learners, SimulatedLearner, StartSimulatedLearner, Vectors
@@ -53,6 +54,7 @@ from p2pdiloco.tensors.states import StateForm
 from p2pdiloco.wire.bodies import PeerStatus, StateProof
 
 FOLDER = Path("/peer")
+CHECKPOINTS = FOLDER / "checkpoint"
 CHUNKS_A_SHARD = 4
 SELDOM_S = 20.0
 """Between two checkpoints of a thrifty peer."""
@@ -82,6 +84,11 @@ class WorldSetting(msgspec.Struct, frozen=True, kw_only=True):
     """When the run must be over, at the latest."""
 
     @property
+    def is_rough(self) -> bool:
+        """What its seed number says: many faults, and each where it matters."""
+        return self.peers[0].is_rough
+
+    @property
     def is_exact(self) -> bool:
         """Whole numbers survive the codec."""
         return self.codec.up == self.codec.down == "bf16"
@@ -106,11 +113,12 @@ class World:
         self.network = Network(self)
         self.directory = Directory(self)
         self.checks = Checks(self)
+        least_s = SELDOM_S * LOGGED_SHARE / UNLOGGED_SHARE if setting.is_thrifty else 0.0
+        self.durability = Durability(self, CHECKPOINTS, least_s)
         self.hosts: dict[PeerId, SimulatedHost] = {}
         """Lives under way."""
         self.learners = Learners()
         self._over: asyncio.Future[None] = self.loop.create_future()
-        self.lives = 0
         self.happened: Counter[str] = Counter()
         """Faults that hit somebody, by kind."""
         self.harmed_at = 0.0
@@ -190,7 +198,7 @@ class World:
         """A life of this peer, with what lies on its disk."""
         if name in self.hosts or name in self.checks.endings:
             return
-        self.lives += 1
+        self.checks.counted["lives"] += 1
         self.harm_until(self.now)
         computer = self.computers[name]
         setting = computer.setting
@@ -207,13 +215,15 @@ class World:
             write_bytes_per_day=self._write_bytes_per_day(),
             payload_memory_bytes=0 if self.setting.has_payloads_on_disk else 4 << 20,
         )
+        metrics = Metrics(FOLDER / "metrics.jsonl")
+        metrics.told = partial(self.durability.told, name)
         peer = host.peer = Peer(
             self.manifest,
             options,
             computer.identity,
             host,
             vectors,  # type: ignore[arg-type]
-            Metrics(FOLDER / "metrics.jsonl"),
+            metrics,
             sent_bytes=lambda: 0,
             status=lambda: self._status(name),
             observed=lambda event, effects, now: self._observed(host, event),
@@ -235,6 +245,7 @@ class World:
         if is_founding:
             initial = self._version_zero()
         peer.begin(initial)
+        self.durability.began(peer)
         if is_founding:
             self.checks.founded(peer)
         host.spawn(self._live(host, peer), name="peer")
@@ -247,6 +258,8 @@ class World:
         heads = (chain.head for chain in peer.machine.core.chains)
         self.computers[host.name].last_heads = tuple(head.id for head in heads if head is not None)
         self.checks.ended(peer, ending)
+        if ending.status == 0 and not self.checks.violations:
+            self.durability.ended(peer, host)
         peer.driver.close()
         self.network.close(host)
         self.directory.withdraw(host.name)
@@ -257,12 +270,18 @@ class World:
 
     def _initial(self, host: SimulatedHost) -> InitialState | None:
         """What ``node.session`` would find on the disk."""
+        earlier, problem = None, None
         try:
-            earlier = checkpoint.load(FOLDER / "checkpoint", host.disk)
-        except CheckpointError:
-            if host.name not in self.checks.damaged:
-                self.checks.violated(5, f"{host.name[-6:]} cannot read its checkpoints, though nothing harmed them")
-            earlier = None
+            earlier = checkpoint.load(CHECKPOINTS, host.disk)
+        except CheckpointError as error:
+            problem = error
+        self.durability.read_back(host, earlier, problem)
+        if host.name == self.durability.resumes and earlier is not None:
+            self.durability.resumes = None
+            others = [checkpoint.load(CHECKPOINTS, shown(computer.disk)) for computer in self.computers.values()]
+            found = [earlier, *(one for one in others if one is not None)]
+            earlier = checkpoint.best_of(found)
+            self.durability.resumed(host.name, found, earlier)
         if earlier is not None:
             return InitialState(earlier.shards, earlier.theta, earlier.momentum)
         kept = kept_shards.load(FOLDER / kept_shards.INCOMING, self.manifest, host.disk)
@@ -274,13 +293,15 @@ class World:
             for s in self.layout.shards
         )
         proofs = tuple(StateProof(state, None, b"") for state in states)
-        return InitialState(proofs, torch.zeros(self.layout.elements), torch.zeros(self.layout.elements))
+        still = StateForm.of(self.setting.outer).still(self.layout.elements)
+        return InitialState(proofs, torch.zeros(self.layout.elements), still)
 
     def kill(self, name: PeerId, *, with_learner: bool = False) -> None:
         """SIGKILL to the node, and to its learner if it goes with it."""
         host = self.hosts.pop(name, None)
         if host is None:
             return
+        self.durability.died(host)
         host.die()
         self.network.vanish(host)
         learner = self.learners.newest.get(name)
@@ -306,6 +327,11 @@ class World:
 
     def _observed(self, host: SimulatedHost, event: ev.Event) -> None:
         self.checks.observed(host.peer, event)
+        if isinstance(event, ev.Applied):
+            chain = host.peer.machine.core.chains[event.shard]
+            if chain.head is not None and chain.head.id == event.head:
+                parent = chain.log[-1].parent if chain.log else None
+                self.durability.applied(host.peer, event.shard, chain.head, parent)
 
     def _status(self, name: PeerId) -> PeerStatus:
         raise NotImplementedError  # nobody asks here

@@ -51,7 +51,9 @@ CIRCLES = {
     frozenset({"training.island", "training.outer_link"}),
     frozenset(f"net.{name}" for name in ["agenda", "connection", "conversation", "events", "requests", "commons"]),
     frozenset(f"simulation.{name}" for name in ["checkers", "driver", "learner", "network", "transcript", "world"]),
-    frozenset(f"peersim.{name}" for name in ["checkers", "directory", "host", "learner", "network", "world"]),
+    frozenset(
+        f"peersim.{name}" for name in ["checkers", "directory", "durability", "host", "learner", "network", "world"]
+    ),
 }
 """Modules that know each other's types, still."""
 SHELLS = {
