@@ -118,6 +118,12 @@ class GlobalState:
         """Digest of the shard's parameters and momentum, computed anew."""
         return digests.state_digest(self._range(self.theta, shard), self._range(self.momentum, shard))
 
+    def keep_in(self, momentum: Tensor) -> None:
+        """Have the momentum in this vector, [elements], instead of an own one: what is ``put`` from there is there, and
+        a start needs it once. Before anything is put."""
+        if momentum.shape == self.momentum.shape and momentum.dtype == self.momentum.dtype:
+            self.momentum = momentum
+
     def put(self, shard: ShardId, head: Digest, theta: Tensor, momentum: Tensor) -> None:
         """Set a shard outright: version 0 or a checkpoint, before any learner."""
         self._range(self.theta, shard).copy_(theta)

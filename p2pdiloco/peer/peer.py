@@ -150,6 +150,7 @@ class Peer:
         lineages: list[tuple[Digest, ...]] = []
         if initial is not None:
             theta, momentum = initial.take()
+            self.state.keep_in(momentum)
             for proof in initial.shards:
                 piece = self.layout.shards[proof.state.head.shard]
                 span = slice(piece.start, piece.stop)

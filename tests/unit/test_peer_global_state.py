@@ -137,6 +137,16 @@ def test_what_coarse_rounding_takes_off_is_in_the_owners_next_merge() -> None:
     assert (total / 8 - given).norm() < 0.15 * given.norm()
 
 
+def test_a_start_needs_the_momentum_once() -> None:
+    peer, momentum = Peer(), torch.full((ELEMENTS,), 0.5)
+    peer.state.keep_in(momentum)
+    peer.state.put(SHARD, ZERO, torch.ones(ELEMENTS), momentum)
+    assert peer.state.momentum.data_ptr() == momentum.data_ptr()
+    assert torch.equal(peer.state.momentum, torch.full((ELEMENTS,), 0.5))
+    peer.state.keep_in(momentum.bfloat16())
+    assert peer.state.momentum.dtype == torch.float32, "one of another kind is copied"
+
+
 def test_nothing_is_owed_after_another_owners_commit_nor_by_a_fine_codec() -> None:
     owner, other = (Peer(codec=CodecConfig(down="int2")) for _ in range(2))
     payload = owner.contribute(bell(1))
