@@ -2,7 +2,8 @@
 
 Rules of this file:
 1. Peers: every LOOK_S by who is alone; soon when somebody came whom we did not know, or went, or when others hear a
-   peer that is not connected here (their heartbeats tell); else ever more seldom.
+   peer that is not connected here (their heartbeats tell); else ever more seldom, and beyond FEW peers more seldom in
+   proportion, since answers hold all of them. Somebody looks as often as ever, and tells the others by being heard.
 2. Meeting points: soon when one that was attended is not any more; ever more seldom while nothing changes.
 """
 
@@ -14,6 +15,7 @@ from p2pdiloco.protocol.connectedness import fingerprint
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime.backoff import Backoff
 from p2pdiloco.runtime.directory import Directory, DirectoryError
+from p2pdiloco.runtime.pings import FEW
 
 LOOK_S, LOOK_MOST_S = 2.0, 300.0
 """Between two looks."""
@@ -72,7 +74,8 @@ class Curiosity:
         """The directory was asked."""
         if is_news:
             self._pause.reset()
-        self._look_at, self._looked_at = now + self._pause.next_s(), now
+        pause_s = self._pause.next_s() * max(1.0, len(self._connected) / FEW)
+        self._look_at, self._looked_at = now + pause_s, now
 
 
 class KnownPoints:

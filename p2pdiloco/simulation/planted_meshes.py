@@ -321,4 +321,12 @@ BUGS = (
         "whose contribution takes one step more comes too late in each version",
         "test_an_owner_waits_for_those_whose_contributions_are_handed_on",
     ),
+    Bug(
+        name="a large swarm looks into the directory as often as a small one",
+        module="p2pdiloco.node.curiosity",
+        old="self._pause.next_s() * max(1.0, len(self._connected) / FEW)",
+        new="self._pause.next_s()",
+        harm="what idle peers say grows with the swarm",
+        killed_by=("tests/unit/test_node_curiosity.py::test_what_looks_cost_does_not_grow_with_the_swarm",),
+    ),
 )

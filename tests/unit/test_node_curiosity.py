@@ -44,6 +44,17 @@ def test_who_is_among_all_whom_it_knows_looks_ever_more_seldom() -> None:
     assert 3 <= len(round_.looks(4 * LOOK_MOST_S)) <= 5
 
 
+def test_what_looks_cost_does_not_grow_with_the_swarm() -> None:
+    """Of four times as many others each looks a quarter as often; who comes is looked for as soon as in a small one."""
+    small, large = Round(), Round()
+    small.connected = small.known = [PeerId(f"p{i}") for i in range(FEW)]
+    large.connected = large.known = [PeerId(f"p{i}") for i in range(4 * FEW)]
+    assert small.looks(100.0) == [0.0, 2.0, 6.0, 14.0, 30.0, 62.0]
+    assert large.looks(400.0) == [0.0, 8.0, 24.0, 56.0, 120.0, 248.0]
+    large.heard = frozenset({fingerprint(CID)})
+    assert large.looks(2.0) == [0.0]
+
+
 def test_who_is_alone_looks_each_time() -> None:
     round_ = Round()
     round_.looks(1000.0)
