@@ -284,7 +284,11 @@ class Checks:
         if is_meant or host is None or not learner.truth.tokens or learner.peer in self.forgetful:
             return
         chains = host.peer.machine.core.chains
-        versions = [chains[shard].head.version for shard in shards]  # type: ignore[union-attr]
+        heads = [(shard, chains[shard].head) for shard in shards]
+        made = (self.values.get((shard, head.id)) for shard, head in heads if head is not None)
+        if any(value is not None and value.owner in self.spoilt for value in made):
+            return  # what its owner's bad memory has signed looks like a fault of one's own
+        versions = [head.version for _, head in heads if head is not None]
         if max(versions) <= host.peer.config.log_length:
             self.violated(2, f"{learner.peer[-6:]}'s learner loses what it has trained of shards {[*shards]}")
 
