@@ -85,6 +85,8 @@ class Checks:
         self.given: dict[tuple[ShardId, LearnerId, int, int, Digest], Given] = {}
         self.counted: Counter[str] = Counter()
         """Commits, contributions and forks that were seen, and lives."""
+        self._forged: dict[tuple[ShardId, Digest], str] = {}
+        """Commits that bear a signature which is none, and why; nobody takes them but who was made to."""
         self._children: set[tuple[ShardId, Digest]] = set()
         self.endings: dict[PeerId, Ending] = {}
         self._together: list[tuple[PeerId, PeerId]] = []
@@ -156,6 +158,8 @@ class Checks:
                 return
         if known.version:
             self.is_proved(peer, shard, head)
+        if (problem := self._forged.get((shard, head))) and peer.config.peer not in self.spoilt:
+            self.violated(3, f"commit {head[:8]} of shard {shard}: {problem}")
         theta, momentum = self._tensors(peer, shard)
         who = f"{peer.config.peer[-6:]} at version {known.version} ({head[:8]}) of shard {shard}"
         if not (np.array_equal(theta, known.theta) and np.array_equal(momentum, known.momentum)):
@@ -202,8 +206,7 @@ class Checks:
         try:
             check_commit(self.world.manifest.run, header, self.proof(peer, shard, head)[1])
         except ValueError as error:
-            if peer.config.peer not in self.spoilt:
-                self.violated(3, f"commit {head[:8]} of shard {shard}: {error}")
+            self._forged[shard, head] = str(error)
         for c in header.contributors:
             if c.tokens_from < marks.get(c.learner, 0):
                 self.violated(3, f"commit {head[:8]} of shard {shard} merges tokens of {c.learner[-12:]} again")

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 LATE_S = 5.0
 """Until a version is on the disk: a look every half second, behind what else the disk has to do."""
+MOST_LEFT_OVER = 12
+"""Files of payloads that wait for the next sweep."""
 UNNEEDED_S = 10.0
 """Until what nobody needs is gone: a few laps through all shards."""
 
@@ -246,7 +248,7 @@ class Durability:
         held = {str(held.path) for shelf in peer.driver.cargo.shelves for held in shelf.payloads.values()}
         folder = f"{self._folder.parent / PAYLOADS}/"
         left_over = [path for path in host.disk.files if path.startswith(folder) and path not in held]
-        if len(left_over) > len(held) + 16 and self._is_reliable(host):
+        if len(left_over) > MOST_LEFT_OVER and self._is_reliable(host):
             checks.violated(10, f"{name[-6:]} has {len(left_over)} files of payloads that it has dropped")
 
 
