@@ -73,7 +73,7 @@ def main(peers: int, dies_at: float, back_at: float, *, needs_majority: bool) ->
             world.at(world.now + 1.0, look)
 
     young: list[int] = []
-    world.at(SETTLED_S, lambda: young.append(world.checks.forks))
+    world.at(SETTLED_S, lambda: young.append(world.checks.counted["forks"]))
     world.at(1.0, look)
     violations = world.run()
     endings = {name: world.checks.endings[name] for name in waited_for if name in world.checks.endings}
@@ -82,7 +82,7 @@ def main(peers: int, dies_at: float, back_at: float, *, needs_majority: bool) ->
         "statuses": [ending.status for ending in endings.values()],
         "reasons": [ending.reason for ending in endings.values()],
         "models": len({world.computers[name].last_heads for name in waited_for}),
-        "forks": world.checks.forks - young[0],
+        "forks": world.checks.counted["forks"] - young[0],
     }
     print(json.dumps(told))
 
