@@ -194,6 +194,8 @@ class Checks:
         payload = None if held is None else self._bytes_of(peer, held)
         if parent is not None and held is not None and payload is None:
             return None  # its disk has lost it
+        if parent is None and peer.config.peer in self.spoilt:
+            return None  # what its bad memory made before is no value of anything
         is_forgotten = held is None and peer.config.peer in self.forgetful  # while it was being applied
         if parent is None or (payload is None and not is_forgotten):
             self.violated(1, f"{peer.config.peer[-6:]} commits {head[:8]} of shard {shard} on nothing")
