@@ -88,6 +88,8 @@ class Checks:
         self._forged: dict[tuple[ShardId, Digest], str] = {}
         """Commits that bear a signature which is none, and why; nobody takes them but who was made to."""
         self._children: set[tuple[ShardId, Digest]] = set()
+        self._unread: set[tuple[ShardId, Digest]] = set()
+        """Commits of which nobody can tell what they made: of bad memory, or their payload is lost."""
         self.endings: dict[PeerId, Ending] = {}
         self._together: list[tuple[PeerId, PeerId]] = []
         """Who was live for whom when it ended, long after the last fault."""
@@ -151,6 +153,8 @@ class Checks:
         if known is None:
             header = chain.log[-1] if chain.log and chain.log_ids[-1] == head else None
             if header is None:
+                if (shard, head) in self._unread:
+                    return
                 self.violated(1, f"{peer.config.peer[-6:]} is at {head[:8]} of shard {shard}, made by nobody")
                 return
             known = self._committed(peer, shard, head, header)
@@ -192,10 +196,10 @@ class Checks:
         parent = self.values.get((shard, header.parent))
         held = peer.driver.cargo.shelves[header.shard].payloads.get(header.payload)
         payload = None if held is None else self._bytes_of(peer, held)
-        if parent is not None and held is not None and payload is None:
-            return None  # its disk has lost it
-        if parent is None and peer.config.peer in self.spoilt:
-            return None  # what its bad memory made before is no value of anything
+        is_lost = parent is not None and held is not None and payload is None
+        if is_lost or (parent is None and (shard, header.parent) in self._unread):
+            self._unread.add((shard, head))
+            return None
         is_forgotten = held is None and peer.config.peer in self.forgetful  # while it was being applied
         if parent is None or (payload is None and not is_forgotten):
             self.violated(1, f"{peer.config.peer[-6:]} commits {head[:8]} of shard {shard} on nothing")
@@ -217,9 +221,11 @@ class Checks:
         actual = actual_theta.copy(), actual_momentum.copy()
         value = Value(*actual, marks, header.step, header.version, header.owner, header.result)
         if payload is not None and not self._is_step(parent, value, shard, header, payload):
-            if peer.config.peer in self.spoilt:
-                return None
-            self.violated(1, f"commit {head[:8]} of shard {shard} does not give what its payload says")
+            if peer.config.peer not in self.spoilt:
+                self.violated(1, f"commit {head[:8]} of shard {shard} does not give what its payload says")
+            elif self._digest(*actual) != header.result:
+                self._unread.add((shard, head))
+                return None  # else it stands for what its owner's bad memory has signed
         self.values[shard, head] = value
         return value
 
