@@ -162,6 +162,7 @@ class Peer:
                 proofs.update((commit_id(c.header), (c.header, c.signature)) for c in lineage)
                 lineages.append(ancestors(proof, lineage))
                 shards.append(proof.state)
+            del theta, momentum  # what comes next needs memory, too: a running average as much as these parameters
         self.metrics.write("started", peer=self.config.peer, run=self.manifest.run, is_new=not shards)
         brought = {state.head.shard for state in shards}
         if missing := [piece.elements for piece in self.layout.shards if piece.shard not in brought]:
