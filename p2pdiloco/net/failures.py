@@ -2,7 +2,7 @@
 
 Rules of this file:
 1. Pure: time is a number. What is remembered is bounded, whatever comes.
-2. A machine is shut out for what it did, not for what others do, and not for ever: when its time is over it has half of
+2. A machine is shut out for what it did, not for what others do, and not for ever: when its time is over it has some of
    its failures left, so that one that goes on is out again sooner, and one that has stopped is forgotten.
 """
 
@@ -24,9 +24,6 @@ class Failures:
     def __init__(self) -> None:
         self._counts: dict[str, tuple[float, float]] = {}
         """Of a machine, and when it was that many; the one that failed longest ago first."""
-
-    def __len__(self) -> int:
-        return len(self._counts)
 
     def of(self, machine: str, now: float) -> float:
         """Those that are not forgotten."""

@@ -3,7 +3,8 @@
 Rules of this file:
 1. Peers: every LOOK_S by who is alone; soon when somebody came whom we did not know, or went, or when others hear a
    peer that is not connected here (their heartbeats tell); else ever more seldom, and beyond FEW peers more seldom in
-   proportion, since answers hold all of them. Somebody looks as often as ever, and tells the others by being heard.
+   proportion, since answers hold all of them. Somebody looks as often as ever, and tells the others by being heard;
+   but no more seldom than SELDOM times, since any of them may be a stranger's, in an open run.
 2. Meeting points: soon when one that was attended is not any more; ever more seldom while nothing changes.
 """
 
@@ -19,6 +20,7 @@ from p2pdiloco.runtime.pings import FEW
 
 LOOK_S, LOOK_MOST_S = 2.0, 300.0
 """Between two looks."""
+SELDOM = 4.0
 UNMET_LOOK_S, UNMET_FOR_S = 6.0, 120.0
 """Between two looks, at most, for so long after others hear a peer that is not connected here: where it can be met may
 change, as when a meeting point has died."""
@@ -74,7 +76,7 @@ class Curiosity:
         """The directory was asked."""
         if is_news:
             self._pause.reset()
-        pause_s = self._pause.next_s() * max(1.0, len(self._connected) / FEW)
+        pause_s = self._pause.next_s() * min(SELDOM, max(1.0, len(self._connected) / FEW))
         self._look_at, self._looked_at = now + pause_s, now
 
 

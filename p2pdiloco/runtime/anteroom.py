@@ -232,11 +232,15 @@ class Anteroom:
         """Shut out who is to be, and have who was be heard again."""
         loop = asyncio.get_running_loop()
         machines = self._exclusion.machines(loop.time())
+        by_kernel = [sieve.close_to(listener, machines) for listener in self._listeners]
         if len(machines) > self._shut_out:
-            log.warning("machines are not heard for a while: what came from them said nothing", number=len(machines))
+            log.warning(
+                "machines are not heard for a while: what came from them said nothing",
+                number=len(machines),
+                last=machines[-1],
+                by="the kernel" if all(by_kernel) else "us, one by one",
+            )
         self._shut_out = len(machines)
-        for listener in self._listeners:
-            sieve.close_to(listener, machines)
         ends = self._exclusion.ends()
         self._sieving = None if ends is None else loop.call_at(ends, self._sieve)
 

@@ -3,7 +3,7 @@ connection, and costs this process nothing.
 
 Rules of this file:
 1. Linux alone knows how: a classic BPF program on the listener (SO_ATTACH_FILTER; no rights are needed), which looks at
-   the sender's address. Elsewhere, and where the kernel says no, ``close_to`` says so, and who accepts closes.
+   the sender's address. Elsewhere, and where the kernel says no, ``close_to`` says so; who accepts closes then.
 2. What is accepted inherits the program: ``lift`` takes it off.
 """
 

@@ -44,7 +44,7 @@ class SharedVectors:
             torch.frombuffer(memory, dtype=torch.float32, count=elements, offset=i * _stride(elements))
             for i in range(_VECTORS)
         )
-        self._close = weakref.finalize(self, os.close, fd)
+        self._closing = weakref.finalize(self, os.close, fd)
 
     @classmethod
     def create(cls, elements: int) -> SharedVectors:
@@ -83,8 +83,8 @@ class SharedVectors:
 
     def close(self) -> None:
         """Close the file descriptor and let go of the vectors. The memory goes when the last tensor over it does."""
-        if self._close.alive:
-            self._close()
+        if self._closing.alive:
+            self._closing()
             self.theta = self.shift = self.snapshot = Tensor()
             del self._memory
 

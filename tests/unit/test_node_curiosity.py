@@ -51,6 +51,9 @@ def test_what_looks_cost_does_not_grow_with_the_swarm() -> None:
     large.connected = large.known = [PeerId(f"p{i}") for i in range(4 * FEW)]
     assert small.looks(100.0) == [0.0, 2.0, 6.0, 14.0, 30.0, 62.0]
     assert large.looks(400.0) == [0.0, 8.0, 24.0, 56.0, 120.0, 248.0]
+    full = Round()
+    full.connected = full.known = [PeerId(f"p{i}") for i in range(30 * FEW)]
+    assert full.looks(400.0) == [0.0, 8.0, 24.0, 56.0, 120.0, 248.0], "they may all be one stranger's"
     large.heard = frozenset({fingerprint(CID)})
     assert large.looks(2.0) == [0.0]
 

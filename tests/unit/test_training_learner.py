@@ -168,7 +168,7 @@ def test_all_measure_on_the_runs_samples_whatever_their_data(data: Path) -> None
 
 def test_a_life(start: Callable[..., Node]) -> None:
     """Load, shift, replace, snapshot and evaluate with every number checked, while the learner does not train; then
-    training, without blocking, but for what a machine does to any program now and then."""
+    training, without a moment of blocking."""
     node = start(is_forked=False)
     elements = node.layout.elements
     assert node.until(link.Ready) == link.Ready(device="cpu", parameters=elements)
@@ -228,8 +228,7 @@ def test_a_life(start: Callable[..., Node]) -> None:
 
     steps = [m for m in node.seen if isinstance(m, link.Progress)]
     assert [p.steps for p in steps] == list(range(1, paused.steps + 1))
-    slept = [p.blocked_s for p in steps if p.blocked_s]
-    assert len(slept) <= len(steps) // 25, f"one that waits does so at each step: {slept} of {len(steps)}"
+    assert sum(p.blocked_s for p in steps) == 0.0
     assert all(p.step_time_s > 0 for p in steps)
     assert sum(p.exchange_s for p in steps) > 0
     node.send(link.Exit())
