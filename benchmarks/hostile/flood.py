@@ -3,14 +3,16 @@ takes, and how long a newcomer with an invite needs.
 
     python -m benchmarks.hostile.flood                       # 10,000 connections from 250 addresses, 30 s each phase
     python -m benchmarks.hostile.flood --connections 300 --identities 16 --seconds 8     # that all of it works
-    python -m benchmarks.hostile.flood --apart               # the flooded peer has a core to itself
+    python -m benchmarks.hostile.flood --apart --rounds 3    # the flooded peer has a core to itself
 
-A third of the connections say nothing, a third say a byte a second, a third say garbage and come again; strangers of
-fresh identities, all from one address more, greet as fast as they are refused. All of it comes from this machine, so
-the flooding takes the peers' processors, too: of the step rate that is most of what is lost where there are few, so
-what the flooded node's own process takes of a processor is told beside what the flood takes; with ``--apart`` the
-flooded peer is alone in its run and on its processor, and the flood gives way to the newcomer on the other. The
-directory is not flooded.
+A quarter of the connections say nothing, a quarter say a byte a second, a quarter say garbage, a quarter begin as a
+line to a meeting point does; all come again. Strangers of fresh identities, all from one address more, greet as fast as
+they are refused. All of it comes from this machine, so the flooding takes the peers' processors, too: of the step rate
+that is most of what is lost where there are few. So there is a phase with the same flood at another node (a bootstrap):
+what lies between that and the flood at the peer itself is what the flood costs the peer. Phases come in turns, and a
+rate is the median of its phase's; what the flooded node's own process takes of a processor stands beside it. With
+``--apart`` the flooded peer is alone in its run and on its processor, and all else gives way to the newcomer on the
+other. The directory is not flooded.
 """
 
 from __future__ import annotations
@@ -20,26 +22,30 @@ import contextlib
 import os
 import resource
 import socket
+import statistics
 import tempfile
 import time
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from benchmarks import bench
-from p2pdiloco.chaos.swarm import JOINABLE, Member, Swarm
+from p2pdiloco.chaos.swarm import JOINABLE, LOOPBACK, Member, Swarm
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.runtime import sockets
 from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.invitation import INVITED
 from p2pdiloco.runtime.transport import DialError, Transport
+from p2pdiloco.wire.introductions import OPENING
 from p2pdiloco.wire.invites import decode_invite
 
 START_S = 120.0
 TUNE = sockets.tune
 ADDRESSES = 250
+QUIET, ELSEWHERE, FLOODED = "quiet", "flood elsewhere", "flooded"
 STRANGERS = "127.0.2.1"
 RUN = """
 name = "flooded"
@@ -65,7 +71,7 @@ COLUMNS = (
     ("node's CPU %", "node_cpu", ".0%"),
     ("flood's CPU %", "flood_cpu", ".0%"),
     ("memory MB", "memory_mb", ",.0f"),
-    ("connections", "connections", ",d"),
+    ("connections", "connections", ",.0f"),
     ("newcomer s", "newcomer_s", ".1f"),
 )
 
@@ -80,10 +86,10 @@ class Flood:
 
     async def run(self, connections: int, identities: int, invite: str) -> None:
         """Until cancelled."""
-        kinds = (self._silent, self._slow, self._loud)
+        kinds = (self._silent, self._slow, self._loud, self._line)
         async with asyncio.TaskGroup() as group:
             for number in range(connections):
-                group.create_task(self._again(kinds[number % 3], f"127.0.1.{1 + number % ADDRESSES}"))
+                group.create_task(self._again(kinds[number % 4], f"127.0.1.{1 + number % ADDRESSES}"))
                 if number % 100 == 99:
                     await asyncio.sleep(0.05)
             for _ in range(identities):
@@ -113,6 +119,11 @@ class Flood:
 
     async def _loud(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(os.urandom(4096))
+        await writer.drain()
+        await reader.read()
+
+    async def _line(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(OPENING[:1])
         await writer.drain()
         await reader.read()
 
@@ -190,7 +201,7 @@ def free_port() -> int:
 
 
 async def measure(swarm: Swarm, options: Any) -> dict[str, dict[str, Any]]:
-    config, port = swarm.out / "run.toml", free_port()
+    config, port, elsewhere = swarm.out / "run.toml", free_port(), free_port()
     config.write_text(RUN)
     address = await said(swarm.launch_bootstrap(), JOINABLE)
     listen = ("--listen", f"/ip4/127.0.0.1/tcp/{port}")
@@ -198,34 +209,59 @@ async def measure(swarm: Swarm, options: Any) -> dict[str, dict[str, Any]]:
     invite = await said(ann, INVITED)
     peers = [ann] if options.apart else [ann, swarm.join("bob", invite)]
     await until_training(peers)
-    node = psutil.Process(ann.process.pid)
     if options.apart:
         keep_to(1, os.getpid())  # and all that is started from now on
         keep_to(0, ann.process.pid)
         give_way()
-    found: dict[str, dict[str, Any]] = {}
-    flood = Flood(port)
-    for phase, connections in (("quiet", 0), ("flooded", options.connections)):
-        task = asyncio.create_task(flood.run(connections, options.identities if connections else 0, invite))
-        await asyncio.sleep(options.seconds / 4 if connections else 0.0)
-        before, began = (spent(node), spent(psutil.Process())), time.monotonic()
-        rate = await trained(peers, options.seconds)
-        took = time.monotonic() - began
-        newcomer = swarm.join(f"cat-{phase}", invite)
-        found[phase] = {
-            "phase": phase,
-            "rate": rate,
-            "node_cpu": (spent(node) - before[0]) / took,
-            "flood_cpu": (spent(psutil.Process()) - before[1]) / took,
-            "memory_mb": node.memory_info().rss / 1e6,
-            "connections": flood.opened,
-            "newcomer_s": await came(newcomer),
-        }
-        newcomer.kill()
+    command = ["bootstrap", "--listen", LOOPBACK, "--meet", f"/ip4/127.0.0.1/tcp/{elsewhere}"]
+    await said(Member("other", command, swarm.out / "other", swarm.mark), JOINABLE)
+    phases = ((QUIET, 0, port), (ELSEWHERE, options.connections, elsewhere), (FLOODED, options.connections, port))
+    found: dict[str, list[dict[str, Any]]] = {phase: [] for phase, _, _ in phases}
+    for number in range(options.rounds):
+        for phase, connections, at in phases:
+            flood = Flood(at)
+            flooding = flood.run(connections, options.identities if connections else 0, invite)
+            async with until_over(flooding):
+                await asyncio.sleep(options.seconds / 4)
+                row = await look(ann, peers, flood, options.seconds)
+                if phase != ELSEWHERE:
+                    newcomer = swarm.join(f"cat-{phase}-{number}", invite)
+                    row["newcomer_s"] = await came(newcomer)
+                    newcomer.kill()
+            found[phase].append(row)
+            print(phase, row, flush=True)
+    return {phase: {"phase": phase} | medians(rows) for phase, rows in found.items()}
+
+
+async def look(flooded: Member, peers: list[Member], flood: Flood, seconds: float) -> dict[str, Any]:
+    """One phase: what ``peers`` train meanwhile, and what the flooded one's node takes."""
+    node = psutil.Process(flooded.process.pid)
+    before, began = (spent(node), spent(psutil.Process())), time.monotonic()
+    rate = await trained(peers, seconds)
+    took = time.monotonic() - began
+    return {
+        "rate": rate,
+        "node_cpu": (spent(node) - before[0]) / took,
+        "flood_cpu": (spent(psutil.Process()) - before[1]) / took,
+        "memory_mb": node.memory_info().rss / 1e6,
+        "connections": flood.opened,
+        "newcomer_s": float("nan"),
+    }
+
+
+def medians(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {column: statistics.median(row[column] for row in rows) for column in rows[0]}
+
+
+@contextlib.asynccontextmanager
+async def until_over(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-    return found
 
 
 async def until_training(peers: list[Member]) -> None:
@@ -246,6 +282,7 @@ def main() -> None:
         "--apart", action="store_true", help="the flooded peer alone on core 0, flood and newcomer on core 1"
     )
     parser.add_argument("--seconds", type=float, default=30.0, help="each phase")
+    parser.add_argument("--rounds", type=int, default=1, help="of all phases")
     options = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     with tempfile.TemporaryDirectory() as folder:

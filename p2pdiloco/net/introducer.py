@@ -121,13 +121,14 @@ class Introducer:
         if (found := self._waiting.get(ticket)) is not None:
             self._end(found[0])
 
-    def opened(self, line: Hashable, ticket: bytes, host: str, port: int, local_port: int, now: float) -> None:
-        """A line has shown its ticket; it comes from ``host`` and ``port``, and says that it has ``local_port``."""
+    def opened(self, line: Hashable, ticket: bytes, host: str, port: int, local_port: int, now: float) -> bool:
+        """A line has shown its ticket; it comes from ``host`` and ``port``, and says that it has ``local_port``.
+        False: the ticket is not good, and the line is refused."""
         self.wake(now)
         found = self._waiting.pop(ticket, None)
         if found is None:
             self._refuse(line, "this ticket is not, or no longer, good")
-            return
+            return False
         pair, side = found
         self._lines[line] = found
         pair.lines[side], pair.hosts[side] = line, (host, port, local_port)
@@ -137,6 +138,7 @@ class Introducer:
             for here, there in ((0, 1), (1, 0)):
                 own, other = pair.hosts[here][:2], pair.hosts[there][:2]
                 self._events.append(Say(pair.lines[here], encode_seen(Seen(*own, *other, is_hopeful))))
+        return True
 
     def received(self, line: Hashable, data: bytes, now: float) -> None:
         """The line said ``data``."""

@@ -4,11 +4,11 @@ Rules of this file:
 1. Nothing is made for a stranger before it has said a whole greeting (a TLS ClientHello): a socket and a line in a
    table are all it costs. Whose turn it is then, net/reception.py says.
 2. Who says nothing, says it in crumbs, or something else, is closed; by the first byte others may take what is no
-   connection of ours.
+   connection of ours, and say afterwards whether anything came of it.
 3. The kernel wakes us for a whole greeting, not for each byte (SO_RCVLOWAT).
-4. A machine of which many were turned away is shut out for a while, by the kernel where it does that
-   (runtime/sieve.py). Handshakes that fail shut nobody out: they are paid from a budget (net/reception.py), and a
-   newcomer may share an address with many.
+4. A machine of which many were turned away, here or by who took them, is shut out for a while, by the kernel where it
+   does that (runtime/sieve.py). Handshakes that fail shut nobody out: they are paid from a budget (net/reception.py),
+   and a newcomer may share an address with many.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ RECORD_BYTES = 1 << 14
 SIEVE_S = 0.1
 """After a machine is shut out: others go with it."""
 
-Taker = Callable[[socket.socket], Awaitable[None]]
-"""Takes, and closes, a socket on which somebody speaks another protocol."""
+Taker = Callable[[socket.socket], Awaitable[bool]]
+"""Takes, and closes, a socket on which somebody speaks another protocol; whether anything came of it."""
 
 
 class Visitor:
@@ -141,7 +141,7 @@ class Anteroom:
             elif taker is not None:
                 self._silent.leave(visitor)
                 self._unwatch(visitor)
-                self._tasks.spawn(_take(taker, visitor.raw), name="take one")
+                self._tasks.spawn(self._give(taker, visitor), name="take one")
             elif not said.startswith(HANDSHAKE_RECORD[: len(said)]):
                 self._turn_away(visitor, "what it says is not our TLS")
             elif len(said) < HEAD_BYTES:
@@ -202,6 +202,10 @@ class Anteroom:
             self._reception.ended(machine_of(visitor.host), now, is_proved=is_proved)
         self._next()
 
+    async def _give(self, taker: Taker, visitor: Visitor) -> None:
+        if not await taker(visitor.raw):
+            self._came_to_nothing(visitor)
+
     def _look_for_the_slow(self) -> None:
         loop = asyncio.get_running_loop()
         too_long = loop.time() - self._wait_s
@@ -220,6 +224,9 @@ class Anteroom:
         self._unwatch(visitor)
         visitor.raw.close()
         self._turned_away(visitor.host, why)
+        self._came_to_nothing(visitor)
+
+    def _came_to_nothing(self, visitor: Visitor) -> None:
         loop, machine = asyncio.get_running_loop(), machine_of(visitor.host)
         if self._exclusion.failed(machine, loop.time()):
             soon = loop.time() + SIEVE_S
@@ -254,7 +261,3 @@ class Anteroom:
                 room.leave(visitor)
                 self._unwatch(visitor)
                 visitor.raw.close()
-
-
-async def _take(taker: Taker, raw: socket.socket) -> None:
-    await taker(raw)

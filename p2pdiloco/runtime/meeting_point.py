@@ -5,7 +5,8 @@ What is decided is in net/introducer.py; here are its sockets, its timer, and th
 Rules of this file:
 1. A peer is dialled back at the address that its connection comes from, nowhere else, and not often.
 2. Only who attends is called, over the connection that it has here.
-3. A line costs a socket until its pair is over, and PAIR_S seconds at most unless it is relayed.
+3. A line costs a socket until its pair is over, and PAIR_S seconds at most unless it is relayed. Those that have shown
+   no ticket yet have places of their own: who fills these from one machine takes from himself.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import os
 import socket
 from collections import Counter, deque
 
-from p2pdiloco.net.admission import machine_of
+from p2pdiloco.net.admission import Room, machine_of
 from p2pdiloco.net.introducer import Hang, Introducer, Joined, NotIntroducedError, Say
 from p2pdiloco.protocol.identifiers import PeerId
-from p2pdiloco.runtime import addresses, logs
+from p2pdiloco.runtime import addresses, logs, sockets
 from p2pdiloco.runtime.relay import Relay
 from p2pdiloco.runtime.transport import Transport
 from p2pdiloco.wire import introductions as intro
@@ -36,8 +37,8 @@ DIAL_BACK_S = 2.0
 DIALS_A_MINUTE = 12
 """Back to one machine."""
 DIALS_AT_ONCE = 16
-LINES = 600
-"""At once: those of all pairs, and some that only begin."""
+BEGINNING = 96
+"""Lines at once that have shown no ticket yet."""
 
 
 class _Line:
@@ -61,6 +62,7 @@ class MeetingPoint:
         """By which whoever dials us back knows that it is us."""
         self._attending: dict[PeerId, None] = {}
         self._lines: dict[object, _Line] = {}
+        self._beginning: Room[_Line] = Room(BEGINNING)
         self._timer: asyncio.TimerHandle | None = None
         self._dials: deque[tuple[float, str]] = deque()
         self._dialled: Counter[str] = Counter()
@@ -148,34 +150,38 @@ class MeetingPoint:
 
     # -- lines -------------------------------------------------------------------------------------------------------
 
-    async def line(self, raw: socket.socket) -> None:
-        """Somebody has begun one. It is closed at the end."""
-        key, loop = object(), asyncio.get_running_loop()
+    async def line(self, raw: socket.socket) -> bool:
+        """Somebody has begun one; whether it showed what is good here. It is closed at the end."""
+        key, line, loop = object(), _Line(raw), asyncio.get_running_loop()
+        is_good = False
         try:
-            if len(self._lines) >= LINES:
-                return
-            line = self._lines[key] = _Line(raw)
+            host, port = raw.getpeername()[:2]
+            host = host.removeprefix("::ffff:")
+            if (out := self._beginning.enter(line, machine_of(host))) is not None:
+                sockets.hang_up(out.raw)
+            self._lines[key] = line
             async with asyncio.timeout(OPENING_S):
                 data = b""
                 while len(data) < intro.OPENING_BYTES:
                     data += await loop.sock_recv(raw, intro.OPENING_BYTES - len(data)) or b"\0" * intro.OPENING_BYTES
             start, local_port, ticket = intro.decode_opening(data)
             if start == intro.PROBE:
-                if ticket == self.token:
+                if is_good := ticket == self.token:
                     await loop.sock_sendall(raw, intro.echo(ticket))
-                return
-            host, port = raw.getpeername()[:2]
-            host = host.removeprefix("::ffff:")
-            self.introducer.opened(key, ticket, host, port, local_port, loop.time())
+                return is_good
+            is_good = self.introducer.opened(key, ticket, host, port, local_port, loop.time())
+            self._beginning.leave(line)
             self._act()
             await self._listen(key, line)
         except (OSError, TimeoutError, ValueError) as error:
             log.debug("a line ended", reason=str(error))
         finally:
+            self._beginning.leave(line)
             self._lines.pop(key, None)
             self.introducer.closed(key, loop.time())
             self._act()
             raw.close()
+        return is_good
 
     async def _listen(self, key: object, line: _Line) -> None:
         loop = asyncio.get_running_loop()

@@ -4,7 +4,8 @@ Where everything but one port is closed on the way, both must answer there.
 
 Rules of this file:
 1. libp2p says the length of its protocol's name first (multistream-select), TLS and lines begin otherwise.
-2. Bytes are carried unread, of so many connections at once; more are hung up on.
+2. Bytes are carried unread, of so many connections at once: of the machine that has most, the first makes room.
+3. Nothing came of a connection on which the daemon said hardly more than its own name.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from __future__ import annotations
 import asyncio
 import socket
 
+from p2pdiloco.net.admission import Room, machine_of
+from p2pdiloco.runtime import sockets
 from p2pdiloco.runtime.relay import Relay
 
 FIRST = b"\x13"
 CONNECTIONS = 512
 OPEN_S = 5.0
+ANSWERED_BYTES = 128
+"""Of the daemon; its part of a handshake has 250."""
 
 
 class SharedPort:
@@ -25,21 +30,22 @@ class SharedPort:
     def __init__(self, port: int) -> None:
         self._port = port
         self._relay = Relay(None)
-        self._open = 0
+        self._open: Room[socket.socket] = Room(CONNECTIONS)
 
-    async def carry(self, raw: socket.socket) -> None:
-        """Until it ends. ``raw`` is closed then."""
+    async def carry(self, raw: socket.socket) -> bool:
+        """Until it ends; whether anything came of it. ``raw`` is closed then."""
         loop = asyncio.get_running_loop()
-        self._open += 1
         try:
             with raw, socket.socket() as inner:
-                if self._open > CONNECTIONS:
-                    return
+                host = raw.getpeername()[0].removeprefix("::ffff:")
+                if (out := self._open.enter(raw, machine_of(host))) is not None:
+                    sockets.hang_up(out)
                 inner.setblocking(False)
                 async with asyncio.timeout(OPEN_S):
                     await loop.sock_connect(inner, ("127.0.0.1", self._port))
-                await self._relay.carry(raw, inner)
+                _, answered_bytes = await self._relay.carry(raw, inner)
+                return answered_bytes >= ANSWERED_BYTES
         except OSError:
-            pass  # the daemon restarts, or one of the two has gone: the other side sees that
+            return True  # the daemon restarts: that is nobody's fault
         finally:
-            self._open -= 1
+            self._open.leave(raw)

@@ -183,6 +183,12 @@ def shorten(raw: socket.socket) -> None:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SHORT_BYTES)
 
 
+def hang_up(raw: socket.socket) -> None:
+    """Both ways, whatever else uses it: who does finds its end, and closes it."""
+    with suppress(OSError):  # it has gone
+        raw.shutdown(socket.SHUT_RDWR)
+
+
 def pace(connection: socket.socket, bytes_per_s: float | None) -> None:
     """Let the kernel send at most at this rate (None: no limit). Follows a change within 20 ms (docs: measured)."""
     rate = UNLIMITED_RATE if bytes_per_s is None else max(1, int(bytes_per_s))

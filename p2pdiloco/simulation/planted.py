@@ -14,6 +14,7 @@ from p2pdiloco.simulation.planted_memory import BUGS as MEMORY_BUGS
 from p2pdiloco.simulation.planted_net import BUGS as NET_BUGS
 from p2pdiloco.simulation.planted_results import BUGS as RESULTS_BUGS
 from p2pdiloco.simulation.planted_state import BUGS as STATE_BUGS
+from p2pdiloco.simulation.planted_strangers import BUGS as STRANGERS_BUGS
 from p2pdiloco.simulation.planted_values import BUGS as VALUES_BUGS
 from p2pdiloco.simulation.planted_watch import BUGS as WATCH_BUGS
 from p2pdiloco.simulation.planter import Bug
@@ -346,6 +347,7 @@ BUGS = (
     *VALUES_BUGS,
     *LEARNER_BUGS,
     *NET_BUGS,
+    *STRANGERS_BUGS,
     *MEMBERS_BUGS,
     *WATCH_BUGS,
     *RESULTS_BUGS,

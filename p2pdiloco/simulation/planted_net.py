@@ -6,8 +6,6 @@ from p2pdiloco.simulation.planter import Bug
 
 _PEERS = "p2pdiloco.net.peers"
 _ENDPOINTS = "tests/property/test_net_endpoint.py"
-_RECEPTION = "tests/unit/test_net_reception.py"
-_ANTEROOM = "tests/integration/test_anteroom.py"
 _POINTS = "tests/unit/test_net_introducer.py"
 _MEETING = "tests/integration/test_meeting.py"
 _ROSTER = "tests/unit/test_node_roster.py"
@@ -96,64 +94,6 @@ BUGS = (
         harm="a payload that was accepted never comes, once in some hundred duplicate dials beside bulk",
         killed_by=(
             "tests/property/test_net_endpoint.py::test_what_is_accepted_comes_once_though_lanes_are_cut_and_both_dial",
-        ),
-    ),
-    Bug(
-        name="handshakes that fail have no budget",
-        module="p2pdiloco.net.reception",
-        old="        self._tokens -= 1.0\n",
-        new="",
-        harm="a flood of strangers' handshakes takes the processor from the training",
-        killed_by=(f"{_RECEPTION}::test_who_comes_to_nothing_has_a_budget_and_who_proves_itself_costs_none",),
-    ),
-    Bug(
-        name="a flood goes first",
-        module="p2pdiloco.net.reception",
-        old="first = min(waiting, key=lambda visitor: self._failures.of(waiting[visitor], now))",
-        new="first = next(iter(waiting))",
-        harm="while strangers flood a peer, no newcomer gets in",
-        killed_by=(f"{_RECEPTION}::test_who_floods_from_many_machines_goes_behind_who_comes_for_the_first_time",),
-    ),
-    Bug(
-        name="who is turned away comes again as often as it likes",
-        module="p2pdiloco.runtime.anteroom",
-        old="if self._exclusion.failed(machine, loop.time()):",
-        new="if False:",
-        harm="a flood from few machines takes a quarter of a processor",
-        killed_by=(f"{_ANTEROOM}::test_a_machine_of_which_many_were_turned_away_is_not_heard_for_a_while",),
-    ),
-    Bug(
-        name="who was shut out once is out for ever",
-        module="p2pdiloco.runtime.anteroom",
-        old="self._sieving = None if ends is None else loop.call_at(ends, self._sieve)",
-        new="self._sieving = None",
-        harm="who had a bad minute, or shares an address with who had, never connects again",
-        killed_by=(f"{_ANTEROOM}::test_a_machine_of_which_many_were_turned_away_is_not_heard_for_a_while",),
-    ),
-    Bug(
-        name="what came to nothing is never forgotten",
-        module="p2pdiloco.net.failures",
-        old="return failures * math.exp2((at - now) / FORGOTTEN_S)",
-        new="return failures",
-        harm="who is looked after by a program that connects once a minute is shut out in two hours",
-        killed_by=("tests/unit/test_net_failures.py::test_failures_are_forgotten_in_time_and_are_no_growing_table",),
-    ),
-    Bug(
-        name="a line's second half is not looked at",
-        module="p2pdiloco.runtime.sieve",
-        old="NETWORK_HEADER + IPV6_SENDER + 4),",
-        new="NETWORK_HEADER + IPV6_SENDER),",
-        harm="a flood over IPv6 is not shut out, or a neighbour is",
-        killed_by=("tests/unit/test_runtime_sieve.py::test_a_machine_is_an_address_or_a_line_of_them",),
-    ),
-    Bug(
-        name="who says nothing keeps its place",
-        module="p2pdiloco.net.admission",
-        old="            self.leave(out)\n",
-        new="",
-        harm="sockets that say nothing grow without a bound",
-        killed_by=(
-            "tests/unit/test_net_admission.py::test_in_a_room_somebody_always_goes_and_first_of_the_machine_that_would_hold_most",
         ),
     ),
     Bug(
@@ -342,14 +282,6 @@ BUGS = (
         killed_by=("tests/unit/test_net_boxes.py::test_there_is_always_room_to_read_into",),
     ),
     Bug(
-        name="who is turned away is heard",
-        module="p2pdiloco.net.connection",
-        old='"""It never served, and will not: say why, and listen no longer."""\n        self._deafen()\n',
-        new="",
-        harm="heartbeats of a twin that is refused make the standing one look dead, every time it tries",
-        killed_by=(f"{_ENDPOINTS}::test_what_comes_with_a_proof_that_is_turned_away_is_not_heard",),
-    ),
-    Bug(
         name="connections of a life that gave way go on",
         module=_PEERS,
         old="            if _life_of(other) != _life_of(connection):\n",
@@ -389,5 +321,13 @@ BUGS = (
         new="any(path.is_local for path in paths.values())",
         harm="two peers at home send all others a fifth more bytes",
         killed_by=("tests/unit/test_net_capacity.py::test_a_gauge_sees_that_nothing_leaves_this_machine",),
+    ),
+    Bug(
+        name="who is turned away is heard",
+        module="p2pdiloco.net.connection",
+        old='"""It never served, and will not: say why, and listen no longer."""\n        self._deafen()\n',
+        new="",
+        harm="heartbeats of a twin that is refused make the standing one look dead, every time it tries",
+        killed_by=(f"{_ENDPOINTS}::test_what_comes_with_a_proof_that_is_turned_away_is_not_heard",),
     ),
 )

@@ -43,9 +43,10 @@ class House:
         raw.close()
         return self._is_proved
 
-    async def take(self, raw: socket.socket) -> None:
+    async def take(self, raw: socket.socket) -> bool:
         self.taken.append(raw.recv(100))
         raw.close()
+        return self._is_proved
 
     async def call(
         self, *pieces: bytes, sender: str = "127.0.0.1"
@@ -141,9 +142,9 @@ def test_handshakes_that_come_to_nothing_wait_and_a_newcomer_finds_a_place() -> 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a machine has one address of its own")
-@pytest.mark.parametrize("is_sieved", [True, False])
+@pytest.mark.parametrize(("is_sieved", "said"), [(True, b"what"), (False, b"what"), (True, b"Taken")])
 def test_a_machine_of_which_many_were_turned_away_is_not_heard_for_a_while(
-    monkeypatch: pytest.MonkeyPatch, is_sieved: bool
+    monkeypatch: pytest.MonkeyPatch, is_sieved: bool, said: bytes
 ) -> None:
     is_shut = asyncio.Event()
     close_to = sieve.close_to
@@ -156,11 +157,11 @@ def test_a_machine_of_which_many_were_turned_away_is_not_heard_for_a_while(
     monkeypatch.setattr(sieve, "close_to", shut)
 
     async def main() -> None:
-        async with house() as there:
+        async with house(is_proved=False) as there:
             turned_away = LIMITS.shut_out_after + 1  # they are forgotten from the first moment on
             for _ in range(turned_away):
-                await there.hear_the_end(*await there.call(b"what", sender="127.0.0.7"))
-            assert len(there.away) == turned_away
+                await there.hear_the_end(*await there.call(said, sender="127.0.0.7"))
+            assert there.taken + [b"what"] * len(there.away) == [said] * turned_away
             await asyncio.wait_for(is_shut.wait(), 10)
             began = asyncio.get_running_loop().time()
             late = asyncio.create_task(asyncio.wait_for(there.call(GREETING, sender="127.0.0.7"), 10))
@@ -172,6 +173,6 @@ def test_a_machine_of_which_many_were_turned_away_is_not_heard_for_a_while(
                 assert asyncio.get_running_loop().time() - began >= LIMITS.shut_out_s - 2 * SIEVE_S
             else:
                 assert there.greeted == [GREETING]
-            assert len(there.away) == turned_away
+            assert len(there.away) + len(there.taken) == turned_away
 
     uvloop.run(main())

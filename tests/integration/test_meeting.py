@@ -464,7 +464,14 @@ def test_a_line_that_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch)
 
     async def work() -> None:
         async with meeting() as (_, _, hub, address):
-            loop = asyncio.get_running_loop()
+            loop, point, worth = asyncio.get_running_loop(), hub.handler.point, []
+            assert point is not None
+
+            async def line(raw: socket.socket) -> bool:
+                worth.append(await point.line(raw))
+                return worth[-1]
+
+            hub.transport.strangers.others[intro.OPENING[:1]] = line
             for said in (b"p", intro.encode_opening(bytes(16), 1), b"p" * 34, intro.OPENING):
                 raw = socket.socket()
                 raw.setblocking(False)
@@ -474,7 +481,28 @@ def test_a_line_that_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch)
                     while await loop.sock_recv(raw, 100):
                         pass
                 raw.close()
-            assert hub.handler.point is not None
+            await until(lambda: worth == [False] * 4)
             assert hub.transport.peers()  # the others are as they were
+
+    run(work)
+
+
+def test_lines_that_show_no_ticket_make_room_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting_point, "BEGINNING", 4)
+
+    async def work() -> None:
+        async with meeting() as (ann, bob, _, address):
+            loop, port, silent = asyncio.get_running_loop(), int(address.split("/")[4]), []
+            for _ in range(6):
+                raw = socket.socket()
+                raw.setblocking(False)
+                silent.append(raw)
+                await loop.sock_connect(raw, ("127.0.0.1", port))
+                await loop.sock_sendall(raw, intro.OPENING[:1])
+            async with asyncio.timeout(meeting_point.OPENING_S / 2):
+                assert [await loop.sock_recv(raw, 1) for raw in silent[:2]] == [b"", b""]
+            assert await ann.rendezvous.reach(bob.id, [address]) == bob.id
+            for raw in silent:
+                raw.close()
 
     run(work)

@@ -7,12 +7,13 @@ import socket
 
 import pytest
 
-from p2pdiloco.runtime import sockets
+from p2pdiloco.runtime import shared_port, sockets
 from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.listeners import Listeners
 from p2pdiloco.runtime.shared_port import FIRST, SharedPort
 from p2pdiloco.runtime.transport import Transport
+from tests.integration.waiting import until
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
@@ -43,21 +44,61 @@ def test_a_machine_listens_where_others_may_reach_it() -> None:
 
 def test_what_begins_as_the_directory_does_is_handed_to_it() -> None:
     async def work() -> None:
-        async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(b"told: " + await reader.readexactly(20))
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            said = await reader.readexactly(20)
+            writer.write(b"told: " + said * int(await reader.readexactly(1)))
             writer.close()
 
-        inner = await asyncio.start_server(echo, "127.0.0.1", 0)
+        inner = await asyncio.start_server(answer, "127.0.0.1", 0)
+        shared, worth = SharedPort(inner.sockets[0].getsockname()[1]), []
+
+        async def carry(raw: socket.socket) -> bool:
+            worth.append(await shared.carry(raw))
+            return worth[-1]
+
         ann, bob = (
             Transport(Identity.ephemeral(), listen=LOOPBACK, run="", version=1, handler=Observer()) for _ in range(2)
         )
-        ann.strangers.others[FIRST] = SharedPort(inner.sockets[0].getsockname()[1]).carry
+        ann.strangers.others[FIRST] = carry
         async with inner, ann, bob:
             (where,) = ann.listen_addresses()
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(where.split("/")[4]))
-            writer.write(FIRST + b"/multistream/1.0.0\n")
-            assert await asyncio.wait_for(reader.read(), 5.0) == b"told: " + FIRST + b"/multistream/1.0.0\n"
-            writer.close()
+            for times in (1, 9):
+                reader, writer = await asyncio.open_connection("127.0.0.1", int(where.split("/")[4]))
+                writer.write(b"%b/multistream/1.0.0\n%d" % (FIRST, times))
+                answered = await asyncio.wait_for(reader.read(), 5.0)
+                assert answered == b"told: " + (FIRST + b"/multistream/1.0.0\n") * times
+                writer.close()
             assert await bob.dial(where) == ann.peer_id
+            await until(lambda: worth == [False, True])
+
+    asyncio.run(work())
+
+
+def test_of_the_directorys_connections_the_largest_holders_first_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_port, "CONNECTIONS", 2)
+
+    async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        inner = await asyncio.start_server(wait, "127.0.0.1", 0)
+        shared, carrying, calling = SharedPort(inner.sockets[0].getsockname()[1]), [], []
+        with socket.create_server(("127.0.0.1", 0)) as outer:
+            for sender in ("127.0.0.7", "127.0.0.7", "127.0.0.1"):
+                calling.append(socket.create_connection(outer.getsockname(), 5.0, (sender, 0)))
+                raw, _ = outer.accept()
+                raw.setblocking(False)
+                carrying.append(loop.create_task(shared.carry(raw)))
+                await asyncio.sleep(0.0)
+        async with inner:
+            assert await asyncio.wait_for(carrying[0], 5.0) is False
+            assert calling[0].recv(1) == b""
+            assert not carrying[1].done()
+            assert not carrying[2].done()
+            for one in calling:
+                one.close()
+            assert await asyncio.wait_for(asyncio.gather(*carrying[1:]), 5.0) == [False, False]
 
     asyncio.run(work())
