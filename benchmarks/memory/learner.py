@@ -88,7 +88,8 @@ class ScriptedNode:
 def script(node: ScriptedNode, layout: Layout, path: Path, found: dict[str, int]) -> None:
     """What is asked of the learner; ``found`` gets the peaks in bytes."""
     node.until(lambda message: isinstance(message, link.Ready))
-    node.say(link.Load(step=0))
+    node.say(link.Shift(shards=tuple(shard.shard for shard in layout.shards), replace=True))
+    node.say(link.Begin(step=0))
     node.steps(2)
     with residence.Peak("RssAnon") as alone:
         node.steps(STEPS)

@@ -118,8 +118,6 @@ class StandIn:
     def send(self, message: link.FromNode) -> None:
         """A command of the node's."""
         match message:
-            case link.Load():
-                self.say(link.Shifted(shards=tuple(s.shard for s in self._peer.peer.layout.shards)))
             case link.Shift():
                 self.say(link.Shifted(shards=message.shards))
             case link.Snapshot():

@@ -2,41 +2,36 @@
 
     python -m benchmarks.wire.idle [--peers 16] [--settle-s 90] [--seconds 60] [--json out/idle.json]
 
-So many followers of a tiny run, each with a directory node of its own, in one process and in a network namespace whose
-loopback carries nothing else (needs root): its counter, less what the first seconds cost, by peers and seconds.
+So many followers of a tiny run, each with a directory node of its own, ``A_PROCESS`` in a process, in a network
+namespace whose loopback carries nothing else (needs root): its counter, less what the first seconds cost, by peers and
+seconds.
 
 Rules of this file:
-1. Everybody has met everybody before anything is counted, else it fails.
+1. Everybody has met everybody before anything is counted, and hears everybody afterwards, else it fails.
 2. A peer sends and receives that much each, headers of IP and TCP included.
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
-
-import torch
-import uvloop
+from types import TracebackType
 
 from benchmarks import bench
-from p2pdiloco.node.foundation import make_manifest, version_zero
-from p2pdiloco.node.node import Node
-from p2pdiloco.peer.options import LinkOptions, PeerOptions
-from p2pdiloco.protocol.manifest import RunConfig, ScheduleConfig
-from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.directory import Directory
-from p2pdiloco.runtime.identity import Identity
+from benchmarks.wire.line import Message
 
 LIMIT = 5.0
 """kB/s."""
+A_PROCESS = 16
+"""Peers: of more the first is too slow a bootstrap for the others on a busy machine."""
 MEET_S = 240.0
 SLICE_S = 10.0
+LOOK_S = 1.0
 
 
 def loopback_bytes() -> int:
@@ -45,40 +40,86 @@ def loopback_bytes() -> int:
     return int(line.partition(":")[2].split()[0])
 
 
-async def swarm(peers: int, settle_s: float, seconds: float, folder: Path) -> dict[str, object]:
-    """Bytes a second and peer."""
-    config = RunConfig(name="idle", access="open", schedule=ScheduleConfig(fragments=1))
-    weights = torch.zeros(1024)
-    identities = [Identity.ephemeral() for _ in range(peers)]
-    named = [("w", weights.shape, False)]
-    manifest, theta, momentum = make_manifest(config, identities[0].peer_id, named, [("w", weights)])
-    async with AsyncExitStack() as stack:
-        nodes, boot = list[Node](), list[str]()
-        for number, identity in enumerate(identities):
-            directory = Directory(identity, listen=["/ip4/127.0.0.1/tcp/0"], announce=[], initial_peers=boot)
-            await stack.enter_async_context(directory)
-            boot = boot or directory.bootstrap_lines()[:1]
-            options = PeerOptions(
-                folder=folder / str(number), link=LinkOptions(listen=("/ip4/127.0.0.1/tcp/0",)), is_follower=True
-            )
-            initial = version_zero(manifest, theta.clone(), momentum.clone()) if not number else None
-            node = await stack.enter_async_context(Node(manifest, options, identity, directory, initial))
-            running = asyncio.create_task(node.run(lambda _: None))
-            stack.callback(running.cancel)
-            nodes.append(node)
+class Peers:
+    """All of them, in their processes."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> Peers:
+        boot: list[str] = []
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._end)
+            for first in range(0, self._number, A_PROCESS):
+                config = json.dumps({"peers": min(A_PROCESS, self._number - first), "boot": boot})
+                process = subprocess.Popen(
+                    [sys.executable, "-W", "ignore", "-m", "benchmarks.wire.idle_peers", config],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                self._processes.append(process)
+                boot = _answer(process)["boot"]
+            stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def have_met(self) -> bool:
+        """Whether each hears all others."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write("{}\n")
+            process.stdin.flush()
+        return min(int(_answer(process)["heard"]) for process in self._processes) >= self._number - 1
+
+
+def _answer(process: subprocess.Popen[str]) -> Message:
+    """What it says next.
+
+    Raises:
+        RuntimeError: it has ended.
+    """
+    assert process.stdout is not None
+    text = process.stdout.readline()
+    if not text:
+        raise RuntimeError("some of the peers have ended")
+    found: Message = json.loads(text)
+    return found
+
+
+def measured(peers: int, settle_s: float, seconds: float) -> dict[str, float]:
+    """Bytes a second and peer.
+
+    Raises:
+        TimeoutError: they do not all hear each other.
+        RuntimeError: some have ended.
+    """
+    with Peers(peers) as all_peers:
         began = time.monotonic()
-        while any(len(node.peer.machine.view.live) < peers - 1 for node in nodes):
+        while not all_peers.have_met():
             if time.monotonic() - began > MEET_S:
                 raise TimeoutError("not all have met")
-            await asyncio.sleep(0.2)
+            time.sleep(LOOK_S)
         met_s = time.monotonic() - began
-        await asyncio.sleep(settle_s)
+        time.sleep(settle_s)
         slices = []
         for _ in range(max(1, round(seconds / SLICE_S))):
             before, at = loopback_bytes(), time.monotonic()
-            await asyncio.sleep(SLICE_S)
+            time.sleep(SLICE_S)
             slices.append((loopback_bytes() - before) / (time.monotonic() - at) / peers)
             print(f"{slices[-1]:.0f} bytes/s each", flush=True)
+        if not all_peers.have_met():
+            raise TimeoutError("some have lost each other")
     return {"bytes_per_s": sum(slices) / len(slices), "most": max(slices), "met_s": met_s}
 
 
@@ -93,12 +134,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.inside:
         command = [sys.executable, "-m", "benchmarks.wire.idle", "--inside", *(argv or sys.argv[1:])]
         return subprocess.call(["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command])
-    logs.configure()
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="p2pdiloco-idle-") as folder:
-        found = uvloop.run(swarm(options.peers, options.settle_s, options.seconds, Path(folder)))
+    try:
+        found = measured(options.peers, options.settle_s, options.seconds)
+    except (TimeoutError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 1
     bench.write(options, "wire/idle", {}, found)
-    each = float(str(found["bytes_per_s"])) / 1e3
+    each = found["bytes_per_s"] / 1e3
     print(f"{options.peers} peers: {each:.2f} kB/s each, {found['most']:.0f} bytes/s at most in ten seconds")
     print(
         f"all had met after {found['met_s']:.1f} s; {LIMIT:g} kB/s are allowed, {'held' if each <= LIMIT else 'MISSED'}"

@@ -38,7 +38,6 @@ from p2pdiloco.training.corpus_files import CorpusError
 from p2pdiloco.training.evaluation import shared_samples
 from p2pdiloco.training.huggingface import ArchitectureError, read_folder
 from p2pdiloco.training.models import build
-from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.sources import check_extras
 from p2pdiloco.training.tokens import with_tokenizer
 from p2pdiloco.training.trainable import embedding_names, trainable
@@ -151,8 +150,8 @@ def found_from_script(path: Path, founder: PeerId) -> tuple[Manifest, InitialSta
         given = foundation.read(path)
     except foundation.FoundationError as error:
         raise ConfigError(str(error)) from error
-    named = [(name, tensor.shape, name in given.embeddings) for name, tensor in given.named]
-    manifest, theta, momentum = make_manifest(given.config, founder, named, given.named)
+    named = [(name, shape, name in given.embeddings) for name, shape in given.shapes]
+    manifest, theta, momentum = make_manifest(given.config, founder, named, given.parameters())
     return manifest, version_zero(manifest, theta, momentum)
 
 
@@ -173,13 +172,14 @@ def make_manifest(
     held_out: HeldOut | None = None,
 ) -> tuple[Manifest, torch.Tensor, torch.Tensor]:
     """A new run's manifest, global parameters and momentum, from a model's trainable ``parameters``, of which ``named``
-    tells names, shapes and which are embeddings."""
+    tells names, shapes and which are embeddings, in the same order."""
     tensors: tuple[TensorSpec, ...] = tensor_specs(named, config.schedule.fragments)
     layout = make_layout(tensors, config.schedule.fragments, config.schedule.max_shard, config.outer.merge)
     config = completed(config, len(layout.shards))
     theta, momentum = torch.zeros(layout.elements), StateForm.of(config.outer).still(layout.elements)
-    flat = FlatParameters(parameters, tensors, layout)
-    flat.copy_to(theta, flat.everything)
+    starts = dict(zip(layout.order, layout.starts, strict=True))
+    for index, (_, parameter) in enumerate(parameters):
+        theta[starts[index] : starts[index] + parameter.numel()] = parameter.detach().reshape(-1)
     genesis = tuple(state_digest(theta[s.start : s.stop], momentum[s.start : s.stop]) for s in layout.shards)
     manifest = Manifest(
         founder=founder,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -120,11 +121,16 @@ async def start_from_script(
         ConfigError, DirectoryError, FolderInUseError, OSError: with a sentence for the user.
     """
     logs.speak_as(identity.peer_id)
-    manifest, initial = await asyncio.to_thread(found_from_script, foundation, identity.peer_id)
+    manifest, new = await asyncio.to_thread(found_from_script, foundation, identity.peer_id)
+    initial: InitialState | None = new
     with hold(options.folder, manifest):
         directory_options = await asyncio.to_thread(_needed, directory_options, options, manifest)
+        if manifest.run in await asyncio.to_thread(standings, [options.folder]):
+            new.take()  # a checkpoint is read next, and two models need twice the memory
+            initial = None
         async with open_directory(identity, directory_options, options.folder) as directory:
-            return await _go_on(manifest, initial, options, identity, directory, say)
+            again = partial(found_from_script, foundation, identity.peer_id)
+            return await _go_on(manifest, initial, options, identity, directory, say, again=again)
 
 
 async def join(
@@ -211,9 +217,10 @@ async def _go_on(
     say: Callable[[str], None],
     folders: Sequence[Path] = (),
     invite: Invite | None = None,
+    again: Callable[[], tuple[Manifest, InitialState]] | None = None,
 ) -> Ending:
-    """Take part as one whom others join, from the heaviest state here; ``initial`` is for where there is none. The
-    run's folder is held."""
+    """Take part as one whom others join, from the heaviest state here; ``initial`` is for where there is none, and is
+    made ``again`` where what there is cannot be read. The run's folder is held."""
     try:
         own = await asyncio.to_thread(own_state, [options.folder, *folders], manifest)
     except CheckpointError as error:
@@ -221,6 +228,8 @@ async def _go_on(
             raise
         log.warning("checkpoint not used, the run goes on from its beginning or its peers", reason=str(error))
         own = None
+        if again is not None:
+            _, initial = await asyncio.to_thread(again)
     folder = folder_of(options.folder, manifest.run)
     mine = credentials_of(manifest, identity, folder, invite)
     asking = None if manifest.config.access == "open" else mine

@@ -51,7 +51,7 @@ from p2pdiloco.protocol.messages import SIGNATURE_BYTES, commit_id
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.tensors.digests import list_bytes
-from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.training.shared_memory import SharedVectors, let_go
 from p2pdiloco.wire.answers import Answer
 from p2pdiloco.wire.bodies import TROUBLE_LIMIT, PeerStatus, StateProof, decode_message
 from p2pdiloco.wire.compression import payload_limit
@@ -69,7 +69,8 @@ class InitialState:
         self._vectors: tuple[torch.Tensor, torch.Tensor] | None = (theta, momentum)
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Parameters and momentum; once. Whoever waits for the node to end must not keep a second copy of the model."""
+        """Parameters and momentum; once, and they are the taker's to write or let go. Whoever waits for the node to end
+        must not keep a second copy of the model."""
         assert self._vectors is not None, "taken already"
         vectors, self._vectors = self._vectors, None
         return vectors
@@ -155,6 +156,7 @@ class Peer:
                 piece = self.layout.shards[proof.state.head.shard]
                 span = slice(piece.start, piece.stop)
                 self.state.put(piece.shard, proof.state.head.id, theta[span], momentum[span])
+                let_go(theta[span])  # else there are two of the model for seconds
                 proofs = self.driver.cargo.shelves[piece.shard].proofs
                 if proof.header is not None:
                     proofs[proof.state.head.id] = (proof.header, proof.signature)

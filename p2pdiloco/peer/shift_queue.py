@@ -8,11 +8,14 @@ Rules of this file:
    is therefore always relative to the head it claims.
 4. Memory is for what is in flight: what no shift, no queue and no snapshot has used from one ``rest`` to the next is
    given back. Never under a learner that has page-locked it: its device would go on with the old pages.
-5. All of it runs on the thread of ``global_state``, in the order in which it was asked for.
+5. A new learner is given the global parameters piece by piece, each when it has taken the one before. What changes
+   meanwhile reaches it with its piece, or as a shift if it has that already.
+6. All of it runs on the thread of ``global_state``, in the order in which it was asked for.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Literal, NamedTuple
@@ -28,6 +31,8 @@ from p2pdiloco.wire.compression import Body
 Payload = bytes | memoryview
 """Of a contribution or a commit, compressed; not to be changed."""
 Place = Literal["shift", "queued", "snapshot"]
+PIECE = 16 << 20
+"""Parameters, at least, that a new learner is given at a time: 64 MB of shared memory, whatever the model."""
 
 
 class Shifts(NamedTuple):
@@ -37,6 +42,8 @@ class Shifts(NamedTuple):
     """parameters += shift"""
     replaced: tuple[ShardId, ...]
     """parameters = shift"""
+    is_last_piece: bool = False
+    """With these a new learner has been given everything."""
 
 
 class ShiftKind(Enum):
@@ -107,6 +114,10 @@ class ShiftQueue:
         """The learner's device has page-locked the shared vectors: nothing is given back."""
         self._used: dict[tuple[Place, ShardId], bool] = {}
         """Memory that holds something, or did; whether it was used since the last ``rest``."""
+        self._unloaded: deque[ShardId] = deque()
+        """What a new learner has not been given yet."""
+        self._piece: set[ShardId] = set()
+        """What it is to take before it is given more."""
         self._asked: set[ShardId] = set()
         """The learner is writing their snapshots."""
         self.learner: LearnerId | None = None
@@ -122,20 +133,34 @@ class ShiftQueue:
     @property
     def is_empty(self) -> bool:
         """The learner has added all that there was."""
-        return all(kind is ShiftKind.NONE for kind in (*self._in_flight, *self._in_queue))
+        kinds = (*self._in_flight, *self._in_queue)
+        return not self._unloaded and all(kind is ShiftKind.NONE for kind in kinds)
 
     # -- a learner's life ----------------------------------------------------------------------------------------------
 
-    def load(self, learner: LearnerId, theta: Tensor) -> None:
-        """Put all global parameters where a new learner takes them from. It must acknowledge with ``shifted``."""
+    def load(self, learner: LearnerId) -> Shifts:
+        """Begin to give a new learner the global parameters; what to tell it of. It must acknowledge with ``shifted``,
+        which has the next piece."""
         self.learner = learner
         self._asked.clear()
-        self.shift.copy_(theta)
-        for shard in map(ShardId, range(len(self._layout.shards))):
+        self._piece.clear()
+        self._unloaded = deque(piece.shard for piece in self._layout.shards)
+        for shard in self._unloaded:
+            self._in_flight[shard] = self._in_queue[shard] = ShiftKind.NONE
+            self._has_snapshot[shard] = False
+        return Shifts((), self._next_piece(), not self._unloaded)
+
+    def _next_piece(self) -> tuple[ShardId, ...]:
+        """Put more of the global parameters where a new learner takes them from."""
+        elements = 0
+        while self._unloaded and elements < PIECE:
+            shard = self._unloaded.popleft()
+            self._range(self.shift, shard).copy_(self._range(self._vectors.theta, shard))
             self._used["shift", shard] = True
             self._in_flight[shard] = ShiftKind.REPLACE
-            self._in_queue[shard] = ShiftKind.NONE
-            self._has_snapshot[shard] = False
+            self._piece.add(shard)
+            elements += self._layout.shards[shard].elements
+        return tuple(sorted(self._piece))
 
     def unload(self) -> None:
         """The learner is gone."""
@@ -146,7 +171,7 @@ class ShiftQueue:
     def begin(self, shard: ShardId, moves: Moves, bodies: Callable[[Payload], Iterator[Body]]) -> Handover:
         """Begin to move the learner: its buffer if it has taken the last shift, else the queue. ``bodies`` opens a
         payload."""
-        if self.learner is None:
+        if self.learner is None or shard in self._unloaded:
             return Handover(Shifts((), ()), None, False, False, None, (), ())
         kind = ShiftKind.REPLACE if moves.is_reset else ShiftKind.ADD
         if moves.is_reset:
@@ -192,7 +217,15 @@ class ShiftQueue:
         """The learner has taken these shifts; returns the next ones to tell it of."""
         for shard in shards:
             self._in_flight[shard] = ShiftKind.NONE
-        return self.next_shifts(shards)
+        shifts = self.next_shifts(shards)
+        taken = self._piece.intersection(shards)
+        self._piece -= taken
+        for shard in taken:
+            if not self.is_pinned and not self._is_needed("shift", shard):
+                self._give_back("shift", shard)
+        if self._piece or not self._unloaded:
+            return shifts
+        return Shifts(shifts.added, shifts.replaced + self._next_piece(), not self._unloaded)
 
     # -- snapshots -----------------------------------------------------------------------------------------------------
 
@@ -233,12 +266,15 @@ class ShiftQueue:
             if is_fresh:
                 self._used[place, shard] = False
                 continue
-            del self._used[place, shard]
-            piece = self._layout.shards[shard]
-            if place == "queued":
-                self._spare.give_back(piece.start, piece.stop)
-            else:
-                self._vectors.give_back(place, piece.start, piece.stop)
+            self._give_back(place, shard)
+
+    def _give_back(self, place: Place, shard: ShardId) -> None:
+        del self._used[place, shard]
+        piece = self._layout.shards[shard]
+        if place == "queued":
+            self._spare.give_back(piece.start, piece.stop)
+        else:
+            self._vectors.give_back(place, piece.start, piece.stop)
 
     def _is_needed(self, place: Place, shard: ShardId) -> bool:
         match place:

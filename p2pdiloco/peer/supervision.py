@@ -57,8 +57,10 @@ class Ward:
         self.process: LearnerLife | None = None
         """None before it is there, and when it has ended."""
         self.is_ready = False
+        self.is_given = False
+        """It is given the global parameters."""
         self.is_loaded = False
-        """It has got the global parameters."""
+        """It has been given all of them."""
         self.has_blocks = False
 
 
@@ -263,18 +265,18 @@ class Supervision:
     def load(self) -> None:
         """Give the learner the global parameters, once both are there."""
         driver, ward = self._driver, self.ward
-        if ward is not None and ward.is_ready and not ward.is_loaded and driver.machine.view.is_current:
-            ward.is_loaded = True
+        if ward is not None and ward.is_ready and not ward.is_given and driver.machine.view.is_current:
+            ward.is_given = True
+            driver.job(lambda: driver.state.shifts.load(ward.learner), self.shifts_ready)
 
-            def loaded(_: None) -> None:
-                if ward.process is not None:
-                    ward.process.send(link.Load(step=driver.machine.view.step))
-                    self.wait_for_nobody()
-                    driver.feed(ev.LearnerStarted(ward.learner, ward.has_blocks))
-                    if self.resting:
-                        self.rest(self.resting)
-
-            driver.job(lambda: driver.state.shifts.load(ward.learner, driver.state.theta), loaded)
+    def _loaded(self, ward: Ward, process: LearnerLife) -> None:
+        """It has been told of all global parameters."""
+        ward.is_loaded = True
+        process.send(link.Begin(step=self._driver.machine.view.step))
+        self.wait_for_nobody()
+        self._driver.feed(ev.LearnerStarted(ward.learner, ward.has_blocks))
+        if self.resting:
+            self.rest(self.resting)
 
     def rest(self, reason: str) -> None:
         """Have no steps made as long as there is a ``reason``, one for people; the learner goes on answering."""
@@ -289,12 +291,15 @@ class Supervision:
 
     def shifts_ready(self, shifts: Shifts) -> None:
         """Tell the learner which shifts to take."""
-        process = None if self.ward is None else self.ward.process
-        if process is not None:
+        ward = self.ward
+        process = None if ward is None else ward.process
+        if ward is not None and process is not None:
             if shifts.added:
                 process.send(link.Shift(shards=shifts.added, replace=False))
             if shifts.replaced:
                 process.send(link.Shift(shards=shifts.replaced, replace=True))
+            if shifts.is_last_piece and ward.is_given and not ward.is_loaded:
+                self._loaded(ward, process)
 
     def save(self) -> None:
         """Have the inner optimizer's state written."""

@@ -76,8 +76,8 @@ BUGS = (
     Bug(
         name="an adopted learner's progress thrown away",
         module=_LINK,
-        old="finished = flat.add_from(self._anchor.neg_().add_(self._node.vectors.shift), flat.everything)",
-        new="finished = flat.copy_from(self._node.vectors.shift, flat.everything)",
+        old="            case Shift(shards=shards, replace=True) if self._anchor is not None:\n",
+        new="            case Shift(shards=shards, replace=True) if False and self._anchor is not None:\n",
         harm="what was trained without a node is claimed, and is not there",
         killed_by=(f"{_LINK_TESTS}::{_ADOPTED}",),
     ),
@@ -92,8 +92,8 @@ BUGS = (
     Bug(
         name="a replacement is added",
         module=_LINK,
-        old="take = flat.copy_from if replace else flat.add_from",
-        new="take = flat.add_from",
+        old="take = self._flat.copy_from if replace else self._flat.add_from",
+        new="take = self._flat.add_from",
         harm="a learner that is reset doubles its parameters",
         killed_by=(f"{_LINK_TESTS}::test_a_replacement_takes_the_place_of_what_was_trained", _CONSERVATION),
     ),
@@ -137,6 +137,16 @@ BUGS = (
         new="return math.isfinite(float(vector.sum()))",
         harm="a sound peer is told that it is in trouble",
         killed_by=(f"{_LINK_TESTS}::test_parameters_that_are_not_finite_are_told_once_and_once_that_they_are_again",),
+    ),
+    Bug(
+        name="what a second node had given is forgotten when it dies, too",
+        module="p2pdiloco.training.outer_link",
+        old="            anchor[piece.start : piece.stop].copy_(shift[piece.start : piece.stop])\n",
+        new="            pass\n",
+        harm="the third node's parameters come on top of the second's",
+        killed_by=(
+            f"{_LINK_TESTS}::test_a_learner_whose_next_node_dies_while_it_gives_the_parameters_keeps_all_progress",
+        ),
     ),
     # -- a script's node -----------------------------------------------------------------------------------------------
     Bug(

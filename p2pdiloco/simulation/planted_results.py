@@ -15,11 +15,30 @@ _NOTICES_TESTS = "tests/unit/test_node_notices.py"
 _THREADS_TESTS = "tests/unit/test_training_threads.py"
 _FIGURES_TESTS = "tests/unit/test_node_figures.py"
 
+_FOUNDING_TESTS = "tests/unit/test_training_foundation.py"
 _FOUNDATION_TESTS = "tests/unit/test_node_foundation.py"
 _FRAGMENTS_TESTS = "tests/unit/test_tensors_fragments.py"
 _AVERAGE_TESTS = "tests/unit/test_peer_average.py"
 
 BUGS = (
+    Bug(
+        name="a script's founding is written in its place",
+        module="p2pdiloco.training.foundation",
+        old='    stream_atomically(path, chain((len(text).to_bytes(8, "little") + text,), _pieces(named)))\n',
+        new='    path.open("wb").writelines(chain((len(text).to_bytes(8, "little") + text,), _pieces(named)))\n',
+        harm="a script that was killed meanwhile cannot found its run any more",
+        killed_by=(
+            f"{_FOUNDING_TESTS}::test_a_script_that_is_killed_while_it_founds_leaves_nothing_that_is_taken_for_whole",
+        ),
+    ),
+    Bug(
+        name="of every piece the first is written",
+        module="p2pdiloco.training.foundation",
+        old="flat[start : start + PIECE].to(",
+        new="flat[:PIECE].to(",
+        harm="the run begins with another model than its script's",
+        killed_by=(f"{_FOUNDING_TESTS}::test_what_is_written_in_pieces_is_version_zero_to_the_bit",),
+    ),
     Bug(
         name="gate and up are exchanged in an export",
         module=_EXPORT,

@@ -8,6 +8,7 @@ _STATE = "p2pdiloco.peer.global_state"
 _SHIFTS = "p2pdiloco.peer.shift_queue"
 _STATE_TESTS = "tests/unit/test_peer_global_state.py"
 _CONSERVATION = "tests/property/test_conservation.py::test_every_token_trained_stands_in_the_parameters_once"
+_SHIFT_TESTS = "tests/unit/test_peer_shift_queue.py"
 _OWN_TESTS = "tests/unit/test_peer_own_commits.py"
 
 BUGS = (
@@ -126,10 +127,42 @@ BUGS = (
     Bug(
         name="queued shifts outlive their learner",
         module=_SHIFTS,
-        old="self._in_queue[shard] = ShiftKind.NONE\n            self._has_snapshot[shard] = False",
-        new="self._has_snapshot[shard] = self._has_snapshot[shard]\n            self._has_snapshot[shard] = False",
+        old="self._in_flight[shard] = self._in_queue[shard] = ShiftKind.NONE",
+        new="self._in_flight[shard] = ShiftKind.NONE",
         harm="a new learner takes a commit that its parameters hold already",
         killed_by=(f"{_STATE_TESTS}::test_a_new_learner_takes_nothing_of_what_waited_for_the_last", _CONSERVATION),
+    ),
+    Bug(
+        name="a learner is moved by what it has not been given",
+        module=_SHIFTS,
+        old="if self.learner is None or shard in self._unloaded:",
+        new="if self.learner is None:",
+        harm="a commit that comes while a learner is given the parameters is in some of them twice",
+        killed_by=(f"{_SHIFT_TESTS}::test_a_new_learner_is_given_the_parameters_piece_by_piece", _CONSERVATION),
+    ),
+    Bug(
+        name="a learner begins with its first piece",
+        module=_SHIFTS,
+        old="return Shifts((), self._next_piece(), not self._unloaded)",
+        new="return Shifts((), self._next_piece(), True)",
+        harm="it trains parameters that are replaced a moment later, and what it trained is lost",
+        killed_by=(f"{_SHIFT_TESTS}::test_a_new_learner_is_given_the_parameters_piece_by_piece", _CONSERVATION),
+    ),
+    Bug(
+        name="a learner is given the next piece before it has taken the last",
+        module=_SHIFTS,
+        old="if self._piece or not self._unloaded:",
+        new="if not self._unloaded:",
+        harm="a start needs memory for a second model",
+        killed_by=(f"{_SHIFT_TESTS}::test_a_new_learner_is_given_the_parameters_piece_by_piece",),
+    ),
+    Bug(
+        name="a piece that was taken keeps its memory",
+        module=_SHIFTS,
+        old='            if not self.is_pinned and not self._is_needed("shift", shard):\n',
+        new="            if False:\n",
+        harm="a start needs memory for a second model",
+        killed_by=(f"{_SHIFT_TESTS}::test_a_new_learner_is_given_the_parameters_piece_by_piece",),
     ),
     Bug(
         name="a dead learner's contributions settled for the next",

@@ -5,24 +5,28 @@ The script writes it, its node reads it and makes of it the manifest and version
 Rules of this file:
 1. It is a safetensors file with the parameters in float32; the settings lie in its header.
 2. It is written once a state folder. A script that is started again founds the run that it founded first, whatever its
-   model's parameters are by then.
+   model's parameters are by then. A script that dies in between leaves nothing that is taken for it.
+3. Neither side holds more of it in memory than a piece: a script has its model there already, a node makes one of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import msgspec
-import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from p2pdiloco.protocol.manifest import RunConfig
-from p2pdiloco.runtime.files import write_atomically
+from p2pdiloco.runtime.files import stream_atomically
+from p2pdiloco.tensors.states import as_bytes
 
 NAME = "foundation.safetensors"
+PIECE = 4 << 20
+"""Parameters that are converted and written at a time."""
 _HEADER = "p2pdiloco"
 
 
@@ -38,13 +42,20 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Foundation(msgspec.Struct, frozen=True):
-    """What was read."""
+    """What was read, but for the parameters themselves."""
 
+    path: Path
     config: RunConfig
-    named: list[tuple[str, Tensor]]
-    """The model's trainable parameters, float32, in its own order."""
+    shapes: tuple[tuple[str, torch.Size], ...]
+    """Names and shapes of the model's trainable parameters, in its own order."""
     embeddings: frozenset[str]
     """Which of them are embeddings: those are merged by the direct mean."""
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """In that order, float32, from the file: one after the other, none is held."""
+        for name, _ in self.shapes:
+            with safe_open(self.path, framework="pt") as file:  # anew: what it has mapped goes with it
+                yield name, file.get_tensor(name)
 
 
 def write(path: Path, config: RunConfig, named: Sequence[tuple[str, Tensor]], embeddings: frozenset[str]) -> None:
@@ -53,10 +64,25 @@ def write(path: Path, config: RunConfig, named: Sequence[tuple[str, Tensor]], em
     Raises:
         OSError: the disk is full, the folder is not writable.
     """
-    tensors = {name: p.detach().to("cpu", torch.float32, copy=True).contiguous() for name, p in named}
-    header = _Header(config, tuple(name for name, _ in named), embeddings)
-    text = msgspec.json.encode(header).decode()
-    write_atomically(path, safetensors.torch.save(tensors, {_HEADER: text}))
+    told = msgspec.json.encode(_Header(config, tuple(name for name, _ in named), embeddings)).decode()
+    entries: dict[str, object] = {"__metadata__": {_HEADER: told}}
+    at = 0
+    for name, p in named:
+        end = at + 4 * p.shape.numel()
+        entries[name] = {"dtype": "F32", "shape": list(p.shape), "data_offsets": [at, end]}
+        at = end
+    text = msgspec.json.encode(entries)
+    text += b" " * (-len(text) % 8)
+    for half in path.parent.glob(f".{path.name}.*.part"):  # of a script that was killed: one at a time has this folder
+        half.unlink()
+    stream_atomically(path, chain((len(text).to_bytes(8, "little") + text,), _pieces(named)))
+
+
+def _pieces(named: Sequence[tuple[str, Tensor]]) -> Iterator[memoryview]:
+    for _, p in named:
+        flat = p.detach().reshape(-1)
+        for start in range(0, flat.numel(), PIECE):
+            yield as_bytes(flat[start : start + PIECE].to("cpu", torch.float32)).data
 
 
 def read(path: Path) -> Foundation:
@@ -68,9 +94,9 @@ def read(path: Path) -> Foundation:
     try:
         with safe_open(path, framework="pt") as file:
             header = msgspec.json.decode((file.metadata() or {})[_HEADER], type=_Header)
-            named = [(name, file.get_tensor(name)) for name in header.names]
+            shapes = tuple((name, torch.Size(file.get_slice(name).get_shape())) for name in header.names)
     except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise FoundationError(
             f"{path} cannot be used ({error}): remove it, and the script founds its run anew"
         ) from error
-    return Foundation(header.config, named, header.embeddings)
+    return Foundation(path, header.config, shapes, header.embeddings)

@@ -4,7 +4,7 @@ Rules of this file:
 1. Training never waits for the node. Commands are read without waiting, at step boundaries only, and executed in order;
    answers that the socket does not take stay queued (``channel.py``). Only ``wait`` sleeps, for who does not train.
 2. The global step grows by 1 with each inner step and by ``AdoptStep``; at the run's last step training ends.
-3. ``steps`` and ``tokens`` only grow: a ``Load`` replaces parameters, not history.
+3. ``steps`` and ``tokens`` only grow: ``Begin`` follows new parameters, not a new history.
 4. Answers leave in the order of the commands. One whose copy is under way on a GPU holds back those behind it only.
 5. What is not finite, loss or snapshot, is never merged; that it is so is said once, and that it is over (``Unable``).
 6. When the socket ends, the node is dead. With a ``Reunion`` the learner trains on for a while: the node's next life
@@ -18,13 +18,14 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, assert_never
 
 import torch
 from torch import Tensor
 
 from p2pdiloco.protocol.blocks import Block
-from p2pdiloco.protocol.identifiers import FragmentId
+from p2pdiloco.protocol.identifiers import FragmentId, ShardId
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.health import Health, is_finite
 from p2pdiloco.training.parameters import FlatParameters
@@ -33,6 +34,7 @@ from p2pdiloco.training.side_stream import Finished
 from p2pdiloco.wire.link import (
     AdoptStep,
     Batches,
+    Begin,
     BlockFinished,
     Evaluate,
     Evaluated,
@@ -41,7 +43,6 @@ from p2pdiloco.wire.link import (
     ForPeople,
     FromLearner,
     FromNode,
-    Load,
     Pause,
     Paused,
     Progress,
@@ -255,7 +256,11 @@ class OuterLink:
 
     def _execute(self, command: FromNode) -> None:
         match command:
-            case Load() | Shift() | Snapshot():
+            case Begin(step=step):
+                self._anchor = None
+                self.counts.global_step = step
+                self.is_training = self.is_loaded = True
+            case Shift() | Snapshot():
                 began = time.perf_counter()
                 self._copy(command)
                 self.counts.exchange_s += time.perf_counter() - began
@@ -281,26 +286,34 @@ class OuterLink:
             case _:
                 assert_never(command)
 
-    def _copy(self, command: Load | Shift | Snapshot) -> None:
-        flat = self._flat
+    def _copy(self, command: Shift | Snapshot) -> None:
         match command:
-            case Load(step=step):
-                if self._anchor is None:
-                    finished = flat.copy_from(self._node.vectors.shift, flat.everything)
-                else:
-                    finished = flat.add_from(self._anchor.neg_().add_(self._node.vectors.shift), flat.everything)
-                    self._anchor = None
-                self.counts.global_step = step
-                self.is_training = self.is_loaded = True
-                self._answer(Shifted(shards=flat.everything), finished)
+            case Shift(shards=shards, replace=True) if self._anchor is not None:
+                self._regain(self._anchor, shards)
+                self._answer(Shifted(shards=shards))
             case Shift(shards=shards, replace=replace):
-                take = flat.copy_from if replace else flat.add_from
+                take = self._flat.copy_from if replace else self._flat.add_from
                 self._answer(Shifted(shards=shards), take(self._node.vectors.shift, shards))
             case Snapshot(fragment=fragment, step=step):
                 answer = Snapshotted(fragment=fragment, step=step, steps=self.counts.steps, tokens=self.counts.tokens)
-                self._answer(answer, flat.copy_to(self._node.vectors.snapshot, flat.of_fragment(fragment)))
+                self._answer(answer, self._flat.copy_to(self._node.vectors.snapshot, self._flat.of_fragment(fragment)))
             case _:
                 assert_never(command)
+
+    def _regain(self, anchor: Tensor, shards: Sequence[ShardId]) -> None:
+        """Parameters = the swarm's, with all that was trained since the loss of the node on top; and should the next
+        node be lost before it has given the others, what is trained from now on counts from these."""
+        shift, pieces = self._node.vectors.shift, [self._flat.layout.shards[shard] for shard in shards]
+        for piece in pieces:
+            anchor[piece.start : piece.stop].neg_().add_(shift[piece.start : piece.stop])
+        self._until(self._flat.add_from(anchor, shards))
+        for piece in pieces:
+            anchor[piece.start : piece.stop].copy_(shift[piece.start : piece.stop])
+
+    def _until(self, finished: Finished | None) -> None:
+        """Wait for a copy; it takes milliseconds."""
+        while finished is not None and not finished():
+            time.sleep(_COPY_S)
 
     def _answer(self, message: FromLearner, finished: Finished | None = None) -> None:
         """Say ``message`` when its copy, and those of all messages before it, have ended."""
@@ -351,9 +364,7 @@ class OuterLink:
             return False
         if self._anchor is None:
             self._anchor = torch.empty_like(self._node.vectors.shift)
-            finished = self._flat.copy_to(self._anchor, self._flat.everything)
-            while finished is not None and not finished():
-                time.sleep(_COPY_S)
+            self._until(self._flat.copy_to(self._anchor, self._flat.everything))
             self.counts.steps = self.counts.tokens = 0
         self._answers.clear()
         self._trainer.begin_again()

@@ -11,6 +11,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import tempfile
@@ -115,6 +116,15 @@ def give_back(memory: mmap.mmap, begin: int, end: int) -> None:
     first, last = -(-begin // _PAGE) * _PAGE, end // _PAGE * _PAGE
     if first < last and hasattr(mmap, "MADV_REMOVE"):
         memory.madvise(mmap.MADV_REMOVE, first, last - first)
+
+
+def let_go(vector: Tensor) -> None:
+    """Of a vector [n] that nobody will read again, the system takes the whole pages, though others of its storage are
+    still read. Where it does not know how (not Linux) nothing changes."""
+    first = -(-vector.data_ptr() // _PAGE) * _PAGE
+    size = (vector.data_ptr() + vector.numel() * vector.element_size()) // _PAGE * _PAGE - first
+    if size > 0 and hasattr(mmap, "MADV_REMOVE"):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
 class NoVectors:

@@ -34,18 +34,17 @@ _encoder = msgspec.msgpack.Encoder()
 # --------------------------------------------------------------------------------------------------- node to learner
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Set all parameters from ``shift``, then train from global step ``step``. Answered by ``Shifted`` with all shards,
-    whereupon ``shift`` may be written again. Also ends a pause."""
-
-    step: int
-
-
 class Shift(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """For these shards: parameters += ``shift``, or parameters = ``shift`` if ``replace``."""
 
     shards: tuple[ShardId, ...]
     replace: bool
+
+
+class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All parameters have been given (``Shift``, ``replace``): train from global step ``step``. Also ends a pause."""
+
+    step: int
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -110,7 +109,7 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The model is built; waiting for the first ``Load``."""
+    """The model is built; waiting for the global parameters (``Shift``, ``replace``) and ``Begin``."""
 
     device: str
     parameters: int
@@ -144,7 +143,7 @@ class BlockFinished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Shifted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """``shift`` was applied for these shards (by ``Shift`` or ``Load``) and may be written again."""
+    """``shift`` was applied for these shards and may be written again."""
 
     shards: tuple[ShardId, ...]
 
@@ -206,7 +205,7 @@ class Unable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-FromNode = Load | Shift | Snapshot | Train | AdoptStep | Evaluate | Pause | Rest | Save | Swarm | Exit
+FromNode = Shift | Begin | Snapshot | Train | AdoptStep | Evaluate | Pause | Rest | Save | Swarm | Exit
 FromLearner = (
     Ready
     | Progress

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from p2pdiloco.peer import shift_queue
 from p2pdiloco.peer.global_state import GlobalState, StaleBaseError
 from p2pdiloco.peer.shift_queue import Moves, Shifts
 from p2pdiloco.protocol.blocks import Block
@@ -160,10 +161,8 @@ class Conservation:
         """Its own era."""
         self.copied_in = dict.fromkeys(self.shards, -1)
         """And when it copied: what an earlier era trained may not be given."""
-        self.state.shifts.load(self.learner, self.state.theta)
-        for shard in self.shards:
-            self.told[shard].append(0)
-        self.tell(link.Load(step=0))
+        self.is_begun = False
+        self.pass_on(self.state.shifts.load(self.learner))
 
     def tell(self, message: link.FromNode) -> None:
         assert self.node is not None
@@ -177,6 +176,9 @@ class Conservation:
             for shard in shifts.replaced:
                 self.told[shard].append(self.eras[shard])
             self.tell(link.Shift(shards=shifts.replaced, replace=True))
+        if shifts.is_last_piece:
+            self.is_begun = True
+            self.tell(link.Begin(step=0))
 
     # -- what the learner does, told by it -----------------------------------------------------------------------------
 
@@ -227,7 +229,7 @@ class Conservation:
 
     def ask(self, fragment: int) -> None:
         """A snapshot, one at a time."""
-        if not self.is_asked[fragment]:
+        if self.is_begun and not self.is_asked[fragment]:
             self.is_asked[fragment] = True
             self.state.shifts.snapshot_asked(FragmentId(fragment))
             for shard in self.layout.fragments[fragment]:
@@ -343,7 +345,7 @@ class Conservation:
 
     def drain(self) -> None:
         """Until nothing is on its way."""
-        for _ in range(6):
+        for _ in range(8):
             self.boundary()
             self.hear(len(self.unread))
 
@@ -400,7 +402,9 @@ WEIGHTS = {"step": 3, "boundary": 3, "hear": 4, "ask": 2, "encode": 3, "give": 4
 
 
 @pytest.mark.parametrize("first", range(0, STORIES, 50))
-def test_every_token_trained_stands_in_the_parameters_once(first: int) -> None:
+def test_every_token_trained_stands_in_the_parameters_once(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a learner that is given one shard after the other, while others' commits come."""
+    monkeypatch.setattr(shift_queue, "PIECE", 1)
     torch.set_num_threads(1)
     for seed in range(first, first + 50):
         tell_story(seed)

@@ -61,7 +61,6 @@ SHELLS = {
     "node/local_host": "a peer's real world",
     "node/node": "puts the parts together",
     "node/page": "serves HTTP",
-    "node/session": "from a command to a node",
     "runtime/channel": "an asyncio protocol",
     "runtime/confinement": "rights of a process",
     "runtime/daemon": "the libp2p daemon's process",

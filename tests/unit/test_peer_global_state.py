@@ -189,7 +189,7 @@ def test_a_turn_goes_as_far_as_any_where_the_bias_is_corrected() -> None:
 def test_the_learner_keeps_what_was_not_merged(peers: tuple[Peer, Peer]) -> None:
     """A shift is the global change plus what was settled; what comes before it is taken is queued, and summed."""
     owner, mine = peers
-    mine.state.shifts.load(ME, mine.state.theta)
+    mine.state.shifts.load(ME)
     mine.state.shifts.shifted((SHARD,))
     before = mine.state.theta.clone()
     payloads = [mine.contribute(bell(1)), mine.contribute(bell(2)), mine.contribute(bell(3))]
@@ -214,7 +214,7 @@ def test_the_learner_keeps_what_was_not_merged(peers: tuple[Peer, Peer]) -> None
 
 def test_a_reset_replaces(peers: tuple[Peer, Peer]) -> None:
     owner, mine = peers
-    mine.state.shifts.load(ME, mine.state.theta)
+    mine.state.shifts.load(ME)
     mine.state.shifts.shifted((SHARD,))
     header, merged = owner.merge([mine.contribute(bell(1))])
     assert mine.apply(header, merged, Moves(ME, (), (), True)) == Shifts((), (SHARD,))
@@ -223,7 +223,7 @@ def test_a_reset_replaces(peers: tuple[Peer, Peer]) -> None:
 
 def test_a_reset_voids_a_snapshot_that_waits_to_be_encoded(peers: tuple[Peer, Peer]) -> None:
     owner, mine = peers
-    mine.state.shifts.load(ME, mine.state.theta)
+    mine.state.shifts.load(ME)
     mine.state.shifts.shifted((SHARD,))
     mine.copy(bell(2))
     mine.apply(*owner.merge([owner.contribute(bell(1))]), Moves(ME, (), (), True))
@@ -233,7 +233,7 @@ def test_a_reset_voids_a_snapshot_that_waits_to_be_encoded(peers: tuple[Peer, Pe
 
 def test_a_snapshot_from_before_a_replacement_is_void(peers: tuple[Peer, Peer]) -> None:
     owner, mine = peers
-    mine.state.shifts.load(ME, mine.state.theta)
+    mine.state.shifts.load(ME)
     mine.state.shifts.shifted((SHARD,))
     mine.apply(*owner.merge([owner.contribute(bell(1))]), Moves(ME, (), (), True))
     mine.copy(bell(2))  # the learner has not taken the replacement
@@ -246,7 +246,7 @@ def test_a_snapshot_from_before_a_replacement_is_void(peers: tuple[Peer, Peer]) 
 
 def test_a_snapshot_is_brought_up_to_date_with_what_is_in_flight_and_queued(peers: tuple[Peer, Peer]) -> None:
     owner, mine = peers
-    mine.state.shifts.load(ME, mine.state.theta)
+    mine.state.shifts.load(ME)
     mine.state.shifts.shifted((SHARD,))
     before, shifts = mine.state.theta.clone(), []
     for seed in (1, 2):
@@ -264,7 +264,7 @@ def test_a_snapshot_is_brought_up_to_date_with_what_is_in_flight_and_queued(peer
 def test_several_contributions_are_settled_and_restored_at_once(peers: tuple[Peer, Peer]) -> None:
     """A heavier chain may have merged several of what ours has not, or lack several that ours has."""
     donor, mine = peers
-    mine.state.shifts.load(ME, mine.state.theta)
+    mine.state.shifts.load(ME)
     mine.state.shifts.shifted((SHARD,))
     payloads = [mine.contribute(bell(seed)) for seed in (1, 2, 3, 4)]
     before = mine.state.theta.clone()
@@ -280,7 +280,7 @@ def test_several_contributions_are_settled_and_restored_at_once(peers: tuple[Pee
 def test_another_learners_contributions_do_not_move_this_one(peers: tuple[Peer, Peer]) -> None:
     """Those of the life before this one, whose commit comes late."""
     owner, mine = peers
-    mine.state.shifts.load(ME, mine.state.theta)
+    mine.state.shifts.load(ME)
     mine.state.shifts.shifted((SHARD,))
     payload, before = mine.contribute(bell(1)), mine.state.theta.clone()
     mine.apply(*owner.merge([payload]), Moves(LearnerId("me/0"), (payload,), (), False))
@@ -289,14 +289,14 @@ def test_another_learners_contributions_do_not_move_this_one(peers: tuple[Peer, 
 
 def test_a_new_learner_takes_nothing_of_what_waited_for_the_last(peers: tuple[Peer, Peer]) -> None:
     owner, mine = peers
-    mine.state.shifts.load(ME, mine.state.theta)
+    mine.state.shifts.load(ME)
     mine.state.shifts.shifted((SHARD,))
     for seed in (1, 2):
         header, merged = owner.merge([owner.contribute(bell(seed))])
         owner.apply(header, merged)
         mine.apply(header, merged)
     mine.state.shifts.unload()
-    mine.state.shifts.load(LearnerId("me/2"), mine.state.theta)
+    mine.state.shifts.load(LearnerId("me/2"))
     assert torch.equal(mine.vectors.shift, mine.state.theta)
     assert mine.state.shifts.shifted((SHARD,)) == Shifts((), ())
 
@@ -324,7 +324,7 @@ def test_what_is_put_is_what_is_there(peers: tuple[Peer, Peer]) -> None:
 
 def test_a_fetched_state_gives_back_what_a_fork_had_merged(peers: tuple[Peer, Peer]) -> None:
     donor, mine = peers
-    mine.state.shifts.load(ME, mine.state.theta)
+    mine.state.shifts.load(ME)
     mine.state.shifts.shifted((SHARD,))
     payload = mine.contribute(bell(1))
     before = mine.state.theta.clone()
@@ -389,7 +389,7 @@ def test_a_repair_moves_the_learner_only_if_it_may_have_seen_the_difference(
     spoilt, donor = peers
     shard, head = SHARD, spoilt.state.heads[SHARD]
     assert head is not None
-    spoilt.state.shifts.load(ME, spoilt.state.theta)
+    spoilt.state.shifts.load(ME)
     spoilt.state.shifts.shifted((shard,))
     if was_verified:
         for chunk in spoilt.state.integrity.unverified(shard):

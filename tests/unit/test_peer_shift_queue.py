@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from p2pdiloco.peer.shift_queue import Moves, ShiftQueue
+from p2pdiloco.peer import shift_queue
+from p2pdiloco.peer.shift_queue import Moves, ShiftQueue, Shifts
 from p2pdiloco.protocol.identifiers import FragmentId, LearnerId, ShardId
 from p2pdiloco.protocol.manifest import TensorSpec, make_layout
 from p2pdiloco.training.shared_memory import SharedVectors
@@ -22,17 +23,23 @@ Stand = tuple[ShiftQueue, SharedVectors]
 
 
 def bytes_of(vectors: SharedVectors) -> int:
-    return os.fstat(vectors.fd).st_blocks * 512
+    """Of shift and snapshot."""
+    return os.fstat(vectors.fd).st_blocks * 512 - 2 * 4 * SIZE
 
 
 @pytest.fixture
 def stand() -> Iterator[Stand]:
-    """Two shards of a fragment each, with a learner that has taken everything; the parameters are not written."""
+    """Two shards of a fragment each, with a learner that has taken everything, and a shift of each since."""
     specs = tuple(TensorSpec(name=f"w{i}", shape=(SIZE,), merge="direct", fragment=FragmentId(i)) for i in range(2))
     layout = make_layout(specs, 2, SIZE, "direct")
     with SharedVectors.create(2 * SIZE) as vectors:
         queue = ShiftQueue(layout, vectors)
-        queue.load(LEARNER, torch.ones(2 * SIZE))
+        vectors.theta.fill_(1.0)
+        queue.load(LEARNER)
+        queue.shifted(SHARDS)
+        assert bytes_of(vectors) == 0
+        for shard in SHARDS:
+            shift(queue, shard, 1.0)
         queue.shifted(SHARDS)
         yield queue, vectors
 
@@ -105,7 +112,7 @@ def test_nothing_is_given_back_under_a_device_that_has_locked_it(stand: Stand) -
     """Nor while there is no learner: the next one may have locked it before it says so."""
     queue, vectors = stand
     queue.is_pinned = True
-    queue.load(LEARNER, torch.ones(2 * SIZE))
+    queue.load(LEARNER)
     queue.shifted(SHARDS)
     for _ in range(3):
         queue.rest()
@@ -114,3 +121,49 @@ def test_nothing_is_given_back_under_a_device_that_has_locked_it(stand: Stand) -
     for _ in range(3):
         queue.rest()
     assert bytes_of(vectors) == 2 * 4 * SIZE
+
+
+def test_a_new_learner_is_given_the_parameters_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each when it has taken the one before, whose memory has gone by then; what changes meanwhile comes once."""
+    monkeypatch.setattr(shift_queue, "PIECE", SIZE)
+    specs = tuple(TensorSpec(name=f"w{i}", shape=(SIZE,), merge="direct", fragment=FragmentId(i)) for i in range(3))
+    first, second, third = (ShardId(i) for i in range(3))
+    with SharedVectors.create(3 * SIZE) as vectors:
+        queue = ShiftQueue(make_layout(specs, 3, SIZE, "direct"), vectors)
+        vectors.theta.copy_(torch.arange(3.0 * SIZE))
+
+        def held() -> int:
+            return os.fstat(vectors.fd).st_blocks * 512 - 3 * 4 * SIZE
+
+        assert queue.load(LEARNER) == Shifts((), (first,))
+        assert held() == 4 * SIZE
+        assert torch.equal(vectors.shift[:SIZE], vectors.theta[:SIZE])
+        for shard in (first, third):  # a commit
+            vectors.theta[shard * SIZE : (shard + 1) * SIZE] += 2.0
+            assert queue.begin(shard, NO_MOVES, lambda _: iter(())).shifts == Shifts((), ())
+        queue.queued[:SIZE] = 2.0  # of the shard that is on its way; the last one's is in the parameters
+        assert not queue.is_empty
+        told = queue.shifted((first,))
+        assert told == Shifts((first,), (second,))
+        assert held() == 2 * 4 * SIZE
+        assert torch.equal(vectors.shift[:SIZE], torch.full((SIZE,), 2.0))
+        assert queue.shifted((first,)) == Shifts((), ()), "the second is not taken yet"
+        assert queue.shifted((second,)) == Shifts((), (third,), is_last_piece=True)
+        assert torch.equal(vectors.shift[2 * SIZE :], vectors.theta[2 * SIZE :])
+        assert held() == 2 * 4 * SIZE, "the second's has gone"
+        assert queue.shifted((third,)) == Shifts((), ())
+        assert queue.is_empty
+
+
+def test_a_learner_that_dies_before_it_has_everything_leaves_nothing_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shift_queue, "PIECE", 1)
+    specs = tuple(TensorSpec(name=f"w{i}", shape=(SIZE,), merge="direct", fragment=FragmentId(i)) for i in range(2))
+    with SharedVectors.create(2 * SIZE) as vectors:
+        queue = ShiftQueue(make_layout(specs, 2, SIZE, "direct"), vectors)
+        queue.load(LEARNER)
+        queue.unload()
+        assert queue.load(LearnerId("peer/2")) == Shifts((), (ShardId(0),))
+        assert queue.shifted((ShardId(0),)) == Shifts((), (ShardId(1),), is_last_piece=True)
+        assert queue.shifted((ShardId(1),)) == Shifts((), ())

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from p2pdiloco.node.foundation import found_from_script
 from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.protocol.identifiers import PeerId
-from p2pdiloco.protocol.manifest import ModelConfig, RunConfig, ScheduleConfig
+from p2pdiloco.protocol.manifest import Layout, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.training import foundation
 
 CONFIG = RunConfig(name="story", model=ModelConfig(kind="external"), schedule=ScheduleConfig(fragments=1, sync_every=4))
@@ -27,10 +31,57 @@ def test_it_comes_back_in_the_models_order_as_float32(tmp_path: Path) -> None:
     read = foundation.read(write(tmp_path))
     assert read.config == CONFIG
     assert read.embeddings == {"a"}
-    assert [name for name, _ in read.named] == ["z", "a", "m"]
-    for (_, tensor), (_, given) in zip(read.named, NAMED, strict=True):
+    assert read.shapes == (("z", (2, 3)), ("a", (4,)), ("m", (1,)))
+    for (name, tensor), (expected, given) in zip(read.parameters(), NAMED, strict=True):
+        assert name == expected
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, given.float())
+
+
+def test_what_is_written_in_pieces_is_version_zero_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces end where they like; parameters may be of any type, and lie in memory as they like."""
+    monkeypatch.setattr(foundation, "PIECE", 5)
+    random = torch.Generator().manual_seed(1)
+    wide = torch.randn(7, 3, generator=random).t()
+    named = [
+        ("b", torch.randn(11, generator=random).bfloat16()),
+        ("a", wide),
+        ("c", torch.randn(5, 5, generator=random)),
+    ]
+    path = tmp_path / foundation.NAME
+    foundation.write(path, CONFIG, named, frozenset())
+    manifest, initial = found_from_script(path, PeerId("ann"))
+    layout, (theta, momentum) = Layout.of(manifest), initial.take()
+    for index, start in zip(layout.order, layout.starts, strict=True):
+        expected = named[index][1].float().reshape(-1)
+        assert torch.equal(theta[start : start + expected.numel()], expected)
+    assert not momentum.any()
+    plain = safetensors.torch.load_file(path)
+    assert all(torch.equal(plain[name], tensor.float()) for name, tensor in named), "others can read it"
+
+
+class Deadly(torch.Tensor):
+    """Whoever writes it is killed."""
+
+    def detach(self) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
+def test_a_script_that_is_killed_while_it_founds_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> None:
+    path = tmp_path / foundation.NAME
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            foundation.write(path, CONFIG, [*NAMED, ("n", torch.ones(3).as_subclass(Deadly))], frozenset())
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert [half.name.endswith(".part") for half in tmp_path.iterdir()] == [True], "it had begun"
+    with pytest.raises(ConfigError):
+        found_from_script(path, PeerId("ann"))
+    assert write(tmp_path) == path
+    assert list(tmp_path.iterdir()) == [path], "and what it left is gone"
+    found_from_script(path, PeerId("ann"))
 
 
 def test_of_one_founder_it_always_makes_the_same_run(tmp_path: Path) -> None:

@@ -87,6 +87,11 @@ class Node:
     def send(self, *messages: link.FromNode) -> None:
         self.socket.sendall(b"".join(map(link.encode, messages)))
 
+    def load(self, step: int, *then: link.FromNode) -> None:
+        """Send all parameters in one piece, to train from ``step``."""
+        everything = tuple(shard.shard for shard in self.layout.shards)
+        self.send(link.Shift(shards=everything, replace=True), link.Begin(step=step), *then)
+
     def read(self) -> bool:
         self.socket.settimeout(DEADLINE_S)
         data = self.socket.recv(1 << 16)
@@ -175,10 +180,10 @@ def test_a_life(start: Callable[..., Node]) -> None:
     vectors, everything = node.vectors, tuple(s.shard for s in node.layout.shards)
     fragments = node.layout.fragments
 
-    # Pause comes with Load, so no step lies between: what is in the parameters is exactly what was loaded.
+    # Pause comes with Begin, so no step lies between: what is in the parameters is exactly what was loaded.
     initial = torch.randn(elements, generator=torch.Generator().manual_seed(1)) * 0.02
     vectors.shift.copy_(initial)
-    node.send(link.Load(step=100), link.Pause())
+    node.load(100, link.Pause())
     assert node.until(link.Shifted).shards == everything
     assert node.until(link.Paused) == link.Paused(steps=0, tokens=0)
 
@@ -216,7 +221,7 @@ def test_a_life(start: Callable[..., Node]) -> None:
     )
 
     vectors.shift.copy_(initial)
-    node.send(link.Load(step=100))
+    node.load(100)
     node.until(link.Shifted)
     progress = node.until(link.Progress, lambda p: p.steps >= 50)
     assert progress.tokens == progress.steps * 2 * 8
@@ -237,11 +242,11 @@ def test_a_life(start: Callable[..., Node]) -> None:
 
 def test_training_ends_at_the_runs_last_step(start: Callable[..., Node]) -> None:
     node = start(steps=1000)
-    node.send(link.Load(step=990))
+    node.load(990)
     assert node.until(link.Paused) == link.Paused(steps=10, tokens=160)
     node.send(link.Snapshot(fragment=FragmentId(0), step=1000))  # it still answers
     assert node.until(link.Snapshotted).steps == 10
-    node.send(link.Load(step=0))
+    node.load(0)
     node.until(link.Progress, lambda p: p.steps > 10)
     node.send(link.AdoptStep(step=5), link.AdoptStep(step=1000))
     assert node.until(link.Paused).steps < 1000
@@ -249,7 +254,7 @@ def test_training_ends_at_the_runs_last_step(start: Callable[..., Node]) -> None
 
 def test_a_learner_that_rests_makes_no_steps_and_goes_on_answering(start: Callable[..., Node]) -> None:
     node = start()
-    node.send(link.Load(step=0))
+    node.load(0)
     node.until(link.Progress)
     node.send(link.Rest(is_resting=True))
     node.until(link.Rested)
@@ -268,7 +273,7 @@ def test_a_learner_that_rests_makes_no_steps_and_goes_on_answering(start: Callab
 
 def test_training_yields_the_processor_to_nodes(start: Callable[..., Node]) -> None:
     node = start()
-    node.send(link.Load(step=0))
+    node.load(0)
     node.until(link.Progress)
     ours = os.getpriority(os.PRIO_PROCESS, 0)
     assert os.getpriority(os.PRIO_PROCESS, node.process.pid) == min(19, ours + 5)
@@ -276,7 +281,7 @@ def test_training_yields_the_processor_to_nodes(start: Callable[..., Node]) -> N
 
 def test_the_nodes_death_ends_it(start: Callable[..., Node]) -> None:
     idle, busy = start(), start()
-    busy.send(link.Load(step=0))
+    busy.load(0)
     busy.until(link.Progress)
     idle.until(link.Ready)
     for node in (idle, busy):
@@ -287,7 +292,7 @@ def test_the_nodes_death_ends_it(start: Callable[..., Node]) -> None:
 def test_signals(start: Callable[..., Node]) -> None:
     """Ctrl+C is the node's business; SIGTERM is the learner's."""
     node = start()
-    node.send(link.Load(step=0))
+    node.load(0)
     before = node.until(link.Progress).steps
     node.process.send_signal(signal.SIGINT)
     node.until(link.Progress, lambda p: p.steps > before + 20)
@@ -304,7 +309,7 @@ def test_data_that_is_missing_is_named(start: Callable[..., Node], tmp_path: Pat
 def test_a_node_that_does_not_read_does_not_stop_training(start: Callable[..., Node]) -> None:
     """The socket fills up with Progress; training goes on, and no answer is lost."""
     node = start()
-    node.send(link.Load(step=0))
+    node.load(0)
     node.until(link.Progress)
     usage = Path(f"/proc/{node.process.pid}/stat")
     deadline = time.monotonic() + DEADLINE_S
@@ -327,7 +332,7 @@ def test_a_node_that_does_not_read_does_not_stop_training(start: Callable[..., N
 
 
 MESSAGES: list[link.FromNode] = [
-    link.Load(step=3),
+    link.Begin(step=3),
     link.Shift(shards=(ShardId(0), ShardId(2)), replace=True),
     link.Snapshot(fragment=FragmentId(1), step=4),
     link.AdoptStep(step=5),
@@ -386,7 +391,7 @@ def test_the_inner_optimizer_outlives_a_life(start: Callable[..., Node], tmp_pat
     def life() -> tuple[Node, link.Ready]:
         node = start("--inner-state", str(path))
         ready = node.until(link.Ready)
-        node.send(link.Load(step=0))
+        node.load(0)
         return node, ready
 
     node, ready = life()
@@ -421,7 +426,7 @@ def test_a_learner_that_lost_its_node_trains_on_and_is_found(start: Callable[...
     node = start(*WAITS)
     node.until(link.Ready)
     node.vectors.shift.copy_(torch.randn(node.layout.elements, generator=torch.Generator().manual_seed(1)) * 0.02)
-    node.send(link.Load(step=0))
+    node.load(0)
     node.until(link.Progress, lambda p: p.steps >= 3)
     node.socket.close()
 
@@ -435,7 +440,7 @@ def test_a_learner_that_lost_its_node_trains_on_and_is_found(start: Callable[...
     assert node.until(link.Ready).parameters == node.layout.elements
     begun = node.until(link.Progress)
     vectors.shift.fill_(0.25)
-    node.send(link.Load(step=500))
+    node.load(500)
     for fragment in range(2):
         node.send(link.Snapshot(fragment=FragmentId(fragment), step=501))
     node.send(link.Pause())
@@ -453,7 +458,7 @@ def test_a_learner_that_lost_its_node_trains_on_and_is_found(start: Callable[...
 def test_a_learner_that_nobody_finds_ends(start: Callable[..., Node], extra: tuple[str, ...]) -> None:
     node = start(*extra)
     node.until(link.Ready)
-    node.send(link.Load(step=0))
+    node.load(0)
     node.until(link.Progress)
     node.socket.close()
     assert node.process.wait(DEADLINE_S) == 0

@@ -87,6 +87,10 @@ class Bench:
                 parameter.add_(change)
         self.link.stepped(10, None, 0.1)
 
+    def load(self, step: int) -> tuple[link.FromNode, ...]:
+        """All parameters in one piece."""
+        return link.Shift(shards=self.flat.everything, replace=True), link.Begin(step=step)
+
     def hear(self) -> list[link.FromLearner]:
         """What has arrived."""
         try:
@@ -119,7 +123,7 @@ def bench() -> Iterator[Bench]:
 
 
 def test_answers_keep_their_order_while_a_copy_is_under_way_and_steps_are_told(bench: Bench) -> None:
-    kinds = [type(m) for m in bench.do(link.Load(step=0))]
+    kinds = [type(m) for m in bench.do(*bench.load(0))]
     assert kinds == [link.Shifted, link.Progress]
     commands = (
         link.Snapshot(fragment=FragmentId(0), step=1),
@@ -137,7 +141,7 @@ def test_answers_keep_their_order_while_a_copy_is_under_way_and_steps_are_told(b
 
 
 def test_a_pause_waits_for_copies_under_way(bench: Bench) -> None:
-    bench.do(link.Load(step=0))
+    bench.do(*bench.load(0))
     assert bench.do(link.Snapshot(fragment=FragmentId(0), step=1), link.Pause()) == []
     bench.flat.pending[0] = True
     bench.link.wait()  # returns soon though the node says nothing
@@ -162,7 +166,7 @@ def snapshots(bench: Bench, *fragments: int) -> list[str]:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_parameters_that_are_not_finite_are_told_once_and_once_that_they_are_again(bench: Bench, value: float) -> None:
-    bench.do(link.Load(step=0))
+    bench.do(*bench.load(0))
     assert snapshots(bench, 0, 1) == []
     spoilt = bench.flat._shards[0][0].view
     spoilt[1] = value
@@ -176,7 +180,7 @@ def test_parameters_that_are_not_finite_are_told_once_and_once_that_they_are_aga
 
 
 def test_a_loss_that_is_not_finite_is_told_until_it_and_a_snapshot_are(bench: Bench) -> None:
-    bench.do(link.Load(step=0))
+    bench.do(*bench.load(0))
     bench.link.stepped(1, float("nan"), 0.1)
     bench.link.stepped(1, float("inf"), 0.1)
     answers = bench.do()
@@ -191,7 +195,7 @@ def test_a_loss_that_is_not_finite_is_told_until_it_and_a_snapshot_are(bench: Be
 def test_what_the_node_has_said_before_it_left_is_done(bench: Bench) -> None:
     """A run that was over before its script came: parameters, and goodbye, in one go."""
     bench.vectors.shift.copy_(torch.arange(15.0))
-    bench.socket.sendall(link.encode(link.Load(step=7)) + link.encode(link.Exit()))
+    bench.socket.sendall(b"".join(map(link.encode, (*bench.load(7), link.Exit()))))
     bench.socket.shutdown(socket.SHUT_WR)
     assert not bench.link.boundary()
     assert bench.link.is_loaded
@@ -206,7 +210,7 @@ def test_what_the_node_has_said_before_it_left_is_done(bench: Bench) -> None:
 
 def test_shifts_and_snapshots_are_exact_whatever_the_parameters_are(bench: Bench) -> None:
     bench.vectors.shift.copy_(torch.arange(15.0))
-    bench.do(link.Load(step=0))
+    bench.do(*bench.load(0))
     bench.vectors.shift.fill_(0.5)
     bench.do(link.Shift(shards=bench.flat.everything, replace=False))
     for fragment in (0, 1):
@@ -222,7 +226,7 @@ def test_a_parameter_that_is_not_contiguous_is_named() -> None:
 
 
 def test_a_replacement_takes_the_place_of_what_was_trained(bench: Bench) -> None:
-    bench.do(link.Load(step=0))
+    bench.do(*bench.load(0))
     bench.step(3.0)
     bench.vectors.shift.copy_(torch.arange(15.0))
     bench.do(link.Shift(shards=(bench.flat.everything[0],), replace=True))
@@ -234,7 +238,7 @@ def test_a_replacement_takes_the_place_of_what_was_trained(bench: Bench) -> None
 
 def test_answers_that_do_not_fit_into_the_socket_come_later_and_whole(bench: Bench) -> None:
     """The node reads nothing for a while: what was begun goes on where it stopped."""
-    bench.do(link.Load(step=0))
+    bench.do(*bench.load(0))
     reasons = [f"{number} " * 2000 for number in range(300)]
     for reason in reasons:
         bench.link.tell(link.Trouble(reason=reason))
@@ -253,7 +257,7 @@ def test_a_learner_that_is_adopted_keeps_its_progress_since_the_loss_and_counts_
     bench = Bench(Reunion(name, patience_s=60.0))
     try:
         bench.link.greet(device="cpu")
-        bench.do(link.Load(step=7))
+        bench.do(*bench.load(7))
         bench.step(1.0)
         assert bench.link.counts.tokens == 11
         bench.do(link.Snapshot(fragment=FragmentId(0), step=7))
@@ -273,7 +277,7 @@ def test_a_learner_that_is_adopted_keeps_its_progress_since_the_loss_and_counts_
         assert bench.link.boundary()
         bench.step(2.0)
         assert bench.link.is_alone, "a node that was told to leave now would know of no progress"
-        bench.socket.sendall(link.encode(link.Load(step=20)))
+        bench.socket.sendall(b"".join(map(link.encode, bench.load(20))))
         assert bench.link.boundary()
         assert not bench.link.is_alone
         assert bench.link.boundary()
@@ -299,7 +303,7 @@ def test_what_it_is_asked_for_reaches_the_loop_and_is_answered_in_order(bench: B
         link.Ready(device="cpu", parameters=15, inner_steps=5, has_blocks=False),
         link.Evaluated(version=3, loss=30.0),
     ]
-    bench.do(link.Load(step=0))
+    bench.do(*bench.load(0))
     bench.do(link.Train(block=Block(7)), link.Save())
     assert bench.loop.asked == [7, "save"]
     bench.link.block_finished(Block(7))
@@ -308,7 +312,7 @@ def test_what_it_is_asked_for_reaches_the_loop_and_is_answered_in_order(bench: B
 
 
 def test_times_of_copies_are_told_once(bench: Bench) -> None:
-    bench.do(link.Load(step=0))
+    bench.do(*bench.load(0))
     shift = link.Shift(shards=bench.flat.everything, replace=False)
     told = [
         [m.exchange_s for m in bench.do(*what) if isinstance(m, link.Progress)] for what in ([shift], [link.Save()], [])
@@ -320,7 +324,7 @@ def test_times_of_copies_are_told_once(bench: Bench) -> None:
 
 
 def test_the_global_step_never_falls_and_at_the_runs_last_step_training_ends(bench: Bench) -> None:
-    bench.do(link.Load(step=990))
+    bench.do(*bench.load(990))
     bench.do(link.AdoptStep(step=995), link.AdoptStep(step=993))
     assert bench.link.counts.global_step == 996
     bench.do(link.AdoptStep(step=999))
@@ -336,7 +340,7 @@ def test_the_global_step_never_falls_and_at_the_runs_last_step_training_ends(ben
 def test_it_ends_when_it_is_told_to_and_when_its_node_is_dead() -> None:
     for message in (link.Exit(), None):
         bench = Bench()
-        bench.do(link.Load(step=0))
+        bench.do(*bench.load(0))
         if message is None:
             bench.socket.close()
             assert not bench.link.boundary()
@@ -355,7 +359,7 @@ def test_a_learner_that_nobody_finds_in_time_ends_and_one_that_does_not_train_en
         bench = Bench(Reunion(f"p2pdiloco-test-{tmp_path}-{is_loaded}", patience_s=0.0))
         bench.flat.is_slow = False
         if is_loaded:
-            bench.do(link.Load(step=0))
+            bench.do(*bench.load(0))
         bench.socket.close()
         assert bench.link.boundary() is lasts
         assert bench.loop.asked == (["begin again"] if lasts else [])
@@ -365,7 +369,7 @@ def test_a_learner_that_nobody_finds_in_time_ends_and_one_that_does_not_train_en
 
 def test_what_the_node_does_not_read_is_bounded_and_steps_are_counted_all_the_same(bench: Bench) -> None:
     """Beyond 64 KiB no step is told; the next that is told says how many there were."""
-    bench.do(link.Load(step=0))
+    bench.do(*bench.load(0))
     for _ in range(30_000):
         bench.link.stepped(1, 2.0, 0.1)
     assert bench.link.boundary()
@@ -390,7 +394,7 @@ def adopt(bench: Bench, name: str, values: float) -> SharedVectors:
     found.setblocking(False)
     bench.socket, bench.decoder = found, link.Decoder[link.FromLearner](link.FromLearner)
     assert bench.link.boundary()
-    bench.socket.sendall(link.encode(link.Load(step=20)))
+    bench.socket.sendall(b"".join(map(link.encode, bench.load(20))))
     assert bench.link.boundary()
     assert bench.link.boundary()
     return memory
@@ -402,7 +406,7 @@ def test_a_learner_that_loses_its_node_twice_keeps_what_it_made_since_the_second
     bench = Bench(Reunion(name, patience_s=60.0))
     bench.flat.is_slow = False
     bench.link.greet(device="cpu")
-    bench.do(link.Load(step=0))
+    bench.do(*bench.load(0))
     memories = []
     for times in (1, 2):
         bench.socket.close()
@@ -414,6 +418,42 @@ def test_a_learner_that_loses_its_node_twice_keeps_what_it_made_since_the_second
     bench.socket.close()
     for memory in memories:
         memory.close()
+
+
+@pytest.mark.skipif(not IS_POSSIBLE, reason="abstract Unix sockets are Linux's")
+def test_a_learner_whose_next_node_dies_while_it_gives_the_parameters_keeps_all_progress(tmp_path: Path) -> None:
+    """Some shards have the second node's parameters then, others what the first had given."""
+    name = f"p2pdiloco-test-thrice-{tmp_path}"
+    bench = Bench(Reunion(name, patience_s=60.0))
+    bench.flat.is_slow = False
+    bench.link.greet(device="cpu")
+    bench.vectors.shift.fill_(7.0)
+    bench.do(*bench.load(0))
+    bench.socket.close()
+    assert bench.link.boundary()
+    bench.step(1.0)
+    memory = SharedVectors.create(15)
+    memory.shift.fill_(50.0)
+    found = find_learner(name, memory.fd)
+    assert found is not None
+    found.setblocking(False)
+    bench.socket, bench.decoder = found, link.Decoder[link.FromLearner](link.FromLearner)
+    assert bench.link.boundary()
+    first, cut = bench.flat.everything[:1], bench.flat.layout.shards[0].stop
+    bench.socket.sendall(link.encode(link.Shift(shards=first, replace=True)))
+    assert bench.link.boundary()
+    bench.step(1.0)
+    assert bench.link.is_alone, "it has not got everything"
+    assert torch.equal(bench.values()[:cut], torch.full((cut,), 52.0))
+    bench.socket.close()
+    assert bench.link.boundary()
+    bench.step(1.0)
+    second = adopt(bench, name, 100.0)
+    assert torch.equal(bench.values(), torch.full((15,), 103.0))
+    assert not bench.link.is_alone
+    bench.socket.close()
+    for one in (memory, second):
+        one.close()
 
 
 @pytest.mark.skipif(not IS_POSSIBLE, reason="abstract Unix sockets are Linux's")

@@ -1,0 +1,268 @@
+"""Two peers of a large model on this machine, end to end: what each of them holds at most, and writes::
+
+    python -m benchmarks.memory.together [--parameters 1.1e9] [--steps 360] [--step-s 1] [--json FILE]
+
+A script founds a run (``creeping.py``; a turn of every fragment in 24 steps); ``p2pdiloco join --follow`` joins it.
+When the follower has written two checkpoints and commits since, it is killed (SIGKILL) and started again. When the run
+is complete and both have ended, ``p2pdiloco export`` writes the model of each, which must be the same.
+
+Rules of this file:
+1. Memory is RssAnon and RssShmem of a node, and RssAnon of the script, which shares its node's, looked at all
+   ``SAMPLE_S``. What is clean in the page cache is nobody's.
+2. If the system runs out of memory, these are the processes that it should end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+import torch
+from safetensors import safe_open
+
+from benchmarks import bench
+from benchmarks.memory.creeping import LOOPBACK
+
+SAMPLE_S = 0.01
+LOOK_S = 0.2
+PATIENCE_S = 900.0
+CHECKPOINTS = 2
+COMMITS = 24
+"""At least, since the last checkpoint."""
+INVITED = "p2pdiloco join "
+COLUMNS = (("GB", "gb", ".2f"), ("bytes a parameter", "bytes", ".2f"))
+
+
+class TogetherError(Exception):
+    """Somebody ended, or nothing came of it; the message says who, and what it said last."""
+
+
+class Watch:
+    """The most that each of several processes holds, by phase."""
+
+    def __init__(self) -> None:
+        self.peaks: dict[tuple[str, str], int] = {}
+        self.phase = ""
+        self._processes: dict[str, tuple[int, tuple[str, ...]]] = {}
+        self._least_free = self._free_before = psutil.virtual_memory().available
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="watch")
+
+    def look_at(self, name: str, pid: int, *fields: str) -> None:
+        """From now on."""
+        self._processes = {**self._processes, name: (pid, tuple(f"{field}:" for field in fields))}
+
+    @property
+    def together(self) -> int:
+        """By how much less memory was free than before, at the worst moment, whoever had it."""
+        return int(self._free_before - self._least_free)
+
+    def _watch(self) -> None:
+        while not self._over.wait(SAMPLE_S):
+            for name, (pid, fields) in self._processes.items():
+                with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="ascii") as file:
+                    held = sum(int(text.split()[1]) * 1024 for text in file if text.startswith(fields))
+                    key = (self.phase, name)
+                    self.peaks[key] = max(self.peaks.get(key, 0), held)
+            self._least_free = min(self._least_free, psutil.virtual_memory().available)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+class Program:
+    """One of the processes, with its folder."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._log = folder.with_suffix(".log")
+        self.most_disk = 0
+        with open(self._log, "ab") as log:
+            command = [sys.executable, "-W", "ignore", "-P", "-m", *words]
+            self.process = psutil.Popen(command, cwd=bench.ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def told(self) -> str:
+        """All that it has printed."""
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    def events(self, kind: str) -> list[dict[str, object]]:
+        """Of one kind, in its event log."""
+        found = []
+        for path in self.folder.glob("*/metrics.jsonl"):
+            for text in path.read_text(encoding="utf-8").splitlines():
+                with contextlib.suppress(ValueError):  # the last one is being written
+                    found.append(json.loads(text))
+        return [one for one in found if one["event"] == kind]
+
+    def measure_disk(self) -> None:
+        """What its folder takes."""
+        total = 0
+        for path in self.folder.rglob("*"):
+            with contextlib.suppress(OSError):
+                total += path.stat().st_blocks * 512
+        self.most_disk = max(self.most_disk, total)
+
+    def end(self) -> None:
+        """At once, with the node of a script."""
+        pids = [self.process.pid]
+        with contextlib.suppress(OSError, ValueError):
+            pids.append(int((self.folder / "node.pid").read_text()))
+        for pid in pids:
+            with contextlib.suppress(psutil.Error):
+                for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+                    with contextlib.suppress(psutil.Error):
+                        process.kill()
+        self.process.wait()
+
+
+def wait_for(programs: Sequence[Program], what: str, holds: Callable[[], object], *, may_end: bool = False) -> float:
+    """Until ``holds``; how long that took.
+
+    Raises:
+        TogetherError: one of them has ended, though that is not what is waited for, or failed; or it takes too long.
+    """
+    began = time.monotonic()
+    while not holds():
+        for program in programs:
+            program.measure_disk()
+            status = program.process.poll()
+            has_failed = bool(status) if may_end else status is not None
+            if has_failed or time.monotonic() - began > PATIENCE_S:
+                raise TogetherError(f"waiting for {what}: {program.folder.name} said last\n{program.told()[-2000:]}")
+        time.sleep(LOOK_S)
+    return time.monotonic() - began
+
+
+@contextlib.contextmanager
+def ended_at_last(*words: str, folder: Path) -> Iterator[Program]:
+    """A program that does not outlive this block."""
+    program = Program(folder, *words)
+    try:
+        yield program
+    finally:
+        program.end()
+
+
+def story(options: argparse.Namespace, folder: Path, watch: Watch) -> dict[str, float]:
+    """All of it; how long its parts took, and bytes on the disk.
+
+    Raises:
+        TogetherError: it did not come to its end.
+    """
+    found: dict[str, float] = {}
+    parameters, steps, step_s = str(options.parameters), str(options.steps), str(options.step_s)
+    words = ("benchmarks.memory.creeping", str(folder / "founder"), "--parameters", parameters)
+    watch.phase = "founding"
+    with ended_at_last(*words, "--steps", steps, "--step-s", step_s, folder=folder / "founder") as founder:
+        watch.look_at("script", founder.process.pid, "RssAnon")
+        pid = founder.folder / "node.pid"
+        found["founding_s"] = wait_for([founder], "its node", lambda: pid.exists() and pid.read_text())
+        watch.look_at("founder's node", int(pid.read_text()), "RssAnon", "RssShmem")
+        found["founding_s"] += wait_for([founder], "its first step", lambda: founder.events("progress"))
+        invite = founder.told().partition(INVITED)[2].split()[0]
+        join: tuple[str, ...] = ("p2pdiloco", "join", invite, "--follow", "--state", str(folder / "follower"))
+        join += ("--listen", LOOPBACK, "--host_maddrs", LOOPBACK, "--write-gb", "100000", "--stay-s", "0")
+        join += ("--checkpoint-s", str(options.steps * options.step_s / 8))
+        watch.phase = "joining"
+        with ended_at_last(*join, folder=folder / "follower") as follower:
+            watch.look_at("follower", follower.process.pid, "RssAnon", "RssShmem")
+            both = (founder, follower)
+            found["joining_s"] = wait_for(both, "the state", lambda: follower.events("current"))
+            watch.phase = "at work"
+            wait_for(both, "two checkpoints and commits since", lambda: is_to_be_killed(follower))
+            follower.process.kill()
+            follower.process.wait()
+        disk = follower.most_disk
+        watch.phase = "coming back"
+        with ended_at_last(*join, folder=folder / "follower") as follower:
+            watch.look_at("follower", follower.process.pid, "RssAnon", "RssShmem")
+            both, follower.most_disk = (founder, follower), disk
+            found["coming_back_s"] = wait_for(both, "its state", lambda: len(follower.events("current")) > 1)
+            watch.phase = "at work again"
+            checkpoints = len(follower.events("checkpoint"))
+            wait_for(both, "a checkpoint", lambda: len(follower.events("checkpoint")) > checkpoints)
+            wait_for(both, "the end", lambda: all(one.process.poll() == 0 for one in both), may_end=True)
+            found |= {"founder_disk": founder.most_disk, "follower_disk": follower.most_disk}
+    watch.phase = "export"
+    for name in ("founder", "follower"):
+        out = folder / f"{name}-exported"
+        with ended_at_last(
+            "p2pdiloco", "export", str(folder / name), "--out", str(out), folder=folder / f"{name}-export"
+        ) as export:
+            watch.look_at("export", export.process.pid, "RssAnon", "RssShmem")
+            done = partial(lambda one: one.process.poll() == 0, export)
+            found["export_s"] = wait_for([export], "the export", done, may_end=True)
+    check(*(folder / f"{name}-exported" for name in ("founder", "follower")), steps=options.steps)
+    return found
+
+
+def is_to_be_killed(follower: Program) -> bool:
+    """Whether it has written checkpoints, and there are commits since."""
+    written = follower.events("checkpoint")
+    since = [one for one in follower.events("commit") if written and one["time"] > written[-1]["time"]]  # type: ignore[operator]
+    return len(written) >= CHECKPOINTS and len(since) >= COMMITS
+
+
+def check(mine: Path, theirs: Path, *, steps: int) -> None:
+    """Both exports are the same, of the run's last step, and finite.
+
+    Raises:
+        TogetherError: they are not.
+    """
+    for folder in (mine, theirs):
+        if (step := json.loads((folder / "p2pdiloco.json").read_text())["step"]) != steps:
+            raise TogetherError(f"{folder} is of step {step}")
+    with safe_open(mine / "model.safetensors", "pt") as ours, safe_open(theirs / "model.safetensors", "pt") as others:
+        for name in ours.keys():  # noqa: SIM118 - no mapping
+            tensor = ours.get_tensor(name)
+            if not torch.equal(tensor, others.get_tensor(name)) or not tensor.isfinite().all():
+                raise TogetherError(f"{name} differs, or is not finite")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, record."""
+    parser = bench.parser(__doc__, has_plot=False, has_keep=True)
+    parser.add_argument("--parameters", type=float, default=1.1e9)
+    parser.add_argument("--steps", type=int, default=360, help="a turn of all fragments is 24")
+    parser.add_argument("--step-s", type=float, default=1.0)
+    options = parser.parse_args(argv)
+    Path("/proc/self/oom_score_adj").write_text("900", encoding="ascii")
+    with contextlib.ExitStack() as stack:
+        folder = Path(options.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="p2pdiloco-together-")))
+        watch = stack.enter_context(Watch())
+        try:
+            times = story(options, folder, watch)
+        except TogetherError as error:
+            print(error, file=sys.stderr)
+            return 1
+        finally:
+            rows = {f"{phase}: {name}": held for (phase, name), held in watch.peaks.items()}
+            rows |= {"all together": watch.together}
+            shown = {name: {"gb": held / 1e9, "bytes": held / options.parameters} for name, held in rows.items()}
+            print(bench.table("at most", COLUMNS, shown))
+    print("".join(f"{name} {value:.3g}\n" for name, value in times.items()))
+    bench.write(options, "memory/together", {}, {**times, **rows})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

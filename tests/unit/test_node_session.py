@@ -1,0 +1,91 @@
+"""What a training script's node begins with: a checkpoint if there is one, else version 0, and never both in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from p2pdiloco.node import session
+from p2pdiloco.node.foundation import found_from_script
+from p2pdiloco.node.kept_runs import folder_of
+from p2pdiloco.node.lookup import DirectoryOptions
+from p2pdiloco.peer import checkpoint
+from p2pdiloco.peer.end import Ending
+from p2pdiloco.peer.options import LearnerOptions, PeerOptions
+from p2pdiloco.peer.peer import InitialState
+from p2pdiloco.protocol.manifest import Manifest, ModelConfig, RunConfig, ScheduleConfig
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.training import foundation
+
+CONFIG = RunConfig(name="story", model=ModelConfig(kind="external"), schedule=ScheduleConfig(fragments=1, sync_every=4))
+WEIGHTS = torch.arange(6.0).view(2, 3)
+
+
+class Brought:
+    """Whoever takes part: what it brings."""
+
+    def __init__(self) -> None:
+        self.theta: torch.Tensor | None = None
+
+    async def take_part(self, manifest: Manifest, *given: Any, **_: Any) -> Ending:
+        initial = given[3]
+        assert isinstance(initial, InitialState)
+        self.theta = initial.take()[0]
+        return Ending(0, "")
+
+
+@contextlib.asynccontextmanager
+async def nobody(*_: Any) -> AsyncIterator[None]:
+    """A directory that is not asked."""
+    yield
+
+
+async def none_has_a_state(*_: Any) -> bool:
+    return False
+
+
+@pytest.mark.parametrize("what", ["nothing", "a checkpoint", "a spoilt one"])
+def test_a_scripts_node_goes_on_from_its_checkpoint_or_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    brought, identity = Brought(), Identity.ephemeral()
+    path = tmp_path / foundation.NAME
+    foundation.write(path, CONFIG, [("w", WEIGHTS)], frozenset())
+    manifest, initial = found_from_script(path, identity.peer_id)
+    folder = folder_of(tmp_path, manifest.run) / "checkpoint"
+    taken: list[InitialState] = []
+    take = InitialState.take
+    if what != "nothing":
+        checkpoint.save(folder, manifest, initial.shards, *initial.take(), keep=1)
+    if what == "a spoilt one":
+        for tensors in folder.glob("*.safetensors"):
+            tensors.write_bytes(tensors.read_bytes()[:-1] + b"\x55")
+
+    def own_state(*given: Any) -> InitialState | None:
+        assert len(taken) == (what != "nothing"), "version 0 is let go before a checkpoint is read"
+        return read(*given)
+
+    def noted(self: InitialState) -> Any:
+        taken.append(self)
+        return take(self)
+
+    read = session.own_state
+    for name, value in (
+        ("own_state", own_state),
+        ("open_directory", nobody),
+        ("has_state", none_has_a_state),
+        ("take_part", brought.take_part),
+    ):
+        monkeypatch.setattr(session, name, value)
+    monkeypatch.setattr(InitialState, "take", noted)
+    options = PeerOptions(folder=tmp_path, learner=LearnerOptions(script="there"))
+    directory = DirectoryOptions(listen=())
+    asyncio.run(session.start_from_script(path, options, directory, identity, lambda _: None))
+    assert brought.theta is not None
+    assert torch.equal(brought.theta, WEIGHTS.view(-1))
