@@ -180,7 +180,18 @@ def story(options: argparse.Namespace, folder: Path, watch: Watch) -> dict[str, 
         found["founding_s"] += wait_for([founder], "its first step", lambda: founder.events("progress"))
         invite = founder.told().partition(INVITED)[2].split()[0]
         join: tuple[str, ...] = ("p2pdiloco", "join", invite, "--follow", "--state", str(folder / "follower"))
-        join += ("--listen", LOOPBACK, "--host_maddrs", LOOPBACK, "--write-gb", "100000", "--stay-s", "0")
+        join += (
+            "--listen",
+            LOOPBACK,
+            "--host_maddrs",
+            LOOPBACK,
+            "--write-gb",
+            "100000",
+            "--stay-s",
+            "0",
+            "--keep-checkpoints",
+            "1",
+        )
         join += ("--checkpoint-s", str(options.steps * options.step_s / 8))
         watch.phase = "joining"
         with ended_at_last(*join, folder=folder / "follower") as follower:

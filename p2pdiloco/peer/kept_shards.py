@@ -65,12 +65,13 @@ def clear(folder: Path, disk: Disk = LOCAL) -> None:
 def load(folder: Path, manifest: Manifest, disk: Disk = LOCAL) -> Kept | None:
     """What can be used of the files in ``folder``; None if nothing can."""
     layout, proofs = Layout.of(manifest), []
+    sweep(disk, folder)
+    names = [name for name in disk.names(folder) if name.startswith("shard-") and name.endswith(SUFFIX)]
+    if not names:
+        return None
     theta = torch.zeros(layout.elements)
     momentum = StateForm.of(manifest.config.outer).still(layout.elements)
-    sweep(disk, folder)
-    for name in disk.names(folder):
-        if not (name.startswith("shard-") and name.endswith(SUFFIX)):
-            continue
+    for name in names:
         try:
             proofs.append(_read(name, disk.read(folder / name), manifest, layout, theta, momentum))
         except (OSError, ValueError) as error:

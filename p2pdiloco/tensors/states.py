@@ -47,8 +47,9 @@ class StateForm(NamedTuple):
         return [self.width * min(CHUNK, elements - start) for start in range(0, elements, CHUNK)]
 
     def still(self, elements: int) -> Tensor:
-        """The momentum of version 0, [elements]."""
-        return torch.zeros(elements, dtype=self.momentum)
+        """The momentum of version 0, [elements]. Its memory comes when it is written: until then it may be read, and
+        be replaced, for nothing (``torch.zeros`` writes it)."""
+        return torch.from_numpy(np.zeros(elements * self.momentum.itemsize, np.uint8)).view(self.momentum)
 
     def vectors(self, chunk: bytes | memoryview) -> tuple[Tensor, Tensor]:
         """One chunk's parameters and momentum, float32 [n] and [n]. They share its memory; not to be written."""
