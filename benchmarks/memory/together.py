@@ -1,6 +1,6 @@
 """Two peers of a large model on this machine, end to end: what each of them holds at most, and writes::
 
-    python -m benchmarks.memory.together [--parameters 1.1e9] [--steps 360] [--step-s 1] [--json FILE]
+    python -m benchmarks.memory.together [--parameters 1.1e9] [--steps 300] [--step-s 1] [--json FILE]
 
 A script founds a run (``creeping.py``; a turn of every fragment in 24 steps); ``p2pdiloco join --follow`` joins it.
 When the follower has written two checkpoints and commits since, it is killed (SIGKILL) and started again. When the run
@@ -38,7 +38,7 @@ SAMPLE_S = 0.01
 LOOK_S = 0.2
 PATIENCE_S = 900.0
 CHECKPOINTS = 2
-COMMITS = 24
+COMMITS = 100
 """At least, since the last checkpoint."""
 INVITED = "p2pdiloco join "
 COLUMNS = (("GB", "gb", ".2f"), ("bytes a parameter", "bytes", ".2f"))
@@ -179,7 +179,15 @@ def story(options: argparse.Namespace, folder: Path, watch: Watch) -> dict[str, 
         watch.look_at("founder's node", int(pid.read_text()), "RssAnon", "RssShmem")
         found["founding_s"] += wait_for([founder], "its first step", lambda: founder.events("progress"))
         invite = founder.told().partition(INVITED)[2].split()[0]
-        join: tuple[str, ...] = ("p2pdiloco", "join", invite, "--follow", "--state", str(folder / "follower"))
+        join: tuple[str, ...] = (
+            "p2pdiloco",
+            "join",
+            invite,
+            "--follow",
+            "--no-average",
+            "--state",
+            str(folder / "follower"),
+        )
         join += (
             "--listen",
             LOOPBACK,
@@ -253,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, record."""
     parser = bench.parser(__doc__, has_plot=False, has_keep=True)
     parser.add_argument("--parameters", type=float, default=1.1e9)
-    parser.add_argument("--steps", type=int, default=360, help="a turn of all fragments is 24")
+    parser.add_argument("--steps", type=int, default=300, help="a turn of all fragments is 24")
     parser.add_argument("--step-s", type=float, default=1.0)
     options = parser.parse_args(argv)
     Path("/proc/self/oom_score_adj").write_text("900", encoding="ascii")

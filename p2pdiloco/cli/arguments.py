@@ -238,8 +238,8 @@ def _add_peer(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument(
         "--average",
-        action="store_true",
-        help="keep a running average of the model, too, for export --average: 4 bytes a parameter (--follow does)",
+        action=argparse.BooleanOptionalAction,
+        help="a running average of the model, too, for export --average: 4 bytes a parameter (default: with --follow)",
     )
     sub.add_argument(
         "--leave-s", type=between(0, 3600, "seconds"), default=20.0, metavar="T", help="an orderly leave's longest"

@@ -58,7 +58,7 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
             most_memory_bytes=getattr(arguments, "max_memory", None),
             only_when_idle=getattr(arguments, "only_when_idle", False),
             is_battery_used=getattr(arguments, "on_battery", False),
-            keeps_average=getattr(arguments, "follow", False) or getattr(arguments, "average", False),
+            keeps_average=_keeps_average(arguments),
             price_per_hour=getattr(arguments, "price", None),
         ),
         watch=WatchOptions(
@@ -68,6 +68,12 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
         ),
         has_journal=arguments.journal,
     )
+
+
+def _keeps_average(arguments: argparse.Namespace) -> bool:
+    """A follower does, unless it is told not to."""
+    said: bool | None = getattr(arguments, "average", None)
+    return bool(getattr(arguments, "follow", False)) if said is None else said
 
 
 def has_learner(arguments: argparse.Namespace) -> bool:
