@@ -12,6 +12,7 @@ import msgspec
 
 from p2pdiloco.cli.complaints import complaining
 from p2pdiloco.cli.parser import meant
+from p2pdiloco.runtime.logs import escaped
 from p2pdiloco.watch.playback import LoggedEvent
 from p2pdiloco.watch.reader import Choice, Tails, told
 from p2pdiloco.watch.schema import BY_NAME
@@ -50,5 +51,5 @@ def _choice(arguments: argparse.Namespace) -> Choice:
 
 
 def _print(event: LoggedEvent, as_json: bool) -> None:
-    text = msgspec.json.encode({**event.line, "source": event.source}).decode() if as_json else told(event)
-    print(text, flush=True)
+    line = {**event.line, "source": event.source}
+    print(escaped(msgspec.json.encode(line).decode()) if as_json else told(event), flush=True)

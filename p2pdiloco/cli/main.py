@@ -58,7 +58,7 @@ def _run(run: Callable[[argparse.Namespace], Coroutine[None, None, int]], argume
         status: int = uvloop.run(_until_terminated(run(arguments)))
         return status
     except Complaint as error:
-        print(f"p2pdiloco: {error}", file=sys.stderr)
+        print("p2pdiloco:", logs.printable(str(error), keeps="\n"), file=sys.stderr)
         return error.status
     except BrokenPipeError:  # ``p2pdiloco replay ... | head``
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

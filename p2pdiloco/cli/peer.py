@@ -11,6 +11,7 @@ from p2pdiloco.node.lookup import DirectoryOptions
 from p2pdiloco.peer.options import LearnerOptions, LinkOptions, MachineOptions, PeerOptions, WatchOptions
 from p2pdiloco.runtime import addresses
 from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.logs import printable
 from p2pdiloco.runtime.sockets import check_numeric, everywhere
 from p2pdiloco.wire.invites import PREFIX, Invite, InviteError, decode_invite
 
@@ -124,14 +125,14 @@ def _is_meant_as_invite(word: str) -> bool:
 
 
 def say(line: str) -> None:
-    """To the user, at once."""
-    print(line, flush=True)
+    """To the user, at once; to a terminal nothing that it would obey: a model writes what it was taught."""
+    print(printable(line, keeps="\n\t") if sys.stdout.isatty() else line, flush=True)
 
 
 def end(ending: Ending) -> int:
     """Say how it ended; the exit status."""
     if ending.status:
-        print(f"p2pdiloco: {ending.reason}", file=sys.stderr)
+        print("p2pdiloco:", printable(ending.reason, keeps="\n"), file=sys.stderr)
     else:
         say(f"ended: {ending.reason}")
     return ending.status

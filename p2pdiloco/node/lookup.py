@@ -234,13 +234,19 @@ async def fetch_manifest(transport: Transport, peers: list[PeerId], run: RunId) 
 
 
 async def ask_status(transport: Transport, peer: PeerId) -> PeerStatus | None:
-    """One peer's status, or None if it does not give any."""
+    """One peer's status, of itself and for people to read, or None if it does not give any."""
     try:
         response = await transport.request(peer, encode(GetStatus()), timeout_s=ASK_S)
-        return decode_as(response.body, PeerStatus)
+        told = decode_as(response.body, PeerStatus)
     except (RequestError, ValueError) as error:
         log.debug("no status", peer=peer, reason=str(error))
         return None
+    if told.peer != peer:
+        log.debug("no status", peer=peer, reason="it speaks in another's name")
+        return None
+    return msgspec.structs.replace(
+        told, phase=logs.printable(told.phase), trouble=logs.printable(told.trouble), name=told.name.rstrip()
+    )
 
 
 async def find_namesake(directory: Directory, manifest: Manifest, patience_s: float) -> tuple[RunId, RunRecord] | None:

@@ -1,13 +1,25 @@
-"""Dials what others have published, within the budget of net/dials.py."""
+"""Dials what others have published or told, within the budget of net/dials.py.
+
+Rules of this file:
+1. A name counts as the machines that it stands for, and these are dialled, not the name: a directory full of names of
+   one machine buys no more dials than one address, and who asks a name twice may hear two things.
+2. Where a meeting point sends us is dialled on its word (``may_dial``), until somebody has proved himself there.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections.abc import Sequence
 
 from p2pdiloco.net.dials import Dials
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import addresses
+from p2pdiloco.runtime.addresses import Address
 from p2pdiloco.runtime.transport import DialError, PeerRefused, Transport
+
+MACHINES = 4
+"""Of those that a name stands for."""
 
 
 class Dialler:
@@ -15,6 +27,15 @@ class Dialler:
 
     def __init__(self) -> None:
         self._dials = Dials()
+
+    def may_dial(self, peer: PeerId, address: Address) -> bool:
+        """Whether ``peer`` may be dialled at that numeric address, on others' word; it counts as in vain until it has
+        ``proved`` itself there."""
+        return self._dials.begin(peer, address.host, address.port, asyncio.get_running_loop().time())
+
+    def proved(self, peer: PeerId, address: Address) -> None:
+        """It is there."""
+        self._dials.proved(peer, address.host, address.port)
 
     async def dial(self, transport: Transport, address: str, timeout_s: float) -> PeerId:
         """Connect ``transport`` to the peer that ``address`` names.
@@ -29,12 +50,51 @@ class Dialler:
             raise ValueError(f"{address} lacks the peer id")
         if place.peer in transport.peers():
             return place.peer
-        if not self._dials.begin(place.peer, place.host, place.port, asyncio.get_running_loop().time()):
-            raise DialError(f"{place.host} is left alone for a minute: too many dials there came to nothing")
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + timeout_s
+        failure = DialError(f"{place}: no answer within {timeout_s:g} s")
+        for machine in await machines(place, timeout_s):
+            if (left_s := ends - loop.time()) <= 0.0:
+                break
+            try:
+                return await self._dial(transport, place.peer, machine, left_s)
+            except PeerRefused:
+                raise
+            except DialError as error:
+                failure = error
+        raise failure
+
+    async def _dial(self, transport: Transport, wanted: PeerId, machine: Address, timeout_s: float) -> PeerId:
+        if not self.may_dial(wanted, machine):
+            raise DialError(f"{machine.host} is left alone for a minute: too many dials there came to nothing")
         try:
-            peer = await transport.dial(address, timeout_s)
+            peer = await transport.dial(str(machine), timeout_s)
         except PeerRefused:
-            self._dials.proved(place.peer, place.host, place.port)
+            self.proved(wanted, machine)
             raise
-        self._dials.proved(peer, place.host, place.port)
+        self.proved(peer, machine)
         return peer
+
+
+async def machines(place: Address, timeout_s: float) -> Sequence[Address]:
+    """The numeric addresses that ``place`` stands for, MACHINES at most.
+
+    Raises:
+        DialError: its name cannot be resolved, or has none.
+    """
+    if place.family in ("ip4", "ip6"):
+        return (place,)
+    family = socket.AF_INET if place.family == "dns4" else socket.AF_UNSPEC
+    try:
+        async with asyncio.timeout(timeout_s):
+            found = await asyncio.get_running_loop().getaddrinfo(
+                place.host, place.port, family=family, type=socket.SOCK_STREAM
+            )
+    except TimeoutError:
+        raise DialError(f"{place.host} cannot be resolved within {timeout_s:g} s") from None
+    except OSError as error:
+        raise DialError(f"{place.host} cannot be resolved: {error.strerror}") from error
+    hosts = dict.fromkeys(str(where[0]) for *_, where in found)
+    if not hosts:
+        raise DialError(f"{place.host} has no address")
+    return [addresses.of_socket(host, place.port, place.peer) for host in hosts][:MACHINES]

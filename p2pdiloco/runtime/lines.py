@@ -5,7 +5,7 @@ Rules of this file:
    the meeting point sees the other; the listener of the two listens there, too, since one of the dials may come through
    whole. The line stays open meanwhile, and with it the router's entry.
 2. What a meeting point says is a hint: one address is dialled, at most PUNCHES times in PUNCH_S seconds, and only one
-   that can be a peer's.
+   that can be a peer's, if the caller's budget allows it (``may_dial``).
 3. Whoever is at the other end proves itself afterwards, as on any connection (net/handshake.py).
 """
 
@@ -18,6 +18,7 @@ from collections.abc import Callable, Container
 from contextlib import suppress
 from typing import NamedTuple
 
+from p2pdiloco.net.frames import decode_text
 from p2pdiloco.net.handshake import Role
 from p2pdiloco.runtime import addresses, sockets
 from p2pdiloco.runtime.addresses import Address
@@ -36,6 +37,10 @@ PUNCH_PAUSE_S = 0.05
 RELAY_S = 6.0
 
 
+MayDial = Callable[[Address], bool]
+"""Asked once, of the address where the meeting point says that the other is."""
+
+
 class Met(NamedTuple):
     """A connected socket, and the address that it stands for."""
 
@@ -45,7 +50,14 @@ class Met(NamedTuple):
 
 
 async def meet(
-    point: Address, ticket: bytes, role: Role, *, may_relay: bool, congestion: str, narrow: Container[str] = ()
+    point: Address,
+    ticket: bytes,
+    role: Role,
+    *,
+    may_relay: bool,
+    congestion: str,
+    narrow: Container[str] = (),
+    may_dial: MayDial = lambda _: True,
 ) -> Met:
     """Open a line to ``point`` with ``ticket``, and meet whoever has the other one, as ``role`` of the two; with short
     segments to the ``narrow`` hosts.
@@ -55,7 +67,10 @@ async def meet(
     """
     line = await _open(point, congestion, narrow)
     try:
-        return await _meet_on(line, point, ticket, role, may_relay=may_relay, congestion=congestion, narrow=narrow)
+        seen = await _seen(line, ticket)
+        return await _meet_on(
+            line, point, seen, role, may_relay=may_relay, congestion=congestion, narrow=narrow, may_dial=may_dial
+        )
     except TimeoutError:
         line.close()
         raise DialError(f"meeting point {point}: the other peer did not come in time") from None
@@ -89,27 +104,34 @@ async def _open(point: Address, congestion: str, narrow: Container[str]) -> sock
         raise DialError(f"meeting point: {sockets.explain(error, point)}") from error
 
 
+async def _seen(line: socket.socket, ticket: bytes) -> intro.Seen:
+    """Show the ticket, and wait for the other's line."""
+    local_port = line.getsockname()[1]
+    await asyncio.get_running_loop().sock_sendall(line, intro.encode_opening(ticket, local_port))
+    async with asyncio.timeout(SEEN_S):
+        head = await _read(line, 1)
+        if head == intro.REFUSED:
+            raise ValueError(await _refusal(line))
+        return intro.decode_seen(await _read(line, intro.seen_size(head + await _read(line, 1))))
+
+
 async def _meet_on(
     line: socket.socket,
     point: Address,
-    ticket: bytes,
+    seen: intro.Seen,
     role: Role,
     *,
     may_relay: bool,
     congestion: str,
     narrow: Container[str],
+    may_dial: MayDial,
 ) -> Met:
     loop = asyncio.get_running_loop()
     local_port = line.getsockname()[1]
-    await loop.sock_sendall(line, intro.encode_opening(ticket, local_port))
-    async with asyncio.timeout(SEEN_S):
-        head = await _read(line, 1)
-        if head == intro.REFUSED:
-            raise ValueError(await _refusal(line))
-        seen = intro.decode_seen(await _read(line, intro.seen_size(head + await _read(line, 1))))
     other = addresses.of_socket(seen.other_host, seen.other_port)
     is_same_family = (other.family == "ip6") == (line.family == socket.AF_INET6)
-    if is_same_family and is_dialable(other.host, line.getpeername()[0]):
+    is_allowed = may_dial(other)
+    if is_allowed and is_same_family and is_dialable(other.host, line.getpeername()[0]):
         patience_s = PUNCH_S if seen.is_hopeful else HOPELESS_S
         direct = await _punch(
             lambda: _sharing(line.family, local_port, is_narrow=other.host in narrow), other, role, patience_s
@@ -222,5 +244,5 @@ async def _read(line: socket.socket, count: int) -> bytes:
 
 async def _refusal(line: socket.socket) -> str:
     with suppress(ValueError):
-        return (await _read(line, (await _read(line, 1))[0])).decode("utf-8", "replace")
+        return decode_text(await _read(line, (await _read(line, 1))[0]))
     return "refused without a reason"

@@ -3,7 +3,8 @@
 Rules of this file:
 1. A line has the time (UTC), the level, the peer that speaks (its short id), the logger, the event's name, and fields.
    In a terminal it has the time of day, the event's name, and fields.
-2. Whatever a remote peer wrote is quoted, so that nobody can forge a line by sending a newline.
+2. Whatever a remote peer wrote is quoted, and what a terminal would obey in it is escaped (also what is beyond ASCII:
+   C1 controls, line separators, marks that turn the direction of writing), so that nobody forges a line.
 3. Below it is the standard library's logging, so that hivemind, asyncio and warnings come out in the same shape.
 
     log = logs.get("transport")
@@ -77,6 +78,20 @@ def short(peer: str) -> str:
     return peer[-6:] if len(peer) > 12 else peer or "-"
 
 
+def printable(text: str, keeps: str = "") -> str:
+    """What others wrote, for a terminal: nothing in it that is obeyed there, or ends the line; ``keeps``: but these."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keeps else " " for c in text)
+
+
+def escaped(text: str) -> str:
+    """JSON of one line, whose strings may be others' words: what is not printable in them is written as JSON does."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
+
+
 def configure(level: str = "info", format: LogFormat = "text", stream: TextIO | None = None) -> None:
     """Send this process's events of at least ``level`` to ``stream`` (standard error). May be called again.
 
@@ -140,7 +155,7 @@ class JsonFormatter(logging.Formatter):
             line.setdefault(key, value if isinstance(value, int | float | bool | None) else str(value)[:FIELD_LIMIT])
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+        return escaped(json.dumps(line, ensure_ascii=False))
 
 
 def _time_of(record: logging.LogRecord) -> str:
@@ -172,4 +187,4 @@ def _quoted(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     text = str(value)[:FIELD_LIMIT]
-    return text if PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+    return text if PLAIN.fullmatch(text) else escaped(json.dumps(text, ensure_ascii=False))

@@ -4,7 +4,8 @@ Rules of this file:
 1. Signalling goes over ordinary connections, so that both keys are proved: to members of the run over the run's own, to
    others (a bootstrap) over ``outside``, which names no run.
 2. Who is called comes, if it attends that point and was not called too often: what it risks is one line, and few dials
-   of one address.
+   of one address. Both count in the dialler's budget until they come to something: else whoever says that it is a
+   meeting point has us knock at a third machine until that one shuts us out (net/failures.py).
 3. At most POINTS are attended. At most POINTS of those that a peer's record names are asked for it, connected ones
    first, and then those that we attend: it may attend there by now, whatever the record says.
 4. What meeting points told us of ourselves stands until others say otherwise, though none is left.
@@ -24,7 +25,7 @@ from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import addresses, lines, logs, sockets
 from p2pdiloco.runtime.addresses import Address
-from p2pdiloco.runtime.dialler import Dialler
+from p2pdiloco.runtime.dialler import Dialler, machines
 from p2pdiloco.runtime.lines import Met
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.transport import DialError, Transport
@@ -127,7 +128,7 @@ class Rendezvous:
         """
         met = await self._met(peer, points, may_relay=may_relay)
         try:
-            return await self._transport.strangers.adopt(Role.DIALLER, met, Dialled(peer))
+            return await self._adopt(Role.DIALLER, met, Dialled(peer))
         except OSError as error:
             raise DialError(f"{peer} was met, and the connection failed: {error}") from error
 
@@ -160,14 +161,39 @@ class Rendezvous:
                 ticket = decode_as(answer.body, intro.Introduced).ticket
             except (RequestError, ValueError) as error:
                 raise DialError(f"meeting point {where}: {error}") from error
-        return await self._meet(where, ticket, Role.DIALLER, may_relay=may_relay)
+        return await self._meet(where, point.peer, ticket, Role.DIALLER, peer, may_relay=may_relay)
 
-    async def _meet(self, where: Address, ticket: bytes, role: Role, *, may_relay: bool = True) -> Met:
-        narrow = self._transport.strangers.narrow
-        return await lines.meet(where, ticket, role, may_relay=may_relay, congestion=self._congestion, narrow=narrow)
+    async def _meet(
+        self, where: Address, point: PeerId, ticket: bytes, role: Role, peer: PeerId, *, may_relay: bool = True
+    ) -> Met:
+        """Both dials on others' word, the line and the one to ``peer``, are within the dialler's budget."""
+        place = (await machines(where, DIAL_S))[0]
+        if not self._dialler.may_dial(point, place):
+            raise DialError(f"{place.host} is left alone for a minute: too many lines there came to nothing")
 
-    async def _again(self, peer: PeerId) -> Met:
-        return await self._met(peer, self.points_of(peer), may_relay=False)
+        def may_dial(other: Address) -> bool:
+            self._dialler.proved(point, place)  # it knows our ticket
+            return self._dialler.may_dial(peer, other)
+
+        return await lines.meet(
+            place,
+            ticket,
+            role,
+            may_relay=may_relay,
+            congestion=self._congestion,
+            narrow=self._transport.strangers.narrow,
+            may_dial=may_dial,
+        )
+
+    async def _adopt(self, role: Role, met: Met, wanted: Dialled) -> PeerId:
+        peer = await self._transport.strangers.adopt(role, met, wanted)
+        if not met.is_relayed:
+            self._dialler.proved(peer, met.address)
+        return peer
+
+    async def _again(self, peer: PeerId, wanted: Dialled) -> PeerId:
+        met = await self._met(peer, self.points_of(peer), may_relay=False)
+        return await self._adopt(Role.DIALLER, met, wanted)
 
     async def answer(self, point: PeerId, request: intro.Called) -> Answer:
         """``point`` calls us: somebody wants to meet us.
@@ -185,15 +211,14 @@ class Rendezvous:
             raise RequestRefused("this peer was called too often")
         self._calls.append(now)
         where = self._where(self._parsed(attendance.address), point)
-        self._tasks.spawn(self._come(where, request), name="come to a meeting")
+        self._tasks.spawn(self._come(where, point, request), name="come to a meeting")
         return Answer(b"")
 
-    async def _come(self, where: Address, request: intro.Called) -> None:
+    async def _come(self, where: Address, point: PeerId, request: intro.Called) -> None:
         self._coming += 1
         try:
-            role = Role.DIALLER if request.dials else Role.LISTENER
-            met = await self._meet(where, request.ticket, role)
-            await self._transport.strangers.adopt(role, met, Dialled(PeerId(request.peer)))
+            role, peer = Role.DIALLER if request.dials else Role.LISTENER, PeerId(request.peer)
+            await self._adopt(role, await self._meet(where, point, request.ticket, role, peer), Dialled(peer))
         except (DialError, HandshakeError, OSError) as error:
             log.debug("nothing came of a meeting", peer=request.peer, reason=str(error))
         finally:

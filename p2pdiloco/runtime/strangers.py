@@ -41,8 +41,8 @@ GiveUp = Callable[[Channel, str], None]
 """Nothing came of this channel."""
 
 
-Again = Callable[[PeerId], Awaitable[Met]]
-"""A further direct connection to a peer that was met at a meeting point."""
+Again = Callable[[PeerId, Dialled], Awaitable[PeerId]]
+"""Makes a further direct connection to a peer that was met at a meeting point."""
 
 
 class Strangers:
@@ -101,7 +101,7 @@ class Strangers:
         elif self.again is None or channel.connection.greeting.is_relayed:
             raise DialError("a relay carries one connection of a pair")
         else:
-            await self.adopt(Role.DIALLER, await self.again(peer), Dialled(peer, lane, bond))
+            await self.again(peer, Dialled(peer, lane, bond))
 
     async def _proved(self, channel: Channel, raw: socket.socket) -> PeerId:
         target = channel.address

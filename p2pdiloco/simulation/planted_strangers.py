@@ -109,4 +109,28 @@ BUGS = (
         harm="a flood of connections to the directory is never shut out",
         killed_by=(f"{_LISTENERS}::test_what_begins_as_the_directory_does_is_handed_to_it",),
     ),
+    Bug(
+        name="where a liar sends us we knock as often as it likes",
+        module="p2pdiloco.runtime.rendezvous",
+        old="            return self._dialler.may_dial(peer, other)",
+        new="            return True",
+        harm="a meeting point has everybody who attends it flood a third machine, which then shuts them out",
+        killed_by=(f"{_MEETING}::test_who_is_called_knocks_few_times_where_a_liar_says_that_others_are",),
+    ),
+    Bug(
+        name="a point is wherever it says it is",
+        module="p2pdiloco.runtime.rendezvous",
+        old="        if not self._dialler.may_dial(point, place):",
+        new="        if False:",
+        harm="a meeting point has lines opened at a third machine, which then shuts out those who opened them",
+        killed_by=(f"{_MEETING}::test_a_point_that_says_it_is_elsewhere_has_few_lines_opened_there",),
+    ),
+    Bug(
+        name="a name is a machine of its own",
+        module="p2pdiloco.runtime.dialler",
+        old="        for machine in await machines(place, timeout_s):",
+        new="        for machine in (place,):",
+        harm="records that name one machine in a thousand ways have everybody dial it a thousand times a minute",
+        killed_by=("tests/unit/test_node_ladder.py::test_however_many_names_a_machine_has_it_is_one",),
+    ),
 )

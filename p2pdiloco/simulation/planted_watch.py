@@ -13,6 +13,8 @@ _READER_TESTS = "tests/unit/test_watch_reader.py"
 
 _CHECKUP_TESTS = "tests/unit/test_node_checkup.py"
 
+_INQUIRY_TESTS = "tests/integration/test_inquiry.py"
+
 _FORWARDER_TESTS = "tests/unit/test_node_forwarder.py"
 
 BUGS = (
@@ -75,7 +77,7 @@ BUGS = (
     Bug(
         name="others' letters reach the terminal",
         module="p2pdiloco.watch.sentences",
-        old='    return "".join(c if c.isprintable() else " " for c in named)[:LONGEST]',
+        old="    return printable(named)[:LONGEST]",
         new="    return named[:LONGEST]",
         harm="a peer's words clear the screen, or type into the shell of who reads them",
         killed_by=(f"{_READER_TESTS}::test_events_are_chosen_and_told_in_sentences",),
@@ -150,5 +152,29 @@ BUGS = (
 """,
         harm="a peer's name runs commands on its listeners' machines",
         killed_by=(f"{_ALERTS_TESTS}::test_a_command_gets_others_words_as_one_argument",),
+    ),
+    Bug(
+        name="a log line has others' words as they are",
+        module="p2pdiloco.runtime.logs",
+        old="else escaped(json.dumps(text, ensure_ascii=False))",
+        new="else json.dumps(text, ensure_ascii=False)",
+        harm="a peer's reason clears its reader's screen, or reads as another line",
+        killed_by=("tests/unit/test_runtime_basics.py::test_a_log_line_has_nothing_that_a_terminal_obeys[text]",),
+    ),
+    Bug(
+        name="a stranger's status is shown as it is",
+        module="p2pdiloco.node.lookup",
+        old="trouble=logs.printable(told.trouble)",
+        new="trouble=told.trouble",
+        harm="whoever announces a run steers the terminals of those who look at it",
+        killed_by=(f"{_INQUIRY_TESTS}::test_a_status_has_nothing_that_a_terminal_obeys",),
+    ),
+    Bug(
+        name="a status is believed whoever tells it",
+        module="p2pdiloco.node.lookup",
+        old="    if told.peer != peer:",
+        new="    if False:",
+        harm="a peer says of another that it is in trouble",
+        killed_by=(f"{_INQUIRY_TESTS}::test_nobody_tells_a_status_in_anothers_name",),
     ),
 )

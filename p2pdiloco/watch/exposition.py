@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from p2pdiloco.runtime.logs import short
+from p2pdiloco.runtime.logs import printable, short
 from p2pdiloco.watch.picture import Picture
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -157,7 +157,7 @@ def _labels(labels: Labels) -> str:
 
 
 def _escaped(value: str) -> str:
-    cut = "".join(c if c.isprintable() else " " for c in value)[:LONGEST_LABEL]
+    cut = printable(value)[:LONGEST_LABEL]
     return cut.replace("\\", "\\\\").replace('"', '\\"')
 
 

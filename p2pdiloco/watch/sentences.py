@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from p2pdiloco.runtime.logs import short
+from p2pdiloco.runtime.logs import printable, short
 
 LONGEST = 300
 _ID = re.compile(r"\b(?:12D3KooW|Qm)[1-9A-HJ-NP-Za-km-z]{36,}\b")
@@ -28,7 +28,7 @@ class Sentence(NamedTuple):
 def plain(text: object) -> str:
     """One line, printable, bounded, with short names of peers."""
     named = _ID.sub(lambda found: short(found[0]), str(text)[: 4 * LONGEST])
-    return "".join(c if c.isprintable() else " " for c in named)[:LONGEST]
+    return printable(named)[:LONGEST]
 
 
 def sentence(line: Line) -> Sentence | None:

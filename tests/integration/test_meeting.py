@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from p2pdiloco.net import dials
 from p2pdiloco.net.handshake import Role
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import lines, meeting_point, rendezvous
@@ -240,6 +241,72 @@ def test_a_flood_of_calls_by_a_liar_opens_few_lines() -> None:
             await until(lambda: opened == rendezvous.CALLS_AT_ONCE)
             for raw in held:
                 raw.close()
+
+    run(work)
+
+
+async def call_often(hub: One, ann: PeerId, times: int, *, dials: bool = True) -> None:
+    """As a liar at a meeting point does, one call after the other."""
+    for number in range(times):
+        call = intro.Called(Identity.ephemeral().peer_id, bytes([number]) * intro.TICKET_BYTES, dials)
+        await hub.transport.request(ann, encode(call), timeout_s=5.0)
+
+
+@asynccontextmanager
+async def a_victim() -> AsyncIterator[tuple[int, list[str]]]:
+    """The port of a machine that wants nothing of all this, and who came there."""
+    came: list[str] = []
+
+    async def knocked(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        came.append(writer.get_extra_info("peername")[0])
+        writer.close()
+
+    server = await asyncio.start_server(knocked, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1], came
+
+
+def test_who_is_called_knocks_few_times_where_a_liar_says_that_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the machine that is named shuts out whoever was called: 64 that came to nothing do that."""
+    monkeypatch.setattr(dials, "A_MINUTE", 3)
+
+    async def work() -> None:
+        async with meeting() as (ann, _, hub, _), a_victim() as (port, came):
+            over = 0
+
+            async def lie(raw: socket.socket) -> bool:
+                nonlocal over
+                loop = asyncio.get_running_loop()
+                with raw:
+                    await loop.sock_recv(raw, intro.OPENING_BYTES)
+                    seen = intro.Seen("127.0.0.1", 9, "127.0.0.1", port, True)
+                    await loop.sock_sendall(raw, intro.encode_seen(seen))
+                    await loop.sock_recv(raw, 1)
+                over += 1
+                return False
+
+            hub.transport.strangers.others[intro.OPENING[:1]] = lie
+            await call_often(hub, ann.id, 8)
+            await until(lambda: over == 8)
+            assert len(came) == 3
+
+    run(work)
+
+
+def test_a_point_that_says_it_is_elsewhere_has_few_lines_opened_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has dialled us; where it can be dialled it says itself."""
+    monkeypatch.setattr(dials, "A_MINUTE", 3)
+
+    async def work() -> None:
+        async with Tasks() as tasks, a_victim() as (port, came):
+            ann, hub = One(tasks, LISTEN), One(tasks)
+            hub.handler.point = MeetingPoint(hub.transport, None)
+            async with hub.transport, ann.transport:
+                await hub.transport.dial(f"{ann.transport.listen_addresses()[0]}")
+                await ann.rendezvous.attend(f"/ip4/127.0.0.1/tcp/{port}/p2p/{hub.id}", (), b"")
+                await call_often(hub, ann.id, 8)
+                await until(lambda: not ann.rendezvous._coming)
+                assert len(came) == 3
 
     run(work)
 

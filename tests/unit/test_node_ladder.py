@@ -185,3 +185,32 @@ def test_two_hundred_forged_records_have_a_machine_dialled_few_times() -> None:
         assert victim.dials == A_MINUTE
     finally:
         loop.close()
+
+
+class Numbers:
+    """A transport that notes whom it is to dial, none of whom is there."""
+
+    def __init__(self) -> None:
+        self.dialled: list[str] = []
+
+    async def dial(self, address: str, timeout_s: float = 10.0) -> PeerId:
+        self.dialled.append(address)
+        raise DialError("refused")
+
+    def peers(self) -> list[PeerId]:
+        return []
+
+
+def test_however_many_names_a_machine_has_it_is_one() -> None:
+    numbers, dialler = Numbers(), Dialler()
+    names = ["localhost", "Localhost", "LOCALHOST", "127.1", "127.0.1", "127.0.0.1", "0x7f000001", "2130706433"]
+
+    async def work() -> None:
+        for port in range(1, 2 * A_MINUTE):
+            for name in names:
+                with pytest.raises(DialError):
+                    await dialler.dial(cast(Transport, numbers), f"/dns4/{name}/tcp/{port}/p2p/{BOB}", 5.0)
+
+    asyncio.run(work())
+    assert len(numbers.dialled) == A_MINUTE
+    assert all(address.startswith("/ip4/127.0.0.1/tcp/") for address in numbers.dialled), "not the name: it may change"

@@ -67,6 +67,19 @@ def test_log_lines_cannot_be_forged_by_a_peer() -> None:
     assert "share=0.123457" in line
 
 
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_a_log_line_has_nothing_that_a_terminal_obeys(format: logs.LogFormat) -> None:
+    stream, said = io.StringIO(), "\x9b2J\x7f\x85\u2028\u202e\x1b]0;me\x07\U000e0041 café"
+    logs.configure("info", format, stream)
+    logs.get("test").info("refused", peer=PEER, reason=said)
+    line = stream.getvalue()
+    assert line.endswith("\n")
+    assert line[:-1].isprintable()
+    assert "café" in line
+    quoted = line[line.index('"reason"') + 9 :] if format == "json" else line[line.index("reason=") + 7 :]
+    assert json.JSONDecoder().raw_decode(quoted.strip())[0] == said, "nothing is lost"
+
+
 class Terminal(io.StringIO):
     """Somebody watches."""
 

@@ -1,0 +1,70 @@
+"""What peers tell whoever only looks, with real sockets: they may be anybody."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from p2pdiloco.cli.peer import say
+from p2pdiloco.net.handshake import WIRE_VERSION
+from p2pdiloco.node.lookup import ask_status, observer_transport
+from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.runtime.handler import Observer
+from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.transport import Answer, Transport
+from p2pdiloco.wire.bodies import PeerStatus, encode
+
+HOSTILE = "\x1b]0;mine\x07\x9b2J\n\u202eok  "
+
+
+class Teller(Observer):
+    """Answers everything with one status."""
+
+    def __init__(self) -> None:
+        self.told: PeerStatus | None = None
+
+    async def answer(self, peer: PeerId, body: bytes) -> Answer:
+        return Answer(encode(self.told))
+
+
+def status_of(peer: PeerId) -> PeerStatus:
+    needed = len(PeerStatus.__struct_fields__) - len(PeerStatus.__struct_defaults__)
+    numbers = dict.fromkeys(PeerStatus.__struct_fields__[:needed], 0)
+    words = {"run": RunId("r"), "name": "run\n", "peer": peer, "phase": HOSTILE, "trouble": HOSTILE}
+    return msgspec.convert(numbers | words, PeerStatus)
+
+
+def asked(*, in_the_name_of: PeerId | None = None) -> PeerStatus | None:
+    async def work() -> PeerStatus | None:
+        teller = Teller()
+        identity = Identity.ephemeral()
+        there = Transport(identity, listen="/ip4/127.0.0.1/tcp/0", run="", version=WIRE_VERSION, handler=teller)
+        teller.told = status_of(in_the_name_of or identity.peer_id)
+        async with there, observer_transport(Identity.ephemeral()) as here:
+            await here.dial(there.listen_addresses()[0])
+            return await ask_status(here, identity.peer_id)
+
+    return asyncio.run(work())
+
+
+def test_a_status_has_nothing_that_a_terminal_obeys() -> None:
+    told = asked()
+    assert told is not None
+    assert all(word.isprintable() for word in (told.name, told.phase, told.trouble))
+    assert told.trouble.rstrip().endswith("ok")
+
+
+def test_nobody_tells_a_status_in_anothers_name() -> None:
+    assert asked(in_the_name_of=Identity.ephemeral().peer_id) is None
+
+
+def test_what_a_model_writes_steers_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(HOSTILE)
+    assert capsys.readouterr().out == HOSTILE + "\n", "a file has every letter"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    say("a\tb" + HOSTILE)
+    assert capsys.readouterr().out == "a\tb ]0;mine  2J\n ok  \n"
