@@ -241,15 +241,15 @@ class Downloads:
     def _ask_more(self) -> None:
         is_ending = self._ahead.keys() >= set(self._driver.machine.view.unfetched())
         for ask in self._plan.next(self._host.now(), is_ending=is_ending):
-            self._asking[ask] = self._host.spawn(self._ask(ask), name=f"fetch {ask.piece}")
+            asking = self._ask(ask, self._downloads[ask.piece.shard])
+            self._asking[ask] = self._host.spawn(asking, name=f"fetch {ask.piece}")
         for shard, download in self._downloads.items():
             if not download.done.done() and not self._plan.can_end(shard):
                 download.done.set_exception(RequestError(download.last_error))
 
-    async def _ask(self, ask: Ask) -> None:
+    async def _ask(self, ask: Ask, download: _Download) -> None:
         """Get one chunk from one donor."""
         shard, chunk = ask.piece
-        download = self._downloads[shard]
         size = download.sizes[chunk]
         try:
             response = await self._host.links.request(
@@ -262,19 +262,27 @@ class Downloads:
             if data is None or len(data) != size or not await self._is_listed(download.offer, chunk, data):
                 raise ValueError(f"chunk {chunk} of shard {shard} is not what its owner signed")
             self._arrived(ask, download, data)
-        except RequestRefused as error:
-            download.last_error = str(error)
-            self._plan.failed(ask, is_unable=True)
-        except RequestError as error:
-            download.last_error = str(error)
-            self._plan.failed(ask, is_unable=True)
-            self._cancel(self._plan.drop(ask.donor))
-        except ValueError as error:
-            download.last_error = str(error)
-            self._was_wrong(ask.donor, str(error), (download.head, chunk))
+        except (RequestError, ValueError) as error:
+            if self._is_asking(ask):
+                self._did_not_come(ask, download, error)
         finally:
-            if self._asking.pop(ask, None) is not None:
+            if self._is_asking(ask):
+                del self._asking[ask]
                 self._ask_more()
+
+    def _is_asking(self, ask: Ask) -> bool:
+        """Whether this task still does. One that is cancelled in the moment in which its question ends goes on to its
+        end; the same may have been asked again by then, by another task, and this end is not that one's."""
+        return self._asking.get(ask) is asyncio.current_task()
+
+    def _did_not_come(self, ask: Ask, download: _Download, error: RequestError | ValueError) -> None:
+        download.last_error = str(error)
+        if not isinstance(error, RequestError):
+            self._was_wrong(ask.donor, str(error), (download.head, ask.piece.chunk))
+            return
+        self._plan.failed(ask, is_unable=True)
+        if not isinstance(error, RequestRefused):
+            self._cancel(self._plan.drop(ask.donor))
 
     def _is_listed(self, offer: StateOffer, chunk: int, data: memoryview) -> asyncio.Future[bool]:
         return self._host.work("checks", lambda: is_listed(offer, chunk, data, self._driver.state.form))

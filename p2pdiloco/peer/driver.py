@@ -292,16 +292,9 @@ class Driver:
         return fail
 
     def spoilt(self, error: SpoiltStateError) -> None:
-        """Our own state is not what it should be: get it again, at the same head."""
+        """Our own state is not what it should be: get it again, at the same head (else: ``fallback``)."""
         self.around.fault(self.identity.peer_id, "memory", str(error))
         self.feed(ev.Failed("state", error.shard, None, str(error)))
-        self.accept_if_nobody_has_it(error.shard)
-
-    def accept_if_nobody_has_it(self, shard: ShardId) -> None:
-        """A spoilt shard that nobody is asked for any more is taken as it is: the run goes on with it."""
-        if self.machine.view.is_given_up(shard):
-            log.error("own state is spoilt and nobody else has it: the run goes on with it", shard=shard)
-            self.job(lambda: self.state.accept(shard), lambda _: None)
 
     def _encode(self, effect: ef.Encode) -> None:
         rung, is_coded = self.codecs.choose("up", effect.shard), self.codecs.is_coded()

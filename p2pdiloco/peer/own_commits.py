@@ -50,7 +50,7 @@ class OwnCommits:
         """Those on the disk."""
 
     def load(self) -> list[tuple[CommitHeader, bytes]]:
-        """What earlier lives have made, with what travels with it, as it lies there: nothing is checked. Blocks."""
+        """What earlier lives have made, as their files are called; what travels with it is not checked. Blocks."""
         found = []
         sweep(self._host.disk, self._folder)
         for name in self._host.disk.names(self._folder):
@@ -60,12 +60,13 @@ class OwnCommits:
                 data = self._host.disk.read(self._folder / name)
                 end = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "big")
                 message = decode_message(data[LENGTH_BYTES:end])
+                if not isinstance(message, Commit) or self._path(message.header).name != name:
+                    raise ValueError("it is not the commit that it is called after")
             except (OSError, ValueError) as error:
                 log.warning("a commit of an earlier life cannot be read", name=name, reason=str(error))
                 continue
-            if isinstance(message, Commit):
-                found.append((message.header, data[end:]))
-                self._kept[commit_id(message.header)] = (message.header, len(data))
+            found.append((message.header, data[end:]))
+            self._kept[commit_id(message.header)] = (message.header, len(data))
         return sorted(found, key=lambda commit: (commit[0].shard, commit[0].version))
 
     def load_convictions(self) -> Convictions:

@@ -22,6 +22,7 @@ from p2pdiloco.peer.codec_choice import CodecChoice
 from p2pdiloco.peer.downloads import Downloads
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.end import APART, End, Ending, ordinary_ending
+from p2pdiloco.peer.fallback import Fallback
 from p2pdiloco.peer.global_state import GlobalState, MergeResult
 from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.inspection import Inspection
@@ -178,6 +179,7 @@ class Peer:
         """Take part, after ``begin``, until something ends it."""
         self.host.spawn(self._saver.keep_saving(self.options.checkpoint_s), name="checkpoints")
         self.host.spawn(Scrub(self.driver).keep(), name="scrub")
+        self.host.spawn(Fallback(self.driver).keep(), name="fallback")
         async with AsyncExitStack() as lives:
             if not self.options.is_follower:
                 self.host.spawn(self.supervision.live(lives), name="learner")

@@ -40,8 +40,6 @@ class Scrub:
         while True:
             took_s = 0.0
             for shard in range(len(state.layout.shards)):
-                if state.integrity.is_spoilt(ShardId(shard)):
-                    self._driver.accept_if_nobody_has_it(ShardId(shard))
                 for chunk in state.integrity.unverified(ShardId(shard)):
                     began = self._host.now()
                     if not await self._is_whole(ShardId(shard), chunk):

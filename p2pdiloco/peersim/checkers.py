@@ -127,6 +127,8 @@ class Checks:
             self._applied(peer, event.shard, event.head)
         elif isinstance(event, ev.Encoded):
             self._encoded(peer, event)
+        elif isinstance(event, ev.Merged):
+            self.world.durability.merged(peer, event.shard, event.base)
         elif isinstance(event, ev.Contradicted):
             self._contradicted(event.proof.owner)
 
@@ -296,8 +298,7 @@ class Checks:
             return
         chains = host.peer.machine.core.chains
         heads = [(shard, chains[shard].head) for shard in shards]
-        made = (self.values.get((shard, head.id)) for shard, head in heads if head is not None)
-        if any(value is not None and value.owner in self.spoilt for value in made):
+        if any(self.world.durability.is_altered(chains[shard].log) for shard in shards):
             return  # what its owner's bad memory has signed looks like a fault of one's own
         versions = [head.version for _, head in heads if head is not None]
         if max(versions) <= host.peer.config.log_length:
@@ -343,8 +344,8 @@ class Checks:
         learner = self.world.learners.by_name.get(peer.supervision.learner or LearnerId(""))
         if not is_sound or learner is None or name in self.spoilt or self.world.manifest.config.outer.adopt != "carry":
             return
-        if not peer.state.shifts.is_empty:
-            return  # it left before its learner could take the last commits, which nobody needs any more
+        # The last commits, which nobody needs any more, its learner may not have taken.
+        late = set[int]() if peer.state.shifts.is_empty else self.world.durability.late(name, learner)
         if not peer.machine.core.is_current:
             return  # it has left before it had joined
         if learner.is_dead and not learner.has_ended:
@@ -357,12 +358,12 @@ class Checks:
             assert chain.head is not None
             known = self.values.get((ShardId(shard), chain.head.id))
             merged = 0 if known is None else known.marks.get(peer.supervision.learner or LearnerId(""), 0)
-            if merged != trained:
+            if shard not in late and merged != trained:
                 self.violated(4, f"{name[-6:]} ended in order with {merged} of {trained} tokens in shard {shard}")
                 return
             left = float(np.abs(delta[piece.start : piece.stop]).max())
             has_all = learner.has_ended and trained and self.world.setting.is_exact
-            if has_all and left > NEARLY * max(1, len(truth.tokens)):
+            if shard not in late and has_all and left > NEARLY * max(1, len(truth.tokens)):
                 self.violated(4, f"{name[-6:]} ended in order, its learner differs by {left:.3f} in shard {shard}")
                 return
 

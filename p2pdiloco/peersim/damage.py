@@ -21,7 +21,7 @@ from p2pdiloco.protocol.messages import Contribution, Contributor
 from p2pdiloco.wire.bodies import decode_message
 from p2pdiloco.wire.bodies import encode as encode_body
 
-EARLY_BYTES = 64
+EARLY_BYTES = 16
 GARBLED_LEAST_S = 5.0
 FORGETS_S = 0.5
 CUT_MOST_S = 20.0
@@ -65,7 +65,7 @@ def full(world: World, fault: Fault) -> bool:
     disk.room = world.random.randrange(1 << 16)
 
     def empty() -> None:
-        disk.room = None
+        disk.room, disk.healed_at = None, world.now
 
     world.at(world.now + min(fault.seconds, 20.0), empty)
     return fault.peer in world.hosts
@@ -78,7 +78,7 @@ def fsync(world: World, fault: Fault) -> bool:
     disk.is_failing = True
 
     def heal() -> None:
-        disk.is_failing = False
+        disk.is_failing, disk.healed_at = False, world.now
 
     world.at(world.now + min(fault.seconds, 20.0), heal)
     return fault.peer in world.hosts
@@ -118,6 +118,7 @@ def flip_file(world: World, fault: Fault) -> bool:
     path = _flip(world, world.computers[fault.peer].disk)
     if path is None:
         return False
+    world.durability.flipped(fault.peer, path)
     world.checks.spoilt.add(fault.peer)
     world.checks.damaged.add(fault.peer)
     if world.setting.is_rough and PAYLOADS not in path:
@@ -133,9 +134,14 @@ def _read_it(world: World, fault: Fault) -> None:
 
 
 def _flip(world: World, disk: SimulatedDisk) -> str | None:
-    """In rough worlds often where lengths and names lie."""
-    is_early = world.setting.is_rough and world.random.random() < 0.5
-    return disk.flip(EARLY_BYTES) if is_early else disk.flip()
+    """In rough worlds often where lengths and names lie, or in the newest checkpoint."""
+    match world.random.randrange(4) if world.setting.is_rough else 0:
+        case 1:
+            return disk.flip(within=world.durability.newest(disk))
+        case 2 | 3:
+            return disk.flip(EARLY_BYTES)
+        case _:
+            return disk.flip()
 
 
 def rollback(world: World, fault: Fault) -> bool:
@@ -147,7 +153,7 @@ def rollback(world: World, fault: Fault) -> bool:
         if world.survives_without({fault.peer}) and fault.peer in world.hosts:
             disk.is_unreliable = True
             world.kill(fault.peer, with_learner=True)
-            disk.put_back(old)
+            disk.put_back(*old)
             again(world, fault)
             world.happened["rollback"] += 1
 
@@ -222,11 +228,13 @@ def forget(world: World, fault: Fault) -> bool:
 
 
 def garble(world: World, fault: Fault) -> bool:
-    """Bits flip in signatures that come in, before anybody has looked at them."""
+    """Bits flip in signatures that come in, before anybody has looked at them. Each costs who has signed a takeover's
+    time: not for so long that nothing can be merged until the run's end must be over (``finish_s``)."""
     host = world.hosts.get(fault.peer)
     if host is None:
         return False
-    peer, message, until = host.peer, host.peer.message, world.now + max(fault.seconds, GARBLED_LEAST_S)
+    peer, message = host.peer, host.peer.message
+    until = world.now + min(max(fault.seconds, GARBLED_LEAST_S), CUT_MOST_S)
 
     def garbled(source: PeerId, body: bytes, payload: memoryview | None) -> object:
         if world.now < until and world.random.random() < 0.5:

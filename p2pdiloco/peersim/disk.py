@@ -40,6 +40,8 @@ class SimulatedDisk:
         """fsync says EIO."""
         self.is_unreliable = False
         """It took nothing for a while, or was put back to what it had been."""
+        self.healed_at = 0.0
+        """Since when it takes everything (again)."""
         self.lie = ""
         """What becomes of the next file that is written: "lost" (zeros are read back) or "misdirected" (the same, and
         its bytes are in the place of another file's)."""
@@ -171,9 +173,10 @@ class SimulatedDisk:
         self.altered |= {path for path in {*files, *self.files} if files.get(path) != self.files.get(path)}
         self.files, self._durable = files, dict(files)
 
-    def flip(self, first_bytes: int | None = None) -> str | None:
-        """One bit of one file, within its ``first_bytes``, becomes another one; which file."""
-        paths = sorted(path for path, data in self.files.items() if data)
+    def flip(self, first_bytes: int | None = None, within: str = "") -> str | None:
+        """One bit of one file, within its ``first_bytes``, becomes another one; which file, of those whose paths begin
+        so."""
+        paths = sorted(path for path, data in self.files.items() if data and path.startswith(within))
         if not paths:
             return None
         path = self._random.choice(paths)
@@ -183,12 +186,10 @@ class SimulatedDisk:
         self.altered.add(path)
         return path
 
-    def keep(self) -> dict[str, bytes]:
-        """A copy of everything, to be put back later."""
-        return dict(self.files)
+    def keep(self) -> tuple[dict[str, bytes], set[str]]:
+        """A copy of everything, to be put back later; and what of it is altered."""
+        return dict(self.files), set(self.altered)
 
-    def put_back(self, files: dict[str, bytes]) -> None:
+    def put_back(self, files: dict[str, bytes], altered: Iterable[str] = ()) -> None:
         """An old copy takes the place of all that is there."""
-        if self.altered:
-            self.altered |= {*files}
-        self.files, self._durable = dict(files), dict(files)
+        self.files, self._durable, self.altered = dict(files), dict(files), {*altered}

@@ -4,14 +4,15 @@ bytes on the simulated disk.
 7. What is read back of a disk is what its heads stand for, with their owners' signatures and what led to them, whatever
    became of the disk. A whole checkpoint that nothing has harmed is never given up for less.
 8. Where nothing harmed disk or memory, a version that a peer had ``LATE_S`` before it was killed is there in its next
-   life; who ends in order leaves its last heads.
+   life, also where all that was harmed is its newest checkpoint, if there is an older one. Who ends in order leaves its
+   last heads, if the disk takes them then.
 9. Checkpoints come no more often than the user allows.
 10. Nobody keeps what nobody needs: others' contributions that were merged, files of payloads that were dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,10 +33,13 @@ from p2pdiloco.runtime.identity import verify
 if TYPE_CHECKING:
     from p2pdiloco.peer.peer import Peer
     from p2pdiloco.peersim.host import SimulatedHost
+    from p2pdiloco.peersim.learner import SimulatedLearner
     from p2pdiloco.peersim.world import World
 
 LATE_S = 5.0
 """Until a version is on the disk: a look every half second, behind what else the disk has to do."""
+LATELY = 4
+"""Versions that come while a learner is told of one."""
 MOST_LEFT_OVER = 12
 """Files of payloads that wait for the next sweep."""
 UNNEEDED_S = 10.0
@@ -47,6 +51,16 @@ class _Seen(NamedTuple):
 
     at: float
     version: int
+
+
+class _Torn(NamedTuple):
+    """A checkpoint."""
+
+    path: str
+    """Its file that was harmed."""
+    floors: list[int]
+    """The versions that the one before, and what was committed since, lead to."""
+    at: float
 
 
 class _Life:
@@ -79,12 +93,16 @@ class Durability:
         self._lives: dict[PeerId, _Life] = {}
         self._floors: dict[PeerId, list[int]] = {}
         """Of peers that were killed: the versions that they must come back to."""
-        self._merged: list[dict[Digest, tuple[PeerId, float]]] = [{} for _ in world.layout.shards]
-        """By shard: whose payloads were merged, and when."""
+        self._torn: dict[PeerId, _Torn] = {}
+        """Of peers that were killed when their newest checkpoint had been harmed."""
+        self._merged: list[dict[Digest, tuple[set[PeerId], float]]] = [{} for _ in world.layout.shards]
+        """By shard: whose payloads were merged, and when. Several may have given the same: nothing but zeros."""
         self.resumes: PeerId | None = None
         """Who begins with the best of what lies on all disks."""
         self._commits: set[Digest] = set()
         """Payloads of commits. A learner's alone, merged without others', is its contribution's."""
+        self._altered: set[tuple[ShardId, Digest, PeerId]] = set()
+        """Heads that their owners' memory had altered, and nobody else had, and who merged on them (A6c)."""
 
     # -- 7: what is read back ------------------------------------------------------------------------------------------
 
@@ -100,8 +118,12 @@ class Durability:
             checks.violated(7, f"{name[-6:]} comes back to {weight} tokens, of a whole checkpoint with {best}")
         if found is not None:
             self._is_sound(name, found)
-        floors, is_odd = self._floors.pop(name, []), disk.is_unreliable or name in checks.damaged
-        for shard, floor in enumerate(() if is_odd else floors):
+        floors = [] if disk.is_unreliable or name in checks.damaged else self._floors.get(name, [])
+        torn = self._torn.pop(name, None)
+        if torn is not None and disk.altered & {*disk.files} == {torn.path} and not disk.is_unreliable:
+            floors = torn.floors
+        self._floors.pop(name, None)
+        for shard, floor in enumerate(floors):
             version = -1 if found is None else found.shards[shard].state.head.version
             if version < floor:
                 checks.violated(8, f"{name[-6:]} had version {floor} of shard {shard} and comes back to {version}")
@@ -117,6 +139,10 @@ class Durability:
             if all(path in disk.files and path not in disk.altered for path in paths):
                 found.append((number, index))
         return found
+
+    def newest(self, disk: SimulatedDisk) -> str:
+        """How the paths of the newest checkpoint's files begin."""
+        return str(self._folder / checkpoint.stem(self._newest(disk)))
 
     def _newest(self, disk: SimulatedDisk) -> int:
         return max((number for number, _ in checkpoint.indices(self._folder, shown(disk))), default=0)
@@ -191,22 +217,39 @@ class Durability:
     def died(self, host: SimulatedHost) -> None:
         """A life was ended."""
         life = self._lives.pop(host.name, None)
+        if (torn := self._torn.get(host.name)) is not None and torn.at < self._world.now:
+            del self._torn[host.name]  # it has gone on
         if life is None or life.host is not host:
             return
         self._is_seldom(host, life)
-        if not self._is_reliable(host) or not life.saved:
-            return
-        late, saved_at = self._world.now - LATE_S, life.saved[-1]
-        self._floors[host.name] = [
+        if self._is_reliable(host) and life.saved:
+            self._floors[host.name] = self._led_on(life, life.saved[-1])
+
+    def _led_on(self, life: _Life, saved_at: float) -> list[int]:
+        """Versions, by shard, to which a checkpoint of then and what was committed since lead."""
+        late = self._world.now - LATE_S
+        return [
             max((seen.version for seen in steps if seen.at <= late and from_s < saved_at), default=0)
             for steps, from_s in zip(life.steps, life.from_s, strict=True)
         ]
 
+    def flipped(self, name: PeerId, path: str) -> None:
+        """A bit of a file is another one; nobody was told of it yet."""
+        life = self._lives.get(name)
+        if life is None or len(life.saved) < 2 or not self._is_reliable(life.host):
+            return
+        if path.startswith(self.newest(life.host.disk)) and self._intact(life.host.disk):
+            self._torn[name] = _Torn(path, self._led_on(life, life.saved[-2]), self._world.now)
+
     def _is_reliable(self, host: SimulatedHost) -> bool:
-        checks, computer = self._world.checks, self._world.computers[host.name]
-        is_held_up = host.is_paused or self._world.now - host.workers.held_up_at < LATE_S
-        is_odd = host.name in checks.damaged | checks.forgetful | checks.spoilt or computer.disk.is_unreliable
-        return not is_held_up and not is_odd
+        return self._is_well(host) and not host.disk.is_unreliable
+
+    def _is_well(self, host: SimulatedHost) -> bool:
+        """Now, and for a while; whatever became of the disk before."""
+        checks, now = self._world.checks, self._world.now
+        is_held_up = host.is_paused or now - max(host.workers.held_up_at, host.disk.healed_at) < LATE_S
+        is_odd = host.name in checks.damaged | checks.forgetful | checks.spoilt
+        return not is_held_up and not is_odd and not self._world.computers[host.name].is_full
 
     def _is_seldom(self, host: SimulatedHost, life: _Life) -> None:
         """Rule 9. The first and the last, and the one of who has joined, come at any time."""
@@ -217,12 +260,29 @@ class Durability:
 
     # -- 10: what is left ----------------------------------------------------------------------------------------------
 
+    def merged(self, peer: Peer, shard: ShardId, base: Digest) -> None:
+        """Somebody has made what follows ``base``, and signs it."""
+        log, name = peer.machine.core.chains[shard].log, peer.config.peer
+        cut = self._world.network.blocked.keys()
+        is_sole = peer.state.integrity.is_unsigned(shard) and not any(
+            other.peer.state.heads[shard] == base and not other.is_paused and not {(name, there), (there, name)} & cut
+            for there, other in self._world.hosts.items()
+            if there != name
+        )
+        if is_sole or (log and self.is_altered([log[-1]])):
+            self._altered.add((shard, base, name))
+
+    def is_altered(self, log: Iterable[CommitHeader]) -> bool:
+        """Whether one of its last commits stands on what the commit's owner's memory had altered."""
+        return any((header.shard, header.parent, header.owner) in self._altered for header in [*log][-LATELY:])
+
     def committed(self, header: CommitHeader) -> None:
         """Somebody has made a commit."""
         self._commits.add(header.payload)
         for contributor in header.contributors:
             giver = peer_of(contributor.learner)
-            self._merged[header.shard][Digest(contributor.payload.hex())] = (giver, self._world.now)
+            payload, merged = Digest(contributor.payload.hex()), self._merged[header.shard]
+            merged[payload] = {giver, *merged.get(payload, ({giver}, 0.0))[0]}, self._world.now
 
     def ended(self, peer: Peer, host: SimulatedHost) -> None:
         """A peer has ended in order, and saved."""
@@ -231,25 +291,35 @@ class Durability:
             return
         self._is_seldom(host, life)
         heads = tuple(None if chain.head is None else chain.head.id for chain in peer.machine.core.chains)
-        if self._is_reliable(host) and None not in heads and peer.machine.core.is_current:
+        if self._is_well(host) and None not in heads and peer.machine.core.is_current:
             found = checkpoint.load(self._folder, shown(host.disk))
             left = heads if found is None else tuple(saved.state.head.id for saved in found.shards)
             is_fresh = any(steps and steps[-1].at > self._world.now - LATE_S for steps in life.steps)
             if found is None or (left != heads and not is_fresh):  # what came while it saved others have
                 checks.violated(8, f"{name[-6:]} ended in order and left another state than its last")
         long_ago = self._world.now - UNNEEDED_S
+        if name in checks.spoilt:
+            return  # it may be on a fork of its own, where what comes waits for a head that it never reaches (M2b)
         for merged, shelf in zip(self._merged, peer.driver.cargo.shelves, strict=True):
             for digest in sorted(shelf.payloads.keys() - self._commits):
-                giver, at = merged.get(digest, (name, 0.0))
+                givers, at = merged.get(digest, ({name}, 0.0))
                 here_since = life.kept.get(shelf.payloads[digest], self._world.now)  # the very same may come again
-                if giver != name and max(at, here_since, host.workers.held_up_at) < long_ago:
-                    checks.violated(10, f"{name[-6:]} keeps what {giver[-6:]} gave, merged at {at:.1f} s")
+                if name not in givers and max(at, here_since, host.workers.held_up_at) < long_ago:
+                    checks.violated(10, f"{name[-6:]} keeps what {min(givers)[-6:]} gave, merged at {at:.1f} s")
                     return
         held = {str(held.path) for shelf in peer.driver.cargo.shelves for held in shelf.payloads.values()}
         folder = f"{self._folder.parent / PAYLOADS}/"
         left_over = [path for path in host.disk.files if path.startswith(folder) and path not in held]
         if len(left_over) > MOST_LEFT_OVER and self._is_reliable(host):
             checks.violated(10, f"{name[-6:]} has {len(left_over)} files of payloads that it has dropped")
+
+    def late(self, name: PeerId, learner: SimulatedLearner) -> set[int]:
+        """Shards of which this peer's learner may not have taken the last version yet, when its peer ends."""
+        life, long_ago = self._lives.get(name), self._world.now - UNNEEDED_S
+        shards = range(len(self._world.layout.shards))
+        if life is None or max(learner.hears_since, life.host.workers.held_up_at) > long_ago:
+            return {*shards}
+        return {shard for shard in shards if not life.steps[shard] or life.steps[shard][-1].at > long_ago}
 
 
 def shown(disk: SimulatedDisk) -> SimulatedDisk:

@@ -191,6 +191,8 @@ class SimulatedLearner:
         self.has_ended = False
         """In order: it has taken all that its node had told it."""
         self.is_paused = False
+        self.hears_since = 0.0
+        """Since when it does what the node tells it."""
         self.is_poisoned = False
         """Its parameters are not numbers any more."""
         self._blocks: list[tuple[Block, int]] = []
@@ -202,6 +204,7 @@ class SimulatedLearner:
 
     def begin(self, name: LearnerId) -> None:
         """A node has it, and calls it so."""
+        self.hears_since = self.world.now
         self.world.learners.by_name[name] = self
         self.world.learners.truths[name] = self.truth
 

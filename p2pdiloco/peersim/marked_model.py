@@ -42,12 +42,13 @@ class _Watched(FlatParameters):
         copy, shards = torch.empty_like(vector), tuple(shards)
         super().copy_to(copy, shards)
 
-        def arrive() -> None:
-            for shard in shards:
+        def arrive(of: tuple[ShardId, ...]) -> None:
+            for shard in of:
                 piece = self.layout.shards[shard]
                 vector[piece.start : piece.stop].copy_(copy[piece.start : piece.stop])
 
-        return self._under_way(arrive)
+        arrive(shards[:1])  # a copy under way is there in part
+        return self._under_way(lambda: arrive(shards[1:]))
 
     def _under_way(self, arrive: Callable[[], None]) -> Finished | None:
         left = self.looks()

@@ -77,7 +77,7 @@ def roughened(setting: WorldSetting, random: Random) -> WorldSetting:
             peer,
             has_compiler=random.random() < 0.7,
             is_follower=False,
-            link_s=link_s,
+            link_s=min(link_s, peer.step_s),  # else what a learner says of its steps waits longer and longer
             copies=copies,
             is_rough=True,
         )

@@ -131,7 +131,7 @@ def _pause_learner(world: World, fault: Fault) -> bool:
     learner.is_paused = True
 
     def resume() -> None:
-        learner.is_paused = False
+        learner.is_paused, learner.hears_since = False, world.now
 
     world.at(world.now + fault.seconds, resume)
     return True

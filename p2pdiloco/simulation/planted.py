@@ -210,7 +210,7 @@ BUGS = (
         name="a checkpoint is copied while the worker is in the middle of something",
         module=_SAVER,
         old="await copied(self._driver, shard, data, prove, is_checked=False)",
-        new="(prove(self._driver.state.copy(shard, torch.frombuffer(data, dtype=torch.float32))[0], b''))",
+        new="prove(*self._driver.state.copy(shard, data, is_checked=False))",
         harm="what is written is torn where a version is being taken on the worker thread",
         killed_by=(f"{_SAVER_TESTS}::test_what_is_written_is_copied_between_two_jobs",),
     ),
@@ -240,6 +240,14 @@ BUGS = (
         new="if data is None or len(data) != size:",
         harm="a newcomer takes what a donor's memory has spoilt, and signs nothing that others can follow",
         killed_by=(f"{_DOWNLOADS_TESTS}::test_a_chunk_that_is_not_what_was_signed_is_taken_from_another",),
+    ),
+    Bug(
+        name="who was cancelled ends the question that came after its own",
+        module=_DOWNLOADS,
+        old="return self._asking.get(ask) is asyncio.current_task()",
+        new="return ask in self._asking",
+        harm="after the machine slept, what is on its way is given up, or asked for twice",
+        killed_by=(f"{_DOWNLOADS_TESTS}::test_what_ends_when_the_same_is_asked_again_is_not_that_ones_end",),
     ),
     Bug(
         name="a liar is asked again",

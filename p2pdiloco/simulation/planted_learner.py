@@ -74,6 +74,14 @@ BUGS = (
         killed_by=(f"{_LINK_TESTS}::{_ADOPTED}",),
     ),
     Bug(
+        name="an adopted learner has paused before it is asked",
+        module=_LINK,
+        old="        if not self.is_alone:  # else it",
+        new="        if True:  # else it",
+        harm="a node that comes back to an older state takes the run for complete, and leaves what is trained next",
+        killed_by=(f"{_LINK_TESTS}::test_who_reached_the_runs_end_alone_trains_on_where_its_nodes_next_life_says",),
+    ),
+    Bug(
         name="an adopted learner's progress thrown away",
         module=_LINK,
         old="            case Shift(shards=shards, replace=True) if self._anchor is not None:\n",

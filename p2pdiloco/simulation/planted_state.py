@@ -267,6 +267,25 @@ BUGS = (
         killed_by=(f"{_STATE_TESTS}::test_a_spoilt_state_that_is_accepted_is_handed_on_with_its_next_version",),
     ),
     Bug(
+        name="an own commit is whatever its file says",
+        module="p2pdiloco.peer.own_commits",
+        old="if not isinstance(message, Commit) or self._path(message.header).name != name:",
+        new="if not isinstance(message, Commit):",
+        harm="a flipped bit in an old commit ends the peer at its next checkpoint",
+        killed_by=(f"{_OWN_TESTS}::test_a_commit_that_the_disk_has_altered_is_none",),
+    ),
+    Bug(
+        name="an altered state is gone on with as soon as nobody is here",
+        module="p2pdiloco.peer.fallback",
+        old="elif view.live or not view.missing or now -",
+        new="elif True or now -",
+        harm="a bit that flips while a line is away is in what is signed, and the others take the fault for their own",
+        killed_by=(
+            "tests/unit/test_peer_fallback.py"
+            "::test_who_has_just_lost_the_others_gets_its_state_from_them_when_they_are_back",
+        ),
+    ),
+    Bug(
         name="what coarse rounding takes off is lost",
         module="p2pdiloco.peer.own_merges",
         old="            merged += owed\n",

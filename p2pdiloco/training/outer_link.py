@@ -349,7 +349,8 @@ class OuterLink:
         if self.is_training:
             self._save()
         self.is_training = False
-        self._answer(Paused(steps=self.counts.steps, tokens=self.counts.tokens))
+        if not self.is_alone:  # else it is for the node to say where the run is, with Begin: it may be less far
+            self._answer(Paused(steps=self.counts.steps, tokens=self.counts.tokens))
 
     def _save(self) -> None:
         began = time.perf_counter()
@@ -392,8 +393,6 @@ class OuterLink:
             assert self._ready is not None
             self._node.channel.post(self._ready)
             self.is_resting = False  # the node's next life says it anew
-            if not self.is_training:
-                self._node.channel.post(Paused(steps=self.counts.steps, tokens=self.counts.tokens))
         if reunion.is_open and reunion.is_over:
             reunion.close()
             return False

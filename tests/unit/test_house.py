@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -193,6 +195,16 @@ def test_each_planted_bug_fits_its_module_and_names_tests_that_are_there() -> No
         for test in bug.killed_by:
             path, _, name = test.partition("::")
             assert f"def {name.rpartition('::')[2].partition('[')[0]}(" in (ROOT / path).read_text(), (bug.name, test)
+
+
+def test_a_planted_bug_names_nothing_that_is_not_there(tmp_path: Path) -> None:
+    """Else every test finds it, whatever it tests."""
+    for number, bug in enumerate((*planted.BUGS, *planted_rules.BUGS)):
+        text = (ROOT / (bug.module.replace(".", "/") + ".py")).read_text().replace(bug.old, bug.new)
+        (tmp_path / f"bug{number}.py").write_text(f"# {bug.name}\n{text}")
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821,F823", str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not found.returncode, found.stdout
 
 
 def test_node_and_peer_read_the_machine_through_its_view() -> None:

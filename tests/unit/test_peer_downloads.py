@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from actors import genesis
-from troupe import Member, Stage, act
+from troupe import Member, Stage, StageHost, act
 
 from p2pdiloco.peer.checkpoint import load
 from p2pdiloco.peer.kept_shards import INCOMING
@@ -24,6 +26,7 @@ from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.tensors.digests import digest_list
 from p2pdiloco.tensors.recipes import CHUNK
+from p2pdiloco.wire.answers import RequestError, Response
 from p2pdiloco.wire.bodies import GetChunk, GetState, decode_request
 
 
@@ -267,6 +270,39 @@ def test_a_donor_that_goes_away_costs_what_it_was_asked_for(tmp_path: Path) -> N
             await stage.wait(30.0)
             assert has_all_of(cid, ann)
             assert cid.faults() == {}
+
+    act(story)
+
+
+def test_what_ends_when_the_same_is_asked_again_is_not_that_ones_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the machine slept all is due at once: questions are in vain, their donor is lost, and found again."""
+    ask, held = StageHost.request, []
+
+    async def request(self: StageHost, peer: PeerId, body: bytes, **limits: Any) -> Response:
+        if isinstance(decode_request(body), GetChunk) and len(held) < 2:
+            held.append(asyncio.get_running_loop().create_future())
+            try:
+                await held[-1]
+            except asyncio.CancelledError:
+                raise RequestError("no answer in time") from None  # what is late is told as that (``within``)
+        return await ask(self, peer, body, **limits)
+
+    monkeypatch.setattr(StageHost, "request", request)
+
+    async def story() -> None:
+        async with Stage(tmp_path, elements=2 * CHUNK + 7) as stage:
+            ann = await stage.found(has_learner=False)
+            cid = await stage.add("cid", has_learner=False)
+            await stage.wait(3.0)
+            assert len(held) == 2
+            downloads = cid.peer._downloads
+            downloads._cancel(downloads._plan.drop(ann.id))
+            downloads._find_donors()
+            downloads._ask_more()
+            await stage.wait(0.5)
+            assert has_all_of(cid, ann), "nothing was asked a third time"
 
     act(story)
 

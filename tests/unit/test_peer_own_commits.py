@@ -126,6 +126,23 @@ def test_what_cannot_be_read_is_left_alone(tmp_path: Path, spoilt: bytes) -> Non
     act(story)
 
 
+def test_a_commit_that_the_disk_has_altered_is_none(tmp_path: Path) -> None:
+    """Such as one of a shard that is not there: the next checkpoint, which leaves it behind, found no head of that."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            await stage.train(ann, 1.0, 1.0)
+            folder = ann.peer.options.folder / FOLDER
+            (name,) = files(ann)
+            ((header, data),) = OwnCommits(folder, ann.host, 128).load()
+            body = encode(msg.Commit(msgspec.structs.replace(header, shard=ShardId(9))))
+            (folder / name).write_bytes(len(body).to_bytes(4, "big") + body + data)
+            assert OwnCommits(folder, ann.host, 128).load() == []
+
+    act(story)
+
+
 def test_a_peer_that_makes_two_commits_of_a_version_owns_no_more(tmp_path: Path) -> None:
     """The founder itself, with a changed program; also where the second comes in a state's lineage."""
 

@@ -385,7 +385,9 @@ def test_what_the_node_does_not_read_is_bounded_and_steps_are_counted_all_the_sa
     assert len(steps) < 30_000
 
 
-def adopt(bench: Bench, name: str, values: float) -> SharedVectors:
+def adopt(
+    bench: Bench, name: str, values: float, step: int = 20, before_loading: Callable[[], None] = lambda: None
+) -> SharedVectors:
     """The node's next life finds the learner and loads it; its shared memory."""
     memory = SharedVectors.create(15)
     memory.shift.fill_(values)
@@ -394,7 +396,8 @@ def adopt(bench: Bench, name: str, values: float) -> SharedVectors:
     found.setblocking(False)
     bench.socket, bench.decoder = found, link.Decoder[link.FromLearner](link.FromLearner)
     assert bench.link.boundary()
-    bench.socket.sendall(b"".join(map(link.encode, bench.load(20))))
+    before_loading()
+    bench.socket.sendall(b"".join(map(link.encode, bench.load(step))))
     assert bench.link.boundary()
     assert bench.link.boundary()
     return memory
@@ -454,6 +457,38 @@ def test_a_learner_whose_next_node_dies_while_it_gives_the_parameters_keeps_all_
     bench.socket.close()
     for one in (memory, second):
         one.close()
+
+
+@pytest.mark.skipif(not IS_POSSIBLE, reason="abstract Unix sockets are Linux's")
+@pytest.mark.parametrize("step", [20, 1000])
+@pytest.mark.parametrize("is_found_first", [False, True])
+def test_who_reached_the_runs_end_alone_trains_on_where_its_nodes_next_life_says(
+    tmp_path: Path, step: int, *, is_found_first: bool
+) -> None:
+    """A node that comes back to an older state must not hear that its learner has paused when that has just begun."""
+    name = f"p2pdiloco-test-end-{step}-{is_found_first}-{tmp_path}"
+    bench = Bench(Reunion(name, patience_s=60.0))
+    bench.flat.is_slow = False
+    bench.link.greet(device="cpu")
+    bench.do(*bench.load(998))
+    bench.socket.close()
+    assert bench.link.boundary()
+
+    def reach_the_end() -> None:
+        bench.step(1.0)
+        assert bench.link.boundary()
+        assert not bench.link.is_training, "by its own count the run is over"
+
+    if is_found_first:
+        memory = adopt(bench, name, 100.0, step, before_loading=reach_the_end)
+    else:
+        reach_the_end()
+        memory = adopt(bench, name, 100.0, step)
+    heard = bench.hear()
+    assert bench.link.is_training == (step < 1000)
+    assert [m for m in heard if isinstance(m, link.Paused)] == [link.Paused(steps=1, tokens=10)] * (step == 1000)
+    bench.socket.close()
+    memory.close()
 
 
 @pytest.mark.skipif(not IS_POSSIBLE, reason="abstract Unix sockets are Linux's")
