@@ -5,6 +5,8 @@ Rules of this file:
 2. Statements are told to members alone, never to observers.
 3. Who is no member any more, because a term has ended or a ban has come, is told what the others are told, and then
    parted from with a sentence. If that is this peer, it ends.
+4. What is told and brings nobody new costs signatures all the same (another chain of who is known; one more than an
+   invite brings): whoever tells it has an allowance, shared by all who came with one invite. Answers have one, too.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from p2pdiloco.net.allowance import Allowance
 from p2pdiloco.net.doors import MembersDoor
 from p2pdiloco.node.credentials import Credentials, MemberFiles
 from p2pdiloco.protocol.identifiers import PeerId
@@ -36,6 +39,10 @@ TELL_S = 1.0
 """What those who are parted from have to take the news."""
 ROUNDS = 32
 """Answers that one peer is asked for, one after the other."""
+VAIN, VAIN_PER_S = 1024, 1.0
+"""Statements that bring nobody new, of all who came with one invite: 0.2 s of a processor, and then 0.02 %."""
+ANSWERS, ANSWERS_PER_S = 2 * ROUNDS, 0.2
+"""To one peer, of PIECE_BYTES each: whoever connects twice may have been told nothing yet."""
 
 
 class Links(Protocol):
@@ -78,6 +85,8 @@ class Fellowship:
         self._now_s = now_s
         self._is_changed = False
         self._refused: Counter[PeerId] = Counter()
+        self._vain = Allowance(at_once=VAIN, per_s=VAIN_PER_S)
+        self._answers = Allowance(at_once=ANSWERS, per_s=ANSWERS_PER_S)
         files.load(members)
 
     # -- who may what ------------------------------------------------------------------------------------------------
@@ -134,14 +143,16 @@ class Fellowship:
         """A request about members.
 
         Raises:
-            RequestRefused: the peer only observes, or what it tells is malformed.
+            RequestRefused: the peer only observes, or asks too often, or what it tells is malformed.
         """
         if self.observes(peer):
             raise RequestRefused("only members are told of members")
         if isinstance(request, GetStatements):
+            if not self._answers.take(peer, self._now_s()):
+                raise RequestRefused("you were told of members lately: ask again in some seconds")
             return Answer(b"", join_statements(self.members.beyond(request.marks, PIECE_BYTES)))
         try:
-            self._spread(await self._learned(split_statements(request.statements)), but=peer)
+            self._spread(await self._learned(split_statements(request.statements), peer), but=peer)
         except CertificateError as error:
             self.links.blame(peer)
             raise RequestRefused(str(error)) from error
@@ -176,7 +187,7 @@ class Fellowship:
                 body = encode(GetStatements(self.members.marks()[:MARKS_LIMIT]))
                 response = await self.links.request(peer, body, timeout_s=ASK_S, max_payload=2 * PIECE_BYTES)
                 told = split_statements(bytes(response.payload or b""))
-                news = await self._learned(told)
+                news = await self._learned(told, peer)
                 self._spread(news, but=peer)
                 if not news:
                     return
@@ -188,13 +199,19 @@ class Fellowship:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    async def _learned(self, statements: Iterable[bytes]) -> list[bytes]:
+    async def _learned(self, statements: Iterable[bytes], teller: PeerId) -> list[bytes]:
         """Those that are news; each costs signatures to look at, so others get their turn in between."""
-        news = []
+        news: list[bytes] = []
+        grant = self.members.grant_of(teller)
+        came_with = grant.steps[-1].subject if grant is not None and grant.depth else teller
         for statement in statements:
+            if self.members.has(statement):
+                continue
+            if not (self.members.grows_by(statement) or self._vain.take(came_with, self._now_s())):
+                continue
             if self.members.learn(statement):
                 news.append(statement)
-                await asyncio.sleep(0)
+            await asyncio.sleep(0)
         self._is_changed = self._is_changed or bool(news)
         return news
 

@@ -10,12 +10,15 @@ Rules of this file:
    so of two with one identity (twins.py) each sees the other, in whatever order they look and announce.
 5. Who is connected is told how we can be reached, whenever that changes, and tells us: the directory, which is asked
    seldom, is for who is not. What a connected peer says of itself is newer than its record there.
+6. What is known is bounded, and nobody fills it for good: who does not answer makes room for who was not tried yet.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import json
+import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -56,6 +59,8 @@ SHORT_PAUSE_S = 8.0
 DIRECT_S, DIRECT_MOST_S = 30.0, 600.0
 """Between looks for a direct way to a peer over a relay."""
 MAX_KNOWN = 1024
+ROOM = 64
+"""Places that a full table has for each look into the directory."""
 
 
 class _Known:
@@ -154,6 +159,8 @@ class Roster:
     def told(self, peer: PeerId, record: PeerRecord) -> None:
         """``peer`` is connected, and says how it can be reached."""
         if not self._fellowship.observes(peer):
+            if peer not in self._known:
+                self._make_room(1)
             self._learn(peer, record, asyncio.get_running_loop().time())
             if peer in self._known:
                 self._known[peer].is_first_hand = True
@@ -193,8 +200,10 @@ class Roster:
             self._announced, self._announced_at = msgspec.structs.replace(told, chain=b""), now
 
     async def _look(self, now: float) -> None:
-        is_news = False
-        for peer, record in (await self._directory.peers(self._run)).items():
+        is_news, found = False, list((await self._directory.peers(self._run)).items())
+        is_full = len(self._known) > MAX_KNOWN - ROOM
+        self._make_room(ROOM)
+        for peer, record in random.sample(found, len(found)):  # so that nobody is always first
             try:
                 told = decode_as(record, PeerRecord)
             except ValueError:
@@ -205,7 +214,7 @@ class Roster:
                 self._twin_seen(told)
             if not (peer in self._known and self._known[peer].is_first_hand):
                 is_news = self._learn(peer, told, now) or is_news
-        self._curiosity.looked(now, is_news=is_news)
+        self._curiosity.looked(now, is_news=is_news and not is_full)
         await self._save()
 
     def _untold(self) -> list[PeerId]:
@@ -251,6 +260,20 @@ class Roster:
             known.record = record
         return is_news
 
+    def _make_room(self, places: int) -> None:
+        """Who was tried most often in vain goes first."""
+        missing = places - (MAX_KNOWN - len(self._known))
+        if missing <= 0:
+            return
+        here = set(self._transport.peers())
+        vain = [
+            (known.failures, peer)
+            for peer, known in self._known.items()
+            if known.failures and not known.is_dialling and peer not in here
+        ]
+        for _, peer in heapq.nlargest(missing, vain):
+            del self._known[peer]
+
     def _due(self, now: float) -> list[PeerId]:
         connected = set(self._transport.peers())
         due = []
@@ -261,7 +284,9 @@ class Roster:
         return due
 
     async def _dial(self, peer: PeerId) -> None:
-        known = self._known[peer]
+        known = self._known.get(peer)
+        if known is None:
+            return  # it has made room
         known.is_dialling = True
         try:
             try:
@@ -296,7 +321,9 @@ class Roster:
         return due
 
     async def _look_for_direct_way(self, peer: PeerId) -> None:
-        known = self._known[peer]
+        known = self._known.get(peer)
+        if known is None:
+            return
         known.is_dialling = True
         try:
             await self._ladder.meet(peer, known.record)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from p2pdiloco.net.allowance import Allowance
 from p2pdiloco.peer.donor import Donor
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.standing import Standing
@@ -32,6 +33,12 @@ LITTLE_BYTES, LITTLE_S = 4 << 20, 0.15
 YIELD_S = 0.02
 YIELD_MOST_S = 2.0
 """A chunk goes out in that time at the latest, whatever waits."""
+MANIFESTS, MANIFESTS_PER_S = 3, 0.1
+"""To one peer: it asks with a dozen bytes, and is answered with up to 4 MiB, before any chunk."""
+OFFERS, OFFERS_OF_SHARD = 64, 8
+OFFERS_PER_S, OFFERS_OF_SHARD_PER_S = 0.2, 1 / 60
+"""Of states, to one peer, in all and more for each shard: an offer has up to 3/4 MiB, and is no payload, so it waits
+for no budget. Who downloads asks for each shard once, and again when the shard has moved on."""
 QUEUED_MOST_BYTES = 64 << 20
 """Chunks that wait for one peer hold memory: a peer that asks and does not read gets no more."""
 
@@ -47,6 +54,11 @@ class Respondent:
         self._status = status
         self._standing = standing
         self._turns = asyncio.Lock()
+        self._manifests = Allowance(at_once=MANIFESTS, per_s=MANIFESTS_PER_S)
+        shards = len(Layout.of(manifest).shards)
+        self._offers = Allowance(
+            at_once=OFFERS + OFFERS_OF_SHARD * shards, per_s=OFFERS_PER_S + OFFERS_OF_SHARD_PER_S * shards
+        )
         self._donor = Donor(Layout.of(manifest), driver, self.proof)
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:
@@ -61,12 +73,16 @@ class Respondent:
             raise RequestRefused(f"malformed request: {error}") from error
         match request:
             case GetManifest():
+                if not self._manifests.take(peer, self._driver.host.now()):
+                    raise RequestRefused("you have the manifest: ask again in some seconds")
                 return Answer(b"", self._manifest.encode())
             case GetStatus():
                 return Answer(encode(self._status()))
             case GetStatements() | TellStatements():
                 return await self._standing.answer(peer, request)
             case GetState(shard=shard):
+                if not self._offers.take(peer, self._driver.host.now()):
+                    raise RequestRefused("you were offered states lately: ask again in some seconds")
                 return Answer(encode(await self._donor.offer(shard)))
             case GetChunk():
                 if self._driver.host.links.queued_bytes(peer) > QUEUED_MOST_BYTES:

@@ -314,8 +314,8 @@ BUGS = (
     Bug(
         name="news of members not passed on",
         module=_FELLOWSHIP,
-        old="            self._spread(await self._learned(split_statements(request.statements)), but=peer)\n",
-        new="            await self._learned(split_statements(request.statements))\n",
+        old="            self._spread(await self._learned(split_statements(request.statements), peer), but=peer)\n",
+        new="            await self._learned(split_statements(request.statements), peer)\n",
         harm="a ban ends with the founder's own connections",
         killed_by=(f"{_FELLOWSHIP_TESTS}::test_a_ban_reaches_everybody_and_ends_connections",),
     ),

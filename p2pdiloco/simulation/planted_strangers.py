@@ -1,5 +1,5 @@
-"""Bugs in what strangers meet first: who waits, whose turn it is, who is shut out, what others take over. As in
-``planted``."""
+"""Bugs in what strangers meet first: who waits, whose turn it is, who is shut out, what others take over; and in how
+much whoever was let in may ask for. As in ``planted``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from p2pdiloco.simulation.planter import Bug
 _RECEPTION = "tests/unit/test_net_reception.py"
 _ANTEROOM = "tests/integration/test_anteroom.py"
 _MEETING = "tests/integration/test_meeting.py"
+_RESPONDENT = "tests/unit/test_peer_respondent.py"
+_FELLOWSHIP = "tests/unit/test_node_fellowship.py"
 _LISTENERS = "tests/unit/test_runtime_listeners.py"
 
 BUGS = (
@@ -132,5 +134,61 @@ BUGS = (
         new="        for machine in (place,):",
         harm="records that name one machine in a thousand ways have everybody dial it a thousand times a minute",
         killed_by=("tests/unit/test_node_ladder.py::test_however_many_names_a_machine_has_it_is_one",),
+    ),
+    Bug(
+        name="states are offered without end",
+        module="p2pdiloco.peer.respondent",
+        old="if not self._offers.take(peer, self._driver.host.now()):",
+        new="if False:",
+        harm="whoever is connected fills the line with what overtakes contributions and counts in no budget",
+        killed_by=(f"{_RESPONDENT}::test_states_are_offered_so_often_to_one_peer",),
+    ),
+    Bug(
+        name="a manifest is given without end",
+        module="p2pdiloco.peer.respondent",
+        old="if not self._manifests.take(peer, self._driver.host.now()):",
+        new="if False:",
+        harm="a dozen bytes are answered with up to 4 MiB, as often as anybody asks",
+        killed_by=(f"{_RESPONDENT}::test_a_manifest_is_given_seldom_to_one_peer",),
+    ),
+    Bug(
+        name="members are told of members without end",
+        module="p2pdiloco.node.fellowship",
+        old="if not self._answers.take(peer, self._now_s()):",
+        new="if False:",
+        harm="a dozen bytes are answered with 128 KiB, as often as a member asks",
+        killed_by=(f"{_FELLOWSHIP}::test_who_asks_for_members_again_and_again_is_answered_seldom",),
+    ),
+    Bug(
+        name="signatures are looked at that bring nobody",
+        module="p2pdiloco.node.fellowship",
+        old="if not (self.members.grows_by(statement) or self._vain.take(came_with, self._now_s())):",
+        new="if False:",
+        harm="one member with a thin line takes everybody's processor with chains of its own",
+        killed_by=(f"{_FELLOWSHIP}::test_who_tells_what_brings_nobody_new_is_soon_not_looked_at",),
+    ),
+    Bug(
+        name="newcomers count as what brings nobody",
+        module="p2pdiloco.wire.members",
+        old="        return subject not in self._known and self._invited[by]",
+        new="        return False and self._invited[by]",
+        harm="a newcomer in a large run hears of some of its members only, and takes no commits of the others",
+        killed_by=(f"{_FELLOWSHIP}::test_who_tells_what_brings_nobody_new_is_soon_not_looked_at",),
+    ),
+    Bug(
+        name="a table that is full stays full",
+        module="p2pdiloco.node.roster",
+        old="        self._make_room(ROOM)\n",
+        new="",
+        harm="who has published a thousand records once keeps each newcomer of an open run from being dialled",
+        killed_by=("tests/unit/test_node_roster.py::test_records_of_nobody_keep_no_newcomer_from_being_known",),
+    ),
+    Bug(
+        name="who is connected finds no place among the known",
+        module="p2pdiloco.node.roster",
+        old="                self._make_room(1)\n",
+        new="                pass\n",
+        harm="who came while forged records filled the table is not dialled again when its connection is lost",
+        killed_by=("tests/unit/test_node_roster.py::test_records_of_nobody_keep_no_newcomer_from_being_known",),
     ),
 )

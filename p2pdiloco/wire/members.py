@@ -33,7 +33,7 @@ from p2pdiloco.wire.certificates import (
     hint_of,
 )
 from p2pdiloco.wire.peer_ids import is_key
-from p2pdiloco.wire.statements import MARK_BYTES, Ban, introduction, mark_of, read_statement
+from p2pdiloco.wire.statements import MARK_BYTES, Ban, introduction, mark_of, named_in, read_statement
 
 INVITED_LIMIT = 256
 """Peers that one invite brings."""
@@ -165,12 +165,28 @@ class Members:
         Raises:
             CertificateError: it is malformed or forged.
         """
-        if mark_of(statement) in self._statements:
+        if self.has(statement):
             return False
         if self._founder.subject not in self._known:
             raise CertificateError("this run's founder has no key")
         said = read_statement(self.run, self._founder, statement, self._verify)
         return self._introduce(said, statement) if isinstance(said, Grant) else self._ban(said, statement)
+
+    def has(self, statement: bytes) -> bool:
+        """Whether it is known; it costs no signature to tell."""
+        return mark_of(statement) in self._statements
+
+    def grows_by(self, statement: bytes) -> bool:
+        """Whether it brings, if it holds, who or what is not known here, within the bounds; also if it is malformed: no
+        other statement can be told without end by who signs what he likes. It costs no signature to tell."""
+        try:
+            subject, by, is_ban = named_in(statement)
+        except ValueError:
+            return True
+        if is_ban:
+            return self._may_be_banned(subject, by)
+        return subject not in self._known and self._invited[by] < INVITED_LIMIT and len(self._known) <= KNOWN_LIMIT
+        return len(self._statements)
 
     def statements(self) -> Iterable[bytes]:
         """All that is known."""
@@ -286,18 +302,23 @@ class Members:
         self._invited[grant.steps[-1].subject] -= 1
 
     def _ban(self, said: Ban, statement: bytes) -> bool:
-        signers, signer = self._bans.get(said.subject, {}), said.by.subject
-        is_full = (
-            self._banned_by[signer] >= BANS_LIMIT
-            or len(signers) >= SIGNERS_LIMIT
-            or self._banned_by.total() - self._banned_by[self._founder.subject] >= ALL_BANS_LIMIT
-        )
-        if signer in signers or (is_full and signer != self._founder.subject):
+        signer = said.by.subject
+        if not self._may_be_banned(said.subject, signer):
             return False
         self._bans.setdefault(said.subject, {})[signer] = said
         self._statements[mark_of(statement)] = statement
         self._banned_by[signer] += 1
         return True
+
+    def _may_be_banned(self, subject: PeerId, signer: PeerId) -> bool:
+        """Once by each, within the bounds."""
+        signers = self._bans.get(subject, {})
+        is_full = (
+            self._banned_by[signer] >= BANS_LIMIT
+            or len(signers) >= SIGNERS_LIMIT
+            or self._banned_by.total() - self._banned_by[self._founder.subject] >= ALL_BANS_LIMIT
+        )
+        return signer not in signers and (not is_full or signer == self._founder.subject)
 
 
 def _rank(grant: Grant) -> tuple[int, int, int, bytes]:

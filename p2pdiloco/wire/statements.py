@@ -83,6 +83,22 @@ def read_statement(run: RunId, founder: Grant, statement: bytes, verify: Verify)
     raise CertificateError("a statement of a kind that is not known here")
 
 
+def named_in(statement: bytes) -> tuple[PeerId, PeerId, bool]:
+    """Who is introduced, or banned; by whom; whether it is a ban. No signature was looked at.
+
+    Raises:
+        ValueError: malformed.
+    """
+    tag, rest = statement[:1], statement[1:]
+    if tag == BAN and len(rest) >= 2 * KEY_BYTES + SIGNATURE_BYTES:
+        signer_at = KEY_BYTES + SIGNATURE_BYTES
+        return peer_id_of(rest[:KEY_BYTES]), peer_id_of(rest[signer_at : signer_at + KEY_BYTES]), True
+    if tag != INTRODUCTION:
+        raise CertificateError("a statement of a kind that is not known here")
+    *earlier, last = decode_chain(rest).certificates
+    return last.subject, earlier[-1].subject if earlier else PeerId(""), False
+
+
 def join_statements(statements: Iterable[bytes]) -> bytes:
     """One after the other, each with its length."""
     return b"".join(_LENGTH.pack(len(statement)) + statement for statement in statements)

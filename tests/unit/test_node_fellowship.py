@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from holders import FOUNDER, RUN, Holder, members, the_founder
 
+from p2pdiloco.node import fellowship
 from p2pdiloco.node.credentials import Credentials, CredentialsError, MemberFiles, accepted, invite_key, make_invite
 from p2pdiloco.node.fellowship import Fellowship
 from p2pdiloco.protocol.identifiers import PeerId
@@ -345,3 +346,61 @@ def test_an_invite_for_one_peer_is_of_use_to_no_other() -> None:
     assert known.admit(ann.peer_id, accepted(invite, ann).chain, time.time()).role is Role.LEARNER
     with pytest.raises(CredentialsError, match="is for the peer"):
         accepted(invite, Identity.ephemeral())
+
+
+def test_who_tells_what_brings_nobody_new_is_soon_not_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own chain in a thousand forms: each is signed, and costs everybody two signatures and a file."""
+    monkeypatch.setattr(fellowship, "VAIN", 5)
+    invite = the_founder().invites()
+    eve = invite.certifies(not_after=2_000_000_000)
+    friend = invite.certifies()
+    again = [invite.certifies(eve.identity, not_after=2_000_000_000 + n) for n in range(1, 9)]
+    before = [invite.certifies(eve.identity, not_after=1_900_000_000 + n) for n in range(8)]
+    newcomers = [invite.certifies() for _ in range(20)]
+
+    def told(holders: list[Holder]) -> TellStatements:
+        return TellStatements(statements.join_statements(statements.introduction(one.grant) for one in holders))
+
+    async def story(place: Place) -> None:
+        hub = place.enter(the_founder())
+        for one in (eve, friend):
+            hub.door.admit(one.peer, one.chain)
+        await hub.answer(eve.peer, told(newcomers))
+        assert all(hub.is_member(one.peer) for one in newcomers), "those who come are not counted"
+        await hub.answer(eve.peer, told(again))
+        until = hub.members.grant_of(eve.peer)
+        assert until is not None
+        assert until.not_after == 2_000_000_005
+        looked: list[bytes] = []
+        learn = hub.members.learn
+        monkeypatch.setattr(hub.members, "learn", lambda statement: looked.append(statement) or learn(statement))
+        await hub.answer(friend.peer, told(before))
+        assert not looked, "all who came with one invite have one allowance"
+        place.now_s += 3 / fellowship.VAIN_PER_S
+        await hub.answer(friend.peer, told(before))
+        assert len(looked) == 3
+        late = invite.certifies()
+        await hub.answer(friend.peer, told([*before, late]))
+        assert hub.is_member(late.peer), "whoever used it up keeps nobody out"
+        await hub.answer(friend.peer, TellStatements(statements.join_statements([the_founder().bans(late)])))
+        assert not hub.is_member(late.peer)
+
+    played(tmp_path, story)
+
+
+def test_who_asks_for_members_again_and_again_is_answered_seldom(tmp_path: Path) -> None:
+    ann = the_founder().invites().certifies()
+
+    async def story(place: Place) -> None:
+        hub = place.enter(the_founder())
+        hub.door.admit(ann.peer, ann.chain)
+        for _ in range(fellowship.ANSWERS):
+            assert (await hub.answer(ann.peer, GetStatements(b""))).payload
+        with pytest.raises(RequestRefused, match="ask again in some seconds"):
+            await hub.answer(ann.peer, GetStatements(b""))
+        place.now_s += 1 / fellowship.ANSWERS_PER_S
+        assert (await hub.answer(ann.peer, GetStatements(b""))).payload
+
+    played(tmp_path, story)

@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 
 from p2pdiloco.net.doors import OpenDoor
+from p2pdiloco.node import roster
 from p2pdiloco.node.fellowship import Fellowship
 from p2pdiloco.node.ladder import Ladder
 from p2pdiloco.node.roster import RECORD_LIFE_S, Roster
@@ -241,5 +242,37 @@ def test_what_a_connected_peer_says_of_itself_is_newer_than_the_directory(tmp_pa
         await asyncio.sleep(RESOLVED_S)
         assert one.roster.records()[BOB] == later, "who is gone says nothing more"
         telling.cancel()
+
+    in_virtual_time(main)
+
+
+def test_records_of_nobody_keep_no_newcomer_from_being_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an open run anybody publishes as many as he likes; what is known is kept over restarts, too."""
+    monkeypatch.setattr(roster, "MAX_KNOWN", 8)
+    monkeypatch.setattr(roster, "ROOM", 2)
+
+    async def main() -> None:
+        board = Board()
+        one = Process(board, "one", tmp_path)
+        record = (Board.now_s() + 1e6, encode(PeerRecord((), points=(HUB,))))
+        for number in range(12):
+            board.standing[PeerId(f"forged {number}")] = record
+        keeping = asyncio.ensure_future(one.roster.keep())
+        await asyncio.sleep(RESOLVED_S)
+        one.lines.lives = {BOB: "life"}
+        one.roster.told(BOB, PeerRecord((), points=(PUB,)))
+        assert BOB in one.roster.records(), "who is here is known, whoever else is not"
+        newcomer = PeerId("newcomer")
+        board.standing[newcomer] = record
+        met = 0
+        for _ in range(40):
+            one.lines.lives = {BOB: "life", PeerId(str(Board.now_s())): "somebody comes: the directory is read"}
+            await asyncio.sleep(RESOLVED_S)
+            known = one.roster.records()
+            met += newcomer in known
+            assert BOB in known
+            assert len(known) <= 8
+        assert met
+        keeping.cancel()
 
     in_virtual_time(main)

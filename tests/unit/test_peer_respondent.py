@@ -9,8 +9,20 @@ import pytest
 from actors import genesis
 from troupe import Member, Stage, act
 
-from p2pdiloco.peer.respondent import LITTLE_BYTES, QUEUED_MOST_BYTES, STATE_PRIORITY, YIELD_MOST_S, YIELD_S
-from p2pdiloco.protocol.identifiers import Digest, ShardId
+from p2pdiloco.peer.respondent import (
+    LITTLE_BYTES,
+    MANIFESTS,
+    MANIFESTS_PER_S,
+    OFFERS,
+    OFFERS_OF_SHARD,
+    OFFERS_PER_S,
+    QUEUED_MOST_BYTES,
+    STATE_PRIORITY,
+    YIELD_MOST_S,
+    YIELD_S,
+)
+from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
+from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.wire.answers import Answer, RequestRefused
 from p2pdiloco.wire.bodies import GetChunk, GetManifest, GetState, encode
 
@@ -46,6 +58,39 @@ def test_a_question_is_answered_or_refused_in_words(tmp_path: Path) -> None:
             for body, reason in refused.items():
                 with pytest.raises(RequestRefused, match=reason):
                     await ann.peer.answer(bob.id, body)
+
+    act(story)
+
+
+def test_a_manifest_is_given_seldom_to_one_peer(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann, bob, _ = await two(stage)
+            for _ in range(MANIFESTS):
+                assert (await ann.peer.answer(bob.id, encode(GetManifest()))).payload
+            with pytest.raises(RequestRefused, match="you have the manifest"):
+                await ann.peer.answer(bob.id, encode(GetManifest()))
+            assert (await ann.peer.answer(PeerId("somebody else"), encode(GetManifest()))).payload
+            await stage.wait(1 / MANIFESTS_PER_S)
+            assert (await ann.peer.answer(bob.id, encode(GetManifest()))).payload
+
+    act(story)
+
+
+def test_states_are_offered_so_often_to_one_peer(tmp_path: Path) -> None:
+    """What an offer holds overtakes all payloads, and waits for no budget."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann, bob, _ = await two(stage)
+            question = encode(GetState(ShardId(0)))
+            for _ in range(OFFERS + OFFERS_OF_SHARD * len(Layout.of(stage.manifest).shards)):
+                assert (await ann.peer.answer(bob.id, question)).body
+            with pytest.raises(RequestRefused, match="you were offered states lately"):
+                await ann.peer.answer(bob.id, question)
+            assert (await ann.peer.answer(PeerId("somebody else"), question)).body
+            await stage.wait(1 / OFFERS_PER_S)
+            assert (await ann.peer.answer(bob.id, question)).body
 
     act(story)
 
