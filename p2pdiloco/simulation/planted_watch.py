@@ -177,4 +177,12 @@ BUGS = (
         harm="a peer says of another that it is in trouble",
         killed_by=(f"{_INQUIRY_TESTS}::test_nobody_tells_a_status_in_anothers_name",),
     ),
+    Bug(
+        name="a token must be letters",
+        module="p2pdiloco.watch.server",
+        old='word.encode(errors="backslashreplace"), mine',
+        new="word.encode(), mine",
+        harm="whoever reaches an exposed page fills its user's terminal with tracebacks",
+        killed_by=(f"{_SERVER_TESTS}::test_a_token_of_no_letters_is_a_wrong_one",),
+    ),
 )

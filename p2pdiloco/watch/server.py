@@ -170,7 +170,8 @@ class PageServer:
     def _knows_token(self, request: web.Request) -> bool:
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
         told = (request.query.get("token", ""), request.cookies.get(self._cookie, ""), bearer)
-        return any(hmac.compare_digest(word.encode(), self._token.encode()) for word in told)
+        mine = self._token.encode()
+        return any(hmac.compare_digest(word.encode(errors="backslashreplace"), mine) for word in told)
 
     @property
     def _cookie(self) -> str:

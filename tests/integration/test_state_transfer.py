@@ -72,8 +72,8 @@ HEAD = genesis_head(MANIFEST.run, ShardId(0), MANIFEST.genesis[0])
 
 
 def founded() -> InitialState:
-    """What a founder brings."""
-    return version_zero(MANIFEST, THETA, MOMENTUM)
+    """What a founder brings; a peer lets go of it as it puts it in its place, so each has a copy."""
+    return version_zero(MANIFEST, THETA.clone(), MOMENTUM.clone())
 
 
 @asynccontextmanager

@@ -170,6 +170,20 @@ def test_an_exposed_page_wants_its_token_everywhere() -> None:
     serving(ask, host="0.0.0.0", token="secret")
 
 
+def test_a_token_of_no_letters_is_a_wrong_one(caplog: pytest.LogCaptureFixture) -> None:
+    """Else each is a defect of ours, with its traceback in the user's terminal."""
+
+    async def ask(server: PageServer, session: aiohttp.ClientSession, shown: Shown) -> None:
+        for header in (b"Authorization: Bearer \xff\xfe", b"Cookie: p2pdiloco-%d=\xff" % server.port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(b"GET / HTTP/1.0\r\nHost: 127.0.0.1\r\n" + header + b"\r\n\r\n")
+            assert (await reader.readline()).split()[1] == b"401"
+            writer.close()
+
+    serving(ask, host="0.0.0.0", token="secret")
+    assert not caplog.records
+
+
 def test_an_exposed_page_without_a_token_is_not_made() -> None:
     with pytest.raises(AssertionError):
         PageServer(lambda _: Shown(), "0.0.0.0", 0)
