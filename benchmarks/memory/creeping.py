@@ -2,7 +2,7 @@
 and no optimizer's state, and the script's own memory is what taking part takes.
 
 Rules of this file:
-1. A step moves a sixth of the model's matrices by a thousandth, and then sleeps: processors are the nodes'.
+1. A step moves a sixth of the model's matrices by ``GROWTH``, and then sleeps: processors are the nodes'.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import p2pdiloco
 
 LAYERS = 24
 TURN = 24
+GROWTH = 1.01
+"""bfloat16 rounds anything less than a 256th away: nothing would be given, and payloads would have no bytes."""
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 
@@ -36,7 +38,7 @@ class Creep(torch.optim.Optimizer):
         for group in self.param_groups:
             for index, parameter in enumerate(group["params"]):
                 if index % 6 == self._steps % 6:
-                    parameter.mul_(1.001)
+                    parameter.mul_(GROWTH)
 
 
 def model_of(parameters: int) -> nn.Module:

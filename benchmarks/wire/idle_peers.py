@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import torch
@@ -18,11 +19,29 @@ from p2pdiloco.node.node import Node
 from p2pdiloco.peer.options import LinkOptions, PeerOptions
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import RunConfig, ScheduleConfig
-from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.directory import Directory
+from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.identity import Identity
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+TRIES = 5
+
+
+@asynccontextmanager
+async def _directory(identity: Identity, boot: Sequence[str]) -> AsyncIterator[Directory]:
+    """It is tried again: on a busy machine the others are slow to answer."""
+    for left in reversed(range(TRIES)):
+        directory = Directory(identity, listen=[LOOPBACK], announce=[], initial_peers=boot)
+        try:
+            await directory.__aenter__()
+        except DirectoryError:
+            if not left:
+                raise
+            continue
+        try:
+            yield directory
+        finally:
+            await directory.__aexit__(None, None, None)
+        return
 
 
 async def serve(config: line.Message) -> None:
@@ -36,8 +55,7 @@ async def serve(config: line.Message) -> None:
         nodes, boot = list[Node](), list(config["boot"])
         for number in range(config["peers"]):
             identity, has_state = Identity.ephemeral(), not boot
-            directory = Directory(identity, listen=[LOOPBACK], announce=[], initial_peers=boot)
-            await stack.enter_async_context(directory)
+            directory = await stack.enter_async_context(_directory(identity, boot))
             boot = boot or directory.bootstrap_lines()[:1]
             options = PeerOptions(folder=folder / str(number), link=LinkOptions(listen=(LOOPBACK,)), is_follower=True)
             initial = version_zero(manifest, theta, momentum) if has_state else None
@@ -52,6 +70,5 @@ async def serve(config: line.Message) -> None:
 
 
 if __name__ == "__main__":
-    logs.configure()
     torch.set_num_threads(1)
     line.live(lambda config: uvloop.run(serve(config)))

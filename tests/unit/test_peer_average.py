@@ -11,6 +11,8 @@ from actors import FOUNDER, genesis
 from torch import Tensor
 from troupe import Member, Stage, act
 
+from p2pdiloco.cli.main import _parse
+from p2pdiloco.cli.peer import peer_options
 from p2pdiloco.peer.average import POWER, RunningAverage, span, weight
 from p2pdiloco.peer.checkpoint import AVERAGE, load
 from p2pdiloco.peer.options import MachineOptions
@@ -123,3 +125,11 @@ def test_what_is_of_another_run_or_half_there_is_not_read(tmp_path: Path) -> Non
             assert not (tmp_path / "nowhere").exists(), "one shard was never seen"
 
     act(story)
+
+
+@pytest.mark.parametrize(
+    ("words", "keeps"), [("", False), ("--average", True), ("--follow", True), ("--follow --no-average", False)]
+)
+def test_a_follower_keeps_one_unless_it_is_told_not_to(words: str, keeps: bool) -> None:
+    arguments = _parse(["join", "ADDR", *words.split()])
+    assert peer_options(arguments, Path("state")).machine.keeps_average is keeps
