@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -27,7 +27,7 @@ TRIES = 5
 
 
 @asynccontextmanager
-async def _directory(identity: Identity, boot: Sequence[str]) -> AsyncIterator[Directory]:
+async def _directory(identity: Identity, boot: list[str]) -> AsyncIterator[Directory]:
     """It is tried again: on a busy machine the others are slow to answer."""
     for left in reversed(range(TRIES)):
         directory = Directory(identity, listen=[LOOPBACK], announce=[], initial_peers=boot)
