@@ -269,7 +269,8 @@ class World:
             self.end()
 
     def _initial(self, host: SimulatedHost) -> InitialState | None:
-        """What ``node.session`` would find on the disk."""
+        """What ``node.session`` would find on the disk, swept as by ``node.run_folder``."""
+        checkpoint.sweep_halves(CHECKPOINTS, host.disk)
         earlier, problem = None, None
         try:
             earlier = checkpoint.load(CHECKPOINTS, host.disk)
