@@ -101,6 +101,14 @@ class Exchange:
         self.layout = layout
         sizes = [tensors[i].elements for i in layout.order] if tensors else []
         self._pieces = [slice(start, start + size) for start, size in zip(layout.starts, sizes, strict=False)]
+        self._matrices = [
+            (piece, tensors[i].shape)
+            for i, piece in zip(layout.order, self._pieces, strict=False)
+            if len(tensors[i].shape) == 2 and "blocks" in tensors[i].name
+        ]
+        self.inner_share = 1.0
+        """Of its peak: the inner rate that the turn at hand was trained with."""
+        self._shares: dict[ShardId, float] = {}
         self.theta = theta
         is_narrow = setting.momentum_type == "bfloat16"
         self.momentum = torch.zeros(theta.shape, dtype=torch.bfloat16 if is_narrow else torch.float32)
@@ -182,8 +190,10 @@ class Exchange:
             merge.direct_mean(gradients, weights, merged)
         if kind == "agree":
             agreed([_decoded(v) for v in gradients], merged, float(strength))
-        owner = 0 if self._setting.owners == "one" else self._draws.randrange(self._setting.learners)
-        if self._owners.setdefault(shard, owner) != owner and self._setting.owners == "drawn":
+        if self._setting.spectrum != 1.0:
+            self._flatten(span, merged)
+        owner = self._owner_of(shard)
+        if self._owners.setdefault(shard, owner) != owner and self._setting.owners.startswith("drawn"):
             self._owed[owner, span] = 0.0  # another made the last step
         self._owners[shard] = owner
         merged += self._owed[owner, span]
@@ -200,11 +210,36 @@ class Exchange:
         if self._setting.outer == "delayed":
             return self._delayed_step(span, change, self._turns[shard])
         rate, factor = self._setting.outer_rate, self._setting.outer_momentum
+        if self._setting.outer_end:
+            left = self.inner_share
+            end = self._setting.outer_end
+            rate, factor = (left * now + (1.0 - left) * last for now, last in zip((rate, factor), end, strict=True))
+        if self._setting.momentum_unit == "inner":
+            self.momentum[span] *= min(1.0, self.inner_share / self._shares.get(shard, self.inner_share))
+            self._shares[shard] = self.inner_share
         if self._setting.correction:
             rate = outer.rate_at(self._turns[shard], rate, factor)
         outer.outer_step(self.theta[span], self.momentum[span], change, learning_rate=rate, momentum_factor=factor)
         self._round(self.momentum[span])
         return change
+
+    def _owner_of(self, shard: ShardId) -> int:
+        kind, _, spell = self._setting.owners.partition("@")
+        if kind == "one":
+            return 0
+        if spell and self._turns[shard] % int(spell) and shard in self._owners:
+            return self._owners[shard]
+        return self._draws.randrange(self._setting.learners)
+
+    def _flatten(self, span: slice, merged: Tensor) -> None:
+        """The singular values of a shard's whole matrices become more alike; ``merged``, in place."""
+        for piece, shape in self._matrices:
+            if span.start <= piece.start and piece.stop <= span.stop:
+                matrix = merged[piece.start - span.start : piece.stop - span.start].view(shape)
+                length = matrix.norm()
+                u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+                new = (u * s.clamp(min=1e-30).pow(self._setting.spectrum)) @ v
+                matrix.copy_(new.mul_(length / new.norm().clamp(min=1e-30)))
 
     def _tensors(self, span: slice) -> list[slice]:
         """What of them is in a shard, by its place there."""

@@ -39,6 +39,7 @@ from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.tensors.merge import token_weight
 from p2pdiloco.training.corpus_files import Corpus
 from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.training.schedule import learning_rate
 from p2pdiloco.training.transformer import build_model, named_tensors
 
 SPELL = 48.0
@@ -46,6 +47,7 @@ SPELL = 48.0
 JITTER = 0.1
 """Learners of different speeds: a step takes this share more or less, at random."""
 _ENDLESS = 1e18
+_LONG = 1 << 30
 
 
 class Result(NamedTuple):
@@ -176,6 +178,14 @@ class Laboratory:
     def _progress(self) -> int:
         """The share of the budget that is trained, as steps of all learners; what was lost does not count."""
         return (self._trained - self._lost) // self.setting.step_tokens
+
+    @property
+    def _inner_share(self) -> float:
+        """The inner rate now, of its peak."""
+        inner = self.setting.inner_config
+        done = min(self._progress, self.setting.steps - 1)
+        rate = learning_rate(inner, done, _LONG, done * self.setting.step_tokens)
+        return max(rate / inner.learning_rate, 1e-3)
 
     def _again(self, index: int, now: float) -> None:
         jitter = self._random.uniform(1.0 - JITTER, 1.0 + JITTER) if self.setting.speeds else 1.0
@@ -315,6 +325,7 @@ class Laboratory:
         self._open.pop(turn.fragment, None)
         given = sorted(turn.given.items())
         ready_at = max(now, turn.opened_at + self.setting.overlap)
+        self.exchange.inner_share = self._inner_share
         for shard in self.layout.fragments[turn.fragment]:
             weights, made = [], []
             for index, one in given:

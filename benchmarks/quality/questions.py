@@ -150,6 +150,48 @@ def rates() -> list[Setting]:
     ]
 
 
+LINE: dict[str, Any] = {"decay_share": 0.95, "final_share": 0.0}
+"""The inner rate falls in a line from the warm-up on, to nothing."""
+OFTEN: dict[str, Any] = {"merge": "direct", "learning_rate": 16e-3, **LINE}
+"""The plain mean, with a higher inner rate: what pays where turns are frequent."""
+EACH_SIX: dict[str, Any] = {"fragments": 6, "sync_every": 6, "overlap": 1, "outer_rate": 1.0, "outer_momentum": 0.0}
+
+
+def gap() -> list[Setting]:
+    """What the gap of eight learners to data parallel comes from: the decay, what the outer step does in it, merged
+    matrices made flatter, how often the plain mean is taken. Data parallel has the same decay, and its best rate."""
+    eight: dict[str, Any] = {"learners": 8}
+    half: dict[str, Any] = {"outer_rate": 0.7, "outer_momentum": 0.6}
+    tried: list[dict[str, Any]] = [
+        LINE,
+        {**LINE, "momentum_unit": "inner"},
+        *({**LINE, "outer_end": end} for end in ((0.8, 0.3), (0.1, 0.7), (0.15, 0.85))),
+        *({"spectrum": power} for power in (0.5, 0.0)),
+        {"spectrum": 0.5, "outer_rate": 0.5},
+        {**EACH_SIX, "outer_rate": 0.113, "outer_momentum": 0.915},
+        {**OFTEN, **EACH_SIX},
+        {**OFTEN, **EACH_SIX, **half},
+        {**OFTEN, **EACH_SIX, "learning_rate": 24e-3},
+        {**OFTEN, **half, "fragments": 6, "sync_every": 12},
+        {**OFTEN, **half},
+    ]
+    short: dict[str, Any] = {"learning_rate": 32e-3, "correction": False}
+    return [
+        *(_parallel(**LINE, learning_rate=rate) for rate in (8e-3, 16e-3, 24e-3)),
+        *(as_shipped(**eight, **change) for change in tried),
+        *(_parallel(**LINE, learning_rate=16e-3, seed=seed) for seed in SEEDS[1:]),
+        *(as_shipped(**OFTEN, **EACH_SIX, learners=m, seed=seed) for seed in SEEDS for m in (8, 4, 2)),
+        _parallel(**LINE, steps=480, learning_rate=32e-3),
+        as_shipped(**OFTEN | EACH_SIX | short, steps=480),
+    ]
+
+
+def stays() -> list[Setting]:
+    """What an owner makes up for, where the same one makes two, four or eight of a shard's steps in a row."""
+    coarse: dict[str, Any] = {"up": "int2", "down": "int4@1.6", "owed": 1.0}
+    return [as_shipped(**coarse, owners=f"drawn@{spell}", seed=seed) for spell in (4, 2, 8) for seed in SEEDS]
+
+
 def worth() -> list[Setting]:
     """The first cells of each question, by what they decide."""
     return [
@@ -172,5 +214,7 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "roundings": roundings,
     "rates": rates,
     "dither": dither,
+    "gap": gap,
+    "stays": stays,
     "open": worth,
 }

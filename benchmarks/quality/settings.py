@@ -41,6 +41,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the budget at its end in which the rate falls, stable before; 0: it falls all the time (cosine)."""
     warmup: int = 96
     inner: Literal["adamw", "muon"] = "adamw"
+    weight_decay: float = 0.1
     memory: float = 1.0
     """How many times longer than usual the inner optimizer averages: 1 - beta is divided by it, in AdamW's two and in
     Muon's momentum. For the M-th part of a batch theory has M (arXiv 2205.10287)."""
@@ -70,6 +71,13 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """``nearest``, ``stochastic``: bfloat16, too, but what rounding takes off is lost, or is nothing on average."""
     restart_every: int = 0
     """Turns after which a shard's outer momentum becomes 0; 0: never."""
+    momentum_unit: Literal["turn", "inner"] = "turn"
+    """``inner``: momentum is in units of the inner rate: as that falls, so does what momentum remembers."""
+    outer_end: tuple[float, ...] = ()
+    """Outer rate and momentum where the inner rate has fallen to nothing; between, they follow it. Empty: constant."""
+    spectrum: float = 1.0
+    """The power that the singular values of the blocks' matrices are taken to in a merged step, which stays as long as
+    it is; 0: all become equal, as in Muon's step."""
     merge: MergeRule = "rda"
     largest: float = 0.0
     """Times the mean that a fragment may have, beyond which large tensors are cut; 0: none is cut."""
@@ -95,7 +103,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     owners: str = "one"
     """Who makes a shard's steps: "one" all of them; "drawn": one of the learners, anew for each, as in a run, and what
-    the last one rounded off is lost if the next is another; "kept": it keeps that until its own next step."""
+    the last one rounded off is lost if the next is another ("drawn@3": for three steps in a row); "kept": it keeps that
+    until its own next step."""
 
     quorum: int = 1
     grace: float = 0.7
@@ -134,6 +143,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
             tokens=self.steps * self.step_tokens if self.decay_share else UNSET,
             decay_share=self.decay_share or UNSET,
             warmup=self.warmup,
+            weight_decay=self.weight_decay,
             beta1=self.averaging(0.9),
             beta2=self.averaging(0.95),
         )

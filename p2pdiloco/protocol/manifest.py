@@ -112,7 +112,7 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The inner optimizer; clipping, warm-up, and cosine decay over the *global* step, or a decay at a budget's end."""
+    """The inner optimizer; clipping, warm-up, and cosine decay over the *global* step, or a line at the run's end."""
 
     optimizer: Literal["adamw", "muon"] | UnsetType = UNSET
     """``muon``: for the matrices between embedding and output head (training/muon.py), AdamW for the rest. Several
@@ -124,7 +124,9 @@ class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Instead of ``steps``: the run is complete when so many are merged, whoever trained them. The rate is then stable
     after the warm-up, and falls with the last ``decay_share`` of the tokens."""
     decay_share: Annotated[float, Meta(gt=0.0, le=1.0)] | UnsetType = UNSET
-    """Left out: 0.2 where there is a budget of tokens."""
+    """Of the run, at its end: the rate falls in a line, after it was stable. Left out: 0.2 where there is a budget of
+    tokens; of a run of steps the rate falls from the warm-up on (cosine). What ends lowest of what was measured is
+    0.95, with a ``final_share`` of 0 (docs/quality.md)."""
     batch: Samples = 16
     """Samples per inner step of one learner."""
     learning_rate: Rate = 1e-3

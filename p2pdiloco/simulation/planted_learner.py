@@ -23,6 +23,17 @@ BUGS = (
         harm="the learner of a node with a thousand connections ends before it has begun, without a word",
         killed_by=("tests/unit/test_training_channel.py::test_a_node_with_many_connections_has_a_learner",),
     ),
+    Bug(
+        name="a run of steps has its decay by what is merged",
+        module="p2pdiloco.training.schedule",
+        old="global_step / config.steps if config.tokens is UNSET else merged_tokens / config.tokens",
+        new="merged_tokens / (config.tokens or config.steps)",
+        harm="the rate of a run that has no budget of tokens is at its end after its first turn",
+        killed_by=(
+            "tests/unit/test_training_corpus.py::"
+            "test_a_run_of_steps_that_says_its_decay_falls_in_a_line_and_to_nothing_if_it_likes",
+        ),
+    ),
     # -- copies from and to a device -----------------------------------------------------------------------------------
     Bug(
         name="parameters travel without having been cloned",

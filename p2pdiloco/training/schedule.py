@@ -3,7 +3,8 @@
 Rules of this file:
 1. Warm-up and cosine decay follow the *global* step, so that learners of any speed decay together.
 2. With a budget of tokens (warm-up, stable, decay) the rate falls with what the swarm has merged: neither the fastest
-   learner nor the number of learners makes it fall sooner.
+   learner nor the number of learners makes it fall sooner. Where a run of steps says which share of it is decay, the
+   rate falls in a line, too, by steps.
 3. A learner that joins late has a fresh AdamW, whose first steps are the least reliable: it warms up over its own first
    steps as well, but briefly.
 """
@@ -27,8 +28,9 @@ def learning_rate(config: InnerConfig, global_step: int, own_steps: int, merged_
     if config.warmup:
         own_warmup = min(config.warmup, _OWN_WARMUP)
         ramp = min(1.0, (global_step + 1) / config.warmup, (own_steps + 1) / own_warmup)
-    if config.tokens is not UNSET:
-        left = (1.0 - merged_tokens / config.tokens) / (config.decay_share or 1.0)
+    if config.tokens is not UNSET or config.decay_share is not UNSET:
+        passed = global_step / config.steps if config.tokens is UNSET else merged_tokens / config.tokens
+        left = (1.0 - passed) / (config.decay_share or 1.0)
         return config.learning_rate * ramp * max(config.final_share, min(1.0, left))
     done = (global_step - config.warmup) / max(1, config.steps - config.warmup)
     cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, max(0.0, done))))

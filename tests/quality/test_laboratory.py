@@ -301,3 +301,44 @@ def test_rounding_that_is_not_deterministic_loses_nothing_on_average() -> None:
         assert 0.05 < pack(codec, x).bytes / x.numel() < 0.5
     with pytest.raises(ValueError, match="no codec"):
         pack("dithered", x)
+
+
+def test_a_flattened_merge_has_equal_singular_values_and_its_length() -> None:
+    """And what lies between is between; other tensors are as they were."""
+    text_ = text()
+    changes: dict[str, Any] = {"up": "fp32", "down": "fp32", "outer_rate": 1.0, "outer_momentum": 0.0, "learners": 1}
+    found = {}
+    for power in (1.0, 0.5, 0.0):
+        laboratory = Laboratory(msgspec.structs.replace(SMALL, **changes, spectrum=power), text_)
+        exchange, layout = laboratory.exchange, laboratory.layout
+        snapshot = exchange.theta + torch.randn(layout.elements, generator=torch.Generator().manual_seed(1))
+        for shard in layout.shards:
+            parcel = exchange.contribute(shard.shard, snapshot)
+            exchange.commit(shard.shard, [parcel.gradient], [1.0], [1])
+        at = {laboratory.specs[i].name: start for i, start in zip(layout.order, layout.starts, strict=True)}
+        moved = exchange.theta - Laboratory(laboratory.setting, text_).exchange.theta
+        matrix = next(spec for spec in laboratory.specs if "blocks" in spec.name and len(spec.shape) == 2)
+        start = at[matrix.name]
+        found[power] = moved[start : start + matrix.elements].view(matrix.shape), moved.norm()
+    values = {power: torch.linalg.svdvals(moved) for power, (moved, _) in found.items()}
+    assert float(values[0.0].max() / values[0.0].min()) == pytest.approx(1.0, rel=1e-3)
+    assert 1.1 < float(values[0.5].max() / values[0.5].min()) < float(values[1.0].max() / values[1.0].min())
+    assert all(float(length) == pytest.approx(float(found[1.0][1]), rel=1e-3) for _, length in found.values())
+
+
+def test_momentum_in_units_of_the_inner_rate_falls_with_it_and_outer_settings_may_follow() -> None:
+    usual = run(decay_share=0.9, final_share=0.0).theta
+    for changes in ({"momentum_unit": "inner"}, {"outer_end": (0.1, 0.7)}):
+        assert not torch.equal(run(decay_share=0.9, final_share=0.0, **changes).theta, usual)
+    assert torch.equal(run(decay_share=0.9, final_share=0.0, outer_end=(0.4, 0.7)).theta, usual)
+    stable = run(final_share=1.0, warmup=0).theta
+    assert torch.equal(run(final_share=1.0, warmup=0, momentum_unit="inner").theta, stable)
+
+
+def test_an_owner_that_stays_makes_up_for_more() -> None:
+    """Of one that is drawn for each step, and one that makes all, those of several steps in a row are between."""
+    settings: dict[str, Any] = {"up": "int2", "down": "int2", "owed": 1.0, "steps": 48, "sync_every": 3}
+    ends = {kind: run(**settings, owners=kind).theta for kind in ("drawn", "drawn@1", "drawn@99", "one")}
+    assert torch.equal(ends["drawn"], ends["drawn@1"])
+    assert torch.equal(ends["drawn@99"], ends["one"])
+    assert not torch.equal(ends["drawn"], ends["one"])
