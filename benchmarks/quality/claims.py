@@ -24,6 +24,7 @@ import msgspec
 
 from benchmarks import record
 from benchmarks.quality.bases import MUON, UNEVEN, as_shipped
+from benchmarks.quality.questions import EACH_SIX, LINE, OFTEN
 from benchmarks.quality.report import by_seed, seedless, spread
 from benchmarks.quality.runner import rows
 from benchmarks.quality.settings import Setting, to_row
@@ -33,6 +34,8 @@ LENGTHS = (240, 480, 960, 1440, 1920)
 """Steps of the runs of data parallel that token efficiency is read from."""
 MIXED = ("mixture", "languages")
 """Data of which the baseline has all four languages."""
+SHORT: dict[str, Any] = {**EACH_SIX, "overlap": 2, "merge": "direct", "correction": False, "steps": 480}
+"""What a founder of 480 steps gets who leaves out how often there are turns and how they are merged."""
 LARGEST_GAP = 2.0
 """Between two lengths that are joined by a line."""
 
@@ -55,9 +58,11 @@ def claims() -> list[Claim]:
     return [
         *(_of(f"as shipped, M = {m}", learners=m) for m in (8, 4, 2)),
         _of("one learner with the outer optimizer", learners=1),
-        _of("as shipped, M = 4, 480 steps (in 40 turns)", steps=480, sync_every=12),
-        _of("as shipped, M = 8, 480 steps (in 40 turns)", steps=480, sync_every=12, learners=8),
+        *(_of(f"as shipped, M = {m}, 480 steps (the mean, 80 turns)", **SHORT, learners=m) for m in (4, 8)),
+        *(_of(f"RDA, M = {m}, 480 steps (in 40 turns)", steps=480, sync_every=12, learners=m) for m in (4, 8)),
         _of("H = 24, M = 4, 480 steps (in 20 turns)", steps=480),
+        *(_of(f"the mean every 6 steps, rate to 0, M = {m}", **OFTEN, **EACH_SIX, learners=m) for m in (8, 4, 2)),
+        _of("RDA, rate to 0, M = 8", **LINE, learners=8),
         _of("momentum in bfloat16, M = 4", momentum_type="bfloat16"),
         _of("coarsest (int2, int4 at step 1.6), M = 4", up="int2", down="int4@1.6", owed=1.0, owners="drawn"),
         _of("four languages, all to all, M = 4", data="mixture"),

@@ -175,15 +175,22 @@ def gap() -> list[Setting]:
         {**OFTEN, **half, "fragments": 6, "sync_every": 12},
         {**OFTEN, **half},
     ]
-    short: dict[str, Any] = {"learning_rate": 32e-3, "correction": False}
     return [
         *(_parallel(**LINE, learning_rate=rate) for rate in (8e-3, 16e-3, 24e-3)),
         *(as_shipped(**eight, **change) for change in tried),
         *(_parallel(**LINE, learning_rate=16e-3, seed=seed) for seed in SEEDS[1:]),
         *(as_shipped(**OFTEN, **EACH_SIX, learners=m, seed=seed) for seed in SEEDS for m in (8, 4, 2)),
-        _parallel(**LINE, steps=480, learning_rate=32e-3),
-        as_shipped(**OFTEN | EACH_SIX | short, steps=480),
     ]
+
+
+def often() -> list[Setting]:
+    """480 steps with the plain mean, as they ship (H = 6, tau = 2), with tau = 1 and with H = 12; the line."""
+    mean: dict[str, Any] = {**EACH_SIX, "merge": "direct", "learning_rate": 32e-3, "correction": False}
+    found = [_short(**mean | {"overlap": 2}, seed=seed) for seed in SEEDS]
+    found += [_parallel(steps=480, learning_rate=32e-3, seed=seed) for seed in SEEDS]
+    found += [_short(**mean | {"overlap": 2}, learners=m) for m in (8, 1)]
+    found += [_short(**mean), _short(**mean | {"fragments": 12, "sync_every": 12, "overlap": 2})]
+    return [*found, _short(**mean, **LINE), _parallel(steps=480, learning_rate=32e-3, **LINE)]
 
 
 def stays() -> list[Setting]:
@@ -215,6 +222,7 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "rates": rates,
     "dither": dither,
     "gap": gap,
+    "often": often,
     "stays": stays,
     "open": worth,
 }

@@ -76,7 +76,8 @@ def read_config(path: Path) -> RunConfig:
         raise ConfigError(f"{path}: {error.strerror}") from error
     try:
         config = msgspec.toml.decode(data, type=RunConfig)
-        config = in_turns(config, msgspec.toml.decode(data).get("schedule", {}))
+        written = msgspec.toml.decode(data)
+        config = in_turns(config, written.get("schedule", {}), written.get("outer", {}))
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {in_words(error, data, RunConfig)}") from error
     except (msgspec.DecodeError, ValueError) as error:

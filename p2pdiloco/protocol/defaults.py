@@ -40,6 +40,9 @@ PARTS: Final = {
 ENOUGH_TURNS: Final = 40
 """Turns of a fragment in a run, below which its founder is warned, and the outer momentum's bias is corrected;
 docs/quality.md has the figures."""
+SHORT_TURNS: Final = 80
+"""Of a run that would have fewer than ``ENOUGH_TURNS``: with turns so frequent the plain mean of the learners ends
+lower than what long runs have, and can be merged anew before they are far apart (docs/quality.md)."""
 USUAL_TURN: Final = ScheduleConfig().sync_every
 SHORTEST_TURN: Final = 6
 """Steps. Beyond what docs/quality.md measured, and the overlap needs room."""
@@ -58,22 +61,24 @@ def is_bias_corrected(outer: OuterConfig, turns: int) -> bool:
     return turns < ENOUGH_TURNS and outer.learning_rate / (1.0 - outer.momentum) <= LARGEST_GAIN
 
 
-def in_turns(config: RunConfig, said: Collection[str]) -> RunConfig:
+def in_turns(config: RunConfig, said: Collection[str], said_outer: Collection[str] = ()) -> RunConfig:
     """``config`` with the H that its founder left out, and the P, if that is left out, too; ``said``: which keys of the
-    schedule were written. At most 24 steps, in a short run so many fewer that there are ``ENOUGH_TURNS``; never less
-    than P, nor than ``SHORTEST_TURN``. Where the length depends on how many come (a budget of tokens), 24."""
-    schedule = config.schedule
+    schedule were written, ``said_outer``: of the outer optimizer. 24 steps; in a run in which that is fewer than
+    ``ENOUGH_TURNS`` so many fewer that there are ``SHORT_TURNS``, and the plain mean at rate 1 without momentum, if
+    nothing of the outer optimizer is written; never less than P, nor than ``SHORTEST_TURN``. Where the length depends
+    on how many come (a budget of tokens), 24."""
+    schedule, outer, steps = config.schedule, config.outer, config.inner.steps
     if "sync_every" in said:
         return config
-    is_known = config.inner.tokens is UNSET
-    most = min(USUAL_TURN, max(config.inner.steps // ENOUGH_TURNS, SHORTEST_TURN)) if is_known else USUAL_TURN
+    is_short = config.inner.tokens is UNSET and steps < ENOUGH_TURNS * USUAL_TURN
+    most = max(steps // SHORT_TURNS, SHORTEST_TURN) if is_short else USUAL_TURN
     most = max(most, schedule.overlap + 1)
     fragments = schedule.fragments if "fragments" in said else most
+    sync_every = max(1, most // fragments) * fragments
+    if is_short and sync_every < USUAL_TURN and not said_outer:
+        outer = msgspec.structs.replace(outer, merge="direct", learning_rate=1.0, momentum=0.0)
     return msgspec.structs.replace(
-        config,
-        schedule=msgspec.structs.replace(
-            schedule, fragments=fragments, sync_every=max(1, most // fragments) * fragments
-        ),
+        config, outer=outer, schedule=msgspec.structs.replace(schedule, fragments=fragments, sync_every=sync_every)
     )
 
 

@@ -230,6 +230,17 @@ BUGS = (
         ),
     ),
     Bug(
+        name="a short run's outer settings are not its founder's",
+        module="p2pdiloco.protocol.defaults",
+        old="if is_short and sync_every < USUAL_TURN and not said_outer:",
+        new="if is_short and sync_every < USUAL_TURN:",
+        harm="what a founder wrote of the outer optimizer is not what the run has",
+        killed_by=(
+            "tests/unit/test_protocol_defaults.py::"
+            "test_a_short_run_whose_file_says_nothing_of_merging_takes_the_mean_often",
+        ),
+    ),
+    Bug(
         name="momentum's bias corrected however long the run",
         module="p2pdiloco.protocol.defaults",
         old="return turns < ENOUGH_TURNS and ",

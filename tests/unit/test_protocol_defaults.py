@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -96,12 +98,14 @@ def test_a_run_of_few_turns_is_warned_of_and_told_what_would_do() -> None:
     ("written", "steps", "schedule"),
     [
         ({}, 4800, (24, 24)),
-        ({}, 480, (12, 12)),
+        ({}, 480, (6, 6)),
+        ({}, 959, (11, 11)),
+        ({}, 960, (24, 24)),
         ({}, 50, (6, 6)),
         ({"overlap": 8}, 50, (9, 9)),
         ({"fragments": 12}, 960, (12, 24)),
         ({"fragments": 12}, 480, (12, 12)),
-        ({"fragments": 4}, 360, (4, 8)),
+        ({"fragments": 4}, 720, (4, 8)),
         ({"fragments": 7}, 4800, (7, 21)),
         ({"fragments": 36}, 480, (36, 36)),
         ({"fragments": 12, "sync_every": 24}, 480, (12, 24)),
@@ -115,6 +119,21 @@ def test_what_a_founder_leaves_out_of_the_schedule_gives_a_short_run_turns_enoug
     assert (found.schedule.fragments, found.schedule.sync_every) == schedule
     assert not config_problems(found)
     assert not few_turns(found) or steps < 240 or "sync_every" in written or written["fragments"] > 24
+
+
+def test_a_short_run_whose_file_says_nothing_of_merging_takes_the_mean_often() -> None:
+    """What its founder has written stands, and a long run, or one of few turns by its own word, has what it had."""
+
+    def outer(steps: int, said: dict[str, int], said_outer: Collection[str] = (), **rest: Any) -> OuterConfig:
+        config = RunConfig(name="run", inner=InnerConfig(steps=steps, **rest), schedule=ScheduleConfig(**said))
+        found = in_turns(config, said, said_outer)
+        assert completed(found, 4).outer.merge == found.outer.merge
+        return found.outer
+
+    mean = OuterConfig(merge="direct", learning_rate=1.0, momentum=0.0)
+    assert outer(480, {}) == outer(959, {}) == mean
+    assert outer(960, {}) == outer(480, {"sync_every": 24}) == outer(480, {"fragments": 24}) == OuterConfig()
+    assert outer(480, {}, ("adopt",)) == outer(480, {}, tokens=100_000) == OuterConfig()
 
 
 def test_a_budget_of_tokens_says_nothing_of_how_many_turns_there_will_be() -> None:
