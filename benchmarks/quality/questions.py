@@ -184,11 +184,12 @@ def gap() -> list[Setting]:
 
 
 def often() -> list[Setting]:
-    """480 steps with the plain mean, as they ship (H = 6, tau = 2), with tau = 1 and with H = 12; the line."""
+    """480 steps with the plain mean, as they ship (H = 6, tau = 2); low rates, tau = 1, H = 12, the line."""
     mean: dict[str, Any] = {**EACH_SIX, "merge": "direct", "learning_rate": 32e-3, "correction": False}
     found = [_short(**mean | {"overlap": 2}, seed=seed) for seed in SEEDS]
     found += [_parallel(steps=480, learning_rate=32e-3, seed=seed) for seed in SEEDS]
     found += [_short(**mean | {"overlap": 2}, learners=m) for m in (8, 1)]
+    found += [_short(**mean | {"overlap": 2, "learning_rate": rate}) for rate in (8e-3, 16e-3)]
     found += [_short(**mean), _short(**mean | {"fragments": 12, "sync_every": 12, "overlap": 2})]
     return [*found, _short(**mean, **LINE), _parallel(steps=480, learning_rate=32e-3, **LINE)]
 
