@@ -159,7 +159,7 @@ BUGS = (
         old="else escaped(json.dumps(text, ensure_ascii=False))",
         new="else json.dumps(text, ensure_ascii=False)",
         harm="a peer's reason clears its reader's screen, or reads as another line",
-        killed_by=("tests/unit/test_runtime_basics.py::test_a_log_line_has_nothing_that_a_terminal_obeys[text]",),
+        killed_by=("tests/unit/test_runtime_basics.py::test_a_log_line_has_nothing_that_a_terminal_obeys",),
     ),
     Bug(
         name="a stranger's status is shown as it is",
