@@ -36,6 +36,10 @@ log = logging.getLogger("p2pdiloco")
 
 JOIN_S = 600.0
 """How long a node may take until it meets its script."""
+LEAVE_S = 90.0
+"""How long leaving may take beside writing the state: the node's deadlines are 20 s, and 60 s at the end of a run."""
+WRITTEN_BYTES, WRITTEN_BYTES_PER_S = 8, 50e6
+"""Of each parameter at the end, and by a slow disk of a machine that is short of memory."""
 RETURN_S = 120.0
 """How long the node of a script that died waits for the next one."""
 RESTARTS = 5
@@ -48,6 +52,11 @@ LOG_BYTES = 4 << 20
 NOBODY_THERE = 3
 """Exit status of a node that found nobody (``cli/main.py``)."""
 _LOOK_S = 0.05
+
+
+def leaving_s(parameters: int) -> float:
+    """How long the node of so many parameters is waited for at the end, before it is killed."""
+    return LEAVE_S + parameters * WRITTEN_BYTES / WRITTEN_BYTES_PER_S
 
 
 class CompanionError(Exception):

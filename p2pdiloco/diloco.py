@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from p2pdiloco.companion import JOIN_S, NODE_LOG, Companion, CompanionError, Return, Wish
+from p2pdiloco.companion import JOIN_S, NODE_LOG, Companion, CompanionError, Return, Wish, leaving_s
 from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.manifest import (
     Access,
@@ -64,8 +64,6 @@ if TYPE_CHECKING:  # it imports torch.distributed.tensor: a second and 40 MB, wh
 
 log = logging.getLogger("p2pdiloco")
 
-LEAVE_S = 90.0
-"""How long leaving may take: the node's own deadlines are 20 s, and 60 s at the end of a run."""
 _LOOK_S = 0.05
 
 
@@ -182,7 +180,7 @@ class DiLoCo(SwarmView):
         """
         if self._wish is None:
             return self
-        self._island = _island(self._process_group)
+        self._island = _island(self._process_group, self._leave_s)
         try:
             self._take_part(*self._lead_to_manifest(self._wish))
         except BaseException:
@@ -274,10 +272,14 @@ class DiLoCo(SwarmView):
         self._part()
         self._end_node(None)
 
+    @property
+    def _leave_s(self) -> float:
+        return leaving_s(sum(parameter.numel() for _, parameter in self._named))
+
     def _part(self) -> None:
         """Have the node leave, and do what it asks for meanwhile. One that was lost is waited for before."""
         link, companion, is_told = self._link, self._companion, False
-        deadline = time.monotonic() + LEAVE_S
+        deadline = time.monotonic() + self._leave_s
         while link is not None and self._is_linked and link.boundary():
             if companion is not None:
                 if not is_told and not link.is_alone and not self.is_complete:
@@ -286,7 +288,7 @@ class DiLoCo(SwarmView):
                 if time.monotonic() > deadline:
                     log.warning("the node does not end; it is killed (see %s)", self._log)
                     companion.end(signal.SIGKILL)
-                    deadline += LEAVE_S
+                    deadline += self._leave_s
             time.sleep(_LOOK_S)
         self._is_linked = False
 
@@ -296,7 +298,7 @@ class DiLoCo(SwarmView):
             return
         if number is not None:
             companion.end(number)
-        status = companion.wait(LEAVE_S + self._stay_s)
+        status = companion.wait(self._leave_s + self._stay_s)
         if status and number is None:
             log.warning("the node ended with status %s: see %s", status, self._log)
 
@@ -389,10 +391,10 @@ class DiLoCo(SwarmView):
         """Nothing to finish."""
 
 
-def _island(group: dist.ProcessGroup | None) -> Island | None:
+def _island(group: dist.ProcessGroup | None, leave_s: float) -> Island | None:
     """The island that this process is a rank of; None if it is alone."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) <= 1:
         return None
     from p2pdiloco.training.island import Island
 
-    return Island(group, JOIN_S + LEAVE_S)
+    return Island(group, JOIN_S + leave_s)

@@ -169,6 +169,14 @@ BUGS = (
     ),
     # -- a script's node -----------------------------------------------------------------------------------------------
     Bug(
+        name="a large model's node has no more time to end than a small one's",
+        module="p2pdiloco.companion",
+        old="    return LEAVE_S + parameters * WRITTEN_BYTES / WRITTEN_BYTES_PER_S",
+        new="    return LEAVE_S",
+        harm="what was trained last is killed while it is merged and written",
+        killed_by=("tests/unit/test_companion.py::test_the_node_of_a_large_model_is_waited_for_longer",),
+    ),
+    Bug(
         name="a node that always dies is started for ever",
         module=_COMPANION,
         old="            if self._lost_lives > RESTARTS:\n",
