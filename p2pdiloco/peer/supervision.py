@@ -198,7 +198,7 @@ class Supervision:
             case link.BlockFinished():
                 driver.feed(ev.BlockFinished(message.block, message.tokens))
             case link.Shifted():
-                driver.job(lambda: state.shifts.shifted(message.shards), self.shifts_ready)
+                driver.job(lambda: state.shifts.shifted(message.shards), self._to(self.ward))
             case link.Snapshotted():
                 event = ev.Snapshotted(message.fragment, message.step, message.steps, message.tokens)
                 driver.job(lambda: state.shifts.snapshot_taken(message.fragment), lambda _: driver.feed(event))
@@ -267,7 +267,7 @@ class Supervision:
         driver, ward = self._driver, self.ward
         if ward is not None and ward.is_ready and not ward.is_given and driver.machine.view.is_current:
             ward.is_given = True
-            driver.job(lambda: driver.state.shifts.load(ward.learner), self.shifts_ready)
+            driver.job(lambda: driver.state.shifts.load(ward.learner), self._to(ward))
 
     def _loaded(self, ward: Ward, process: LearnerLife) -> None:
         """It has been told of all global parameters."""
@@ -288,6 +288,10 @@ class Supervision:
         """Of the learner's process."""
         process = None if self.ward is None else self.ward.process
         return None if process is None else process.pid
+
+    def _to(self, ward: Ward | None) -> Callable[[Shifts], None]:
+        """Tells this learner, not the next one: jobs may wait for longer than a life."""
+        return lambda shifts: self.shifts_ready(shifts) if self.ward is ward else None
 
     def shifts_ready(self, shifts: Shifts) -> None:
         """Tell the learner which shifts to take."""

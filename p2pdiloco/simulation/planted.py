@@ -295,10 +295,18 @@ BUGS = (
     Bug(
         name="shifts that waited are not told",
         module=_SUPERVISION,
-        old="driver.job(lambda: state.shifts.shifted(message.shards), self.shifts_ready)",
+        old="driver.job(lambda: state.shifts.shifted(message.shards), self._to(self.ward))",
         new="driver.job(lambda: state.shifts.shifted(message.shards), lambda _: None)",
         harm="a learner that is slower than the swarm never hears of a second version",
         killed_by=(f"{_SUPERVISION_TESTS}::test_what_the_learner_could_not_take_at_once_it_takes_later",),
+    ),
+    Bug(
+        name="a learner is given what was its predecessor's",
+        module=_SUPERVISION,
+        old="self.shifts_ready(shifts) if self.ward is ward else None",
+        new="self.shifts_ready(shifts)",
+        harm="where jobs wait for longer than a life a learner trains before it has been given everything",
+        killed_by=(f"{_SUPERVISION_TESTS}::test_what_was_to_be_given_to_a_learner_that_died_is_not_given_to_the_next",),
     ),
     Bug(
         name="snapshots are never brought up to date",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from actors import genesis
@@ -225,5 +226,29 @@ def test_a_learner_that_stops_to_be_finite_says_what_was_merged_last_and_from_wh
             await stage.train(ann, *[1.0] * 5)
             ann.learner._heard(link.Unable(reason="its loss is still nan"))
             assert supervision.trouble == told, "what came later is no cause"
+
+    act(story)
+
+
+def test_what_was_to_be_given_to_a_learner_that_died_is_not_given_to_the_next(tmp_path: Path) -> None:
+    """Jobs may wait for longer than a life; the next would train before it has been given everything."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            ann.learner.die()
+            await stage.settle()
+            ann.held["tensors"] = []
+            await stage.wait(1.5)
+            ann.learner.die()
+            await stage.wait(3.0)
+            ward, told = ann.peer.supervision.ward, list[link.FromNode]()
+            assert ward is not None
+            assert ward.is_given
+            assert ward.process is not None
+            with patch.object(ward.process, "send", told.append):
+                await ann.release("tensors")
+            given = [type(message) for message in told if isinstance(message, link.Shift | link.Begin)]
+            assert given == [link.Shift, link.Begin]
 
     act(story)
