@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import addresses, logs
 from p2pdiloco.runtime.address_book import ADDRESS_LIMIT, ENTRY_LIMIT, AddressBook, save
 from p2pdiloco.runtime.addresses import of_socket, parse
-from p2pdiloco.runtime.files import write_atomically
+from p2pdiloco.runtime.files import LOCAL, SECTOR_BYTES, STAGING_BYTES, write_atomically
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.tasks import Tasks
 
@@ -122,6 +123,21 @@ def test_a_file_is_replaced_whole_and_nothing_is_left_over(tmp_path: Path) -> No
     with pytest.raises(OSError):
         write_atomically(tmp_path / "new", b"a folder is in the way")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["new"]
+
+
+@pytest.mark.parametrize("size", [0, 1, SECTOR_BYTES, STAGING_BYTES, 2 * STAGING_BYTES + 33])
+@pytest.mark.parametrize("most", [SECTOR_BYTES + 1000, 2 * STAGING_BYTES])
+def test_a_file_holds_its_parts_whatever_the_disk_takes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, most: int
+) -> None:
+    """The kernel's cache is passed by, which takes whole sectors only; and a disk may take less than it is given."""
+    data, write = os.urandom(size), os.write
+    monkeypatch.setattr(os, "write", lambda to, given: write(to, given[:most]))
+    LOCAL.write(tmp_path / "new" / "file", [data[: size // 3], b"", memoryview(data)[size // 3 :]])
+    LOCAL.append(tmp_path / "new" / "file", b"more")
+    assert (tmp_path / "new" / "file").read_bytes() == data + b"more"
+    LOCAL.write(tmp_path / "new" / "file", [b"shorter"])
+    assert LOCAL.read(tmp_path / "new" / "file", 1, 3) == b"hor"
 
 
 def test_the_address_book_is_bounded_and_survives_a_restart(tmp_path: Path) -> None:
