@@ -5,7 +5,8 @@ Rules of this file:
    peer that is not connected here (their heartbeats tell); else ever more seldom, and beyond FEW peers more seldom in
    proportion, since answers hold all of them. Somebody looks as often as ever, and tells the others by being heard;
    but no more seldom than SELDOM times, since any of them may be a stranger's, in an open run.
-2. Meeting points: soon when one that was attended is not any more; ever more seldom while nothing changes.
+2. Meeting points: soon when one that was attended is not any more, or somebody is missed and none is attended; ever
+   more seldom while nothing changes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ UNMET_LOOK_S, UNMET_FOR_S = 6.0, 120.0
 """Between two looks, at most, for so long after others hear a peer that is not connected here: where it can be met may
 change, as when a meeting point has died."""
 UNMET_MOST_S = 30.0
-"""At most, between two looks for meeting points where none is attended."""
+"""At most, between two looks for meeting points where none is attended and somebody is missed."""
 
 
 class Curiosity:
@@ -46,6 +47,16 @@ class Curiosity:
     def pause_s(self) -> float:
         """Until the look after the next one."""
         return self._pause.pause_s
+
+    @property
+    def seldom(self) -> float:
+        """How many times as seldom as in a small run the directory is to be asked for what grows with the run."""
+        return min(SELDOM, max(1.0, len(self._connected) / FEW))
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether others hear a peer that is not connected here, or nobody is."""
+        return bool(self._unmet) or not self._connected
 
     @property
     def has_looked(self) -> bool:
@@ -76,17 +87,17 @@ class Curiosity:
         """The directory was asked."""
         if is_news:
             self._pause.reset()
-        pause_s = self._pause.next_s() * min(SELDOM, max(1.0, len(self._connected) / FEW))
-        self._look_at, self._looked_at = now + pause_s, now
+        self._look_at, self._looked_at = now + self._pause.next_s() * self.seldom, now
 
 
 class KnownPoints:
-    """The meeting points in the directory."""
+    """The meeting points in the directory. ``is_missing``: whether somebody is not connected who should be."""
 
-    def __init__(self, directory: Directory) -> None:
+    def __init__(self, directory: Directory, is_missing: Callable[[], bool]) -> None:
         self._directory = directory
+        self._is_missing = is_missing
         self._pause = Backoff(LOOK_S, LOOK_MOST_S)
-        self._look_at = float("-inf")
+        self._look_at = self._looked_at = float("-inf")
         self._attended: frozenset[PeerId] = frozenset()
         self._records: dict[PeerId, bytes] = {}
 
@@ -96,6 +107,8 @@ class KnownPoints:
             self._pause.reset()
             self._look_at = now
         self._attended = frozenset(attended)
+        if not attended and self._is_missing():
+            self._look_at = min(self._look_at, self._looked_at + UNMET_MOST_S)
         if now >= self._look_at:
             try:
                 found = await self._directory.points()
@@ -104,6 +117,5 @@ class KnownPoints:
             if found != self._records:
                 self._records = found
                 self._pause.reset()
-            pause_s = self._pause.next_s()
-            self._look_at = now + (pause_s if attended else min(pause_s, UNMET_MOST_S))
+            self._look_at, self._looked_at = now + self._pause.next_s(), now
         return self._records

@@ -143,6 +143,7 @@ class Node:
                 relay_bytes_per_s=self.options.link.relay_bytes_per_s,
                 maps_port=self.options.link.maps_port,
                 members=lambda: self.roster.records(),
+                is_missing=lambda: self.roster.is_missing,
             )
             credentials = self._mine if self.fellowship.members.is_private else None
             self.twins = Twins(self.peer.config.peer, credentials, self.host, self._give_way)

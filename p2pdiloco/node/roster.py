@@ -43,12 +43,13 @@ log = logs.get("roster")
 ROUND_S = 2.0
 """Between two looks at who is to be dialled."""
 ANNOUNCE_S, ANNOUNCE_MOST_S = 10.0, 120.0
-"""Between two announcements: as seldom as looks, since who keeps our record may go when others do."""
+"""Between two announcements: as seldom as looks, since who keeps our record may go when others do; and beyond FEW peers
+more seldom in proportion (``Curiosity.seldom``), since who looks for a record's place is told all that is there."""
 NEWS_S = 1.0
 """Where we can be reached in another way than the record says."""
 TELL_S = 8.0
-RECORD_LIFE_S = 480.0
-"""Of all processes alike: a new one's record outlives that of the life before it."""
+RECORD_LIFE_S = 960.0
+"""Two announcements of a large run. Of all processes alike: a new one's record outlives that of the life before it."""
 LONGEST_PAUSE_S = 30.0
 PATIENCE_S = 3.0
 """How long the peer with the larger id waits to be dialled."""
@@ -121,7 +122,7 @@ class Roster:
         self._twin_seen = twin_seen
         self._fellowship = fellowship
         self.began_s = directory.now_s()
-        self._announced_at = -ANNOUNCE_MOST_S
+        self._announced_at = float("-inf")
         self._announced = PeerRecord(())
         self._told: dict[PeerId, tuple[str | None, PeerRecord]] = {}
         """Which life of each connected peer knows what of us."""
@@ -132,6 +133,11 @@ class Roster:
     def known(self) -> int:
         """Peers heard of lately, this one included."""
         return len(self._known) + 1
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether somebody is not connected who should be."""
+        return self._curiosity.is_missing
 
     async def keep(self) -> None:
         """Run until cancelled."""
@@ -188,7 +194,7 @@ class Roster:
 
     async def _announce(self, now: float) -> None:
         is_news = msgspec.structs.replace(self._announced, life="", began_s=0.0) != self._record()
-        usual_s = min(max(self._curiosity.pause_s, ANNOUNCE_S), ANNOUNCE_MOST_S)
+        usual_s = min(max(self._curiosity.pause_s, ANNOUNCE_S), ANNOUNCE_MOST_S) * self._curiosity.seldom
         if now - self._announced_at >= (NEWS_S if is_news else usual_s):
             told = msgspec.structs.replace(
                 self._record(),
@@ -210,7 +216,7 @@ class Roster:
                 log.debug("malformed record ignored", peer=peer)
                 continue
             if peer == self._transport.peer_id and told.life not in ("", self._transport.life):
-                self._announced_at = now - ANNOUNCE_MOST_S
+                self._announced_at = float("-inf")
                 self._twin_seen(told)
             if not (peer in self._known and self._known[peer].is_first_hand):
                 is_news = self._learn(peer, told, now) or is_news

@@ -56,7 +56,7 @@ PLACES = 4
 
 class Whereabouts:
     """See the module's rules; ``async with`` it, within the transport. ``announced``: addresses that the user says are
-    ours. ``members``: what is known of the others."""
+    ours. ``members``: what is known of the others. ``is_missing``: whether somebody is not connected who should be."""
 
     def __init__(
         self,
@@ -69,9 +69,10 @@ class Whereabouts:
         relay_bytes_per_s: float | None,
         maps_port: bool,
         members: Callable[[], Mapping[PeerId, PeerRecord]],
+        is_missing: Callable[[], bool],
     ) -> None:
         self._directory = directory
-        self._known_points = KnownPoints(directory)
+        self._known_points = KnownPoints(directory, is_missing)
         self._transport = transport
         self._announced = list(announced)
         self._members = members

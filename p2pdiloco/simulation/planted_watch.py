@@ -19,6 +19,17 @@ _FORWARDER_TESTS = "tests/unit/test_node_forwarder.py"
 
 BUGS = (
     Bug(
+        name="what others leave behind is told as an error",
+        module="p2pdiloco.runtime.logs",
+        old="    handler.addFilter(_is_worth_telling)\n",
+        new="",
+        harm="in a swarm of dozens a terminal shows asyncio's errors that nobody can do anything about",
+        killed_by=(
+            "tests/unit/test_runtime_logs.py"
+            "::test_what_a_search_of_the_directory_leaves_behind_is_not_told_but_a_task_of_ours_is",
+        ),
+    ),
+    Bug(
         name="a program that does not read is told for ever",
         module="p2pdiloco.node.forwarder",
         old="            if not pipe.is_closing() and pipe.get_write_buffer_size() < MOST_WAITING:",

@@ -99,6 +99,7 @@ class Member(Observer):
             relay_bytes_per_s=None,
             maps_port=False,
             members=lambda: self.roster.records(),
+            is_missing=lambda: self.roster.is_missing,
         )
         self.roster = Roster(
             RUN,

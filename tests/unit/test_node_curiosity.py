@@ -85,8 +85,10 @@ def test_whom_others_hear_and_we_do_not_is_looked_for() -> None:
     round_.looks(1000.0)
     round_.heard = frozenset(map(fingerprint, (ANN, BOB)))
     assert round_.looks(60.0) == []
+    assert not round_.curiosity.is_missing
     round_.heard |= {fingerprint(CID)}
     assert round_.looks(20.0) == [0.0, 2.0, 6.0, 12.0, 18.0]
+    assert round_.curiosity.is_missing
     round_.looks(1000.0)
     assert round_.looks(60.0) == [], "one who cannot be met is not looked for again and again"
 
@@ -109,7 +111,8 @@ class Board:
 def test_meeting_points_are_looked_for_where_none_is_attended_or_one_is_lost() -> None:
     async def story() -> None:
         board, now = Board(), 0.0
-        points = KnownPoints(cast(Directory, board))
+        is_missing = True
+        points = KnownPoints(cast(Directory, board), lambda: is_missing)
 
         async def reads(attended: list[PeerId], seconds: float) -> int:
             nonlocal now
@@ -122,6 +125,10 @@ def test_meeting_points_are_looked_for_where_none_is_attended_or_one_is_lost() -
         board.found = {BOB: b"here"}
         await reads([], 600.0)
         assert 600.0 / UNMET_MOST_S - 1 <= await reads([], 600.0) <= 600.0 / UNMET_MOST_S + 1
+        is_missing = False
+        assert await reads([], 1200.0) <= 5, "nobody is to be met"
+        is_missing = True
+        assert await reads([], 2.0) == 1, "somebody is"
         assert await reads([BOB], 1200.0) <= 5
         assert await reads([], 4.0) == 2, "it is lost"
         board.is_down = True

@@ -18,6 +18,7 @@ from p2pdiloco.node.roster import RECORD_LIFE_S, Roster
 from p2pdiloco.peersim.loop import VirtualLoop
 from p2pdiloco.protocol.identifiers import PeerId, RunId
 from p2pdiloco.runtime.directory import Directory, DirectoryError
+from p2pdiloco.runtime.pings import FEW
 from p2pdiloco.runtime.transport import DialError, RequestError, RequestRefused, Transport
 from p2pdiloco.wire.bodies import encode
 from p2pdiloco.wire.introductions import Reachable, decode_introduction
@@ -34,7 +35,7 @@ class Board:
     """A directory: of one publisher's records the one that expires last stands."""
 
     def __init__(self) -> None:
-        self.refused = 0
+        self.published = self.refused = 0
         """Publications to come that fail."""
         self.standing: dict[PeerId, tuple[float, bytes]] = {}
         self.accepts: Callable[[PeerId, bytes], bool] = lambda _peer, _record: True
@@ -47,6 +48,7 @@ class Board:
         return asyncio.get_running_loop().time()
 
     async def publish_peer(self, run: RunId, record: bytes, ttl_s: float) -> None:
+        self.published += 1
         expires_s = self.now_s() + ttl_s
         await asyncio.sleep(LATENCY_S)
         if self.refused:
@@ -170,6 +172,25 @@ def test_who_is_alone_sees_nobody_and_stays_announced(tmp_path: Path) -> None:
         await running(only, apart_s=0.0, for_s=3 * RECORD_LIFE_S)
         assert not only.seen
         assert board.standing[ME][0] > Board.now_s() + RECORD_LIFE_S / 2
+
+    in_virtual_time(main)
+
+
+def test_what_announcements_cost_does_not_grow_with_the_swarm(tmp_path: Path) -> None:
+    """Each brings all records along. Of four times as many each announces itself a quarter as often, and stays."""
+
+    async def published(others: int) -> int:
+        board = Board()
+        one = Process(board, "one", tmp_path)
+        one.lines.lives = {PeerId(f"p{i}"): "" for i in range(others)}
+        await running(one, apart_s=0.0, for_s=5 * RECORD_LIFE_S)
+        assert board.standing[ME][0] > Board.now_s() + RECORD_LIFE_S / 3
+        before = board.published
+        await running(one, apart_s=0.0, for_s=5 * RECORD_LIFE_S)
+        return board.published - before
+
+    async def main() -> None:
+        assert await published(4 * FEW) <= await published(FEW) / 3
 
     in_virtual_time(main)
 
