@@ -265,7 +265,15 @@ async def looked_up(directory: Directory, listen: Sequence[str], patience_s: flo
     identity, handler, said = Identity.ephemeral(), IntroductionHandler(Observer()), asyncio.Event()
     async with Transport(identity, listen=listen, run="", version=WIRE_VERSION, handler=handler) as transport:
         whereabouts = Whereabouts(
-            identity, directory, transport, handler, announced=(), relay_bytes_per_s=0.0, maps_port=True, members=dict
+            identity,
+            directory,
+            transport,
+            handler,
+            announced=(),
+            relay_bytes_per_s=0.0,
+            maps_port=True,
+            members=dict,
+            is_missing=lambda: True,
         )
         async with whereabouts:
             keeping = asyncio.create_task(whereabouts.keep(lambda _: said.set()), name="look around")
