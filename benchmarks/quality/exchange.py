@@ -241,6 +241,11 @@ class Exchange:
                 new = (u * s.clamp(min=1e-30).pow(self._setting.spectrum)) @ v
                 matrix.copy_(new.mul_(length / new.norm().clamp(min=1e-30)))
 
+    def matrices(self, shard: ShardId) -> list[slice]:
+        """Where the blocks' whole matrices of a shard are in flat vectors."""
+        span = self.span(shard)
+        return [piece for piece, _ in self._matrices if span.start <= piece.start and piece.stop <= span.stop]
+
     def _tensors(self, span: slice) -> list[slice]:
         """What of them is in a shard, by its place there."""
         cuts = (slice(max(p.start, span.start), min(p.stop, span.stop)) for p in self._pieces)

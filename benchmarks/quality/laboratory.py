@@ -17,10 +17,10 @@ Rules of this file:
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 import random
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -29,7 +29,8 @@ from torch import Tensor
 from benchmarks.quality.averages import Averages
 from benchmarks.quality.data import Stream, corpus, held_out_losses, languages
 from benchmarks.quality.exchange import Exchange
-from benchmarks.quality.learners import Given, Group, Member, Shift, Turn
+from benchmarks.quality.learners import ENDLESS, Given, Group, Member, Shift, Turn, spells
+from benchmarks.quality.moments import Moments
 from benchmarks.quality.settings import Setting
 from benchmarks.quality.stacked import Stack
 from p2pdiloco.protocol.identifiers import ShardId
@@ -42,11 +43,8 @@ from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.schedule import learning_rate
 from p2pdiloco.training.transformer import build_model, named_tensors
 
-SPELL = 48.0
-"""Mean length of a spell of presence, in steps."""
 JITTER = 0.1
 """Learners of different speeds: a step takes this share more or less, at random."""
-_ENDLESS = 1e18
 _LONG = 1 << 30
 
 
@@ -112,21 +110,10 @@ class Laboratory:
             self.members += [Member(flat, len(self.layout.shards)) for flat in flats]
             step_time = max(s.speeds) / s.speeds[first] if s.speeds else 1.0
             members = list(range(first, first + size))
-            groups.append(Group(members, stack, stream, step_time, self._spells(first)))
+            groups.append(Group(members, stack, stream, step_time, spells(s.seed, first, s.absent)))
         if s.join_at:
             self.members[-1].is_present = False
         return groups
-
-    def _spells(self, member: int) -> Iterator[float]:
-        """The times at which a learner goes, comes, goes ..."""
-        absent, at = self.setting.absent, 0.0
-        draw = random.Random(f"{self.setting.seed}/{member}")
-        while absent:
-            for mean in (SPELL, SPELL * absent / (1.0 - absent)):
-                at += mean * draw.uniform(0.5, 1.5)
-                yield at
-        while True:
-            yield _ENDLESS
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -248,7 +235,7 @@ class Laboratory:
         if s.join_at and not member.is_present and share >= s.join_at:
             self._load(member)
         if s.cut and member.seen is None and s.cut[0] <= share < s.cut[1]:
-            self.take(member, _ENDLESS)
+            self.take(member, ENDLESS)
             member.seen = self.exchange.theta.clone()
         if member.seen is not None and share >= s.cut[1]:
             member.flat.add_from(self.exchange.theta - member.seen, member.flat.everything)
@@ -267,6 +254,10 @@ class Laboratory:
         member.shifts.clear()
         member.flat.copy_from(self.exchange.theta, member.flat.everything)
         member.marks = [(member.steps, member.tokens)] * len(member.marks)
+
+    @functools.cached_property
+    def _moments(self) -> Moments:
+        return Moments(self._groups, self.specs, self.layout)
 
     # -- turns ---------------------------------------------------------------------------------------------------------
 
@@ -307,7 +298,7 @@ class Laboratory:
             missing=len(participants - turn.answered),
             min_quorum=quorum,
             rank=0,
-            takeover_s=_ENDLESS,
+            takeover_s=ENDLESS,
             grace_s=grace_window_s(
                 grace_share=s.grace, overlap_steps=s.overlap, step_time_s=1.0, quorum_s=quorum_s, sync_s=0.0
             ),
@@ -335,18 +326,21 @@ class Laboratory:
             change = self.exchange.commit(shard, [one.parcels[shard].gradient for _, one in given], weights, made)
             for index, member in enumerate(self.members):
                 self._send(member, turn.given.get(index), shard, change, ready_at)
+        if self.setting.shares_moments:
+            self._moments.share(self.layout.fragments[turn.fragment])
         for index, _ in given:
             self._contributions[index] += 1
 
-    def _send(self, member: Member, given: Given | None, shard: ShardId, change: Tensor, ready_at: float) -> None:
+    def _send(self, member: Member, given: Given | None, shard: ShardId, merged: Tensor, ready_at: float) -> None:
         """One commit to one learner: what it adds, and its new mark."""
         if not member.takes_part:
             return
+        change = merged
         if given is not None and given.tokens > member.marks[shard][1]:
             settled = given.parcels[shard].values if self.setting.feedback else given.meant[shard]
             change = change + settled
             member.marks[shard] = (given.steps, given.tokens)
-        member.shifts.append(Shift(ready_at, shard, change))
+        member.shifts.append(Shift(ready_at, shard, change, merged))
 
     def take(self, member: Member, now: float) -> None:
         """The learner takes the commits that have reached it."""
@@ -354,6 +348,10 @@ class Laboratory:
         member.shifts = [shift for shift in member.shifts if shift.ready_at > now]
         for shift in ready:
             span, shards = self.exchange.span(shift.shard), (shift.shard,)
+            if self.setting.inner_heading:
+                matrices = self.exchange.matrices(shift.shard)
+                index = self.members.index(member)
+                self._moments.head(index, shift.shard, shift.merged, matrices, self.setting.inner_heading)
             match self.setting.adopt:
                 case "carry":
                     self._scratch[span] = shift.change
@@ -371,7 +369,7 @@ class Laboratory:
         for turn in list(self._open.values()):
             self._close(turn, now)
         for member in self.members:
-            self.take(member, _ENDLESS)
+            self.take(member, ENDLESS)
             if member.seen is not None:
                 raise ValueError("a learner is cut off at the end: its progress would be lost")
         for fragment in range(self.setting.fragments):

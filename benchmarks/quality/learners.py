@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -12,6 +13,10 @@ from benchmarks.quality.exchange import Parcel
 from benchmarks.quality.stacked import Stack
 from p2pdiloco.protocol.identifiers import ShardId
 from p2pdiloco.training.parameters import FlatParameters
+
+SPELL = 48.0
+"""Mean length of a spell of presence, in steps."""
+ENDLESS = 1e18
 
 
 class Given(NamedTuple):
@@ -43,6 +48,8 @@ class Shift(NamedTuple):
     shard: ShardId
     change: Tensor
     """To add to the learner's parameters; float32 [elements]."""
+    merged: Tensor
+    """What it adds to the global parameters; float32 [elements]."""
 
 
 class Member:
@@ -78,3 +85,14 @@ class Group:
         """When it comes or goes next."""
         self.step = 0
         """The global step as it knows it."""
+
+
+def spells(seed: int, member: int, absent: float) -> Iterator[float]:
+    """The times at which a learner goes, comes, goes ..., that is away for a share ``absent`` of the time."""
+    at, draw = 0.0, random.Random(f"{seed}/{member}")
+    while absent:
+        for mean in (SPELL, SPELL * absent / (1.0 - absent)):
+            at += mean * draw.uniform(0.5, 1.5)
+            yield at
+    while True:
+        yield ENDLESS

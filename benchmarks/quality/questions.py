@@ -194,6 +194,123 @@ def often() -> list[Setting]:
     return [*found, _short(**mean, **LINE), _parallel(steps=480, learning_rate=32e-3, **LINE)]
 
 
+EACH_TWELVE: dict[str, Any] = {"fragments": 6, "sync_every": 12, "outer_rate": 1.0, "outer_momentum": 0.0}
+
+
+def moments() -> list[Setting]:
+    """Eight learners, the mean, the line: inner momentum shared, or turned towards the merged steps, at H = 6, 12, 24;
+    the same without; other rates and codecs."""
+    base: dict[str, Any] = {**OFTEN, "learners": 8}
+    half: dict[str, Any] = {"outer_rate": 0.7, "outer_momentum": 0.6}
+    shared = {"shares_moments": True}
+    fine = {"up": "fp32", "down": "fp32"}
+    coarse = {"up": "int2", "down": "int4@1.6", "owed": 1.0, "owners": "drawn"}
+    twelve: dict[str, Any] = {**EACH_TWELVE, **half}
+    tried: list[dict[str, Any]] = [
+        {**EACH_SIX, **shared},
+        {**EACH_TWELVE, **shared},
+        EACH_TWELVE,
+        {**EACH_SIX, "inner_heading": 0.5},
+        {**EACH_SIX, "learning_rate": 24e-3},
+        {**EACH_SIX, "learning_rate": 32e-3},
+        {**twelve, "learning_rate": 24e-3},
+        {**EACH_SIX, "learning_rate": 24e-3, "overlap": 2},
+        {**twelve, **shared, "learning_rate": 24e-3},
+        {**twelve, "learning_rate": 24e-3, "outer_rate": 0.8, "outer_momentum": 0.4},
+        {**EACH_SIX, **shared, "learning_rate": 24e-3},
+        {**EACH_SIX, **coarse, "learning_rate": 24e-3},
+        {**twelve, **coarse, "learning_rate": 24e-3},
+        {**EACH_SIX, "learning_rate": 24e-3, **fine},
+        {**half, "learning_rate": 24e-3},
+        {**half, **shared, "learning_rate": 24e-3},
+    ]
+    return [as_shipped(**base | change) for change in tried]
+
+
+ANY_LENGTH: dict[str, Any] = {**OFTEN, **EACH_SIX, "overlap": 2}
+"""The mean every six steps, as it ships: an exchange may take two."""
+
+
+def decision() -> list[Setting]:
+    """What should ship for runs of all lengths."""
+    rda: dict[str, Any] = {**LINE, "learning_rate": 8e-3}
+    twelve = {**OFTEN, **EACH_TWELVE, "outer_rate": 0.7, "outer_momentum": 0.6}
+    short = {**ANY_LENGTH, "learning_rate": 32e-3, "steps": 480}
+    return [
+        as_shipped(**ANY_LENGTH, learners=4),
+        as_shipped(**ANY_LENGTH, learners=8),
+        as_shipped(**rda, learners=4),
+        as_shipped(**twelve, learners=4),
+        _parallel(**LINE, learning_rate=16e-3, seed=3),
+        as_shipped(**short, learners=4),
+        as_shipped(**short, learners=8),
+        as_shipped(**ANY_LENGTH | {"learning_rate": 24e-3}, learners=4),
+        as_shipped(**ANY_LENGTH, learners=2),
+        *(as_shipped(**short, learners=4, seed=seed) for seed in SEEDS[1:]),
+    ]
+
+
+def low() -> list[Setting]:
+    """The same at inner rates that are lower than the best."""
+    found = [as_shipped(**ANY_LENGTH | {"learning_rate": 8e-3}, learners=m) for m in (4, 8)]
+    found += [
+        as_shipped(**ANY_LENGTH | {"learning_rate": 4e-3}, learners=4),
+        as_shipped(**LINE | {"learning_rate": 4e-3}),
+    ]
+    return found
+
+
+TWELVE: dict[str, Any] = {**OFTEN, **EACH_TWELVE, "outer_rate": 0.7, "outer_momentum": 0.6}
+
+
+def twelve() -> list[Setting]:
+    """The mean every twelve steps: outer settings, inner rates, numbers of learners."""
+    ways: list[dict[str, Any]] = [
+        {"learners": 1},
+        {"learners": 2},
+        {"learners": 8, "outer_rate": 0.5, "outer_momentum": 0.7},
+        {"learners": 8, "learning_rate": 11e-3},
+        {"learners": 4, "learning_rate": 8e-3},
+        {"learners": 8, "learning_rate": 8e-3},
+        {"learners": 8, "fragments": 12},
+        {"learners": 8, "outer_rate": 0.6, "outer_momentum": 0.6},
+        {"learners": 8, "overlap": 1},
+        {"learners": 8, "merge": "rda", "outer_rate": 0.4, "outer_momentum": 0.7, "learning_rate": 8e-3},
+    ]
+    return [as_shipped(**TWELVE | way) for way in ways]
+
+
+FEW_BYTES: dict[str, Any] = {"up": "int2", "down": "int4@1.6", "owed": 1.0, "owners": "drawn"}
+
+
+def everywhere() -> list[Setting]:
+    """The mean every six steps in all lengths: two, four and eight learners, each rate, three seeds."""
+    cells = [(m, 16e-3, seed) for m in (8, 4, 2) for seed in SEEDS]
+    cells += [(m, 24e-3, seed) for m in (8, 4) for seed in SEEDS]
+    found = [as_shipped(**ANY_LENGTH | {"learning_rate": r}, learners=m, seed=seed) for m, r, seed in cells]
+    near: dict[str, Any] = {**OFTEN, **EACH_SIX}
+    found += [as_shipped(**near | {"learning_rate": 24e-3}, learners=8, seed=seed) for seed in SEEDS]
+    return [*found, *(as_shipped(**near, learners=m, seed=seed) for m in (4, 2, 8) for seed in SEEDS)]
+
+
+def beside() -> list[Setting]:
+    """The same with languages and few bytes; data parallel of several lengths and on all languages."""
+    own: dict[str, Any] = {**ANY_LENGTH, "data": "languages"}
+    lengths = ((960, 16e-3), (1440, 16e-3), (960, 24e-3), (1440, 24e-3))
+    return [
+        as_shipped(**own),
+        _parallel(**LINE, data="mixture", learning_rate=16e-3),
+        *(_parallel(**LINE, steps=steps, learning_rate=rate) for steps, rate in lengths[:2]),
+        *(as_shipped(**ANY_LENGTH, **FEW_BYTES, seed=seed) for seed in SEEDS),
+        as_shipped(**own | {"learning_rate": 8e-3}),
+        *(_parallel(**LINE, data="mixture", learning_rate=16e-3, seed=seed) for seed in SEEDS[1:]),
+        *(as_shipped(**own, seed=seed) for seed in SEEDS[1:]),
+        *(_parallel(**LINE, steps=steps, learning_rate=rate) for steps, rate in lengths[2:]),
+        *(as_shipped(**ANY_LENGTH, data="mixture", seed=seed) for seed in SEEDS),
+        as_shipped(**ANY_LENGTH, learners=1),
+    ]
+
+
 def stays() -> list[Setting]:
     """What an owner makes up for, where the same one makes two, four or eight of a shard's steps in a row."""
     coarse: dict[str, Any] = {"up": "int2", "down": "int4@1.6", "owed": 1.0}
@@ -225,5 +342,11 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "gap": gap,
     "often": often,
     "stays": stays,
+    "moments": moments,
+    "decision": decision,
+    "low": low,
+    "everywhere": everywhere,
+    "beside": beside,
+    "twelve": twelve,
     "open": worth,
 }

@@ -46,6 +46,11 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """How many times longer than usual the inner optimizer averages: 1 - beta is divided by it, in AdamW's two and in
     Muon's momentum. For the M-th part of a batch theory has M (arXiv 2205.10287)."""
 
+    shares_moments: bool = False
+    """A merged fragment's inner momentum becomes the learners' mean (``moments.py``)."""
+    inner_heading: float = 0.0
+    """How far a learner's momentum is turned towards each merged step (``moments.py``); 0: not at all."""
+
     fragments: int = 12
     sync_every: int = 24
     overlap: int = 2

@@ -91,6 +91,17 @@ class Stack:
         named = [(name, nn.Parameter(p.detach()[index])) for name, p in self._parameters.items()]
         return FlatParameters(named, tensors, layout)
 
+    def moments(self, index: int, tensors: Sequence[TensorSpec], layout: Layout, *, is_second: bool) -> FlatParameters:
+        """Learner ``index``'s inner momentum as the run's flat vector: Muon's buffers and AdamW's first moments, or
+        AdamW's second ones (nothing where Muon is). There is none before the first step."""
+        named = []
+        for name, p in self._parameters.items():
+            state = next(o.state[p] for o in self._optimizers if p in o.state)
+            first = state["momentum"] if "momentum" in state else state["exp_avg"]
+            second = state.get("exp_avg_sq", torch.zeros_like(p))
+            named.append((name, (second if is_second else first).detach()[index]))
+        return FlatParameters(named, tensors, layout)
+
     def step(self, batch: Tensor, progress: int) -> Tensor:
         """One inner step at global step ``progress``; returns the losses, float32 [k]."""
         inner = self._setting.inner_config

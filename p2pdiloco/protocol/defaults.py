@@ -48,6 +48,9 @@ SHORTEST_TURN: Final = 6
 """Steps. Beyond what docs/quality.md measured, and the overlap needs room."""
 DECAY_SHARE: Final = 0.2
 """Of a budget of tokens, at its end: the rate falls."""
+LINE_SHARE: Final = 0.95
+"""Of a run of steps: the rate falls in a line from the warm-up on, and not as a cosine, as in releases before
+(docs/quality.md has both)."""
 SPARE_STEPS: Final = 2
 """Times the steps that one learner alone needs for the budget: what is lost is trained again."""
 LARGEST_GAIN: Final = 2.0
@@ -97,10 +100,12 @@ def completed(config: RunConfig, shards: int) -> RunConfig:
     schedule, inner = config.schedule, config.inner
     if inner.optimizer is UNSET:
         inner = msgspec.structs.replace(inner, optimizer=inner_optimizer(config.model))
+    if inner.decay_share is UNSET:
+        share = LINE_SHARE if inner.tokens is UNSET else DECAY_SHARE
+        inner = msgspec.structs.replace(inner, decay_share=share)
     if inner.tokens is not UNSET:
-        share = DECAY_SHARE if inner.decay_share is UNSET else inner.decay_share
         alone = -(-inner.tokens // (inner.batch * config.model.context))
-        inner = msgspec.structs.replace(inner, steps=SPARE_STEPS * alone, decay_share=share)
+        inner = msgspec.structs.replace(inner, steps=SPARE_STEPS * alone)
     filled = msgspec.structs.replace(
         schedule,
         heartbeat_s=heartbeat_s(schedule),

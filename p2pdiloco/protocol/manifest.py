@@ -112,7 +112,7 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The inner optimizer; clipping, warm-up, and cosine decay over the *global* step, or a line at the run's end."""
+    """The inner optimizer; clipping, warm-up, and a rate that falls in a line over the *global* step."""
 
     optimizer: Literal["adamw", "muon"] | UnsetType = UNSET
     """``muon``: for the matrices between embedding and output head (training/muon.py), AdamW for the rest. Several
@@ -125,14 +125,14 @@ class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     after the warm-up, and falls with the last ``decay_share`` of the tokens."""
     decay_share: Annotated[float, Meta(gt=0.0, le=1.0)] | UnsetType = UNSET
     """Of the run, at its end: the rate falls in a line, after it was stable. Left out: 0.2 where there is a budget of
-    tokens; of a run of steps the rate falls from the warm-up on (cosine). What ends lowest of what was measured is
-    0.95, with a ``final_share`` of 0 (docs/quality.md)."""
+    tokens, 0.95 in a run of steps (docs/quality.md). A manifest without it is of an earlier release, whose runs of
+    steps had a cosine from the warm-up on."""
     batch: Samples = 16
     """Samples per inner step of one learner."""
     learning_rate: Rate = 1e-3
     """Peak."""
-    final_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.1
-    """Share of the peak that is left at ``steps``."""
+    final_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    """Share of the peak that is left at the run's end."""
     warmup: Annotated[int, Meta(ge=0, le=2**40)] = 50
     """Steps of linear warm-up; at most ``steps``."""
     weight_decay: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.1

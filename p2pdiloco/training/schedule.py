@@ -1,10 +1,10 @@
 """The inner learning rate.
 
 Rules of this file:
-1. Warm-up and cosine decay follow the *global* step, so that learners of any speed decay together.
+1. Warm-up and decay follow the *global* step, so that learners of any speed decay together. The decay is a line, in
+   runs of earlier releases, whose manifests do not say which share of them it is, a cosine.
 2. With a budget of tokens (warm-up, stable, decay) the rate falls with what the swarm has merged: neither the fastest
-   learner nor the number of learners makes it fall sooner. Where a run of steps says which share of it is decay, the
-   rate falls in a line, too, by steps.
+   learner nor the number of learners makes it fall sooner.
 3. A learner that joins late has a fresh AdamW, whose first steps are the least reliable: it warms up over its own first
    steps as well, but briefly.
 """

@@ -15,6 +15,7 @@ from benchmarks.quality import runner
 from benchmarks.quality.data import Stream
 from benchmarks.quality.exchange import Exchange, pack
 from benchmarks.quality.laboratory import Laboratory, Result
+from benchmarks.quality.moments import Moments
 from benchmarks.quality.settings import Setting, from_row, to_row
 from benchmarks.quality.stacked import Stack
 from p2pdiloco.peer.global_state import GlobalState
@@ -342,3 +343,30 @@ def test_an_owner_that_stays_makes_up_for_more() -> None:
     assert torch.equal(ends["drawn"], ends["drawn@1"])
     assert torch.equal(ends["drawn@99"], ends["one"])
     assert not torch.equal(ends["drawn"], ends["one"])
+
+
+def test_shared_momentum_is_the_learners_mean_and_of_one_learner_its_own() -> None:
+    """And turned all the way it is the merged step's direction, as long as before; what is no matrix is left alone."""
+    alone = {"learners": 1, "inner": "muon"}
+    assert torch.equal(run(**alone, shares_moments=True).theta, run(**alone).theta)
+    laboratory = Laboratory(msgspec.structs.replace(SMALL, learners=2, inner="muon"), text())
+    laboratory.run()
+    layout, exchange = laboratory.layout, laboratory.exchange
+    stack = laboratory._groups[0].stack
+    flats = [stack.moments(index, laboratory.specs, layout, is_second=False) for index in (0, 1)]
+    before, after = torch.empty(2, layout.elements), torch.empty(2, layout.elements)
+    for flat, row in zip(flats, before, strict=True):
+        flat.copy_to(row, flat.everything)
+    moments = Moments([laboratory._groups[0]], laboratory.specs, layout)
+    moments.share((ShardId(0),))
+    change = torch.randn(layout.shards[1].elements, generator=torch.Generator().manual_seed(1))
+    moments.head(0, ShardId(1), change, exchange.matrices(ShardId(1)), 1.0)
+    for flat, row in zip(flats, after, strict=True):
+        flat.copy_to(row, flat.everything)
+    first, second = exchange.span(ShardId(0)), exchange.span(ShardId(1))
+    assert torch.allclose(after[:, first], before[:, first].mean(0).expand(2, -1), atol=1e-7)
+    for piece in exchange.matrices(ShardId(1)):
+        way = change[piece.start - second.start : piece.stop - second.start]
+        assert float(after[0, piece].norm()) == pytest.approx(float(before[0, piece].norm()), rel=1e-4)
+        assert float(torch.cosine_similarity(after[0, piece], way, dim=0)) == pytest.approx(-1.0, abs=1e-4)
+    assert torch.equal(after[1, second], before[1, second])

@@ -57,7 +57,7 @@ def test_what_is_left_out_is_filled_in_and_what_is_said_is_kept() -> None:
     assert (completed(config, 4).schedule.heartbeat_s, completed(config, 4).schedule.log_length) == (1.0, 192)
     said = msgspec.structs.replace(config, schedule=ScheduleConfig(heartbeat_s=3.0, log_length=7))
     outer = OuterConfig(bias_correction=False, momentum_type="float32")
-    said = msgspec.structs.replace(said, outer=outer, inner=InnerConfig(optimizer="adamw"))
+    said = msgspec.structs.replace(said, outer=outer, inner=InnerConfig(optimizer="adamw", decay_share=0.5))
     assert completed(said, 4) == said
     assert without_left_out(completed(config, 4), config) == config
     assert without_left_out(completed(config, 4), said) == completed(config, 4)
@@ -69,7 +69,7 @@ def test_a_budget_of_tokens_fills_in_the_bound_on_steps_and_the_decay() -> None:
     founded = completed(written, 4)
     assert (founded.inner.steps, founded.inner.decay_share) == (2 * 196, 0.2)
     assert without_left_out(founded, written) == written
-    assert completed(RunConfig(name="run"), 4).inner.decay_share is UNSET
+    assert completed(RunConfig(name="run"), 4).inner.decay_share == 0.95
 
 
 @pytest.mark.parametrize(
