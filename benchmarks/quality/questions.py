@@ -311,6 +311,29 @@ def beside() -> list[Setting]:
     ]
 
 
+def large() -> list[Setting]:
+    """492,384 parameters, 960 steps: data parallel's rate, then the mean every six steps and RDA every 24."""
+    shape: dict[str, Any] = {
+        "width": 96,
+        "depth": 4,
+        "heads": 6,
+        "context": 64,
+        "batch": 32,
+        "steps": 960,
+        "warmup": 48,
+    }
+    near: dict[str, Any] = {**OFTEN, **EACH_SIX, **shape}
+    return [
+        *(_parallel(**LINE, **shape, learning_rate=rate) for rate in (8e-3, 16e-3)),
+        as_shipped(**near | {"learning_rate": 8e-3, "overlap": 2}, learners=8),
+        as_shipped(**LINE, **shape, learning_rate=8e-3, learners=8),
+        as_shipped(**near | {"learning_rate": 16e-3, "overlap": 2}, learners=8),
+        as_shipped(**near | {"learning_rate": 8e-3, "overlap": 2}, learners=4),
+        as_shipped(**LINE, **shape, learning_rate=8e-3, learners=4),
+        _parallel(**LINE, **shape, learning_rate=4e-3),
+    ]
+
+
 def stays() -> list[Setting]:
     """What an owner makes up for, where the same one makes two, four or eight of a shard's steps in a row."""
     coarse: dict[str, Any] = {"up": "int2", "down": "int4@1.6", "owed": 1.0}
@@ -345,6 +368,7 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "moments": moments,
     "decision": decision,
     "low": low,
+    "large": large,
     "everywhere": everywhere,
     "beside": beside,
     "twelve": twelve,

@@ -4,6 +4,7 @@ founded; a manifest without them is of a release that had the ``OLD`` ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Final, Literal
 
@@ -41,11 +42,14 @@ ENOUGH_TURNS: Final = 40
 """Turns of a fragment in a run, below which its founder is warned, and the outer momentum's bias is corrected;
 docs/quality.md has the figures."""
 SHORT_TURNS: Final = 80
-"""Of a run that would have fewer than ``ENOUGH_TURNS``: with turns so frequent the plain mean of the learners ends
-lower than what long runs have, and can be merged anew before they are far apart (docs/quality.md)."""
+"""Of a run of a larger model that would have fewer than ``ENOUGH_TURNS``."""
 USUAL_TURN: Final = ScheduleConfig().sync_every
 SHORTEST_TURN: Final = 6
-"""Steps. Beyond what docs/quality.md measured, and the overlap needs room."""
+"""Steps, where traffic does not matter: with turns so frequent the plain mean of the learners ends lower than RDA with
+momentum every 24 steps, whatever the number of steps and of learners (docs/quality.md)."""
+SMALL: Final = 1 << 23
+"""Parameters of a model for which traffic does not matter: with 4 bits every 6 steps a peer says and hears about 0.14
+bytes a parameter and step each, here 1.2 MB."""
 DECAY_SHARE: Final = 0.2
 """Of a budget of tokens, at its end: the rate falls."""
 LINE_SHARE: Final = 0.95
@@ -66,23 +70,35 @@ def is_bias_corrected(outer: OuterConfig, turns: int) -> bool:
 
 def in_turns(config: RunConfig, said: Collection[str], said_outer: Collection[str] = ()) -> RunConfig:
     """``config`` with the H that its founder left out, and the P, if that is left out, too; ``said``: which keys of the
-    schedule were written, ``said_outer``: of the outer optimizer. 24 steps; in a run in which that is fewer than
-    ``ENOUGH_TURNS`` so many fewer that there are ``SHORT_TURNS``, and the plain mean at rate 1 without momentum, if
-    nothing of the outer optimizer is written; never less than P, nor than ``SHORTEST_TURN``. Where the length depends
-    on how many come (a budget of tokens), 24."""
+    schedule were written, ``said_outer``: of the outer optimizer. With a ``SMALL`` model in so few fragments
+    ``SHORTEST_TURN`` steps, if exchanges take half of it at most; else 24, or where that makes fewer than
+    ``ENOUGH_TURNS``, so many fewer that there are ``SHORT_TURNS``; a multiple of P and never less than
+    ``SHORTEST_TURN``. Where it is fewer than 24 and nothing of the outer optimizer is written, the plain mean at rate 1
+    without momentum."""
     schedule, outer, steps = config.schedule, config.outer, config.inner.steps
     if "sync_every" in said:
         return config
     is_short = config.inner.tokens is UNSET and steps < ENOUGH_TURNS * USUAL_TURN
-    most = max(steps // SHORT_TURNS, SHORTEST_TURN) if is_short else USUAL_TURN
-    most = max(most, schedule.overlap + 1)
-    fragments = schedule.fragments if "fragments" in said else most
-    sync_every = max(1, most // fragments) * fragments
-    if is_short and sync_every < USUAL_TURN and not said_outer:
+    least = max(SHORTEST_TURN, schedule.overlap + 1)
+    fragments = schedule.fragments if "fragments" in said else 0
+    if max(fragments, 2 * schedule.overlap) <= SHORTEST_TURN and _parameters(config.model) <= SMALL:
+        wanted = SHORTEST_TURN
+    else:
+        wanted = max(least, steps // SHORT_TURNS) if is_short else USUAL_TURN
+    fragments = fragments or wanted
+    sync_every = max(-(-least // fragments), wanted // fragments) * fragments
+    if max(wanted, sync_every) < USUAL_TURN and not said_outer:
         outer = msgspec.structs.replace(outer, merge="direct", learning_rate=1.0, momentum=0.0)
     return msgspec.structs.replace(
         config, outer=outer, schedule=msgspec.structs.replace(schedule, fragments=fragments, sync_every=sync_every)
     )
+
+
+def _parameters(model: ModelConfig) -> float:
+    """About how many a built-in transformer has; others are taken for large."""
+    if model.kind != "transformer":
+        return math.inf
+    return 12 * model.depth * model.width**2 + 2 * model.vocabulary * model.width
 
 
 def most_logged(shards: int) -> int:

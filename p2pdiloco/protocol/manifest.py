@@ -149,7 +149,8 @@ class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """P. At most the number of tensors. Left out of a run's file together with H: as H."""
     sync_every: Positive = 24
     """H: each fragment has one turn every H steps. At least P, so that no two fragments are due at the same step. Left
-    out of a run's file: 24, in a short run so many fewer that there are 80 turns (``defaults.in_turns``)."""
+    out of a run's file: 6 for a small model; else 24, in a short run so many fewer that there are 80 turns
+    (``defaults.in_turns``)."""
     overlap: Positive = 2
     """tau: inner steps that an exchange may take before it is late; less than H."""
     min_quorum: Positive = 1

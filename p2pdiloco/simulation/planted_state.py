@@ -232,8 +232,8 @@ BUGS = (
     Bug(
         name="a short run's outer settings are not its founder's",
         module="p2pdiloco.protocol.defaults",
-        old="if is_short and sync_every < USUAL_TURN and not said_outer:",
-        new="if is_short and sync_every < USUAL_TURN:",
+        old="if max(wanted, sync_every) < USUAL_TURN and not said_outer:",
+        new="if max(wanted, sync_every) < USUAL_TURN:",
         harm="what a founder wrote of the outer optimizer is not what the run has",
         killed_by=(
             "tests/unit/test_protocol_defaults.py::"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.settings import protocol_config
 from p2pdiloco.protocol.defaults import (
     MOST_LOGGED,
+    SMALL,
     completed,
     few_turns,
     in_turns,
@@ -33,6 +35,9 @@ from p2pdiloco.protocol.manifest import (
     TensorSpec,
 )
 from p2pdiloco.protocol.soundness import config_problems, decode_manifest
+from p2pdiloco.training.transformer import build_model, named_tensors
+
+LARGE = ModelConfig(width=512, depth=8)
 
 
 def manifest(**schedule: object) -> Manifest:
@@ -106,26 +111,63 @@ def test_a_run_of_few_turns_is_warned_of_and_told_what_would_do() -> None:
         ({"fragments": 12}, 960, (12, 24)),
         ({"fragments": 12}, 480, (12, 12)),
         ({"fragments": 4}, 720, (4, 8)),
+        ({"fragments": 4}, 480, (4, 8)),
         ({"fragments": 7}, 4800, (7, 21)),
         ({"fragments": 36}, 480, (36, 36)),
         ({"fragments": 12, "sync_every": 24}, 480, (12, 24)),
     ],
 )
+@pytest.mark.parametrize("model", [LARGE, ModelConfig(kind="external")])
 def test_what_a_founder_leaves_out_of_the_schedule_gives_a_short_run_turns_enough(
-    written: dict[str, int], steps: int, schedule: tuple[int, int]
+    written: dict[str, int], steps: int, schedule: tuple[int, int], model: ModelConfig
 ) -> None:
-    config = RunConfig(name="run", inner=InnerConfig(steps=steps), schedule=ScheduleConfig(**written))
+    config = RunConfig(name="run", inner=InnerConfig(steps=steps), schedule=ScheduleConfig(**written), model=model)
     found = in_turns(config, written)
     assert (found.schedule.fragments, found.schedule.sync_every) == schedule
     assert not config_problems(found)
     assert not few_turns(found) or steps < 240 or "sync_every" in written or written["fragments"] > 24
 
 
+@pytest.mark.parametrize(
+    ("written", "schedule"),
+    [
+        ({}, (6, 6)),
+        ({"overlap": 3}, (6, 6)),
+        ({"overlap": 4}, (24, 24)),
+        ({"fragments": 3}, (3, 6)),
+        ({"fragments": 4}, (4, 8)),
+        ({"fragments": 12}, (12, 24)),
+        ({"sync_every": 12}, (24, 12)),
+    ],
+)
+def test_a_small_model_has_frequent_turns_however_long_its_run_unless_its_founder_says_otherwise(
+    written: dict[str, int], schedule: tuple[int, int]
+) -> None:
+    inners = [InnerConfig(steps=960), InnerConfig(steps=10**6), InnerConfig(tokens=10**6)]
+    configs = [RunConfig(name="run", inner=inner, schedule=ScheduleConfig(**written)) for inner in inners]
+    for found in (in_turns(config, written) for config in configs):
+        assert (found.schedule.fragments, found.schedule.sync_every) == schedule
+        is_mean = found.outer == OuterConfig(merge="direct", learning_rate=1.0, momentum=0.0)
+        assert is_mean == (found.schedule.sync_every < 24 and "sync_every" not in written)
+
+
+def test_what_is_small_is_known_within_a_tenth() -> None:
+    for width, depth in ((128, 4), (256, 6), (384, 6)):
+        model = ModelConfig(width=width, depth=depth)
+        elements = sum(math.prod(shape) for _, shape, _ in named_tensors(build_model(model, 1)))
+        guess = 12 * depth * width**2 + 2 * 256 * width
+        assert guess == pytest.approx(elements, rel=0.1)
+        found = in_turns(RunConfig(name="run", model=model), {})
+        assert (found.schedule.sync_every == 6) == (elements < SMALL)
+
+
 def test_a_short_run_whose_file_says_nothing_of_merging_takes_the_mean_often() -> None:
-    """What its founder has written stands, and a long run, or one of few turns by its own word, has what it had."""
+    """What its founder has written stands, and a long run of a model that is not small, or one of few turns by its own
+    word, has what it had."""
 
     def outer(steps: int, said: dict[str, int], said_outer: Collection[str] = (), **rest: Any) -> OuterConfig:
-        config = RunConfig(name="run", inner=InnerConfig(steps=steps, **rest), schedule=ScheduleConfig(**said))
+        inner, schedule = InnerConfig(steps=steps, **rest), ScheduleConfig(**said)
+        config = RunConfig(name="run", inner=inner, schedule=schedule, model=LARGE)
         found = in_turns(config, said, said_outer)
         assert completed(found, 4).outer.merge == found.outer.merge
         return found.outer
@@ -133,11 +175,13 @@ def test_a_short_run_whose_file_says_nothing_of_merging_takes_the_mean_often() -
     mean = OuterConfig(merge="direct", learning_rate=1.0, momentum=0.0)
     assert outer(480, {}) == outer(959, {}) == mean
     assert outer(960, {}) == outer(480, {"sync_every": 24}) == outer(480, {"fragments": 24}) == OuterConfig()
-    assert outer(480, {}, ("adopt",)) == outer(480, {}, tokens=100_000) == OuterConfig()
+    assert (
+        outer(480, {}, ("adopt",)) == outer(480, {}, tokens=100_000) == outer(4800, {"fragments": 7}) == OuterConfig()
+    )
 
 
 def test_a_budget_of_tokens_says_nothing_of_how_many_turns_there_will_be() -> None:
-    config = RunConfig(name="run", inner=InnerConfig(steps=50, tokens=100_000))
+    config = RunConfig(name="run", inner=InnerConfig(steps=50, tokens=100_000), model=LARGE)
     assert in_turns(config, ()).schedule.sync_every == 24
 
 
