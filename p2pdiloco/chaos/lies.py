@@ -36,7 +36,7 @@ def _values() -> None:
     """As an owner it merges what nobody gave, says that it is short, and goes on from it."""
     sound = merge.encode
 
-    def encode(how: quantizers.Recipe, merged: torch.Tensor, _: float) -> tuple[list[bytes], float]:
+    def encode(how: quantizers.Recipe, merged: torch.Tensor, _: float) -> tuple[Sequence[memoryview], float]:
         bodies, _length = sound(how, merged.fill_(LARGE), math.inf)
         return bodies, 1e-3
 

@@ -13,7 +13,7 @@ Rules of this file:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from p2pdiloco.protocol.identifiers import Digest, LearnerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, Layout, OuterConfig, Shard
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.tensors import digests, ladder, merge, outer, quantizers
+from p2pdiloco.tensors.shard_bodies import Bodies
 from p2pdiloco.tensors.states import StateForm, as_bytes
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire import compression
@@ -208,8 +209,7 @@ class GlobalState:
             bodies = self._checked(header, head, payload, listed)
         handover = self.shifts.begin(shard, moves, partial(self._bodies, shard))
         factors = outer.factors_of(self._outer, header.version)
-        for body, span in zip(bodies, self._chunks(shard), strict=True):
-            self._step(body, span, handover, factors)
+        self._step(shard, bodies, handover, factors)
         self._is_at(shard, head, listed)
         return handover.shifts
 
@@ -225,7 +225,7 @@ class GlobalState:
         shard, spans, factors = header.shard, self._chunks(header.shard), outer.factors_of(self._outer, header.version)
         elements = self.layout.shards[shard].elements
         try:
-            bodies = list(self._bodies(shard, payload))
+            bodies = self._bodies(shard, payload)
             length = merge.EncodedGradient(bodies, elements).norm()
         except ValueError as error:
             raise UnfitCommitError(f"the payload of commit {head[:8]} is malformed: {error}") from error
@@ -245,25 +245,32 @@ class GlobalState:
         outer.step_aside(body, self.theta[span], self.momentum[span], new, **factors)
         return new
 
-    def _step(self, body: Body, span: slice, to: Handover, factors: outer.Factors) -> None:
-        """One chunk's outer step and what follows from it for the learner."""
-        theta, momentum = self.theta[span], self.momentum[span]
-        if not to.is_reset and to.snapshot is None and not to.restored and len(to.settled) <= 1:
-            own = next(to.settled[0]) if to.settled else None
+    def _step(self, shard: ShardId, bodies: Sequence[Body], to: Handover, factors: outer.Factors) -> None:
+        """The outer step, and what follows from it for the learner."""
+        own = to.settled[0] if to.settled else None
+        is_plain = not to.is_reset and to.snapshot is None and not to.restored and len(to.settled) <= 1
+        vectors = self._range(self.theta, shard), self._range(self.momentum, shard)
+        buffer = None if to.buffer is None else self._range(to.buffer, shard)
+        if is_plain and outer.step_shard(bodies, own, *vectors, buffer, is_added=to.is_added, **factors):
+            return
+        for number, (body, span) in enumerate(zip(bodies, self._chunks(shard), strict=True)):
+            theta, momentum = self.theta[span], self.momentum[span]
+            mine = None if own is None else own[number]
             buffer = None if to.buffer is None else to.buffer[span]
-            if outer.step_and_hand_over(body, own, theta, momentum, buffer, is_added=to.is_added, **factors):
-                return
-            to = to._replace(settled=[iter((own,))] if own is not None else ())
-        change = quantizers.decode_chunk(body, self._scratch.gradient[: theta.numel()])
-        outer.outer_step(theta, momentum, change, **factors)
-        to.take(span, theta, change)
+            if is_plain and outer.step_and_hand_over(
+                body, mine, theta, momentum, buffer, is_added=to.is_added, **factors
+            ):
+                continue
+            change = quantizers.decode_chunk(body, self._scratch.gradient[: theta.numel()])
+            outer.outer_step(theta, momentum, change, **factors)
+            to.take(number, span, theta, change)
 
-    def _bodies(self, shard: ShardId, payload: Payload) -> Iterator[Body]:
+    def _bodies(self, shard: ShardId, payload: Payload) -> Sequence[Body]:
         own = self._own.get(shard)
         if own is not None and own.payload is payload:
-            return iter(own.bodies)
+            return own.bodies
         chunks = quantizers.chunk_count(self.layout.shards[shard].elements)
-        return compression.split(payload, chunks, quantizers.LARGEST_BODY)
+        return Bodies(*compression.unpack(payload, chunks, quantizers.LARGEST_BODY))
 
     def _chunks(self, shard: ShardId) -> list[slice]:
         """Where a shard's chunks lie in the flat vectors."""
@@ -272,12 +279,12 @@ class GlobalState:
 
     def _replace(self, shard: ShardId, state: Staged, moves: Moves) -> Shifts:
         handover = self.shifts.begin(shard, moves, partial(self._bodies, shard))
-        for span, chunk in zip(self._chunks(shard), state.chunks, strict=True):
+        for number, (span, chunk) in enumerate(zip(self._chunks(shard), state.chunks, strict=True)):
             current, (new, momentum) = self.theta[span], self.form.vectors(chunk)
             change = torch.sub(new, current, out=self._scratch.gradient[: new.numel()])
             current.copy_(new)
             self.momentum[span].copy_(momentum)
-            handover.take(span, current, change)
+            handover.take(number, span, current, change)
         self._is_at(shard, state.head, state.digests)
         self._made.forget(shard)
         return handover.shifts
@@ -330,7 +337,7 @@ class GlobalState:
         gradients, weights = [], []
         for contributor, payload in given:
             try:
-                gradients.append(merge.EncodedGradient(list(self._bodies(shard, payload)), piece.elements))
+                gradients.append(merge.EncodedGradient(self._bodies(shard, payload), piece.elements))
             except ValueError as error:
                 raise ContributionError(contributor.learner, str(error)) from error
             weights.append(merge.token_weight(contributor.tokens, contributor.steps))
@@ -377,10 +384,7 @@ class GlobalState:
         if self.heads[shard] != base or not self.shifts.has_snapshot(shard) or self.integrity.is_spoilt(shard):
             raise StaleBaseError(f"shard {shard} is not at {base[:8]}")
         how = how or self._up
-        bodies = [
-            bytes(quantizers.encode_chunk(how, self.theta[span], self.shifts.snapshot[span]))
-            for span in self._chunks(shard)
-        ]
+        bodies = quantizers.encode_vector(how, self._range(self.theta, shard), self._range(self.shifts.snapshot, shard))
         self.shifts.snapshot_encoded(shard)
         payload = compression.join(bodies, is_coded=is_coded or not ladder.is_dense(how))
         self._own[shard] = _Own(payload, bodies)

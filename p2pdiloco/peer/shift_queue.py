@@ -16,7 +16,7 @@ Rules of this file:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Literal, NamedTuple
 
@@ -76,11 +76,11 @@ class Handover(NamedTuple):
     """It takes new parameters, not changes."""
     snapshot: Tensor | None
     """The snapshot buffer, if the shard's part of it is to be kept up to date."""
-    settled: Sequence[Iterator[Body]]
-    restored: Sequence[Iterator[Body]]
+    settled: Sequence[Sequence[Body]]
+    restored: Sequence[Sequence[Body]]
     """Own contributions, by chunks."""
 
-    def take(self, span: slice, theta: Tensor, change: Tensor) -> None:
+    def take(self, chunk: int, span: slice, theta: Tensor, change: Tensor) -> None:
         """One chunk's new parameters, and what they changed by; ``change`` loses its content."""
         if self.buffer is None:
             return
@@ -88,9 +88,9 @@ class Handover(NamedTuple):
             self.buffer[span].copy_(theta)
             return
         for bodies in self.settled:
-            quantizers.add_chunk(next(bodies), 1.0, change)
+            quantizers.add_chunk(bodies[chunk], 1.0, change)
         for bodies in self.restored:
-            quantizers.add_chunk(next(bodies), -1.0, change)
+            quantizers.add_chunk(bodies[chunk], -1.0, change)
         if self.is_added:
             self.buffer[span].add_(change)
         else:
@@ -168,7 +168,7 @@ class ShiftQueue:
 
     # -- shifts --------------------------------------------------------------------------------------------------------
 
-    def begin(self, shard: ShardId, moves: Moves, bodies: Callable[[Payload], Iterator[Body]]) -> Handover:
+    def begin(self, shard: ShardId, moves: Moves, bodies: Callable[[Payload], Sequence[Body]]) -> Handover:
         """Begin to move the learner: its buffer if it has taken the last shift, else the queue. ``bodies`` opens a
         payload."""
         if self.learner is None or shard in self._unloaded:

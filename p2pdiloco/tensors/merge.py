@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from p2pdiloco.protocol.manifest import MergeRule
-from p2pdiloco.tensors import kernels, quantizers
+from p2pdiloco.tensors import kernels, quantizers, shard_bodies
 from p2pdiloco.tensors.recipes import CHUNK
 
 if TYPE_CHECKING:
@@ -85,16 +85,18 @@ class EncodedGradient:
         if len(bodies) != quantizers.chunk_count(elements):
             raise ValueError(f"{len(bodies)} bodies came for {elements} elements")
         self.elements = elements
-        self._bodies = bodies
-        sizes = (min(CHUNK, elements - start) for start in range(0, elements, CHUNK))
-        squares = [quantizers.squared_norm(body, size) for body, size in zip(bodies, sizes, strict=True)]
+        self.bodies = bodies
+        squares = shard_bodies.squared_norms(bodies, elements)
+        if squares is None:
+            sizes = (min(CHUNK, elements - start) for start in range(0, elements, CHUNK))
+            squares = [quantizers.squared_norm(body, size) for body, size in zip(bodies, sizes, strict=True)]
         self._norm = math.sqrt(math.fsum(squares))
 
     def norm(self) -> float:
         return self._norm
 
     def add_to(self, out: Tensor, chunk: int, factor: float) -> None:
-        quantizers.add_chunk(self._bodies[chunk], factor, out)
+        quantizers.add_chunk(self.bodies[chunk], factor, out)
 
 
 def token_weight(tokens: int, steps: int) -> float:
@@ -110,8 +112,8 @@ def merge(
     lengths = counted_lengths(norms, weights, steps)
     match rule:
         case "direct":
-            direct_mean(gradients, weights, out, lengths)
-            parts, length = [w * n for w, n in zip(weights, lengths, strict=True)], norm(out)
+            length = direct_mean(gradients, weights, out, lengths)
+            parts = [w * n for w, n in zip(weights, lengths, strict=True)]
         case "rda":
             length = radial_directional(gradients, weights, out, lengths)
             parts = [w if n else 0.0 for w, n in zip(weights, norms, strict=True)]
@@ -146,8 +148,9 @@ def _median(weighted: Sequence[tuple[float, float]]) -> float:
 
 def direct_mean(
     gradients: Sequence[Gradient], weights: Sequence[float], out: Tensor, lengths: Sequence[float] | None = None
-) -> None:
+) -> float:
     """``out`` = sum_m w_m v_m / W. ``out`` is float32 [n]; ``lengths``: as which the v_m count (None: their own).
+    Returns its length.
 
     Raises:
         ValueError: see ``radial_directional``.
@@ -157,7 +160,7 @@ def direct_mean(
     if lengths is not None:
         pairs = zip(gradients, lengths, strict=True)
         factors = [f * _shortened(v.norm(), length) for f, (v, length) in zip(factors, pairs, strict=True)]
-    _weighted_sum(gradients, factors, out)
+    return _weighted_sum(gradients, factors, out)
 
 
 def _shortened(norm_: float, length: float) -> float:
@@ -176,14 +179,13 @@ def radial_directional(
     total = _checked_total(gradients, weights, out)
     shares = [w / total if total else 0.0 for w in weights]
     norms = [v.norm() for v in gradients]
-    _weighted_sum(gradients, [s / n if n else 0.0 for s, n in zip(shares, norms, strict=True)], out)
+    length = _weighted_sum(gradients, [s / n if n else 0.0 for s, n in zip(shares, norms, strict=True)], out)
     radius = math.fsum(s * n for s, n in zip(shares, norms if lengths is None else lengths, strict=True))
-    length = norm(out)
     out.mul_(radius / length if length else 0.0)
     return length
 
 
-def encode(how: quantizers.Recipe, merged: Tensor, longest: float) -> tuple[list[bytes], float]:
+def encode(how: quantizers.Recipe, merged: Tensor, longest: float) -> tuple[Sequence[memoryview], float]:
     """The bodies of ``merged``, float32 [n], and the length of what they hold, at most ``longest``: a longer vector is
     made shorter, in place.
 
@@ -191,7 +193,7 @@ def encode(how: quantizers.Recipe, merged: Tensor, longest: float) -> tuple[list
         ValueError: as ``quantizers.encode_chunks``.
     """
     while True:
-        bodies = [bytes(body) for body in quantizers.encode_chunks(how, merged)]
+        bodies = quantizers.encode_vector(how, merged)
         length = EncodedGradient(bodies, merged.numel()).norm()
         if length <= longest:
             return bodies, length
@@ -208,13 +210,19 @@ def _checked_total(gradients: Sequence[Gradient], weights: Sequence[float], out:
     return math.fsum(weights)
 
 
-def _weighted_sum(gradients: Sequence[Gradient], factors: Sequence[float], out: Tensor) -> None:
-    """``out`` = sum of factor * gradient, in order; a factor of 0 leaves its gradient out."""
+def _weighted_sum(gradients: Sequence[Gradient], factors: Sequence[float], out: Tensor) -> float:
+    """``out`` = sum of factor * gradient, in order; a factor of 0 leaves its gradient out. Returns its length."""
+    encoded = [gradient.bodies for gradient in gradients if isinstance(gradient, EncodedGradient)]
+    if kernels.AVAILABLE and len(encoded) == len(gradients):
+        square = shard_bodies.weighted_sum(encoded, factors, out)
+        if square is not None:
+            return math.sqrt(square)
     for chunk, start in enumerate(range(0, out.numel(), CHUNK)):
         piece = out[start : start + CHUNK].zero_()
         for gradient, factor in zip(gradients, factors, strict=True):
             if factor:
                 gradient.add_to(piece, chunk, factor)
+    return norm(out)
 
 
 def norm(v: Tensor) -> float:

@@ -24,7 +24,7 @@
 
 typedef int64_t count;
 
-EXPORT const int32_t revision = 1;  // another one with each change of what is exported: see native.py
+EXPORT const int32_t revision = 1;  // another one when what was exported changes or goes: see native.py
 
 INLINE int32_t bits_of(float value) {
     int32_t bits;
@@ -363,4 +363,158 @@ EXPORT CLONES void step_int4(const int8_t *restrict packed, count n_packed, cons
         if (IS_HIGH(n_packed)) STEP_OF(true);
         else STEP_OF(false);
     }
+}
+
+// --------------------------------------------------------------------------------------------------- whole shards
+// A shard's bodies lie one after the other in ``bodies``; each is of CHUNK elements, the last of what is left. Chunk by
+// chunk the functions above are called, so that an interpreter is not. They are checked before anything is written:
+// false (a negative sum) where one is not an int4 body as it should be, or not of the same block as the others.
+
+#define CHUNK (1 << 18)
+#define HEADER 8
+#define VERSION 2
+#define INT4 1
+#define LARGEST_SCALE ((119 + 127) << 7)
+#define LARGEST_BLOCKS (CHUNK / 64)
+#define MOST_BODIES 64
+
+struct body {
+    const int8_t *packed;
+    const uint8_t *scales;
+    count elements, block, blocks, n_packed, size;
+};
+
+INLINE int32_t scale_bits(const struct body *b, count index) {
+    return (int32_t)b->scales[2 * index] | ((int32_t)b->scales[2 * index + 1] << 8);
+}
+
+INLINE float scale_of(const struct body *b, count index) {
+    return value_of((int32_t)((uint32_t)scale_bits(b, index) << 16));
+}
+
+// The body that begins at ``raw``, of which there are ``n`` bytes, of at most CHUNK of the elements that are left.
+static bool open_body(const uint8_t *raw, count n, count left, struct body *b) {
+    if (n < HEADER || raw[0] != VERSION || raw[1] != INT4) return false;
+    count claimed = (count)raw[4] | (count)raw[5] << 8 | (count)raw[6] << 16 | (count)raw[7] << 24;
+    b->elements = least(left, CHUNK);
+    b->block = (count)raw[2] | (count)raw[3] << 8;
+    if (claimed != b->elements || b->block < 64 || b->block > LONGEST_BLOCK || b->block & (b->block - 1)) return false;
+    b->blocks = (b->elements + b->block - 1) / b->block;
+    b->n_packed = b->blocks * b->block / 2;
+    b->size = HEADER + b->n_packed + 2 * b->blocks;
+    if (n < b->size) return false;
+    b->packed = (const int8_t *)(raw + HEADER);
+    b->scales = raw + HEADER + b->n_packed;
+    int32_t worst = 0;
+    for (count i = 0; i < b->blocks; i++) worst = scale_bits(b, i) > worst ? scale_bits(b, i) : worst;
+    return worst <= LARGEST_SCALE;
+}
+
+// All bodies, in blocks of ``*block`` elements (0: of any; it becomes theirs).
+static bool are_sound(const uint8_t *bodies, count n, count elements, count *block) {
+    struct body b;
+    count at = 0;
+    for (count done = 0; done < elements; done += CHUNK, at += b.size) {
+        if (!open_body(bodies + at, n - at, elements - done, &b) || (*block && b.block != *block)) return false;
+        *block = b.block;
+    }
+    return at == n;
+}
+
+static void widen_all(const struct body *b, float *scales) {
+    for (count i = 0; i < b->blocks; i++) scales[i] = scale_of(b, i);
+}
+
+EXPORT bool square_shard(const uint8_t *bodies, count n, count elements, double *squares_of, count chunks) {
+    struct body b;
+    count block = 0, at = 0;
+    int32_t sums[LARGEST_BLOCKS];
+    if (chunks != (elements + CHUNK - 1) / CHUNK || !are_sound(bodies, n, elements, &block)) return false;
+    for (count c = 0; c < chunks; c++, at += b.size) {
+        double total = 0;
+        if (!open_body(bodies + at, n - at, elements - c * CHUNK, &b)) return false;
+        square_int4(b.packed, b.n_packed, b.block, sums, b.blocks);
+        for (count i = 0; i < b.blocks; i++) total += (double)sums[i] * ((double)scale_of(&b, i) * (double)scale_of(&b, i));
+        squares_of[c] = total;
+    }
+    return true;
+}
+
+EXPORT CLONES double sum_shard(const int64_t *addresses, count n, const int64_t *sizes, count n_sizes,
+                               const float *factors, count n_factors, float *restrict out, count elements) {
+    struct body bodies[MOST_BODIES];
+    count at[MOST_BODIES] = {0}, block = 0;
+    double lanes[LANES] = {0}, total = 0;
+    float sum[LONGEST_BLOCK];
+    if (n > MOST_BODIES || n_sizes != n || n_factors != n) return -1;
+    for (count g = 0; g < n; g++)
+        if (!are_sound((const uint8_t *)addresses[g], sizes[g], elements, &block)) return -1;
+    for (count begin = 0; begin < elements; begin += CHUNK) {
+        count chunk = least(CHUNK, elements - begin), half = block / 2, n_packed = (chunk + block - 1) / block * half;
+        for (count g = 0; g < n; g++) {
+            const uint8_t *raw = (const uint8_t *)addresses[g] + at[g];
+            if (!open_body(raw, sizes[g] - at[g], elements - begin, bodies + g)) return -1;
+            at[g] += bodies[g].size;
+        }
+        for (count i = 0; i < chunk; i += half) {
+            count size = least(half, chunk - i);
+            memset(sum, 0, (size_t)size * sizeof(float));
+            for (count g = 0; g < n; g++) {
+                const int8_t *bytes = bodies[g].packed + (i >= n_packed ? i - n_packed : i);
+                if (factors[g] == 0.0f) continue;
+                if (i >= n_packed) add_half(bytes, true, scale_of(bodies + g, i / block), factors[g], sum, size);
+                else add_half(bytes, false, scale_of(bodies + g, i / block), factors[g], sum, size);
+            }
+            memcpy(out + begin + i, sum, (size_t)size * sizeof(float));
+            count whole = size - size % LANES;
+            for (count k = 0; k < whole; k += LANES)
+                for (int l = 0; l < LANES; l++) lanes[l] += (double)sum[k + l] * (double)sum[k + l];
+            for (count k = whole; k < size; k++) total += (double)sum[k] * (double)sum[k];
+        }
+    }
+    for (int l = 0; l < LANES; l++) total += lanes[l];
+    return total;
+}
+
+EXPORT bool step_shard(const uint8_t *bodies, count n_bodies, const uint8_t *own, count n_own, float *theta, count n,
+                       float *momentum, count n_m, int16_t *narrow, count n_narrow, float *buffer, count n_buffer,
+                       bool is_added, float rate, float mu, float carry) {
+    struct body b, mine = {0};
+    count block = 0, at = 0, own_at = 0;
+    float scales[LARGEST_BLOCKS], own_scales[LARGEST_BLOCKS];
+    if (!are_sound(bodies, n_bodies, n, &block) || (n_own && !are_sound(own, n_own, n, &block))) return false;
+    if ((n_m ? n_m : n_narrow) != n || (n_buffer && n_buffer != n)) return false;
+    for (count begin = 0; begin < n; begin += CHUNK, at += b.size) {
+        if (!open_body(bodies + at, n_bodies - at, n - begin, &b)) return false;
+        widen_all(&b, scales);
+        if (n_own) {
+            if (!open_body(own + own_at, n_own - own_at, n - begin, &mine)) return false;
+            widen_all(&mine, own_scales);
+            own_at += mine.size;
+        }
+        step_int4(b.packed, b.n_packed, scales, b.blocks, mine.packed, n_own ? b.n_packed : 0, own_scales,
+                  n_own ? b.blocks : 0, block, theta + begin, b.elements, n_m ? momentum + begin : momentum,
+                  n_m ? b.elements : 0, n_narrow ? narrow + begin : narrow, n_narrow ? b.elements : 0,
+                  n_buffer ? buffer + begin : buffer, n_buffer ? b.elements : 0, is_added, rate, mu, carry);
+    }
+    return true;
+}
+
+EXPORT bool encode_shard(const float *x, count n, const float *less, count n_less, count block, float step, float tail,
+                         float largest, float smallest_norm, float largest_norm, uint8_t *bodies, count n_bodies) {
+    count at = 0;
+    for (count begin = 0; begin < n; begin += CHUNK) {
+        count elements = least(CHUNK, n - begin), blocks = (elements + block - 1) / block, n_packed = blocks * block / 2;
+        uint8_t *raw = bodies + at;
+        if (n_bodies - at < HEADER + n_packed + 2 * blocks) return false;
+        uint8_t header[HEADER] = {VERSION, INT4, (uint8_t)block, (uint8_t)(block >> 8), (uint8_t)elements,
+                                  (uint8_t)(elements >> 8), (uint8_t)(elements >> 16), (uint8_t)(elements >> 24)};
+        memcpy(raw, header, HEADER);
+        if (!encode_int4(x + begin, elements, n_less ? less + begin : less, n_less ? elements : 0, block, step, tail,
+                         largest, smallest_norm, largest_norm, raw + HEADER, n_packed,
+                         (uint16_t *)(raw + HEADER + n_packed), blocks))
+            return false;
+        at += HEADER + n_packed + 2 * blocks;
+    }
+    return at == n_bodies;
 }

@@ -18,6 +18,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from p2pdiloco.protocol.manifest import OuterConfig
-from p2pdiloco.tensors import chunk_bodies, kernels, quantizers, step_kernels
+from p2pdiloco.tensors import chunk_bodies, kernels, quantizers, shard_bodies, step_kernels
 from p2pdiloco.tensors.recipes import CHUNK
 
 if TYPE_CHECKING:
@@ -161,6 +162,22 @@ def step_aside(
     new[0].copy_(theta)
     new[1].copy_(momentum)
     outer_step(new[0], new[1], gradient, learning_rate=learning_rate, momentum_factor=momentum_factor)
+
+
+def step_shard(
+    bodies: Sequence[Buffer],
+    own: Sequence[Buffer] | None,
+    theta: Tensor,
+    momentum: Tensor,
+    buffer: Tensor | None,
+    *,
+    is_added: bool,
+    learning_rate: float,
+    momentum_factor: float,
+) -> bool:
+    """``step_and_hand_over`` for all chunks of a shard at once; False: chunk by chunk, nothing is done."""
+    factors = learning_rate, momentum_factor, carry(momentum_factor)
+    return kernels.AVAILABLE and shard_bodies.stepped(bodies, own, theta, _pair(momentum), buffer, is_added, factors)
 
 
 def step_and_hand_over(

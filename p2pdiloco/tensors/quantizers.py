@@ -38,6 +38,7 @@ from p2pdiloco.tensors.chunk_bodies import (
 )
 from p2pdiloco.tensors.recipes import BLOCK, CHUNK, FORMATS, Recipe, recipe
 from p2pdiloco.tensors.scratch import HEADER, LARGEST_BODY, Cut, Part, scratch
+from p2pdiloco.tensors.shard_bodies import SAFE_NORMS, Bodies, encoded
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -53,14 +54,13 @@ __all__ = [
     "decode_chunks",
     "encode_chunk",
     "encode_chunks",
+    "encode_vector",
     "recipe",
     "squared_norm",
 ]
 
 _SMALLEST_SCALE: Final = 1e-30
 """A block whose scale is smaller is all zeros."""
-_SAFE_NORMS: Final = (1e-15, 1e18)
-"""Outside, the squares may have vanished or overflowed."""
 _NOTHING: Final = np.empty(0, np.float32)
 
 
@@ -80,6 +80,18 @@ def encode_chunks(recipe: Recipe, x: Tensor) -> Iterator[memoryview]:
     x = x.detach().contiguous()
     for start in range(0, x.numel(), CHUNK):
         yield encode_chunk(recipe, x[start : start + CHUNK])
+
+
+def encode_vector(recipe: Recipe, x: Tensor, less: Tensor | None = None) -> Bodies:
+    """The bodies of all chunks of ``x`` - ``less``, both [n], contiguous; see ``encode_chunks``."""
+    if scratch.is_fast and (found := encoded(recipe, x, less)) is not None:
+        return found
+    whole, ends = bytearray(), list[int]()
+    for start in range(0, x.numel(), CHUNK):
+        span = slice(start, start + CHUNK)
+        whole += encode_chunk(recipe, x[span], None if less is None else less[span])
+        ends.append(len(whole))
+    return Bodies(memoryview(whole), ends)
 
 
 def encode_chunk(recipe: Recipe, piece: Tensor, less: Tensor | None = None) -> memoryview:
@@ -149,7 +161,7 @@ def _encode_int4(recipe: Recipe, piece: Tensor, less: Tensor | None) -> memoryvi
         recipe.step,
         recipe.tail,
         float(form.largest),
-        *_SAFE_NORMS,
+        *SAFE_NORMS,
         cut.flat_packed,
         cut.flat_scales,
     )
@@ -178,12 +190,12 @@ def _quantize(recipe: Recipe, rows: Tensor, part: Part) -> None:
 def _scales_by_rms(recipe: Recipe, rows: Tensor, part: Part) -> None:
     norms = torch.linalg.vector_norm(rows, 2, dim=1, out=part.wanted)
     lowest, highest = torch.aminmax(norms)
-    if _SAFE_NORMS[0] <= float(lowest) and float(highest) <= _SAFE_NORMS[1]:  # NaN compares false
+    if SAFE_NORMS[0] <= float(lowest) and float(highest) <= SAFE_NORMS[1]:  # NaN compares false
         part.scales.copy_(norms.mul_(recipe.step / math.sqrt(part.filled)))
         torch.reciprocal(part.inverse.squeeze(1).copy_(part.scales), out=part.inverse.squeeze(1))
         return
     # Blocks of zeros are usual in embeddings; for the others that are out of the ordinary the largest value decides.
-    is_sound = (norms >= _SAFE_NORMS[0]) & (norms <= _SAFE_NORMS[1])
+    is_sound = (norms >= SAFE_NORMS[0]) & (norms <= SAFE_NORMS[1])
     by_rms = norms * (recipe.step / math.sqrt(part.filled))
     _scales_by_largest(recipe, rows, part, torch.where(is_sound, by_rms, -1.0))
 
@@ -275,7 +287,7 @@ def add_chunk(body: Buffer, factor: float, out: Tensor) -> None:
 
 def squared_norm(body: Buffer, elements: int) -> float:
     """The square of the length of one chunk's vector, in float64: with scales from the symbols, whose squares' sums are
-    exact, so that it is the same with and without ``kernels``.
+    exact, so that it is the same with and without ``kernels``, to the rounding of float64.
 
     Raises:
         ValueError: as ``decode_chunk``.

@@ -23,11 +23,13 @@ Rules of this file:
 
 from __future__ import annotations
 
+import itertools
 import struct
 import threading
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final, cast
 
+import numpy as np
 import zstandard
 
 from p2pdiloco.wire import libzstd
@@ -82,25 +84,45 @@ def decompress(data: Buffer, max_bytes: int) -> Body:
     Raises:
         ValueError: it is no single whole frame, or its content has more than ``max_bytes``, or an unknown size.
     """
-    frame = cast(bytes, data)
+    frame = memoryview(data).cast("B")
+    out = _room(_stated_size(frame, max_bytes))
+    _take(frame, out)
+    return out
+
+
+def _room(size: int) -> memoryview:
+    return np.empty(size, np.uint8).data
+
+
+def _stated_size(frame: memoryview, max_bytes: int) -> int:
+    """Of its content; ValueError."""
     try:
-        stated = zstandard.get_frame_parameters(frame)
-        if stated.content_size == zstandard.CONTENTSIZE_UNKNOWN:
-            raise ValueError("the payload does not state its size")
-        if stated.content_size > max_bytes:
-            raise ValueError(f"the payload would have {stated.content_size} bytes, at most {max_bytes} are allowed")
-        if stated.window_size > max(max_bytes, _LARGEST_WINDOW):
-            raise ValueError(f"the payload needs a window of {stated.window_size} bytes, more than it may")
-        if stated.dict_id:
-            raise ValueError("the payload needs a dictionary")
-        if _contexts.decoder is not None:
-            return _contexts.decoder.decode(frame, stated.content_size)
-        content = _contexts.decompressor.decompress(frame, allow_extra_data=False)
+        stated = zstandard.get_frame_parameters(cast(bytes, frame))
     except zstandard.ZstdError as error:
         raise ValueError(f"the payload is no zstd frame: {error}") from error
-    if len(content) != stated.content_size:
-        raise ValueError(f"the payload has {len(content)} bytes where it stated {stated.content_size}")
-    return content
+    if stated.content_size == zstandard.CONTENTSIZE_UNKNOWN:
+        raise ValueError("the payload does not state its size")
+    if stated.content_size > max_bytes:
+        raise ValueError(f"the payload would have {stated.content_size} bytes, at most {max_bytes} are allowed")
+    if stated.window_size > max(max_bytes, _LARGEST_WINDOW):
+        raise ValueError(f"the payload needs a window of {stated.window_size} bytes, more than it may")
+    if stated.dict_id:
+        raise ValueError("the payload needs a dictionary")
+    return stated.content_size
+
+
+def _take(frame: memoryview, out: memoryview) -> None:
+    """Put the content of ``frame``, which states that it has as many bytes as ``out``, there; ValueError."""
+    if _contexts.decoder is not None:
+        _contexts.decoder.decode(frame, out)
+        return
+    try:
+        content = _contexts.decompressor.decompress(cast(bytes, frame), allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"the payload is no zstd frame: {error}") from error
+    if len(content) != len(out):
+        raise ValueError(f"the payload has {len(content)} bytes where it stated {len(out)}")
+    out[:] = content
 
 
 def join(bodies: Iterable[Buffer], *, is_coded: bool = True) -> bytes:
@@ -116,6 +138,22 @@ def split(payload: Buffer, bodies: int, max_bytes: int) -> Iterator[Body]:
         ValueError: the index is not that of ``bodies`` frames that fill the payload, or a frame is malformed or has
             more than ``max_bytes``.
     """
+    for frame in _frames(payload, bodies):
+        yield decompress(frame, max_bytes)
+
+
+def unpack(payload: Buffer, bodies: int, max_bytes: int) -> tuple[memoryview, list[int]]:
+    """The bodies of a payload, one after the other, and where each ends; ValueError as of ``split``."""
+    frames = list(_frames(payload, bodies))
+    ends = list(itertools.accumulate(_stated_size(frame, max_bytes) for frame in frames))
+    whole, begin = _room(ends[-1] if ends else 0), 0
+    for frame, end in zip(frames, ends, strict=True):
+        _take(frame, whole[begin:end])
+        begin = end
+    return whole, ends
+
+
+def _frames(payload: Buffer, bodies: int) -> Iterator[memoryview]:
     whole = memoryview(payload).cast("B")
     begin = _COUNT.size * (1 + bodies)
     if len(whole) < begin or _COUNT.unpack_from(whole)[0] != bodies:
@@ -124,7 +162,7 @@ def split(payload: Buffer, bodies: int, max_bytes: int) -> Iterator[Body]:
     if begin + sum(sizes) != len(whole):
         raise ValueError(f"the payload has {len(whole)} bytes, its index says {begin + sum(sizes)}")
     for size in sizes:
-        yield decompress(whole[begin : begin + size], max_bytes)
+        yield whole[begin : begin + size]
         begin += size
 
 

@@ -61,19 +61,18 @@ class Decoder:
         if getattr(self, "_context", None):
             self._library.ZSTD_freeDCtx(self._context)
 
-    def decode(self, frame: bytes | bytearray | memoryview, size: int) -> memoryview:
-        """The content of ``frame``, of which its header says that it has ``size`` bytes.
+    def decode(self, frame: memoryview, out: memoryview) -> None:
+        """Put the content of ``frame``, of which its header says that it is as long as ``out``, there.
 
         Raises:
-            ValueError: it has not, or ``frame`` is no single whole frame.
+            ValueError: it is not, or ``frame`` is no single whole frame.
         """
-        source, out = np.frombuffer(frame, np.uint8), np.empty(size, np.uint8)
+        source, to, size = np.frombuffer(frame, np.uint8), np.frombuffer(out, np.uint8), len(out)
         at, given = source.ctypes.data, source.size
         if self._library.ZSTD_findFrameCompressedSize(at, given) != given:  # an error is larger than any size
             raise ValueError("the payload is no single whole zstd frame")
-        found = self._library.ZSTD_decompressDCtx(self._context, out.ctypes.data, size, at, given)
+        found = self._library.ZSTD_decompressDCtx(self._context, to.ctypes.data, size, at, given)
         if self._library.ZSTD_isError(found):
             raise ValueError("the payload is a broken zstd frame")
         if found != size:
             raise ValueError(f"the payload has {found} bytes where it stated {size}")
-        return out.data

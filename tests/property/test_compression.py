@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from p2pdiloco.tensors.quantizers import CHUNK, encode_chunk, recipe
 from p2pdiloco.wire import compression, libzstd
-from p2pdiloco.wire.compression import compress, decompress, join, payload_limit, split
+from p2pdiloco.wire.compression import compress, decompress, join, payload_limit, split, unpack
 
 
 @pytest.fixture(params=["zstandard", "libzstd"], autouse=True, scope="module")
@@ -65,6 +65,9 @@ def test_altered_frames_never_yield_too_much(content: bytes, data: st.DataObject
 def test_bodies_come_back_as_they_were(bodies: list[bytes], kind: type, is_coded: bool) -> None:
     payload = join((kind(body) for body in bodies), is_coded=is_coded)
     assert list(split(kind(payload), len(bodies), 3000)) == bodies
+    whole, ends = unpack(kind(payload), len(bodies), 3000)
+    assert [bytes(whole[end - len(body) : end]) for body, end in zip(bodies, ends, strict=True)] == bodies
+    assert len(whole) == sum(map(len, bodies))
 
 
 def test_symbols_without_huffman_codes_are_as_large_as_they_are() -> None:
@@ -103,6 +106,8 @@ def test_an_index_that_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match="payload"):
             list(split(wrong, bodies, 1000))
+        with pytest.raises(ValueError, match="payload"):
+            unpack(wrong, bodies, 1000)
 
 
 @given(st.binary(max_size=300), st.integers(0, 4))

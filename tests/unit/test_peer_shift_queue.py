@@ -45,9 +45,9 @@ def stand() -> Iterator[Stand]:
 
 
 def shift(queue: ShiftQueue, shard: ShardId, value: float) -> None:
-    handover = queue.begin(shard, NO_MOVES, lambda _: iter(()))
+    handover = queue.begin(shard, NO_MOVES, lambda _: ())
     span = slice(shard * SIZE, (shard + 1) * SIZE)
-    handover.take(span, torch.zeros(SIZE), torch.full((SIZE,), value))
+    handover.take(0, span, torch.zeros(SIZE), torch.full((SIZE,), value))
 
 
 def test_what_the_learner_has_taken_is_given_back_when_it_has_rested(stand: Stand) -> None:
@@ -140,7 +140,7 @@ def test_a_new_learner_is_given_the_parameters_piece_by_piece(monkeypatch: pytes
         assert torch.equal(vectors.shift[:SIZE], vectors.theta[:SIZE])
         for shard in (first, third):  # a commit
             vectors.theta[shard * SIZE : (shard + 1) * SIZE] += 2.0
-            assert queue.begin(shard, NO_MOVES, lambda _: iter(())).shifts == Shifts((), ())
+            assert queue.begin(shard, NO_MOVES, lambda _: ()).shifts == Shifts((), ())
         queue.queued[:SIZE] = 2.0  # of the shard that is on its way; the last one's is in the parameters
         assert not queue.is_empty
         told = queue.shifted((first,))

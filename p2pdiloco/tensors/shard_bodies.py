@@ -1,0 +1,143 @@
+"""A shard's bodies in one piece of memory, and what one call of the library (``native``) does with all of them.
+
+Rules of this file:
+1. A call does what ``quantizers``, ``merge`` and ``outer`` do chunk by chunk, with the same bits, and nothing else. A
+   shard costs an interpreter as much time as its arithmetic otherwise, most of it in the caches that it empties.
+2. Where a call cannot do it (there is no library; another codec; a body that is not as it should be) it says so before
+   anything is changed, and they do it chunk by chunk, or say what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+from torch import Tensor
+
+from p2pdiloco.tensors import native
+from p2pdiloco.tensors.recipes import CHUNK, FORMATS, Recipe
+from p2pdiloco.tensors.scratch import HEADER, body_bytes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+SAFE_NORMS = (1e-15, 1e18)
+"""Of a block; outside, the squares may have vanished or overflowed."""
+_NOTHING = np.empty(0, np.float32)
+_NO_BODIES = np.empty(0, np.uint8)
+
+_square = native.function("square_shard", "boolean(bytes_, int64, float64[::1])")
+_sum = native.function("sum_shard", "float64(int64[::1], int64[::1], float32[::1], float32[::1])")
+_step = native.function(
+    "step_shard",
+    "boolean(bytes_, bytes_, float32[::1], float32[::1], int16[::1], float32[::1], boolean, float32, float32, float32)",
+)
+_encode = native.function(
+    "encode_shard",
+    "boolean(float32[::1], float32[::1], int64, float32, float32, float32, float32, float32, uint8[::1])",
+)
+
+
+class Bodies(Sequence[memoryview]):
+    """The bodies of a vector's chunks, one after the other in ``whole``; not to be changed. ``ends``: where each ends
+    there."""
+
+    def __init__(self, whole: memoryview, ends: Sequence[int]) -> None:
+        self._whole = whole
+        self._ends = ends
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[memoryview]: ...
+
+    def __getitem__(self, index: int | slice) -> memoryview | Sequence[memoryview]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if index < 0:
+            index += len(self)
+        end = self._ends[index]
+        return self._whole[self._ends[index - 1] if index else 0 : end]
+
+    def values(self, elements: int) -> NDArray[np.uint8] | None:
+        """All of them, if they lie where int4 bodies of ``elements`` in blocks of one size do."""
+        if len(self._whole) < HEADER.size:
+            return None
+        block = HEADER.unpack_from(self._whole)[2]
+        if not block or _ends(block, elements) != list(self._ends):
+            return None
+        return np.frombuffer(self._whole, np.uint8)
+
+
+def _ends(block: int, elements: int) -> list[int]:
+    chunk, (whole, rest) = body_bytes(FORMATS["int4"].bits, block, CHUNK), divmod(elements, CHUNK)
+    found = [chunk * (i + 1) for i in range(whole)]
+    return [*found, chunk * whole + body_bytes(FORMATS["int4"].bits, block, rest)] if rest else found
+
+
+def encoded(recipe: Recipe, x: Tensor, less: Tensor | None = None) -> Bodies | None:
+    """The bodies of ``x`` - ``less``, both float32 [n], contiguous; None: chunk by chunk."""
+    if _encode is None or recipe.codec != "int4" or not recipe.step:
+        return None
+    ends = _ends(recipe.block, x.numel())
+    whole = np.empty(ends[-1], np.uint8)
+    is_done = _encode(
+        x.numpy(),
+        _NOTHING if less is None else less.numpy(),
+        recipe.block,
+        recipe.step,
+        recipe.tail,
+        float(FORMATS["int4"].largest),
+        *SAFE_NORMS,
+        whole,
+    )
+    return Bodies(whole.data, ends) if is_done else None
+
+
+def squared_norms(bodies: Sequence[Any], elements: int) -> list[float] | None:
+    """Of each chunk the square of its length, in float64; None: chunk by chunk."""
+    if _square is None or not isinstance(bodies, Bodies) or (values := bodies.values(elements)) is None:
+        return None
+    squares = np.empty(len(bodies))
+    return squares.tolist() if _square(values, elements, squares) else None
+
+
+def weighted_sum(gradients: Sequence[Sequence[Any]], factors: Sequence[float], out: Tensor) -> float | None:
+    """``out``, float32 [n], becomes the sum of factor * gradient, in order; of gradients by their bodies. The square of
+    its length; None: chunk by chunk."""
+    if _sum is None:
+        return None
+    found = [g.values(out.numel()) if isinstance(g, Bodies) else None for g in gradients]
+    values = [v for v in found if v is not None]
+    if len(values) < len(gradients):
+        return None
+    addresses, sizes = [v.ctypes.data for v in values], [v.size for v in values]
+    given = np.array(addresses, np.int64), np.array(sizes, np.int64), np.array(factors, np.float32)
+    total: float = _sum(*given, out.numpy())
+    return total if total >= 0.0 else None
+
+
+def stepped(
+    bodies: Sequence[Any],
+    own: Sequence[Any] | None,
+    theta: Tensor,
+    momentum: tuple[NDArray[np.float32], NDArray[np.int16]],
+    buffer: Tensor | None,
+    is_added: bool,
+    factors: tuple[float, float, float],
+) -> bool:
+    """``outer.step_and_hand_over`` with all of a shard's bodies; ``factors`` as ``step_kernels.step_int4`` takes them.
+    False: chunk by chunk; nothing is done."""
+    if _step is None or not isinstance(bodies, Bodies) or not isinstance(own, Bodies | None):
+        return False
+    values = bodies.values(theta.numel())
+    mine = _NO_BODIES if own is None else own.values(theta.numel())
+    if values is None or mine is None:
+        return False
+    to = _NOTHING if buffer is None else buffer.numpy()
+    return bool(_step(values, mine, theta.numpy(), *momentum, to, is_added, *factors))
