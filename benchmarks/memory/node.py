@@ -71,7 +71,7 @@ class MeasuredRounds(Rounds):
         while not came.done():
             peer.stand_in.train(SYNC_EVERY if self._index == 0 else 1, TOKENS if self._index else 12 * TOKENS)
             await asyncio.wait([came], timeout=PATIENCE_S)
-        peer.peer.state.shifts.is_pinned = False
+        peer.peer.state.shifts.memory.is_pinned = False
 
     def _rest(self) -> dict[str, int]:
         """Bytes by component."""

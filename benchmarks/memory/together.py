@@ -38,7 +38,7 @@ SAMPLE_S = 0.01
 LOOK_S = 0.2
 PATIENCE_S = 900.0
 CHECKPOINTS = 2
-COMMITS = 100
+COMMITS = 50
 """At least, since the last checkpoint."""
 INVITED = "p2pdiloco join "
 COLUMNS = (("GB", "gb", ".2f"), ("bytes a parameter", "bytes", ".2f"))

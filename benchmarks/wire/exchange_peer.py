@@ -35,7 +35,7 @@ with warnings.catch_warnings():
     from p2pdiloco.peer.supervision import Ward
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.identifiers import FragmentId, PeerId, learner_id
+from p2pdiloco.protocol.identifiers import FragmentId, PeerId
 from p2pdiloco.protocol.manifest import (
     CodecConfig,
     EvaluationConfig,
@@ -152,7 +152,7 @@ class ExchangePeer(Node):
     def begin(self) -> None:
         """Take version 0, and a learner."""
         super().begin()
-        ward = self.peer.supervision.ward = Ward(learner_id(self.transport.peer_id, "standin"))
+        ward = self.peer.supervision.ward = self.peer.supervision.ward_of("standin")
         self.stand_in = self.make_stand_in()
         ward.process = self.stand_in  # type: ignore[assignment]
         self.heard_learner(link.Ready(device="none", parameters=self.peer.layout.elements))
@@ -185,7 +185,7 @@ class ExchangePeer(Node):
     def fill(self, index: int, number: int) -> None:
         """Put the gradient of peer ``index`` in round ``number`` into the snapshot."""
         block = block_of(index, number)
-        self.peer.state.shifts.is_pinned = True  # the snapshot is there before it is asked for
+        self.peer.state.shifts.memory.is_pinned = True  # the snapshot is there before it is asked for
         for shard in self.peer.layout.shards:
             for start in range(shard.start, shard.stop, BLOCK):
                 span = slice(start, min(start + BLOCK, shard.stop))

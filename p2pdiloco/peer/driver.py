@@ -161,7 +161,7 @@ class Driver:
         self._set_timer()
         if self.cargo.sweep(self.machine, now):
             self.own.keep_convictions(self.machine.view.convictions())
-            self.job(self.state.shifts.rest, lambda _: None)
+            self.job(self.state.shifts.memory.rest, lambda _: None)
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -180,12 +180,7 @@ class Driver:
             case ef.Note():
                 # Who has said goodbye is told nothing more; that this looks like silence is no news for the user.
                 getattr(log, "debug" if self._has_left else effect.level)(effect.topic, reason=effect.reason)
-            case ef.Snapshot():
-                self.job(
-                    lambda: self.state.shifts.snapshot_asked(effect.fragment),
-                    lambda _: self.around.tell_learner(effect),
-                )
-            case ef.AdoptStep() | ef.Train() | ef.PauseLearner() | ef.Evaluate():
+            case ef.Snapshot() | ef.AdoptStep() | ef.Train() | ef.PauseLearner() | ef.Evaluate():
                 self.around.tell_learner(effect)
             case ef.Encode():
                 self._encode(effect)

@@ -6,8 +6,7 @@ Rules of this file:
 2. A shard has one shift in flight at a time; what comes before the learner has added it waits in a queue, added up.
 3. A snapshot is brought up to date with all shifts that the learner had not added when it was taken. An outer gradient
    is therefore always relative to the head it claims.
-4. Memory is for what is in flight: what no shift, no queue and no snapshot has used from one ``rest`` to the next is
-   given back. Never under a learner that has page-locked it: its device would go on with the old pages.
+4. What is written is in use until the learner has taken it, or it is encoded (``vector_memory``).
 5. A new learner is given the global parameters piece by piece, each when it has taken the one before. What changes
    meanwhile reaches it with its piece, or as a shift if it has that already.
 6. All of it runs on the thread of ``global_state``, in the order in which it was asked for.
@@ -18,19 +17,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
+from p2pdiloco.peer.vector_memory import VectorMemory
 from p2pdiloco.protocol.identifiers import FragmentId, LearnerId, ShardId
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.tensors import quantizers
-from p2pdiloco.training.shared_memory import SharedVectors, SpareVector
+from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire.compression import Body
 
 Payload = bytes | memoryview
 """Of a contribution or a commit, compressed; not to be changed."""
-Place = Literal["shift", "queued", "snapshot"]
 PIECE = 16 << 20
 """Parameters, at least, that a new learner is given at a time: 64 MB of shared memory, whatever the model."""
 
@@ -107,13 +106,9 @@ class ShiftQueue:
         self.shift = vectors.shift
         self.snapshot = vectors.snapshot
         self._vectors = vectors
-        self._spare = SpareVector(layout.elements)
-        self.queued = self._spare.values
+        self.memory = VectorMemory(layout, vectors)
+        self.queued = self.memory.spare.values
         """Shifts that wait until the learner has added the last one; any content where none waits. Few ever wait."""
-        self.is_pinned = False
-        """The learner's device has page-locked the shared vectors: nothing is given back."""
-        self._used: dict[tuple[Place, ShardId], bool] = {}
-        """Memory that holds something, or did; whether it was used since the last ``rest``."""
         self._unloaded: deque[ShardId] = deque()
         """What a new learner has not been given yet."""
         self._piece: set[ShardId] = set()
@@ -144,6 +139,7 @@ class ShiftQueue:
         self.learner = learner
         self._asked.clear()
         self._piece.clear()
+        self.memory.free_all()
         self._unloaded = deque(piece.shard for piece in self._layout.shards)
         for shard in self._unloaded:
             self._in_flight[shard] = self._in_queue[shard] = ShiftKind.NONE
@@ -155,16 +151,17 @@ class ShiftQueue:
         elements = 0
         while self._unloaded and elements < PIECE:
             shard = self._unloaded.popleft()
+            self.memory.use("shift", shard)
             self._range(self.shift, shard).copy_(self._range(self._vectors.theta, shard))
-            self._used["shift", shard] = True
             self._in_flight[shard] = ShiftKind.REPLACE
             self._piece.add(shard)
             elements += self._layout.shards[shard].elements
         return tuple(sorted(self._piece))
 
     def unload(self) -> None:
-        """The learner is gone."""
+        """The learner is gone. The next one may have page-locked the memory before it says so."""
         self.learner = None
+        self.memory.is_pinned = True
 
     # -- shifts --------------------------------------------------------------------------------------------------------
 
@@ -182,9 +179,9 @@ class ShiftQueue:
             self._in_flight[shard] = kind
             shifts = Shifts((), (shard,)) if moves.is_reset else Shifts((shard,), ())
             buffer = self.shift
-            self._used["shift", shard] = True
+            self.memory.use("shift", shard)
         else:
-            self._used["queued", shard] = True
+            self.memory.use("queued", shard)
             is_first = self._in_queue[shard] is ShiftKind.NONE
             is_added = not is_first and not moves.is_reset
             if is_first or moves.is_reset:
@@ -206,8 +203,9 @@ class ShiftQueue:
         for shard in shards:
             kind = self._in_queue[shard]
             if kind is not ShiftKind.NONE and self._in_flight[shard] is ShiftKind.NONE:
+                self.memory.use("shift", shard)
                 self._range(self.shift, shard).copy_(self._range(self.queued, shard))
-                self._used["shift", shard] = self._used["queued", shard] = True
+                self.memory.free("queued", shard)
                 self._in_queue[shard] = ShiftKind.NONE
                 self._in_flight[shard] = kind
                 ready[kind].append(shard)
@@ -220,9 +218,9 @@ class ShiftQueue:
         shifts = self.next_shifts(shards)
         taken = self._piece.intersection(shards)
         self._piece -= taken
-        for shard in taken:
-            if not self.is_pinned and not self._is_needed("shift", shard):
-                self._give_back("shift", shard)
+        for shard in shards:
+            if self._in_flight[shard] is ShiftKind.NONE:
+                self.memory.free("shift", shard, is_kept=shard not in taken)
         if self._piece or not self._unloaded:
             return shifts
         return Shifts(shifts.added, shifts.replaced + self._next_piece(), not self._unloaded)
@@ -237,8 +235,8 @@ class ShiftQueue:
         """From now on the fragment's part of the snapshot buffer is the learner's."""
         for shard in self._layout.fragments[fragment]:
             self._has_snapshot[shard] = False
-            self._used["snapshot", shard] = True
             self._asked.add(shard)
+            self.memory.use("snapshot", shard)
 
     def snapshot_taken(self, fragment: FragmentId) -> None:
         """The learner has written the fragment: add the shifts that it had not added by then."""
@@ -254,33 +252,9 @@ class ShiftQueue:
         """The next contribution has a snapshot of its own: no need to keep this one up."""
         self._has_snapshot[shard] = False
 
-    # -- memory --------------------------------------------------------------------------------------------------------
-
-    def rest(self) -> None:
-        """Give back the memory of what has not been used since the last call."""
-        if self.learner is None or self.is_pinned:
-            return
-        for (place, shard), is_fresh in list(self._used.items()):
-            if self._is_needed(place, shard):
-                continue
-            if is_fresh:
-                self._used[place, shard] = False
-                continue
-            self._give_back(place, shard)
-
-    def _give_back(self, place: Place, shard: ShardId) -> None:
-        del self._used[place, shard]
-        piece = self._layout.shards[shard]
-        if place == "queued":
-            self._spare.give_back(piece.start, piece.stop)
-        else:
-            self._vectors.give_back(place, piece.start, piece.stop)
-
-    def _is_needed(self, place: Place, shard: ShardId) -> bool:
-        match place:
-            case "shift":
-                return self._in_flight[shard] is not ShiftKind.NONE
-            case "queued":
-                return self._in_queue[shard] is not ShiftKind.NONE
-            case "snapshot":
-                return self._has_snapshot[shard] or shard in self._asked
+    def snapshot_over(self, fragment: FragmentId) -> None:
+        """All that is given from the fragment's snapshot is encoded; the learner is not writing another one."""
+        for shard in self._layout.fragments[fragment]:
+            if shard not in self._asked:
+                self._has_snapshot[shard] = False
+                self.memory.free("snapshot", shard)

@@ -25,6 +25,7 @@ from p2pdiloco.peer.host import LearnerLife, within
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.shift_queue import Shifts
+from p2pdiloco.peer.snapshots import Snapshots
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.identifiers import LearnerId, digest_of, learner_id, peer_of
@@ -52,8 +53,9 @@ MISUSED = 2
 class Ward:
     """One life of the learner, as its node looks after it."""
 
-    def __init__(self, learner: LearnerId) -> None:
+    def __init__(self, learner: LearnerId, snapshots: Snapshots) -> None:
         self.learner = learner
+        self.snapshots = snapshots
         self.process: LearnerLife | None = None
         """None before it is there, and when it has ended."""
         self.is_ready = False
@@ -106,10 +108,14 @@ class Supervision:
         """Of the latest life."""
         return None if self.ward is None else self.ward.learner
 
+    def ward_of(self, name: str) -> Ward:
+        """A new life."""
+        return Ward(learner_id(self._driver.machine.view.me, name), Snapshots(self._driver, self._ask))
+
     async def live(self, lives: AsyncExitStack) -> None:
         """Start the learner; after a crash again. Whoever closes ``lives`` ends the learner in order."""
         while True:
-            ward = self.ward = Ward(learner_id(self._driver.machine.view.me, self._host.draw_name()))
+            ward = self.ward = self.ward_of(self._host.draw_name())
             ended: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
 
             def gone(reason: str, status: int, ended: asyncio.Future[tuple[str, int]] = ended) -> None:
@@ -200,8 +206,9 @@ class Supervision:
             case link.Shifted():
                 driver.job(lambda: state.shifts.shifted(message.shards), self._to(self.ward))
             case link.Snapshotted():
+                assert self.ward is not None
                 event = ev.Snapshotted(message.fragment, message.step, message.steps, message.tokens)
-                driver.job(lambda: state.shifts.snapshot_taken(message.fragment), lambda _: driver.feed(event))
+                self.ward.snapshots.taken(event)
             case link.Paused():
                 driver.feed(ev.LearnerPaused(message.steps, message.tokens))
             case link.Evaluated():
@@ -215,7 +222,7 @@ class Supervision:
                 self.ward.is_ready = True
                 self.ward.has_blocks = message.has_blocks
                 is_pinned = message.device.startswith("cuda")
-                driver.job(lambda: setattr(state.shifts, "is_pinned", is_pinned), lambda _: None)
+                driver.job(lambda: setattr(state.shifts.memory, "is_pinned", is_pinned), lambda _: None)
                 self._metrics.write(
                     "learner-ready",
                     learner=self.learner,
@@ -317,7 +324,8 @@ class Supervision:
         """Pass a command on."""
         match effect:
             case ef.Snapshot():
-                self._send(link.Snapshot(fragment=effect.fragment, step=effect.step))
+                if self.ward is not None:
+                    self.ward.snapshots.want(effect)
             case ef.Train():
                 self._send(link.Train(block=effect.block))
             case ef.AdoptStep():
@@ -326,6 +334,9 @@ class Supervision:
                 self._send(link.Pause())
             case ef.Evaluate():
                 self._send(link.Evaluate(version=effect.version))
+
+    def _ask(self, question: ef.Snapshot) -> None:
+        self._send(link.Snapshot(fragment=question.fragment, step=question.step))
 
     def _send(self, command: link.FromNode) -> None:
         """To a learner that is there and has its parameters; a later life begins with what the node has then."""

@@ -38,7 +38,7 @@ class FragmentTurn:
         """Shards whose turn is open: the heads they had when it opened, and when that was."""
         self.is_snapshotting = False
         self.asked_at = 0.0
-        """When that was asked for."""
+        """When that was asked for, or the learner has answered last."""
         self.encoding: dict[ShardId, tuple[Digest, Contributor]] = {}
         """Shards being encoded: the heads that their outer gradients are relative to, and the ranges."""
         self.steps = 0
@@ -188,6 +188,8 @@ class Contributions:
             return
         turn.is_snapshotting = False
         self.trouble.answered()
+        for other in self.turns:
+            other.asked_at = core.now  # it copies one after the other
         turn.steps, turn.tokens = event.steps, event.tokens
         for shard in turn.open:
             if self.has_given(shard) or self.merges.collections[shard].is_closed:

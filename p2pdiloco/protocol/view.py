@@ -38,6 +38,11 @@ class MachineView:
         return self._core.config.peer
 
     @property
+    def sync_every(self) -> int:
+        """H: steps from one turn of a fragment to its next."""
+        return self._core.config.sync_every
+
+    @property
     def step(self) -> int:
         """The global step."""
         return self._core.step

@@ -310,9 +310,9 @@ BUGS = (
     ),
     Bug(
         name="snapshots are never brought up to date",
-        module=_SUPERVISION,
-        old="driver.job(lambda: state.shifts.snapshot_taken(message.fragment), lambda _: driver.feed(event))",
-        new="driver.job(lambda: None, lambda _: driver.feed(event))",
+        module="p2pdiloco.peer.snapshots",
+        old="self._driver.job(lambda: shifts.snapshot_taken(event.fragment), ",
+        new="self._driver.job(lambda: None, ",
         harm="nothing that a learner trains is ever contributed",
         killed_by=(f"{_SUPERVISION_TESTS}::test_a_snapshot_counts_when_it_was_taken_in_full",),
     ),

@@ -5,6 +5,9 @@ from __future__ import annotations
 from p2pdiloco.simulation.planter import Bug
 
 _SHIFTS = "p2pdiloco.peer.shift_queue"
+_VECTORS = "p2pdiloco.peer.vector_memory"
+_SNAPSHOTS = "p2pdiloco.peer.snapshots"
+_SNAPSHOT_TESTS = "tests/unit/test_peer_snapshots.py"
 _STORE = "p2pdiloco.peer.payload_store"
 _QUEUE_TESTS = "tests/unit/test_peer_shift_queue.py"
 _LOG = "p2pdiloco.peer.commit_log"
@@ -121,27 +124,75 @@ BUGS = (
     # -- shifts and snapshots ------------------------------------------------------------------------------------------
     Bug(
         name="memory in use goes as soon as anybody rests",
-        module=_SHIFTS,
-        old="            if is_fresh:\n",
-        new="            if not place:\n",
+        module=_VECTORS,
+        old="                if is_fresh:\n",
+        new="                if not place:\n",
         harm="memory that turns need again at once is fetched from the kernel each time",
         killed_by=(f"{_QUEUE_TESTS}::test_what_is_used_between_two_rests_stays",),
     ),
     Bug(
         name="a snapshot's memory goes while the learner writes it",
         module=_SHIFTS,
-        old="return self._has_snapshot[shard] or shard in self._asked",
-        new="return self._has_snapshot[shard]",
+        old='self.memory.use("snapshot", shard)',
+        new='self.memory.free("snapshot", shard)',
         harm="an outer gradient is made of zeros",
         killed_by=(f"{_QUEUE_TESTS}::test_a_snapshot_stays_until_it_is_encoded",),
     ),
     Bug(
         name="memory that a device has locked is given back",
-        module=_SHIFTS,
-        old="if self.learner is None or self.is_pinned:",
-        new="if False:",
+        module=_VECTORS,
+        old="        if not self.is_pinned:\n",
+        new="        if self:\n",
         harm="the device copies from pages that nobody writes any more",
         killed_by=(f"{_QUEUE_TESTS}::test_nothing_is_given_back_under_a_device_that_has_locked_it",),
+    ),
+    Bug(
+        name="memory that nobody uses stays until everybody has rested twice",
+        module=_VECTORS,
+        old="while self._kept_elements > KEPT and not self.is_pinned:",
+        new="while False:",
+        harm="with short steps shift and snapshot are whole models",
+        killed_by=(f"{_QUEUE_TESTS}::test_of_what_is_not_in_use_little_is_kept",),
+    ),
+    Bug(
+        name="memory is counted as kept for ever",
+        module=_VECTORS,
+        old="        if self._kept.pop((place, shard), None) is not None:\n",
+        new="        if self._kept.pop((place, shard), None) is None and not shard:\n",
+        harm="after a few turns nothing is kept, and each fetches its memory from the kernel",
+        killed_by=(f"{_QUEUE_TESTS}::test_of_what_is_not_in_use_little_is_kept",),
+    ),
+    Bug(
+        name="a snapshot of which nothing was given stays",
+        module=_SNAPSHOTS,
+        old="self._driver.job(lambda: shifts.snapshot_over(event.fragment), ",
+        new="self._driver.job(lambda: None, ",
+        harm="a fragment's copy is in memory until its next turn, and kept up to date",
+        killed_by=(f"{_SNAPSHOT_TESTS}::test_where_every_fragment_has_a_turn_at_once_they_follow_each_other",),
+    ),
+    Bug(
+        name="a stopped learner is asked for everything at once",
+        module=_SNAPSHOTS,
+        old="        if fragment in self._under_way:\n            return False\n",
+        new="        if fragment not in self._under_way:\n            return True\n",
+        harm="at the run's end snapshots are a whole model",
+        killed_by=(f"{_SNAPSHOT_TESTS}::test_where_every_fragment_has_a_turn_at_once_they_follow_each_other",),
+    ),
+    Bug(
+        name="questions of a learner that is gone are waited for",
+        module="p2pdiloco.peer.supervision",
+        old="name), Snapshots(self._driver, self._ask))",
+        new="name), self.ward.snapshots if self.ward else Snapshots(self._driver, self._ask))",
+        harm="the next learner is never asked for that fragment",
+        killed_by=(f"{_SNAPSHOT_TESTS}::test_the_next_learner_is_asked_for_what_the_last_did_not_answer",),
+    ),
+    Bug(
+        name="a learner that copies one fragment after the other is silent",
+        module="p2pdiloco.protocol.contributions",
+        old="            other.asked_at = core.now  # it copies one after the other\n",
+        new="            pass\n",
+        harm="at a large run's end the others go on without what it has still to give",
+        killed_by=("tests/unit/protocol/test_trouble.py::test_a_learner_that_answers_one_question_is_not_silent",),
     ),
     # -- payloads ------------------------------------------------------------------------------------------------------
     Bug(

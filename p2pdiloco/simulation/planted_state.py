@@ -159,8 +159,8 @@ BUGS = (
     Bug(
         name="a piece that was taken keeps its memory",
         module=_SHIFTS,
-        old='            if not self.is_pinned and not self._is_needed("shift", shard):\n',
-        new="            if False:\n",
+        old="is_kept=shard not in taken)",
+        new="is_kept=True)",
         harm="a start needs memory for a second model",
         killed_by=(f"{_SHIFT_TESTS}::test_a_new_learner_is_given_the_parameters_piece_by_piece",),
     ),

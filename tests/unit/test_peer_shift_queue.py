@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from p2pdiloco.peer import shift_queue
+from p2pdiloco.peer import shift_queue, vector_memory
 from p2pdiloco.peer.shift_queue import Moves, ShiftQueue, Shifts
 from p2pdiloco.protocol.identifiers import FragmentId, LearnerId, ShardId
 from p2pdiloco.protocol.manifest import TensorSpec, make_layout
@@ -53,20 +53,53 @@ def shift(queue: ShiftQueue, shard: ShardId, value: float) -> None:
 def test_what_the_learner_has_taken_is_given_back_when_it_has_rested(stand: Stand) -> None:
     queue, vectors = stand
     assert bytes_of(vectors) == 2 * 4 * SIZE
-    queue.rest()
+    queue.memory.rest()
     assert bytes_of(vectors) == 2 * 4 * SIZE, "it may be wanted again at once"
-    queue.rest()
+    queue.memory.rest()
     assert bytes_of(vectors) == 0
 
 
 def test_what_is_used_between_two_rests_stays(stand: Stand) -> None:
     queue, vectors = stand
-    queue.rest()
+    queue.memory.rest()
     shift(queue, ShardId(1), 2.0)
     queue.shifted((ShardId(1),))
-    queue.rest()
+    queue.memory.rest()
     assert bytes_of(vectors) == 4 * SIZE
     assert torch.equal(vectors.shift[SIZE:], torch.full((SIZE,), 2.0))
+
+
+def test_of_what_is_not_in_use_little_is_kept(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is in use; and what was used last is kept."""
+    monkeypatch.setattr(vector_memory, "KEPT", SIZE)
+    queue, vectors = stand
+    for last in (1, 0, 1, 1):
+        for shard in SHARDS:
+            shift(queue, shard, 2.0)
+        assert bytes_of(vectors) == 2 * 4 * SIZE
+        queue.shifted((SHARDS[1 - last],))
+        assert bytes_of(vectors) == 2 * 4 * SIZE
+        queue.shifted((SHARDS[last],))
+        assert bytes_of(vectors) == 4 * SIZE
+        assert vectors.shift[last * SIZE : (last + 1) * SIZE].min() == 2.0
+        vectors.give_back("shift", (1 - last) * SIZE, (2 - last) * SIZE)  # to read a page takes one
+        for _ in range(3):  # there is still one alone that is not in use
+            shift(queue, SHARDS[last], 2.0)
+            queue.shifted((SHARDS[last],))
+            assert bytes_of(vectors) == 4 * SIZE
+
+
+def test_a_snapshot_that_is_asked_for_again_stays(stand: Stand) -> None:
+    """What was over comes late: the learner writes the next one."""
+    queue, vectors = stand
+    queue.snapshot_asked(FragmentId(1))
+    queue.snapshot_taken(FragmentId(1))
+    queue.snapshot_asked(FragmentId(1))
+    vectors.snapshot[SIZE:] = 5.0
+    queue.snapshot_over(FragmentId(1))
+    for _ in range(3):
+        queue.memory.rest()
+    assert vectors.snapshot[SIZE:].min() == 5.0
 
 
 def test_shifts_that_the_learner_has_not_taken_stay(stand: Stand) -> None:
@@ -75,51 +108,52 @@ def test_shifts_that_the_learner_has_not_taken_stay(stand: Stand) -> None:
     shift(queue, ShardId(0), 2.0)
     shift(queue, ShardId(0), 3.0)
     for _ in range(3):
-        queue.rest()
+        queue.memory.rest()
     assert torch.equal(vectors.shift[:SIZE], torch.full((SIZE,), 2.0))
     assert torch.equal(queue.queued[:SIZE], torch.full((SIZE,), 3.0))
     assert queue.shifted((ShardId(0),)).added == (ShardId(0),)
     for _ in range(3):
-        queue.rest()
+        queue.memory.rest()
     assert torch.equal(vectors.shift[:SIZE], torch.full((SIZE,), 3.0))
     assert not queue.queued[:SIZE].any(), "nothing waits there any more"
     queue.shifted((ShardId(0),))
     for _ in range(2):
-        queue.rest()
+        queue.memory.rest()
     assert bytes_of(vectors) == 0
 
 
 def test_a_snapshot_stays_until_it_is_encoded(stand: Stand) -> None:
     queue, vectors = stand
     for _ in range(2):
-        queue.rest()
+        queue.memory.rest()
     queue.snapshot_asked(FragmentId(1))
     vectors.snapshot[SIZE:] = 5.0
     for _ in range(3):
-        queue.rest()
+        queue.memory.rest()
     assert vectors.snapshot[SIZE:].min() == 5.0, "the learner is writing it"
     queue.snapshot_taken(FragmentId(1))
     for _ in range(3):
-        queue.rest()
+        queue.memory.rest()
     assert vectors.snapshot[SIZE:].min() == 5.0, "it is to be encoded"
     queue.snapshot_encoded(ShardId(1))
+    queue.snapshot_over(FragmentId(1))
     for _ in range(2):
-        queue.rest()
+        queue.memory.rest()
     assert bytes_of(vectors) == 0
 
 
 def test_nothing_is_given_back_under_a_device_that_has_locked_it(stand: Stand) -> None:
     """Nor while there is no learner: the next one may have locked it before it says so."""
     queue, vectors = stand
-    queue.is_pinned = True
+    queue.memory.is_pinned = True
     queue.load(LEARNER)
     queue.shifted(SHARDS)
     for _ in range(3):
-        queue.rest()
-    queue.is_pinned = False
+        queue.memory.rest()
+    queue.memory.is_pinned = False
     queue.unload()
     for _ in range(3):
-        queue.rest()
+        queue.memory.rest()
     assert bytes_of(vectors) == 2 * 4 * SIZE
 
 

@@ -122,6 +122,17 @@ def test_a_learner_that_does_not_answer_does_not_participate() -> None:
     assert notes(slow.wait(2.0), "silent")
 
 
+def test_a_learner_that_answers_one_question_is_not_silent() -> None:
+    """N3a: it copies one fragment after the other, and how many at once is not the machine's to know."""
+    stage = Stage(B, owners="ba", fragments=((0,), (1,)))
+    asked = only(stage.train(4), ef.Snapshot)
+    assert len(asked) == 2
+    stage.wait(15.0)
+    effects = stage.tell(stage.end_of(asked[0]))
+    assert not notes(effects + stage.wait(15.0), "silent")
+    assert notes(stage.wait(6.0), "silent")
+
+
 def test_a_learner_that_answers_again_participates() -> None:
     """N3b: or another one in its place."""
     stage = Stage(B, owners="ba")
