@@ -32,7 +32,6 @@ with warnings.catch_warnings():
     from p2pdiloco.node.node import Node
     from p2pdiloco.peer.options import LinkOptions, PeerOptions
     from p2pdiloco.peer.peer import InitialState
-    from p2pdiloco.peer.supervision import Ward
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.identifiers import FragmentId, PeerId
