@@ -24,7 +24,16 @@ import msgspec
 
 from benchmarks import record
 from benchmarks.quality.bases import MUON, UNEVEN, as_shipped
-from benchmarks.quality.questions import EACH_SIX, LINE, OFTEN
+from benchmarks.quality.questions import (
+    ANY_LENGTH,
+    EACH_SIX,
+    EACH_TWELVE,
+    FEW_BYTES,
+    LARGER,
+    LINE,
+    OFTEN,
+    TWELVE,
+)
 from benchmarks.quality.report import by_seed, seedless, spread
 from benchmarks.quality.runner import rows
 from benchmarks.quality.settings import Setting, to_row
@@ -35,7 +44,10 @@ LENGTHS = (240, 480, 960, 1440, 1920)
 MIXED = ("mixture", "languages")
 """Data of which the baseline has all four languages."""
 SHORT: dict[str, Any] = {**EACH_SIX, "overlap": 2, "merge": "direct", "correction": False, "steps": 480}
-"""What a founder of 480 steps gets who leaves out how often there are turns and how they are merged."""
+"""What a founder of 480 steps got who left out how often there are turns and how they are merged: a cosine."""
+SHARED: dict[str, Any] = {"shares_moments": True, "learners": 8}
+SPREAD = ((6, EACH_SIX), (12, EACH_TWELVE))
+SLOW: dict[str, Any] = {"learning_rate": 8e-3}
 LARGEST_GAP = 2.0
 """Between two lengths that are joined by a line."""
 
@@ -53,30 +65,43 @@ def _of(name: str, base: Setting | None = None, **changes: object) -> Claim:
 
 
 def claims() -> list[Claim]:
-    """All that docs/quality.md speaks of, in the order in which it is shown."""
+    """All that docs/quality.md speaks of, in the order in which it is shown: what ships, what it was chosen among, and
+    what shipped before."""
     adamw = msgspec.structs.replace(MUON, inner="adamw", learning_rate=4e-3)
+    near: dict[str, Any] = {**OFTEN, **EACH_SIX}
+    short: dict[str, Any] = {**ANY_LENGTH, "steps": 480, "learning_rate": 32e-3}
     return [
-        *(_of(f"as shipped, M = {m}", learners=m) for m in (8, 4, 2)),
-        _of("one learner with the outer optimizer", learners=1),
-        *(_of(f"as shipped, M = {m}, 480 steps (the mean, 80 turns)", **SHORT, learners=m) for m in (4, 8)),
-        *(_of(f"RDA, M = {m}, 480 steps (in 40 turns)", steps=480, sync_every=12, learners=m) for m in (4, 8)),
-        _of("H = 24, M = 4, 480 steps (in 20 turns)", steps=480),
-        *(_of(f"the mean every 6 steps, rate to 0, M = {m}", **OFTEN, **EACH_SIX, learners=m) for m in (8, 4, 2)),
-        _of("RDA, rate to 0, M = 8", **LINE, learners=8),
-        _of("momentum in bfloat16, M = 4", momentum_type="bfloat16"),
-        _of("coarsest (int2, int4 at step 1.6), M = 4", up="int2", down="int4@1.6", owed=1.0, owners="drawn"),
-        _of("four languages, all to all, M = 4", data="mixture"),
-        _of("one language a learner, M = 4", data="languages"),
-        *(_of(f"AdamW instead, M = {m}", adamw, learners=m) for m in (8, 4)),
-        *(_of(f"bias corrected, M = {m}", correction=True, learners=m) for m in (8, 4, 2)),
-        *(_of(f"not bounded, M = {m}", MUON, learners=m) for m in (8, 4, 2)),
-        _of("bias not corrected, M = 4, 20 turns", correction=False, steps=480),
-        _of("not bounded, fp32 both ways", MUON, up="fp32", down="fp32"),
-        _of("not bounded, int4 at step 1.0", MUON, up="int4@1.0", down="int4@1.0"),
-        _of("not bounded, int2", MUON, up="int2", down="int2"),
-        _of("not bounded, speeds 1:1:2:4", MUON, speeds=UNEVEN),
-        _of("not bounded, absent half of the time", MUON, absent=0.5),
-        _of("not bounded, each a part of the data", MUON, data="parts"),
+        *(_of(f"as shipped, M = {m}", **ANY_LENGTH, learners=m) for m in (8, 4, 2)),
+        _of("as shipped, one learner", **ANY_LENGTH, learners=1),
+        *(_of(f"as shipped, M = {m}, 480 steps", **short, learners=m) for m in (4, 8)),
+        _of("as shipped, coarsest (int2, int4 at step 1.6), M = 4", **ANY_LENGTH, **FEW_BYTES),
+        _of("as shipped, four languages, all to all, M = 4", **ANY_LENGTH, data="mixture"),
+        _of("as shipped, one language a learner, M = 4", **ANY_LENGTH, data="languages"),
+        *(_of(f"overlap of one step, M = {m}", **near, learners=m) for m in (8, 4, 2)),
+        *(_of(f"mean 0.7 / 0.6 every 12 steps, M = {m}", **TWELVE, learners=m) for m in (8, 4, 2, 1)),
+        *(_of(f"RDA every 24 steps (larger models), M = {m}", **LINE, learners=m) for m in (8, 4)),
+        *(_of(f"inner momentum shared, H = {h}, M = 8", **OFTEN, **way, **SHARED) for h, way in SPREAD),
+        *(_of(f"0.5M, 960 steps, M = {m}", **LARGER, **ANY_LENGTH | SLOW, learners=m) for m in (8, 4)),
+        *(_of(f"0.5M, 960 steps, RDA every 24, M = {m}", **LARGER, **LINE, learners=m) for m in (8, 4)),
+        *(_of(f"before: RDA, cosine, M = {m}", learners=m) for m in (8, 4, 2)),
+        _of("before: one learner with the outer optimizer", learners=1),
+        *(_of(f"before: M = {m}, 480 steps (mean, cosine)", **SHORT, learners=m) for m in (4, 8)),
+        *(_of(f"before: RDA, M = {m}, 480 steps (40 turns)", steps=480, sync_every=12, learners=m) for m in (4, 8)),
+        _of("before: RDA, M = 4, 480 steps (20 turns)", steps=480),
+        _of("before: momentum in bfloat16, M = 4", momentum_type="bfloat16"),
+        _of("before: coarsest, M = 4", **FEW_BYTES),
+        _of("before: four languages, all to all, M = 4", data="mixture"),
+        _of("before: one language a learner, M = 4", data="languages"),
+        *(_of(f"before: AdamW instead, M = {m}", adamw, learners=m) for m in (8, 4)),
+        *(_of(f"before: bias corrected, M = {m}", correction=True, learners=m) for m in (8, 4, 2)),
+        _of("before: bias not corrected, M = 4, 20 turns", correction=False, steps=480),
+        _of("before: not bounded, M = 4", MUON),
+        _of("before: not bounded, fp32 both ways", MUON, up="fp32", down="fp32"),
+        _of("before: not bounded, int4 at step 1.0", MUON, up="int4@1.0", down="int4@1.0"),
+        _of("before: not bounded, int2", MUON, up="int2", down="int2"),
+        _of("before: not bounded, speeds 1:1:2:4", MUON, speeds=UNEVEN),
+        _of("before: not bounded, absent half of the time", MUON, absent=0.5),
+        _of("before: not bounded, each a part of the data", MUON, data="parts"),
     ]
 
 
@@ -90,7 +115,7 @@ def parallel(cells: Cells, setting: Setting, steps: int) -> dict[int, float]:
     """Data parallel's test loss by seed, with ``setting``'s model, batch and inner optimizer, in ``steps`` steps, at
     the learning rate that has the best validation loss over the seeds that all rates have."""
     is_mixed = setting.data in MIXED
-    alike = ("width", "depth", "heads", "context", "batch", "final_share", "warmup", "inner", "memory")
+    alike = ("width", "depth", "heads", "context", "batch", "final_share", "decay_share", "warmup", "inner", "memory")
     found = [
         cell
         for cell in cells
@@ -144,7 +169,8 @@ def measured(cells: Cells, claim: Claim) -> dict[str, Any]:
     like = {name: getattr(setting, name) for name in ("width", "depth", "heads", "context", "batch", "steps", "inner")}
     alone: Mapping[int, Mapping[str, Any]] = {}
     if setting.data not in MIXED:
-        alone = cells.get(tuned(cells, seedless(as_shipped(learners=1, **like))), {})
+        usual = ANY_LENGTH if setting.decay_share else {}
+        alone = cells.get(tuned(cells, seedless(as_shipped(**usual | like, learners=1))), {})
     found["to_parallel"] = [100.0 * (x / against[s] - 1.0) for s, x in sorted(test.items()) if s in against]
     found["to_one"] = [100.0 * (x / halves(alone[s])[1] - 1.0) for s, x in sorted(test.items()) if s in alone]
     shares = []

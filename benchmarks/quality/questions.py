@@ -284,13 +284,13 @@ FEW_BYTES: dict[str, Any] = {"up": "int2", "down": "int4@1.6", "owed": 1.0, "own
 
 
 def everywhere() -> list[Setting]:
-    """The mean every six steps in all lengths: two, four and eight learners, each rate, three seeds."""
-    cells = [(m, 16e-3, seed) for m in (8, 4, 2) for seed in SEEDS]
-    cells += [(m, 24e-3, seed) for m in (8, 4) for seed in SEEDS]
-    found = [as_shipped(**ANY_LENGTH | {"learning_rate": r}, learners=m, seed=seed) for m, r, seed in cells]
+    """The mean every six steps in all lengths: two, four and eight learners, each rate, three seeds; an overlap of one
+    step."""
     near: dict[str, Any] = {**OFTEN, **EACH_SIX}
-    found += [as_shipped(**near | {"learning_rate": 24e-3}, learners=8, seed=seed) for seed in SEEDS]
-    return [*found, *(as_shipped(**near, learners=m, seed=seed) for m in (4, 2, 8) for seed in SEEDS)]
+    cells = [(ANY_LENGTH, m, rate) for m, rate in ((8, 16e-3), (4, 16e-3), (4, 24e-3), (2, 16e-3))]
+    cells += [(near, m, rate) for m, rate in ((8, 24e-3), (4, 16e-3), (2, 16e-3), (8, 16e-3))]
+    ways = [({**way, "learning_rate": rate, "learners": m}, seed) for way, m, rate in cells for seed in SEEDS]
+    return [as_shipped(**way, seed=seed) for way, seed in ways]
 
 
 def beside() -> list[Setting]:
@@ -301,6 +301,7 @@ def beside() -> list[Setting]:
         as_shipped(**own),
         _parallel(**LINE, data="mixture", learning_rate=16e-3),
         *(_parallel(**LINE, steps=steps, learning_rate=rate) for steps, rate in lengths[:2]),
+        *(_parallel(**LINE, steps=480, learning_rate=32e-3, seed=seed) for seed in SEEDS[1:]),
         *(as_shipped(**ANY_LENGTH, **FEW_BYTES, seed=seed) for seed in SEEDS),
         as_shipped(**own | {"learning_rate": 8e-3}),
         *(_parallel(**LINE, data="mixture", learning_rate=16e-3, seed=seed) for seed in SEEDS[1:]),
@@ -311,17 +312,13 @@ def beside() -> list[Setting]:
     ]
 
 
+LARGER: dict[str, Any] = {"width": 96, "depth": 4, "heads": 6, "context": 64, "batch": 32, "steps": 960, "warmup": 48}
+"""492,384 parameters."""
+
+
 def large() -> list[Setting]:
     """492,384 parameters, 960 steps: data parallel's rate, then the mean every six steps and RDA every 24."""
-    shape: dict[str, Any] = {
-        "width": 96,
-        "depth": 4,
-        "heads": 6,
-        "context": 64,
-        "batch": 32,
-        "steps": 960,
-        "warmup": 48,
-    }
+    shape = LARGER
     near: dict[str, Any] = {**OFTEN, **EACH_SIX, **shape}
     return [
         *(_parallel(**LINE, **shape, learning_rate=rate) for rate in (8e-3, 16e-3)),
@@ -332,6 +329,17 @@ def large() -> list[Setting]:
         as_shipped(**LINE, **shape, learning_rate=8e-3, learners=4),
         _parallel(**LINE, **shape, learning_rate=4e-3),
     ]
+
+
+def others() -> list[Setting]:
+    """Four learners by DiLoCo and Streaming DiLoCo (H = 96) with the line, each over the same small grid of inner rates
+    and outer settings."""
+    plain: dict[str, Any] = {**LINE, "merge": "direct", "sync_every": 96, "bounded": False, "correction": False}
+    diloco = {**plain, "fragments": 1, "overlap": 0, "up": "fp32", "down": "fp32", "adopt": "overwrite"}
+    streaming = {**plain, "fragments": 4, "overlap": 5, "up": "e3m0", "down": "fp32", "adopt": "blend"}
+    grid = ((8e-3, 0.7, 0.6), (8e-3, 0.7, 0.9), (16e-3, 0.7, 0.6), (8e-3, 0.4, 0.9))
+    ways = [(way, *point) for point in grid for way in (diloco, streaming)]
+    return [as_shipped(**way, learning_rate=lr, outer_rate=r, outer_momentum=mu) for way, lr, r, mu in ways]
 
 
 def stays() -> list[Setting]:
@@ -368,6 +376,7 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "moments": moments,
     "decision": decision,
     "low": low,
+    "others-line": others,
     "large": large,
     "everywhere": everywhere,
     "beside": beside,

@@ -16,7 +16,7 @@ from p2pdiloco.node.misprints import in_words
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.chain import genesis_head
-from p2pdiloco.protocol.defaults import completed, in_turns, without_left_out
+from p2pdiloco.protocol.defaults import completed, in_turns, with_usual_rate, without_left_out
 from p2pdiloco.protocol.events import ShardState
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import (
@@ -78,6 +78,7 @@ def read_config(path: Path) -> RunConfig:
         config = msgspec.toml.decode(data, type=RunConfig)
         written = msgspec.toml.decode(data)
         config = in_turns(config, written.get("schedule", {}), written.get("outer", {}))
+        config = with_usual_rate(config, written.get("inner", {}))
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {in_words(error, data, RunConfig)}") from error
     except (msgspec.DecodeError, ValueError) as error:

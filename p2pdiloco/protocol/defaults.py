@@ -50,6 +50,10 @@ momentum every 24 steps, whatever the number of steps and of learners (docs/qual
 SMALL: Final = 1 << 23
 """Parameters of a model for which traffic does not matter: with 4 bits every 6 steps a peer says and hears about 0.14
 bytes a parameter and step each, here 1.2 MB."""
+RATE_AT_ONE: Final = 0.1
+"""Muon's inner rate times the root of the width: of what was run, data parallel ends lowest with 0.016 at width 48,
+0.008 at 96 (0.016 is 0.8 % worse), three learners with 0.004, the highest tried, at 128 (docs/quality.md)."""
+LARGEST_RATE: Final = 0.016
 DECAY_SHARE: Final = 0.2
 """Of a budget of tokens, at its end: the rate falls."""
 LINE_SHARE: Final = 0.95
@@ -92,6 +96,17 @@ def in_turns(config: RunConfig, said: Collection[str], said_outer: Collection[st
     return msgspec.structs.replace(
         config, outer=outer, schedule=msgspec.structs.replace(schedule, fragments=fragments, sync_every=sync_every)
     )
+
+
+def with_usual_rate(config: RunConfig, said: Collection[str]) -> RunConfig:
+    """``config`` with the inner rate that its founder left out, where it is known what is near the best: Muon's, of a
+    ``SMALL`` built-in model, falls with the root of the width. ``said``: which keys of the inner optimizer were
+    written."""
+    inner, model = config.inner, config.model
+    if "learning_rate" in said or inner.optimizer == "adamw" or _parameters(model) > SMALL:
+        return config
+    rate = round(min(LARGEST_RATE, RATE_AT_ONE / model.width**0.5), 4)
+    return msgspec.structs.replace(config, inner=msgspec.structs.replace(inner, learning_rate=rate))
 
 
 def _parameters(model: ModelConfig) -> float:

@@ -130,7 +130,8 @@ class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     batch: Samples = 16
     """Samples per inner step of one learner."""
     learning_rate: Rate = 1e-3
-    """Peak."""
+    """Peak. Left out of a run's file: Muon's of a small built-in model 0.1 / sqrt(width), at most 0.016
+    (``defaults.with_usual_rate``); else 0.001, which suits larger ones."""
     final_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     """Share of the peak that is left at the run's end."""
     warmup: Annotated[int, Meta(ge=0, le=2**40)] = 50

@@ -241,6 +241,17 @@ BUGS = (
         ),
     ),
     Bug(
+        name="an inner rate that was written is not the run's",
+        module="p2pdiloco.protocol.defaults",
+        old='if "learning_rate" in said or inner.optimizer',
+        new="if inner.optimizer",
+        harm="a founder's rate is another than the file says",
+        killed_by=(
+            "tests/unit/test_protocol_defaults.py::"
+            "test_an_inner_rate_that_is_left_out_follows_the_width_of_a_small_model_with_muon",
+        ),
+    ),
+    Bug(
         name="momentum's bias corrected however long the run",
         module="p2pdiloco.protocol.defaults",
         old="return turns < ENOUGH_TURNS and ",

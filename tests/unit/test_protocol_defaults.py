@@ -21,6 +21,7 @@ from p2pdiloco.protocol.defaults import (
     in_turns,
     log_length,
     momentum_type,
+    with_usual_rate,
     without_left_out,
 )
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId, digest_of
@@ -159,6 +160,16 @@ def test_what_is_small_is_known_within_a_tenth() -> None:
         assert guess == pytest.approx(elements, rel=0.1)
         found = in_turns(RunConfig(name="run", model=model), {})
         assert (found.schedule.sync_every == 6) == (elements < SMALL)
+
+
+def test_an_inner_rate_that_is_left_out_follows_the_width_of_a_small_model_with_muon() -> None:
+    def rate(said: Collection[str] = (), optimizer: Any = UNSET, **model: Any) -> float:
+        config = RunConfig(name="run", inner=InnerConfig(optimizer=optimizer), model=ModelConfig(**model))
+        return with_usual_rate(config, said).inner.learning_rate
+
+    assert (rate(), rate(width=256), rate(width=16)) == (0.0088, 0.0063, 0.016)
+    others = [rate(["learning_rate"]), rate(optimizer="adamw"), rate(width=512, depth=8), rate(kind="huggingface")]
+    assert set(others) == {1e-3}
 
 
 def test_a_short_run_whose_file_says_nothing_of_merging_takes_the_mean_often() -> None:
