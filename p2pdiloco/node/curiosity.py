@@ -19,7 +19,7 @@ from p2pdiloco.runtime.backoff import Backoff
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.pings import FEW
 
-LOOK_S, LOOK_MOST_S = 2.0, 300.0
+LOOK_S, LOOK_MOST_S = 2.0, 600.0
 """Between two looks."""
 SELDOM = 4.0
 UNMET_LOOK_S, UNMET_FOR_S = 6.0, 120.0

@@ -27,7 +27,7 @@ BUGS = (
         module=_CURIOSITY,
         old="if self._look_at is None or not connected:",
         new="if self._look_at is None:",
-        harm="a peer whose swarm comes back is alone for five minutes more",
+        harm="a peer whose swarm comes back is alone for ten minutes more",
         killed_by=(f"{_LOOKS}::test_who_is_alone_looks_each_time",),
     ),
     Bug(
@@ -51,7 +51,7 @@ BUGS = (
         module=_CURIOSITY,
         old="if self._attended.difference(attended):",
         new="if not self._pause:",
-        harm="a peer behind a router cannot be met for five minutes",
+        harm="a peer behind a router cannot be met for ten minutes",
         killed_by=(f"{_LOOKS}::test_meeting_points_are_looked_for_where_none_is_attended_or_one_is_lost",),
     ),
     Bug(
@@ -67,7 +67,7 @@ BUGS = (
         module=_CURIOSITY,
         old="return bool(self._unmet) or not self._connected",
         new="return not self._connected",
-        harm="a home that joins a running run waits five minutes for a meeting point that came later",
+        harm="a home that joins a running run waits ten minutes for a meeting point that came later",
         killed_by=(f"{_LOOKS}::test_whom_others_hear_and_we_do_not_is_looked_for",),
     ),
     Bug(
