@@ -21,6 +21,7 @@ LAYERS = 24
 TURN = 24
 GROWTH = 1.01
 """bfloat16 rounds anything less than a 256th away: nothing would be given, and payloads would have no bytes."""
+STOPPED = "all steps are made"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 
@@ -48,7 +49,7 @@ def model_of(parameters: int) -> nn.Module:
     model = nn.Sequential(*layers).to_empty(device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.view(-1).copy_(torch.linspace(-0.02, 0.02, parameter.numel(), dtype=torch.bfloat16))
+            parameter.normal_(std=0.02)  # what is regular would be compressed to nothing
     return model
 
 
@@ -79,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         while not outer.is_complete:
             optimizer.step()
             time.sleep(options.step_s)
+        print(STOPPED, flush=True)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def script(node: ScriptedNode, layout: Layout, path: Path, found: dict[str, int]
     rest = residence.resident("RssAnon")
     with residence.Peak("RssAnon") as after:
         node.steps(STEPS)
-    found.update(alone=alone.bytes, together=together.bytes, after=after.bytes, rest=rest)
+    found.update(alone=alone.most, together=together.most, after=after.most, rest=rest)
     node.say(link.Exit())
 
 

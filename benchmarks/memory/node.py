@@ -94,7 +94,7 @@ class MeasuredRounds(Rounds):
         before, began = residence.resident(*fields), time.monotonic()
         with residence.Peak(*fields) as peak:
             assert await self._peer.peer._saver.save(is_last=False), "no checkpoint was written"
-        return {"peak": peak.bytes - before, "seconds": time.monotonic() - began}
+        return {"peak": peak.most - before, "seconds": time.monotonic() - began}
 
 
 async def serve(config: line.Message) -> None:

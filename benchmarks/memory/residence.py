@@ -5,11 +5,13 @@ Only the standard library, since whoever is measured reads this of itself.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 SAMPLE_S = 0.004
 
@@ -46,28 +48,44 @@ def vectors(names: Sequence[str]) -> dict[str, int]:
             found[name] += max(0, last - first)
 
 
-def resident(*fields: str) -> int:
-    """Bytes of this process now: the sum of some of ``RssAnon``, ``RssShmem``, ``RssFile``."""
+def resident(*fields: str, pid: int | None = None) -> int:
+    """Bytes of a process (this one) now: the sum of some of ``RssAnon``, ``RssShmem``, ``RssFile``.
+
+    Raises:
+        OSError: it has ended.
+    """
     wanted = tuple(f"{field}:" for field in fields)
-    with open("/proc/self/status", encoding="ascii") as file:
+    with open(f"/proc/{pid or 'self'}/status", encoding="ascii") as file:
         return sum(int(text.split()[1]) * 1024 for text in file if text.startswith(wanted))
 
 
-class Peak:
-    """The most of ``resident`` while it is open, looked at all ``SAMPLE_S``."""
+class Peaks:
+    """The most of ``resident`` of some processes while it is open, by phases and names, looked at all ``SAMPLE_S``."""
 
-    def __init__(self, *fields: str) -> None:
-        self._fields = fields
+    def __init__(self) -> None:
+        self.phase = ""
+        self.bytes: dict[tuple[str, str], int] = {}
+        self._processes: dict[str, tuple[int | None, tuple[str, ...]]] = {}
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True, name="peak")
-        self.bytes = 0
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="peaks")
+
+    def look_at(self, name: str, *fields: str, pid: int | None = None) -> None:
+        """From now on."""
+        self._processes = {**self._processes, name: (pid, fields)}
+
+    def look(self) -> None:
+        """Once."""
+        for name, (pid, fields) in self._processes.items():
+            with contextlib.suppress(OSError):
+                key = (self.phase, name)
+                self.bytes[key] = max(self.bytes.get(key, 0), resident(*fields, pid=pid))
 
     def _watch(self) -> None:
         while not self._over.wait(SAMPLE_S):
-            self.bytes = max(self.bytes, resident(*self._fields))
+            self.look()
 
-    def __enter__(self) -> Peak:
-        self.bytes = resident(*self._fields)
+    def __enter__(self) -> Self:
+        self.look()
         self._thread.start()
         return self
 
@@ -76,3 +94,16 @@ class Peak:
     ) -> None:
         self._over.set()
         self._thread.join()
+
+
+class Peak(Peaks):
+    """Of this process."""
+
+    def __init__(self, *fields: str) -> None:
+        super().__init__()
+        self.look_at("", *fields)
+
+    @property
+    def most(self) -> int:
+        """Bytes."""
+        return self.bytes["", ""]

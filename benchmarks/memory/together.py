@@ -4,11 +4,12 @@
 
 A script founds a run (``creeping.py``; a turn of every fragment in 24 steps); ``p2pdiloco join --follow`` joins it.
 When the follower has written two checkpoints and commits since, it is killed (SIGKILL) and started again. When the run
-is complete and both have ended, ``p2pdiloco export`` writes the model of each, which must be the same.
+is complete and both have ended, ``p2pdiloco export`` writes the model of each, which must be the same: the status is 1
+if it is not. "The end" is from the learner's last step until both have ended.
 
 Rules of this file:
-1. Memory is RssAnon and RssShmem of a node, and RssAnon of the script, which shares its node's, looked at all
-   ``SAMPLE_S``. What is clean in the page cache is nobody's.
+1. Memory is RssAnon and RssShmem of a node, and RssAnon of the script, which shares its node's. What is clean in the
+   page cache is nobody's.
 2. If the system runs out of memory, these are the processes that it should end.
 """
 
@@ -20,21 +21,20 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 import torch
 from safetensors import safe_open
 
 from benchmarks import bench
-from benchmarks.memory.creeping import LOOPBACK
+from benchmarks.memory import residence
+from benchmarks.memory.creeping import LOOPBACK, STOPPED
 
-SAMPLE_S = 0.01
+NODE = ("RssAnon", "RssShmem")
 LOOK_S = 0.2
 PATIENCE_S = 900.0
 CHECKPOINTS = 2
@@ -48,44 +48,22 @@ class TogetherError(Exception):
     """Somebody ended, or nothing came of it; the message says who, and what it said last."""
 
 
-class Watch:
-    """The most that each of several processes holds, by phase."""
+class Watch(residence.Peaks):
+    """What each of the processes holds, and all of them together."""
 
     def __init__(self) -> None:
-        self.peaks: dict[tuple[str, str], int] = {}
-        self.phase = ""
-        self._processes: dict[str, tuple[int, tuple[str, ...]]] = {}
+        super().__init__()
         self._least_free = self._free_before = psutil.virtual_memory().available
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True, name="watch")
-
-    def look_at(self, name: str, pid: int, *fields: str) -> None:
-        """From now on."""
-        self._processes = {**self._processes, name: (pid, tuple(f"{field}:" for field in fields))}
 
     @property
     def together(self) -> int:
         """By how much less memory was free than before, at the worst moment, whoever had it."""
         return int(self._free_before - self._least_free)
 
-    def _watch(self) -> None:
-        while not self._over.wait(SAMPLE_S):
-            for name, (pid, fields) in self._processes.items():
-                with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="ascii") as file:
-                    held = sum(int(text.split()[1]) * 1024 for text in file if text.startswith(fields))
-                    key = (self.phase, name)
-                    self.peaks[key] = max(self.peaks.get(key, 0), held)
-            self._least_free = min(self._least_free, psutil.virtual_memory().available)
-
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._over.set()
-        self._thread.join()
+    def look(self) -> None:
+        """Once."""
+        super().look()
+        self._least_free = min(self._least_free, psutil.virtual_memory().available)
 
 
 class Program:
@@ -173,10 +151,10 @@ def story(options: argparse.Namespace, folder: Path, watch: Watch) -> dict[str, 
     words = ("benchmarks.memory.creeping", str(folder / "founder"), "--parameters", parameters)
     watch.phase = "founding"
     with ended_at_last(*words, "--steps", steps, "--step-s", step_s, folder=folder / "founder") as founder:
-        watch.look_at("script", founder.process.pid, "RssAnon")
+        watch.look_at("script", "RssAnon", pid=founder.process.pid)
         pid = founder.folder / "node.pid"
         found["founding_s"] = wait_for([founder], "its node", lambda: pid.exists() and pid.read_text())
-        watch.look_at("founder's node", int(pid.read_text()), "RssAnon", "RssShmem")
+        watch.look_at("founder's node", *NODE, pid=int(pid.read_text()))
         found["founding_s"] += wait_for([founder], "its first step", lambda: founder.events("progress"))
         invite = founder.told().partition(INVITED)[2].split()[0]
         join: tuple[str, ...] = (
@@ -203,7 +181,7 @@ def story(options: argparse.Namespace, folder: Path, watch: Watch) -> dict[str, 
         join += ("--checkpoint-s", str(options.steps * options.step_s / 8))
         watch.phase = "joining"
         with ended_at_last(*join, folder=folder / "follower") as follower:
-            watch.look_at("follower", follower.process.pid, "RssAnon", "RssShmem")
+            watch.look_at("follower", *NODE, pid=follower.process.pid)
             both = (founder, follower)
             found["joining_s"] = wait_for(both, "the state", lambda: follower.events("current"))
             watch.phase = "at work"
@@ -213,13 +191,17 @@ def story(options: argparse.Namespace, folder: Path, watch: Watch) -> dict[str, 
         disk = follower.most_disk
         watch.phase = "coming back"
         with ended_at_last(*join, folder=folder / "follower") as follower:
-            watch.look_at("follower", follower.process.pid, "RssAnon", "RssShmem")
+            watch.look_at("follower", *NODE, pid=follower.process.pid)
             both, follower.most_disk = (founder, follower), disk
             found["coming_back_s"] = wait_for(both, "its state", lambda: len(follower.events("current")) > 1)
             watch.phase = "at work again"
             checkpoints = len(follower.events("checkpoint"))
             wait_for(both, "a checkpoint", lambda: len(follower.events("checkpoint")) > checkpoints)
-            wait_for(both, "the end", lambda: all(one.process.poll() == 0 for one in both), may_end=True)
+            wait_for(both, "the last step", lambda: STOPPED in founder.told(), may_end=True)
+            watch.phase = "the end"
+            found["end_s"] = wait_for(
+                both, "the end", lambda: all(one.process.poll() == 0 for one in both), may_end=True
+            )
             found |= {"founder_disk": founder.most_disk, "follower_disk": follower.most_disk}
     watch.phase = "export"
     for name in ("founder", "follower"):
@@ -227,9 +209,9 @@ def story(options: argparse.Namespace, folder: Path, watch: Watch) -> dict[str, 
         with ended_at_last(
             "p2pdiloco", "export", str(folder / name), "--out", str(out), folder=folder / f"{name}-export"
         ) as export:
-            watch.look_at("export", export.process.pid, "RssAnon", "RssShmem")
+            watch.look_at(f"{name}'s", *NODE, pid=export.process.pid)
             done = partial(lambda one: one.process.poll() == 0, export)
-            found["export_s"] = wait_for([export], "the export", done, may_end=True)
+            found[f"{name}_export_s"] = wait_for([export], "the export", done, may_end=True)
     check(*(folder / f"{name}-exported" for name in ("founder", "follower")), steps=options.steps)
     return found
 
@@ -274,10 +256,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 1
         finally:
-            rows = {f"{phase}: {name}": held for (phase, name), held in watch.peaks.items()}
+            rows = {f"{phase}: {name}": held for (phase, name), held in watch.bytes.items()}
             rows |= {"all together": watch.together}
             shown = {name: {"gb": held / 1e9, "bytes": held / options.parameters} for name, held in rows.items()}
             print(bench.table("at most", COLUMNS, shown))
+    print(f"both exports are the same, of step {options.steps}, and finite")
     print("".join(f"{name} {value:.3g}\n" for name, value in times.items()))
     bench.write(options, "memory/together", {}, {**times, **rows})
     return 0

@@ -82,7 +82,7 @@ LEAVE_S = 20.0
 """What a peer that is asked to leave is given to have everything merged."""
 
 Weight = Annotated[float, Meta(ge=0.0, le=1e6)]
-RegionName = Annotated[str, Meta(min_length=1, max_length=16, pattern=r"^[a-z0-9-]+$")]
+RegionName = Annotated[str, Meta(min_length=1, max_length=16, pattern=r"^[a-z0-9-]+\Z")]
 
 SHIPPED = Path(__file__).parent / "plans"
 
@@ -121,7 +121,7 @@ class Oddities(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One TOML file."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=32, pattern=r"^[a-z0-9-]+$")]
+    name: Annotated[str, Meta(min_length=1, max_length=32, pattern=r"^[a-z0-9-]+\Z")]
     peers: Annotated[int, Meta(ge=2, le=26)]
     seconds: Annotated[float, Meta(ge=1.0, le=86_400.0)]
     """In which faults come, counted from the moment at which all peers train. Start and end come on top."""

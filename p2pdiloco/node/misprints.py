@@ -28,7 +28,7 @@ _BOUNDS = {
     "<": "below",
     "of length <=": "with a length of at most",
 }
-_FORMS = {"^[A-Za-z0-9._-]+$": "letters, digits, dots, dashes and underscores"}
+_FORMS = {r"^[A-Za-z0-9._-]+\\Z": "letters, digits, dots, dashes and underscores"}
 
 
 def in_words(error: msgspec.ValidationError, data: bytes, form: type) -> str:

@@ -29,8 +29,8 @@ PROTOCOL_VERSION = 3
 MAX_HELD_OUT = 1 << 20
 """Bytes of held-out samples in a manifest."""
 
-Target = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.]+$")]
-Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")]
+Target = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.]+\Z")]
+Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+\Z")]
 Positive = Annotated[int, Meta(ge=1, le=2**40)]
 Side = Annotated[int, Meta(ge=1, le=2**16)]
 Samples = Annotated[int, Meta(ge=1, le=2**20)]
@@ -56,7 +56,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """What an adapter computes is scaled by alpha / rank."""
     targets: Annotated[tuple[Target, ...], Meta(min_length=1, max_length=64)] = ("q_proj", "v_proj")
     """Names of the linear layers that get one, in every block."""
-    base_digest: Annotated[str, Meta(pattern=r"^([0-9a-f]{40})?$")] = ""
+    base_digest: Annotated[str, Meta(pattern=r"^([0-9a-f]{40})?\Z")] = ""
     """Of the base's weights; the founder's is filled in, and a joiner's must be the same."""
 
 

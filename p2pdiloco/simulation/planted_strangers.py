@@ -144,6 +144,14 @@ BUGS = (
         killed_by=(f"{_RESPONDENT}::test_states_are_offered_so_often_to_one_peer",),
     ),
     Bug(
+        name="a name may end in a line break",
+        module="p2pdiloco.protocol.manifest",
+        old='Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+\\Z")]',
+        new='Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")]',
+        harm="two runs are shown with the same name, and a line of a log may be a stranger's",
+        killed_by=("tests/unit/test_protocol_soundness.py::test_what_is_impossible_or_too_much_is_refused_at_once",),
+    ),
+    Bug(
         name="a manifest is given without end",
         module="p2pdiloco.peer.respondent",
         old="if not self._manifests.take(peer, self._driver.host.now()):",

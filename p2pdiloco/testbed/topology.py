@@ -24,7 +24,7 @@ SLOWEST_BPS = 100_000
 FASTEST_BPS = 10_000_000_000
 SHIPPED = Path(__file__).parent / "topologies"
 
-Name = Annotated[str, Meta(min_length=1, max_length=16, pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")]
+Name = Annotated[str, Meta(min_length=1, max_length=16, pattern=r"^[a-z0-9]+(-[a-z0-9]+)*\Z")]
 Milliseconds = Annotated[float, Meta(ge=0.0, le=2_000.0)]
 Loss = Annotated[float, Meta(ge=0.0, le=0.5)]
 Nat = Literal["keep", "random", "cgn"]

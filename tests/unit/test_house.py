@@ -121,12 +121,26 @@ def glossary() -> list[str]:
 
 
 def test_no_module_has_more_than_400_lines() -> None:
-    long = {p.relative_to(PACKAGE).as_posix(): len(p.read_text().splitlines()) for p in PACKAGE.rglob("*.py")}
+    long = {
+        p.relative_to(PACKAGE).as_posix(): len(p.read_text().splitlines())
+        for p in PACKAGE.rglob("*.py")
+        if "planted" not in p.name
+    }
     assert not {name: lines for name, lines in long.items() if lines > MOST_LINES}
 
 
 def test_modules_are_named_by_nouns_not_by_participles() -> None:
     assert {name for name in modules() if name.endswith("ing")} == set(NOUNS_IN_ING)
+
+
+def test_no_pattern_lets_a_last_line_break_through() -> None:
+    """``$`` matches before one."""
+    patterns = {
+        p.name: re.findall(r"""pattern=r?["'][^\n]*\$["']""", p.read_text())
+        for p in PACKAGE.rglob("*.py")
+        if "planted" not in p.name
+    }
+    assert not {name: found for name, found in patterns.items() if found}
 
 
 def test_no_class_has_many_attributes_but_those_that_are_known_for_it() -> None:

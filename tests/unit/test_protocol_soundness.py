@@ -123,6 +123,7 @@ def test_a_run_whose_embedding_is_cut_is_taken() -> None:
         (put("genesis", 0, to="0" * 1000), "length <= 40"),
         (put("founder", to="x" * 129), "length <= 128"),
         (put("config", "name", to="\x1b[2J"), "matching regex"),
+        (put("config", "name", to="sound\n"), "matching regex"),
         (put("config", "seed", to=-1), ">= 0"),
         (put("config", "model", "width", to=2**40), "<= 65536"),
         (put("config", "model", "depth", to=2**40), "<= 4096"),
