@@ -82,14 +82,14 @@ def test_news_are_looked_after_soon() -> None:
 
 def test_whom_others_hear_and_we_do_not_is_looked_for() -> None:
     round_ = Round()
-    round_.looks(1000.0)
+    round_.looks(1100.0)
     round_.heard = frozenset(map(fingerprint, (ANN, BOB)))
     assert round_.looks(60.0) == []
     assert not round_.curiosity.is_missing
     round_.heard |= {fingerprint(CID)}
     assert round_.looks(20.0) == [0.0, 2.0, 6.0, 12.0, 18.0]
     assert round_.curiosity.is_missing
-    round_.looks(1000.0)
+    round_.looks(1100.0)
     assert round_.looks(60.0) == [], "one who cannot be met is not looked for again and again"
 
 
