@@ -190,7 +190,7 @@ def table(path: Path | None, wanted: Iterable[Claim] | None = None, results: Pat
     cells than those in the repository."""
     cells = by_seed(rows() if results is None else rows(results))
     lines = [
-        "| | seeds | test loss | to data parallel, % | to one learner, % | token efficiency, % | bytes a parameter |",
+        "| | seeds | test loss | to data parallel, % | to one learner, % | token efficiency, % | bytes; H |",
         "|---|---|---|---|---|---|---|",
     ]
     written = []
@@ -198,7 +198,8 @@ def table(path: Path | None, wanted: Iterable[Claim] | None = None, results: Pat
         found = measured(cells, claim)
         written.append(record.row("quality-table", {"name": claim.name, **to_row(claim.setting)}, found))
         shown = [_shown(found.get(key), form) for key, form in COLUMNS]
-        size = f"{found['bytes_up']:.2f}, {found['bytes_down']:.2f}" if "bytes_up" in found else "-"
+        every = claim.setting.sync_every
+        size = f"{found['bytes_up']:.2f}, {found['bytes_down']:.2f}; {every}" if "bytes_up" in found else "-"
         lines.append(f"| {claim.name} | {len(found['seeds'])} | {' | '.join(shown)} | {size} |")
     if path is not None:
         record.append(path, written)

@@ -76,7 +76,7 @@ def test_the_command_says_what_to_expect(capsys: pytest.CaptureFixture[str]) -> 
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["plan"]["parameters"] > 100_000
-    assert found["advice"]["sync_every"] >= 12
+    assert found["advice"]["sync_every"] >= 6
 
 
 @pytest.mark.parametrize(
