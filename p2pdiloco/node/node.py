@@ -207,6 +207,7 @@ class Node:
         if ending.status in (0, APART) and (has_finished or self.options.is_fetching):
             if ending.status:
                 say(ending.reason)
+            log.info("progress", **progress_fields(self.status()))  # a short run has told none yet
             for line in farewell(self.status(), self.options.folder):
                 say(line)
             if has_finished:
