@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -246,6 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=300, help="a turn of all fragments is 24")
     parser.add_argument("--step-s", type=float, default=1.0)
     options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was seen is told, and nobody stays
     Path("/proc/self/oom_score_adj").write_text("900", encoding="ascii")
     with contextlib.ExitStack() as stack:
         folder = Path(options.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="p2pdiloco-together-")))
