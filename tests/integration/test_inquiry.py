@@ -32,7 +32,7 @@ class Teller(Observer):
 def status_of(peer: PeerId) -> PeerStatus:
     needed = len(PeerStatus.__struct_fields__) - len(PeerStatus.__struct_defaults__)
     numbers = dict.fromkeys(PeerStatus.__struct_fields__[:needed], 0)
-    words = {"run": RunId("r"), "name": "run\n", "peer": peer, "phase": HOSTILE, "trouble": HOSTILE}
+    words = {"run": RunId("r"), "name": "run", "peer": peer, "phase": HOSTILE, "trouble": HOSTILE}
     return msgspec.convert(numbers | words, PeerStatus)
 
 
