@@ -391,10 +391,10 @@ class Adoption:
         return held | {target.payload} if isinstance(target, CommitHeader) else held
 
     def commits(self, shard: ShardId) -> set[Digest]:
-        """Commits, by id, that wait, are being applied, or are staged states' heads."""
+        """Commits, by id, that wait or are being applied, and those that lead to states on their way in (H3e)."""
         found = {commit_id(header) for header in self.orphans.of(shard)}
-        if (entry := self.applying.get(shard)) is not None:
-            found.add(entry[0])
-        if (staged := self.staged.get(shard)) is not None:
-            found.add(staged.head.id)
-        return found
+        commit, target = self.applying.get(shard, (None, None))
+        for state in (target, self.staged.get(shard)):
+            if isinstance(state, ShardState):
+                found.update((state.head.id, *self.lineage.of(state.head)))
+        return found if commit is None else found | {commit}

@@ -454,3 +454,13 @@ def test_what_led_to_a_state_outlives_a_restart() -> None:
     stage.machine = Machine(stage.config)
     stage.tell(ev.Started((ev.ShardState(HONEST[1], 4, ()),), ((HONEST[0].id,),)))
     assert tuple(stage.machine.view.ancestry(SHARD)) == (HONEST[0].id,)
+
+
+def test_what_led_to_a_state_is_kept_while_it_is_on_its_way_in() -> None:
+    """H3e: nobody else may have its signatures when the next checkpoint is written."""
+    stage = Stage(B, C)
+    stage.machine = Machine(stage.config)
+    stage.tell(ev.Started((ev.ShardState(HONEST[0], 4, ()),), ((),)))
+    effects = stage.tell(ev.Fetched(B, ev.ShardState(HONEST[1], 4, ()), (HONEST[0].id, digest("between")), C))
+    assert only(effects, ef.Install)
+    assert {HONEST[0].id, digest("between"), HONEST[1].id} <= stage.machine.commits(SHARD)
