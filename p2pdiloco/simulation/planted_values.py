@@ -18,9 +18,7 @@ BUGS = (
         old="found.update((state.head.id, *self.lineage.of(state.head)))",
         new="found.add(state.head.id)",
         harm="a checkpoint cannot show what its state comes from, and its fork meets nobody's",
-        killed_by=(
-            "tests/unit/protocol/test_lineage.py::test_what_led_to_a_state_is_kept_while_it_is_on_its_way_in",
-        ),
+        killed_by=("tests/unit/protocol/test_lineage.py::test_what_led_to_a_state_is_kept_while_it_is_on_its_way_in",),
     ),
     _bug(
         "a commit's declared length is not judged",
