@@ -40,6 +40,9 @@ def make_report(story: Story, config: RunConfig, out: Path) -> dict[str, Any]:
     survivors = [m for m in story.members if not m.was_killed]
     per_parameter = [r[key] for r in reports for key in ("up_bytes_per_parameter", "down_bytes_per_parameter")]
     largest = max(per_parameter, default=0.0)
+    merged = max((r["tokens_merged"] for r in reports), default=0)
+    # What the killed learner trained last it may have given before it told how much that was.
+    trained = sum(m.view.tokens for m in story.members if m.was_killed) + sum(r["tokens_trained"] for r in reports)
     report: dict[str, Any] = {
         "held_out_loss_start": start,
         "held_out_loss_end": end,
@@ -52,9 +55,8 @@ def make_report(story: Story, config: RunConfig, out: Path) -> dict[str, Any]:
         "versions_after_kill": founder.view.version - story.version_at_kill,
         "late_joiner_merged_tokens": _merged_tokens(founder, story.late),
         "late_joiner_in_last_commits": _is_in_last_commits(founder, story.late),
-        "tokens_trained": sum(m.view.tokens for m in story.members if m.was_killed)
-        + sum(r["tokens_trained"] for r in reports),
-        "tokens_merged": max((r["tokens_merged"] for r in reports), default=0),
+        "tokens_trained": max(trained, merged),
+        "tokens_merged": merged,
         "tokens_unmerged_by_survivors": sum(r["tokens_unmerged"] for r in reports),
         "bytes_sent": {m.name: m.view.sent_bytes for m in story.members},
         "bootstrap_killed": story.bootstrap_killed_unix > 0.0,

@@ -251,7 +251,7 @@ class GlobalState:
         is_plain = not to.is_reset and to.snapshot is None and not to.restored and len(to.settled) <= 1
         vectors = self._range(self.theta, shard), self._range(self.momentum, shard)
         buffer = None if to.buffer is None else self._range(to.buffer, shard)
-        if is_plain and outer.step_shard(bodies, own, *vectors, buffer, is_added=to.is_added, **factors):
+        if is_plain and outer.step_shard(bodies, own, *vectors, buffer, to.is_added, factors):
             return
         for number, (body, span) in enumerate(zip(bodies, self._chunks(shard), strict=True)):
             theta, momentum = self.theta[span], self.momentum[span]

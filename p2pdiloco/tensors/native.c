@@ -446,7 +446,7 @@ EXPORT CLONES double sum_shard(const int64_t *addresses, count n, const int64_t 
     count at[MOST_BODIES] = {0}, block = 0;
     double lanes[LANES] = {0}, total = 0;
     float sum[LONGEST_BLOCK];
-    if (n > MOST_BODIES || n_sizes != n || n_factors != n) return -1;
+    if (n < 1 || n > MOST_BODIES || n_sizes != n || n_factors != n) return -1;
     for (count g = 0; g < n; g++)
         if (!are_sound((const uint8_t *)addresses[g], sizes[g], elements, &block)) return -1;
     for (count begin = 0; begin < elements; begin += CHUNK) {

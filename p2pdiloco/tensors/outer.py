@@ -170,14 +170,13 @@ def step_shard(
     theta: Tensor,
     momentum: Tensor,
     buffer: Tensor | None,
-    *,
     is_added: bool,
-    learning_rate: float,
-    momentum_factor: float,
+    factors: Factors,
 ) -> bool:
     """``step_and_hand_over`` for all chunks of a shard at once; False: chunk by chunk, nothing is done."""
-    factors = learning_rate, momentum_factor, carry(momentum_factor)
-    return kernels.AVAILABLE and shard_bodies.stepped(bodies, own, theta, _pair(momentum), buffer, is_added, factors)
+    momentum_factor = factors["momentum_factor"]
+    by = factors["learning_rate"], momentum_factor, carry(momentum_factor)
+    return kernels.AVAILABLE and shard_bodies.stepped(bodies, own, theta, _pair(momentum), buffer, is_added, by)
 
 
 def step_and_hand_over(

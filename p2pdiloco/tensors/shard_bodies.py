@@ -110,7 +110,7 @@ def squared_norms(bodies: Sequence[Any], elements: int) -> list[float] | None:
 def weighted_sum(gradients: Sequence[Sequence[Any]], factors: Sequence[float], out: Tensor) -> float | None:
     """``out``, float32 [n], becomes the sum of factor * gradient, in order; of gradients by their bodies. The square of
     its length; None: chunk by chunk."""
-    if _sum is None:
+    if _sum is None or not gradients:
         return None
     found = [g.values(out.numel()) if isinstance(g, Bodies) else None for g in gradients]
     values = [v for v in found if v is not None]

@@ -70,7 +70,8 @@ def test_an_outer_step_has_the_bits_of_its_chunks_steps(size: int, is_narrow: bo
     vectors = [vector(size, 2), momentum, None if to == "nowhere" else vector(size, 4)]
     found, wanted = ([None if v is None else v.clone() for v in vectors] for _ in range(2))
     how = {"is_added": to == "sum", "learning_rate": 0.4, "momentum_factor": 0.7}
-    assert outer.step_shard(bodies, own, *found, **how)  # type: ignore[arg-type]
+    factors = outer.Factors(learning_rate=0.4, momentum_factor=0.7)
+    assert outer.step_shard(bodies, own, *found, to == "sum", factors)  # type: ignore[arg-type]
     for number, span in enumerate(spans(size)):
         mine, pieces = None if own is None else own[number], [None if v is None else v[span] for v in wanted]
         assert outer.step_and_hand_over(bodies[number], mine, *pieces, **how)  # type: ignore[arg-type]
@@ -104,9 +105,8 @@ def test_what_is_not_as_it_should_be_is_left_to_those_who_say_so(what: str) -> N
     assert shard_bodies.squared_norms(unsound, size) is None
     assert shard_bodies.weighted_sum([sound, unsound], [0.5, 0.5], out) is None
     for bodies, own in ((unsound, None), (sound, unsound)):
-        assert not outer.step_shard(
-            bodies, own, theta, momentum, out, is_added=False, learning_rate=0.4, momentum_factor=0.7
-        )
+        factors = outer.Factors(learning_rate=0.4, momentum_factor=0.7)
+        assert not outer.step_shard(bodies, own, theta, momentum, out, False, factors)
     assert bool((out == 5.0).all() and (theta == 1.0).all() and (momentum == 1.0).all())
     with pytest.raises(ValueError):
         merge.EncodedGradient(unsound, size)
@@ -135,3 +135,9 @@ def test_a_vector_that_is_out_of_the_ordinary_is_encoded_chunk_by_chunk() -> Non
     x[-1] = math.nan
     with pytest.raises(ValueError, match="not finite"):
         quantizers.encode_vector(quantizers.recipe("int4"), x)
+
+
+def test_a_sum_of_nothing_is_zeros() -> None:
+    out = torch.ones(1000)
+    assert merge.direct_mean([], [], out) == 0.0
+    assert not out.any()
