@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -77,7 +78,14 @@ class Program:
         self.most_disk = 0
         with open(self._log, "ab") as log:
             command = [sys.executable, "-W", "ignore", "-P", "-m", *words]
-            self.process = psutil.Popen(command, cwd=bench.ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self.process = psutil.Popen(
+                command,
+                cwd=bench.ROOT,
+                env={**os.environ, "PYTHONPATH": str(bench.ROOT)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
 
     def told(self) -> str:
         """All that it has printed."""

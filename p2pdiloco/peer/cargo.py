@@ -7,7 +7,8 @@ Rules of this file:
    in the memory that it was received in.
 3. Payloads of commits in the logs serve peers that lag: as many as a shard's share of ``LOG_BYTES`` allows. Who asks
    for one that is gone is advised to fetch the state, as if the log had been shorter. Where payloads lie, in memory or
-   on the disk, is the matter of ``payload_store``.
+   on the disk, is the matter of ``payload_store``. While the disk takes no more, memory has the newest of the log and
+   the last own contributions (``OWN_WINDOWS``): a learner that would have to take back an older one is reset.
 4. It is swept a few shards at a time, so that the event loop is never busy with all of them.
 """
 
@@ -36,6 +37,9 @@ LOG_BYTES = 256 << 20
 LOG_BYTES_PER_PARAMETER = 2
 """The larger of the two, in proportion to a shard's size: all 32 versions of a small run, the last four or five of a
 large one in int4. A state has 8 bytes a parameter, so fetching it is not dear compared with many commits."""
+OWN_WINDOWS = 2
+"""Of own contributions what memory has room for while the disk takes no more: the one that others are merging, and one
+whose commit is late. Of all of a ledger's a large model would need 16 bytes a parameter."""
 SWEEP_S = 2.0
 """How often payloads that nobody needs are dropped, in a run of few shards."""
 SWEPT_AT_ONCE = 8
@@ -150,6 +154,8 @@ class Cargo:
         shelf = self.shelves[shard]
         settled, restored = shelf.those_here(effect.settled), shelf.those_here(effect.restored)
         is_whole = len(settled) == len(effect.settled) and len(restored) == len(effect.restored)
+        if not is_whole:
+            log.warning("own contribution is gone: the learner takes the global parameters", shard=shard)
 
         def read() -> Moves:
             if effect.is_reset or not is_whole:
@@ -239,10 +245,11 @@ class Cargo:
 
     def _sweep(self, machine: Machine, shard: ShardId) -> None:
         shelf, store, elements = self.shelves[shard], self._store, self._shards[shard].elements
-        most_bytes, size_of = int(self._log_bytes * elements), shelf.size_of
+        most_bytes, own_bytes, size_of = int(self._log_bytes * elements), float("inf"), shelf.size_of
         if store is not None and not store.may_write():  # what cannot be written stays, or goes if nobody must have it
             most_bytes, size_of = store.window_bytes(elements, elements / self._elements), shelf.in_memory
-        dropped = shelf.keep_only(machine.payloads(shard, size_of, most_bytes), machine.commits(shard))
+            own_bytes = OWN_WINDOWS * most_bytes
+        dropped = shelf.keep_only(machine.payloads(shard, size_of, most_bytes, own_bytes), machine.commits(shard))
         if store is None:
             return
         store.drop(dropped)

@@ -7,7 +7,7 @@ Rules of this file:
 2. A file is written before its memory is given back, and goes when nobody holds its payload any more. It is not forced
    to the disk.
 3. What is read back is compared with its digest: a disk that alters a payload costs that payload.
-4. A disk that is full, or may be written no more for today, costs memory.
+4. A disk that is full, or may be written no more for today, costs memory: bounded, since less is kept then.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from p2pdiloco.protocol.budget import TokenBudget
-from p2pdiloco.protocol.chain import is_heavier
+from p2pdiloco.protocol.chain import SizeOf, is_heavier
 from p2pdiloco.protocol.core import Core, LearnerView
 from p2pdiloco.protocol.effects import AdoptStep, Encode, Snapshot
 from p2pdiloco.protocol.errands import hand_on_turn
@@ -297,6 +297,18 @@ class Contributions:
                 f"shard {shard}: no commit from {pending.target} in time, offering to rank {pending.rank}",
             )
             self._offer(shard)
+
+    def payloads(self, shard: ShardId, size_of: SizeOf, most_bytes: float) -> set[Digest]:
+        """Of a shard's contributions what is still on offer, and the youngest that have at most ``most_bytes``
+        together: the learner may have to take them out of its delta, or back into it."""
+        pending = self.pending.get(shard)
+        found, total = {pending.contribution.payload} if pending is not None else set[Digest](), 0
+        for edge in reversed(self.ledgers[shard].edges):
+            total += size_of(edge.payload)
+            if total > most_bytes:
+                break
+            found.add(edge.payload)
+        return found
 
     def candidates_changed(self) -> None:
         """Owners that are gone, or on their way out: their contributions go to the new owners at once."""

@@ -363,22 +363,21 @@ class Machine:
         is_fitting = contribution.shard < len(core.chains) and contribution.base.shard == contribution.shard
         return is_known and is_fitting and self.merges.wants(peer, contribution)
 
-    def payloads(self, shard: ShardId, size_of: SizeOf = no_size, most_bytes: int = 0) -> set[Digest]:
+    def payloads(
+        self, shard: ShardId, size_of: SizeOf = no_size, most_bytes: int = 0, own_bytes: float = float("inf")
+    ) -> set[Digest]:
         """A shard's payloads that this machine may still send, merge, apply or undo; the driver may drop all others.
-        Of the log those that have ``most_bytes`` together: what is merged, applied and undone is kept whatever it
-        weighs."""
+        Of the log those that have ``most_bytes`` together, of own contributions ``own_bytes``: what is still to be
+        merged or applied is kept whatever it weighs."""
         held = self.merges.payloads(shard) | self.adoption.payloads(shard)
-        held.update(edge.payload for edge in self.contributions.ledgers[shard].edges)
-        held.update(self.core.chains[shard].payloads(size_of, most_bytes))
-        return held
+        held |= self.contributions.payloads(shard, size_of, own_bytes)
+        return held | self.core.chains[shard].payloads(size_of, most_bytes)
 
     def at_work(self, shard: ShardId) -> set[Digest]:
         """Of a shard's ``payloads`` those that are still to be merged or applied, here or elsewhere: without one of
         them tokens wait for the next turn. The others serve who lags, and undo."""
         held = self.merges.payloads(shard) | self.adoption.payloads(shard)
-        if (pending := self.contributions.pending.get(shard)) is not None:
-            held.add(pending.contribution.payload)
-        return held
+        return held | self.contributions.payloads(shard, lambda _: 1, 0)
 
     def commits(self, shard: ShardId) -> set[Digest]:
         """A shard's commits, by id, whose owners' signatures this machine may still have to show."""

@@ -152,8 +152,8 @@ BUGS = (
     Bug(
         name="own payloads dropped",
         module="p2pdiloco.protocol.machine",
-        old="held.update(edge.payload for edge in self.contributions.ledgers[shard].edges)",
-        new="held.update(())",
+        old="held |= self.contributions.payloads(shard, size_of, own_bytes)",
+        new="held |= set()",
         harm="every commit that merges this learner resets it",
         killed_by=(f"{_DRIVER_TESTS}::test_own_contributions_are_kept_until_it_is_known_what_became_of_them",),
     ),

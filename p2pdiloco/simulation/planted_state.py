@@ -333,4 +333,32 @@ BUGS = (
             "tests/unit/test_peer_codec_choice.py::test_huffman_codes_are_left_out_where_the_line_is_known_to_be_fast",
         ),
     ),
+    # -- own contributions while the disk takes no more ----------------------------------------------------------------
+    Bug(
+        name="own contributions pile up while the disk takes no more",
+        module="p2pdiloco.peer.cargo",
+        old="own_bytes = OWN_WINDOWS * most_bytes",
+        new="own_bytes = OWN_WINDOWS * 1e12",
+        harm="a run of a billion parameters takes half a gigabyte more with every turn",
+        killed_by=("tests/unit/test_peer_payload_store.py::test_no_more_is_written_than_a_day_allows",),
+    ),
+    Bug(
+        name="an own contribution that had no room is ignored",
+        module="p2pdiloco.peer.cargo",
+        old="if effect.is_reset or not is_whole:",
+        new="if effect.is_reset:",
+        harm="what was merged stays in the learner's delta and is merged again",
+        killed_by=(
+            "tests/unit/test_peer_payload_store.py"
+            "::test_a_learner_whose_contribution_had_no_room_takes_the_global_parameters",
+        ),
+    ),
+    Bug(
+        name="what is on offer goes with the rest",
+        module="p2pdiloco.protocol.contributions",
+        old="found, total = {pending.contribution.payload} if pending is not None else set[Digest](), 0",
+        new="found, total = set[Digest](), 0",
+        harm="an owner that asks again gets nothing",
+        killed_by=("tests/unit/protocol/test_bounds.py::test_of_own_contributions_the_youngest_that_fit_are_kept",),
+    ),
 )

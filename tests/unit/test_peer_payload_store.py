@@ -10,7 +10,7 @@ import pytest
 import torch
 from troupe import Member, Stage, act
 
-from p2pdiloco.peer.cargo import SWEEP_S
+from p2pdiloco.peer.cargo import OWN_WINDOWS, SWEEP_S
 from p2pdiloco.peer.disk import Buffer
 from p2pdiloco.peer.payload_store import AGAIN_S, READ_BYTES, Held
 from p2pdiloco.protocol import effects as ef
@@ -244,7 +244,8 @@ def test_a_full_disk_costs_memory_and_no_payload(tmp_path: Path) -> None:
 
 
 def test_no_more_is_written_than_a_day_allows(tmp_path: Path) -> None:
-    """Own contributions stay in memory then; of the log what has no room there goes."""
+    """The last own contributions stay in memory then; older ones, and of the log what has no room there, go: memory
+    does not grow with the turns."""
 
     async def story() -> None:
         async with Stage(tmp_path) as stage:
@@ -252,9 +253,46 @@ def test_no_more_is_written_than_a_day_allows(tmp_path: Path) -> None:
             await stage.train(ann, *map(float, range(1, 25)))
             await rested(stage)
             assert len(files_of(ann)) <= 2, "what an hour allows, and the one that went beyond"
+            ledgers = ann.machine.contributions.ledgers
             for shard, shelf in enumerate(ann.driver.cargo.shelves):
-                own = {edge.payload for edge in ann.machine.contributions.ledgers[shard].edges}
-                assert own <= set(shelf.payloads)
+                edges, window = (
+                    ledgers[shard].edges,
+                    ann.driver.store.window_bytes(ann.state.layout.shards[shard].elements, 0.0),
+                )
+                own = {edge.payload for edge in edges}
+                assert len(own) > 4
+                held = sum(one.size for digest, one in shelf.payloads.items() if digest in own and one.data is not None)
+                assert held <= OWN_WINDOWS * window
+
+    act(story)
+
+
+def test_a_learner_whose_contribution_had_no_room_takes_the_global_parameters(tmp_path: Path) -> None:
+    """No bound is worth a wrong model: what was merged and cannot be taken out of the learner's delta resets it."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            bob = await stage.beside()
+            dropped: list[Digest] = []
+
+            def drop(event: ev.Event, effects: list[ef.Effect]) -> None:
+                for effect in effects:
+                    if isinstance(effect, ef.Apply) and effect.settled:
+                        del bob.driver.cargo.shelves[effect.header.shard].payloads[effect.settled[0]]
+                        dropped.append(effect.settled[0])
+
+            bob.before = drop
+            for _ in range(2):
+                ann.learner.step(1.0)
+                bob.learner.step(4.0)
+            for _ in range(2):
+                await stage.rest(ann)
+                await stage.rest(bob)
+            assert len(dropped) == 1
+            assert ann.versions == bob.versions == [0, 1]
+            unmerged = torch.cat((torch.full((64,), 8.0), torch.zeros(64)))
+            assert torch.equal(bob.learner.flat(), bob.state.theta + unmerged)
 
     act(story)
 

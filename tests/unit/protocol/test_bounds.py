@@ -76,10 +76,24 @@ def test_of_a_logs_payloads_the_youngest_that_fit_are_kept() -> None:
         held = stage.machine.payloads(SHARD, lambda payload: sizes.get(payload, 0), most_bytes)
         assert held == {header.payload for header in log[-kept:]}, most_bytes
     assert stage.machine.payloads(SHARD, lambda _: 0, 0) == stage.machine.payloads(SHARD) == set(sizes)
-    given = Stage(B, weight=0.0)
-    [(_, contribution)] = sent(given.give(), msg.Contribution)
-    held = given.machine.payloads(SHARD, lambda _: 1 << 40, 0)
-    assert contribution.payload in held, "own contributions are kept whatever they weigh"
+
+
+def test_of_own_contributions_the_youngest_that_fit_are_kept() -> None:
+    """B1g: ten bytes each; what is on offer in any case, those of no known size weigh nothing, and without a bound all
+    are kept."""
+    stage = Stage(B, weight=0.0, log_length=LENGTH)
+    given = []
+    for _ in range(LENGTH):
+        [(_, contribution)] = sent(stage.give(), msg.Contribution)
+        given.append(contribution.payload)
+        if len(given) < LENGTH:
+            stage.take(stage.commit(contribution.contributor))
+    sizes = dict.fromkeys(given, 10)
+    for own_bytes, kept in ((40.0, 4), (39.0, 3), (20.0, 2), (10.0, 1), (0.0, 1)):
+        held = stage.machine.payloads(SHARD, lambda payload: sizes.get(payload, 0), 0, own_bytes)
+        assert held & set(given) == set(given[-kept:]), own_bytes
+    assert set(given) <= stage.machine.payloads(SHARD, lambda _: 0, 0, 0.0)
+    assert set(given) <= stage.machine.payloads(SHARD, lambda _: 1 << 40, 0)
 
 
 def test_the_driver_may_drop_every_payload_that_payloads_does_not_name() -> None:
