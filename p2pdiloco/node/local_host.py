@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +20,7 @@ from p2pdiloco.peer.host import Queue, StartLearner
 from p2pdiloco.runtime.files import LOCAL
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.transport import Transport
+from p2pdiloco.runtime.work_queue import WorkQueue
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class LocalHost:
     def __init__(self, memory_fd: int, learner_log: Path) -> None:
         self._loop = asyncio.get_running_loop()
         # One torch thread: several peers on a machine, or a learner beside us, must not fight over the cores.
-        self._threads = {queue: ThreadPoolExecutor(1, queue, torch.set_num_threads, (1,)) for queue in get_args(Queue)}
+        self._queues = {queue: WorkQueue(queue, partial(torch.set_num_threads, 1)) for queue in get_args(Queue)}
         self._tasks = Tasks()
         self.disk = LOCAL
         self.start_learner: StartLearner = partial(LearnerProcess, memory_fd=memory_fd, log_path=learner_log)
@@ -48,8 +48,8 @@ class LocalHost:
     ) -> None:
         """End what was spawned; work that runs ends without effect."""
         await self._tasks.__aexit__(kind, error, trace)
-        for threads in self._threads.values():
-            threads.shutdown(wait=False, cancel_futures=True)
+        for queue in self._queues.values():
+            queue.close()
 
     def now(self) -> float:
         """The event loop's clock, in seconds."""
@@ -69,7 +69,7 @@ class LocalHost:
 
     def work(self, queue: Queue, work: Callable[[], T]) -> asyncio.Future[T]:
         """Run ``work`` on the queue's thread."""
-        return self._loop.run_in_executor(self._threads[queue], work)
+        return self._queues[queue].do(work)
 
     def draw_name(self) -> str:
         """12 characters that nobody else will draw."""
