@@ -331,8 +331,6 @@ class GlobalState:
         """
         if self.heads[shard] != base or self.integrity.is_spoilt(shard):
             raise StaleBaseError(f"shard {shard} is not at {base[:8]}")
-        for chunk in range(len(self._chunks(shard))):
-            self.verify(shard, chunk)  # what is signed here the others believe
         piece: Shard = self.layout.shards[shard]
         gradients, weights = [], []
         for contributor, payload in given:
@@ -348,10 +346,18 @@ class GlobalState:
         bodies, length = merge.encode(how, merged, longest)
         payload = compression.join(bodies, is_coded=is_coded or not ladder.is_dense(how))
         payload_digest = digest_of(payload)
+        listed = self._next_digests(shard, bodies, outer.factors_of(self._outer, version))
         self._made.put(shard, base, payload_digest, bodies, how, merged)
-        pairs, factors = zip(bodies, self._chunks(shard), strict=True), outer.factors_of(self._outer, version)
-        listed = b"".join(digests.chunk_digest(*self._next_chunk(body, span, factors)) for body, span in pairs)
         return MergeResult(payload, payload_digest, listed, length, accord)
+
+    def _next_digests(self, shard: ShardId, bodies: Sequence[Body], factors: outer.Factors) -> bytes:
+        """Of the chunks of what a shard's state becomes with a merged outer gradient. What is signed here the others
+        believe, so each chunk is seen to be what it should be, while it is in the cache."""
+        found = []
+        for chunk, (body, span) in enumerate(zip(bodies, self._chunks(shard), strict=True)):
+            self.verify(shard, chunk)
+            found.append(digests.chunk_digest(*self._next_chunk(body, span, factors)))
+        return b"".join(found)
 
     def merge_error(self, shard: ShardId, payload: Payload) -> float:
         """Relative error of the first chunk of what was just merged."""
