@@ -29,7 +29,7 @@ from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.tensors.digests import list_bytes
-from p2pdiloco.wire.bodies import CommitParts, join_commit, split_commit
+from p2pdiloco.wire.bodies import CommitParts, split_commit
 
 log = logs.get("protocol")
 
@@ -125,6 +125,8 @@ class Cargo:
         self.shelves = [Shelf() for _ in layout.shards]
         self.contradictions: list[msg.Equivocation] = []
         """Proofs that were found here."""
+        self._given: dict[ShardId, tuple[Digest, msg.Contributor]] = {}
+        """What our learner gave last, by shard, after the head that it is about."""
         self._swept_at = 0.0
         self._next = 0
         """The shard to be swept next."""
@@ -137,16 +139,18 @@ class Cargo:
 
     def signed(self, effect: ef.Encode, payload: Digest) -> msg.Contributor:
         """What our learner gives, with our signature."""
-        return signed(self._identity, self._run, effect.shard, effect.base.id, effect.contributor, payload)
+        given = signed(self._identity, self._run, effect.shard, effect.base.id, effect.contributor, payload)
+        self._given[effect.shard] = effect.base.id, given
+        return given
 
-    def parts(self, header: msg.CommitHeader) -> tuple[Held, Callable[[Payload], bytes]] | None:
+    def parts(self, header: msg.CommitHeader) -> tuple[Held, Callable[[Payload], CommitParts]] | None:
         """A commit's payload, and what makes of its bytes what travels with the commit; None if not all is here."""
         shelf = self.shelves[header.shard]
         payload, digests = shelf.payloads.get(header.payload), shelf.digests.get(header.result)
         _, signature = shelf.proofs.get(msg.commit_id(header), (None, None))
         if payload is None or digests is None or signature is None:
             return None
-        return payload, lambda gradient: join_commit(CommitParts(signature, digests, gradient))
+        return payload, lambda gradient: CommitParts(signature, digests, gradient)
 
     def moves(self, shard: ShardId, effect: ef.Apply | ef.Install, disk: Disk) -> Callable[[], Moves]:
         """Own contributions by their payloads, to be read on the worker; one that is gone makes the learner's delta
@@ -200,7 +204,8 @@ class Cargo:
         parts = split_commit(data, list_bytes(self._shards[header.shard].elements))
         if digest_of(parts.gradient) != header.payload or digest_of(parts.digests) != header.result:
             raise ValueError("its digests do not match")
-        check_commit(self._run, header, parts.signature, register or self._register)
+        mine = self._given.get(header.shard)
+        check_commit(self._run, header, parts.signature, register or self._register, mine)
         commit = msg.commit_id(header)
 
         def keep() -> None:

@@ -11,7 +11,8 @@ Rules of this file:
 2. Where the step's time or the rate is not known yet, nothing is known to be too slow: the finest codec.
 3. Huffman codes are left out only where the line is known to carry ``ladder.FAST_BYTES_PER_S`` to each of the others:
    then processors are what an exchange waits for. By the share of each, since a commit leaves us as often, and since
-   what is seen to be delivered to many may be slow for each of them.
+   what is seen to be delivered to many may be slow for each of them. They are left out, too, of what this peer gives to
+   itself.
 """
 
 from __future__ import annotations
@@ -61,8 +62,10 @@ class CodecChoice:
         )
         return rung if direction == "up" else downward(rung)
 
-    def is_coded(self) -> bool:
-        """Whether the next payload's symbols are Huffman-coded."""
+    def is_coded(self, direction: Direction, shard: ShardId) -> bool:
+        """Whether the symbols of the next payload of ``shard`` are Huffman-coded."""
+        if direction == "up" and self._view.next_owner(shard) == self._view.me:
+            return False
         line, others = self._line(), max(1, len(self._view.live))
         return line is None or line / others < FAST_BYTES_PER_S
 

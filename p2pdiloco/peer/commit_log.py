@@ -24,6 +24,7 @@ from p2pdiloco.peer.write_budget import DAY_S, HOUR_S, WriteBudget
 from p2pdiloco.protocol.identifiers import Digest, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, commit_id
 from p2pdiloco.runtime import logs
+from p2pdiloco.wire.bodies import CommitParts
 
 log = logs.get("node")
 
@@ -36,7 +37,7 @@ class _Entry(NamedTuple):
 
     header: CommitHeader
     held: Held
-    join: Callable[[Payload], bytes]
+    parts_of: Callable[[Payload], CommitParts]
 
 
 class CommitLog:
@@ -117,8 +118,8 @@ class CommitLog:
 
     def _append(self, path: Path, entries: list[_Entry]) -> None:
         """On the disk's thread."""
-        for header, held, join in entries:
-            self._host.disk.append(path, segments.packed(header, join(held.read(self._host.disk))))
+        for header, held, parts_of in entries:
+            self._host.disk.append(path, segments.packed(header, parts_of(held.read(self._host.disk))))
         self._host.disk.sync(path)
 
     def _rate(self) -> float:

@@ -42,7 +42,7 @@ from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId, digest_of, p
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.wire.bodies import encode
+from p2pdiloco.wire.bodies import encode, join_commit
 
 log = logs.get("protocol")
 T = TypeVar("T")
@@ -222,9 +222,11 @@ class Driver:
                 if parts is None:
                     advice()
                     return
-                (held, join), told = parts, encode(message)
+                (held, parts_of), told = parts, encode(message)
                 self.traffic.sent_down(header.shard, held, len(effect.peers))
-                self.store.fetch(held, lambda data: self._deliver(effect.peers, told, join(data)), advice)
+                self.store.fetch(
+                    held, lambda data: self._deliver(effect.peers, told, join_commit(parts_of(data))), advice
+                )
             case _:
                 self._deliver(effect.peers, encode(message))
 
@@ -292,7 +294,7 @@ class Driver:
         self.feed(ev.Failed("state", error.shard, None, str(error)))
 
     def _encode(self, effect: ef.Encode) -> None:
-        rung, is_coded = self.codecs.choose("up", effect.shard), self.codecs.is_coded()
+        rung, is_coded = self.codecs.choose("up", effect.shard), self.codecs.is_coded("up", effect.shard)
 
         def work() -> tuple[bytes, Digest, msg.Contributor, float]:
             payload, digest = self.state.encode(effect.shard, effect.base.id, rung and rung.recipe, is_coded=is_coded)
@@ -318,7 +320,7 @@ class Driver:
             if giver == self.identity.peer_id:
                 self.feed(ev.Failed("give", effect.shard, None, "an own payload is gone"))
             return
-        rung, is_coded = self.codecs.choose("down", effect.shard), self.codecs.is_coded()
+        rung, is_coded = self.codecs.choose("down", effect.shard), self.codecs.is_coded("down", effect.shard)
 
         def work() -> tuple[MergeResult, float]:
             read = [(contributor, held.read(self.host.disk)) for contributor, held in given]

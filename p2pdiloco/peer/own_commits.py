@@ -22,7 +22,7 @@ from p2pdiloco.protocol.identifiers import Digest
 from p2pdiloco.protocol.made import is_left
 from p2pdiloco.protocol.messages import Commit, CommitHeader, Head, commit_id
 from p2pdiloco.runtime import logs
-from p2pdiloco.wire.bodies import decode_as, decode_message, encode
+from p2pdiloco.wire.bodies import CommitParts, decode_as, decode_message, encode
 
 log = logs.get("node")
 
@@ -86,13 +86,13 @@ class OwnCommits:
         disk, path, data = self._host.disk, self._folder / BARRED, encode(known)
         self._host.work("own", lambda: replace(disk, path, [data])).add_done_callback(_looked_at)
 
-    def keep(self, header: CommitHeader, data: bytes) -> None:
+    def keep(self, header: CommitHeader, sent: CommitParts) -> None:
         """Write a commit with what travels with it, unless it is there."""
         commit = commit_id(header)
         if commit in self._kept:
             return
         body = encode(Commit(header))
-        parts = (len(body).to_bytes(LENGTH_BYTES, "big"), body, data)
+        parts = (len(body).to_bytes(LENGTH_BYTES, "big"), body, *sent)
         self._kept[commit] = (header, sum(map(len, parts)))
         path, gone, disk = self._path(header), self._oldest(), self._host.disk
 

@@ -74,10 +74,11 @@ def remove(folder: Path, disk: Disk, before: int) -> None:
             disk.remove(path_of(folder, number))
 
 
-def packed(header: CommitHeader, data: bytes) -> bytes:
-    """A record; ``data`` travels with the commit."""
+def packed(header: CommitHeader, sent: Sequence[bytes | memoryview]) -> bytes:
+    """A record; what was ``sent`` with the commit, in one piece or several."""
     body = encode(Commit(header))
-    return b"".join((len(body).to_bytes(LENGTH_BYTES, "big"), len(data).to_bytes(LENGTH_BYTES, "big"), body, data))
+    sizes = (len(body), sum(map(len, sent)))
+    return b"".join((*(size.to_bytes(LENGTH_BYTES, "big") for size in sizes), body, *sent))
 
 
 def records(path: Path, disk: Disk, most_bytes: int) -> Iterator[Record]:

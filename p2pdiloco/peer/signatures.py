@@ -78,8 +78,15 @@ def check_contributor(
         )
 
 
-def check_commit(run: RunId, header: CommitHeader, signature: bytes, register: Register = OPEN) -> None:
-    """Whether its owner made this commit, of contributions that were given on its parent.
+def check_commit(
+    run: RunId,
+    header: CommitHeader,
+    signature: bytes,
+    register: Register = OPEN,
+    mine: tuple[Digest, Contributor] | None = None,
+) -> None:
+    """Whether its owner made this commit, of contributions that were given on its parent. ``mine``: a head, and what
+    this peer has signed on it, which it need not check.
 
     Raises:
         UnknownMemberError: one of them is not known as a member.
@@ -90,7 +97,8 @@ def check_commit(run: RunId, header: CommitHeader, signature: bytes, register: R
     if not verify(header.owner, signatures.commit(commit_id(header)), signature):
         raise ValueError("it does not bear its owner's signature")
     for contributor in header.contributors:
-        check_contributor(run, header.shard, header.parent, contributor, register)
+        if (header.parent, contributor) != mine:
+            check_contributor(run, header.shard, header.parent, contributor, register)
 
 
 def check_equivocation(proof: Equivocation, register: Register = OPEN) -> None:

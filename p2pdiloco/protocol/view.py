@@ -14,6 +14,7 @@ from p2pdiloco.protocol.evaluations import Evaluations
 from p2pdiloco.protocol.events import Convictions, ShardState
 from p2pdiloco.protocol.identifiers import Digest, PeerId, RunId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, Evaluation, Head
+from p2pdiloco.protocol.ownership import ranked_owners
 
 
 class MachineView:
@@ -153,6 +154,13 @@ class MachineView:
     def barred(self) -> frozenset[PeerId]:
         """Who owns nothing: by a proof that it signed two commits on one parent, or for a commit that was not taken."""
         return self._core.membership.owners.barred
+
+    def next_owner(self, shard: ShardId) -> PeerId | None:
+        """Who is to merge the shard's next version, as it looks now; None: there is no state."""
+        head, candidates = self.head(shard), self._core.membership.owners.candidates
+        if head is None or not candidates:
+            return None
+        return ranked_owners(self.run, shard, head.version + 1, candidates)[0]
 
     def convictions(self) -> Convictions:
         """Why."""

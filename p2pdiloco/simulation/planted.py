@@ -28,6 +28,7 @@ _SUPERVISION = "p2pdiloco.peer.supervision"
 
 _SIGNATURES = "p2pdiloco.peer.signatures"
 _DRIVER_TESTS = "tests/unit/test_peer_driver.py"
+_SIGNATURES_TESTS = "tests/unit/protocol/test_signatures.py"
 _SAVER_TESTS = "tests/unit/test_peer_saver.py"
 _CHECKPOINT_TESTS = "tests/unit/test_peer_checkpoint.py"
 _DOWNLOADS_TESTS = "tests/unit/test_peer_downloads.py"
@@ -50,6 +51,22 @@ BUGS = (
         new="pass",
         harm="an owner speaks in the name of every learner",
         killed_by=(f"{_DRIVER_TESTS}::test_a_commit_that_names_what_its_learners_did_not_give_is_dropped",),
+    ),
+    Bug(
+        name="all contributions taken for a peer's own",
+        module="p2pdiloco.peer.codec_choice",
+        old='if direction == "up" and self._view.next_owner(shard) == self._view.me:',
+        new='if direction == "up":',
+        harm="a fifth more bytes on a slow line",
+        killed_by=("tests/unit/test_peer_codec_choice.py::test_what_a_peer_gives_to_itself_is_not_huffman_coded",),
+    ),
+    Bug(
+        name="own contributions believed whatever a commit says of them",
+        module=_SIGNATURES,
+        old="if (header.parent, contributor) != mine:",
+        new="if mine is None or contributor.learner != mine[1].learner:",
+        harm="an owner speaks in the name of the learner of whom it speaks to",
+        killed_by=(f"{_SIGNATURES_TESTS}::test_what_a_peer_has_signed_itself_is_known_on_that_head_and_as_it_was",),
     ),
     Bug(
         name="contributions not verified by who merges them",

@@ -279,8 +279,8 @@ BUGS = (
     Bug(
         name="commits are not forced to the disk",
         module=_LOG,
-        old="join(held.read(self._host.disk))))\n        self._host.disk.sync(path)\n",
-        new="join(held.read(self._host.disk))))\n",
+        old="parts_of(held.read(self._host.disk))))\n        self._host.disk.sync(path)\n",
+        new="parts_of(held.read(self._host.disk))))\n",
         harm="a power cut costs what was committed since the last checkpoint",
         killed_by=(f"{_SAVER_TESTS}::test_what_is_committed_is_forced_to_the_disk",),
     ),

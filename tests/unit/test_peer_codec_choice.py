@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from p2pdiloco.peer.codec_choice import CodecChoice
+from p2pdiloco.peer.codec_choice import CodecChoice, Direction
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.protocol.identifiers import FragmentId, ShardId
 from p2pdiloco.protocol.manifest import CodecConfig, RunConfig, ScheduleConfig, TensorSpec, make_layout
@@ -22,6 +22,7 @@ TENSORS = tuple(
 )
 LAYOUT = make_layout(TENSORS, 2, M, "rda")
 """Two fragments of two million parameters."""
+OWN, OTHER = ShardId(0), ShardId(1)
 
 
 def choice(
@@ -33,7 +34,12 @@ def choice(
     step_s: float = 1.0,
     **changes: Any,
 ) -> CodecChoice:
-    view = SimpleNamespace(live=("x",) * live, fastest_step_time_s=lambda: step_s)
+    view = SimpleNamespace(
+        me="me",
+        live=("x",) * live,
+        fastest_step_time_s=lambda: step_s,
+        next_owner=lambda shard: "me" if shard == OWN else "x",
+    )
     schedule = ScheduleConfig(fragments=2, sync_every=8, overlap=2)
     codec = CodecConfig(**{"up": "auto", "down": "auto", "coarsest": "int2", **changes})
     config = RunConfig(name="x", schedule=schedule, codec=codec)
@@ -89,10 +95,20 @@ def test_a_fixed_codec_is_left_alone(metrics: Metrics) -> None:
 
 def test_huffman_codes_are_left_out_where_the_line_is_known_to_be_fast(metrics: Metrics) -> None:
     lines = (None, 1e6, FAST_BYTES_PER_S - 1, FAST_BYTES_PER_S, math.inf)
-    assert [choice(metrics, 1.0, line=line).is_coded() for line in lines] == [True, True, True, False, False]
+
+    def is_coded(line: float | None, direction: Direction = "up", **of: int) -> bool:
+        return choice(metrics, 1.0, line=line, **of).is_coded(direction, OTHER)
+
+    assert [is_coded(line) for line in lines] == [True, True, True, False, False]
     lines = (3 * FAST_BYTES_PER_S - 3, 3 * FAST_BYTES_PER_S, math.inf)
-    assert [choice(metrics, 1.0, line=line, live=3).is_coded() for line in lines] == [True, False, False]
-    assert not choice(metrics, 1.0, line=FAST_BYTES_PER_S, live=0).is_coded()
+    assert [is_coded(line, live=3) for line in lines] == [True, False, False]
+    assert not is_coded(FAST_BYTES_PER_S, "down", live=0)
+
+
+def test_what_a_peer_gives_to_itself_is_not_huffman_coded(metrics: Metrics) -> None:
+    one = choice(metrics, 1.0)
+    assert [one.is_coded("up", shard) for shard in (OWN, OTHER)] == [False, True]
+    assert one.is_coded("down", OWN)
 
 
 def test_the_choice_is_a_metric(metrics: Metrics, tmp_path: Path) -> None:

@@ -345,7 +345,7 @@ def test_a_commit_that_does_not_fit_its_chain_is_not_taken_again(
             disk, altered = LocalDisk(), b""
             for header, start, size in segments.records(segment, disk, 1 << 20):
                 more = msgspec.structs.replace(header, tokens=header.tokens + 1)
-                altered += segments.packed(more, disk.read(segment, start, size))
+                altered += segments.packed(more, [disk.read(segment, start, size)])
             segment.write_bytes(altered)
             assert versions_in(tmp_path / "ann") == [0, 0]
             reasons = [record.fields["reason"] for record in caplog.records if "of no use" in record.message]  # type: ignore[attr-defined]

@@ -97,6 +97,18 @@ def test_nobody_signs_in_anothers_name() -> None:
             check_commit(RUN, *committed(given(BOB), given(ANN, signer=BOB), by=BOB))
 
 
+def test_what_a_peer_has_signed_itself_is_known_on_that_head_and_as_it_was() -> None:
+    """G2a: a commit that says anything else in its name is checked as for everybody."""
+    known, mine = msgspec.structs.replace(given(), signature=bytes(64)), BASE.id
+    check_commit(RUN, *committed(known, given(BOB)), mine=(mine, known))
+    for head, other in (
+        (digest("another"), known),
+        (mine, msgspec.structs.replace(known, tokens_to=known.tokens_to + 1)),
+    ):
+        with pytest.raises(ValueError, match="its peer's signature"):
+            check_commit(RUN, *committed(known), mine=(head, other))
+
+
 def test_a_commit_is_its_owners_and_names_what_was_given_on_its_parent() -> None:
     """G2a: by anybody, to anybody."""
     header, signature = committed(given(ANN), given(BOB))
