@@ -1,6 +1,7 @@
 """A thread that does what it is given, in order, for an event loop.
 
-An executor's futures, locks and wake-ups cost 40 microseconds of the processor a job, this 5; an exchange has hundreds.
+An executor's futures, locks and wake-ups cost more than much of what is done here (docs/lab-notes.md); an exchange has
+hundreds of jobs.
 
 Rules of this file:
 1. What ends while the loop is busy is told in one go, in the order in which it ended.
