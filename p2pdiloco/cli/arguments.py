@@ -157,6 +157,7 @@ def _fetch(sub: argparse.ArgumentParser) -> None:
         checkpoint_s=1e6,
         write_gb=19.0,
         keep_checkpoints=2,
+        tensor_threads=0,
         leave_s=20.0,
         reattach_s=0.0,
         learner="",
@@ -235,6 +236,9 @@ def _add_peer(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument(
         "--keep-checkpoints", type=at_least(1), default=2, metavar="N", help="newest ones that stay (default: 2)"
+    )
+    sub.add_argument(
+        "--tensor-threads", type=at_least(0), default=0, metavar="N", help="to merge; 0: half of the cores, at most 4"
     )
     sub.add_argument(
         "--average",

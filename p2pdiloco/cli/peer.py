@@ -60,6 +60,7 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
             only_when_idle=getattr(arguments, "only_when_idle", False),
             is_battery_used=getattr(arguments, "on_battery", False),
             keeps_average=_keeps_average(arguments),
+            tensor_threads=arguments.tensor_threads,
             price_per_hour=getattr(arguments, "price", None),
         ),
         watch=WatchOptions(

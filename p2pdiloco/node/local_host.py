@@ -17,6 +17,7 @@ import torch
 
 from p2pdiloco.node.learner_process import LearnerProcess
 from p2pdiloco.peer.host import Queue, StartLearner
+from p2pdiloco.protocol.identifiers import ShardId
 from p2pdiloco.runtime.files import LOCAL
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.transport import Transport
@@ -24,17 +25,29 @@ from p2pdiloco.runtime.work_queue import WorkQueue
 
 T = TypeVar("T")
 
+MOST_THREADS = 4
+"""For tensors: beyond that the event loop is what an exchange waits for."""
+
+
+def usual_threads() -> int:
+    """For tensors, of a machine like this one: half of its cores; the others are the learner's and the loop's."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST_THREADS, cores // 2))
+
 
 class LocalHost:
     """``async with LocalHost(...) as host``; then its ``links`` are to be set. ``memory_fd``: what node and learner
-    share."""
+    share; ``tensor_threads`` for what touches the global state, 0: by the machine's cores."""
 
     links: Transport
 
-    def __init__(self, memory_fd: int, learner_log: Path) -> None:
+    def __init__(self, memory_fd: int, learner_log: Path, tensor_threads: int = 0) -> None:
         self._loop = asyncio.get_running_loop()
         # One torch thread: several peers on a machine, or a learner beside us, must not fight over the cores.
-        self._queues = {queue: WorkQueue(queue, partial(torch.set_num_threads, 1)) for queue in get_args(Queue)}
+        begin, threads = partial(torch.set_num_threads, 1), tensor_threads or usual_threads()
+        self._queues = {
+            queue: WorkQueue(queue, begin, threads if queue == "tensors" else 1) for queue in get_args(Queue)
+        }
         self._tasks = Tasks()
         self.disk = LOCAL
         self.start_learner: StartLearner = partial(LearnerProcess, memory_fd=memory_fd, log_path=learner_log)
@@ -67,9 +80,9 @@ class LocalHost:
         """Run ``work`` beside the rest, until the peer ends."""
         return self._tasks.spawn(work, name=name)
 
-    def work(self, queue: Queue, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Run ``work`` on the queue's thread."""
-        return self._queues[queue].do(work)
+    def work(self, queue: Queue, work: Callable[[], T], shard: ShardId | None = None) -> asyncio.Future[T]:
+        """Run ``work`` on a thread of the queue, on the one that the ``shard`` has."""
+        return self._queues[queue].do(work, shard)
 
     def draw_name(self) -> str:
         """12 characters that nobody else will draw."""

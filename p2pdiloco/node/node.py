@@ -101,7 +101,8 @@ class Node:
                 lambda reason: self.peer.end_in_order(Ending(2, reason)),
             )
             vectors = stack.enter_context(SharedVectors.create(layout.elements))
-            self.host = await stack.enter_async_context(LocalHost(vectors.fd, folder / "learner.log"))
+            host = LocalHost(vectors.fd, folder / "learner.log", self.options.machine.tensor_threads)
+            self.host = await stack.enter_async_context(host)
             self.peer = Peer(
                 manifest,
                 self.options,

@@ -6,7 +6,7 @@ Rules of this file:
    there are enough it is the mean of what there is.
 2. It is this peer's own affair: it does not travel, no other peer's depends on it, and merges know nothing of it. Who
    comes late begins with what it finds.
-3. Looks are made on the worker thread, which alone changes the global parameters.
+3. Looks are made on the shard's worker thread, which alone changes its global parameters.
 4. It lies beside the checkpoints as one file, which appears whole or not at all. One that is not of this run, or not as
    it was written, is not used.
 """
@@ -95,7 +95,7 @@ class RunningAverage:
         try:
             await host.work("disk", lambda: disk.write(half, []))
             for piece in self._layout.shards:
-                count, data = await host.work("tensors", partial(self._copied, piece.shard))
+                count, data = await host.work("tensors", partial(self._copied, piece.shard), piece.shard)
                 looks.append(count)
                 digests.append(digest_of(data))
                 await host.work("disk", partial(disk.append, half, data))

@@ -116,7 +116,9 @@ class Downloads:
                 )
             self._driver.feed(ev.Fetched(peer, state, ancestors(offer.proof, offer.lineage), owner_of(offer.proof)))
 
-        self._driver.job(lambda: self._driver.state.stage(shard, state.head.id, chunks, offer.digests), staged)
+        self._driver.job(
+            lambda: self._driver.state.stage(shard, state.head.id, chunks, offer.digests), staged, shard=shard
+        )
 
     async def _begun(self, shard: ShardId) -> Fetched | None:
         """What was begun before the machine asked; None if it was not, or failed."""

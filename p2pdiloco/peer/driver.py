@@ -246,9 +246,14 @@ class Driver:
     # -- work ----------------------------------------------------------------------------------------------------------
 
     def job(
-        self, work: Callable[[], T], then: Callable[[T], None], fail: Callable[[Exception], None] | None = None
+        self,
+        work: Callable[[], T],
+        then: Callable[[T], None],
+        fail: Callable[[Exception], None] | None = None,
+        *,
+        shard: ShardId | None = None,
     ) -> None:
-        """Run ``work`` on tensors after all earlier jobs, then ``then`` on the loop.
+        """Run ``work`` on tensors after all earlier jobs (of its ``shard``, and of none), then ``then`` on the loop.
 
         ``fail`` gets the errors that work may end in; any other is a defect of ours and stops the node.
         """
@@ -268,7 +273,7 @@ class Driver:
             else:
                 self.around.crashed(error)
 
-        self.host.work("tensors", work).add_done_callback(done)
+        self.host.work("tensors", work, shard).add_done_callback(done)
 
     def _failed(self, work: str, shard: ShardId, owner: PeerId | None = None) -> Callable[[Exception], None]:
         """Tell the machine. ``owner`` signed what was worked on, and answers for its digest."""
@@ -308,7 +313,7 @@ class Driver:
                 self.codecs.used("up", effect.shard, rung, len(payload), error)
             self.feed(ev.Encoded(effect.shard, effect.base.id, given, len(payload)))
 
-        self.job(work, done, self._failed("encode", effect.shard))
+        self.job(work, done, self._failed("encode", effect.shard), shard=effect.shard)
 
     def _merge(self, effect: ef.Merge) -> None:
         payloads = self.cargo.shelves[effect.shard].payloads
@@ -338,7 +343,7 @@ class Driver:
             self.around.merged(effect.base, len(given), merged)
             self._merged(effect, merged)
 
-        self.job(work, done, self._failed("merge", effect.shard))
+        self.job(work, done, self._failed("merge", effect.shard), shard=effect.shard)
 
     def _merged(self, effect: ef.Merge, merged: MergeResult) -> None:
         result, shelf = digest_of(merged.digests), self.cargo.shelves[effect.shard]
@@ -363,6 +368,7 @@ class Driver:
             ),
             lambda shifts: self._applied_when_kept(header.shard, effect.id, shifts),
             self._failed("apply", header.shard, header.owner),
+            shard=header.shard,
         )
 
     def _install(self, effect: ef.Install) -> None:
@@ -372,10 +378,11 @@ class Driver:
             lambda: self._looked(head.shard, self.state.install(head.shard, head.id, moves(), effect.farthest)),
             lambda shifts: self._applied(head.shard, head.id, shifts),
             self._failed("install", head.shard),
+            shard=head.shard,
         )
 
     def _looked(self, shard: ShardId, shifts: Shifts) -> Shifts:
-        """On the worker thread: the shard has another version."""
+        """On the shard's worker thread: the shard has another version."""
         if self.average is not None:
             piece = self.state.layout.shards[shard]
             self.average.look(shard, self.state.theta[piece.start : piece.stop])

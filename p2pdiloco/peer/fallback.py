@@ -47,4 +47,4 @@ class Fallback:
             driver.feed(ev.Failed("state", shard, None, "somebody is here again who may have it"))
         elif view.live or not view.missing or now - self._alone_since.setdefault(shard, now) >= ALONE_S:
             log.error("own state is spoilt and nobody else has it: the run goes on with it", shard=shard)
-            driver.job(lambda: driver.state.accept(shard), lambda _: None)
+            driver.job(lambda: driver.state.accept(shard), lambda _: None, shard=shard)

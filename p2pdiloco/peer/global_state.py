@@ -1,8 +1,10 @@
 """The global parameters and momentum of all shards, and what each commit does to them and to the learner's parameters.
 
 Rules of this file:
-1. All of it runs on one thread, in the order in which it was asked for. That order is what makes the learner's view
-   exact: commits, shifts, their acknowledgements and snapshots are told apart by it, without locks.
+1. What touches a shard runs in the order in which it was asked for, and so does what touches several or the learner's
+   life, between all others. That order is what makes the learner's view exact: commits, shifts, their acknowledgements
+   and snapshots are told apart by it, without locks. Different shards are worked on at the same time: they share
+   nothing but ``VectorMemory``, and each thread has a scratch of its own.
 2. Theta and momentum change only together with the shard's head, and only when the sample of the result's chunks that
    is checked at this version has the digests that the owner signed (see ``tensors.digests``).
 3. What a change means for the learner is the matter of ``shift_queue``.
@@ -13,6 +15,7 @@ Rules of this file:
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -78,9 +81,9 @@ class _Own(NamedTuple):
     bodies: Sequence[Body]
 
 
-class _Scratch:
-    """Vectors that are used again and again: fresh memory costs more than the arithmetic in it. A chunk long, but for
-    the one that holds a shard; not touched until they are needed."""
+class _Scratch(threading.local):
+    """A thread's vectors that are used again and again: fresh memory costs more than the arithmetic in it. A chunk
+    long, but for the one that holds a shard; not touched until they are needed."""
 
     def __init__(self, largest_shard: int, momentum: torch.dtype) -> None:
         self.theta, self.gradient = (torch.empty(quantizers.CHUNK) for _ in range(2))

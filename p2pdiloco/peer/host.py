@@ -15,15 +15,16 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal, Protocol, TypeVar
 
 from p2pdiloco.peer.disk import Disk
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.identifiers import PeerId, ShardId
 from p2pdiloco.wire import link
 from p2pdiloco.wire.answers import Response
 
 T = TypeVar("T")
 
 Queue = Literal["tensors", "checks", "disk", "own"]
-"""Where long work runs, in the order in which it came: what touches the global state; checks of what others sent, so
-that a flood of payloads does not delay our own merges; files; own commits, which wait for no checkpoint."""
+"""Where long work runs, in the order in which it came: what touches the global state (of each shard in that order);
+checks of what others sent, so that a flood of payloads does not delay our own merges; files; own commits, which wait
+for no checkpoint."""
 
 
 class Links(Protocol):
@@ -125,8 +126,9 @@ class Host(Protocol):
     def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
         """Run ``work`` beside the rest, until the peer ends. Its failure is logged, and takes nothing else down."""
 
-    def work(self, queue: Queue, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Run ``work`` after all that came before on the same queue."""
+    def work(self, queue: Queue, work: Callable[[], T], shard: ShardId | None = None) -> asyncio.Future[T]:
+        """Run ``work`` after all that came before on the same queue. What touches tensors of one ``shard`` only comes
+        after all that is for that shard or for none."""
 
     def draw_name(self) -> str:
         """12 characters that nobody else will draw."""

@@ -22,6 +22,8 @@ class MachineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Train also on battery."""
     keeps_average: bool = False
     """Keep a running average of the global parameters, too (``peer/average.py``): 4 bytes a parameter."""
+    tensor_threads: Annotated[int, Meta(ge=0)] = 0
+    """Of the node, which work on shards side by side; 0: by the machine's cores (``node/local_host.py``)."""
     price_per_hour: Annotated[float, Meta(ge=0.0)] | None = None
     """For its account (``watch/account.py``)."""
 

@@ -64,7 +64,7 @@ class Scrub:
                 self._driver.spoilt(error)
             tell(False)
 
-        self._driver.job(lambda: self._driver.state.verify(shard, chunk), lambda _: tell(True), fail)
+        self._driver.job(lambda: self._driver.state.verify(shard, chunk), lambda _: tell(True), fail, shard=shard)
         try:
             return await within(self._host, looked, PATIENCE_S)
         except TimeoutError:

@@ -51,7 +51,7 @@ async def copied(
         if not found.done():
             found.set_exception(CopyError(str(error)))
 
-    driver.job(lambda: driver.state.copy(shard, data, chunks, is_checked=is_checked), take, refuse)
+    driver.job(lambda: driver.state.copy(shard, data, chunks, is_checked=is_checked), take, refuse, shard=shard)
     try:
         return await within(driver.host, found, COPY_S)
     except TimeoutError:

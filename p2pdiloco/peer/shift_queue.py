@@ -9,7 +9,8 @@ Rules of this file:
 4. What is written is in use until the learner has taken it, or it is encoded (``vector_memory``).
 5. A new learner is given the global parameters piece by piece, each when it has taken the one before. What changes
    meanwhile reaches it with its piece, or as a shift if it has that already.
-6. All of it runs on the thread of ``global_state``, in the order in which it was asked for.
+6. All of it runs on the threads of ``global_state``, in the order that its rule 1 says: ``begin``, ``has_snapshot`` and
+   ``snapshot_encoded`` are for one shard, all else for none.
 """
 
 from __future__ import annotations

@@ -3,11 +3,13 @@
 Rules of this file:
 1. What is in use keeps its memory. Of what is not, the parts that were used last keep theirs, ``KEPT`` parameters in
    all: fresh memory costs more than the arithmetic in it. What nobody has used from one ``rest`` to the next goes, too.
-2. Nothing is given back under a learner that has page-locked it: its device would go on with the old pages.
+2. Threads that work on different shards share it.
+3. Nothing is given back under a learner that has page-locked it: its device would go on with the old pages.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Literal
 
 from p2pdiloco.protocol.identifiers import ShardId
@@ -29,6 +31,7 @@ class VectorMemory:
         """What is queued: of this process alone."""
         self.is_pinned = False
         """The learner's device has page-locked the shared vectors, or may have."""
+        self._lock = threading.RLock()
         self._used: set[tuple[Place, ShardId]] = set()
         self._kept: dict[tuple[Place, ShardId], bool] = {}
         """What was in use, the latest last; whether that was since the last ``rest``."""
@@ -36,13 +39,16 @@ class VectorMemory:
 
     def use(self, place: Place, shard: ShardId) -> None:
         """It holds something from now on."""
-        self._used.add((place, shard))
-        if self._kept.pop((place, shard), None) is not None:
-            self._kept_elements -= self._shards[shard].elements
+        with self._lock:
+            self._used.add((place, shard))
+            if self._kept.pop((place, shard), None) is not None:
+                self._kept_elements -= self._shards[shard].elements
 
     def free(self, place: Place, shard: ShardId, *, is_kept: bool = True) -> None:
         """What it holds is wanted no more, if it holds anything. ``is_kept``: its memory may be wanted soon."""
-        if (place, shard) in self._used:
+        with self._lock:
+            if (place, shard) not in self._used:
+                return
             self._used.discard((place, shard))
             self._kept[place, shard] = True
             self._kept_elements += self._shards[shard].elements

@@ -28,6 +28,8 @@ class PeerSetting(msgspec.Struct, frozen=True, kw_only=True):
     """How long what node and learner tell each other is on its way, at most."""
     copies: int = 0
     """How many times its learner looks, at most, until a copy of its parameters has ended, as on a GPU."""
+    tensor_threads: int = 1
+    """Of its node: work on different shards overtakes each other."""
     is_rough: bool = False
 
 

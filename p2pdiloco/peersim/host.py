@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from p2pdiloco.peer.host import Queue, StartLearner
 from p2pdiloco.peersim.disk import ProcessDied, SimulatedDisk
 from p2pdiloco.peersim.network import SimulatedLinks
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.identifiers import PeerId, ShardId
 from p2pdiloco.simulation.clock import Clock
 from p2pdiloco.tensors import kernels
 from p2pdiloco.tensors.scratch import scratch
@@ -62,8 +62,9 @@ class Timer:
 class Workers:
     """What else a process has: how long jobs take on its queues, and how many learners it began."""
 
-    def __init__(self) -> None:
-        self._free_at: dict[Queue, float] = {}
+    def __init__(self, tensor_threads: int) -> None:
+        self._tensor_threads = tensor_threads
+        self._free_at: dict[tuple[Queue, int], float] = {}
         self.slowness: dict[Queue, float] = {}
         """Factors of the typical time."""
         self.held_up_at = float("-inf")
@@ -71,11 +72,14 @@ class Workers:
         self.learners = 0
         """How often a learner's process was started."""
 
-    def span(self, queue: Queue, now: float, random: Random) -> tuple[float, float]:
-        """When the next job is done, and when that is known."""
+    def span(self, queue: Queue, now: float, random: Random, shard: ShardId | None) -> tuple[float, float]:
+        """When the next job is done, and when that is known. A job for no shard has all threads."""
         typical_s = WORK_S[queue] * self.slowness.get(queue, 1.0)
-        first = max(now, self._free_at.get(queue, 0.0)) + typical_s * (0.1 + random.random())
-        last = self._free_at[queue] = first + typical_s * random.random() * random.random()
+        threads = range(self._tensor_threads) if shard is None else (shard % self._tensor_threads,)
+        free_at = max(self._free_at.get((queue, thread), 0.0) for thread in threads)
+        first = max(now, free_at) + typical_s * (0.1 + random.random())
+        last = first + typical_s * random.random() * random.random()
+        self._free_at.update({(queue, thread): last for thread in threads})
         return first, last
 
 
@@ -100,7 +104,7 @@ class SimulatedHost:
         self._tasks: set[asyncio.Task[None]] = set()
         self._timers: dict[Timer, float] = {}
         """Those that are due, and when, by this process's clock."""
-        self.workers = Workers()
+        self.workers = Workers(world.computers[name].setting.tensor_threads)
 
     # -- what happens to it --------------------------------------------------------------------------------------------
 
@@ -190,11 +194,11 @@ class SimulatedHost:
         else:
             self.world.checks.failed(f"{task.get_name()} ended with {error!r}", error)
 
-    def work(self, queue: Queue, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Run ``work`` after all that came before on the same queue."""
+    def work(self, queue: Queue, work: Callable[[], T], shard: ShardId | None = None) -> asyncio.Future[T]:
+        """Run ``work`` after all that came before on the same queue, for its shard."""
         world = self.world
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        first, last = self.workers.span(queue, world.now, world.random)
+        first, last = self.workers.span(queue, world.now, world.random, shard)
         outcome: list[T | Exception] = []
 
         def run() -> None:

@@ -35,6 +35,7 @@ def draw(seed: int) -> tuple[WorldSetting, Random]:
             reattach_s=random.choice((0.0, 10.0, 10.0, 60.0)),
             load_s=0.05 + random.random(),
             clock=(1000.0 * random.random(), 1 + 0.02 * (random.random() - 0.5)),
+            tensor_threads=2 + i % 2 if seed % 5 == 4 else 1,
         )
         for i in range(count)
     )

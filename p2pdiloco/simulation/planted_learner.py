@@ -13,6 +13,7 @@ _LINK_TESTS = "tests/unit/test_training_outer_link.py"
 _COMPANION_TESTS = "tests/unit/test_companion.py"
 _ADOPTED = "test_a_learner_that_is_adopted_keeps_its_progress_since_the_loss_and_counts_nothing_twice"
 _CONSERVATION = "tests/property/test_conservation.py::test_every_token_trained_stands_in_the_parameters_once"
+_QUEUE = "tests/unit/test_runtime_work_queue.py"
 
 BUGS = (
     Bug(
@@ -201,5 +202,55 @@ BUGS = (
         new="self._welcome.take(visitor.recv(missing + 4096))",
         harm="the first commands are taken for a piece of the manifest",
         killed_by=(f"{_COMPANION_TESTS}::test_a_script_is_told_the_run_before_it_takes_the_node_however_slowly",),
+    ),
+    # -- threads for tensors -------------------------------------------------------------------------------------------
+    Bug(
+        name="threads do not wait for each other",
+        module="p2pdiloco.runtime.work_queue",
+        old="gate = threading.Barrier(len(self._jobs))",
+        new="gate = threading.Barrier(1)",
+        harm="a snapshot is brought up to date while a shift of one of its shards is being made",
+        killed_by=(f"{_QUEUE}::test_the_order_of_what_has_a_key_and_of_what_has_none_is_kept",),
+    ),
+    Bug(
+        name="a shard has no thread of its own",
+        module="p2pdiloco.runtime.work_queue",
+        old="self._jobs[(key or 0) % len(self._jobs)].put",
+        new="min(self._jobs, key=lambda jobs: jobs.qsize()).put",
+        harm="a shard's next commit is applied before the one that it follows",
+        killed_by=(f"{_QUEUE}::test_the_order_of_what_has_a_key_and_of_what_has_none_is_kept",),
+    ),
+    Bug(
+        name="all shards have one thread",
+        module="p2pdiloco.runtime.work_queue",
+        old="self._jobs[(key or 0) % len(self._jobs)].put",
+        new="self._jobs[0].put",
+        harm="more cores are of no use",
+        killed_by=(f"{_QUEUE}::test_what_has_different_keys_is_done_at_the_same_time",),
+    ),
+    Bug(
+        name="gates stay shut when a node ends",
+        module="p2pdiloco.runtime.work_queue",
+        old="            gate.abort()",
+        new="            gate.n_waiting",
+        harm="its process never ends",
+        killed_by=(f"{_QUEUE}::test_who_closes_leaves_no_thread_behind",),
+    ),
+    Bug(
+        name="threads wait for work that was called off",
+        module="p2pdiloco.runtime.work_queue",
+        old="            if job.gate is not None:\n                job.gate.wait()\n            if job.future",
+        new="            if job.gate is not None and (not job.future or not job.future.cancelled()):\n"
+        "                job.gate.wait()\n            if job.future",
+        harm="a node hangs after a copy that came too late",
+        killed_by=(f"{_QUEUE}::test_work_that_is_called_off_holds_nobody_up",),
+    ),
+    Bug(
+        name="threads share their scratch",
+        module="p2pdiloco.peer.global_state",
+        old="class _Scratch(threading.local):",
+        new="class _Scratch:",
+        harm="a merge has another shard's values",
+        killed_by=("tests/unit/test_peer_tensor_threads.py::test_several_threads_make_the_bits_of_one",),
     ),
 )

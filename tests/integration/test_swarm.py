@@ -40,7 +40,7 @@ from p2pdiloco.runtime.journal import effects_crc, read_journal
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Member]]:
-    """Three peers that have trained one run to its end, with journals."""
+    """Three peers that have trained one run to its end, with journals; one with several threads for tensors."""
     folder = tmp_path_factory.mktemp("complete")
     config = write_config(folder, inner_steps=200, schedule_sync_every=8, schedule_fragments=4)
     with swarm_in(folder) as swarm:
@@ -48,7 +48,9 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Member]]
         founder = swarm.start_founder("A", config, address, "--journal")
         with (
             learners_held(founder),
-            learners_held(swarm.join("B", address, "--journal"), swarm.join("C", address, "--journal")),
+            learners_held(
+                swarm.join("B", address, "--journal"), swarm.join("C", address, "--journal", "--tensor-threads", "3")
+            ),
         ):
             until(founder, lambda: founder.view.live == 3, what="three live peers")
         for member in swarm.members:

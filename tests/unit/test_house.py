@@ -25,7 +25,7 @@ LARGE = {
 TWO_SIDES = """
     AdoptStep Batches BlockFinished Evaluate Evaluated Failed Shift Snapshot Snapshotted Train Trouble Pause
     Channel Checkpoint Checks Connection Directory Driver Fault Learner LearnerLife Network Outcome PeerSetting World
-    DiLoCoCallback Commit Peer Swarm
+    DiLoCoCallback Commit Peer Swarm Workers
 """
 """Classes of one name and one meaning in two places: what the machine says and what its learner is told, a world that
 is real and one that is simulated."""

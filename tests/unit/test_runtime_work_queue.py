@@ -1,11 +1,14 @@
-"""A thread's jobs: in order, told on the loop, nothing held."""
+"""Threads' jobs: in order, told on the loop, nothing held."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Iterator
+from random import Random
 
 import pytest
 
@@ -118,3 +121,86 @@ def test_a_job_may_end_after_its_loop(gate: threading.Event) -> None:
     asyncio.run(story())
     gate.set()
     threads[0].join()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_order_of_what_has_a_key_and_of_what_has_none_is_kept(threads: int) -> None:
+    """Whatever was asked for before and has the key, or none, is over, and told; nothing of what was asked for later
+    has begun."""
+    random, begun, over, told = Random(threads), set[int](), set[int](), list[int]()
+    keys = [None if random.random() < 0.3 else random.randrange(5) for _ in range(400)]
+
+    def related(number: int) -> list[int]:
+        mine = keys[number]
+        return [i for i, key in enumerate(keys) if mine is None or key is None or key == mine]
+
+    def busy(seconds: float) -> None:
+        time.sleep(seconds)
+
+    def job(number: int) -> None:
+        assert all(i in over for i in related(number) if i < number), "one before it is not over"
+        assert not any(i in begun for i in related(number) if i > number), "one after it has begun"
+        begun.add(number)
+        busy(random.random() * 1e-4)  # so that others may be wrong
+        over.add(number)
+
+    async def story() -> None:
+        queue, futures = WorkQueue("jobs", lambda: None, threads), list[asyncio.Future[None]]()
+        for number, key in enumerate(keys):
+            futures.append(queue.do(lambda number=number: job(number), key))
+            futures[-1].add_done_callback(lambda _, number=number: told.append(number))
+            if random.random() < 0.05:
+                busy(0.002)
+                await asyncio.sleep(0)
+        await asyncio.gather(*futures)
+        queue.close()
+
+    asyncio.run(story())
+    assert len(over) == len(keys)
+    place = {number: i for i, number in enumerate(told)}
+    assert all(place[i] < place[number] for number in place for i in related(number) if i < number)
+
+
+def test_what_has_different_keys_is_done_at_the_same_time() -> None:
+    async def story() -> None:
+        meeting = threading.Barrier(2)
+        with contextlib.closing(WorkQueue("jobs", lambda: None, 2)) as queue:
+            found = await asyncio.gather(*(queue.do(lambda: meeting.wait(10.0), key) for key in (0, 1)))
+        assert sorted(found) == [0, 1]
+
+    asyncio.run(story())
+
+
+def test_work_that_is_called_off_holds_nobody_up(gate: threading.Event) -> None:
+    async def story() -> None:
+        with contextlib.closing(WorkQueue("jobs", lambda: None, 2)) as queue:
+            running = [queue.do(gate.wait, key) for key in (0, 1)]
+            called_off = queue.do(lambda: None)
+            called_off.cancel()
+            gate.set()
+            await asyncio.gather(*running)
+            rest = asyncio.gather(*(queue.do(lambda: 7, key) for key in (0, 1)))
+            assert await asyncio.wait_for(rest, 10.0) == [7, 7]
+
+    asyncio.run(story())
+
+
+def test_who_closes_leaves_no_thread_behind(gate: threading.Event) -> None:
+    """Also where some have come to a gate, and another is busy."""
+    done = list[str]()
+
+    async def story() -> None:
+        queue = WorkQueue("closed", lambda: None, 3)
+        queue.do(gate.wait, 1)
+        queue.do(lambda: done.append("for all"))
+        while not any(barrier.n_waiting == 2 for barrier in queue._gates):
+            await asyncio.sleep(0.001)
+        queue.close()
+        gate.set()
+
+    asyncio.run(story())
+    for thread in threading.enumerate():
+        if thread.name == "closed":
+            thread.join(5.0)
+            assert not thread.is_alive()
+    assert not done

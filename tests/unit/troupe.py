@@ -27,7 +27,7 @@ from p2pdiloco.peer.standing import Standing
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.identifiers import PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.runtime.files import LOCAL
 from p2pdiloco.runtime.identity import Identity
@@ -78,7 +78,7 @@ class StageHost:
         self._stage.tasks.add(task)
         return task
 
-    def work(self, queue: Queue, work: Callable[[], T]) -> asyncio.Future[T]:
+    def work(self, queue: Queue, work: Callable[[], T], shard: ShardId | None = None) -> asyncio.Future[T]:
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def run() -> None:
