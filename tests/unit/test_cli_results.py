@@ -172,7 +172,7 @@ def put(average: RunningAverage, folder: Path) -> None:
     class Here:
         disk = LOCAL
 
-        async def work(self, queue: str, work: Callable[[], Any]) -> Any:
+        async def work(self, queue: str, work: Callable[[], Any], *_: object) -> Any:
             return work()
 
     asyncio.run(average.save(folder, Here()))  # type: ignore[arg-type]

@@ -193,7 +193,7 @@ def test_who_closes_leaves_no_thread_behind(gate: threading.Event) -> None:
         queue = WorkQueue("closed", lambda: None, 3)
         queue.do(gate.wait, 1)
         queue.do(lambda: done.append("for all"))
-        while not any(barrier.n_waiting == 2 for barrier in queue._gates):
+        while not any(one.n_waiting == 2 for one in queue._gates):  # noqa: ASYNC110 (a thread tells nobody)
             await asyncio.sleep(0.001)
         queue.close()
         gate.set()
