@@ -209,7 +209,7 @@ BUGS = (
         old="reason=str(error))\n                return Moves(effect.learner, (), (), is_reset=True)",
         new="reason=str(error))\n                return Moves(effect.learner, (), (), is_reset=False)",
         harm="what was merged stays in the learner's delta and is merged again",
-        killed_by=(f"{_STORE_TESTS}::test_a_learner_whose_contribution_the_disk_has_lost_takes_the_global_parameters",),
+        killed_by=(f"{_STORE_TESTS}::test_a_learner_whose_contribution_is_lost_takes_the_global_parameters",),
     ),
     Bug(
         name="files of payloads stay",

@@ -350,7 +350,7 @@ BUGS = (
         harm="what was merged stays in the learner's delta and is merged again",
         killed_by=(
             "tests/unit/test_peer_payload_store.py"
-            "::test_a_learner_whose_contribution_had_no_room_takes_the_global_parameters",
+            "::test_a_learner_whose_contribution_is_lost_takes_the_global_parameters",
         ),
     ),
     Bug(

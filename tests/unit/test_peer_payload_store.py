@@ -171,8 +171,8 @@ def test_what_the_disk_has_lost_is_not_sent(tmp_path: Path, how: str) -> None:
     act(story)
 
 
-@pytest.mark.parametrize("how", ["gone", "cut", "flipped"])
-def test_a_learner_whose_contribution_the_disk_has_lost_takes_the_global_parameters(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["gone", "cut", "flipped", "no room"])
+def test_a_learner_whose_contribution_is_lost_takes_the_global_parameters(tmp_path: Path, how: str) -> None:
     """Anything else would leave what it gave in its parameters, to be given again."""
 
     async def story() -> None:
@@ -184,13 +184,17 @@ def test_a_learner_whose_contribution_the_disk_has_lost_takes_the_global_paramet
             def lose(event: ev.Event, effects: list[ef.Effect]) -> None:
                 for effect in effects:
                     if isinstance(effect, ef.Apply) and effect.settled:
-                        held = bob.driver.cargo.shelves[effect.header.shard].payloads[effect.settled[0]]
+                        payloads = bob.driver.cargo.shelves[effect.header.shard].payloads
+                        held = payloads[effect.settled[0]]
+                        lost.append(held)
+                        if how == "no room":
+                            del payloads[effect.settled[0]]
+                            continue
                         assert held.data is not None
                         data, held.path, held.data = bytearray(held.data), tmp_path / "lost", None
                         if how != "gone":
                             data[0] ^= how == "flipped"
                             held.path.write_bytes(data[: len(data) - (how == "cut")])
-                        lost.append(held)
 
             bob.before = lose
             for _ in range(2):
@@ -263,36 +267,6 @@ def test_no_more_is_written_than_a_day_allows(tmp_path: Path) -> None:
                 assert len(own) > 4
                 held = sum(one.size for digest, one in shelf.payloads.items() if digest in own and one.data is not None)
                 assert held <= OWN_WINDOWS * window
-
-    act(story)
-
-
-def test_a_learner_whose_contribution_had_no_room_takes_the_global_parameters(tmp_path: Path) -> None:
-    """No bound is worth a wrong model: what was merged and cannot be taken out of the learner's delta resets it."""
-
-    async def story() -> None:
-        async with Stage(tmp_path) as stage:
-            ann = await stage.found()
-            bob = await stage.beside()
-            dropped: list[Digest] = []
-
-            def drop(event: ev.Event, effects: list[ef.Effect]) -> None:
-                for effect in effects:
-                    if isinstance(effect, ef.Apply) and effect.settled:
-                        del bob.driver.cargo.shelves[effect.header.shard].payloads[effect.settled[0]]
-                        dropped.append(effect.settled[0])
-
-            bob.before = drop
-            for _ in range(2):
-                ann.learner.step(1.0)
-                bob.learner.step(4.0)
-            for _ in range(2):
-                await stage.rest(ann)
-                await stage.rest(bob)
-            assert len(dropped) == 1
-            assert ann.versions == bob.versions == [0, 1]
-            unmerged = torch.cat((torch.full((64,), 8.0), torch.zeros(64)))
-            assert torch.equal(bob.learner.flat(), bob.state.theta + unmerged)
 
     act(story)
 
