@@ -124,26 +124,26 @@ class Contributions:
 
     def heard(self, sender: PeerId, message: Turn) -> None:
         """Another peer announces a turn: those that do not hear it hear of it from here."""
-        turn = self.turns[message.fragment]
-        before = turn.step
-        self.open(message.fragment, self.adopt_step(message.step), is_mine=False)
-        if turn.step > before:
+        if self.open(message.fragment, self.adopt_step(message.step), is_mine=False):
             hand_on_turn(self.core, sender, self.announcement(message.fragment))
 
-    def open(self, fragment: FragmentId, step: int, *, is_mine: bool) -> None:
-        """Open a turn for those of the fragment's shards whose last one is over."""
+    def open(self, fragment: FragmentId, step: int, *, is_mine: bool) -> bool:
+        """Open a turn for those of the fragment's shards whose last one is over; whether it is news. Beyond the last
+        step that is believed turns cannot be told apart: there it is as long as one of the shards has none open."""
         turn, core = self.turns[fragment], self.core
-        if step <= turn.step:
-            return
-        turn.step = step
+        shards = core.config.fragments[fragment]
+        if step <= turn.step and (step < core.config.latest_step or turn.open.keys() >= set(shards)):
+            return False
+        turn.step = max(turn.step, step)
         if is_mine:
             core.send(core.membership.live, self.announcement(fragment))
-        for shard in core.config.fragments[fragment]:
+        for shard in shards:
             if shard in turn.open:
                 core.note("debug", "turn", f"shard {shard} step {step} put off: its last turn is still open")
             else:
                 self._open_shard(turn, shard)
         self._ask_for_snapshot(fragment)
+        return True
 
     def _open_shard(self, turn: FragmentTurn, shard: ShardId) -> None:
         turn.open[shard] = (self.core.head(shard).id, self.core.now)

@@ -93,6 +93,11 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
             run_steps=self.total_steps,
         )
 
+    @property
+    def latest_step(self) -> int:
+        """No claim counts beyond the last step and a turn."""
+        return self.total_steps + self.sync_every
+
     def offset(self, fragment: FragmentId) -> int:
         """The fragment's turn is due when the global step is this, modulo H."""
         return fragment * self.sync_every // len(self.fragments)
@@ -203,7 +208,7 @@ class Core:
         """As much of another peer's claim to be at ``step`` as is believed: see ``pace``."""
         if step <= self.step:
             return step
-        step = min(step, self.config.total_steps + self.config.sync_every)
+        step = min(step, self.config.latest_step)
         allowed = self.step + self.pace.allowed(self.now, self.membership.median_step_s(self.step_time_s()))
         return step if step <= allowed else max(min(step, self.membership.majority_step(self.step)), allowed)
 

@@ -97,17 +97,18 @@ class Farewell:
         learner = core.learner
         assert learner is not None
         is_overdue = core.now >= self.flush_at
+        is_again = is_overdue and self.flush_at > 0.0
         if is_overdue:
             self.flush_at = core.now + self.contributions.merges.takeover_s()
             core.alarms.set(("flush", 0), self.flush_at)
         for fragment, shards in enumerate(core.config.fragments):
             turn = self.contributions.turns[fragment]
-            for shard in shards:
-                is_waiting = shard in turn.open and not is_overdue
-                is_given = learner.unmerged(shard) <= 0 or self.contributions.has_given(shard)
-                if not is_waiting and not is_given:
-                    self.contributions.open(FragmentId(fragment), max(core.step, turn.step + 1), is_mine=True)
-                    break
+            rest = [shard for shard in shards if learner.unmerged(shard) > 0]
+            lacking = [shard for shard in rest if not self.contributions.has_given(shard)]
+            if any(is_overdue or shard not in turn.open for shard in lacking):
+                self.contributions.open(FragmentId(fragment), max(core.step, turn.step + 1), is_mine=True)
+            elif rest and is_again:  # somebody is waited for who may have taken it for an older turn
+                core.send(core.membership.live, self.contributions.announcement(FragmentId(fragment)))
 
     def _is_waiting(self) -> bool:
         """Whether nobody is left, or nobody has what was merged here alone, and somebody was lost lately who did not

@@ -21,6 +21,22 @@ BUGS = (
     *CLAIM_BUGS,
     *MESH_BUGS,
     _bug(
+        "a turn beyond the last that counts is not heard",
+        "contributions",
+        "if step <= turn.step and (step < core.config.latest_step or turn.open.keys() >= set(shards)):",
+        "if step <= turn.step:",
+        "with K = 2 two wait for each other at the run's end, and what they hold is lost (seed 100000000060211)",
+        "test_plausibility.py::test_a_turn_beyond_the_last_that_counts_is_answered",
+    ),
+    _bug(
+        "what nobody has merged is announced once",
+        "farewell",
+        "elif rest and is_again:",
+        "elif False:",
+        "who took the announcement for that of an older turn is waited for until the end",
+        "test_coming_and_going.py::test_who_leaves_announces_again_what_nobody_has_merged",
+    ),
+    _bug(
         "what is under way is not counted in a budget",
         "budget",
         "return 0 < total <= self.merged + self._under_way // (2 * len(self._merged))",

@@ -183,6 +183,16 @@ def test_who_leaves_opens_turns_for_what_is_unmerged() -> None:
     assert (to, bare(given.contributor)) == (B, tokens(A, 0, 20))
 
 
+def test_who_leaves_announces_again_what_nobody_has_merged() -> None:
+    """C4g: each takeover time, at the same step: nobody's run is the shorter for it."""
+    stage = leaving()
+    [(_, announced)] = sent(stage.work(stage.tell(ev.LearnerPaused(2, 20)), ef.Snapshot, ef.Encode), msg.Turn)
+    takeover_s = stage.machine.merges.takeover_s()
+    assert not sent(stage.wait(takeover_s - 0.1), msg.Turn)
+    assert sent(stage.wait(0.2), msg.Turn) == [(B, announced)]
+    assert sent(stage.wait(takeover_s), msg.Turn) == [(B, announced)]
+
+
 def test_who_leaves_goes_when_all_of_it_is_merged() -> None:
     """C4c: and says so to all; with nothing unmerged, at once."""
     stage = leaving()

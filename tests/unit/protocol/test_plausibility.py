@@ -132,6 +132,21 @@ def test_no_claim_counts_beyond_the_last_step_and_a_turn() -> None:
     assert step_of(stage) == 104
 
 
+def test_a_turn_beyond_the_last_that_counts_is_answered() -> None:
+    """P1g: at the run's end each version takes a turn more, and who has nothing to give must say so (M3c): once a
+    version, however often it is announced."""
+    stage = Stage(B, weight=0.0, total_steps=4)
+    stage.give()
+    stage.take(stage.commit(tokens(A, 0, 40)))
+    stage.tell(ev.LearnerPaused(4, 40))
+    for version, step in enumerate((8, 9, 10), start=1):
+        given = sent(stage.work(stage.announce(B, step), ef.Snapshot), msg.Contribution)
+        assert [(to, c.base, c.contributor.tokens) for to, c in given] == [(B, stage.head(), 0)]
+        assert not stage.announce(B, step), "it has answered"
+        stage.take(stage.commit(tokens(B, 40 * version, 40 * version + 40), step=8))
+    assert step_of(stage) == 8
+
+
 def test_a_follower_is_where_the_others_say_they_are() -> None:
     """P1f: it hears of the end, though the last turn is long over."""
     stage = Stage(B, has_learner=False, total_steps=10)
