@@ -2,7 +2,7 @@
 
 Rules of this file:
 1. The shipped path is ``tensors/`` itself: quantizers, merge rules, the outer step, in the order in which
-   ``node.global_state`` calls them; a test compares the two. Payloads are compressed to be measured.
+   ``peer.global_state`` calls them; a test compares the two. Payloads are compressed to be measured.
 2. What ``tensors/`` does not have (fp32 and top-k payloads, Delayed Nesterov, restarts, other roundings) is here,
    short, for comparison.
 """

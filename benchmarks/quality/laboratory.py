@@ -271,7 +271,7 @@ class Laboratory:
         if all(member.marks[shard][1] == member.tokens for shard in shards):
             return
         member.flat.copy_to(self._scratch, shards)
-        for shift in member.shifts:  # what it has not taken yet; as ``node.global_state`` does
+        for shift in member.shifts:  # what it has not taken yet; as ``peer.global_state`` does
             if shift.shard in shards:
                 self._scratch[self.exchange.span(shift.shard)] += shift.change
         noise = self.setting.noise if index == len(self.members) - 1 else 0.0

@@ -20,15 +20,21 @@ async def flip(stage: Stage, member: Member) -> None:
     await stage.wait(1.0)
 
 
+async def lost(stage: Stage) -> tuple[Member, Member]:
+    """One that has lost the other a moment ago, and whose state is spoilt; the other."""
+    ann = await stage.found()
+    bob = await stage.beside()
+    stage.disconnect(ann, bob)
+    await flip(stage, ann)
+    return ann, bob
+
+
 def test_who_has_just_lost_the_others_gets_its_state_from_them_when_they_are_back(tmp_path: Path) -> None:
     """Else a flipped bit is in what it signs next, and the others take the fault for their own memory's."""
 
     async def story() -> None:
         async with Stage(tmp_path) as stage:
-            ann = await stage.found()
-            bob = await stage.beside()
-            stage.disconnect(ann, bob)
-            await flip(stage, ann)
+            ann, bob = await lost(stage)
             await stage.wait(5.0)
             assert ann.state.integrity.is_spoilt(SHARD)
             stage.connect(ann, bob)
@@ -42,10 +48,7 @@ def test_who_has_just_lost_the_others_gets_its_state_from_them_when_they_are_bac
 def test_those_who_do_not_come_back_are_not_waited_for_for_ever(tmp_path: Path) -> None:
     async def story() -> None:
         async with Stage(tmp_path) as stage:
-            ann = await stage.found()
-            bob = await stage.beside()
-            stage.disconnect(ann, bob)
-            await flip(stage, ann)
+            ann, _ = await lost(stage)
             await stage.wait(ALONE_S + 1.0)
             assert ann.state.integrity.is_unsigned(SHARD), "the run goes on with it"
 
