@@ -19,8 +19,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 SECTOR_BYTES = 4096
+"""Writes past the cache begin and end at multiples of it; where a disk wants larger ones, they go through the cache."""
 STAGING_BYTES = 1 << 20
+"""Of aligned memory, from which is written past the cache: what comes lies anywhere."""
 PAST_CACHE: int = getattr(os, "O_DIRECT", 0)
+"""The flag for that, or 0 where the system has none."""
 
 
 class LockedError(Exception):
