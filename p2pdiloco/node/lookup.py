@@ -19,7 +19,7 @@ from p2pdiloco.node.ladder import Ladder
 from p2pdiloco.protocol.identifiers import PeerId, RunId
 from p2pdiloco.protocol.manifest import Manifest, Name
 from p2pdiloco.protocol.soundness import MAX_MANIFEST_BYTES, decode_manifest
-from p2pdiloco.runtime import addresses, logs
+from p2pdiloco.runtime import addresses, last_ports, logs
 from p2pdiloco.runtime.dialler import Dialler
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.handler import Observer
@@ -74,14 +74,18 @@ async def open_directory(
     for text in options.initial_peers:
         if addresses.parse(text).peer is None:
             raise ValueError(f"{text} lacks the peer id at its end (/p2p/12D3KooW...): copy the whole address")
+    ports = None if folder is None else folder / "directory-ports.json"
+    listen = options.listen if ports is None else await asyncio.to_thread(last_ports.again, options.listen, ports)
     directory = Directory(
         identity,
-        listen=list(options.listen),
+        listen=list(listen),
         announce=list(options.announce),
         initial_peers=list(options.initial_peers),
         cache_path=None if folder is None else folder / "directory.json",
     )
     async with directory:
+        if ports is not None and not options.announce:  # else what it shows is another port
+            await asyncio.to_thread(last_ports.remember, directory.visible_addresses(), ports)
         yield directory
 
 

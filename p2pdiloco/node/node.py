@@ -37,7 +37,7 @@ from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.runtime import logs
+from p2pdiloco.runtime import last_ports, logs
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.files import write_atomically
 from p2pdiloco.runtime.identity import Identity
@@ -120,9 +120,10 @@ class Node:
             journal: Journal | None = None
             if self.options.has_journal:
                 journal = stack.enter_context(Journal(folder / "journal.bin", self.peer.config))
+            ports = folder / "ports.json"
             self.transport = self.host.links = Transport(
                 self._mine.identity,
-                listen=self.options.link.listen,
+                listen=await asyncio.to_thread(last_ports.again, self.options.link.listen, ports),
                 run=manifest.run,
                 version=WIRE_VERSION,
                 handler=handler,
@@ -163,6 +164,7 @@ class Node:
             figures = Figures(self.peer, self.status, self._ask_status)
             self.lookout = Lookout(self.peer, self.transport, self.status, figures, journal, self.fellowship.left_s)
             await stack.enter_async_context(self.transport)
+            await asyncio.to_thread(last_ports.remember, self.transport.listen_addresses(), ports)
             await stack.enter_async_context(self.whereabouts)
             self._stack = stack.pop_all()
         return self

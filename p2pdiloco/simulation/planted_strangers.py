@@ -11,8 +11,33 @@ _MEETING = "tests/integration/test_meeting.py"
 _RESPONDENT = "tests/unit/test_peer_respondent.py"
 _FELLOWSHIP = "tests/unit/test_node_fellowship.py"
 _LISTENERS = "tests/unit/test_runtime_listeners.py"
+_PORTS = "tests/unit/test_runtime_last_ports.py"
 
 BUGS = (
+    Bug(
+        name="a node forgets where it was",
+        module="p2pdiloco.node.node",
+        old="listen=await asyncio.to_thread(last_ports.again, self.options.link.listen, ports),",
+        new="listen=self.options.link.listen,",
+        harm="after a power cut nobody finds anybody where all remember the others' old ports",
+        killed_by=("tests/integration/test_state_transfer.py::test_a_node_listens_where_its_last_life_did",),
+    ),
+    Bug(
+        name="a directory's node forgets where it was",
+        module="p2pdiloco.node.lookup",
+        old="await asyncio.to_thread(last_ports.again, options.listen, ports)",
+        new="options.listen",
+        harm="two that restart at once without a bootstrap never meet again",
+        killed_by=(f"{_PORTS}::test_two_whose_nodes_restart_at_once_find_each_other_without_a_bootstrap",),
+    ),
+    Bug(
+        name="the port of whoever came last is remembered",
+        module="p2pdiloco.runtime.last_ports",
+        old="found.setdefault(address.family, address.port)",
+        new="found[address.family] = address.port",
+        harm="of two processes that share a folder the first loses its port to the second",
+        killed_by=(f"{_PORTS}::test_a_port_that_is_taken_is_not_waited_for_and_stays_the_firsts",),
+    ),
     Bug(
         name="handshakes that fail have no budget",
         module="p2pdiloco.net.reception",

@@ -116,6 +116,19 @@ def with_donors(folder: Path, count: int, scenario: Callable[[list[Node], AsyncE
     uvloop.run(main())
 
 
+def test_a_node_listens_where_its_last_life_did(tmp_path: Path) -> None:
+    """Others' books and invites name that port."""
+    found = []
+
+    async def main() -> None:
+        for _ in range(2):
+            async with peer(tmp_path, founded()) as node:
+                found.append(node.transport.listen_addresses()[0].partition("/p2p/")[0])
+
+    uvloop.run(main())
+    assert found[0] == found[1]
+
+
 def test_what_a_peer_brings_is_not_kept_beside_the_state(tmp_path: Path) -> None:
     theta = THETA.clone()
     kept, initial = weakref.ref(theta), version_zero(MANIFEST, theta, MOMENTUM)

@@ -1,0 +1,71 @@
+"""The ports of a peer's last life, taken again where any would do: what others remember of it, and its invites, stay
+true.
+
+Rules of this file:
+1. It is a hint: without the file, or where a port is taken, any free one is taken.
+2. What is remembered stays, also while somebody else has it: of two processes that share a folder the first has its
+   port again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from p2pdiloco.runtime import addresses, logs, sockets
+from p2pdiloco.runtime.files import write_atomically
+
+log = logs.get("directory")
+
+FILE_LIMIT = 1024
+"""Bytes that are read."""
+_Ports = dict[str, Annotated[int, Meta(ge=1, le=65535)]]
+
+
+def again(wanted: str | Sequence[str], path: Path) -> tuple[str, ...]:
+    """The multiaddrs ``wanted``, those of any port with the one that ``path`` remembers, if it is free. Blocks."""
+    known = _read(path)
+    return tuple(_again(text, known) for text in ([wanted] if isinstance(wanted, str) else wanted))
+
+
+def _again(text: str, known: _Ports) -> str:
+    if not known or not text:
+        return text
+    address = addresses.parse(text)
+    if address.port or address.family not in known:
+        return text
+    found = msgspec.structs.replace(address, port=known[address.family])
+    try:
+        sockets.listen(found).close()
+    except (OSError, ValueError):
+        return text
+    return str(found)
+
+
+def remember(listening: Iterable[str], path: Path) -> None:
+    """Of each family the first port in ``listening``, multiaddrs, if none is known yet. Blocks."""
+    known = _read(path)
+    found = dict(known)
+    for text in listening:
+        with suppress(ValueError):
+            address = addresses.parse(text)
+            found.setdefault(address.family, address.port)
+    if found == known:
+        return
+    try:
+        write_atomically(path, msgspec.json.encode(found))
+    except OSError as error:
+        log.warning("the port cannot be remembered; the next start takes another", path=path, error=error)
+
+
+def _read(path: Path) -> _Ports:
+    try:
+        with path.open("rb") as file:
+            return msgspec.json.decode(file.read(FILE_LIMIT), type=_Ports)
+    except (OSError, msgspec.MsgspecError):
+        return {}
