@@ -144,4 +144,5 @@ def test_nothing_is_left_of_a_killed_comparison(number: signal.Signals) -> None:
         assert not processes_in(names)
     finally:
         program.kill()
+        program.communicate()
         sites.testbed.down(name)

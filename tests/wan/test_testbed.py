@@ -220,10 +220,13 @@ def test_what_takes_long_to_die_is_dead_when_its_namespace_is_removed():
 def test_sigterm_ends_the_command_and_takes_all_down(file):
     argv = [sys.executable, "-m", "p2pdiloco", "bench", "exec", "--unverified", file, "a", "--", "sh", "-c"]
     tool = subprocess.Popen([*argv, "echo running; exec sleep 1000"], stdout=subprocess.PIPE)
-    assert tool.stdout.readline() == b"running\n"
-    tool.send_signal(signal.SIGTERM)
-    assert tool.wait(SOON_S) == 128 + signal.SIGTERM
-    tool.stdout.close()
+    try:
+        assert tool.stdout.readline() == b"running\n"
+        tool.send_signal(signal.SIGTERM)
+        assert tool.wait(SOON_S) == 128 + signal.SIGTERM
+    finally:
+        tool.kill()
+        tool.communicate()
     assert ours() == []
 
 
