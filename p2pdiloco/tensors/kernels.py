@@ -9,7 +9,8 @@ Rules of this file:
    of a block. What is between two steps of it stays in the first cache.
 3. Packed symbols are read where zstd put them: nothing is copied, and nothing of them is written.
 4. By numba they are compiled when this module is imported, and kept on disk; all run without the GIL.
-5. What stands here is what ``native.c`` has to do, bit for bit.
+5. What stands here is what ``native.c`` has to do, bit for bit; what takes a body it has under no name of these but for
+   whole bodies (``shard_bodies``), so that here it is numba's.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@
 
 typedef int64_t count;
 
-EXPORT const int32_t revision = 1;  // another one when what was exported changes or goes: see native.py
+EXPORT const int32_t revision = 2;  // another one when what was exported changes or goes: see native.py
 
 INLINE int32_t bits_of(float value) {
     int32_t bits;
@@ -164,65 +164,13 @@ EXPORT CLONES bool encode_int4(const float *x, count n, const float *less, count
 
 // -------------------------------------------------------------------------------------------------------- decoding
 
-EXPORT CLONES bool widen_scales(const uint8_t *restrict raw, count n_raw, int32_t *restrict scale_bits, count n,
-                                int32_t largest) {
-    (void)n_raw;
-    int32_t worst = 0;
-    for (count i = 0; i < n; i++) {
-        int32_t bits = (int32_t)raw[2 * i] | ((int32_t)raw[2 * i + 1] << 8);
-        worst = bits > worst ? bits : worst;
-        scale_bits[i] = (int32_t)((uint32_t)bits << 16);
-    }
-    return worst <= largest;
-}
-
 INLINE float unpacked(int8_t byte, bool is_high, float scale) {
     int32_t wide = (int32_t)byte;
     int32_t value = is_high ? wide >> 4 : (int32_t)((uint32_t)wide << 28) >> 28;
     return (float)value * scale;
 }
 
-// What follows goes by half blocks: of each, ``at`` is its first element, ``size`` how many it has.
-#define EACH_HALF(n_packed, n_out)                                                                                     \
-    count half = block / 2;                                                                                            \
-    for (count at = 0, end = least(2 * (n_packed), (n_out)), size; size = least(half, end - at), at < end; at += half)
-#define IS_HIGH(n_packed) (at >= (n_packed))
-#define BYTES(packed, n_packed) ((packed) + (at >= (n_packed) ? at - (n_packed) : at))
-
-INLINE void unpack_half(const int8_t *restrict bytes, const bool is_high, float scale, float *restrict out, count n) {
-    for (count i = 0; i < n; i++) out[i] = unpacked(bytes[i], is_high, scale);
-}
-
-EXPORT CLONES void unpack_int4(const int8_t *restrict packed, count n_packed, const float *restrict scales,
-                               count n_scales, count block, float *restrict out, count n) {
-    (void)n_scales;
-    EACH_HALF(n_packed, n) {
-        const int8_t *bytes = BYTES(packed, n_packed);
-        if (IS_HIGH(n_packed))
-            unpack_half(bytes, true, scales[at / block], out + at, size);
-        else
-            unpack_half(bytes, false, scales[at / block], out + at, size);
-    }
-}
-
-INLINE void add_half(const int8_t *restrict bytes, const bool is_high, float scale, float factor, float *restrict out,
-                     count n) {
-    for (count i = 0; i < n; i++) out[i] += unpacked(bytes[i], is_high, scale) * factor;
-}
-
-EXPORT CLONES void add_int4(const int8_t *restrict packed, count n_packed, const float *restrict scales, count n_scales,
-                            count block, float factor, float *restrict out, count n) {
-    (void)n_scales;
-    EACH_HALF(n_packed, n) {
-        const int8_t *bytes = BYTES(packed, n_packed);
-        if (IS_HIGH(n_packed))
-            add_half(bytes, true, scales[at / block], factor, out + at, size);
-        else
-            add_half(bytes, false, scales[at / block], factor, out + at, size);
-    }
-}
-
-EXPORT CLONES void square_int4(const int8_t *restrict packed, count n_packed, count block, int32_t *restrict sums,
+static CLONES void square_int4(const int8_t *restrict packed, count n_packed, count block, int32_t *restrict sums,
                                count blocks) {
     count half = block / 2;
     for (count b = 0; b < blocks; b++) sums[b] = 0;
@@ -276,112 +224,26 @@ EXPORT CLONES void outer_step_narrow(float *restrict theta, count n, int16_t *re
     }
 }
 
-INLINE void aside_half(const int8_t *restrict bytes, const bool is_high, const bool is_narrow, float scale,
-                       const float *restrict theta, const float *restrict momentum, const int16_t *restrict narrow,
-                       float *restrict new_theta, float *restrict new_momentum, int16_t *restrict new_narrow, count n,
-                       float rate, float mu, float carry) {
-    for (count i = 0; i < n; i++) {
-        float gradient = unpacked(bytes[i], is_high, scale);
-        if (is_narrow) {
-            int16_t m = narrow[i];
-            new_theta[i] = moved_narrow(theta[i], gradient, &m, rate, mu, carry);
-            new_narrow[i] = m;
-        } else {
-            float m = momentum[i];
-            new_theta[i] = moved(theta[i], gradient, &m, rate, mu);
-            new_momentum[i] = m;
-        }
-    }
-}
-
-EXPORT CLONES void step_aside_int4(const int8_t *restrict packed, count n_packed, const float *restrict scales,
-                                   count n_scales, count block, const float *restrict theta, count n,
-                                   const float *restrict momentum, count n_m, const int16_t *restrict narrow,
-                                   count n_narrow, float *restrict new_theta, count n_new, float *restrict new_momentum,
-                                   count n_new_m, int16_t *restrict new_narrow, count n_new_narrow, float rate,
-                                   float mu, float carry) {
-    (void)n_scales, (void)n_m, (void)n_new, (void)n_new_m, (void)n_new_narrow;
-    EACH_HALF(n_packed, n) {
-        const int8_t *bytes = BYTES(packed, n_packed);
-        float scale = scales[at / block];
-#define ASIDE(is_high, is_narrow)                                                                                      \
-    aside_half(bytes, is_high, is_narrow, scale, theta + at, is_narrow ? theta : momentum + at,                        \
-               is_narrow ? narrow + at : narrow, new_theta + at, is_narrow ? new_theta : new_momentum + at,            \
-               is_narrow ? new_narrow + at : new_narrow, size, rate, mu, carry)
-        if (IS_HIGH(n_packed)) {
-            if (n_narrow) ASIDE(true, true);
-            else ASIDE(true, false);
-        } else {
-            if (n_narrow) ASIDE(false, true);
-            else ASIDE(false, false);
-        }
-    }
-}
-
-INLINE void step_half(const int8_t *restrict bytes, const bool is_high, float scale, const bool has_own,
-                      const int8_t *restrict own_bytes, float own_scale, const bool is_narrow, float *restrict theta,
-                      float *restrict momentum, int16_t *restrict narrow, const bool has_buffer, const bool is_added,
-                      float *restrict buffer, count n, float rate, float mu, float carry) {
-    for (count i = 0; i < n; i++) {
-        float gradient = unpacked(bytes[i], is_high, scale), t = theta[i], next;
-        if (is_narrow)
-            next = moved_narrow(t, gradient, narrow + i, rate, mu, carry);
-        else
-            next = moved(t, gradient, momentum + i, rate, mu);
-        theta[i] = next;
-        float change = next - t;
-        if (has_own) change += unpacked(own_bytes[i], is_high, own_scale);
-        if (has_buffer) buffer[i] = is_added ? buffer[i] + change : change;
-    }
-}
-
-EXPORT CLONES void step_int4(const int8_t *restrict packed, count n_packed, const float *restrict scales,
-                             count n_scales, const int8_t *restrict own_packed, count n_own_packed,
-                             const float *restrict own_scales, count n_own_scales, count block, float *restrict theta,
-                             count n, float *restrict momentum, count n_m, int16_t *restrict narrow, count n_narrow,
-                             float *restrict buffer, count n_buffer, bool is_added, float rate, float mu, float carry) {
-    (void)n_scales, (void)n_m, (void)n_own_packed;
-    bool has_own = n_own_scales != 0, has_buffer = n_buffer != 0;
-    EACH_HALF(n_packed, n) {
-        const int8_t *bytes = BYTES(packed, n_packed), *own = has_own ? BYTES(own_packed, n_packed) : bytes;
-        float scale = scales[at / block], own_scale = has_own ? own_scales[at / block] : 0.0f;
-        float *to = has_buffer ? buffer + at : 0;
-#define STEP(is_high, has_own, is_narrow, has_buffer, is_added)                                                        \
-    step_half(bytes, is_high, scale, has_own, own, own_scale, is_narrow, theta + at, is_narrow ? 0 : momentum + at,    \
-              is_narrow ? narrow + at : 0, has_buffer, is_added, to, size, rate, mu, carry)
-#define STEP_TO(is_high, has_own, is_narrow)                                                                           \
-    do {                                                                                                               \
-        if (!has_buffer) STEP(is_high, has_own, is_narrow, false, false);                                              \
-        else if (is_added) STEP(is_high, has_own, is_narrow, true, true);                                              \
-        else STEP(is_high, has_own, is_narrow, true, false);                                                           \
-    } while (0)
-#define STEP_OF(is_high)                                                                                               \
-    do {                                                                                                               \
-        if (has_own) { if (n_narrow) STEP_TO(is_high, true, true); else STEP_TO(is_high, true, false); }               \
-        else { if (n_narrow) STEP_TO(is_high, false, true); else STEP_TO(is_high, false, false); }                     \
-    } while (0)
-        if (IS_HIGH(n_packed)) STEP_OF(true);
-        else STEP_OF(false);
-    }
-}
-
-// --------------------------------------------------------------------------------------------------- whole shards
-// A shard's bodies lie one after the other in ``bodies``; each is of CHUNK elements, the last of what is left. Chunk by
-// chunk the functions above are called, so that an interpreter is not. They are checked before anything is written:
-// false (a negative sum) where one is not an int4 body as it should be, or not of the same block as the others.
+// -------------------------------------------------------------------------------------------------- bodies as bytes
+// A body's header, its length and every scale (of bfloat16: every value) are checked before anything of it is read.
 
 #define CHUNK (1 << 18)
 #define HEADER 8
 #define VERSION 2
 #define INT4 1
+#define INT8 2
+#define BF16 3
 #define LARGEST_SCALE ((119 + 127) << 7)
-#define LARGEST_BLOCKS (CHUNK / 64)
+#define LARGEST 0x1p119f
+#define SMALLEST_SCALE 1e-30f
+#define INFINITE (255 << 7)
 #define MOST_BODIES 64
+#define RUN 1024  // elements that are worked on at a time: what is between two operations stays in the first cache
 
 struct body {
-    const int8_t *packed;
-    const uint8_t *scales;
-    count elements, block, blocks, n_packed, size;
+    const uint8_t *symbols, *scales;
+    count codec, elements, block, blocks, n_symbols, size;
+    int shift;  // a block has 1 << shift elements
 };
 
 INLINE int32_t scale_bits(const struct body *b, count index) {
@@ -392,50 +254,168 @@ INLINE float scale_of(const struct body *b, count index) {
     return value_of((int32_t)((uint32_t)scale_bits(b, index) << 16));
 }
 
+// Of a codec's body of so many elements; false: there is no such body.
+INLINE bool lay_out(struct body *b, count codec, count block, count elements) {
+    bool has_blocks = block >= 64 && block <= LONGEST_BLOCK && !(block & (block - 1));
+    if (codec == BF16 ? block != 0 : (codec != INT4 && codec != INT8) || !has_blocks) return false;
+    b->codec = codec, b->block = block, b->elements = elements;
+    b->blocks = codec == BF16 ? 0 : (elements + block - 1) / block;
+    b->n_symbols = codec == BF16 ? 2 * elements : codec == INT8 ? b->blocks * block : b->blocks * block / 2;
+    b->size = HEADER + b->n_symbols + 2 * b->blocks;
+    b->shift = block ? __builtin_ctzll((unsigned long long)block) : 0;
+    return true;
+}
+
+static CLONES bool are_finite(const uint8_t *restrict high, const uint8_t *restrict low, count n) {
+    uint16_t worst = 0;
+    for (count i = 0; i < n; i++) {
+        uint16_t magnitude = (uint16_t)((high[i] << 8 | low[i]) & 0x7fff);
+        worst = magnitude > worst ? magnitude : worst;
+    }
+    return worst < INFINITE;
+}
+
 // The body that begins at ``raw``, of which there are ``n`` bytes, of at most CHUNK of the elements that are left.
 static bool open_body(const uint8_t *raw, count n, count left, struct body *b) {
-    if (n < HEADER || raw[0] != VERSION || raw[1] != INT4) return false;
+    if (n < HEADER || raw[0] != VERSION) return false;
     count claimed = (count)raw[4] | (count)raw[5] << 8 | (count)raw[6] << 16 | (count)raw[7] << 24;
-    b->elements = least(left, CHUNK);
-    b->block = (count)raw[2] | (count)raw[3] << 8;
-    if (claimed != b->elements || b->block < 64 || b->block > LONGEST_BLOCK || b->block & (b->block - 1)) return false;
-    b->blocks = (b->elements + b->block - 1) / b->block;
-    b->n_packed = b->blocks * b->block / 2;
-    b->size = HEADER + b->n_packed + 2 * b->blocks;
-    if (n < b->size) return false;
-    b->packed = (const int8_t *)(raw + HEADER);
-    b->scales = raw + HEADER + b->n_packed;
+    if (claimed != least(left, CHUNK) || !lay_out(b, raw[1], (count)raw[2] | (count)raw[3] << 8, claimed)) return false;
+    b->symbols = raw + HEADER;
+    b->scales = b->symbols + b->n_symbols;
+    return n >= b->size;
+}
+
+static bool is_sound(const struct body *b) {
+    if (b->codec == BF16) return are_finite(b->symbols, b->symbols + b->elements, b->elements);
     int32_t worst = 0;
     for (count i = 0; i < b->blocks; i++) worst = scale_bits(b, i) > worst ? scale_bits(b, i) : worst;
     return worst <= LARGEST_SCALE;
 }
 
-// All bodies, in blocks of ``*block`` elements (0: of any; it becomes theirs).
-static bool are_sound(const uint8_t *bodies, count n, count elements, count *block) {
+// All bodies of a shard, one after the other.
+static bool are_sound(const uint8_t *bodies, count n, count elements) {
     struct body b;
     count at = 0;
-    for (count done = 0; done < elements; done += CHUNK, at += b.size) {
-        if (!open_body(bodies + at, n - at, elements - done, &b) || (*block && b.block != *block)) return false;
-        *block = b.block;
-    }
+    for (count done = 0; done < elements; done += CHUNK, at += b.size)
+        if (!open_body(bodies + at, n - at, elements - done, &b) || !is_sound(&b)) return false;
     return at == n;
 }
 
-static void widen_all(const struct body *b, float *scales) {
-    for (count i = 0; i < b->blocks; i++) scales[i] = scale_of(b, i);
+// ``out`` = the ``n`` values from element ``at`` on, or ``is_added`` to it by ``factor``, both operations rounded.
+INLINE void take(const struct body *b, count at, count n, const bool is_added, float factor, float *restrict out) {
+#define PUT(value)                                                                                                     \
+    do {                                                                                                               \
+        float found = (value);                                                                                         \
+        out[i] = is_added ? out[i] + found * factor : found;                                                           \
+    } while (0)
+    if (b->codec == BF16) {
+        const uint8_t *high = b->symbols + at, *low = high + b->elements;
+        for (count i = 0; i < n; i++) PUT(value_of((int32_t)((uint32_t)high[i] << 24 | (uint32_t)low[i] << 16)));
+        return;
+    }
+    count length = b->codec == INT4 ? b->block / 2 : b->block;
+    for (count size; n; at += size, out += size, n -= size) {
+        const int8_t *symbols = (const int8_t *)b->symbols + at;
+        float scale = scale_of(b, at >> b->shift);
+        size = least(n, length - (at & (length - 1)));
+        if (b->codec == INT8)
+            for (count i = 0; i < size; i++) PUT((float)symbols[i] * scale);
+        else if (at < b->n_symbols)
+            for (count i = 0; i < size; i++) PUT(unpacked(symbols[i], false, scale));
+        else
+            for (count i = 0; i < size; i++) PUT(unpacked(symbols[i - b->n_symbols], true, scale));
+    }
 }
+
+EXPORT CLONES bool decode_body(const uint8_t *raw, count n_raw, bool is_added, float factor, float *out, count n) {
+    struct body b;
+    if (n < 1 || n > CHUNK || !open_body(raw, n_raw, n, &b) || b.size != n_raw || !is_sound(&b)) return false;
+    if (is_added) take(&b, 0, n, true, factor, out);
+    else take(&b, 0, n, false, 0, out);
+    return true;
+}
+
+static CLONES double square_of(const struct body *b) {
+    double lanes[LANES] = {0}, total = 0;
+    float values[RUN] = {0};
+    if (b->codec == INT4) {
+        int32_t sums[CHUNK / 64];
+        square_int4((const int8_t *)b->symbols, b->n_symbols, b->block, sums, b->blocks);
+        for (count i = 0; i < b->blocks; i++) total += (double)sums[i] * ((double)scale_of(b, i) * (double)scale_of(b, i));
+        return total;
+    }
+    if (b->codec == INT8) {
+        for (count i = 0; i < b->blocks; i++) {
+            const int8_t *symbols = (const int8_t *)b->symbols + i * b->block;
+            int32_t sum = 0;
+            for (count k = 0; k < b->block; k++) sum += (int32_t)symbols[k] * (int32_t)symbols[k];
+            total += (double)sum * ((double)scale_of(b, i) * (double)scale_of(b, i));
+        }
+        return total;
+    }
+    for (count at = 0; at < b->elements; at += RUN) {
+        count size = least(RUN, b->elements - at);
+        take(b, at, size, false, 0, values);
+        memset(values + size, 0, (size_t)(RUN - size) * sizeof(float));
+        for (count i = 0; i < RUN; i += LANES)
+            for (int l = 0; l < LANES; l++) lanes[l] += (double)values[i + l] * (double)values[i + l];
+    }
+    for (int l = 0; l < LANES; l++) total += lanes[l];
+    return total;
+}
+
+INLINE bool encode_int8(const struct encoder *e, uint8_t *restrict symbols, count blocks) {
+    float values[LONGEST_BLOCK];
+    for (count b = 0; b < blocks; b++) {
+        const float *x = e->x + b * e->block, *less = e->less ? e->less + b * e->block : 0;
+        count size = least(e->block, e->n - b * e->block);
+        for (count i = 0; i < size; i++) values[i] = less ? x[i] - less[i] : x[i];
+        memset(values + size, 0, (size_t)(e->block - size) * sizeof(float));
+        float absmax = largest_of(values, size);
+        if (!(absmax <= LARGEST)) return false;
+        float wanted = absmax / e->largest;
+        float scale = wanted < SMALLEST_SCALE ? 0.0f : value_of(to_bfloat16(bits_of(wanted)));
+        float inverse = scale != 0.0f ? 1.0f / scale : 1.0f;
+        e->scales[b] = (uint16_t)((uint32_t)bits_of(scale) >> 16);
+        for (count i = 0; i < e->block; i++) {
+            float v = values[i] * inverse;
+            v = v > e->largest ? e->largest : v;
+            v = v < -e->largest ? -e->largest : v;
+            symbols[b * e->block + i] = (uint8_t)bits_of(v + ROUND);
+        }
+    }
+    return true;
+}
+
+INLINE bool encode_bf16(const struct encoder *e, uint8_t *restrict symbols) {
+    const float *x = e->x, *less = e->less;
+    uint8_t *restrict high = symbols, *restrict low = symbols + e->n;
+    int32_t worst = 0;
+    for (count i = 0; i < e->n; i++) {
+        int32_t exact = bits_of(less ? x[i] - less[i] : x[i]), magnitude = exact & 0x7fffffff;
+        int32_t rounded = to_bfloat16(exact);
+        worst = magnitude > worst ? magnitude : worst;
+        high[i] = (uint8_t)((uint32_t)rounded >> 24);
+        low[i] = (uint8_t)((uint32_t)rounded >> 16);
+    }
+    return worst <= 0x7f7fffff && to_bfloat16(worst) >> 16 <= LARGEST_SCALE;
+}
+
+static CLONES bool encode_other(const struct encoder *e, count codec, uint8_t *symbols, count blocks) {
+    return codec == INT8 ? encode_int8(e, symbols, blocks) : encode_bf16(e, symbols);
+}
+
+// --------------------------------------------------------------------------------------------------- whole shards
+// A shard's bodies lie one after the other in ``bodies``; each is of CHUNK elements, the last of what is left. They are
+// checked before anything is written: false (a negative sum) where one is not a body of these codecs as it should be.
 
 EXPORT bool square_shard(const uint8_t *bodies, count n, count elements, double *squares_of, count chunks) {
     struct body b;
-    count block = 0, at = 0;
-    int32_t sums[LARGEST_BLOCKS];
-    if (chunks != (elements + CHUNK - 1) / CHUNK || !are_sound(bodies, n, elements, &block)) return false;
+    count at = 0;
+    if (chunks != (elements + CHUNK - 1) / CHUNK || !are_sound(bodies, n, elements)) return false;
     for (count c = 0; c < chunks; c++, at += b.size) {
-        double total = 0;
         if (!open_body(bodies + at, n - at, elements - c * CHUNK, &b)) return false;
-        square_int4(b.packed, b.n_packed, b.block, sums, b.blocks);
-        for (count i = 0; i < b.blocks; i++) total += (double)sums[i] * ((double)scale_of(&b, i) * (double)scale_of(&b, i));
-        squares_of[c] = total;
+        squares_of[c] = square_of(&b);
     }
     return true;
 }
@@ -443,30 +423,25 @@ EXPORT bool square_shard(const uint8_t *bodies, count n, count elements, double 
 EXPORT CLONES double sum_shard(const int64_t *addresses, count n, const int64_t *sizes, count n_sizes,
                                const float *factors, count n_factors, float *restrict out, count elements) {
     struct body bodies[MOST_BODIES];
-    count at[MOST_BODIES] = {0}, block = 0;
+    count at[MOST_BODIES] = {0};
     double lanes[LANES] = {0}, total = 0;
-    float sum[LONGEST_BLOCK];
+    float sum[RUN];
     if (n < 1 || n > MOST_BODIES || n_sizes != n || n_factors != n) return -1;
     for (count g = 0; g < n; g++)
-        if (!are_sound((const uint8_t *)addresses[g], sizes[g], elements, &block)) return -1;
+        if (!are_sound((const uint8_t *)addresses[g], sizes[g], elements)) return -1;
     for (count begin = 0; begin < elements; begin += CHUNK) {
-        count chunk = least(CHUNK, elements - begin), half = block / 2, n_packed = (chunk + block - 1) / block * half;
+        count chunk = least(CHUNK, elements - begin);
         for (count g = 0; g < n; g++) {
             const uint8_t *raw = (const uint8_t *)addresses[g] + at[g];
             if (!open_body(raw, sizes[g] - at[g], elements - begin, bodies + g)) return -1;
             at[g] += bodies[g].size;
         }
-        for (count i = 0; i < chunk; i += half) {
-            count size = least(half, chunk - i);
+        for (count i = 0; i < chunk; i += RUN) {
+            count size = least(RUN, chunk - i), whole = size - size % LANES;
             memset(sum, 0, (size_t)size * sizeof(float));
-            for (count g = 0; g < n; g++) {
-                const int8_t *bytes = bodies[g].packed + (i >= n_packed ? i - n_packed : i);
-                if (factors[g] == 0.0f) continue;
-                if (i >= n_packed) add_half(bytes, true, scale_of(bodies + g, i / block), factors[g], sum, size);
-                else add_half(bytes, false, scale_of(bodies + g, i / block), factors[g], sum, size);
-            }
+            for (count g = 0; g < n; g++)
+                if (factors[g] != 0.0f) take(bodies + g, i, size, true, factors[g], sum);
             memcpy(out + begin + i, sum, (size_t)size * sizeof(float));
-            count whole = size - size % LANES;
             for (count k = 0; k < whole; k += LANES)
                 for (int l = 0; l < LANES; l++) lanes[l] += (double)sum[k + l] * (double)sum[k + l];
             for (count k = whole; k < size; k++) total += (double)sum[k] * (double)sum[k];
@@ -476,45 +451,127 @@ EXPORT CLONES double sum_shard(const int64_t *addresses, count n, const int64_t 
     return total;
 }
 
+// What a step works on; of momentum and narrow one is 0, buffer may be.
+struct vectors {
+    float *theta, *momentum;
+    int16_t *narrow;
+    float *buffer;
+    bool is_added;
+    float rate, mu, carry;
+};
+
+INLINE void step_run(const struct vectors *v, count at, count n, const float *restrict gradient, const bool has_own,
+                     const float *restrict own, const bool is_narrow, const bool has_buffer, const bool is_added) {
+    float *restrict theta = v->theta + at, *restrict momentum = is_narrow ? 0 : v->momentum + at;
+    float *restrict buffer = has_buffer ? v->buffer + at : 0, rate = v->rate, mu = v->mu, carry = v->carry;
+    int16_t *restrict narrow = is_narrow ? v->narrow + at : 0;
+    for (count i = 0; i < n; i++) {
+        float t = theta[i], next;
+        if (is_narrow)
+            next = moved_narrow(t, gradient[i], narrow + i, rate, mu, carry);
+        else
+            next = moved(t, gradient[i], momentum + i, rate, mu);
+        theta[i] = next;
+        float change = next - t;
+        if (has_own) change += own[i];
+        if (has_buffer) buffer[i] = is_added ? buffer[i] + change : change;
+    }
+}
+
+static CLONES void step_body(const struct body *b, const struct body *mine, const struct vectors *v) {
+    float gradient[RUN], own[RUN];
+    for (count at = 0; at < b->elements; at += RUN) {
+        count size = least(RUN, b->elements - at);
+        take(b, at, size, false, 0, gradient);
+        if (mine) take(mine, at, size, false, 0, own);
+#define STEP(has_own, is_narrow, has_buffer, is_added)                                                                 \
+    step_run(v, at, size, gradient, has_own, own, is_narrow, has_buffer, is_added)
+#define STEP_TO(has_own, is_narrow)                                                                                    \
+    do {                                                                                                               \
+        if (!v->buffer) STEP(has_own, is_narrow, false, false);                                                        \
+        else if (v->is_added) STEP(has_own, is_narrow, true, true);                                                    \
+        else STEP(has_own, is_narrow, true, false);                                                                    \
+    } while (0)
+        if (mine) { if (v->narrow) STEP_TO(true, true); else STEP_TO(true, false); }
+        else { if (v->narrow) STEP_TO(false, true); else STEP_TO(false, false); }
+    }
+}
+
 EXPORT bool step_shard(const uint8_t *bodies, count n_bodies, const uint8_t *own, count n_own, float *theta, count n,
                        float *momentum, count n_m, int16_t *narrow, count n_narrow, float *buffer, count n_buffer,
                        bool is_added, float rate, float mu, float carry) {
-    struct body b, mine = {0};
-    count block = 0, at = 0, own_at = 0;
-    float scales[LARGEST_BLOCKS], own_scales[LARGEST_BLOCKS];
-    if (!are_sound(bodies, n_bodies, n, &block) || (n_own && !are_sound(own, n_own, n, &block))) return false;
+    struct body b, mine;
+    count at = 0, own_at = 0;
+    if (!are_sound(bodies, n_bodies, n) || (n_own && !are_sound(own, n_own, n))) return false;
     if ((n_m ? n_m : n_narrow) != n || (n_buffer && n_buffer != n)) return false;
     for (count begin = 0; begin < n; begin += CHUNK, at += b.size) {
         if (!open_body(bodies + at, n_bodies - at, n - begin, &b)) return false;
-        widen_all(&b, scales);
         if (n_own) {
             if (!open_body(own + own_at, n_own - own_at, n - begin, &mine)) return false;
-            widen_all(&mine, own_scales);
             own_at += mine.size;
         }
-        step_int4(b.packed, b.n_packed, scales, b.blocks, mine.packed, n_own ? b.n_packed : 0, own_scales,
-                  n_own ? b.blocks : 0, block, theta + begin, b.elements, n_m ? momentum + begin : momentum,
-                  n_m ? b.elements : 0, n_narrow ? narrow + begin : narrow, n_narrow ? b.elements : 0,
-                  n_buffer ? buffer + begin : buffer, n_buffer ? b.elements : 0, is_added, rate, mu, carry);
+        struct vectors v = {theta + begin, n_m ? momentum + begin : 0, n_narrow ? narrow + begin : 0,
+                            n_buffer ? buffer + begin : 0, is_added, rate, mu, carry};
+        step_body(&b, n_own ? &mine : 0, &v);
     }
     return true;
 }
 
-EXPORT bool encode_shard(const float *x, count n, const float *less, count n_less, count block, float step, float tail,
-                         float largest, float smallest_norm, float largest_norm, uint8_t *bodies, count n_bodies) {
+INLINE void aside_run(const float *restrict gradient, const float *restrict theta, const float *restrict momentum,
+                      const int16_t *restrict narrow, float *restrict new_theta, float *restrict new_momentum,
+                      int16_t *restrict new_narrow, count n, float rate, float mu, float carry) {
+    for (count i = 0; i < n; i++) {
+        if (narrow) {
+            int16_t m = narrow[i];
+            new_theta[i] = moved_narrow(theta[i], gradient[i], &m, rate, mu, carry);
+            new_narrow[i] = m;
+        } else {
+            float m = momentum[i];
+            new_theta[i] = moved(theta[i], gradient[i], &m, rate, mu);
+            new_momentum[i] = m;
+        }
+    }
+}
+
+EXPORT CLONES bool step_aside(const uint8_t *raw, count n_raw, const float *theta, count n, const float *momentum,
+                              count n_m, const int16_t *narrow, count n_narrow, float *new_theta, count n_new,
+                              float *new_momentum, count n_new_m, int16_t *new_narrow, count n_new_narrow, float rate,
+                              float mu, float carry) {
+    struct body b;
+    float gradient[RUN];
+    if (n < 1 || n > CHUNK || n_new != n || (n_m ? n_m : n_narrow) != n || n_new_m != n_m || n_new_narrow != n_narrow)
+        return false;
+    if (!open_body(raw, n_raw, n, &b) || b.size != n_raw || !is_sound(&b)) return false;
+    for (count at = 0; at < n; at += RUN) {
+        count size = least(RUN, n - at);
+        take(&b, at, size, false, 0, gradient);
+        if (n_narrow)
+            aside_run(gradient, theta + at, 0, narrow + at, new_theta + at, 0, new_narrow + at, size, rate, mu, carry);
+        else
+            aside_run(gradient, theta + at, momentum + at, 0, new_theta + at, new_momentum + at, 0, size, rate, mu,
+                      carry);
+    }
+    return true;
+}
+
+EXPORT bool encode_shard(const float *x, count n, const float *less, count n_less, count codec, count block, float step,
+                         float tail, float largest, float smallest_norm, float largest_norm, uint8_t *bodies,
+                         count n_bodies) {
+    struct body b;
     count at = 0;
-    for (count begin = 0; begin < n; begin += CHUNK) {
-        count elements = least(CHUNK, n - begin), blocks = (elements + block - 1) / block, n_packed = blocks * block / 2;
-        uint8_t *raw = bodies + at;
-        if (n_bodies - at < HEADER + n_packed + 2 * blocks) return false;
-        uint8_t header[HEADER] = {VERSION, INT4, (uint8_t)block, (uint8_t)(block >> 8), (uint8_t)elements,
-                                  (uint8_t)(elements >> 8), (uint8_t)(elements >> 16), (uint8_t)(elements >> 24)};
+    for (count begin = 0; begin < n; begin += CHUNK, at += b.size) {
+        uint8_t *raw = bodies + at, *symbols = raw + HEADER;
+        if (!lay_out(&b, codec, block, least(CHUNK, n - begin)) || n_bodies - at < b.size) return false;
+        uint8_t header[HEADER] = {VERSION, (uint8_t)codec, (uint8_t)block, (uint8_t)(block >> 8), (uint8_t)b.elements,
+                                  (uint8_t)(b.elements >> 8), (uint8_t)(b.elements >> 16), (uint8_t)(b.elements >> 24)};
+        uint16_t *scales = (uint16_t *)(symbols + b.n_symbols);
+        struct encoder e = {x + begin, n_less ? less + begin : 0, b.elements, block, step, tail, largest, smallest_norm,
+                            largest_norm, scales};
         memcpy(raw, header, HEADER);
-        if (!encode_int4(x + begin, elements, n_less ? less + begin : less, n_less ? elements : 0, block, step, tail,
-                         largest, smallest_norm, largest_norm, raw + HEADER, n_packed,
-                         (uint16_t *)(raw + HEADER + n_packed), blocks))
-            return false;
-        at += HEADER + n_packed + 2 * blocks;
+        bool is_done = codec == INT4 ? encode_int4(e.x, e.n, e.less, n_less ? e.n : 0, block, step, tail, largest,
+                                                   smallest_norm, largest_norm, symbols, b.n_symbols, scales, b.blocks)
+                                     : encode_other(&e, codec, symbols, b.blocks);
+        if (!is_done) return false;
     }
     return at == n_bodies;
 }

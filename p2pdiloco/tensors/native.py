@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-REVISION = 1
+REVISION = 2
 """Of the library that this release is made for; one that was compiled from other sources is not used."""
 _SCALARS: dict[str, Any] = {
     "boolean": ctypes.c_bool,

@@ -28,6 +28,7 @@ from torch import Tensor
 from p2pdiloco.protocol.manifest import OuterConfig
 from p2pdiloco.tensors import chunk_bodies, kernels, quantizers, shard_bodies, step_kernels
 from p2pdiloco.tensors.recipes import CHUNK
+from p2pdiloco.tensors.shard_bodies import Bodies
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -154,9 +155,12 @@ def step_aside(
     Raises:
         ValueError: the body is malformed.
     """
+    old, aside = (theta.numpy(), *_pair(momentum)), (new[0].numpy(), *_pair(new[1]))
+    factors = learning_rate, momentum_factor, carry(momentum_factor)
+    if kernels.AVAILABLE and shard_bodies.stepped_aside(body, old, aside, factors):
+        return
     if (fast := chunk_bodies.opened_int4(body, theta.numel())) is not None:
-        vectors = (theta.numpy(), *_pair(momentum), new[0].numpy(), *_pair(new[1]))
-        step_kernels.step_aside_int4(*fast, *vectors, learning_rate, momentum_factor, carry(momentum_factor))
+        step_kernels.step_aside_int4(*fast, *old, *aside, *factors)
         return
     gradient = quantizers.decode_chunk(body, torch.empty_like(theta))
     new[0].copy_(theta)
@@ -197,6 +201,10 @@ def step_and_hand_over(
     Raises:
         ValueError: a body is malformed; nothing is done.
     """
+    ours = None if own is None else Bodies.of(own)
+    factors = Factors(learning_rate=learning_rate, momentum_factor=momentum_factor)
+    if step_shard(Bodies.of(body), ours, theta, momentum, buffer, is_added, factors):
+        return True
     fast = chunk_bodies.opened_int4(body, theta.numel())
     mine = _NOTHING if own is None else chunk_bodies.opened_int4(own, theta.numel(), slot=1)
     if fast is None or mine is None or (own is not None and mine.block != fast.block):

@@ -9,8 +9,8 @@ Rules of this file:
    then codes the symbols with one table: 0.9 % fewer bytes than scales first. bf16's high bytes, of which alone
    entropy coding can make use, are kept apart from its low ones for the same reason: 14 % fewer bytes.
 3. A thread's calls share its scratch, and its torch is set to one thread (see ``scratch``).
-4. Where there is a compiler (``kernels``) int4 takes what it has made: decoding has the same bits, a scale may differ
-   in the last bit of the sum that it comes from.
+4. Where there is a compiler (``shard_bodies``, for int4 ``kernels``) what it has made is taken: decoding has the same
+   bits, a scale of int4 may differ in the last bit of the sum that it comes from.
 
 4-bit outer gradients cost no measurable quality (arXiv 2501.18512, section 3.4; arXiv 2604.21428).
 """
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from p2pdiloco.protocol.manifest import Codec
-from p2pdiloco.tensors import bit_layout, kernels
+from p2pdiloco.tensors import bit_layout, kernels, shard_bodies
 from p2pdiloco.tensors.chunk_bodies import (
     LARGEST,
     LARGEST_BITS,
@@ -262,6 +262,8 @@ def decode_chunk(body: Buffer, out: Tensor) -> Tensor:
         ValueError: the body is not that of ``out.numel()`` finite parameters.
     """
     _require_chunk(out)
+    if scratch.is_fast and shard_bodies.decoded(body, out):
+        return out
     if (fast := opened_int4(body, out.numel())) is not None:
         kernels.unpack_int4(*fast, out.numpy())
         return out
@@ -277,6 +279,8 @@ def decode_chunk(body: Buffer, out: Tensor) -> Tensor:
 def add_chunk(body: Buffer, factor: float, out: Tensor) -> None:
     """``out`` += ``factor`` * the dequantized body, each operation rounded; see ``decode_chunk``."""
     _require_chunk(out)
+    if scratch.is_fast and shard_bodies.decoded(body, out, factor):
+        return
     if (fast := opened_int4(body, out.numel())) is not None:
         kernels.add_int4(*fast, factor, out.numpy())
         return
@@ -292,6 +296,8 @@ def squared_norm(body: Buffer, elements: int) -> float:
     Raises:
         ValueError: as ``decode_chunk``.
     """
+    if scratch.is_fast and (found := shard_bodies.squared_norms(Bodies.of(body), elements)) is not None:
+        return found[0]
     if (fast := opened_int4(body, elements)) is not None:
         squares = scratch.squares[: len(fast.scales)]
         kernels.square_int4(fast.packed, fast.block, squares)

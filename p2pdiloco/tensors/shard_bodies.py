@@ -1,4 +1,5 @@
-"""A shard's bodies in one piece of memory, and what one call of the library (``native``) does with all of them.
+"""A shard's bodies in one piece of memory, and what one call of the library (``native``) does with all of them, or with
+one: int4, int8 and bf16.
 
 Rules of this file:
 1. A call does what ``quantizers``, ``merge`` and ``outer`` do chunk by chunk, with the same bits, and nothing else. A
@@ -21,11 +22,14 @@ from p2pdiloco.tensors.scratch import HEADER, body_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from typing_extensions import Buffer
 
 SAFE_NORMS = (1e-15, 1e18)
 """Of a block; outside, the squares may have vanished or overflowed."""
 _NOTHING = np.empty(0, np.float32)
 _NO_BODIES = np.empty(0, np.uint8)
+_BITS = {FORMATS[codec].number: FORMATS[codec].bits for codec in ("int4", "int8", "bf16")}
+"""Of the codecs that the library reads, by their numbers."""
 
 _square = native.function("square_shard", "boolean(bytes_, int64, float64[::1])")
 _sum = native.function("sum_shard", "float64(int64[::1], int64[::1], float32[::1], float32[::1])")
@@ -33,9 +37,15 @@ _step = native.function(
     "step_shard",
     "boolean(bytes_, bytes_, float32[::1], float32[::1], int16[::1], float32[::1], boolean, float32, float32, float32)",
 )
+_aside = native.function(
+    "step_aside",
+    "boolean(bytes_, float32[::1], float32[::1], int16[::1], float32[::1], float32[::1], int16[::1], float32, float32,"
+    " float32)",
+)
+_decode = native.function("decode_body", "boolean(bytes_, boolean, float32, float32[::1])")
 _encode = native.function(
     "encode_shard",
-    "boolean(float32[::1], float32[::1], int64, float32, float32, float32, float32, float32, uint8[::1])",
+    "boolean(float32[::1], float32[::1], int64, int64, float32, float32, float32, float32, float32, uint8[::1])",
 )
 
 
@@ -46,6 +56,12 @@ class Bodies(Sequence[memoryview]):
     def __init__(self, whole: memoryview, ends: Sequence[int]) -> None:
         self._whole = whole
         self._ends = ends
+
+    @classmethod
+    def of(cls, body: Buffer) -> Bodies:
+        """One chunk's."""
+        whole = memoryview(body).cast("B")
+        return cls(whole, [len(whole)])
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -65,34 +81,37 @@ class Bodies(Sequence[memoryview]):
         return self._whole[self._ends[index - 1] if index else 0 : end]
 
     def values(self, elements: int) -> NDArray[np.uint8] | None:
-        """All of them, if they lie where int4 bodies of ``elements`` in blocks of one size do."""
+        """All of them, if they lie where bodies of ``elements`` in one codec and blocks of one size do."""
         if len(self._whole) < HEADER.size:
             return None
-        block = HEADER.unpack_from(self._whole)[2]
-        if not block or _ends(block, elements) != list(self._ends):
+        _, number, block, _ = HEADER.unpack_from(self._whole)
+        bits = _BITS.get(number)
+        if bits is None or (block == 0) != (bits == 16) or _ends(bits, block, elements) != list(self._ends):
             return None
         return np.frombuffer(self._whole, np.uint8)
 
 
-def _ends(block: int, elements: int) -> list[int]:
-    chunk, (whole, rest) = body_bytes(FORMATS["int4"].bits, block, CHUNK), divmod(elements, CHUNK)
+def _ends(bits: int, block: int, elements: int) -> list[int]:
+    chunk, (whole, rest) = body_bytes(bits, block, CHUNK), divmod(elements, CHUNK)
     found = [chunk * (i + 1) for i in range(whole)]
-    return [*found, chunk * whole + body_bytes(FORMATS["int4"].bits, block, rest)] if rest else found
+    return [*found, chunk * whole + body_bytes(bits, block, rest)] if rest else found
 
 
 def encoded(recipe: Recipe, x: Tensor, less: Tensor | None = None) -> Bodies | None:
     """The bodies of ``x`` - ``less``, both float32 [n], contiguous; None: chunk by chunk."""
-    if _encode is None or recipe.codec != "int4" or not recipe.step:
+    form = FORMATS[recipe.codec]
+    if _encode is None or form.number not in _BITS or (recipe.codec == "int4") != (recipe.step > 0.0):
         return None
-    ends = _ends(recipe.block, x.numel())
+    ends = _ends(form.bits, recipe.block, x.numel())
     whole = np.empty(ends[-1], np.uint8)
     is_done = _encode(
         x.numpy(),
         _NOTHING if less is None else less.numpy(),
+        form.number,
         recipe.block,
         recipe.step,
         recipe.tail,
-        float(FORMATS["int4"].largest),
+        float(form.largest),
         *SAFE_NORMS,
         whole,
     )
@@ -141,3 +160,23 @@ def stepped(
         return False
     to = _NOTHING if buffer is None else buffer.numpy()
     return bool(_step(values, mine, theta.numpy(), *momentum, to, is_added, *factors))
+
+
+def stepped_aside(
+    body: Buffer,
+    vectors: tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int16]],
+    new: tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int16]],
+    factors: tuple[float, float, float],
+) -> bool:
+    """``outer.step_aside`` of one chunk's body; False: otherwise, nothing is done."""
+    return _aside is not None and bool(_aside(_values(body), *vectors, *new, *factors))
+
+
+def decoded(body: Buffer, out: Tensor, factor: float | None = None) -> bool:
+    """One chunk's values as ``out``, or added to it by ``factor``; False: otherwise, nothing is done."""
+    return _decode is not None and bool(_decode(_values(body), factor is not None, factor or 0.0, out.numpy()))
+
+
+def _values(body: Buffer) -> NDArray[np.uint8]:
+    raw = memoryview(body).cast("B")
+    return np.frombuffer(raw, np.uint8) if len(raw) else _NO_BODIES

@@ -9,11 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pdiloco.tensors import kernels, native, step_kernels
-from p2pdiloco.tensors.chunk_bodies import LARGEST_BITS
+from p2pdiloco.tensors import kernels, native, shard_bodies, step_kernels
+from p2pdiloco.tensors.chunk_bodies import LARGEST_BITS, VERSION
+from p2pdiloco.tensors.recipes import FORMATS
+from p2pdiloco.tensors.scratch import HEADER
+from p2pdiloco.tensors.shard_bodies import Bodies
 
 pytest.importorskip("numba")
 pytestmark = [
@@ -55,6 +59,8 @@ class Body:
         self.packed = random.integers(-128, 128, blocks * block // 2).astype(np.int8)
         self.raw = random.integers(0x3000, 0x4000, blocks).astype("<u2")
         self.scales = (self.raw.astype(np.int32) << 16).view(np.float32)
+        header = HEADER.pack(VERSION, FORMATS["int4"].number, block, elements)
+        self.whole = header + self.packed.tobytes() + self.raw.tobytes()
 
 
 @given(st.integers(1, 3000), BLOCKS, st.integers(0, 2**32), st.booleans(), st.booleans(), st.booleans())
@@ -69,14 +75,20 @@ def test_steps_have_the_same_bits(
     narrow = (momentum.view(np.int32) >> 16).astype(np.int16)
     nothing, not_narrow = np.empty(0, np.float32), np.empty(0, np.int16)
     mine = (own.packed, own.scales) if has_own else (np.empty(0, np.int8), nothing)
-    found = []
+    factors, found = (0.4, 0.7, 1.63), []
     for steps in (step_kernels, reference[1]):
         t, b, g = theta.copy(), buffer.copy(), buffer.copy()
         m = (nothing, narrow.copy()) if is_narrow else (momentum.copy(), not_narrow)
         aside = np.empty_like(theta), *(np.empty_like(one) for one in m)
-        steps.step_aside_int4(body.packed, body.scales, block, t, *m, *aside, 0.4, 0.7, 1.63)
-        steps.step_int4(body.packed, body.scales, *mine, block, t, *m, b, is_added, 0.4, 0.7, 1.63)
-        steps.step_int4(body.packed, body.scales, *mine, block, t, *m, nothing, is_added, 0.4, 0.7, 1.63)
+        if steps is step_kernels:
+            ours, vectors = Bodies.of(own.whole) if has_own else None, (torch.from_numpy(t), m)
+            assert shard_bodies.stepped_aside(body.whole, (t, *m), aside, factors)
+            assert shard_bodies.stepped(Bodies.of(body.whole), ours, *vectors, torch.from_numpy(b), is_added, factors)
+            assert shard_bodies.stepped(Bodies.of(body.whole), ours, *vectors, None, is_added, factors)
+        else:
+            steps.step_aside_int4(body.packed, body.scales, block, t, *m, *aside, *factors)
+            steps.step_int4(body.packed, body.scales, *mine, block, t, *m, b, is_added, *factors)
+            steps.step_int4(body.packed, body.scales, *mine, block, t, *m, nothing, is_added, *factors)
         if is_narrow:
             steps.outer_step_narrow(t, m[1], g, 0.4, 0.7, 1.63)
         else:
@@ -90,16 +102,17 @@ def test_steps_have_the_same_bits(
 def test_decoding_has_the_same_bits(reference: Any, elements: int, block: int, seed: int) -> None:
     """What every peer computes of a body."""
     body = Body(elements, block, seed)
-    found = []
-    for module in (kernels, reference[0]):
-        out, added = np.empty(elements, np.float32), np.linspace(-1, 1, elements, dtype=np.float32)
-        sums, wide = np.empty(len(body.raw), np.int32), np.empty(len(body.raw), np.int32)
-        is_sound = [module.widen_scales(body.raw.view(np.uint8), wide, most) for most in (LARGEST_BITS, 0x3800)]
-        module.unpack_int4(body.packed, body.scales, block, out)
-        module.add_int4(body.packed, body.scales, block, 0.3, added)
-        module.square_int4(body.packed, block, sums)
-        found.append((is_sound, bits(out, added, sums, wide)))
-    assert found[0] == found[1]
+    out, added = np.empty((2, elements), np.float32), np.tile(np.linspace(-1, 1, elements, dtype=np.float32), (2, 1))
+    assert shard_bodies.decoded(body.whole, torch.from_numpy(out[0]))
+    assert shard_bodies.decoded(body.whole, torch.from_numpy(added[0]), 0.3)
+    squares = shard_bodies.squared_norms(Bodies.of(body.whole), elements)
+    sums, wide = np.empty(len(body.raw), np.int32), np.empty(len(body.raw), np.float32)
+    assert reference[0].widen_scales(body.raw.view(np.uint8), wide.view(np.int32), LARGEST_BITS)
+    reference[0].unpack_int4(body.packed, wide, block, out[1])
+    reference[0].add_int4(body.packed, wide, block, 0.3, added[1])
+    reference[0].square_int4(body.packed, block, sums)
+    assert bits(out[0], added[0]) == bits(out[1], added[1])
+    assert squares == pytest.approx([float((sums * np.square(wide, dtype=np.float64)).sum())], rel=1e-12)
 
 
 @given(st.integers(1, 3000), BLOCKS, st.integers(0, 2**32), st.sampled_from([0.0, 1e-20, 1e-3, 1.0, 1e20]))

@@ -305,7 +305,8 @@ def test_kernels_decode_to_the_same_bits_and_encode_as_well(
         found.append(read(body))
     finally:
         scratch.is_fast = True
-    assert found[0] == found[1]
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-12)
     scales, expected = (torch.frombuffer(bytearray(b[-2 * blocks :]), dtype=torch.int16) for b in (body, reference))
     assert int((scales - expected).abs().max()) <= 1
     if torch.equal(scales, expected):
