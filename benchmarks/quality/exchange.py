@@ -50,7 +50,7 @@ def pack(codec: str, x: Tensor) -> Parcel:
     if name in ("dither", "stochastic"):
         return _dithered(float(number), x, is_moved_back=name == "dither")
     how = quantizers.recipe(_codec(name), float(number) if number else None)
-    bodies = [bytes(body) for body in quantizers.encode_chunks(how, x)]
+    bodies = [bytes(body) for body in quantizers.encode_vector(how, x)]
     values = quantizers.decode_chunks(bodies, torch.empty_like(x))
     return Parcel(merge.EncodedGradient(bodies, x.numel()), values, float(len(compression.join(bodies))))
 

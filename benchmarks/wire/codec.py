@@ -36,7 +36,7 @@ from p2pdiloco.tensors.quantizers import (
     Recipe,
     chunk_count,
     decode_chunks,
-    encode_chunks,
+    encode_vector,
     recipe,
 )
 from p2pdiloco.tensors.recipes import FORMATS
@@ -142,7 +142,7 @@ def speeds(work: Work, gigabytes: float, repeat: int) -> dict[str, float]:
 def measure(how: Recipe, x: Tensor, repeat: int) -> dict[str, float]:
     """One row's figures."""
     elements = x.numel()
-    bodies = [bytes(body) for body in encode_chunks(how, x)]
+    bodies = [bytes(body) for body in encode_vector(how, x)]
     payload = join(bodies)
     frames = [bytes(frame) for frame in _frames(payload, len(bodies))]
     out, room = torch.empty_like(x), torch.empty(CHUNK)
@@ -150,9 +150,9 @@ def measure(how: Recipe, x: Tensor, repeat: int) -> dict[str, float]:
     work: Work = {
         "memcpy": lambda: [room[: piece.numel()].copy_(piece) for piece in pieces],
         "digest": lambda: [chunk_digest(piece, piece[:0]) for piece in pieces],
-        "quantize": lambda: [None for _ in encode_chunks(how, x)],
+        "quantize": lambda: encode_vector(how, x),
         "zstd": lambda: [len(compress(body)) for body in bodies],
-        "encode": lambda: join(encode_chunks(how, x)),
+        "encode": lambda: join(encode_vector(how, x)),
         "unzstd": lambda: [len(decompress(frame, LARGEST_BODY)) for frame in frames],
         "dequantize": lambda: decode_chunks(bodies, out),
         "decode": lambda: decode_chunks(split(payload, chunk_count(elements), LARGEST_BODY), out),

@@ -3,7 +3,7 @@
     python -m benchmarks.wire.path --json out/path.json
     python -m benchmarks.wire.path --link long --codec bf16 --repeat 5
 
-Two processes: one encodes outer gradients of SHARD parameters chunk by chunk, on one thread, and keeps the transport
+Two processes: one encodes outer gradients of SHARD parameters, each at once, on one thread, and keeps the transport
 fed; the other decodes each payload on one thread, as a node does. Each row has, over a window of ``--seconds``:
 
 - ``cpu_s_per_wire_gb``: CPU seconds of both ends together (user and system) per GB of payload on the wire;
@@ -40,7 +40,7 @@ from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import Codec
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import Transport, TransportLimits
-from p2pdiloco.tensors.quantizers import CHUNK, LARGEST_BODY, Recipe, chunk_count, decode_chunk, encode_chunks, recipe
+from p2pdiloco.tensors.quantizers import CHUNK, LARGEST_BODY, Recipe, chunk_count, decode_chunk, encode_vector, recipe
 from p2pdiloco.wire.compression import join, split
 
 SHARD = 1 << 20
@@ -135,7 +135,7 @@ async def _send(transport: Transport, peer: PeerId, codec: Codec, queued_bytes: 
 
 
 def _encoded(how: Recipe, x: torch.Tensor) -> bytes:
-    return join(encode_chunks(how, x))
+    return join(encode_vector(how, x))
 
 
 # -- the parent ------------------------------------------------------------------------------------------------------

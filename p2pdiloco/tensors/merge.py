@@ -190,7 +190,7 @@ def encode(how: quantizers.Recipe, merged: Tensor, longest: float) -> tuple[Sequ
     made shorter, in place.
 
     Raises:
-        ValueError: as ``quantizers.encode_chunks``.
+        ValueError: as ``quantizers.encode_vector``.
     """
     while True:
         bodies = quantizers.encode_vector(how, merged)

@@ -18,7 +18,7 @@ Rules of this file:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -53,7 +53,6 @@ __all__ = [
     "decode_chunk",
     "decode_chunks",
     "encode_chunk",
-    "encode_chunks",
     "encode_vector",
     "recipe",
     "squared_norm",
@@ -67,23 +66,16 @@ _NOTHING: Final = np.empty(0, np.float32)
 # ---------------------------------------------------------------------------------------------------------- encoding
 
 
-def encode_chunks(recipe: Recipe, x: Tensor) -> Iterator[memoryview]:
-    """The bodies of ``x`` (1-D float32 on the CPU, any length), one for each chunk. A body lives in this thread's
-    scratch: use it before asking for the next, and on the same thread.
+def encode_vector(recipe: Recipe, x: Tensor, less: Tensor | None = None) -> Bodies:
+    """The bodies of ``x`` - ``less``, both 1-D float32 on the CPU, any length, ``less`` contiguous: one for each chunk.
 
     Raises:
         ValueError: ``x`` has the wrong type or shape, or a value that is not finite (or beyond the codecs' range,
-            6e35); bodies before that chunk's may have been given out.
+            6e35).
     """
     if x.dim() != 1 or x.dtype != torch.float32 or x.device.type != "cpu":
         raise ValueError(f"expected a 1-D float32 vector on the CPU, not {x.dtype} of shape {tuple(x.shape)}")
     x = x.detach().contiguous()
-    for start in range(0, x.numel(), CHUNK):
-        yield encode_chunk(recipe, x[start : start + CHUNK])
-
-
-def encode_vector(recipe: Recipe, x: Tensor, less: Tensor | None = None) -> Bodies:
-    """The bodies of all chunks of ``x`` - ``less``, both [n], contiguous; see ``encode_chunks``."""
     if scratch.is_fast and (found := encoded(recipe, x, less)) is not None:
         return found
     whole, ends = bytearray(), list[int]()
@@ -95,8 +87,8 @@ def encode_vector(recipe: Recipe, x: Tensor, less: Tensor | None = None) -> Bodi
 
 
 def encode_chunk(recipe: Recipe, piece: Tensor, less: Tensor | None = None) -> memoryview:
-    """One chunk's body, of ``piece`` - ``less``; see ``encode_chunks``. Both are contiguous and have 1 to 256 Ki
-    elements."""
+    """One chunk's body, of ``piece`` - ``less``; see ``encode_vector``. Both are contiguous and have 1 to 256 Ki
+    elements. It lives in this thread's scratch: use it before asking for the next, and on the same thread."""
     elements, form = piece.numel(), FORMATS[recipe.codec]
     if scratch.is_fast and recipe.codec == "int4" and recipe.step:
         body = _encode_int4(recipe, piece, less)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from p2pdiloco.protocol.manifest import Codec
-from p2pdiloco.tensors.quantizers import CHUNK, decode_chunks, encode_chunks, recipe
+from p2pdiloco.tensors.quantizers import CHUNK, decode_chunks, encode_vector, recipe
 
 ELEMENTS = CHUNK + 3 * 256 + 17
 
@@ -53,6 +53,6 @@ def digest(tensor_or_bytes: bytes) -> str:
 @pytest.mark.parametrize(("codec", "step"), [*GOLDEN])
 def test_bodies_and_values_are_the_same_everywhere(codec: Codec, step: float | None) -> None:
     x = fixed_vector()
-    bodies = [bytes(body) for body in encode_chunks(recipe(codec, step), x)]
+    bodies = [bytes(body) for body in encode_vector(recipe(codec, step), x)]
     y = decode_chunks(bodies, torch.empty(ELEMENTS))
     assert (digest(b"".join(bodies)), digest(y.numpy().tobytes())) == GOLDEN[codec, step]

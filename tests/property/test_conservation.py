@@ -419,7 +419,7 @@ def single(values: np.ndarray) -> Tensor:
 
 def encoded(values: np.ndarray) -> bytes:
     """A payload of somebody else's."""
-    bodies = quantizers.encode_chunks(quantizers.recipe("bf16"), single(values))
+    bodies = quantizers.encode_vector(quantizers.recipe("bf16"), single(values))
     payload = compression.join([bytes(body) for body in bodies])
     assert np.array_equal(decoded(payload), values)
     return payload

@@ -24,7 +24,7 @@ from p2pdiloco.tensors.quantizers import (
     decode_chunk,
     decode_chunks,
     encode_chunk,
-    encode_chunks,
+    encode_vector,
     recipe,
     squared_norm,
 )
@@ -49,7 +49,7 @@ def bell(elements: int, seed: int, scale: float = 1e-3) -> torch.Tensor:
 
 
 def encode(how: Recipe, x: torch.Tensor) -> list[bytes]:
-    return [bytes(body) for body in encode_chunks(how, x)]
+    return [bytes(body) for body in encode_vector(how, x)]
 
 
 def body_of(codec: Codec, x: torch.Tensor) -> bytes:
@@ -71,7 +71,7 @@ def test_round_trip_of_a_bell(codec: Codec, elements: int) -> None:
     x = bell(elements, elements)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        payload = join(encode_chunks(recipe(codec), x))
+        payload = join(encode_vector(recipe(codec), x))
         y = decode_chunks(split(payload, chunk_count(elements), LARGEST_BODY), torch.full_like(x, math.nan))
     assert len(payload) <= payload_limit(elements)
     assert len(encode(recipe(codec), x)) == chunk_count(elements)
@@ -85,7 +85,7 @@ def test_round_trip_of_a_bell(codec: Codec, elements: int) -> None:
 )
 def test_a_coarser_step_trades_bytes_for_error(step: float, most_bytes: float, most_error: float) -> None:
     x, how = bell(CHUNK, 1), recipe("int4", step)
-    assert len(join(encode_chunks(how, x))) / CHUNK < most_bytes
+    assert len(join(encode_vector(how, x))) / CHUNK < most_bytes
     assert relative_error(x, there_and_back(how, x)) < most_error
 
 

@@ -16,7 +16,7 @@ from p2pdiloco.tensors.merge import (
     radial_directional,
     token_weight,
 )
-from p2pdiloco.tensors.quantizers import decode_chunks, encode_chunks, recipe
+from p2pdiloco.tensors.quantizers import decode_chunks, encode_vector, recipe
 
 
 def rda(gradients: list[Tensor], weights: list[float]) -> Tensor:
@@ -101,7 +101,7 @@ def test_encoded_gradients_are_merged_as_what_they_decode_to(codec: Codec) -> No
     encoded, decoded = [], []
     for seed in range(3):
         x = torch.randn(elements, generator=torch.Generator().manual_seed(seed))
-        bodies = [bytes(body) for body in encode_chunks(recipe(codec), x)]
+        bodies = [bytes(body) for body in encode_vector(recipe(codec), x)]
         encoded.append(EncodedGradient(bodies, elements))
         decoded.append(Vector(decode_chunks(bodies, torch.empty(elements))))
         assert encoded[-1].norm() == pytest.approx(decoded[-1].norm(), rel=1e-12)
