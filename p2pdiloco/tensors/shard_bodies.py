@@ -103,7 +103,7 @@ def encoded(recipe: Recipe, x: Tensor, less: Tensor | None = None) -> Bodies | N
     if _encode is None or form.number not in _BITS or (recipe.codec == "int4") != (recipe.step > 0.0):
         return None
     ends = _ends(form.bits, recipe.block, x.numel())
-    whole = np.empty(ends[-1], np.uint8)
+    whole = np.empty(ends[-1] if ends else 0, np.uint8)
     is_done = _encode(
         x.numpy(),
         _NOTHING if less is None else less.numpy(),
