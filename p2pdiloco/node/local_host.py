@@ -59,10 +59,12 @@ class LocalHost:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End what was spawned; work that runs ends without effect."""
+        """End what was spawned, and what runs: whoever comes next finds the files and the memory left alone."""
         await self._tasks.__aexit__(kind, error, trace)
         for queue in self._queues.values():
             queue.close()
+        for queue in self._queues.values():
+            await queue.ended()
 
     def now(self) -> float:
         """The event loop's clock, in seconds."""

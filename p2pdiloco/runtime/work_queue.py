@@ -73,7 +73,7 @@ class WorkQueue:
         return future
 
     def close(self) -> None:
-        """What waits is cancelled; what runs ends without effect."""
+        """What waits is cancelled; nobody hears of what runs."""
         self._is_closed = True
         for jobs in self._jobs:
             with contextlib.suppress(Empty):
@@ -83,6 +83,12 @@ class WorkQueue:
             jobs.put(None)
         for gate in list(self._gates):
             gate.abort()
+
+    async def ended(self) -> None:
+        """After ``close``: until what runs has ended, too."""
+        for thread in self._threads:
+            if thread.is_alive():
+                await asyncio.to_thread(thread.join)
 
     def _run(self, begin: Callable[[], None], jobs: SimpleQueue[_Job | None]) -> None:
         begin()

@@ -104,6 +104,23 @@ def test_a_job_is_not_held_once_it_has_ended() -> None:
     asyncio.run(story())
 
 
+def test_a_closed_queue_has_ended_once_what_ran_is_over(gate: threading.Event) -> None:
+    done, began = list[str](), threading.Event()
+
+    async def story() -> None:
+        queue, unused = WorkQueue("jobs", lambda: None), WorkQueue("unused", lambda: None)
+        queue.do(lambda: (began.set(), gate.wait(), done.append("written")))
+        await asyncio.to_thread(began.wait)
+        for closed in (queue, unused):
+            closed.close()
+        asyncio.get_running_loop().call_later(0.05, gate.set)
+        for closed in (queue, unused):
+            await closed.ended()
+        assert done == ["written"]
+
+    asyncio.run(story())
+
+
 def test_a_job_may_end_after_its_loop(gate: threading.Event) -> None:
     began, threads = threading.Event(), list[threading.Thread]()
 

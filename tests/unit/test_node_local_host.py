@@ -1,0 +1,30 @@
+"""A peer's host as it is: threads and files."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+from p2pdiloco.node.local_host import LocalHost
+
+
+def test_a_host_leaves_nothing_behind_that_still_writes(tmp_path: Path) -> None:
+    began, gate = threading.Event(), threading.Event()
+
+    def write() -> None:
+        began.set()
+        gate.wait(5.0)
+        (tmp_path / "late").write_bytes(b"")
+
+    async def story() -> None:
+        async with LocalHost(-1, tmp_path / "learner.log") as host:
+            host.work("disk", write)
+            await asyncio.to_thread(began.wait)
+            asyncio.get_running_loop().call_later(0.05, gate.set)
+        assert (tmp_path / "late").exists()
+
+    try:
+        asyncio.run(story())
+    finally:
+        gate.set()
