@@ -7,17 +7,16 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
 from p2pdiloco.net.doors import JoinersDoor
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.credentials import Credentials
 from p2pdiloco.node.ladder import Ladder
 from p2pdiloco.protocol.identifiers import PeerId, RunId
-from p2pdiloco.protocol.manifest import Manifest, Name
+from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.protocol.soundness import MAX_MANIFEST_BYTES, decode_manifest
 from p2pdiloco.runtime import addresses, last_ports, logs
 from p2pdiloco.runtime.dialler import Dialler
@@ -31,11 +30,10 @@ from p2pdiloco.runtime.transport import DialError, PeerRefused, RequestError, Tr
 from p2pdiloco.wire.bodies import GetManifest, GetStatus, PeerStatus, decode_as, encode
 from p2pdiloco.wire.certificates import Role
 from p2pdiloco.wire.invites import Invite
-from p2pdiloco.wire.records import PeerRecord
+from p2pdiloco.wire.records import PeerRecord, RunRecord
 
 log = logs.get("lookup")
 
-RUN_RECORD_LIFE_S = 60.0
 FIND_S = 15.0
 """How long a run or a peer may take to appear in the directory."""
 ASK_S = 8.0
@@ -87,13 +85,6 @@ async def open_directory(
         if ports is not None and not options.announce:  # else what it shows is another port
             await asyncio.to_thread(last_ports.remember, directory.visible_addresses(), ports)
         yield directory
-
-
-class RunRecord(msgspec.Struct, frozen=True):
-    """What the directory says of a run."""
-
-    name: Name
-    parameters: Annotated[int, Meta(ge=1, le=2**48)]
 
 
 def observer_transport(identity: Identity, credentials: Credentials | None = None) -> Transport:

@@ -17,6 +17,7 @@ from typing import Self
 import msgspec
 
 from p2pdiloco.net.handshake import WIRE_VERSION
+from p2pdiloco.node.announcement import Announcement
 from p2pdiloco.node.credentials import Credentials, MemberFiles, members_of
 from p2pdiloco.node.fellowship import Fellowship
 from p2pdiloco.node.figures import Figures
@@ -195,6 +196,8 @@ class Node:
         self.begin()
         self.host.spawn(self.whereabouts.keep(say), name="whereabouts")
         self.host.spawn(self.roster.keep(), name="roster")
+        announcement = Announcement(self.manifest, self.directory, lambda: len(self.transport.peers()))
+        self.host.spawn(announcement.keep(), name="announcement")
         self.host.spawn(self.fellowship.keep(), name="members")
         self.host.spawn(self._tell_progress(), name="progress")
         guest = Guest(self.options.folder, self.options.machine, self.peer.supervision, self._end_early)
@@ -216,8 +219,8 @@ class Node:
             if has_finished:
                 await self._stay(say)
                 ending = await self.peer.stayed(ending)
-        if not self.twins.have_won:  # the record is the other one's
-            await self.roster.withdraw()
+        if not self.twins.have_won:  # the records are the other one's
+            await asyncio.gather(self.roster.withdraw(), announcement.withdraw())
         return ending
 
     async def _ask_status(self, peer: PeerId) -> PeerStatus | None:

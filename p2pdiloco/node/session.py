@@ -16,9 +16,7 @@ from p2pdiloco.node.foundation import found, found_from_script, with_own_places
 from p2pdiloco.node.invites import as_granted, credentials_of, how_to_join, keep_addresses, kept_credentials
 from p2pdiloco.node.kept_runs import ConfigError, folder_of
 from p2pdiloco.node.lookup import (
-    RUN_RECORD_LIFE_S,
     DirectoryOptions,
-    RunRecord,
     dial_any,
     fetch_manifest,
     find_namesake,
@@ -52,17 +50,17 @@ from p2pdiloco.protocol.defaults import few_turns
 from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.directory import Directory, DirectoryError
+from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.training.program import device_of
 from p2pdiloco.training.sources import tell_sources
 from p2pdiloco.watch.account import closing
 from p2pdiloco.watch.alerts import Alert
 from p2pdiloco.wire.invites import Invite
+from p2pdiloco.wire.records import RunRecord
 
 log = logs.get("session")
 
-ANNOUNCE_RUN_S = 20.0
 LOOK_S = 1.0
 """How long a founder looks for another run of that name."""
 NODE_BYTES = 16
@@ -293,7 +291,7 @@ async def take_part(
     *,
     shows_how_to_join: bool = False,
 ) -> Ending:
-    """Run a node until it ends, with the run announced and signals heeded.
+    """Run a node until it ends, with signals heeded.
 
     Raises:
         IdentityError: another process takes part with this identity.
@@ -309,33 +307,15 @@ async def take_part(
         for line in await asyncio.to_thread(how_to_join, manifest, mine, options.folder, directory):
             say(line)
     async with Node(manifest, options, identity, directory, initial, mine) as node:
-        announcing = asyncio.create_task(_announce(manifest, directory), name="announce run")
-        try:
-            with leave_when_asked(node, options.machine.spot):
-                async with (
-                    served(node.lookout, options.folder, options.watch.page, say),
-                    Notifier(options.watch.notify, identity.peer_id) as notifier,
-                    Forwarder(options.watch.log_to, node.lookout.picture),
-                ):
-                    node.lookout.tell = notifier.tell
-                    ending = await node.run(say)
-                    if given := closing(node.lookout.picture().account):
-                        say(given)
-                    notifier.tell(Alert(kind="done", text=ending.reason))
-                    return ending
-        finally:
-            announcing.cancel()
-            await asyncio.gather(announcing, return_exceptions=True)
-
-
-async def _announce(manifest: Manifest, directory: Directory) -> None:
-    """Keep the run's record alive in the directory; of a private run there is none."""
-    if manifest.config.access != "open":
-        return
-    record = msgspec.msgpack.encode(RunRecord(manifest.config.name, Layout.of(manifest).elements))
-    while True:
-        try:
-            await directory.publish_run(manifest.run, record, RUN_RECORD_LIFE_S)
-        except DirectoryError as error:
-            log.debug("run not announced", reason=str(error))
-        await asyncio.sleep(ANNOUNCE_RUN_S)
+        with leave_when_asked(node, options.machine.spot):
+            async with (
+                served(node.lookout, options.folder, options.watch.page, say),
+                Notifier(options.watch.notify, identity.peer_id) as notifier,
+                Forwarder(options.watch.log_to, node.lookout.picture),
+            ):
+                node.lookout.tell = notifier.tell
+                ending = await node.run(say)
+                if given := closing(node.lookout.picture().account):
+                    say(given)
+                notifier.tell(Alert(kind="done", text=ending.reason))
+                return ending

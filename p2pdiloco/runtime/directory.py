@@ -184,10 +184,11 @@ class Directory:
         Raises:
             DirectoryError: that could not be stored; the record then expires in its own time.
         """
-        topic = peers_topic(run)
-        published = self._records.withdraw((topic, f"/{self.peer_id}"))
-        if published is not None:
-            await self._store(self._envelope(topic, "", b"", published.expires_s, is_withdrawn=True))
+        await self._withdraw(peers_topic(run), "")
+
+    async def withdraw_run(self, run: RunId) -> None:
+        """Say no longer that ``run`` exists; as for ``withdraw_peer``."""
+        await self._withdraw(RUNS_TOPIC, run)
 
     async def runs(self) -> dict[RunId, bytes]:
         """A record per run. Anyone may publish one for any run, so where they differ the most frequent is given;
@@ -224,6 +225,11 @@ class Directory:
         if not 0.0 < ttl_s <= TTL_LIMIT_S:
             raise ValueError(f"ttl_s = {ttl_s}: use more than 0 and at most {TTL_LIMIT_S:g}")
         await self._store(self._envelope(topic, name, body, CLOCK.now() + ttl_s))
+
+    async def _withdraw(self, topic: str, name: str) -> None:
+        published = self._records.withdraw((topic, f"{name}/{self.peer_id}"))
+        if published is not None:
+            await self._store(self._envelope(topic, name, b"", published.expires_s, is_withdrawn=True))
 
     async def _store(self, envelope: Envelope) -> None:
         value = seal(envelope, self._identity.sign)

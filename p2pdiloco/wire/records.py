@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from p2pdiloco.protocol.identifiers import PeerId, RunId, digest_of
+from p2pdiloco.protocol.manifest import Name
 from p2pdiloco.wire.certificates import CHAIN_LIMIT
 
 CONTEXT = b"p2pdiloco record 1\x00"
@@ -51,6 +52,13 @@ class Envelope(Struct, frozen=True, kw_only=True):
     """Where the publisher's own directory listens."""
     is_withdrawn: bool = False
     body: Annotated[bytes, Meta(max_length=BODY_LIMIT)] = b""
+
+
+class RunRecord(Struct, frozen=True):
+    """What the directory says of a run."""
+
+    name: Name
+    parameters: Annotated[int, Meta(ge=1, le=2**48)]
 
 
 class PointRecord(Struct, frozen=True):

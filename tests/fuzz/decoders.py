@@ -16,7 +16,6 @@ from p2pdiloco.net.endpoint import Endpoint
 from p2pdiloco.net.handshake import Dialled, Greeter, Handshake, Hello, Role
 from p2pdiloco.net.introducer import Introducer
 from p2pdiloco.net.limits import TransportLimits
-from p2pdiloco.node.lookup import RunRecord
 from p2pdiloco.protocol.identifiers import RunId, digest_of
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.protocol.messages import Message
@@ -25,7 +24,7 @@ from p2pdiloco.runtime.identity import Identity, verify
 from p2pdiloco.wire import bodies, certificates, compression, introductions, invites, mappings, records, statements
 from p2pdiloco.wire.certificates import NEVER, NO_CAP, Certificate, Chain, Grant, Kind, certify, hint_of
 from p2pdiloco.wire.members import Members
-from p2pdiloco.wire.records import PeerRecord
+from p2pdiloco.wire.records import PeerRecord, RunRecord
 from tests.fuzz.wellformed import encoded
 
 FOUNDER, MEMBER, INVITE = (Identity.from_secret(b"fuzz", bytes([number]) * 16) for number in range(3))

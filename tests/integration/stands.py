@@ -15,13 +15,12 @@ from swarm import LOOPBACK
 
 from p2pdiloco.net.doors import Door
 from p2pdiloco.net.handshake import WIRE_VERSION
-from p2pdiloco.node.lookup import RunRecord
 from p2pdiloco.protocol.identifiers import PeerId, RunId
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import Answer, Transport
-from p2pdiloco.wire.records import PeerRecord
+from p2pdiloco.wire.records import PeerRecord, RunRecord
 
 PROCESS_S = 300.0
 

@@ -10,10 +10,10 @@ import pytest
 
 from p2pdiloco.cli import start
 from p2pdiloco.node.kept_runs import ConfigError
-from p2pdiloco.node.lookup import RunRecord
 from p2pdiloco.node.run_folder import NameTakenError
 from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.protocol.manifest import RunConfig
+from p2pdiloco.wire.records import RunRecord
 
 RUN = RunId("a" * 40)
 RECORD = RunRecord("story", 1000)

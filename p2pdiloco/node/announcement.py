@@ -1,0 +1,59 @@
+"""An open run in the directory, where newcomers look for it by its name.
+
+Rules of this file:
+1. Each peer of the run says that it exists, the more seldom the more they are: all together say it as often as FEW.
+   Nobody is chosen to say it for others, who might not.
+2. What is said lives LIVES times as long as it takes to say it again, and is taken back by who goes.
+3. A private run is not told to strangers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import msgspec
+
+from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.directory import Directory, DirectoryError
+from p2pdiloco.wire.records import RunRecord
+
+log = logs.get("announcement")
+
+PAUSE_S, PAUSE_MOST_S = 20.0, 480.0
+FEW = 2
+LIVES = 3.0
+SHORTEST = 0.7
+"""Of a pause; drawn, so that peers that began together do not go on together."""
+
+
+class Announcement:
+    """Of ``manifest``'s run by this peer. ``others``: how many of its peers are connected here."""
+
+    def __init__(self, manifest: Manifest, directory: Directory, others: Callable[[], int]) -> None:
+        self._run = manifest.run
+        self._is_open = manifest.config.access == "open"
+        self._record = msgspec.msgpack.encode(RunRecord(manifest.config.name, Layout.of(manifest).elements))
+        self._directory = directory
+        self._others = others
+
+    async def keep(self) -> None:
+        """Until cancelled."""
+        while self._is_open:
+            pause_s = min(PAUSE_MOST_S, PAUSE_S * max(1.0, (1 + self._others()) / FEW))
+            try:
+                await self._directory.publish_run(self._run, self._record, LIVES * pause_s)
+            except DirectoryError as error:
+                log.debug("run not announced", reason=str(error))
+                pause_s = PAUSE_S
+            await asyncio.sleep(pause_s * random.uniform(SHORTEST, 1.0))
+
+    async def withdraw(self) -> None:
+        """Take it back, and say it no more."""
+        self._is_open = False
+        try:
+            await self._directory.withdraw_run(self._run)
+        except DirectoryError as error:
+            log.debug("what was said of the run was not taken back", reason=str(error))
