@@ -15,7 +15,7 @@ from p2pdiloco.cli.complaints import complaining
 from p2pdiloco.node import firstborn
 from p2pdiloco.node.foundation import find_run, read_config
 from p2pdiloco.node.kept_runs import ConfigError
-from p2pdiloco.node.lookup import LookupFailedError, RunRecord
+from p2pdiloco.node.lookup import LookupFailedError
 from p2pdiloco.node.run_folder import FolderInUseError, NameTakenError
 from p2pdiloco.node.session import start, start_from_script
 from p2pdiloco.peer.checkpoint import CheckpointError
@@ -23,6 +23,7 @@ from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.protocol.manifest import Name, RunConfig
 from p2pdiloco.runtime.directory import DirectoryError
 from p2pdiloco.runtime.identity import IdentityError
+from p2pdiloco.wire.records import RunRecord
 
 REPAIR = (ConfigError, CheckpointError, FolderInUseError, IdentityError, NameTakenError, ValueError)
 

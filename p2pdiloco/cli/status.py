@@ -13,12 +13,13 @@ from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import NOBODY_THERE, complaining
 from p2pdiloco.cli.peer import with_invite
 from p2pdiloco.node.inquiry import inquire
-from p2pdiloco.node.lookup import DirectoryOptions, LookupFailedError, RunRecord, open_directory
+from p2pdiloco.node.lookup import DirectoryOptions, LookupFailedError, open_directory
 from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.runtime.directory import DirectoryError
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.logs import short
 from p2pdiloco.wire.bodies import PeerStatus
+from p2pdiloco.wire.records import RunRecord
 
 
 async def run(arguments: argparse.Namespace) -> int:

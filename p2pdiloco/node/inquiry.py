@@ -9,7 +9,6 @@ from typing import NamedTuple
 from p2pdiloco.node.credentials import Credentials, accepted
 from p2pdiloco.node.lookup import (
     LookupFailedError,
-    RunRecord,
     ask_status,
     dial_any,
     fetch_manifest,
@@ -24,6 +23,7 @@ from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import Transport
 from p2pdiloco.wire.bodies import PeerStatus
 from p2pdiloco.wire.invites import Invite
+from p2pdiloco.wire.records import RunRecord
 
 PATIENCE_S = 5.0
 
