@@ -17,10 +17,10 @@ from p2pdiloco.protocol.connectedness import fingerprint
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime.backoff import Backoff
 from p2pdiloco.runtime.directory import Directory, DirectoryError
-from p2pdiloco.runtime.pings import FEW
 
 LOOK_S, LOOK_MOST_S = 2.0, 600.0
 """Between two looks."""
+FEW = 16
 SELDOM = 4.0
 UNMET_LOOK_S, UNMET_FOR_S = 6.0, 120.0
 """Between two looks, at most, for so long after others hear a peer that is not connected here: where it can be met may

@@ -25,6 +25,7 @@ from typing import Self
 from p2pdiloco.protocol.identifiers import PeerId, RunId
 from p2pdiloco.runtime import address_book, addresses, logs, refusals
 from p2pdiloco.runtime.address_book import AddressBook
+from p2pdiloco.runtime.backoff import Backoff
 from p2pdiloco.runtime.daemon import CALL_S, Daemon, DirectoryError, is_loopback
 from p2pdiloco.runtime.dht import CLOCK, adopt_logging
 from p2pdiloco.runtime.identity import Identity
@@ -45,8 +46,9 @@ KEEP_CONNECT_S = 3.0
 KEPT_PEERS = 32
 """Peers that are called in one round; of more, all in turns."""
 SAVE_ROUNDS = 5
-CLOCK_ROUNDS = (30, 60)
-"""At least and at most, between two looks at the others' clocks; drawn, so that nodes do not move all at once."""
+CLOCKS_S, CLOCKS_MOST_S = 90.0, 720.0
+"""Between two looks at the others' clocks, up to a third more or less, so that nodes do not move all at once; ever more
+seldom while they agree."""
 CLOCKS = 8
 """Others', that are looked at then."""
 SILENT_ROUNDS = 3
@@ -344,16 +346,18 @@ class Directory:
                 await self._store(envelope)
 
     async def _keep_all(self) -> None:
-        rounds, clocks_at = 0, random.randint(*CLOCK_ROUNDS)
+        rounds = clocks_at = 0
+        clocks = Backoff(CLOCKS_S, CLOCKS_MOST_S)
         while True:
             await asyncio.sleep(KEEP_S)
             rounds += 1
             try:
                 await self._keep_round()
                 if rounds >= clocks_at:
-                    clocks_at = rounds + random.randint(*CLOCK_ROUNDS)
                     kept = self._to_keep()
-                    CLOCK.compare(await self._clocks_of(random.sample(kept, min(CLOCKS, len(kept)))))
+                    if CLOCK.compare(await self._clocks_of(random.sample(kept, min(CLOCKS, len(kept))))):
+                        clocks.reset()
+                    clocks_at = rounds + round(clocks.next_s() * random.uniform(2 / 3, 4 / 3) / KEEP_S)
                 if rounds % SAVE_ROUNDS == 0:
                     await self._save()
             except Exception as error:  # noqa: BLE001 (the top of a task: the next round may do better)

@@ -12,7 +12,7 @@ from p2pdiloco.runtime.backoff import Backoff
 
 CALM_S, SILENT_S = 60.0, 8.0
 """At most between two pings of a peer that answers, and of one that does not."""
-FEW = 16
+FEW = 8
 """Beyond so many peers, those that answer are pinged more seldom in proportion."""
 PEERS_MOST = 512
 

@@ -60,13 +60,17 @@ class SharedClock:
         if sound and abs(middle := median_low(sound)) > TOLERANCE_S:
             self._base += middle
 
-    def compare(self, theirs: Sequence[float]) -> None:
-        """As ``join``, for one who is there already: move only if most of the others, two at least, agree on it."""
+    def compare(self, theirs: Sequence[float]) -> bool:
+        """As ``join``, for one who is there already: move only if most of the others, two at least, agree on it.
+        Returns whether ours may not be that of the others, or nobody says: it is to be compared again soon."""
         sound = self._sound(theirs)
-        if len(sound) < 2 or abs(middle := median_low(sound)) <= TOLERANCE_S:
-            return
+        if len(sound) < 2:
+            return True
+        if abs(middle := median_low(sound)) <= TOLERANCE_S:
+            return False
         if 2 * sum(abs(other - middle) <= TOLERANCE_S for other in sound) > len(sound):
             self._base += middle
+        return True
 
     def _sound(self, theirs: Sequence[float]) -> list[float]:
         sound = [other for other in theirs if math.isfinite(other) and 0.0 < self.now() + other < MOST_S]

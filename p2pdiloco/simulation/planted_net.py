@@ -8,6 +8,8 @@ _PEERS = "p2pdiloco.net.peers"
 _ENDPOINTS = "tests/property/test_net_endpoint.py"
 _POINTS = "tests/unit/test_net_introducer.py"
 _MEETING = "tests/integration/test_meeting.py"
+_ANNOUNCEMENT = "tests/unit/test_node_announcement.py"
+_CLOCK = "tests/unit/test_runtime_shared_clock.py"
 _ROSTER = "tests/unit/test_node_roster.py"
 
 _CURIOSITY = "p2pdiloco.node.curiosity"
@@ -77,6 +79,38 @@ BUGS = (
         new=", ANNOUNCE_MOST_S)",
         harm="what an idle peer says grows with the swarm: its record's place is told with all other records",
         killed_by=(f"{_ROSTER}::test_what_announcements_cost_does_not_grow_with_the_swarm",),
+    ),
+    Bug(
+        name="an open run is announced by each of many peers as often as by one",
+        module="p2pdiloco.node.announcement",
+        old="PAUSE_S * max(1.0, (1 + self._others()) / FEW)",
+        new="PAUSE_S",
+        harm="what an idle peer says grows with the swarm, and so does what a search for runs gives",
+        killed_by=(f"{_ANNOUNCEMENT}::test_what_is_said_of_a_run_does_not_grow_with_it_and_never_expires",),
+    ),
+    Bug(
+        name="an open run's announcements live no longer where they are seldom",
+        module="p2pdiloco.node.announcement",
+        old="self._record, LIVES * pause_s)",
+        new="self._record, LIVES * PAUSE_S)",
+        harm="nobody finds a large run",
+        killed_by=(f"{_ANNOUNCEMENT}::test_what_is_said_of_a_run_does_not_grow_with_it_and_never_expires",),
+    ),
+    Bug(
+        name="who goes announces its run again",
+        module="p2pdiloco.node.announcement",
+        old="        self._is_open = False\n",
+        new="",
+        harm="a run that is over is found for minutes, and joined in vain",
+        killed_by=(f"{_ANNOUNCEMENT}::test_who_goes_takes_it_back_and_says_it_no_more",),
+    ),
+    Bug(
+        name="clocks that do not agree are compared as seldom as others",
+        module="p2pdiloco.runtime.shared_clock",
+        old="            self._base += middle\n        return True\n",
+        new="            self._base += middle\n        return False\n",
+        harm="records of a node whose clock has just been moved expire for minutes",
+        killed_by=(f"{_CLOCK}::test_who_is_there_moves_only_with_most_of_several",),
     ),
     Bug(
         name="a silent node of the directory is pinged as seldom as others",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
-from p2pdiloco.node.curiosity import LOOK_MOST_S, LOOK_S, UNMET_MOST_S, Curiosity, KnownPoints
+from p2pdiloco.node.curiosity import FEW, LOOK_MOST_S, LOOK_S, UNMET_MOST_S, Curiosity, KnownPoints
 from p2pdiloco.protocol.connectedness import fingerprint
 from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.runtime import pings as pings_module
 from p2pdiloco.runtime.backoff import Backoff
 from p2pdiloco.runtime.directory import Directory, DirectoryError
-from p2pdiloco.runtime.pings import CALM_S, FEW, PEERS_MOST, SILENT_S, Pings
+from p2pdiloco.runtime.pings import CALM_S, PEERS_MOST, SILENT_S, Pings
 
 ANN, BOB, CID = (PeerId(name) for name in ("ann", "bob", "cid"))
 
@@ -161,14 +162,14 @@ def test_who_answers_is_pinged_ever_more_seldom_and_who_does_not_any_more_at_onc
 
 def test_what_pings_cost_does_not_grow_with_the_swarm() -> None:
     pings = Pings(2.0)
-    others = [PeerId(str(number)) for number in range(4 * FEW)]
+    others = [PeerId(str(number)) for number in range(8 * pings_module.FEW)]
     count = 0
     for now in range(4000):
         due = pings.due(others, float(now))
         for peer in due:
             pings.ended(peer, float(now), is_answered=True)
         count += len(due) if now >= 2000 else 0
-    assert count <= 2000 * FEW / CALM_S * 1.1
+    assert count <= 2000 * pings_module.FEW / CALM_S * 1.1
     assert len(pinged(pings, others[0], 4500.0, 100.0, is_answered=False)) >= 100.0 / SILENT_S, "who is silent, often"
 
 

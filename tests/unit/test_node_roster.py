@@ -12,13 +12,13 @@ import pytest
 
 from p2pdiloco.net.doors import OpenDoor
 from p2pdiloco.node import roster
+from p2pdiloco.node.curiosity import FEW
 from p2pdiloco.node.fellowship import Fellowship
 from p2pdiloco.node.ladder import Ladder
 from p2pdiloco.node.roster import RECORD_LIFE_S, Roster
 from p2pdiloco.peersim.loop import VirtualLoop
 from p2pdiloco.protocol.identifiers import PeerId, RunId
 from p2pdiloco.runtime.directory import Directory, DirectoryError
-from p2pdiloco.runtime.pings import FEW
 from p2pdiloco.runtime.transport import DialError, RequestError, RequestRefused, Transport
 from p2pdiloco.wire.bodies import encode
 from p2pdiloco.wire.introductions import Reachable, decode_introduction

@@ -69,9 +69,11 @@ def test_one_liar_among_honest_ones_changes_nothing() -> None:
 
 def test_who_is_there_moves_only_with_most_of_several() -> None:
     machine = Machine()
-    machine.clock.compare([3600.0])
-    machine.clock.compare([3600.0, 0.0])
-    machine.clock.compare([3600.0, 1800.0, 0.0])
+    assert machine.clock.compare([0.0]), "one is no majority, whatever it says"
+    assert machine.clock.compare([3600.0])
+    assert not machine.clock.compare([3600.0, 0.0]), "the lower of two"
+    assert machine.clock.compare([3600.0, 1800.0, 0.0]), "they do not agree: look again soon"
     assert machine.clock.now() == NOW
-    machine.clock.compare([3600.0, 3600.5, 0.0])
+    assert machine.clock.compare([3600.0, 3600.5, 0.0])
+    assert not machine.clock.compare([0.0, 0.5, -3600.0])
     assert machine.clock.now() == pytest.approx(NOW + 3600.0, abs=1.0)
