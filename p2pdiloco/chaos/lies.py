@@ -18,6 +18,7 @@ from p2pdiloco.protocol.adoption import Adoption
 from p2pdiloco.protocol.identifiers import Digest
 from p2pdiloco.protocol.messages import MAX_CLAIMS, Contributor, Head, Heads
 from p2pdiloco.tensors import merge, quantizers
+from p2pdiloco.tensors.shard_bodies import Bodies
 
 LARGE = 1e34
 
@@ -36,8 +37,8 @@ def _values() -> None:
     """As an owner it merges what nobody gave, says that it is short, and goes on from it."""
     sound = merge.encode
 
-    def encode(how: quantizers.Recipe, merged: torch.Tensor, _: float) -> tuple[Sequence[memoryview], float]:
-        bodies, _length = sound(how, merged.fill_(LARGE), math.inf)
+    def encode(how: quantizers.Recipe, merged: torch.Tensor, _: float, room: int) -> tuple[Bodies, float]:
+        bodies, _length = sound(how, merged.fill_(LARGE), math.inf, room)
         return bodies, 1e-3
 
     _put(merge, "encode", encode)

@@ -35,7 +35,7 @@ from p2pdiloco.protocol.identifiers import PeerId, RunId, digest_of
 from p2pdiloco.wire.members import NotAMemberError
 
 MAGIC = "p2pdiloco"
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 """How peers talk: frames, and the messages in them. Raised when two releases would not understand each other; both are
 then told so. (A run's own version is its manifest's: a run goes on when all of its peers take a newer release.)"""
 CONTEXT = b"p2pdiloco handshake 1\x00"

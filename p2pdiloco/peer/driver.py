@@ -301,12 +301,12 @@ class Driver:
     def _encode(self, effect: ef.Encode) -> None:
         rung, is_coded = self.codecs.choose("up", effect.shard), self.codecs.is_coded("up", effect.shard)
 
-        def work() -> tuple[bytes, Digest, msg.Contributor, float]:
+        def work() -> tuple[Payload, Digest, msg.Contributor, float]:
             payload, digest = self.state.encode(effect.shard, effect.base.id, rung and rung.recipe, is_coded=is_coded)
             given = self.cargo.signed(effect, digest)
             return payload, digest, given, self.state.encode_error(effect.shard, payload) if rung else 0.0
 
-        def done(result: tuple[bytes, Digest, msg.Contributor, float]) -> None:
+        def done(result: tuple[Payload, Digest, msg.Contributor, float]) -> None:
             payload, digest, given, error = result
             self.cargo.shelves[effect.shard].put(digest, payload)
             if rung is not None:

@@ -64,7 +64,7 @@ class ContributionError(Exception):
 class MergeResult(NamedTuple):
     """A merged outer gradient, ready to be committed."""
 
-    payload: bytes
+    payload: Payload
     payload_digest: Digest
     digests: bytes
     """Of the chunks of the state that it leads to; their digest is the commit's result."""
@@ -77,7 +77,7 @@ class _Own(NamedTuple):
     """This learner's newest contribution to a shard: what it decodes to is wanted when it is merged and when it is
     settled, and half a byte a parameter is cheaper to keep than to decompress twice."""
 
-    payload: bytes
+    payload: Payload
     bodies: Sequence[Body]
 
 
@@ -89,6 +89,13 @@ class _Scratch(threading.local):
         self.theta, self.gradient = (torch.empty(quantizers.CHUNK) for _ in range(2))
         self.momentum = torch.empty(quantizers.CHUNK, dtype=momentum)
         self.merged = torch.empty(largest_shard)
+
+
+def _payload(bodies: Bodies, how: quantizers.Recipe, is_coded: bool) -> Payload:
+    """Of bodies before which there is room for an index. Stored, it is their memory."""
+    if is_coded or not ladder.is_dense(how):
+        return compression.join(bodies)
+    return compression.store(bodies.behind, [len(body) for body in bodies])
 
 
 class GlobalState:
@@ -346,8 +353,8 @@ class GlobalState:
         accord = merge.merge(piece.merge, gradients, weights, [c.steps for c, _ in given], merged)
         self._made.add_owed(shard, merged)
         how = how or self._down
-        bodies, length = merge.encode(how, merged, longest)
-        payload = compression.join(bodies, is_coded=is_coded or not ladder.is_dense(how))
+        bodies, length = merge.encode(how, merged, longest, compression.index_bytes(len(self._chunks(shard))))
+        payload = _payload(bodies, how, is_coded)
         payload_digest = digest_of(payload)
         listed = self._next_digests(shard, bodies, outer.factors_of(self._outer, version))
         self._made.put(shard, base, payload_digest, bodies, how, merged)
@@ -382,7 +389,7 @@ class GlobalState:
 
     def encode(
         self, shard: ShardId, base: Digest, how: quantizers.Recipe | None = None, *, is_coded: bool = True
-    ) -> tuple[bytes, Digest]:
+    ) -> tuple[Payload, Digest]:
         """The learner's outer gradient for one shard: compressed payload (``is_coded``: with Huffman codes) and its
         digest. ``how`` None: as the run says. Each snapshot is encoded once.
 
@@ -393,8 +400,9 @@ class GlobalState:
         if self.heads[shard] != base or not self.shifts.has_snapshot(shard) or self.integrity.is_spoilt(shard):
             raise StaleBaseError(f"shard {shard} is not at {base[:8]}")
         how = how or self._up
-        bodies = quantizers.encode_vector(how, self._range(self.theta, shard), self._range(self.shifts.snapshot, shard))
+        room, snapshot = compression.index_bytes(len(self._chunks(shard))), self._range(self.shifts.snapshot, shard)
+        bodies = quantizers.encode_vector(how, self._range(self.theta, shard), snapshot, room)
         self.shifts.snapshot_encoded(shard)
-        payload = compression.join(bodies, is_coded=is_coded or not ladder.is_dense(how))
+        payload = _payload(bodies, how, is_coded)
         self._own[shard] = _Own(payload, bodies)
         return payload, digest_of(payload)

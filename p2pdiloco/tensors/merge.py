@@ -28,6 +28,7 @@ from torch import Tensor
 from p2pdiloco.protocol.manifest import MergeRule
 from p2pdiloco.tensors import kernels, quantizers, shard_bodies
 from p2pdiloco.tensors.recipes import CHUNK
+from p2pdiloco.tensors.shard_bodies import Bodies
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -185,15 +186,15 @@ def radial_directional(
     return length
 
 
-def encode(how: quantizers.Recipe, merged: Tensor, longest: float) -> tuple[Sequence[memoryview], float]:
-    """The bodies of ``merged``, float32 [n], and the length of what they hold, at most ``longest``: a longer vector is
-    made shorter, in place.
+def encode(how: quantizers.Recipe, merged: Tensor, longest: float, room: int = 0) -> tuple[Bodies, float]:
+    """The bodies of ``merged``, float32 [n], behind ``room`` bytes, and the length of what they hold, at most
+    ``longest``: a longer vector is made shorter, in place.
 
     Raises:
         ValueError: as ``quantizers.encode_vector``.
     """
     while True:
-        bodies = quantizers.encode_vector(how, merged)
+        bodies = quantizers.encode_vector(how, merged, room=room)
         length = EncodedGradient(bodies, merged.numel()).norm()
         if length <= longest:
             return bodies, length

@@ -66,8 +66,9 @@ _NOTHING: Final = np.empty(0, np.float32)
 # ---------------------------------------------------------------------------------------------------------- encoding
 
 
-def encode_vector(recipe: Recipe, x: Tensor, less: Tensor | None = None) -> Bodies:
-    """The bodies of ``x`` - ``less``, both 1-D float32 on the CPU, any length, ``less`` contiguous: one for each chunk.
+def encode_vector(recipe: Recipe, x: Tensor, less: Tensor | None = None, room: int = 0) -> Bodies:
+    """The bodies of ``x`` - ``less``, both 1-D float32 on the CPU, any length, ``less`` contiguous: one for each chunk,
+    behind ``room`` bytes.
 
     Raises:
         ValueError: ``x`` has the wrong type or shape, or a value that is not finite (or beyond the codecs' range,
@@ -76,14 +77,14 @@ def encode_vector(recipe: Recipe, x: Tensor, less: Tensor | None = None) -> Bodi
     if x.dim() != 1 or x.dtype != torch.float32 or x.device.type != "cpu":
         raise ValueError(f"expected a 1-D float32 vector on the CPU, not {x.dtype} of shape {tuple(x.shape)}")
     x = x.detach().contiguous()
-    if scratch.is_fast and (found := encoded(recipe, x, less)) is not None:
+    if scratch.is_fast and (found := encoded(recipe, x, less, room)) is not None:
         return found
-    whole, ends = bytearray(), list[int]()
+    memory, ends = bytearray(room), list[int]()
     for start in range(0, x.numel(), CHUNK):
         span = slice(start, start + CHUNK)
-        whole += encode_chunk(recipe, x[span], None if less is None else less[span])
-        ends.append(len(whole))
-    return Bodies(memoryview(whole), ends)
+        memory += encode_chunk(recipe, x[span], None if less is None else less[span])
+        ends.append(len(memory) - room)
+    return Bodies.after(room, memoryview(memory), ends)
 
 
 def encode_chunk(recipe: Recipe, piece: Tensor, less: Tensor | None = None) -> memoryview:

@@ -51,11 +51,17 @@ _encode = native.function(
 
 class Bodies(Sequence[memoryview]):
     """The bodies of a vector's chunks, one after the other in ``whole``; not to be changed. ``ends``: where each ends
-    there."""
+    there. ``behind``: memory that ends with them, and begins with room for what is to be written before them."""
 
-    def __init__(self, whole: memoryview, ends: Sequence[int]) -> None:
+    def __init__(self, whole: memoryview, ends: Sequence[int], behind: memoryview | None = None) -> None:
         self._whole = whole
         self._ends = ends
+        self.behind = whole if behind is None else behind
+
+    @classmethod
+    def after(cls, room: int, memory: memoryview, ends: Sequence[int]) -> Bodies:
+        """Those that lie in ``memory`` after ``room`` bytes."""
+        return cls(memory[room:], ends, memory)
 
     @classmethod
     def of(cls, body: Buffer) -> Bodies:
@@ -97,13 +103,13 @@ def _ends(bits: int, block: int, elements: int) -> list[int]:
     return [*found, chunk * whole + body_bytes(bits, block, rest)] if rest else found
 
 
-def encoded(recipe: Recipe, x: Tensor, less: Tensor | None = None) -> Bodies | None:
-    """The bodies of ``x`` - ``less``, both float32 [n], contiguous; None: chunk by chunk."""
+def encoded(recipe: Recipe, x: Tensor, less: Tensor | None = None, room: int = 0) -> Bodies | None:
+    """The bodies of ``x`` - ``less``, both float32 [n], contiguous, behind ``room`` bytes; None: chunk by chunk."""
     form = FORMATS[recipe.codec]
     if _encode is None or form.number not in _BITS or (recipe.codec == "int4") != (recipe.step > 0.0):
         return None
     ends = _ends(form.bits, recipe.block, x.numel())
-    whole = np.empty(ends[-1] if ends else 0, np.uint8)
+    memory = np.empty(room + (ends[-1] if ends else 0), np.uint8)
     is_done = _encode(
         x.numpy(),
         _NOTHING if less is None else less.numpy(),
@@ -113,9 +119,9 @@ def encoded(recipe: Recipe, x: Tensor, less: Tensor | None = None) -> Bodies | N
         recipe.tail,
         float(form.largest),
         *SAFE_NORMS,
-        whole,
+        memory[room:],
     )
-    return Bodies(whole.data, ends) if is_done else None
+    return Bodies.after(room, memory.data, ends) if is_done else None
 
 
 def squared_norms(bodies: Sequence[Any], elements: int) -> list[float] | None:

@@ -1,10 +1,11 @@
-"""Entropy coding of payloads: zstd, of which we want the Huffman coder, and where the line is fast not even that.
+"""Entropy coding of payloads: zstd, of which we want the Huffman coder; where the line is fast bodies are stored as
+they are.
 
-A payload is a stream of frames with an index before it (all integers little-endian)::
+A payload has an index before its frames (all integers little-endian)::
 
-    frames uint32
+    frames uint32           their number, and STORED if they are the bodies as they are
     sizes  uint32[frames]   bytes of each frame
-    frames, one after the other; each is one zstd frame that states its content's size
+    frames, one after the other; each is a body, or one zstd frame that states its content's size
 
 Rules of this file:
 1. Quantized symbols are independent draws: their order tells nothing, and matches that zstd finds among them by chance
@@ -17,8 +18,8 @@ Rules of this file:
    anything is allocated; so is an index that does not fit. No peer can make us allocate more than we asked for.
 4. zstd's contexts are not thread-safe, so each thread has its own. Both directions run without the GIL.
 5. The system's libzstd decodes where it is faster (``libzstd``); both accept the same frames.
-6. A sender may leave Huffman codes out (``is_coded``): the frames are larger, and cost a sixth of the time to make and
-   to read. A frame says itself how it is coded, so who reads it need not know.
+6. Stored bodies are neither copied nor looked at here: they are made where the payload has its place for them
+   (``store``), and read where it lies.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from __future__ import annotations
 import itertools
 import struct
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
@@ -44,27 +45,23 @@ _WINDOW_LOG: Final = 19
 _LARGEST_WINDOW: Final = 1 << 20
 """We look back 512 KiB at most; a stranger's frame may not make us keep more."""
 _COUNT: Final = struct.Struct("<I")
-
-
-def _compressor(*, target_length: int) -> zstandard.ZstdCompressor:
-    parameters = zstandard.ZstdCompressionParameters(
-        strategy=zstandard.STRATEGY_FAST,
-        window_log=_WINDOW_LOG,
-        hash_log=6,
-        chain_log=6,
-        search_log=1,
-        min_match=7,
-        target_length=target_length,
-        write_content_size=True,
-        write_checksum=False,
-    )
-    return zstandard.ZstdCompressor(compression_params=parameters)
+STORED: Final = 1 << 31
+_PARAMETERS: Final = zstandard.ZstdCompressionParameters(
+    strategy=zstandard.STRATEGY_FAST,
+    window_log=_WINDOW_LOG,
+    hash_log=6,
+    chain_log=6,
+    search_log=1,
+    min_match=7,
+    target_length=0,
+    write_content_size=True,
+    write_checksum=False,
+)
 
 
 class _Contexts(threading.local):
     def __init__(self) -> None:
-        self.coder, self.packer = (_compressor(target_length=length) for length in (0, 1))
-        """With Huffman codes and without: zstd's fast matcher leaves them out where a target length is given."""
+        self.compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
         self.decompressor = zstandard.ZstdDecompressor()
         self.decoder = libzstd.Decoder() if libzstd.AVAILABLE else None
 
@@ -72,10 +69,9 @@ class _Contexts(threading.local):
 _contexts = _Contexts()
 
 
-def compress(body: Buffer, *, is_coded: bool = True) -> bytes:
-    """One zstd frame that states its content's size; ``is_coded``: with Huffman codes."""
-    compressor = _contexts.coder if is_coded else _contexts.packer
-    return compressor.compress(cast(bytes, body))
+def compress(body: Buffer) -> bytes:
+    """One zstd frame that states its content's size."""
+    return _contexts.compressor.compress(cast(bytes, body))
 
 
 def decompress(data: Buffer, max_bytes: int) -> Body:
@@ -125,10 +121,22 @@ def _take(frame: memoryview, out: memoryview) -> None:
     out[:] = content
 
 
-def join(bodies: Iterable[Buffer], *, is_coded: bool = True) -> bytes:
-    """One payload of ``bodies``, each compressed before the next is asked for; ``is_coded``: with Huffman codes."""
-    frames = [compress(body, is_coded=is_coded) for body in bodies]
+def join(bodies: Iterable[Buffer]) -> bytes:
+    """One payload of ``bodies``, each compressed before the next is asked for."""
+    frames = [compress(body) for body in bodies]
     return b"".join((struct.pack(f"<{1 + len(frames)}I", len(frames), *map(len, frames)), *frames))
+
+
+def index_bytes(bodies: int) -> int:
+    """The length of the index of so many."""
+    return _COUNT.size * (1 + bodies)
+
+
+def store(payload: memoryview, sizes: Sequence[int]) -> memoryview:
+    """Make a payload of bodies of these ``sizes`` that lie where its ``index_bytes`` end: its index is written before
+    them."""
+    struct.pack_into(f"<{1 + len(sizes)}I", payload, 0, STORED | len(sizes), *sizes)
+    return payload
 
 
 def split(payload: Buffer, bodies: int, max_bytes: int) -> Iterator[Body]:
@@ -138,29 +146,44 @@ def split(payload: Buffer, bodies: int, max_bytes: int) -> Iterator[Body]:
         ValueError: the index is not that of ``bodies`` frames that fill the payload, or a frame is malformed or has
             more than ``max_bytes``.
     """
-    for frame in _frames(payload, bodies):
-        yield decompress(frame, max_bytes)
+    whole, sizes, is_stored = _opened(payload, bodies, max_bytes)
+    for frame in _cut(whole, sizes):
+        yield frame if is_stored else decompress(frame, max_bytes)
 
 
 def unpack(payload: Buffer, bodies: int, max_bytes: int) -> tuple[memoryview, list[int]]:
-    """The bodies of a payload, one after the other, and where each ends; ValueError as of ``split``."""
-    frames = list(_frames(payload, bodies))
+    """The bodies of a payload, one after the other, and where each ends; ValueError as of ``split``. Stored ones lie in
+    the payload's memory."""
+    whole, sizes, is_stored = _opened(payload, bodies, max_bytes)
+    if is_stored:
+        return whole, list(itertools.accumulate(sizes))
+    frames = list(_cut(whole, sizes))
     ends = list(itertools.accumulate(_stated_size(frame, max_bytes) for frame in frames))
-    whole, begin = _room(ends[-1] if ends else 0), 0
+    out, begin = _room(ends[-1] if ends else 0), 0
     for frame, end in zip(frames, ends, strict=True):
-        _take(frame, whole[begin:end])
+        _take(frame, out[begin:end])
         begin = end
-    return whole, ends
+    return out, ends
 
 
-def _frames(payload: Buffer, bodies: int) -> Iterator[memoryview]:
+def _opened(payload: Buffer, bodies: int, max_bytes: int) -> tuple[memoryview, Sequence[int], bool]:
+    """The frames, their sizes, and whether they are bodies as they are; ValueError."""
     whole = memoryview(payload).cast("B")
-    begin = _COUNT.size * (1 + bodies)
-    if len(whole) < begin or _COUNT.unpack_from(whole)[0] != bodies:
+    begin = index_bytes(bodies)
+    count = _COUNT.unpack_from(whole)[0] if len(whole) >= begin else None
+    if count not in (bodies, bodies | STORED):
         raise ValueError(f"the payload is not one of {bodies} frames")
     sizes = struct.unpack_from(f"<{bodies}I", whole, _COUNT.size)
     if begin + sum(sizes) != len(whole):
         raise ValueError(f"the payload has {len(whole)} bytes, its index says {begin + sum(sizes)}")
+    is_stored = count != bodies
+    if is_stored and max(sizes, default=0) > max_bytes:
+        raise ValueError(f"the payload has a body of {max(sizes)} bytes, at most {max_bytes} are allowed")
+    return whole[begin:], sizes, is_stored
+
+
+def _cut(whole: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
+    begin = 0
     for size in sizes:
         yield whole[begin : begin + size]
         begin += size

@@ -215,6 +215,10 @@ DECODERS: dict[str, Decoder] = {
         lambda data: list(compression.split(data, 2, MOST_BYTES)),
         lambda rng: compression.join([rng.randbytes(300), bytes(2000)]),
     ),
+    "stored payload": Decoder(
+        lambda data: compression.unpack(data, 2, MOST_BYTES),
+        lambda rng: bytes(compression.store(memoryview(bytearray(12) + rng.randbytes(900)), [300, 600])),
+    ),
     "directory's record": Decoder(lambda data: records.unseal(data, verify), _record),
     "manifest": Decoder(lambda data: decode_manifest(data, RunId(digest_of(data))), lambda rng: encoded(Manifest, rng)),
     "chain": Decoder(certificates.decode_chain, lambda rng: CHAIN),

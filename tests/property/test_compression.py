@@ -10,9 +10,19 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pdiloco.tensors.quantizers import CHUNK, encode_chunk, recipe
+from p2pdiloco.tensors.quantizers import CHUNK, LARGEST_BODY, encode_vector, recipe
 from p2pdiloco.wire import compression, libzstd
-from p2pdiloco.wire.compression import compress, decompress, join, payload_limit, split, unpack
+from p2pdiloco.wire.compression import (
+    STORED,
+    compress,
+    decompress,
+    index_bytes,
+    join,
+    payload_limit,
+    split,
+    store,
+    unpack,
+)
 
 
 @pytest.fixture(params=["zstandard", "libzstd"], autouse=True, scope="module")
@@ -60,25 +70,42 @@ def test_altered_frames_never_yield_too_much(content: bytes, data: st.DataObject
         assert len(decompress(frame, 2000)) <= 2000
 
 
+def stored(bodies: list[bytes]) -> bytes:
+    payload = memoryview(bytearray(index_bytes(len(bodies))) + b"".join(bodies))
+    return bytes(store(payload, [len(body) for body in bodies]))
+
+
 @given(st.lists(st.binary(max_size=3000), max_size=5), st.sampled_from([bytes, bytearray, memoryview]), st.booleans())
 @settings(deadline=None)
-def test_bodies_come_back_as_they_were(bodies: list[bytes], kind: type, is_coded: bool) -> None:
-    payload = join((kind(body) for body in bodies), is_coded=is_coded)
+def test_bodies_come_back_as_they_were(bodies: list[bytes], kind: type, is_stored: bool) -> None:
+    payload = stored(bodies) if is_stored else join(kind(body) for body in bodies)
     assert list(split(kind(payload), len(bodies), 3000)) == bodies
     whole, ends = unpack(kind(payload), len(bodies), 3000)
     assert [bytes(whole[end - len(body) : end]) for body, end in zip(bodies, ends, strict=True)] == bodies
     assert len(whole) == sum(map(len, bodies))
 
 
-def test_symbols_without_huffman_codes_are_as_large_as_they_are() -> None:
-    """int4's, whose entropy is some three and a half bits: four bits each, and what zstd adds to what it cannot
-    compress. Runs of zeros are small either way."""
-    body = bytes(encode_chunk(recipe("int4"), torch.randn(CHUNK, generator=torch.Generator().manual_seed(1))))
-    coded, packed = compress(body), compress(body, is_coded=False)
-    assert len(coded) < 0.9 * len(body) < len(body) <= len(packed) < len(body) + 64
-    assert decompress(coded, len(body)) == decompress(packed, len(body)) == body
-    assert len(compress(bytes(CHUNK), is_coded=False)) < 100
-    assert len(join([packed] * 8)) <= payload_limit(8 * CHUNK)
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_stored_bodies_are_neither_coded_nor_copied(is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """int4's: four bits each and a scale a block. With the library and without it."""
+    monkeypatch.setattr("p2pdiloco.tensors.quantizers.scratch.is_fast", is_fast)
+    elements = CHUNK + 1000
+    values = torch.randn(elements, generator=torch.Generator().manual_seed(1))
+    bodies = encode_vector(recipe("int4"), values, room=index_bytes(2))
+    payload = store(bodies.behind, [len(body) for body in bodies])
+    assert list(map(bytes, bodies)) == list(map(bytes, encode_vector(recipe("int4"), values)))
+    assert len(join(bodies)) < 0.9 * len(payload) < len(payload) <= payload_limit(elements)
+    whole, ends = unpack(payload, 2, LARGEST_BODY)
+    assert (whole.obj, ends) == (payload.obj, [len(bodies[0]), len(whole)])
+    assert bytes(whole) == b"".join(bodies)
+
+
+def test_stored_bodies_are_no_larger_than_they_may_be() -> None:
+    payload = stored([b"a" * 1001, b"b"])
+    with pytest.raises(ValueError, match="a body of 1001 bytes, at most 1000"):
+        unpack(payload, 2, 1000)
+    with pytest.raises(ValueError, match="a body of 1001 bytes, at most 1000"):
+        list(split(payload, 2, 1000))
 
 
 def test_a_frame_of_a_payload_is_one_that_could_be_sent_alone() -> None:
@@ -93,8 +120,11 @@ def test_a_frame_of_a_payload_is_one_that_could_be_sent_alone() -> None:
 
 
 def test_an_index_that_does_not_fit_is_refused() -> None:
-    payload = join([b"a" * 50, b"b" * 60])
-    huge = struct.pack("<III", 2, 2**32 - 1, 2**32 - 1)
+    for payload, flag in ((join([b"a" * 50, b"b" * 60]), 0), (stored([b"a" * 50, b"b" * 60]), STORED)):
+        refuse_other_indices(payload, struct.pack("<III", flag | 2, 2**32 - 1, 2**32 - 1))
+
+
+def refuse_other_indices(payload: bytes, huge: bytes) -> None:
     for wrong, bodies in (
         (payload, 1),
         (payload, 3),
@@ -110,8 +140,9 @@ def test_an_index_that_does_not_fit_is_refused() -> None:
             unpack(wrong, bodies, 1000)
 
 
-@given(st.binary(max_size=300), st.integers(0, 4))
+@given(st.binary(max_size=300), st.integers(0, 4), st.booleans())
 @settings(deadline=None)
-def test_noise_is_no_payload(data: bytes, bodies: int) -> None:
+def test_noise_is_no_payload(data: bytes, bodies: int, is_stored: bool) -> None:
+    data = struct.pack("<I", STORED | bodies) + data if is_stored else data
     with contextlib.suppress(ValueError):
         assert sum(len(body) for body in split(data, bodies, 100)) <= 100 * bodies

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -55,13 +55,18 @@ def test_a_peer_alone_trains_and_every_token_stands_in_the_parameters_once(tmp_p
 def test_both_directions_leave_huffman_codes_out_on_a_fast_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: float | None, codec: str, is_coded: bool
 ) -> None:
-    joined, join = list[bool](), compression.join
+    made, join, store = list[bool](), compression.join, compression.store
 
-    def heard(bodies: Iterable[bytes], *, is_coded: bool) -> bytes:
-        joined.append(is_coded)
-        return join(bodies, is_coded=is_coded)
+    def coded(bodies: Iterable[bytes]) -> bytes:
+        made.append(True)
+        return join(bodies)
 
-    monkeypatch.setattr(compression, "join", heard)
+    def stored(payload: memoryview, sizes: Sequence[int]) -> memoryview:
+        made.append(False)
+        return store(payload, sizes)
+
+    monkeypatch.setattr(compression, "join", coded)
+    monkeypatch.setattr(compression, "store", stored)
 
     async def story() -> None:
         async with Stage(tmp_path, codec=codec) as stage:
@@ -69,7 +74,7 @@ def test_both_directions_leave_huffman_codes_out_on_a_fast_line(
             ann.host.line_bytes_per_s = line
             await stage.train(ann, 1.0, 1.0)
             assert ann.versions == [0, 1]
-            assert joined == [is_coded and codec == "bf16", is_coded]  # the first it gives to itself
+            assert made == [is_coded and codec == "bf16", is_coded]  # the first it gives to itself
 
     act(story)
 

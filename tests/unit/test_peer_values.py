@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from troupe import Member, Stage, act
 
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.tensors import merge, quantizers
+from p2pdiloco.tensors.shard_bodies import Bodies
 
 LARGE = 1e34
 
@@ -23,8 +23,8 @@ def goes_wild(member: Member, declared: float | None) -> None:
     honest = member.peer.state.merge
 
     def replaced(*given: Any, **named: Any) -> Any:
-        def encode(how: quantizers.Recipe, merged: torch.Tensor, _: float) -> tuple[Sequence[bytes], float]:
-            bodies, length = sound(how, merged.fill_(LARGE), math.inf)
+        def encode(how: quantizers.Recipe, merged: torch.Tensor, _: float, room: int) -> tuple[Bodies, float]:
+            bodies, length = sound(how, merged.fill_(LARGE), math.inf, room)
             return bodies, length if declared is None else declared
 
         sound = merge.encode
