@@ -262,4 +262,4 @@ class Cargo:
         store.sweep()
         for held in shelf.beyond(store.window_bytes(elements, elements / self._elements), machine.at_work(shard)):
             if store.may_write():
-                store.spill(shard, held)
+                store.spill(held)

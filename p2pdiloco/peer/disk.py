@@ -31,6 +31,10 @@ class Disk(Protocol):
     def write(self, path: Path, parts: Iterable[Buffer]) -> None:
         """A new file of ``parts``, one after the other; its folder is made. Not durable before ``sync``."""
 
+    def put(self, path: Path, at: int, part: Buffer) -> None:
+        """``part`` from ``at`` on, where a sector of 4096 bytes begins, in a file that is made if it is not there. What
+        comes behind it in its last sector is lost. Not durable before ``sync``."""
+
     def append(self, path: Path, part: Buffer) -> None:
         """``part`` at the end of a file that is there. Not durable before ``sync``."""
 

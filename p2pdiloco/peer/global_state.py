@@ -73,14 +73,6 @@ class MergeResult(NamedTuple):
     accord: merge.Accord = merge.Accord(None, 0)
 
 
-class _Own(NamedTuple):
-    """This learner's newest contribution to a shard: what it decodes to is wanted when it is merged and when it is
-    settled, and half a byte a parameter is cheaper to keep than to decompress twice."""
-
-    payload: Payload
-    bodies: Sequence[Body]
-
-
 class _Scratch(threading.local):
     """A thread's vectors that are used again and again: fresh memory costs more than the arithmetic in it. A chunk
     long, but for the one that holds a shard; not touched until they are needed."""
@@ -116,7 +108,8 @@ class GlobalState:
         self.integrity = Integrity([quantizers.chunk_count(shard.elements) for shard in layout.shards])
         self._staged: dict[ShardId, Staged] = {}
         self._made = OwnMerges()
-        self._own: dict[ShardId, _Own] = {}
+        self._own: dict[ShardId, tuple[Payload, Bodies]] = {}
+        """This learner's newest contribution and its bodies: half a byte a parameter, or decompressed twice."""
         self._scratch = _Scratch(max(shard.elements for shard in layout.shards), self.form.momentum)
 
     def _range(self, vector: Tensor, shard: ShardId) -> Tensor:
@@ -276,9 +269,9 @@ class GlobalState:
             to.take(number, span, theta, change)
 
     def _bodies(self, shard: ShardId, payload: Payload) -> Sequence[Body]:
-        own = self._own.get(shard)
-        if own is not None and own.payload is payload:
-            return own.bodies
+        own, bodies = self._own.get(shard, (None, None))
+        if bodies is not None and own is payload:
+            return bodies
         chunks = quantizers.chunk_count(self.layout.shards[shard].elements)
         return Bodies(*compression.unpack(payload, chunks, quantizers.LARGEST_BODY))
 
@@ -349,8 +342,8 @@ class GlobalState:
             except ValueError as error:
                 raise ContributionError(contributor.learner, str(error)) from error
             weights.append(merge.token_weight(contributor.tokens, contributor.steps))
-        merged = self._scratch.merged[: piece.elements]
-        accord = merge.merge(piece.merge, gradients, weights, [c.steps for c, _ in given], merged)
+        steps, merged = [c.steps for c, _ in given], self._scratch.merged[: piece.elements]
+        accord = merge.merge(piece.merge, gradients, weights, steps, merged)
         self._made.add_owed(shard, merged)
         how = how or self._down
         bodies, length = merge.encode(how, merged, longest, compression.index_bytes(len(self._chunks(shard))))
@@ -377,8 +370,7 @@ class GlobalState:
     def encode_error(self, shard: ShardId, payload: Payload) -> float:
         """Relative error of the first chunk of what was just encoded."""
         span = self._chunks(shard)[0]
-        gradient = self._scratch.gradient[: span.stop - span.start]
-        return self._error(shard, payload, torch.sub(self.theta[span], self.shifts.snapshot[span], out=gradient))
+        return self._error(shard, payload, self.theta[span] - self.shifts.snapshot[span])
 
     def _error(self, shard: ShardId, payload: Payload, exact: Tensor) -> float:
         chunks = quantizers.chunk_count(self.layout.shards[shard].elements)
@@ -400,9 +392,9 @@ class GlobalState:
         if self.heads[shard] != base or not self.shifts.has_snapshot(shard) or self.integrity.is_spoilt(shard):
             raise StaleBaseError(f"shard {shard} is not at {base[:8]}")
         how = how or self._up
-        room, snapshot = compression.index_bytes(len(self._chunks(shard))), self._range(self.shifts.snapshot, shard)
-        bodies = quantizers.encode_vector(how, self._range(self.theta, shard), snapshot, room)
+        vectors = self._range(self.theta, shard), self._range(self.shifts.snapshot, shard)
+        bodies = quantizers.encode_vector(how, *vectors, compression.index_bytes(len(self._chunks(shard))))
         self.shifts.snapshot_encoded(shard)
         payload = _payload(bodies, how, is_coded)
-        self._own[shard] = _Own(payload, bodies)
+        self._own[shard] = payload, bodies
         return payload, digest_of(payload)

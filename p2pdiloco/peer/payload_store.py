@@ -1,11 +1,12 @@
-"""Where payloads are kept: the newest in memory, the others in files of the run's folder.
+"""Where payloads are kept: the newest in memory, the others in a file of the run's folder.
 
 Rules of this file:
 1. What is kept is decided elsewhere (``Machine.payloads``); here only where. What is still to be merged or applied
-   (``Machine.at_work``) stays in memory: no disk holds up a turn. Files live as long as a life of the peer:
+   (``Machine.at_work``) stays in memory: no disk holds up a turn. The file lives as long as a life of the peer:
    what an earlier life left is of no use, and goes first.
-2. A file is written before its memory is given back, and goes when nobody holds its payload any more. It is not forced
-   to the disk.
+2. A payload has a place in the file, which is written before its memory is given back, and given to another when
+   nobody holds the payload any more (to make and to remove a file for each costs three times as much as to write it).
+   It is not forced to the disk. A file of which nothing is needed goes.
 3. What is read back is compared with its digest: a disk that alters a payload costs that payload.
 4. A disk that is full, or may be written no more for today, costs memory: bounded, since less is kept then.
 """
@@ -22,15 +23,18 @@ from pathlib import Path
 from p2pdiloco.peer.disk import Disk
 from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.options import PeerOptions
+from p2pdiloco.peer.places import Place, Places, whole_sectors
 from p2pdiloco.peer.shift_queue import Payload
 from p2pdiloco.peer.write_budget import HOUR_S, WriteBudget
-from p2pdiloco.protocol.identifiers import Digest, ShardId, digest_of
+from p2pdiloco.protocol.identifiers import Digest, digest_of
 from p2pdiloco.runtime import logs
 
 log = logs.get("node")
 
 PAYLOADS = "payloads"
 """The folder in a run's folder."""
+FILE = "payloads.bin"
+"""The file in that folder."""
 WINDOW_BYTES_PER_PARAMETER = 0.51
 """Stay in memory, of each shard's payloads the newest; in int4 one, Huffman-coded or not."""
 BURST_S = HOUR_S
@@ -44,7 +48,7 @@ AGAIN_S = 60.0
 class Held:
     """One payload that is kept."""
 
-    __slots__ = ("__weakref__", "data", "digest", "is_written", "path", "size")
+    __slots__ = ("__weakref__", "at", "data", "digest", "is_written", "path", "size")
 
     def __init__(self, digest: Digest, data: Payload) -> None:
         self.digest = digest
@@ -52,7 +56,9 @@ class Held:
         self.data: Payload | None = data
         """None: only the file has it."""
         self.path: Path | None = None
-        """Its file, from when that begins to be written."""
+        """The file that has it, from when it begins to be written."""
+        self.at = 0
+        """Where it begins in that file."""
         self.is_written = False
 
     def __len__(self) -> int:
@@ -69,7 +75,7 @@ class Held:
             return data
         assert self.path is not None
         try:
-            found = disk.read(self.path, 0, self.size)
+            found = disk.read(self.path, self.at, self.size)
         except OSError as error:
             raise ValueError(f"payload {self.digest[:8]} cannot be read: {error}") from error
         if digest_of(found) != self.digest:
@@ -78,19 +84,20 @@ class Held:
 
 
 class PayloadStore:
-    """The files of one life, of what the ``budget`` has to spare."""
+    """The file of one life, of what the ``budget`` has to spare."""
 
     def __init__(self, host: Host, options: PeerOptions, budget: WriteBudget) -> None:
         self._host = host
         self._budget = budget
-        self._folder = folder = options.folder / PAYLOADS
+        folder = options.folder / PAYLOADS
+        self._path = folder / FILE
+        self.places = Places()
         self._least_bytes = options.payload_memory_bytes
         self._allowed = (budget.spare_bytes_per_s() or 0.0) * BURST_S
         self._counted_at = host.now()
         self._failed_at: float | None = None
-        self._files = 0
         self._reading_bytes = 0
-        self._doomed: list[tuple[weakref.ref[Held], Path]] = []
+        self._doomed: list[tuple[weakref.ref[Held], Place]] = []
         host.work("disk", lambda: host.disk.remove_folder(folder))
 
     def window_bytes(self, elements: int, share: float) -> int:
@@ -106,16 +113,33 @@ class PayloadStore:
         is_resting = self._failed_at is not None and now - self._failed_at < AGAIN_S
         return not is_resting and (rate is None or self._allowed > 0)
 
-    def spill(self, shard: ShardId, held: Held) -> None:
-        """Write a payload's file, then let go of its memory."""
+    def spill(self, held: Held) -> None:
+        """Write a payload into the file, then let go of its memory."""
         if held.is_written:
             held.data = None
         if held.path is not None or held.data is None:
             return
-        self._files += 1
-        path = held.path = self._folder / f"{shard:08d}-{self._files:012d}"
+        place = self.places.take(held.size)
+        held.path, held.at = self._path, place.at
         self._allowed -= held.size
-        self._host.work("disk", partial(self._write, held, held.data, path))
+        data = held.data
+
+        def done(future: asyncio.Future[None]) -> None:
+            if future.cancelled():
+                return
+            error = future.exception()
+            if error is None:
+                self._failed_at = None
+                held.is_written, held.data = True, None
+                return
+            held.path = None
+            if all(place != doomed for _, doomed in self._doomed):  # else it was dropped meanwhile
+                self._give_back([place])
+            if self._failed_at is None:
+                log.warning("payloads stay in memory", folder=self._path.parent, reason=str(error))
+            self._failed_at = self._host.now()
+
+        self._host.work("disk", lambda: self._host.disk.put(self._path, place.at, data)).add_done_callback(done)
 
     def fetch(self, held: Held, then: Callable[[Payload], None], fail: Callable[[], None]) -> None:
         """``then`` gets the payload's bytes, at once if they are in memory; else ``fail`` is called."""
@@ -141,34 +165,25 @@ class PayloadStore:
 
         self._host.work("disk", lambda: held.read(self._host.disk)).add_done_callback(done)
 
-    def _write(self, held: Held, data: Payload, path: Path) -> None:
-        """On the disk's thread."""
-        try:
-            self._host.disk.write(path, [data])
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                self._host.disk.remove(path)
-            held.path = None
-            if self._failed_at is None:
-                log.warning("payloads stay in memory", folder=self._folder, reason=str(error))
-            self._failed_at = self._host.now()
-        else:
-            self._failed_at = None
-            held.is_written = True
-            held.data = None
-
     def drop(self, dropped: Sequence[Held]) -> None:
-        """Nobody needs these; files go when the last who still reads them is done."""
-        self._doomed += [(weakref.ref(held), held.path) for held in dropped if held.path is not None]
+        """Nobody needs these; their places are free when the last who still reads them is done."""
+        for held in dropped:
+            if held.path is not None:
+                self._doomed.append((weakref.ref(held), Place(held.at, whole_sectors(held.size))))
 
     def sweep(self) -> None:
-        """Remove files of what was dropped."""
-        gone = [path for held, path in self._doomed if held() is None]
+        """Free the places of what was dropped."""
+        gone = [place for held, place in self._doomed if held() is None]
         if gone:
-            self._doomed = [(held, path) for held, path in self._doomed if held() is not None]
-            self._host.work("disk", partial(self._remove, gone))
+            self._doomed = [(held, place) for held, place in self._doomed if held() is not None]
+            self._give_back(gone)
 
-    def _remove(self, gone: Sequence[Path]) -> None:
-        for path in gone:
-            with contextlib.suppress(OSError):
-                self._host.disk.remove(path)
+    def _give_back(self, places: Sequence[Place]) -> None:
+        for place in places:
+            self.places.give(place)
+        if not self.places.end:
+            self._host.work("disk", partial(self._remove, self._path))
+
+    def _remove(self, path: Path) -> None:
+        with contextlib.suppress(OSError):
+            self._host.disk.remove(path)

@@ -233,8 +233,7 @@ class Checks:
 
     def _is_step(self, parent: Value, value: Value, shard: ShardId, header: CommitHeader, payload: Payload) -> bool:
         """Whether ``value`` is the outer step of this commit's payload on its parent."""
-        change = self.decoded(shard, payload)
-        self._is_merged(shard, header, change)
+        self._is_merged(shard, header, change := self.decoded(shard, payload))
         outer, is_short = self.world.manifest.config.outer, self._form.momentum == torch.bfloat16
         expected = arithmetic.outer_step(
             parent.theta, parent.momentum, change, outer, header.version, is_short=is_short
@@ -246,7 +245,8 @@ class Checks:
 
     def _bytes_of(self, peer: Peer, held: Held) -> Payload | None:
         """A payload's, wherever it lies, unless the disk has altered them; looking is no operation of the disk."""
-        found = held.data or self.world.computers[peer.config.peer].disk.files.get(str(held.path), b"")
+        disk = self.world.computers[peer.config.peer].disk
+        found = held.data or disk.files.get(str(held.path), b"")[held.at : held.at + held.size]
         return found if digest_of(found) == held.digest else None
 
     def decoded(self, shard: ShardId, payload: Payload) -> Vector:

@@ -71,6 +71,17 @@ class SimulatedDisk:
         """A new file; a full disk takes the beginning of it."""
         self._put(path, b"", b"".join(bytes(part) for part in parts))
 
+    def put(self, path: Path, at: int, part: Buffer) -> None:
+        """Into a file; a full disk takes the beginning of it."""
+        old, name = self.files.get(str(path), b""), str(path)
+        was_altered = bool(old) and name in self.altered
+        try:
+            self._put(path, old[:at].ljust(at, b"\0"), bytes(part))
+        finally:
+            if name in self.files:
+                self.files[name] += old[len(self.files[name]) :]
+            self.altered |= {name} if was_altered else set()
+
     def append(self, path: Path, part: Buffer) -> None:
         """More of a file; a full disk takes the beginning of it."""
         if str(path) not in self.files:

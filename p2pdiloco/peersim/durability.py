@@ -22,7 +22,8 @@ import numpy as np
 
 from p2pdiloco.peer import checkpoint
 from p2pdiloco.peer.checkpoint import Checkpoint, CheckpointError
-from p2pdiloco.peer.payload_store import PAYLOADS, Held
+from p2pdiloco.peer.payload_store import Held
+from p2pdiloco.peer.places import whole_sectors
 from p2pdiloco.peersim.disk import SimulatedDisk
 from p2pdiloco.protocol import signatures
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId, peer_of
@@ -41,7 +42,7 @@ LATE_S = 5.0
 LATELY = 4
 """Versions that come while a learner is told of one."""
 MOST_LEFT_OVER = 12
-"""Files of payloads that wait for the next sweep."""
+"""Payloads, of a sector each, whose places wait for the next sweep."""
 UNNEEDED_S = 10.0
 """Until what nobody needs is gone: a few laps through all shards."""
 
@@ -309,11 +310,12 @@ class Durability:
                 if name not in givers and max(at, here_since, host.workers.held_up_at) < long_ago:
                     checks.violated(10, f"{name[-6:]} keeps what {min(givers)[-6:]} gave, merged at {at:.1f} s")
                     return
-        held = {str(held.path) for shelf in peer.driver.cargo.shelves for held in shelf.payloads.values()}
-        folder = f"{self._folder.parent / PAYLOADS}/"
-        left_over = [path for path in host.disk.files if path.startswith(folder) and path not in held]
-        if len(left_over) > MOST_LEFT_OVER and self._is_reliable(host):
-            checks.violated(10, f"{name[-6:]} has {len(left_over)} files of payloads that it has dropped")
+        held = [
+            held for shelf in peer.driver.cargo.shelves for held in shelf.payloads.values() if held.path is not None
+        ]
+        left_over = peer.driver.store.places.taken_bytes() - sum(whole_sectors(one.size) for one in held)
+        if left_over > MOST_LEFT_OVER * whole_sectors(1) and self._is_reliable(host):
+            checks.violated(10, f"{name[-6:]} keeps {left_over} bytes on its disk for payloads that it has dropped")
 
     def late(self, name: PeerId, learner: SimulatedLearner) -> set[int]:
         """Shards of which this peer's learner may not have taken the last version yet, when its peer ends."""

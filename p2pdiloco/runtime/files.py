@@ -116,19 +116,21 @@ _staging = _Staging()
 
 
 class _Writer:
-    """A new file that is written past the kernel's cache, where the file system can: what is written here is seldom
-    read again, and the cache would take memory for it, which a virtual machine's host has to find first: five times the
-    time of writing (docs/lab-notes.md)."""
+    """A new file, or whole sectors of one from ``at`` on, written past the kernel's cache, where the file system can:
+    what is written here is seldom read again, and the cache would take memory for it, which a virtual machine's host
+    has to find first: five times the time of writing (docs/lab-notes.md)."""
 
-    def __init__(self, path: Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    def __init__(self, path: Path, at: int | None = None) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if at is None else 0)
         try:
             self.descriptor = os.open(path, flags | PAST_CACHE, 0o666)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             self.descriptor = os.open(path, flags, 0o666)
+        self._is_new = at is None
         self._staged = self._total = 0
+        os.lseek(self.descriptor, at or 0, os.SEEK_SET)
 
     def put(self, part: Buffer) -> None:
         """The next bytes."""
@@ -146,7 +148,8 @@ class _Writer:
         """All is said."""
         if self._staged:
             self._flush(-(-self._staged // SECTOR_BYTES) * SECTOR_BYTES)
-            os.ftruncate(self.descriptor, self._total)
+            if self._is_new:
+                os.ftruncate(self.descriptor, self._total)
 
     def _flush(self, count: int) -> None:
         rest, self._staged = _staging.bytes[:count], 0
@@ -178,8 +181,15 @@ class LocalDisk:
 
     def write(self, path: Path, parts: Iterable[Buffer]) -> None:
         """A new file of ``parts``."""
+        self._write(path, None, parts)
+
+    def put(self, path: Path, at: int, part: Buffer) -> None:
+        """``part`` from ``at`` on, and whatever behind it up to the sector's end."""
+        self._write(path, at, (part,))
+
+    def _write(self, path: Path, at: int | None, parts: Iterable[Buffer]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        writer = _Writer(path)
+        writer = _Writer(path, at)
         try:
             for part in parts:
                 writer.put(part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+import itertools
 from pathlib import Path
 
 import pytest
@@ -16,15 +16,21 @@ from p2pdiloco.peer.payload_store import AGAIN_S, READ_BYTES, Held
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.identifiers import Digest, ShardId, digest_of
-from p2pdiloco.runtime.files import LOCAL, LocalDisk
+from p2pdiloco.runtime.files import LOCAL, SECTOR_BYTES, LocalDisk
 
 
 def held_by(member: Member) -> list[Held]:
     return [held for shelf in member.driver.cargo.shelves for held in shelf.payloads.values()]
 
 
-def files_of(member: Member) -> list[Path]:
-    return sorted((member.peer.options.folder / "payloads").glob("*"))
+def file_of(member: Member) -> Path:
+    return member.peer.options.folder / "payloads" / "payloads.bin"
+
+
+def are_apart(held: list[Held]) -> bool:
+    """Whether no two have bytes of the file in common."""
+    spans = sorted((one.at, one.at + one.size) for one in held if one.path is not None)
+    return all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
 
 
 async def rested(stage: Stage) -> None:
@@ -42,8 +48,8 @@ async def parted(stage: Stage) -> tuple[Member, Member]:
     return ann, bob
 
 
-def test_all_but_the_newest_are_in_files_that_go_with_them(tmp_path: Path) -> None:
-    """What the machine names is kept, in memory or not; what it does not leaves no file."""
+def test_all_but_the_newest_are_in_a_file_whose_places_are_used_again(tmp_path: Path) -> None:
+    """What the machine names is kept, in memory or not; what it does not takes no place."""
 
     async def story() -> None:
         async with Stage(tmp_path) as stage:
@@ -53,14 +59,19 @@ def test_all_but_the_newest_are_in_files_that_go_with_them(tmp_path: Path) -> No
             held = held_by(ann)
             assert len(held) > 4
             assert all(one.data is None for one in held), "half a byte a parameter holds none of these"
-            assert {one.path for one in held} == set(files_of(ann))
+            assert {one.path for one in held} == {file_of(ann)}
+            assert are_apart(held)
             for shard, shelf in enumerate(ann.driver.cargo.shelves):
                 assert set(shelf.payloads) == ann.machine.payloads(ShardId(shard))
                 assert all(digest_of(one.read(LOCAL)) == one.digest for one in shelf.payloads.values())
-            held.clear()  # who holds a payload keeps its file
+            held.clear()  # who holds a payload keeps its place
             await stage.train(ann, *map(float, range(1, 161)))
             await rested(stage)
-            assert {one.path for one in held_by(ann)} == set(files_of(ann))
+            held, places = held_by(ann), ann.driver.store.places
+            assert are_apart(held)
+            assert places.taken_bytes() == len(held) * SECTOR_BYTES
+            assert places.end <= 2 * places.taken_bytes()
+            assert file_of(ann).stat().st_size <= 2 * places.taken_bytes()
 
     act(story)
 
@@ -71,7 +82,7 @@ def test_the_newest_stay_in_memory_as_far_as_they_fit(tmp_path: Path) -> None:
             ann = await stage.found(payload_memory_bytes=10_000_000)
             await stage.train(ann, *map(float, range(1, 17)))
             await rested(stage)
-            assert not files_of(ann)
+            assert not file_of(ann).exists()
             shelf = ann.driver.cargo.shelves[0]
             newest = list(shelf.payloads.values())[-2:]
             beyond = shelf.beyond(sum(map(len, newest)))
@@ -104,7 +115,7 @@ def test_what_is_still_to_be_merged_stays_in_memory(tmp_path: Path) -> None:
 
 
 def test_what_comes_again_is_in_memory_again(tmp_path: Path) -> None:
-    """And needs no second file."""
+    """And needs no second place."""
 
     async def story() -> None:
         async with Stage(tmp_path) as stage:
@@ -112,17 +123,17 @@ def test_what_comes_again_is_in_memory_again(tmp_path: Path) -> None:
             store, shelf, digest = ann.driver.store, ann.driver.cargo.shelves[0], digest_of(b"payload")
             shelf.put(digest, b"payload")
             held = shelf.payloads[digest]
-            store.spill(ShardId(0), held)
+            store.spill(held)
             await stage.wait(0.1)
             assert held.data is None
             shelf.put(digest, b"payload")
             assert shelf.payloads[digest] is held
             assert held.data == b"payload"
-            before, written = files_of(ann), held.path
-            store.spill(ShardId(0), held)
+            before, written = store.places.taken_bytes(), held.at
+            store.spill(held)
             assert held.data is None
-            assert held.path == written
-            assert files_of(ann) == before
+            assert held.at == written
+            assert store.places.taken_bytes() == before
 
     act(story)
 
@@ -143,14 +154,15 @@ def test_who_was_away_gets_versions_that_lie_on_the_disk(tmp_path: Path) -> None
     act(story)
 
 
-def spoil_files(member: Member, how: str) -> None:
-    for path in files_of(member):
-        if how == "gone":
-            path.unlink()
-        else:
-            data = bytearray(path.read_bytes())
-            data[len(data) // 2] ^= 1
-            path.write_bytes(data[: len(data) // 2] if how == "cut" else data)
+def spoil_file(member: Member, how: str) -> None:
+    path, data = file_of(member), bytearray(file_of(member).read_bytes())
+    for one in held_by(member):
+        if one.path is not None:
+            data[one.at + one.size // 2] ^= 1
+    if how == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(data[:1] if how == "cut" else data)
 
 
 @pytest.mark.parametrize("how", ["gone", "cut", "flipped"])
@@ -160,7 +172,7 @@ def test_what_the_disk_has_lost_is_not_sent(tmp_path: Path, how: str) -> None:
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann, bob = await parted(stage)
-            spoil_files(ann, how)
+            spoil_file(ann, how)
             stage.connect(ann, bob)
             await stage.wait(10.0)
             assert any(isinstance(event, ev.Fetched) for event in bob.events)
@@ -215,13 +227,13 @@ class Full(LocalDisk):
     is_full = True
     tries = 0
 
-    def write(self, path: Path, parts: Iterable[Buffer]) -> None:
-        if path.parent.name == "payloads" and self.is_full:
+    def put(self, path: Path, at: int, part: Buffer) -> None:
+        if self.is_full:
             self.tries += 1
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
-        super().write(path, parts)
+        super().put(path, at, part)
 
 
 def test_a_full_disk_costs_memory_and_no_payload(tmp_path: Path) -> None:
@@ -235,7 +247,7 @@ def test_a_full_disk_costs_memory_and_no_payload(tmp_path: Path) -> None:
             await rested(stage)
             tries = disk.tries
             assert tries
-            assert not files_of(ann)
+            assert not file_of(ann).exists()
             assert all(one.data is not None for one in held_by(ann))
             await rested(stage)
             assert disk.tries == tries
@@ -256,7 +268,9 @@ def test_no_more_is_written_than_a_day_allows(tmp_path: Path) -> None:
             ann = await stage.found(payload_memory_bytes=0, write_bytes_per_day=24.0)
             await stage.train(ann, *map(float, range(1, 25)))
             await rested(stage)
-            assert len(files_of(ann)) <= 2, "what an hour allows, and the one that went beyond"
+            assert ann.driver.store.places.taken_bytes() <= 2 * SECTOR_BYTES, (
+                "what an hour allows, and the one that went beyond"
+            )
             ledgers = ann.machine.contributions.ledgers
             for shard, shelf in enumerate(ann.driver.cargo.shelves):
                 edges, window = (
@@ -285,25 +299,52 @@ def test_what_an_earlier_life_left_goes_first(tmp_path: Path) -> None:
     act(story)
 
 
-def test_a_payload_that_is_being_read_keeps_its_file(tmp_path: Path) -> None:
+def test_a_payload_that_is_being_read_keeps_its_place(tmp_path: Path) -> None:
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found(payload_memory_bytes=0)
             store = ann.driver.store
             held = Held(digest_of(b"payload"), b"payload")
-            store.spill(ShardId(0), held)
+            store.spill(held)
             await stage.wait(0.1)
             assert held.data is None
             store.drop([held])
             store.sweep()
             await stage.wait(0.1)
             assert held.read(LOCAL) == b"payload"
-            path = held.path
-            assert path is not None
+            store.spill(other := Held(digest_of(b"other"), b"other"))
+            await stage.wait(0.1)
+            assert held.read(LOCAL) == b"payload"
+            assert other.read(LOCAL) == b"other"
+            at = held.at
             del held
             store.sweep()
+            store.spill(third := Held(digest_of(b"third"), b"third"))
             await stage.wait(0.1)
-            assert not path.exists()
+            assert third.at == at
+            store.drop([other, third])
+            del other, third
+            store.sweep()
+            await stage.wait(0.1)
+            assert not file_of(ann).exists(), "of which nothing is needed"
+
+    act(story)
+
+
+def test_what_was_dropped_while_it_could_not_be_written_frees_its_place_once(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(payload_memory_bytes=0)
+            store, disk = ann.driver.store, Full()
+            ann.host.disk = disk  # type: ignore[misc]
+            held = Held(digest_of(b"payload"), b"payload")
+            store.spill(held)
+            store.drop([held])
+            await stage.wait(0.1)
+            assert disk.tries == 1
+            del held
+            store.sweep()
+            assert (store.places.end, store.places.taken_bytes()) == (0, 0)
 
     act(story)
 
@@ -315,7 +356,7 @@ def test_what_is_read_at_once_is_bounded(tmp_path: Path) -> None:
             store, data = ann.driver.store, bytes(READ_BYTES // 4)
             large = [Held(Digest(digest_of(data)), data) for _ in range(6)]
             for held in large:
-                store.spill(ShardId(0), held)
+                store.spill(held)
             await stage.wait(0.1)
             came, failed = list[int](), list[bool]()
             for held in large:

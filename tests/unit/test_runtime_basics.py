@@ -140,6 +140,19 @@ def test_a_file_holds_its_parts_whatever_the_disk_takes_at_once(
     assert LOCAL.read(tmp_path / "new" / "file", 1, 3) == b"hor"
 
 
+@pytest.mark.parametrize("size", [1, SECTOR_BYTES, STAGING_BYTES + 33])
+def test_what_is_put_into_a_file_leaves_the_rest_as_it_is(tmp_path: Path, size: int) -> None:
+    """In any order, and again; the folder and the file are made."""
+    path, room = tmp_path / "new" / "file", -(-size // SECTOR_BYTES) * SECTOR_BYTES
+    pieces = [os.urandom(size) for _ in range(3)]
+    for at in (2, 0, 1):
+        LOCAL.put(path, at * room, pieces[at])
+    pieces[1] = os.urandom(size)
+    LOCAL.put(path, room, memoryview(pieces[1]))
+    assert [LOCAL.read(path, at * room, size) for at in range(3)] == pieces
+    assert path.stat().st_size == 3 * room
+
+
 def test_the_address_book_is_bounded_and_survives_a_restart(tmp_path: Path) -> None:
     book = AddressBook()
     peers = [PeerId(f"peer{index}") for index in range(ENTRY_LIMIT + 10)]
