@@ -236,6 +236,17 @@ def test_a_vector_that_is_out_of_the_ordinary_is_encoded_chunk_by_chunk() -> Non
         quantizers.encode_vector(quantizers.recipe("int4"), x)
 
 
+@pytest.mark.parametrize("byte", [0x88, 0x80, 0x08, 0x97])
+@pytest.mark.parametrize("block", [64, 4096])
+def test_the_largest_symbols_are_measured_as_they_are(block: int, byte: int) -> None:
+    """Also -8, which no honest peer sends: sums of squares are exact in all lanes, however large a block."""
+    blocks = CHUNK // block
+    header = bytes((2, 1)) + block.to_bytes(2, "little") + CHUNK.to_bytes(4, "little")
+    body = header + bytes([byte]) * (CHUNK // 2) + b"\x80\x3f" * blocks  # scales of 1
+    low, high = ((nibble ^ 8) - 8 for nibble in (byte & 15, byte >> 4))
+    assert quantizers.squared_norm(body, CHUNK) == CHUNK // 2 * (low * low + high * high)
+
+
 def test_a_sum_of_nothing_is_zeros() -> None:
     out = torch.ones(1000)
     assert merge.direct_mean([], [], out) == 0.0
