@@ -12,6 +12,7 @@ from p2pdiloco.simulation.planted_learner import BUGS as LEARNER_BUGS
 from p2pdiloco.simulation.planted_members import BUGS as MEMBERS_BUGS
 from p2pdiloco.simulation.planted_memory import BUGS as MEMORY_BUGS
 from p2pdiloco.simulation.planted_net import BUGS as NET_BUGS
+from p2pdiloco.simulation.planted_payloads import BUGS as PAYLOADS_BUGS
 from p2pdiloco.simulation.planted_results import BUGS as RESULTS_BUGS
 from p2pdiloco.simulation.planted_state import BUGS as STATE_BUGS
 from p2pdiloco.simulation.planted_strangers import BUGS as STRANGERS_BUGS
@@ -376,6 +377,7 @@ BUGS = (
         ),
     ),
     *MEMORY_BUGS,
+    *PAYLOADS_BUGS,
     *STATE_BUGS,
     *VALUES_BUGS,
     *LEARNER_BUGS,
