@@ -87,7 +87,7 @@ def _payload(bodies: Bodies, how: quantizers.Recipe, is_coded: bool) -> Payload:
     """Of bodies before which there is room for an index. Stored, it is their memory."""
     if is_coded or not ladder.is_dense(how):
         return compression.join(bodies)
-    return compression.store(bodies.behind, [len(body) for body in bodies])
+    return compression.store(bodies.memory, [len(body) for body in bodies])
 
 
 class GlobalState:

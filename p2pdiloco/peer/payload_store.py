@@ -23,7 +23,7 @@ from pathlib import Path
 from p2pdiloco.peer.disk import Disk
 from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.options import PeerOptions
-from p2pdiloco.peer.places import Place, Places, whole_sectors
+from p2pdiloco.peer.places import Place, Places, place_bytes
 from p2pdiloco.peer.shift_queue import Payload
 from p2pdiloco.peer.write_budget import HOUR_S, WriteBudget
 from p2pdiloco.protocol.identifiers import Digest, digest_of
@@ -169,7 +169,7 @@ class PayloadStore:
         """Nobody needs these; their places are free when the last who still reads them is done."""
         for held in dropped:
             if held.path is not None:
-                self._doomed.append((weakref.ref(held), Place(held.at, whole_sectors(held.size))))
+                self._doomed.append((weakref.ref(held), Place(held.at, place_bytes(held.size))))
 
     def sweep(self) -> None:
         """Free the places of what was dropped."""

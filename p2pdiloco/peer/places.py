@@ -3,6 +3,8 @@
 Rules of this file:
 1. Pure. Two pieces never share a sector (``SECTOR_BYTES``): each can be written past the system's cache.
 2. The first gap that is large enough is taken; what is given back joins the gaps beside it, and the file's end.
+3. Pieces of nearly one size, as a shard's are, get places of one size: else each leaves a sliver of its gap, and there
+   are thousands of them to be looked through (docs/lab-notes.md).
 """
 
 from __future__ import annotations
@@ -12,10 +14,15 @@ from typing import NamedTuple
 
 from p2pdiloco.runtime.files import SECTOR_BYTES
 
+STEPS = 32
+"""Sizes of places per power of two, where these are whole sectors: at most 1/32 is unused."""
 
-def whole_sectors(size: int) -> int:
+
+def place_bytes(size: int) -> int:
     """How many bytes a place for ``size`` of them takes."""
-    return max(1, -(-size // SECTOR_BYTES)) * SECTOR_BYTES
+    size = max(1, size)
+    step = max(SECTOR_BYTES, (1 << ((size - 1).bit_length() - 1)) // STEPS if size > 1 else 0)
+    return -(-size // step) * step
 
 
 class Place(NamedTuple):
@@ -41,7 +48,7 @@ class Places:
 
     def take(self, size: int) -> Place:
         """A place for ``size`` bytes."""
-        size = whole_sectors(size)
+        size = place_bytes(size)
         for index, gap in enumerate(self._gaps):
             if gap.size >= size:
                 self._gaps[index : index + 1] = [Place(gap.at + size, gap.size - size)] if gap.size > size else []

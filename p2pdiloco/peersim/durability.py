@@ -23,7 +23,7 @@ import numpy as np
 from p2pdiloco.peer import checkpoint
 from p2pdiloco.peer.checkpoint import Checkpoint, CheckpointError
 from p2pdiloco.peer.payload_store import Held
-from p2pdiloco.peer.places import whole_sectors
+from p2pdiloco.peer.places import place_bytes
 from p2pdiloco.peersim.disk import SimulatedDisk
 from p2pdiloco.protocol import signatures
 from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId, peer_of
@@ -313,8 +313,8 @@ class Durability:
         held = [
             held for shelf in peer.driver.cargo.shelves for held in shelf.payloads.values() if held.path is not None
         ]
-        left_over = peer.driver.store.places.taken_bytes() - sum(whole_sectors(one.size) for one in held)
-        if left_over > MOST_LEFT_OVER * whole_sectors(1) and self._is_reliable(host):
+        left_over = peer.driver.store.places.taken_bytes() - sum(place_bytes(one.size) for one in held)
+        if left_over > MOST_LEFT_OVER * place_bytes(1) and self._is_reliable(host):
             checks.violated(10, f"{name[-6:]} keeps {left_over} bytes on its disk for payloads that it has dropped")
 
     def late(self, name: PeerId, learner: SimulatedLearner) -> set[int]:

@@ -51,12 +51,12 @@ _encode = native.function(
 
 class Bodies(Sequence[memoryview]):
     """The bodies of a vector's chunks, one after the other in ``whole``; not to be changed. ``ends``: where each ends
-    there. ``behind``: memory that ends with them, and begins with room for what is to be written before them."""
+    there. ``memory``: what ends with them, and begins with room for what is to be written before them."""
 
-    def __init__(self, whole: memoryview, ends: Sequence[int], behind: memoryview | None = None) -> None:
+    def __init__(self, whole: memoryview, ends: Sequence[int], memory: memoryview | None = None) -> None:
         self._whole = whole
         self._ends = ends
-        self.behind = whole if behind is None else behind
+        self.memory = whole if memory is None else memory
 
     @classmethod
     def after(cls, room: int, memory: memoryview, ends: Sequence[int]) -> Bodies:

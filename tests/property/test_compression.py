@@ -92,7 +92,7 @@ def test_stored_bodies_are_neither_coded_nor_copied(is_fast: bool, monkeypatch: 
     elements = CHUNK + 1000
     values = torch.randn(elements, generator=torch.Generator().manual_seed(1))
     bodies = encode_vector(recipe("int4"), values, room=index_bytes(2))
-    payload = store(bodies.behind, [len(body) for body in bodies])
+    payload = store(bodies.memory, [len(body) for body in bodies])
     assert list(map(bytes, bodies)) == list(map(bytes, encode_vector(recipe("int4"), values)))
     assert len(join(bodies)) < 0.9 * len(payload) < len(payload) <= payload_limit(elements)
     whole, ends = unpack(payload, 2, LARGEST_BODY)

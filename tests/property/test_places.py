@@ -1,15 +1,17 @@
 """Places in a file: no two share a byte, and what was given back is used again."""
 
 import itertools
+from collections import deque
+from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pdiloco.peer.places import Place, Places, whole_sectors
+from p2pdiloco.peer.places import Place, Places, place_bytes
 from p2pdiloco.runtime.files import SECTOR_BYTES
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 40_000)), max_size=60))
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 400_000)), max_size=60))
 def test_places_share_nothing_and_gaps_are_used(steps: list[tuple[bool, int]]) -> None:
     places, taken = Places(), list[Place]()
     for is_taken, number in steps:
@@ -20,7 +22,7 @@ def test_places_share_nothing_and_gaps_are_used(steps: list[tuple[bool, int]]) -
             place = places.take(number)
             wanted = {*range(0, place.size, SECTOR_BYTES)}
             fits = [at for at in sorted(gaps) if {at + one for one in wanted} <= gaps]
-            assert place == Place(fits[0] if fits else before, whole_sectors(number))
+            assert place == Place(fits[0] if fits else before, place_bytes(number))
             taken.append(place)
         else:
             places.give(taken.pop(number % len(taken)))
@@ -39,3 +41,23 @@ def test_when_all_is_given_back_the_file_is_empty(sizes: list[int], random: obje
     for one in taken:
         places.give(one)
     assert (places.end, places.taken_bytes()) == (0, 0)
+
+
+@given(st.integers(0, 1 << 30))
+def test_a_place_is_hardly_larger_than_its_piece(size: int) -> None:
+    found = place_bytes(size)
+    assert not found % SECTOR_BYTES
+    assert size <= found < size + max(SECTOR_BYTES, size / 32) or (size, found) == (0, SECTOR_BYTES)
+
+
+def test_pieces_of_nearly_one_size_leave_no_slivers() -> None:
+    """int4's of a shard, Huffman-coded, some of which live for longer than others."""
+    places, random = Places(), Random(1)
+    kept = {life: deque[Place]() for life in (5, 32)}
+    for _ in range(60 * 20):
+        for life, places_of in kept.items():
+            places_of.append(places.take(int(random.gauss(535_000, 1500))))
+            if len(places_of) > 20 * life:
+                places.give(places_of.popleft())
+    assert len({place.size for places_of in kept.values() for place in places_of}) <= 2
+    assert places.end <= 1.05 * places.taken_bytes()
