@@ -330,7 +330,7 @@ class GlobalState:
         Raises:
             StaleBaseError: the shard's head is not ``base``.
             SpoiltStateError: this peer's own state is not what its head stands for.
-            ContributionError: a payload is malformed or not finite; the others may be merged without it.
+            ContributionError: a payload is malformed, not finite or too long; the others may be merged without it.
         """
         if self.heads[shard] != base or self.integrity.is_spoilt(shard):
             raise StaleBaseError(f"shard {shard} is not at {base[:8]}")
@@ -338,7 +338,7 @@ class GlobalState:
         gradients, weights = [], []
         for contributor, payload in given:
             try:
-                gradients.append(merge.EncodedGradient(self._bodies(shard, payload), piece.elements))
+                gradients.append(merge.contribution(self._bodies(shard, payload), piece.elements))
             except ValueError as error:
                 raise ContributionError(contributor.learner, str(error)) from error
             weights.append(merge.token_weight(contributor.tokens, contributor.steps))

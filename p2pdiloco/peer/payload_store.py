@@ -40,7 +40,7 @@ WINDOW_BYTES_PER_PARAMETER = 0.51
 BURST_S = HOUR_S
 """What was not written in this time may be written later."""
 READ_BYTES = 64 << 20
-"""Of payloads that are being read at once, to be sent: who asks for more asks again."""
+"""Of payloads that are being read at once, to be sent, or one that has more: who asks for more asks again."""
 AGAIN_S = 60.0
 """After a failure nothing is written for so long."""
 
@@ -146,7 +146,7 @@ class PayloadStore:
         if held.data is not None:
             then(held.data)
             return
-        if self._reading_bytes + held.size > READ_BYTES:
+        if self._reading_bytes and self._reading_bytes + held.size > READ_BYTES:
             log.info("payload not read: too many are being read", payload=held.digest)
             fail()
             return

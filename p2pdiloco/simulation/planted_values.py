@@ -140,4 +140,15 @@ BUGS = (
         "a newcomer trains on what is no number",
         "test_a_state_that_is_not_finite_is_not_taken",
     ),
+    Bug(
+        name="a contribution may be of any length",
+        module="p2pdiloco.tensors.merge",
+        old="if found.norm() > LARGEST:",
+        new="if False:",
+        harm="a liar with half of the weight lets every merge of its shards fail, and nobody is named",
+        killed_by=(
+            "tests/unit/test_peer_global_state.py::"
+            "test_who_gives_what_no_merge_can_hold_is_named_and_the_others_are_merged",
+        ),
+    ),
 )

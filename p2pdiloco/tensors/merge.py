@@ -27,6 +27,7 @@ from torch import Tensor
 
 from p2pdiloco.protocol.manifest import MergeRule
 from p2pdiloco.tensors import kernels, quantizers, shard_bodies
+from p2pdiloco.tensors.chunk_bodies import LARGEST
 from p2pdiloco.tensors.recipes import CHUNK
 from p2pdiloco.tensors.shard_bodies import Bodies
 
@@ -98,6 +99,19 @@ class EncodedGradient:
 
     def add_to(self, out: Tensor, chunk: int, factor: float) -> None:
         quantizers.add_chunk(self.bodies[chunk], factor, out)
+
+
+def contribution(bodies: Sequence[Buffer], elements: int) -> EncodedGradient:
+    """What another peer has sent, to be merged.
+
+    Raises:
+        ValueError: a body is malformed, not finite or missing, or all together are longer than ``LARGEST``: what is
+            merged of such a one cannot be encoded, whatever it is merged with.
+    """
+    found = EncodedGradient(bodies, elements)
+    if found.norm() > LARGEST:
+        raise ValueError(f"it is {found.norm():.1e} long, at most {LARGEST:.0e} can be merged")
+    return found
 
 
 def token_weight(tokens: int, steps: int) -> float:

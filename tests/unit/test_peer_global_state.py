@@ -16,7 +16,7 @@ from p2pdiloco.peer.global_state import (
 from p2pdiloco.peer.integrity import SpoiltStateError
 from p2pdiloco.peer.shift_queue import Moves, Shifts
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, ShardId, digest_of
-from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
+from p2pdiloco.protocol.manifest import CodecConfig, MergeRule, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.tensors import digests, quantizers
 from p2pdiloco.tensors.outer import outer_step_by_torch
@@ -45,9 +45,9 @@ def decoded(payload: bytes) -> Tensor:
 class Peer:
     """One shard's global state, with a learner that answers when it is told to."""
 
-    def __init__(self, outer: OuterConfig = CLASSIC, codec: CodecConfig | None = None) -> None:
-        tensors = (TensorSpec(name="all", shape=(ELEMENTS,), merge="rda", fragment=FRAGMENT),)
-        layout = make_layout(tensors, 1, 1 << 20, "rda")
+    def __init__(self, outer: OuterConfig = CLASSIC, codec: CodecConfig | None = None, rule: MergeRule = "rda") -> None:
+        tensors = (TensorSpec(name="all", shape=(ELEMENTS,), merge=rule, fragment=FRAGMENT),)
+        layout = make_layout(tensors, 1, 1 << 20, rule)
         self.outer = outer
         self.vectors = SharedVectors.create(ELEMENTS)
         self.state = GlobalState(layout, self.outer, codec or CodecConfig(), self.vectors)
@@ -71,9 +71,10 @@ class Peer:
         assert head is not None
         return head
 
-    def merge(self, payloads: list[bytes]) -> tuple[CommitHeader, MergeResult]:
+    def merge(self, payloads: list[bytes], longest: float = math.inf) -> tuple[CommitHeader, MergeResult]:
         contributors = [Contributor(LearnerId(f"p{i}/1"), 0, 1000, 0, 10) for i in range(len(payloads))]
-        merged = self.state.merge(SHARD, self.head, self.version + 1, list(zip(contributors, payloads, strict=True)))
+        given = list(zip(contributors, payloads, strict=True))
+        merged = self.state.merge(SHARD, self.head, self.version + 1, given, longest=longest)
         return self.header(merged), merged
 
     def header(self, merged: MergeResult) -> CommitHeader:
@@ -438,6 +439,28 @@ def test_malformed_payloads_change_nothing(peers: tuple[Peer, Peer]) -> None:
     with pytest.raises(StaleBaseError):
         other.state.merge(SHARD, digest_of(b"another head"), 1, [])
     assert torch.equal(other.state.theta, before)
+
+
+def constant(high: int, low: int) -> bytes:
+    """A bf16 payload that an honest learner may not be able to make: each value has these bytes."""
+    bodies = []
+    for body in map(bytes, quantizers.encode_vector(quantizers.recipe("bf16"), torch.zeros(ELEMENTS))):
+        half = (len(body) - 8) // 2
+        bodies.append(body[:8] + bytes([high]) * half + bytes([low]) * half)
+    return bytes(compression.join(bodies))
+
+
+@pytest.mark.parametrize("rule", ["rda", "direct"])
+def test_who_gives_what_no_merge_can_hold_is_named_and_the_others_are_merged(rule: MergeRule) -> None:
+    """Finite all the same. Before, nobody was named, and everybody's contributions were dropped with it."""
+    owner, honest = Peer(rule=rule), Peer().contribute(bell(5))
+    for given in ([honest, constant(0x7E, 0x96)], [honest, constant(0x7A, 0)]):  # 1e38; 1.7e35, 1.2e38 long
+        with pytest.raises(ContributionError, match=r"p1/1: it is \S+ long"):
+            owner.merge(given)
+    largest = constant(0x76, 0x00)  # 6.5e32, 4.7e35 long
+    for given in ([honest], [largest], [honest, largest]):
+        _, merged = owner.merge(given, longest=10.0)
+        assert 0.0 < merged.length <= 10.0
 
 
 def test_parameters_that_are_not_finite_are_not_contributed(peers: tuple[Peer, Peer]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from troupe import Member, Stage, act
 
+from p2pdiloco.peer import payload_store
 from p2pdiloco.peer.cargo import OWN_WINDOWS, SWEEP_S
 from p2pdiloco.peer.disk import Buffer
 from p2pdiloco.peer.payload_store import AGAIN_S, READ_BYTES, Held
@@ -366,5 +367,27 @@ def test_what_is_read_at_once_is_bounded(tmp_path: Path) -> None:
             store.fetch(large[0], lambda data: came.append(len(data)), lambda: failed.append(True))
             await stage.wait(0.1)
             assert (len(came), len(failed)) == (5, 2)
+
+    act(story)
+
+
+def test_a_payload_that_is_larger_than_what_is_read_at_once_is_read_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run may have shards of any size, and so payloads."""
+    monkeypatch.setattr(payload_store, "READ_BYTES", 1000)
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(payload_memory_bytes=0)
+            store, came, failed = ann.driver.store, list[int](), list[bool]()
+            held = [Held(digest_of(data), data) for data in (b"a" * 1001, b"b")]
+            for one in held:
+                store.spill(one)
+            await stage.wait(0.1)
+            for one in held:
+                store.fetch(one, lambda data: came.append(len(data)), lambda: failed.append(True))
+            await stage.wait(0.1)
+            assert (came, failed) == ([1001], [True])
 
     act(story)
