@@ -4,7 +4,8 @@
     python -m benchmarks.wire.path --link long --codec bf16 --repeat 5
 
 Two processes: one encodes outer gradients of SHARD parameters, each at once, on one thread, and keeps the transport
-fed; the other decodes each payload on one thread, as a node does. Each row has, over a window of ``--seconds``:
+fed; the other decodes each payload on one thread, as a node does. Payloads are Huffman-coded where a node that knows
+the link would do so (``peer.codec_choice``). Each row has, over a window of ``--seconds``:
 
 - ``cpu_s_per_wire_gb``: CPU seconds of both ends together (user and system) per GB of payload on the wire;
 - ``link_share``: payload received, as a share of what the link carries of TCP payload. Bytes are pending all the time.
@@ -36,12 +37,15 @@ import uvloop
 from benchmarks import bench
 from benchmarks.wire import line, links
 from benchmarks.wire.transport import Quiet
+from p2pdiloco.peer.global_state import payload_of
+from p2pdiloco.peer.shift_queue import Payload
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import Codec
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import Transport, TransportLimits
+from p2pdiloco.tensors.ladder import FAST_BYTES_PER_S
 from p2pdiloco.tensors.quantizers import CHUNK, LARGEST_BODY, Recipe, chunk_count, decode_chunk, encode_vector, recipe
-from p2pdiloco.wire.compression import join, split
+from p2pdiloco.wire.compression import index_bytes, split
 
 SHARD = 1 << 20
 GRADIENTS = 8
@@ -113,29 +117,30 @@ async def serve(config: line.Message) -> None:
             while (command := await commands.get()) is not None:
                 if command["do"] == "send":
                     peer = await transport.dial(command["address"], timeout_s=30.0)
-                    tasks.create_task(_send(transport, peer, config["codec"], config["queued_bytes"]))
+                    how, is_coded = recipe(config["codec"]), config["is_coded"]
+                    tasks.create_task(_send(transport, peer, how, is_coded, config["queued_bytes"]))
                 usage = resource.getrusage(resource.RUSAGE_SELF)
                 received = transport.traffic().received_bulk
                 line.answer(at=time.monotonic(), cpu_s=usage.ru_utime + usage.ru_stime, received=received)
             os._exit(0)
 
 
-async def _send(transport: Transport, peer: PeerId, codec: Codec, queued_bytes: int) -> None:
+async def _send(transport: Transport, peer: PeerId, how: Recipe, is_coded: bool, queued_bytes: int) -> None:
     gradients = torch.randn(GRADIENTS, SHARD, generator=torch.Generator().manual_seed(0)) * 1e-3
-    how, number = recipe(codec), 0
+    number = 0
     with ThreadPoolExecutor(1) as worker:
         while True:
             while transport.queued_bytes(peer) > queued_bytes:  # noqa: ASYNC110 - room is not announced
                 await asyncio.sleep(POLL_S)
             x = gradients[number % GRADIENTS]
-            payload = await asyncio.get_running_loop().run_in_executor(worker, _encoded, how, x)
+            payload = await asyncio.get_running_loop().run_in_executor(worker, _encoded, how, x, is_coded)
             if not transport.send(peer, b"contribution", payload):
                 raise RuntimeError("the connection is lost")
             number += 1
 
 
-def _encoded(how: Recipe, x: torch.Tensor) -> bytes:
-    return join(encode_vector(how, x))
+def _encoded(how: Recipe, x: torch.Tensor, is_coded: bool) -> Payload:
+    return payload_of(encode_vector(how, x, room=index_bytes(chunk_count(x.numel()))), how, is_coded)
 
 
 # -- the parent ------------------------------------------------------------------------------------------------------
@@ -199,6 +204,7 @@ def measure(link: str, codec: Codec, seconds: float) -> dict[str, float | None]:
     rate = 1e9 if link == "long" else links.RATES[link]
     config: dict[str, Any] = {
         "codec": codec,
+        "is_coded": rate is not None and rate / 8 < FAST_BYTES_PER_S,
         "up_bytes_per_s": None if rate is None else UP_SHARE * rate / 8,
         "queued_bytes": QUEUED_BYTES.get(link, QUEUED_ELSE_BYTES),
     }

@@ -83,7 +83,7 @@ class _Scratch(threading.local):
         self.merged = torch.empty(largest_shard)
 
 
-def _payload(bodies: Bodies, how: quantizers.Recipe, is_coded: bool) -> Payload:
+def payload_of(bodies: Bodies, how: quantizers.Recipe, is_coded: bool) -> Payload:
     """Of bodies before which there is room for an index. Stored, it is their memory."""
     if is_coded or not ladder.is_dense(how):
         return compression.join(bodies)
@@ -347,7 +347,7 @@ class GlobalState:
         self._made.add_owed(shard, merged)
         how = how or self._down
         bodies, length = merge.encode(how, merged, longest, compression.index_bytes(len(self._chunks(shard))))
-        payload = _payload(bodies, how, is_coded)
+        payload = payload_of(bodies, how, is_coded)
         payload_digest = digest_of(payload)
         listed = self._next_digests(shard, bodies, outer.factors_of(self._outer, version))
         self._made.put(shard, base, payload_digest, bodies, how, merged)
@@ -395,6 +395,6 @@ class GlobalState:
         vectors = self._range(self.theta, shard), self._range(self.shifts.snapshot, shard)
         bodies = quantizers.encode_vector(how, *vectors, compression.index_bytes(len(self._chunks(shard))))
         self.shifts.snapshot_encoded(shard)
-        payload = _payload(bodies, how, is_coded)
+        payload = payload_of(bodies, how, is_coded)
         self._own[shard] = payload, bodies
         return payload, digest_of(payload)
