@@ -25,6 +25,10 @@ class Command(NamedTuple):
     """The answer goes to the terminal; only warnings are logged."""
 
 
+MOST_THREADS = 1024
+"""OpenMP ends the process where there are many more."""
+
+
 def _bootstrap(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--listen",
@@ -206,7 +210,12 @@ def _doctor(sub: argparse.ArgumentParser) -> None:
 def _add_learner(sub: argparse.ArgumentParser) -> None:
     """What trains, and on what."""
     sub.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps (default: %(default)s)")
-    sub.add_argument("--threads", type=at_least(0), default=0, help="torch threads for training; 0: by measured steps")
+    sub.add_argument(
+        "--threads",
+        type=at_least(0, MOST_THREADS),
+        default=0,
+        help="torch threads for training; 0: by measured steps",
+    )
     sub.add_argument(
         "--data", metavar="DIR", help="folder (or file of documents) to train on; a run cannot name one for you"
     )

@@ -4,7 +4,6 @@ train."""
 from __future__ import annotations
 
 import argparse
-import sys
 
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
@@ -51,10 +50,7 @@ def choose(runs: dict[RunId, RunRecord]) -> RunId:
         for i, (run, record) in enumerate(ordered)
     ]
     listing = "\n".join(lines)
-    if not sys.stdin.isatty():
-        raise LookupFailedError(f"there are several runs, name one with --run:\n{listing}")
-    peer.say(listing)
-    while True:
-        answer = input(f"which run? [1-{len(ordered)}] ").strip()
-        if answer.isdigit() and 1 <= int(answer) <= len(ordered):
+    while (answer := peer.ask(f"{listing}\nwhich run? [1-{len(ordered)}] ")) is not None:
+        if answer.isdecimal() and 1 <= int(answer) <= len(ordered):
             return ordered[int(answer) - 1][0]
+    raise LookupFailedError(f"there are several runs, name one with --run:\n{listing}")

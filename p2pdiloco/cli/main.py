@@ -27,11 +27,14 @@ from p2pdiloco.version import VERSION
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    arguments = _parse(words)
-    module = _load(arguments.command)
-    if argv is None and hasattr(module, "prepare"):  # this process is the command, and nothing else
-        module.prepare(arguments)
-    return _run(module.run, arguments)
+    try:
+        arguments = _parse(words)
+        module = _load(arguments.command)
+        if argv is None and hasattr(module, "prepare"):  # this process is the command, and nothing else
+            module.prepare(arguments)
+        return _run(module.run, arguments)
+    except KeyboardInterrupt:  # while it is still being imported
+        return INTERRUPTED
 
 
 def _load(command: str) -> Any:
@@ -87,6 +90,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     top.add_argument("--version", action="version", version=f"p2pdiloco {VERSION}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = next((word for word in words if not word.startswith("-")), None)
+    command = next((word for word in words if word in COMMANDS), None)
+    if command and words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
+        top.error(f"options come after the command: p2pdiloco {command} ...")
     if chosen is not None and chosen not in COMMANDS:
         top.error(f"there is no command {chosen}{meant(chosen, COMMANDS)}")
     for name, command in COMMANDS.items():

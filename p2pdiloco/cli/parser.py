@@ -10,6 +10,9 @@ from typing import NoReturn
 class Parser(argparse.ArgumentParser):
     """Its messages name the nearest command or option to one that does not exist."""
 
+    _taker = ""
+    """An option on the command line that takes several values."""
+
     def check(self, words: Sequence[str]) -> None:
         """Complain of the first word that is no option here but looks like one, before anything that is only missing.
         What follows ``--`` is not looked at."""
@@ -18,6 +21,8 @@ class Parser(argparse.ArgumentParser):
             if word == "--":
                 return
             name = word.split("=", 1)[0]
+            if (action := self._option_string_actions.get(name)) is not None and action.nargs == "*":
+                self._taker = name
             if name.startswith("--") and not any(option.startswith(name) for option in known):
                 self.error(f"there is no option {name}{meant(name, known)}")
 
@@ -33,6 +38,8 @@ class Parser(argparse.ArgumentParser):
         message = message.replace(
             "expected one argument", "a value has to follow (--OPTION=-1, if it begins with a dash)"
         )
+        if "arguments are required" in message and self._taker:
+            message += f" ({self._taker} takes all that follows it: put it last)"
         self.exit(2, f"{self.prog}: {message}\nsee {self.prog} --help\n")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,10 +24,12 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
     """The peer's own settings, from the command line.
 
     Raises:
-        ValueError: an address to announce is none.
+        ValueError: an address to announce or to listen on is none.
     """
     for address in arguments.announce:
         addresses.parse(address)
+    for address in arguments.listen or ():
+        check_numeric(addresses.parse(address))
     return PeerOptions(
         folder=folder,
         link=LinkOptions(
@@ -128,6 +131,25 @@ def _is_meant_as_invite(word: str) -> bool:
 def say(line: str) -> None:
     """To the user, at once; to a terminal nothing that it would obey: a model writes what it was taught."""
     print(printable(line, keeps="\n\t") if sys.stdout.isatty() else line, flush=True)
+
+
+def ask(question: str) -> str | None:
+    """What the user answers; None: nobody is at a terminal, or it was left with Ctrl+D. Within the event loop, on the
+    main thread: all stands still meanwhile, so that Ctrl+C, which the loop would take, is taken here.
+
+    Raises:
+        KeyboardInterrupt: Ctrl+C.
+    """
+    if not sys.stdin.isatty():
+        return None
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return input(printable(question, keeps="\n")).strip()
+    except EOFError:
+        print()
+        return None
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def end(ending: Ending) -> int:

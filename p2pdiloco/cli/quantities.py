@@ -9,12 +9,14 @@ import shutil
 from collections.abc import Callable
 
 
-def at_least(lowest: int) -> Callable[[str], int]:
-    """A whole number, ``lowest`` or more."""
+def at_least(lowest: int, highest: int | None = None) -> Callable[[str], int]:
+    """A whole number, ``lowest`` or more; at most ``highest``."""
+    bounds = f"of {lowest} or more" if highest is None else f"from {lowest} to {highest}"
 
     def whole(text: str) -> int:
-        if not text.lstrip("-").isdecimal() or int(text) < lowest:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {lowest} or more")
+        is_one = text.lstrip("-").isdecimal() and int(text) >= lowest
+        if not is_one or (highest is not None and int(text) > highest):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
         return int(text)
 
     return whole

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,17 +71,15 @@ def _decider(arguments: argparse.Namespace, config: RunConfig) -> Callable[[RunI
         address = " ".join(arguments.bootstrap) or "ADDR"
         another = f"{config.name[:60]}-2"
         told = f"a run called {record.name} ({run[:12]}, {record.parameters:,} parameters) is being trained already"
-        if not sys.stdin.isatty():
-            raise NameTakenError(
-                f"{told}. To take part in it: p2pdiloco join {address} --run {run[:12]}. To found another one: "
-                f"p2pdiloco start {arguments.config} --bootstrap {address} --name {another}"
-            )
-        peer.say(told)
-        while True:
-            answer = input(f"join it, or found another one called {another}? [join/found] ").strip().lower()
-            if answer and "join".startswith(answer):
+        question = f"{told}\njoin it, or found another one called {another}? [join/found] "
+        while (answer := peer.ask(question)) is not None:
+            if answer and "join".startswith(answer.lower()):
                 return ""
-            if answer and "found".startswith(answer):
+            if answer and "found".startswith(answer.lower()):
                 return another
+        raise NameTakenError(
+            f"{told}. To take part in it: p2pdiloco join {address} --run {run[:12]}. To found another one: "
+            f"p2pdiloco start {arguments.config} --bootstrap {address} --name {another}"
+        )
 
     return decide

@@ -46,6 +46,8 @@ class OwnCommits:
         self._kept: dict[Digest, tuple[CommitHeader, int]] = {}
         """By id, the oldest first, with their bytes."""
         self._writing: dict[Digest, asyncio.Future[None]] = {}
+        self._fails = False
+        """The disk did not take the last."""
         self._convictions = Convictions()
         """Those on the disk."""
 
@@ -102,8 +104,13 @@ class OwnCommits:
 
         def written(future: asyncio.Future[None]) -> None:
             del self._writing[commit]
-            if not future.cancelled() and isinstance(error := future.exception(), OSError):
-                log.warning("an own commit is sent without being written", reason=os.strerror(error.errno or 0))
+            if future.cancelled():
+                return
+            error, before = future.exception(), self._fails
+            self._fails = isinstance(error, OSError)
+            if isinstance(error, OSError) and not before:
+                reason = os.strerror(error.errno or 0)
+                log.warning("own commits are sent without being written, until the disk takes them", reason=reason)
 
         writing = self._writing[commit] = self._host.work("own", write)
         writing.add_done_callback(written)

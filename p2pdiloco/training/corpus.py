@@ -10,7 +10,8 @@ Rules of this file:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -37,7 +38,8 @@ def load_corpus(
     context: int = 1,
 ) -> Corpus:
     """Read the files of the folder ``data``, in the order of their paths, until ``max_bytes`` are read (32 MiB at most
-    for the standard library). Documents, and ``tokenizer``: see ``tokens.py``.
+    for the standard library). A file is trained on or held out as a whole; where that leaves one split without a sample,
+    as of a single book, the tail of each file is held out. Documents, and ``tokenizer``: see ``tokens.py``.
 
     Raises:
         CorpusError: no such folder, no file, one that cannot be read, or a split shorter than ``context`` + 1 bytes.
@@ -47,22 +49,37 @@ def load_corpus(
     root, files = find_files(config, data)
     limit = min(max_bytes, STDLIB_MAX_BYTES) if config.kind == "stdlib" and data is None else max_bytes
     splits: dict[bool, bytearray] = {False: bytearray(), True: bytearray()}
+    ends: dict[bool, list[int]] = {False: [], True: []}
     for file in files:
         room = limit - sum(len(s) for s in splits.values())
         if room <= 0:
             break
-        name = file.relative_to(root).as_posix()
-        splits[is_held_out(name, config.held_out_share)] += _read(file, room)
+        held_out = is_held_out(file.relative_to(root).as_posix(), config.held_out_share)
+        splits[held_out] += _read(file, room)
+        ends[held_out].append(len(splits[held_out]))
+    short = [held_out for held_out, split in splits.items() if len(split) <= context]
+    if len(short) == 1:
+        _share_out(splits, ends[not short[0]], config.held_out_share, to=short[0])
     for held_out, label in ((False, "training"), (True, "held-out")):
         if len(splits[held_out]) <= context:
             raise CorpusError(
                 f"the {label} split of {root} has {len(splits[held_out])} bytes, a sample needs {context + 1}: "
-                "add files (each file goes to one split as a whole) or change data.held_out_share"
+                "add files, or change data.held_out_share"
             )
     return Corpus(
         train=torch.frombuffer(splits[False], dtype=torch.uint8),
         held_out=torch.frombuffer(splits[True], dtype=torch.uint8),
     )
+
+
+def _share_out(splits: dict[bool, bytearray], ends: Sequence[int], share: float, *, to: bool) -> None:
+    """Of each file of the one split, which ``ends`` there, hold out the tail: the split ``to`` gets what is its own."""
+    given = splits[not to]
+    splits[not to] = bytearray()
+    for start, end in itertools.pairwise((0, *ends)):
+        cut = end - round(share * (end - start))
+        splits[False] += given[start:cut]
+        splits[True] += given[cut:end]
 
 
 def _read(file: Path, limit: int) -> bytes:

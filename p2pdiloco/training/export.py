@@ -5,7 +5,7 @@ Rules of this file:
 1. What is written is data: safetensors and JSON. No code goes with a model, and none is needed to load it.
 2. The built-in transformer is a Llama (RMSNorm, rotary halves, SwiGLU, no biases): its matrices are cut and renamed,
    and none of its numbers change. For that neither transformers nor tokenizers have to be here.
-3. A folder appears whole or not at all. Only an earlier export is replaced.
+3. A folder appears whole or not at all. In one that is there the files of an earlier export are replaced, no others.
 4. Every export says what it is of (``ABOUT``): the run, its step, how many tokens are merged in it.
 """
 
@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,6 +62,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     """If not 0: it is the running average of about the last so many versions of each shard."""
     format: Format
     model: ModelConfig
+    files: tuple[str, ...] = ()
+    """Beside this one."""
 
 
 def tensors_of(manifest: Manifest, theta: Tensor) -> dict[str, Tensor]:
@@ -100,7 +104,8 @@ def export(
     tokenizer: str | None = None,
     like: str | None = None,
 ) -> list[str]:
-    """Write ``folder`` in ``about.format``; the names of its files. ``base``: as for ``built``. ``tokenizer``: a folder
+    """Write ``folder`` in ``about.format``; the names of what is written. What an earlier export has written there goes,
+    and nothing else. ``base``: as for ``built``. ``tokenizer``: a folder
     whose tokenizer goes with it. ``like``: for runs of scripts, a folder with the configuration of the same model.
 
     Raises:
@@ -125,12 +130,12 @@ def export(
                 f"the model of run {manifest.config.name} is its training scripts' own, and the run does not say what "
                 f"it is: give --like FOLDER, with its {_config_name(about.format)} (model.save_pretrained writes it)"
             )
+        about = msgspec.structs.replace(about, files=tuple(sorted(path.name for path in half.iterdir())))
         (half / ABOUT).write_bytes(msgspec.json.format(msgspec.json.encode(about)))
-        shutil.rmtree(folder, ignore_errors=True)
-        half.rename(folder)
+        _replace(folder, half, about.files)
     finally:
         shutil.rmtree(half, ignore_errors=True)
-    return sorted(path.name for path in folder.iterdir())
+    return sorted((*about.files, ABOUT))
 
 
 def load_model(folder: str | os.PathLike[str]) -> nn.Module:
@@ -187,7 +192,8 @@ def _write_pretrained(manifest: Manifest, theta: Tensor, folder: Path, about: Ab
     if manifest.config.model.lora is not None:
         model = model.merge_and_unload()
     model.config.use_cache = True  # off in training
-    model.save_pretrained(folder)
+    with _system_errors(folder):
+        model.save_pretrained(folder)
 
 
 def _write_lora(manifest: Manifest, theta: Tensor, folder: Path, about: About, base: str | None) -> None:
@@ -313,7 +319,20 @@ def byte_tokenizer(vocabulary: int) -> dict[str, Any]:
 
 def _save(tensors: Mapping[str, Tensor], path: Path, about: About) -> None:
     told = {"format": "pt", "p2pdiloco": msgspec.json.encode(about).decode()}
-    safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=told)
+    with _system_errors(path):
+        safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=told)
+
+
+@contextmanager
+def _system_errors(path: Path) -> Iterator[None]:
+    """Raise what safetensors has from the system as what it is: it leaves only the text."""
+    try:
+        yield
+    except SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -325,6 +344,22 @@ def _check_replaceable(folder: Path) -> None:
         raise ExportError(f"--out {folder} is a file: name another folder")
     if folder.exists() and any(folder.iterdir()) and not (folder / ABOUT).exists():
         raise ExportError(f"--out {folder} holds something else than an earlier export: name another folder")
+
+
+def _replace(folder: Path, new: Path, files: tuple[str, ...]) -> None:
+    """Put the ``files`` of ``new`` and its ABOUT where those of an earlier export are. A crash in between leaves none
+    that says what it is of."""
+    if not folder.exists():
+        new.rename(folder)
+        return
+    before: tuple[str, ...] = ()
+    with suppress(OSError, ValueError):
+        before = msgspec.json.decode((folder / ABOUT).read_bytes(), type=About).files
+    for name in (ABOUT, *before):
+        if Path(name).name == name:  # it may be a stranger's folder
+            (folder / name).unlink(missing_ok=True)
+    for name in (*files, ABOUT):
+        (new / name).replace(folder / name)
 
 
 def _copy_configs(place: str | None, folder: Path, *, only_tokenizer: bool) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import pty
 import sys
 from collections.abc import Iterator
 
 import pytest
 
+from p2pdiloco.cli import main as cli
 from p2pdiloco.cli import start
 from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.node.run_folder import NameTakenError
@@ -37,9 +41,61 @@ def test_on_a_terminal_the_user_says(
 ) -> None:
     given: Iterator[str] = iter(answers)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr("builtins.input", lambda prompt: next(given))
+    prompts: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda prompt: prompts.append(prompt) or next(given))
     assert decide(arguments) == expected
     assert list(given) == [], "each answer was asked for"
+    assert prompts[0].startswith("a run called story (aaaaaaaaaaaa, 1,000 parameters) is being trained already\n")
+
+
+def test_who_leaves_the_question_is_told_both_commands(
+    arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(_: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", leave)
+    with pytest.raises(NameTakenError, match="To take part in it"):
+        decide(arguments)
+
+
+def test_who_interrupts_a_command_before_it_has_begun_sees_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it imports takes a second."""
+
+    def interrupted(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_load", interrupted)
+    assert cli.main(["simulate"]) == 130
+
+
+ASKING = """
+import argparse, signal, sys
+signal.alarm(60)  # rather than wait for ever
+from p2pdiloco.cli import main, peer
+async def run(arguments):
+    return 7 if peer.ask("really? ") is None else 8
+sys.exit(main._run(run, argparse.Namespace(log_level="info", log_format="text")))
+"""
+
+
+@pytest.mark.parametrize(("key", "status"), [(b"\x03", 130), (b"\x04", 7), (b"yes\n", 8)])
+def test_a_question_is_left_by_ctrl_c_and_ctrl_d(key: bytes, status: int) -> None:
+    """On a terminal, within the event loop. Before, the first Ctrl+C was not heard."""
+    child, terminal = pty.fork()
+    if not child:
+        os.execv(sys.executable, [sys.executable, "-c", ASKING])
+    told = b""
+    while b"really? " not in told:
+        told += os.read(terminal, 1 << 12)
+    os.write(terminal, key)
+    with contextlib.suppress(OSError):  # the terminal goes with the child
+        while data := os.read(terminal, 1 << 12):
+            told += data
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
+    os.close(terminal)
+    assert b"Traceback" not in told
 
 
 def test_without_a_terminal_both_commands_are_told(

@@ -111,6 +111,24 @@ def test_what_is_kept_is_bounded(tmp_path: Path) -> None:
     act(story)
 
 
+def test_a_disk_that_takes_none_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Until it takes one again: ten lines a second had hidden all else."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            disk = ann.host.disk
+            for _ in range(2):
+                ann.host.disk = FullDisk()
+                await stage.train(ann, *[1.0] * 8)
+                ann.host.disk = disk
+                await stage.train(ann, *[1.0] * 8)
+
+    act(story)
+    told = [record.fields for record in caplog.records if "own commits are sent" in record.message]  # type: ignore[attr-defined]
+    assert told == [{"reason": "No space left on device"}] * 2
+
+
 @pytest.mark.parametrize("spoilt", [b"", b"\x00\x00\x00\xff", b"\x00\x00\x00\x02no"])
 def test_what_cannot_be_read_is_left_alone(tmp_path: Path, spoilt: bytes) -> None:
     async def story() -> None:

@@ -58,6 +58,19 @@ def test_files_go_to_one_split_as_a_whole(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("names", [["book.txt"], ["a.txt", "book.txt"], ["held.txt"]])
+def test_the_tails_of_files_are_held_out_where_a_split_would_be_empty(names: list[str], tmp_path: Path) -> None:
+    """A single book, or files that all happen to go to one split. Before, nobody could train on them."""
+    share = 0.3 if names != ["held.txt"] else 0.95
+    assert len({is_held_out(name, share) for name in names}) == 1
+    for name in names:
+        (tmp_path / name).write_bytes(b"t" * 700 + b"h" * 300 if share == 0.3 else b"t" * 50 + b"h" * 950)
+    config = DataConfig(kind="files", pattern="*.txt", held_out_share=share)
+    corpus = load_corpus(config, str(tmp_path), context=8)
+    assert (set(corpus.train.tolist()), set(corpus.held_out.tolist())) == ({ord("t")}, {ord("h")})
+    assert corpus.train.numel() + corpus.held_out.numel() == 1000 * len(names)
+
+
 def test_another_folder_with_the_same_files_splits_alike(tmp_path: Path) -> None:
     config = write_files(tmp_path / "a", 20)
     write_files(tmp_path / "b", 20)
@@ -83,11 +96,12 @@ def test_the_standard_library_is_there() -> None:
         ("", None, "give --data FOLDER"),
         ("*.none", "a", "no file"),
         ("/etc/*", "a", "cannot be searched"),
-        ("0.txt", "a", "split"),
+        ("bit.txt", "a", "split"),
     ],
 )
 def test_errors_say_what_to_do(tmp_path: Path, pattern: str, folder: str | None, says: str) -> None:
     write_files(tmp_path / "a", 3)
+    (tmp_path / "a" / "deep" / "bit.txt").write_text("a bit")
     with pytest.raises(CorpusError, match=says):
         load_corpus(DataConfig(kind="files", pattern=pattern), folder and str(tmp_path / folder))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import resource
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -177,6 +179,36 @@ def test_only_an_earlier_export_is_replaced(tmp_path: Path) -> None:
         export(manifest, theta, tmp_path / "out", about(manifest, "safetensors"))
     told = msgspec.json.decode((tmp_path / "out" / ABOUT).read_bytes(), type=About)
     assert (told.step, told.tokens, told.format) == (7, 99, "safetensors")
+
+
+def test_an_export_replaces_an_earlier_ones_files_and_no_others(tmp_path: Path) -> None:
+    """Somebody may have put notes beside it. Before, they were removed with the folder."""
+    manifest, theta, _ = spoken()
+    out, outside = tmp_path / "out", tmp_path / "outside"
+    assert "config.json" in export(manifest, theta, out, about(manifest, "hf"))
+    (out / "notes.txt").write_text("mine")
+    outside.write_text("mine, too")
+    told = msgspec.json.decode((out / ABOUT).read_bytes(), type=About)
+    liar = msgspec.structs.replace(told, files=(*told.files, "../outside"))
+    (out / ABOUT).write_bytes(msgspec.json.encode(liar))
+    assert export(manifest, theta, out, about(manifest, "safetensors")) == ["model.safetensors", ABOUT]
+    assert sorted(path.name for path in out.iterdir()) == ["model.safetensors", "notes.txt", ABOUT]
+    assert outside.read_text() == "mine, too"
+
+
+@pytest.mark.parametrize("wanted", ["safetensors", "hf"])
+def test_a_disk_that_takes_no_more_is_the_systems_error(tmp_path: Path, wanted: Format) -> None:
+    """As a limit on a file's size is, of which safetensors makes an error of its own."""
+    manifest, theta, _ = spoken()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"model.safetensors") as found:
+            export(manifest, theta, tmp_path / "out", about(manifest, wanted))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert found.value.errno == errno.EFBIG
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
