@@ -320,7 +320,9 @@ def byte_tokenizer(vocabulary: int) -> dict[str, Any]:
 def _save(tensors: Mapping[str, Tensor], path: Path, about: About) -> None:
     told = {"format": "pt", "p2pdiloco": msgspec.json.encode(about).decode()}
     with _system_errors(path):
-        safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=told)
+        safetensors.torch.save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=told
+        )
 
 
 @contextmanager
