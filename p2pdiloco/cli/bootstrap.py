@@ -71,12 +71,12 @@ async def _serve(arguments: argparse.Namespace) -> int:
     with identity.hold():
         async with directory, transport, Tasks() as tasks:
             tasks.spawn(_announce(directory, transport, arguments.announce), name="announce the meeting point")
-            print("This directory node is up. To join a run through it, type on another machine:", flush=True)
-            for address in directory.visible_addresses():
-                print(f"  p2pdiloco join {address}", flush=True)
-            print("To found a run:", flush=True)
+            print("This directory node is up. To found a run, type on a machine that trains:", flush=True)
             for address in directory.visible_addresses()[:1]:
                 print(f"  p2pdiloco start CONFIG.toml --bootstrap {address}", flush=True)
+            print("Others join it with the invite that this prints; a run that is open to all, with", flush=True)
+            for address in directory.visible_addresses():
+                print(f"  p2pdiloco join {address}", flush=True)
             await stop.wait()
     return 0
 

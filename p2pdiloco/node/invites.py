@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import time
@@ -24,6 +25,8 @@ from p2pdiloco.wire.members import NotAMemberError, UnknownInviterError
 
 ADDRESSES = "addresses"
 """In STATE/RUN/members: where newcomers find the directory, one a line."""
+LOOK_S = 10.0
+"""Between two looks at whether that is right."""
 
 
 def credentials_of(
@@ -172,3 +175,21 @@ def how_to_join(manifest: Manifest, mine: Credentials, folder: Path, directory: 
     if manifest.config.access == "list":
         return [private_invitation("INVITE, made for a peer by p2pdiloco invite --peer ID")]
     return [private_invitation(shown_invite(manifest, mine, grant, folder, directory.meeting_places()))]
+
+
+async def keep_meeting_places(
+    manifest: Manifest, mine: Credentials, folder: Path, directory: Directory, say: Callable[[str], None] | None
+) -> None:
+    """Until cancelled, keep for invites to come where newcomers find the directory, and ``say`` how to join when that
+    has changed: a bootstrap may go."""
+    kept = directory.meeting_places()
+    while True:
+        await asyncio.sleep(LOOK_S)
+        if (places := directory.meeting_places()) != kept:
+            kept = places
+            await asyncio.to_thread(keep_addresses, folder, places)
+            lines = [] if say is None else await asyncio.to_thread(how_to_join, manifest, mine, folder, directory)
+            if say is not None and lines:
+                say("newcomers find the run at another place now: the addresses that were told before do not answer")
+                for line in lines:
+                    say(line)

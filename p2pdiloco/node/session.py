@@ -13,7 +13,14 @@ import psutil
 from p2pdiloco.node.credentials import Credentials, accepted
 from p2pdiloco.node.forwarder import Forwarder
 from p2pdiloco.node.foundation import found, found_from_script, with_own_places
-from p2pdiloco.node.invites import as_granted, credentials_of, how_to_join, keep_addresses, kept_credentials
+from p2pdiloco.node.invites import (
+    as_granted,
+    credentials_of,
+    how_to_join,
+    keep_addresses,
+    keep_meeting_places,
+    kept_credentials,
+)
 from p2pdiloco.node.kept_runs import ConfigError, folder_of
 from p2pdiloco.node.lookup import (
     DirectoryOptions,
@@ -52,6 +59,7 @@ from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.training.program import device_of
 from p2pdiloco.training.sources import tell_sources
 from p2pdiloco.watch.account import closing
@@ -306,7 +314,9 @@ async def take_part(
     if shows_how_to_join:
         for line in await asyncio.to_thread(how_to_join, manifest, mine, options.folder, directory):
             say(line)
-    async with Node(manifest, options, identity, directory, initial, mine) as node:
+    tell = say if shows_how_to_join else None
+    async with Node(manifest, options, identity, directory, initial, mine) as node, Tasks() as tasks:
+        tasks.spawn(keep_meeting_places(manifest, mine, options.folder, directory, tell), name="meeting places")
         with leave_when_asked(node, options.machine.spot):
             async with (
                 served(node.lookout, options.folder, options.watch.page, say),

@@ -85,7 +85,7 @@ class Directory:
             nat_port_map=nat_port_map,
         )
         self._book = AddressBook()
-        self._initial: list[PeerId] = []
+        self._initial: dict[PeerId, list[str]] = {}
         self._tasks = Tasks()
         self._records = RecordBook()
         self._screens: dict[str, Callable[[PeerId, bytes], bool]] = {}
@@ -151,8 +151,9 @@ class Directory:
         return [text for text in self._daemon.visible if not is_loopback(text)] or self.visible_addresses()
 
     def meeting_places(self) -> tuple[str, ...]:
-        """What to write into invites: the initial peers, whose nodes are meant to be found; else our own."""
-        return tuple(self._initial_peers) or tuple(self.bootstrap_lines())
+        """What to write into invites: those initial peers that answer, whose nodes are meant to be found; else our own."""
+        found = [text for peer, where in self._initial.items() if not self._pings.is_silent(peer) for text in where]
+        return tuple(found or self.bootstrap_lines())
 
     def serve_nobody(self) -> None:
         """Others cannot reach our node: keep no keys for them, and be in nobody's routing table."""
@@ -263,23 +264,23 @@ class Directory:
     async def _join(self) -> None:
         """Connect to the given and the remembered peers. If some were given, one of all of them must answer."""
         failures: dict[str, str] = {}
-        given: dict[PeerId, list[str]] = {}
         for text in self._initial_peers:
             try:
                 parsed = addresses.parse(text)
                 if parsed.peer is None:
                     raise ValueError("it needs the peer id at its end: /p2p/12D3KooW...")
-                given.setdefault(parsed.peer, []).append(text)
+                self._initial.setdefault(parsed.peer, []).append(text)
             except ValueError as error:
                 failures[text] = str(error)
-        self._initial = [peer for peer in given if peer != self.peer_id]
-        for peer, where in given.items():
+        self._initial.pop(self.peer_id, None)
+        for peer, where in self._initial.items():
             self._book.met(peer, where)
         candidates = [peer for peer in self._book.peers() if peer != self.peer_id]
         reasons = await self._meet_some(candidates)
         answered = [peer for peer, reason in reasons.items() if reason is None]
         for peer, reason in reasons.items():
-            for text in given.get(peer, ()):
+            self._pings.ended(peer, asyncio.get_running_loop().time(), is_answered=reason is None)
+            for text in self._initial.get(peer, ()):
                 if reason is not None:
                     failures[text] = reason
         if failures and not answered:
@@ -392,7 +393,7 @@ class Directory:
         others = [peer for peer in self._book.peers() if peer not in self._initial and peer != self.peer_id]
         turn = [others[(self._next_kept + index) % len(others)] for index in range(min(len(others), KEPT_PEERS))]
         self._next_kept += len(turn)
-        return self._initial + turn
+        return [*self._initial, *turn]
 
     async def _save(self) -> None:
         if self._cache_path is not None:

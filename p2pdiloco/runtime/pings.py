@@ -35,6 +35,10 @@ class Pings:
         """Of ``peers`` those that are to be pinged now."""
         return [peer for peer in peers if peer not in self._peers or now >= self._peers[peer].next_at]
 
+    def is_silent(self, peer: PeerId) -> bool:
+        """Whether its last ping was not answered."""
+        return peer in self._peers and not self._peers[peer].has_answered
+
     def ended(self, peer: PeerId, now: float, *, is_answered: bool) -> None:
         """A ping was answered, or was not."""
         known = self._peers.pop(peer) if peer in self._peers else _Peer(self._shortest_s)

@@ -44,6 +44,7 @@ def sentence(failures: Mapping[str, str]) -> str:
     tried = "; ".join(f"{text}: {what}" for text, (what, _) in told.items())
     remedies = "; ".join(dict.fromkeys(remedy for _, remedy in told.values()))
     return (
-        f"none of the initial peers answers ({tried}): {remedies}. A running bootstrap or peer prints its address; "
-        "to found a network of your own, name none"
+        f"none of the initial peers answers ({tried}): {remedies}. Any running bootstrap or peer of "
+        "the run will do: it prints its address (directory is up), which may also stand behind an invite; to found a "
+        "network of your own, name none"
     )

@@ -91,6 +91,21 @@ def test_peers_find_each_others_records(run: Callable[[Main], None], tmp_path: P
     run(main())
 
 
+def test_invites_name_an_initial_peer_that_answers_or_ourselves(run: Callable[[Main], None]) -> None:
+    """Before, an invite that was made when the bootstrap had long gone named it all the same."""
+
+    async def main() -> None:
+        async with member() as bootstrap, member(where(bootstrap)) as ann:
+            assert ann.meeting_places() == (where(bootstrap),)
+            assert bootstrap.meeting_places() == (where(bootstrap),)
+            await bootstrap.__aexit__(None, None, None)
+            await until(lambda: ann.meeting_places() == (where(ann),), 30.0)
+            async with member(*ann.meeting_places()) as bob:
+                assert bob.meeting_places() == (where(ann),)
+
+    run(main())
+
+
 def test_who_announces_itself_is_not_sent_the_others_records(run: Callable[[Main], None]) -> None:
     async def main() -> None:
         async with member() as boot, member(where(boot)) as ann, member(where(boot)) as bob:

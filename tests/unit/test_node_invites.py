@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from actors import FOUNDER, make_manifest
 from troupe import options_of
 
+from p2pdiloco.node import invites
 from p2pdiloco.node.credentials import Credentials, CredentialsError, accepted
 from p2pdiloco.node.invites import (
     as_granted,
@@ -19,6 +21,7 @@ from p2pdiloco.node.invites import (
     how_to_join,
     invite_text,
     keep_addresses,
+    keep_meeting_places,
     kept_addresses,
     shown_invite,
 )
@@ -82,6 +85,45 @@ def test_addresses_are_kept_for_invites_that_are_made_later(tmp_path: Path) -> N
     assert kept_addresses(tmp_path) == ()
     keep_addresses(tmp_path, [ADDRESS, OTHER])
     assert kept_addresses(tmp_path) == (ADDRESS, OTHER)
+
+
+class Places:
+    """What of a directory is asked here."""
+
+    def __init__(self) -> None:
+        self.places = (ADDRESS,)
+        self.looks = 0
+
+    def meeting_places(self) -> tuple[str, ...]:
+        self.looks += 1
+        return self.places
+
+
+def test_where_newcomers_find_the_directory_follows_who_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bootstrap has gone: an invite that is made now, here or by ``p2pdiloco invite``, names who is there."""
+    monkeypatch.setattr(invites, "LOOK_S", 0.001)
+    manifest, mine = run_with("invite")
+    directory, said = Places(), list[str]()
+    keep_addresses(tmp_path, directory.places)
+
+    async def story() -> None:
+        keeping = asyncio.create_task(
+            keep_meeting_places(manifest, mine, tmp_path, directory, said.append)  # type: ignore[arg-type]
+        )
+        async with asyncio.timeout(10.0):
+            while directory.looks < 3:
+                await asyncio.sleep(0)
+            assert (kept_addresses(tmp_path), said) == ((ADDRESS,), [])
+            directory.places = (OTHER,)
+            while len(said) < 2:
+                await asyncio.sleep(0)
+        keeping.cancel()
+
+    asyncio.run(story())
+    assert kept_addresses(tmp_path) == (OTHER,)
+    assert decode_invite(said[1].split()[-1]).initial_peers() == (OTHER,)
 
 
 def test_who_has_no_certificate_is_told_what_to_do(tmp_path: Path) -> None:
