@@ -254,7 +254,7 @@ BUGS = (
     Bug(
         name="reading payloads has no bound",
         module=_STORE,
-        old="if self._reading_bytes + held.size > READ_BYTES:",
+        old="if self._reading_bytes and self._reading_bytes + held.size > READ_BYTES:",
         new="if False:",
         harm="whoever asks for commits fills the memory",
         killed_by=(f"{_STORE_TESTS}::test_what_is_read_at_once_is_bounded",),

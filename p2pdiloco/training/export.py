@@ -104,9 +104,9 @@ def export(
     tokenizer: str | None = None,
     like: str | None = None,
 ) -> list[str]:
-    """Write ``folder`` in ``about.format``; the names of what is written. What an earlier export has written there goes,
-    and nothing else. ``base``: as for ``built``. ``tokenizer``: a folder
-    whose tokenizer goes with it. ``like``: for runs of scripts, a folder with the configuration of the same model.
+    """Write ``folder`` in ``about.format``; the names of what is written. What an earlier export has written there
+    goes, and nothing else. ``base``: as for ``built``. ``tokenizer``: a folder whose tokenizer goes with it. ``like``:
+    for runs of scripts, a folder with the configuration of the same model.
 
     Raises:
         ExportError: this run has no such format, or ``folder`` holds something else.

@@ -93,9 +93,12 @@ class Places:
     def __init__(self) -> None:
         self.places = (ADDRESS,)
         self.looks = 0
+        self.is_looked_at = asyncio.Event()
 
     def meeting_places(self) -> tuple[str, ...]:
         self.looks += 1
+        if self.looks >= 3:
+            self.is_looked_at.set()
         return self.places
 
 
@@ -105,20 +108,23 @@ def test_where_newcomers_find_the_directory_follows_who_answers(
     """A bootstrap has gone: an invite that is made now, here or by ``p2pdiloco invite``, names who is there."""
     monkeypatch.setattr(invites, "LOOK_S", 0.001)
     manifest, mine = run_with("invite")
-    directory, said = Places(), list[str]()
+    directory, said, is_said = Places(), list[str](), asyncio.Event()
     keep_addresses(tmp_path, directory.places)
+
+    def say(line: str) -> None:
+        said.append(line)
+        if len(said) == 2:
+            is_said.set()
 
     async def story() -> None:
         keeping = asyncio.create_task(
-            keep_meeting_places(manifest, mine, tmp_path, directory, said.append)  # type: ignore[arg-type]
+            keep_meeting_places(manifest, mine, tmp_path, directory, say)  # type: ignore[arg-type]
         )
         async with asyncio.timeout(10.0):
-            while directory.looks < 3:
-                await asyncio.sleep(0)
+            await directory.is_looked_at.wait()
             assert (kept_addresses(tmp_path), said) == ((ADDRESS,), [])
             directory.places = (OTHER,)
-            while len(said) < 2:
-                await asyncio.sleep(0)
+            await is_said.wait()
         keeping.cancel()
 
     asyncio.run(story())
