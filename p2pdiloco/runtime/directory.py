@@ -151,7 +151,7 @@ class Directory:
         return [text for text in self._daemon.visible if not is_loopback(text)] or self.visible_addresses()
 
     def meeting_places(self) -> tuple[str, ...]:
-        """What to write into invites: the initial peers that answer, whose nodes are meant to be found; else our own."""
+        """What to write into invites: the initial peers that answer, which are meant to be found; else our own."""
         found = [text for peer, where in self._initial.items() if not self._pings.is_silent(peer) for text in where]
         return tuple(found or self.bootstrap_lines())
 
