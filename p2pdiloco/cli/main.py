@@ -90,9 +90,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     top.add_argument("--version", action="version", version=f"p2pdiloco {VERSION}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = next((word for word in words if not word.startswith("-")), None)
-    command = next((word for word in words if word in COMMANDS), None)
-    if command and words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
-        top.error(f"options come after the command: p2pdiloco {command} ...")
+    later = next((word for word in words if word in COMMANDS), None)
+    if later and words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
+        top.error(f"options come after the command: p2pdiloco {later} ...")
     if chosen is not None and chosen not in COMMANDS:
         top.error(f"there is no command {chosen}{meant(chosen, COMMANDS)}")
     for name, command in COMMANDS.items():
