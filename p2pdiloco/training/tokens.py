@@ -208,6 +208,10 @@ def _json_lines(file: Path, name: str, column: str) -> Iterator[Document]:
                 continue
             try:
                 text = json.loads(line)[column]
+            except UnicodeDecodeError as error:
+                raise CorpusError(
+                    f"{file}, line {index + 1}, is not UTF-8: convert it (iconv -f latin1 -t utf8 tells how)"
+                ) from error
             except (ValueError, KeyError, TypeError) as error:
                 raise CorpusError(
                     f"{file}, line {index + 1}, is no JSON object with {column!r}: mend it, or set data.column"

@@ -102,16 +102,17 @@ def test_a_joiner_needs_the_runs_tokenizer(tmp_path: Path) -> None:
     [
         ("jsonl", "0.jsonl", '{"text": "a"}\n{"body": "a"}\n', "line 2, is no JSON object with 'text'"),
         ("jsonl", "0.jsonl", "not json\n", "line 1, is no JSON"),
+        ("jsonl", "0.jsonl", b'{"text": "caf\xe9"}\n', "line 1, is not UTF-8: convert it"),
         ("jsonl", "0.jsonl", '{"text": 3}\n', "row 1: 'text' is no text"),
         ("parquet", "0.parquet", "PAR1 not really", "is no Parquet file"),
         ("text", "0.doc", "text", "no file that matches '\\*.txt'"),
         ("text", "0.txt", "one word", "a sample needs"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path: Path, kind: str, name: str, content: str, told: str) -> None:
+def test_what_is_wrong_is_said(tmp_path: Path, kind: str, name: str, content: str | bytes, told: str) -> None:
     write_tokenizer(tmp_path / "tok")
     (tmp_path / kind).mkdir()
-    (tmp_path / kind / name).write_text(content)
+    (tmp_path / kind / name).write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(CorpusError, match=told):
         load(tmp_path, config(kind), context=16)
     assert not list((tmp_path / "cache" / "p2pdiloco" / "tokens").glob("*.*")), "no half of a corpus stays"
