@@ -428,7 +428,6 @@ def test_a_spoilt_state_that_is_accepted_is_handed_on_with_its_next_version(peer
 
 
 def test_malformed_payloads_change_nothing(peers: tuple[Peer, Peer]) -> None:
-    """V1e."""
     owner, other = peers
     header, merged = owner.merge([owner.contribute(bell(5))])
     before = other.state.theta.clone()
@@ -453,7 +452,7 @@ def constant(high: int, low: int) -> bytes:
 
 @pytest.mark.parametrize("rule", ["rda", "direct"])
 def test_who_gives_what_no_merge_can_hold_is_named_and_the_others_are_merged(rule: MergeRule) -> None:
-    """V1e. Finite all the same. Before, nobody was named, and everybody's contributions were dropped with it."""
+    """Finite all the same. Before, nobody was named, and everybody's contributions were dropped with it."""
     owner, honest = Peer(rule=rule), Peer().contribute(bell(5))
     for given in ([honest, constant(0x7E, 0x96)], [honest, constant(0x7A, 0)]):  # 1e38; 1.7e35, 1.2e38 long
         with pytest.raises(ContributionError, match=r"p1/1: it is \S+ long"):

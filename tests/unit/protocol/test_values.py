@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import struct
 
 import msgspec
 import pytest
 import torch
 from stage import SHARD, A, B, C, D, Stage, commit_on, digest, head_of, notes, only, sent, tokens
 
-from p2pdiloco.peer.global_state import GlobalState, MergeResult, UnfitCommitError
+from p2pdiloco.peer.global_state import ContributionError, GlobalState, MergeResult, UnfitCommitError
 from p2pdiloco.peer.offers import is_listed
 from p2pdiloco.peer.shift_queue import Moves
 from p2pdiloco.peer.staged import Staged
@@ -25,11 +26,14 @@ from p2pdiloco.protocol.stride import LEAP, MEMORY, NO_STRIDE, OCTAVE, Stride, o
 from p2pdiloco.tensors import digests
 from p2pdiloco.tensors.states import StateForm, packed
 from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.wire import compression
 from p2pdiloco.wire.bodies import StateOffer, StateProof
 
 ELEMENTS = 600
 TURN = 24
 NOTHING = Moves(None, (), (), False)
+HUGE = struct.pack("<BBHI", 2, 3, 0, ELEMENTS) + b"\x7e" * ELEMENTS + b"\x96" * ELEMENTS
+"""A body in bf16, each value 1e38: two of them add up to no number."""
 
 
 def unfit(stage: Stage, header: msg.CommitHeader, sender: PeerId = B) -> list[ef.Effect]:
@@ -163,6 +167,18 @@ def test_a_commit_is_no_longer_than_it_declares_and_gives_what_was_signed() -> N
     assert not other.state.theta.any()
     other.apply(merged, merged.length)
     assert float(other.state.momentum.norm()) == pytest.approx(merged.length)
+
+
+def test_a_contribution_that_no_merge_can_hold_is_its_givers_fault() -> None:
+    """V1e: finite all the same; and what is malformed."""
+    owner, payload = Owner(), Owner().merge(0.5).payload
+    huge = compression.join([HUGE])
+    for spoilt in (huge, payload[:-1]):
+        given = [(tokens(B, 0, 40), payload), (tokens(C, 0, 40), spoilt)]
+        with pytest.raises(ContributionError, match=f"contribution of {C}") as found:
+            owner.state.merge(SHARD, digest("zero"), 1, given)
+        assert found.value.learner == tokens(C, 0, 40).learner
+        assert owner.state.merge(SHARD, digest("zero"), 1, given[:1]).length > 0.0
 
 
 def test_an_owner_shortens_what_would_be_too_long() -> None:
