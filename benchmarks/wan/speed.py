@@ -7,8 +7,8 @@ Rules of this file:
    links, as badly off as the 12B run's (``ratio``).
 2. A system that cannot make all steps before ``--cap-s`` (data parallel: ``--ddp-s``) is measured for as long as that.
    If it has not reached the loss by then, data parallel's time is extrapolated, and marked: the steps that it needs
-   without a network (``task.reference``, same seed and batches) times its measured seconds a step. The others' is a
-   lower bound.
+   without a network (``task.reference``, same seed and batches, gradients in float32) times its measured seconds a
+   step. The others' is a lower bound.
 3. The loss: that of the system's global model or of worker 0's own, whichever is lower at that moment, between two
    snapshots on a straight line.
 4. Tokens a second are counted after the first exchange (DDP: after its first step), utilisation over the whole time.
@@ -29,7 +29,8 @@ from p2pdiloco.testbed.namespaces import TestbedError
 from p2pdiloco.testbed.topology import Topology
 
 SETTINGS: dict[str, dict[str, object]] = {
-    "ddp": {"bucket_mb": 4},
+    "ddp": {"bucket_mb": 4, "gradients": "float32"},
+    "ddp-bf16": {"bucket_mb": 4, "gradients": "bf16"},
     "diloco": {"sync_every": 100, "outer_lr": 0.7, "outer_momentum": 0.9},
     "torchft": {
         "sync_every": 100,
@@ -49,6 +50,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 }
 LABELS = {
     "ddp": "data parallel (torch DDP, gloo, float32)",
+    "ddp-bf16": "data parallel (torch DDP, gloo, bf16)",
     "diloco": "DiLoCo, synchronous, float32",
     "torchft": "torchft Streaming DiLoCo, float32",
     "hivemind": "hivemind.Optimizer, local updates, 8 bit",
@@ -66,13 +68,16 @@ def topology(step_s: float, name: str = "wan-speed") -> tuple[str, Topology]:
 
 def config_of(system: str, options: argparse.Namespace, folder: Path) -> dict[str, object]:
     """A worker's configuration, the same for all of a system's."""
+    settings = dict(SETTINGS[system])
+    if options.outer and system in ("diloco", "torchft"):
+        settings["outer_lr"], settings["outer_momentum"] = options.outer
     return {
         "system": system,
         "step_s": options.step_s,
         "batch": options.batch,
         "snapshot_every": options.snapshot_every,
         "folder": f"{folder}/state-{system}",
-        **SETTINGS[system],
+        **settings,
     }
 
 
@@ -83,11 +88,12 @@ def measure(system: str, made: Any, options: argparse.Namespace, folder: Path) -
         BenchmarkError, TestbedError
     """
     configs = [config_of(system, options, folder)] * ratio.PEERS
-    cap = options.ddp_s if system == "ddp" else options.cap_s
+    is_lockstep = system in task.DATA_PARALLEL
+    cap = options.ddp_s if is_lockstep else options.cap_s
     with sites.Series(made, configs, folder / "logs") as series:
         series.train(options.steps, cap)
         return figures.of_series(
-            series.workers, options.step_s, task.step_tokens(options.batch), is_lockstep=system == "ddp"
+            series.workers, options.step_s, task.step_tokens(options.batch), is_lockstep=is_lockstep
         )
 
 
@@ -106,14 +112,18 @@ def judged(
     data parallel in the reference), a hundredth up."""
     wanted = options.loss
     if wanted is None:
-        lows = [min(loss for _, _, loss in f["curve"]) for name, f in found.items() if name != "ddp" and f["curve"]]
+        lows = [
+            min(loss for _, _, loss in f["curve"])
+            for name, f in found.items()
+            if name not in task.DATA_PARALLEL and f["curve"]
+        ]
         lows += [min(loss for _, loss in curve)] if curve else []
         wanted = max(lows) * 1.01
     out = {}
     for name, one in found.items():
         reached = figures.time_to(wanted, [(at, loss) for at, _, loss in one["curve"]])
         kind = "measured"
-        if reached is None and name == "ddp" and curve:
+        if reached is None and name in task.DATA_PARALLEL and curve:
             steps = figures.time_to(wanted, [(float(n), loss) for n, loss in curve])
             reached = None if steps is None else steps * one["seconds_a_step"]
             kind = "extrapolated"
@@ -186,7 +196,7 @@ def _measured(
         print(error, file=sys.stderr)
         if found:
             print(f"going on with what was measured: {', '.join(found)}", file=sys.stderr)
-    return found, reference_curve(options) if "ddp" in found else []
+    return found, reference_curve(options) if found.keys() & set(task.DATA_PARALLEL) else []
 
 
 def _read(path: Path) -> tuple[dict[str, dict[str, Any]], list[tuple[int, float]]]:
@@ -209,6 +219,9 @@ def _options() -> argparse.Namespace:
         "--loss", type=float, help="the fixed held-out loss (default: the lowest that all reach + 1 %%)"
     )
     parser.add_argument("--judge", type=Path, help="measure nothing: judge an earlier run's --json, by another --loss")
+    parser.add_argument(
+        "--outer", nargs=2, type=float, metavar=("RATE", "MOMENTUM"), help="of DiLoCo and torchft, to tune them"
+    )
     parser.add_argument("--snapshot-every", type=int, default=10, help="steps")
     return parser.parse_args()
 

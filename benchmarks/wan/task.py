@@ -30,6 +30,8 @@ BATCH = 4
 LEARNING_RATE = 2e-3
 WARMUP = 24
 CORPUS_BYTES = 8 << 20
+DATA_PARALLEL = ("ddp", "ddp-bf16")
+"""Systems whose workers wait for each other in each backward pass."""
 SAMPLES = 64
 """Held-out windows of an evaluation."""
 Snapshot = tuple[float, int, list[Tensor]]

@@ -19,11 +19,12 @@ warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
 
-from benchmarks.wan.task import BATCH, Judge, Snapshot, Task, copies  # noqa: E402
+from benchmarks.wan.task import BATCH, DATA_PARALLEL, Judge, Snapshot, Task, copies  # noqa: E402
 from benchmarks.wire import line  # noqa: E402
 
 SYSTEMS = {
     "ddp": ("benchmarks.wan.systems.collective", "DataParallel"),
+    "ddp-bf16": ("benchmarks.wan.systems.collective", "DataParallel"),
     "diloco": ("benchmarks.wan.systems.collective", "SynchronousDiLoCo"),
     "torchft": ("benchmarks.wan.systems.torchft_streaming", "StreamingDiLoCo"),
     "hivemind": ("benchmarks.wan.systems.hivemind_local", "LocalUpdates"),
@@ -60,7 +61,7 @@ def _train(config: line.Message, task: Task, system: Any, command: line.Message)
         began, compute_end, loss = task.step(system.model, number, system.step)
         number += 1
         ended = time.monotonic()
-        is_inside = config["system"] == "ddp"  # it waits in the backward pass
+        is_inside = config["system"] in DATA_PARALLEL  # it waits in the backward pass
         blocked = max(0.0, ended - began - task.pace.step_s) if is_inside else ended - compute_end
         blocked_s += blocked
         counters = line.counters(interface)

@@ -1,6 +1,6 @@
 """One exchange of a whole model among peers (reduce and spread), side by side with what others offer.
 
-    python -m benchmarks.wire.exchange --system p2pdiloco --peers 4 --parameters 100e6 --codec int4 --link 1gbit
+    python -m benchmarks.wire.exchange --system p2pdiloco --peers 2 --parameters 100e6 --codec int4 --link 1gbit
     python -m benchmarks.wire.exchange --all --passes 2 --json out/exchange.jsonl --plot out/exchange.png
 
 Rules of this file:
@@ -139,10 +139,13 @@ def table(results: Sequence[tuple[Case, dict[str, Any]]]) -> str:
 def all_cases(peers: int, parameters: int) -> list[Case]:
     """The issue's table."""
     wanted = {
-        "lo": ["p2pdiloco int4", "hivemind uint8", "hivemind fp16", "torchft fp32", "p2pdiloco bf16", "raw int4"],
-        "1gbit": ["p2pdiloco int4", "hivemind uint8", "torchft fp32", "p2pdiloco bf16", "raw int4"],
-        "200mbit": ["p2pdiloco int4", "p2pdiloco bf16", "raw int4"],
-        "2.5gbit": ["p2pdiloco int4", "p2pdiloco bf16", "raw int4"],
+        "1gbit": ["p2pdiloco int4", "gloo bf16", "hivemind uint8", "torchft fp32", "p2pdiloco bf16", "raw int4"],
+        "2.5gbit": ["p2pdiloco int4", "gloo bf16", "torchft fp32", "p2pdiloco bf16", "raw int4"],
+        "200mbit": ["p2pdiloco int4", "gloo bf16", "torchft fp32", "p2pdiloco bf16", "raw int4"],
+        "lo": [
+            *("p2pdiloco int4", "gloo bf16", "hivemind uint8", "hivemind fp16", "torchft fp32", "p2pdiloco bf16"),
+            "raw int4",
+        ],
     }
     return [
         Case(system, codec, link, peers, parameters)
@@ -187,9 +190,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="the whole table; --only LINK for one link of it")
     parser.add_argument("--only", choices=links.RATES, help="with --all")
     parser.add_argument("--system", choices=SYSTEMS, default="p2pdiloco")
-    parser.add_argument("--codec", help="int4, int8, bf16; hivemind: uint8, fp16, fp32; torchft: fp32")
+    parser.add_argument(
+        "--codec", help="int4, int8, bf16; hivemind: uint8, fp16, fp32; torchft: fp32; gloo: bf16, fp32"
+    )
     parser.add_argument("--link", choices=links.RATES, default="lo")
-    parser.add_argument("--peers", type=int, default=4)
+    parser.add_argument("--peers", type=int, default=2, help="2: each has a core of two")
     parser.add_argument("--parameters", type=float, default=100e6)
     parser.add_argument("--rounds", type=int, default=5, help="after one warm-up")
     parser.add_argument("--passes", type=int, default=1, help="share the rounds out: all systems, then all again")

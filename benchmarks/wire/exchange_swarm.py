@@ -40,6 +40,7 @@ SYSTEMS = {
     "p2pdiloco": System("benchmarks.wire.exchange_peer", "", ("int4", "int8", "bf16")),
     "hivemind": System("benchmarks.wire.baselines.hivemind_peer", "hivemind", ("uint8", "fp16", "fp32")),
     "torchft": System("benchmarks.wire.baselines.torchft_peer", "torchft", ("fp32",)),
+    "gloo": System("benchmarks.wire.baselines.gloo_peer", "", ("bf16", "fp32")),
     "raw": System("benchmarks.wire.baselines.raw_peer", "", ("int4", "int8", "bf16", "fp32")),
 }
 

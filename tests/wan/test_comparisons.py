@@ -124,7 +124,7 @@ def test_nothing_is_left_of_a_killed_comparison(number: signal.Signals) -> None:
         f"toml = sites.topology_toml({name!r}, [('10mbit', '10mbit')] * 2, {{(0, 1): 10}})\n"
         "with sites.network(toml, is_verified=False) as made:\n"
         "    from pathlib import Path\n    made.set_verified(True)\n"
-        "    config = dict(system='ddp', step_s=0.1, snapshot_every=0, bucket_mb=4)\n"
+        "    config = dict(system='ddp', step_s=0.1, snapshot_every=0, bucket_mb=4, gradients='float32')\n"
         "    with sites.Series(made, [config] * 2, Path('/tmp') / made.topology.name) as series:\n"
         "        series.go(10**6, 1e6)\n        print('up', flush=True)\n        time.sleep(100)\n"
     )

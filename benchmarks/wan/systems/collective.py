@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from benchmarks.wan.task import Task, copies
 
@@ -23,7 +24,8 @@ def _join(config: dict[str, Any]) -> None:
 
 
 class DataParallel:
-    """torch's DistributedDataParallel: gradients are averaged bucket by bucket while the backward pass goes on."""
+    """torch's DistributedDataParallel: gradients are averaged bucket by bucket while the backward pass goes on, in
+    float32 or, by its hook for that, in bf16."""
 
     address = ""
 
@@ -36,7 +38,10 @@ class DataParallel:
     def connect(self, message: dict[str, Any]) -> None:
         """Wrap the model."""
         _join(self._config)
-        self.model = nn.parallel.DistributedDataParallel(self._task.model, bucket_cap_mb=self._config["bucket_mb"])
+        wrapped = nn.parallel.DistributedDataParallel(self._task.model, bucket_cap_mb=self._config["bucket_mb"])
+        if self._config["gradients"] == "bf16":
+            wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        self.model = wrapped
 
     def global_parameters(self) -> list[Tensor]:
         """The model's: all workers have the same."""

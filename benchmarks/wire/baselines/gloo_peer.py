@@ -1,0 +1,74 @@
+"""A peer that averages with torch.distributed's all-reduce over gloo: what a data-parallel step's gradients take.
+
+In bf16 as the hook ``bf16_compress_hook`` of ``torch.distributed`` does it: each rank rounds its share of the mean, these
+are added up in bf16, and the sum is widened again. Rounding is a part of what is timed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from datetime import timedelta
+
+warnings.filterwarnings("ignore")
+
+from benchmarks.wire import line  # noqa: E402
+
+BLOCK = 1 << 20
+TIMEOUT = timedelta(minutes=10)
+BYTES = {"bf16": 2, "fp32": 4}
+
+
+def main() -> None:
+    config = line.begin()
+    os.environ["GLOO_SOCKET_IFNAME"] = config["interface"]
+    import torch
+    from torch import distributed as dist
+
+    torch.set_num_threads(1)
+    index, peers, parameters, codec = config["index"], config["peers"], int(config["parameters"]), config["codec"]
+
+    def block_of(i: int) -> torch.Tensor:
+        return torch.randn(BLOCK, generator=torch.Generator().manual_seed(i)) * 1e-3
+
+    block = block_of(index)
+    mean = torch.stack([block_of(i) for i in range(peers)]).mean(0)
+    vector = torch.zeros(parameters)
+    store = dist.TCPStore(config["host"], 0, peers, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+    line.answer(address=f"{config['host']}:{store.port}")
+    for command in line.commands():
+        match command["do"]:
+            case "connect":
+                if index:
+                    host, _, port = command["addresses"][0].rpartition(":")
+                    store = dist.TCPStore(host, int(port), peers, is_master=False, timeout=TIMEOUT)
+                dist.init_process_group("gloo", store=store, rank=index, world_size=peers, timeout=TIMEOUT)
+                line.answer(ok=True)
+            case "prepare":
+                for start in range(0, parameters, BLOCK):
+                    piece = vector[start : start + BLOCK]
+                    piece.copy_(block[: piece.numel()])
+                line.forget_peak()
+                line.answer(**line.counters(config["interface"]))
+            case "go":
+                began = time.monotonic()
+                if codec == "bf16":
+                    narrow = vector.to(torch.bfloat16).div_(peers)
+                    dist.all_reduce(narrow)
+                    vector.copy_(narrow)
+                else:
+                    dist.all_reduce(vector)
+                    vector /= peers
+                line.answer(ok=True, reason="", began=began, ended=time.monotonic())
+            case "check":
+                peak = line.memory("VmHWM")
+                found = vector[:BLOCK]
+                error = float((found - mean[: found.numel()]).norm() / mean[: found.numel()].norm())
+                payload = 2 * (peers - 1) / peers * parameters * BYTES[codec]
+                line.answer(**line.counters(config["interface"]), peak=peak, error=error, digest="", payload=payload)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
