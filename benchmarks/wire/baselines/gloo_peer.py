@@ -1,7 +1,7 @@
 """A peer that averages with torch.distributed's all-reduce over gloo: what a data-parallel step's gradients take.
 
-In bf16 as the hook ``bf16_compress_hook`` of ``torch.distributed`` does it: each rank rounds its share of the mean, these
-are added up in bf16, and the sum is widened again. Rounding is a part of what is timed.
+In bf16 as torch's hook ``bf16_compress_hook`` does it: each rank rounds its share of the mean, these are added up in
+bf16, and the sum is widened again. Rounding is a part of what is timed.
 """
 
 from __future__ import annotations
