@@ -25,6 +25,7 @@ def main() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = config["interface"]
     import torch
     from torch import distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     torch.set_num_threads(1)
     index, peers, parameters, codec = config["index"], config["peers"], int(config["parameters"]), config["codec"]
@@ -35,14 +36,14 @@ def main() -> None:
     block = block_of(index)
     mean = torch.stack([block_of(i) for i in range(peers)]).mean(0)
     vector = torch.zeros(parameters)
-    store = dist.TCPStore(config["host"], 0, peers, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+    store = TCPStore(config["host"], 0, peers, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
     line.answer(address=f"{config['host']}:{store.port}")
     for command in line.commands():
         match command["do"]:
             case "connect":
                 if index:
                     host, _, port = command["addresses"][0].rpartition(":")
-                    store = dist.TCPStore(host, int(port), peers, is_master=False, timeout=TIMEOUT)
+                    store = TCPStore(host, int(port), peers, is_master=False, timeout=TIMEOUT)
                 dist.init_process_group("gloo", store=store, rank=index, world_size=peers, timeout=TIMEOUT)
                 line.answer(ok=True)
             case "prepare":
