@@ -191,8 +191,9 @@ class Node:
         initial, self._initial = self._initial, None
         self.peer.begin(initial)
 
-    async def run(self, say: Callable[[str], None]) -> Ending:
-        """Take part until something ends it; ``say`` tells the user what came out."""
+    async def run(self, say: Callable[[str], None], ended: Callable[[Ending], None] = lambda _: None) -> Ending:
+        """Take part until something ends it; ``say`` tells the user what came out. ``ended`` hears of the end before
+        what came out is served."""
         self.begin()
         self.host.spawn(self.whereabouts.keep(say), name="whereabouts")
         self.host.spawn(self.roster.keep(), name="roster")
@@ -209,19 +210,15 @@ class Node:
             self.host.spawn(self._go_when_fetched(), name="fetch")
         ending = await self.peer.live()
         self._report(ending)
-        has_finished = self.peer.machine.view.has_finished
-        if ending.status in (0, APART) and (has_finished or self.options.is_fetching):
-            if ending.status:
-                say(ending.reason)
-            log.info("progress", **progress_fields(self.status()))  # a short run has told none yet
-            for line in farewell(self.status(), self.options.folder):
-                say(line)
-            if has_finished:
-                await self._stay(say)
-                ending = await self.peer.stayed(ending)
+        ending = await self._wind_up(ending, say, ended)
         if not self.twins.have_won:  # the records are the other one's
             await asyncio.gather(self.roster.withdraw(), announcement.withdraw())
         return ending
+
+    @property
+    def has_finished(self) -> bool:
+        """The run is complete here."""
+        return self.peer.machine.view.has_finished
 
     async def _ask_status(self, peer: PeerId) -> PeerStatus | None:
         return await ask_status(self.transport, peer)
@@ -249,6 +246,21 @@ class Node:
         """Leave at once: nothing more is contributed or saved."""
         self._sent_away.set()
         self.peer.abandon(reason)
+
+    async def _wind_up(self, ending: Ending, say: Callable[[str], None], ended: Callable[[Ending], None]) -> Ending:
+        """Tell what came out, and serve it."""
+        is_in_order = ending.status in (0, APART)
+        if is_in_order and (self.has_finished or self.options.is_fetching):
+            if ending.status:
+                say(ending.reason)
+            log.info("progress", **progress_fields(self.status()))  # a short run has told none yet
+            for line in farewell(self.status(), self.options.folder):
+                say(line)
+        ended(ending)
+        if is_in_order and self.has_finished:
+            await self._stay(say)
+            ending = await self.peer.stayed(ending)
+        return ending
 
     async def _stay(self, say: Callable[[str], None]) -> None:
         """What came out is served to those who come after the end: machine, connections and records go on as before."""

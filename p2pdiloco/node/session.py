@@ -324,8 +324,12 @@ async def take_part(
                 Forwarder(options.watch.log_to, node.lookout.picture),
             ):
                 node.lookout.tell = notifier.tell
-                ending = await node.run(say)
-                if given := closing(node.lookout.picture().account):
-                    say(given)
-                notifier.tell(Alert(kind="done", text=ending.reason))
-                return ending
+                return await node.run(say, partial(_tell_end, node, notifier, say))
+
+
+def _tell_end(node: Node, notifier: Notifier, say: Callable[[str], None], ending: Ending) -> None:
+    """Of this machine's part, before what has come out is served. Who leaves, or fails, is not done."""
+    if given := closing(node.lookout.picture().account):
+        say(given)
+    if node.has_finished:
+        notifier.tell(Alert(kind="done", text=ending.reason))

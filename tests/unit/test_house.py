@@ -61,7 +61,6 @@ CIRCLES = {
 SHELLS = {
     "node/inquiry": "asks peers through a transport",
     "node/local_host": "a peer's real world",
-    "node/node": "puts the parts together",
     "node/page": "serves HTTP",
     "runtime/channel": "an asyncio protocol",
     "runtime/confinement": "rights of a process",

@@ -1,0 +1,76 @@
+"""What a user is told at a peer's end, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from p2pdiloco.node import node as nodes
+from p2pdiloco.node import session
+from p2pdiloco.node.node import Node
+from p2pdiloco.node.notifier import Notifier
+from p2pdiloco.peer.end import APART, Ending
+from p2pdiloco.watch.alerts import Alert
+from p2pdiloco.watch.picture import Bill
+
+BILL = Bill(share=0.5, commits=1, lasts_s=10.0, tokens=1000, up_bytes=1, down_bytes=1)
+
+
+class Ended(Node):
+    """A node whose peer has come to an end; ``told`` is all that its user hears, in order."""
+
+    def __init__(self, *, has_finished: bool) -> None:
+        self.told: list[str] = []
+        view = SimpleNamespace(has_finished=has_finished)
+        self.peer = cast(Any, SimpleNamespace(machine=SimpleNamespace(view=view), stayed=self._stayed))
+        self.options = cast(Any, SimpleNamespace(is_fetching=False, folder=Path("/state")))
+        self.lookout = cast(Any, SimpleNamespace(picture=lambda: SimpleNamespace(account=BILL)))
+
+    async def end(self, ending: Ending) -> None:
+        notifier = cast(Notifier, SimpleNamespace(tell=self._alerted))
+        await self._wind_up(ending, self.told.append, lambda e: session._tell_end(self, notifier, self.told.append, e))
+
+    def status(self) -> Any:
+        return None
+
+    def _alerted(self, alert: Alert) -> None:
+        self.told.append(f"alert {alert.kind}: {alert.text}")
+
+    async def _stay(self, say: Any) -> None:
+        say("it is served")
+
+    async def _stayed(self, ending: Ending) -> Ending:
+        return ending
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "farewell", lambda _status, _folder: ["the run is complete"])
+    monkeypatch.setattr(nodes, "progress_fields", lambda _status: {})
+
+
+def told(ending: Ending, *, has_finished: bool) -> list[str]:
+    node = Ended(has_finished=has_finished)
+    asyncio.run(node.end(ending))
+    return node.told
+
+
+@pytest.mark.parametrize("status", [0, APART])
+def test_what_it_gave_and_that_it_is_done_is_told_before_it_stays(status: int) -> None:
+    said = [line for line in told(Ending(status, "all is merged"), has_finished=True) if line != "all is merged"]
+    assert [line[:17] for line in said] == [
+        "the run is comple",
+        "this machine gave",
+        "alert done: all i",
+        "it is served",
+    ]
+
+
+@pytest.mark.parametrize("ending", [Ending(0, "SIGINT"), Ending(1, "the learner cannot go on")])
+def test_who_leaves_or_fails_is_not_done(ending: Ending) -> None:
+    (said,) = told(ending, has_finished=False)
+    assert said.startswith("this machine gave")
