@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from p2pdiloco.node.lookup import DirectoryOptions
 from p2pdiloco.peer.options import LearnerOptions, LinkOptions, MachineOptions, PeerOptions, WatchOptions
 from p2pdiloco.runtime import addresses
+from p2pdiloco.runtime.bottom_line import bottom_line
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.logs import printable
 from p2pdiloco.runtime.sockets import check_numeric, everywhere
@@ -130,7 +131,11 @@ def _is_meant_as_invite(word: str) -> bool:
 
 def say(line: str) -> None:
     """To the user, at once; to a terminal nothing that it would obey: a model writes what it was taught."""
-    print(printable(line, keeps="\n\t") if sys.stdout.isatty() else line, flush=True)
+    if not sys.stdout.isatty():
+        print(line, flush=True)
+        return
+    with bottom_line.lifted():
+        print(printable(line, keeps="\n\t"), flush=True)
 
 
 def ask(question: str) -> str | None:
@@ -154,6 +159,7 @@ def ask(question: str) -> str | None:
 
 def end(ending: Ending) -> int:
     """Say how it ended; the exit status."""
+    bottom_line.clear()  # of a download that came to no end
     if ending.status:
         print("p2pdiloco:", printable(ending.reason, keeps="\n"), file=sys.stderr)
     else:

@@ -1,8 +1,8 @@
 """What is told, and kept, of the states that a node downloads.
 
 Rules of this file:
-1. While a peer joins, a terminal shows one line that is written over; without one the log gets a line every
-   ``LOG_S`` seconds. The event log gets both ends and the same lines.
+1. While a peer joins, a terminal shows one line that is written over, below all others; without one the log gets a
+   line every ``LOG_S`` seconds. The event log gets both ends and the same lines.
 2. Shards that came while joining are kept on the disk until a checkpoint has them (``kept_shards``), if the download
    looks like lasting ``KEEP_FROM_S`` or more: a shorter one is sooner repeated than written. At most ``WAITING_MOST``
    wait to be written; more are not kept.
@@ -24,6 +24,7 @@ from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.transfer_progress import TransferProgress
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.bottom_line import bottom_line
 from p2pdiloco.wire.bodies import StateOffer
 
 log = logs.get("node")
@@ -96,8 +97,7 @@ class Arrivals:
         seconds, size = now - self._progress.began_at, self._progress.done_bytes
         if self._stream.isatty():
             self._draw(now)
-            self._stream.write("\n")
-            self._stream.flush()
+            bottom_line.leave()
         self._metrics.write("downloaded", bytes=size, seconds=round(seconds, 3))
         log.info("the run's state is here", mb=round(size / 1e6, 1), seconds=round(seconds, 1))
         self._progress = None
@@ -122,6 +122,4 @@ class Arrivals:
 
     def _draw(self, now: float) -> None:
         assert self._progress is not None
-        line = self._progress.line(now, shutil.get_terminal_size().columns - 1)
-        self._stream.write(f"\r{line}\x1b[K")
-        self._stream.flush()
+        bottom_line.draw(self._progress.line(now, shutil.get_terminal_size().columns - 1), self._stream)

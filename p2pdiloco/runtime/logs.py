@@ -21,6 +21,8 @@ import time
 from contextvars import ContextVar
 from typing import Literal, TextIO
 
+from p2pdiloco.runtime.bottom_line import bottom_line
+
 LogFormat = Literal["text", "json"]
 
 ROOT = "p2pdiloco"
@@ -106,8 +108,8 @@ def configure(level: str = "info", format: LogFormat = "text", stream: TextIO | 
         raise ValueError(f"log level {level!r}: use one of {', '.join(numbers)}")
     if format not in ("text", "json"):
         raise ValueError(f"log format {format!r}: use text or json")
-    handler = logging.StreamHandler(stream)
     is_watched = bool(getattr(stream or sys.stderr, "isatty", bool)())
+    handler = TerminalHandler(stream) if is_watched else logging.StreamHandler(stream)
     formatter = TerminalFormatter() if is_watched else TextFormatter()
     handler.setFormatter(JsonFormatter() if format == "json" else formatter)
     handler.addFilter(_is_worth_telling)
@@ -121,6 +123,15 @@ def configure(level: str = "info", format: LogFormat = "text", stream: TextIO | 
 
 def _is_worth_telling(record: logging.LogRecord) -> bool:
     return record.name != "asyncio" or not LEFT_BEHIND.match(record.getMessage())
+
+
+class TerminalHandler(logging.StreamHandler[TextIO]):
+    """Above the bottom line, if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """As of ``logging.Handler``."""
+        with bottom_line.lifted():
+            super().emit(record)
 
 
 class TextFormatter(logging.Formatter):

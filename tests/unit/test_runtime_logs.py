@@ -6,18 +6,51 @@ import asyncio
 import gc
 import io
 import logging
+import re
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from p2pdiloco.peer.arrivals import Arrivals
+from p2pdiloco.peer.host import Host
+from p2pdiloco.peer.metrics import Metrics
+from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.bottom_line import BottomLine
+
+
+class Terminal(io.StringIO):
+    """One that shows what was written as a terminal does."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def shown(self) -> list[str]:
+        rows = [""]
+        for piece in re.split(r"(\r|\n|\x1b\[K)", self.getvalue()):
+            if piece == "\n":
+                rows.append("")
+            elif piece == "\r":
+                rows[-1] = rows[-1] + "\r"
+            elif piece == "\x1b[K":
+                rows[-1] = "" if rows[-1].endswith("\r") else rows[-1]
+            else:
+                rows[-1] += piece
+        return rows
 
 
 @pytest.fixture
-def told() -> Iterator[io.StringIO]:
+def stream() -> io.StringIO:
+    return io.StringIO()
+
+
+@pytest.fixture
+def told(stream: io.StringIO) -> Iterator[io.StringIO]:
     names = (logs.ROOT, *logs.FOREIGN)
     before = {name: (logging.getLogger(name).handlers, logging.getLogger(name).propagate) for name in names}
-    stream = io.StringIO()
     logs.configure(stream=stream)
     yield stream
     logging.captureWarnings(False)
@@ -38,3 +71,36 @@ def test_what_a_search_of_the_directory_leaves_behind_is_not_told_but_a_task_of_
     assert told.getvalue() == ""
     asyncio.run(_left_behind("queue"))
     assert "Task was destroyed" in told.getvalue()
+
+
+@pytest.mark.parametrize("stream", [Terminal()])
+def test_a_downloads_bar_and_the_log_have_lines_of_their_own(told: io.StringIO, tmp_path: Path) -> None:
+    assert isinstance(told, Terminal)
+    layout, clock = cast(Layout, SimpleNamespace(shards=(0,))), iter(range(100))
+    host = cast(Host, SimpleNamespace(now=lambda: float(next(clock))))
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    bar = Arrivals(layout, 8, tmp_path, metrics, host, stream=told)
+    bar.begin([1000])
+    log = logs.get("node")
+    bar.chunk(4000)
+    log.info("joined")
+    begun, joined, drawn = told.shown()
+    assert "downloading the run's state" in begun
+    assert joined.endswith("joined")
+    assert re.fullmatch(r"\[=+ +\]  50% of .* left", drawn)
+    bar.chunk(4000)
+    bar.end()
+    log.info("after")
+    *_, bar_, here, after, last = told.shown()
+    assert "100% of" in bar_
+    assert "the run's state is here" in here
+    assert (after.endswith("after"), last) == (True, "")
+
+
+def test_a_bar_that_came_to_no_end_is_cleared() -> None:
+    terminal, line = Terminal(), BottomLine()
+    line.draw("[==  ]", terminal)
+    line.clear()
+    with line.lifted():
+        terminal.write("ended\n")
+    assert terminal.shown() == ["ended", ""]
