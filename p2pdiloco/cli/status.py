@@ -52,9 +52,11 @@ def _print_run(run_id: RunId, record: RunRecord, peers: list[PeerStatus]) -> Non
     best = max(peers, key=lambda s: (s.tokens_merged, s.peer))
     loss = "-" if best.held_out_loss is None else f"{best.held_out_loss:.4f} at step {best.held_out_step}"
     rate = sum(s.tokens_per_second for s in peers)
+    live = max(best.live, len(peers))  # at a run's end each takes leave of the others, and stays
+    shares = _shares(peers, rate, best.tokens_merged)
     print(f"  step {best.step} of {best.total_steps}, held-out loss {loss}, {best.tokens_merged:,} tokens merged")
     print(
-        f"  peers: {best.known} known, {best.live} live, {best.participating} participating, "
+        f"  peers: {best.known} known, {live} live, {best.participating} participating, "
         f"{best.weight_averaged} weight averaged; {rate:,.0f} tokens/s in all"
     )
     if best.epochs:
@@ -69,10 +71,9 @@ def _print_run(run_id: RunId, record: RunRecord, peers: list[PeerStatus]) -> Non
         ("blocked s", 11),
     )
     print(f"  {'peer':<8}{'phase':<11}" + "".join(f"{name:>{width}}" for name, width in header))
-    for s in sorted(peers, key=lambda s: s.peer):
+    for s, share in sorted(zip(peers, shares, strict=True), key=lambda one: one[0].peer):
         versions = f"{s.version_min}-{s.version_max}"
         train_loss = "-" if s.train_loss is None else f"{s.train_loss:.3f}"
-        share = s.tokens_per_second / rate if rate else 0.0
         print(
             f"  {short(s.peer):<8}{s.phase:<11}{versions:>12}{train_loss:>8}{s.tokens_trained:>12,}"
             f"{s.tokens_per_second:>10,.0f}{share:>8.1%}{s.bytes_up / 1e6:>9.1f}{s.blocked_s:>11.3f}"
@@ -80,3 +81,10 @@ def _print_run(run_id: RunId, record: RunRecord, peers: list[PeerStatus]) -> Non
     for s in peers:
         if s.trouble:
             print(f"  {short(s.peer)} is in trouble: {s.trouble}")
+
+
+def _shares(peers: list[PeerStatus], rate: float, merged: int) -> list[float]:
+    """Of the tokens a second; where nobody trains any more, of what is merged."""
+    if rate:
+        return [s.tokens_per_second / rate for s in peers]
+    return [min(1.0, s.tokens_trained / max(1, merged)) for s in peers]

@@ -105,7 +105,7 @@ class _Screen:
             print(self._summary(members, elapsed_s), flush=True)
 
     def _summary(self, members: Sequence[Member], elapsed_s: float) -> str:
-        step = max(m.view.step for m in members)
+        step = min(self._total, max(m.view.step for m in members))
         version = max(m.view.version for m in members)
         live = sum(m.is_running for m in members)
         losses = [m.view.held_out[-1] for m in members if m.view.held_out]

@@ -25,7 +25,7 @@ from p2pdiloco.node.guest import Guest, toggle
 from p2pdiloco.node.local_host import LocalHost
 from p2pdiloco.node.lookout import Lookout
 from p2pdiloco.node.lookup import ask_status
-from p2pdiloco.node.outlook import Outlook, duration
+from p2pdiloco.node.outlook import Outlook, duration, presented
 from p2pdiloco.node.results import farewell
 from p2pdiloco.node.roster import Roster
 from p2pdiloco.node.twins import Twins
@@ -293,7 +293,7 @@ class Node:
         status, traffic = self.peer.machine.status(), self.transport.traffic()
         versions = [head.version for head in status.heads] or [0]
         evaluation = status.evaluation
-        return PeerStatus(
+        told = PeerStatus(
             run=self.manifest.run,
             name=self.manifest.config.name,
             peer=self.peer.config.peer,
@@ -309,7 +309,7 @@ class Node:
             heads_mark=self.peer.machine.view.heads_mark,
             tokens_trained=self.metrics.tokens,
             tokens_merged=self._tokens_merged(),
-            tokens_per_second=0.0 if self.peer.supervision.resting else self.metrics.tokens_per_second,
+            tokens_per_second=self.metrics.tokens_per_second,
             train_loss=self.metrics.loss,
             held_out_loss=None if evaluation is None else evaluation.loss,
             held_out_step=0 if evaluation is None else evaluation.step,
@@ -321,6 +321,7 @@ class Node:
             trouble=self.peer.trouble,
             first_batches=self.peer.supervision.first_batches,
         )
+        return presented(told)
 
     async def _tell_progress(self) -> None:
         """For the person who watches."""

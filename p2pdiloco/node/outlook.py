@@ -1,9 +1,12 @@
-"""How long a run will take, and how much of it is done here, by what was seen in the last minute."""
+"""Where a run stands, for people: how long it will take, and how much of it is done here, by what was seen in the last
+minute."""
 
 from __future__ import annotations
 
 from collections import deque
 from typing import NamedTuple
+
+import msgspec
 
 from p2pdiloco.wire.bodies import PeerStatus
 
@@ -70,6 +73,18 @@ def _left_s(first: _Look, last: _Look, total_steps: int) -> float | None:
     if last.step <= first.step or last.now <= first.now:
         return None
     return max(0, total_steps - last.step) * (last.now - first.now) / (last.step - first.step)
+
+
+def presented(status: PeerStatus) -> PeerStatus:
+    """As people are told of it. The protocol goes on a turn or two beyond a run's last step, and these are no steps of
+    the run; the rate that is known of who does not train now is an old one."""
+    last = status.total_steps
+    return msgspec.structs.replace(
+        status,
+        step=min(status.step, last),
+        held_out_step=min(status.held_out_step, last),
+        tokens_per_second=status.tokens_per_second if status.phase == "training" else 0.0,
+    )
 
 
 def duration(seconds: float) -> str:

@@ -147,10 +147,11 @@ def progress_fields(status: PeerStatus) -> dict[str, object]:
         fields["loss"] = round(status.train_loss, 3)
     if status.held_out_loss is not None:
         fields["held_out"] = round(status.held_out_loss, 3)
+    if status.tokens_per_second:
+        fields["tokens_per_s"] = round(status.tokens_per_second)
     return (
         fields
         | {
-            "tokens_per_s": round(status.tokens_per_second),
             "live": status.live,
             "participating": status.participating,
             "versions": f"{status.version_min}-{status.version_max}",

@@ -56,7 +56,8 @@ class Farewell:
         if not core.departure:
             core.departure = "finished"
             self.reason = "the run is complete"
-            core.note("info", "finish", f"global step {core.step} of {self.contributions.budget.last_step}")
+            last = self.contributions.budget.last_step
+            core.note("info", "finish", f"global step {min(core.step, last)} of {last}")
             core.alarms.set(("depart", 0), core.now + core.config.finish_s)
 
     def overdue(self) -> None:

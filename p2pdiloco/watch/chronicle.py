@@ -224,6 +224,7 @@ class Chronicle:
             title=self.title,
             course=msgspec.structs.replace(
                 self._course,
+                step=min(self._course.step, total) if total else self._course.step,  # turns go on beyond the last one
                 done=min(1.0, self._course.step / total) if total else None,
                 swarm_tokens_per_s=sum(told.tokens_per_s for told in words.values()),
             ),

@@ -5,8 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from p2pdiloco.node.outlook import Outlook, duration
+from p2pdiloco.cli import status as status_command
+from p2pdiloco.node.outlook import Outlook, duration, presented
+from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.wire.bodies import PeerStatus
+from p2pdiloco.wire.records import RunRecord
 
 STATUS = PeerStatus(
     run="a" * 40,
@@ -69,3 +72,32 @@ def test_what_is_not_known_is_not_told() -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_finished_run_has_no_more_steps_than_it_has_and_no_rate() -> None:
+    over = msgspec.structs.replace(STATUS, step=1002, held_out_step=1001, tokens_per_second=4000.0)
+    told = presented(over)
+    assert (told.step, told.held_out_step, told.tokens_per_second) == (1000, 1000, 4000.0)
+    for phase in ("finished", "leaving", "resting", "following"):
+        assert presented(msgspec.structs.replace(over, phase=phase)).tokens_per_second == 0.0
+
+
+def test_status_of_two_that_train_and_of_two_that_have_finished(capsys: pytest.CaptureFixture[str]) -> None:
+    """At its end a peer takes leave of the others, and stays to serve: then none counts another one as live."""
+    run, record = RunId("a" * 40), RunRecord("story", 1000)
+
+    def told(**more: object) -> list[str]:
+        both = [msgspec.structs.replace(STATUS, peer=peer, tokens_merged=1000, **more) for peer in ("ann", "bob")]
+        both[0] = msgspec.structs.replace(both[0], tokens_trained=740, tokens_per_second=both[0].tokens_per_second / 2)
+        both[1] = msgspec.structs.replace(both[1], tokens_trained=260)
+        status_command._print_run(run, record, both)
+        return capsys.readouterr().out.splitlines()
+
+    training = told(tokens_per_second=4000.0, live=2)
+    assert "2 live" in training[2]
+    assert "6,000 tokens/s in all" in training[2]
+    assert [line.split()[6] for line in training[4:]] == ["33.3%", "66.7%"]
+    over = told(phase="finished", live=1)
+    assert "2 live" in over[2]
+    assert "0 tokens/s in all" in over[2]
+    assert [line.split()[6] for line in over[4:]] == ["74.0%", "26.0%"]

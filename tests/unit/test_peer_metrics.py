@@ -61,6 +61,10 @@ def test_a_follower_has_no_loss() -> None:
     assert "held_out" not in fields
 
 
+def test_who_does_not_train_has_no_rate() -> None:
+    assert "tokens_per_s" not in progress_fields(msgspec.structs.replace(STATUS, tokens_per_second=0.0))
+
+
 def test_totals_go_on_over_the_lives_of_learners(tmp_path: Path) -> None:
     with Metrics(tmp_path / "metrics.jsonl") as metrics:
         metrics.learner_began()

@@ -173,3 +173,10 @@ def test_a_picture_is_json_and_back() -> None:
     told.take(progress(1.0, 500))
     picture = told.picture(2.0)
     assert msgspec.json.decode(msgspec.json.encode(picture), type=Picture) == picture
+
+
+def test_a_turn_beyond_the_last_step_is_no_step_of_the_run() -> None:
+    told = chronicle(100)
+    told.take(commit(10.0, 13, ANN, ann=100))
+    course = told.picture(11.0).course
+    assert (course.step, course.total_steps, course.done) == (100, 100, 1.0)
