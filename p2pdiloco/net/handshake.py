@@ -230,7 +230,7 @@ class Greeter:
         self._verify = verify
         self._nonce = nonce
         self._door: Door = door or OpenDoor()
-        self._observes = observes
+        self.observes = observes
         self._attempt = 0
 
     def handshake(self, role: Role, fingerprint: bytes, dialled: Dialled) -> Handshake:
@@ -249,7 +249,7 @@ class Greeter:
             bond=dialled.bond,
             is_relayed=dialled.is_relayed,
             tag=tag_of(self.run, role, fingerprint, nonce) if is_private else b"",
-            observes=self._observes,
+            observes=self.observes,
         )
         return Handshake(
             role,

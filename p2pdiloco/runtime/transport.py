@@ -22,6 +22,7 @@ from p2pdiloco.net.doors import Door
 from p2pdiloco.net.endpoint import Endpoint
 from p2pdiloco.net.handshake import NONCE_BYTES, Dialled, Greeter, Hello, Role
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits, UpBudget
+from p2pdiloco.net.peers import LEAVING
 from p2pdiloco.net.traffic import Traffic
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import addresses, congestion, logs
@@ -51,7 +52,6 @@ __all__ = [
 ]
 
 log = logs.get("transport")
-LEAVING = "the peer is leaving"
 
 
 class Transport:
@@ -369,9 +369,9 @@ class Transport:
         self._handler.connected(peer, address, is_observer, inbound)
 
     def _say(self, connection: Connection) -> Callable[..., None]:
-        """Observers come and go by the dozen: what is about them is for debugging."""
-        is_observed = not self._greeter.run or _observes(connection.remote)
-        return log.debug if is_observed else log.info
+        """Observers come and go by the dozen, and who joins is one of them first: that is for debugging."""
+        observes = not self._greeter.run or self._greeter.observes
+        return log.debug if observes or _observes(connection.remote) else log.info
 
     def _hold(self, message: ev.Message, taken: asyncio.Future[Any]) -> None:
         hold = self._endpoint.hold(message)

@@ -122,6 +122,26 @@ def port(transport: Transport) -> int:
     return addresses.parse(where(transport)).port
 
 
+@pytest.mark.parametrize("by_invite", [False, True])
+def test_who_only_looks_round_tells_nothing_of_its_connections(
+    run: Callable[[Main], None], caplog: pytest.LogCaptureFixture, by_invite: bool
+) -> None:
+    """As who is about to join does, without the run's name, or with an invite."""
+
+    async def main() -> None:
+        caplog.set_level("DEBUG", "p2pdiloco.transport")
+        async with peer() as (ann, _):
+            looks = {"run": "run", "observes": True} if by_invite else {"run": ""}
+            watcher = Transport(Identity.ephemeral(), listen="", version=1, handler=Recorder(), **looks)  # type: ignore[arg-type]
+            async with watcher:
+                await watcher.dial(where(ann), 5.0)
+        told = [record for record in caplog.records if record.message in ("connected", "disconnected")]
+        assert len(told) == 4
+        assert {record.levelname for record in told} == {"DEBUG"}
+
+    run(main())
+
+
 def test_peers_meet_and_talk(run: Callable[[Main], None]) -> None:
     async def main() -> None:
         async with peer() as (ann, heard_by_ann), peer(run="") as (bob, heard_by_bob):
