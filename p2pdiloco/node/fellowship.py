@@ -111,6 +111,10 @@ class Fellowship:
         """Whether ``peer`` is a member, or was one."""
         return self.members.grant_of(peer) is not None
 
+    def is_out(self, peer: PeerId) -> bool:
+        """Whether ``peer`` was a member, and is none any more."""
+        return self.was_member(peer) and not self.is_member(peer)
+
     def is_announced_by_member(self, peer: PeerId, chain: bytes) -> bool:
         """Whether a record of the directory is a member's, by the ``chain`` in it."""
         try:

@@ -11,6 +11,8 @@ Rules of this file:
 5. Who is connected is told how we can be reached, whenever that changes, and tells us: the directory, which is asked
    seldom, is for who is not. What a connected peer says of itself is newer than its record there.
 6. What is known is bounded, and nobody fills it for good: who does not answer makes room for who was not tried yet.
+7. Who has said goodbye is dialled seldom, until it is announced by a process that began after that, or is connected
+   again. Who is no member any more is not dialled, and dials nobody.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from pathlib import Path
 
 import msgspec
 
+from p2pdiloco.net.peers import LEAVING
 from p2pdiloco.node.curiosity import Curiosity
 from p2pdiloco.node.fellowship import Fellowship
 from p2pdiloco.node.ladder import Ladder
@@ -57,6 +60,8 @@ SHORT_S = 5.0
 """A connection that ends so soon after our dial counts as one that failed."""
 SHORT_PAUSE_S = 8.0
 """At most, before the next dial after that."""
+LEFT_S = 120.0
+"""Between two dials to who has said goodbye: it may be back where no directory tells."""
 DIRECT_S, DIRECT_MOST_S = 30.0, 600.0
 """Between looks for a direct way to a peer over a relay."""
 MAX_KNOWN = 1024
@@ -70,6 +75,7 @@ class _Known:
         "failures",
         "is_dialling",
         "is_first_hand",
+        "left_s",
         "next_dial_at",
         "next_direct_at",
         "reached_at",
@@ -88,6 +94,8 @@ class _Known:
         self.refusals = 0
         """Dials that were answered by a no, or by somebody else."""
         self.is_dialling = False
+        self.left_s: float | None = None
+        """When it said goodbye, by the directory's clock; None: it has not, or has come back."""
         self.is_first_hand = False
         """The record is its own word, over a connection that lasts."""
         self.next_direct_at: float | None = None
@@ -167,6 +175,8 @@ class Roster:
         if not self._fellowship.observes(peer):
             if peer not in self._known:
                 self._make_room(1)
+            else:
+                self._known[peer].left_s = None
             self._learn(peer, record, asyncio.get_running_loop().time())
             if peer in self._known:
                 self._known[peer].is_first_hand = True
@@ -175,8 +185,8 @@ class Roster:
         """Take our record back."""
         await self._quietly(self._directory.withdraw_peer(self._run))
 
-    def disconnected(self, peer: PeerId) -> None:
-        """A connection is lost: dial again soon."""
+    def disconnected(self, peer: PeerId, reason: str) -> None:
+        """A connection is lost, for ``reason``: dial again soon, unless that was a goodbye."""
         known, now = self._known.get(peer), asyncio.get_running_loop().time()
         self._curiosity.wake(now)
         if known is not None:
@@ -185,6 +195,9 @@ class Roster:
             known.failures = known.failures + 1 if now - known.reached_at < SHORT_S else 0
             if known.failures:
                 known.next_dial_at = now + min(SHORT_PAUSE_S, _pause_s(known.failures))
+            known.left_s = self._directory.now_s() if reason == LEAVING else None
+            if known.left_s is not None:
+                known.next_dial_at = now + LEFT_S
 
     async def _quietly(self, call: Awaitable[None]) -> None:
         try:
@@ -257,8 +270,12 @@ class Roster:
             if len(self._known) >= MAX_KNOWN:
                 return False
             known = self._known[peer] = _Known(now if self._curiosity.has_looked else now - PATIENCE_S)
+        if known.left_s is not None and record.began_s <= known.left_s:
+            return False  # of the life that is over
+        is_back, known.left_s = known.left_s is not None, None
         where = (record.addresses, record.points, record.seen)
-        is_news = any(where[:2]) and where != (known.record.addresses, known.record.points, known.record.seen)
+        is_other = is_back or where != (known.record.addresses, known.record.points, known.record.seen)
+        is_news = any(where[:2]) and is_other
         if is_news:
             known.failures = 0
             known.next_dial_at = now
@@ -287,7 +304,8 @@ class Roster:
             is_patient = peer < self._transport.peer_id and now - known.since < PATIENCE_S
             if peer not in connected and not known.is_dialling and not is_patient and now >= known.next_dial_at:
                 due.append(peer)
-        return due
+        is_out = self._fellowship.is_out
+        return [] if is_out(self._transport.peer_id) else [peer for peer in due if not is_out(peer)]
 
     async def _dial(self, peer: PeerId) -> None:
         known = self._known.get(peer)
@@ -305,10 +323,11 @@ class Roster:
                     what = "refuses us" if isinstance(error, PeerRefused) else "is not who answers there"
                     log.warning(f"a peer {what}", peer=peer, reason=str(error), times=known.refusals)
             except DialError as error:
-                if (known.failures + 1).bit_count() == 1:
+                if known.left_s is None and (known.failures + 1).bit_count() == 1:
                     log.info("no way to a peer", peer=peer, reason=str(error), times=known.failures + 1)
             known.failures += 1
-            known.next_dial_at = asyncio.get_running_loop().time() + _pause_s(known.failures)
+            pause_s = _pause_s(known.failures) if known.left_s is None else LEFT_S
+            known.next_dial_at = asyncio.get_running_loop().time() + pause_s
         finally:
             known.is_dialling = False
 

@@ -17,15 +17,15 @@ from p2pdiloco.wire.records import PeerRecord
 
 class IntroductionHandler:
     """In front of ``inner``. ``point``: whether others meet here; ``rendezvous``: whether we are called; ``learn``: who
-    takes what peers say of how they can be reached; ``parted``: who hears whose connection was lost, too. They are set
-    before the first connection."""
+    takes what peers say of how they can be reached; ``parted``: who hears whose connection was lost, and why, too. They
+    are set before the first connection."""
 
     def __init__(self, inner: TransportHandler) -> None:
         self._inner = inner
         self.point: MeetingPoint | None = None
         self.rendezvous: Rendezvous | None = None
         self.learn: Callable[[PeerId, PeerRecord], None] = lambda _peer, _record: None
-        self.parted: Callable[[PeerId], None] = lambda _peer: None
+        self.parted: Callable[[PeerId, str], None] = lambda _peer, _reason: None
 
     def connected(self, peer: PeerId, address: str, is_observer: bool, inbound: bool) -> None:
         """As of ``TransportHandler``."""
@@ -34,7 +34,7 @@ class IntroductionHandler:
     def disconnected(self, peer: PeerId, reason: str) -> None:
         """As of ``TransportHandler``."""
         self._inner.disconnected(peer, reason)
-        self.parted(peer)
+        self.parted(peer, reason)
 
     def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> asyncio.Future[Any] | None:
         """As of ``TransportHandler``."""

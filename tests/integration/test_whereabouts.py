@@ -82,6 +82,9 @@ class OpenRun:
     def observes(self, peer: PeerId) -> bool:
         return False
 
+    def is_out(self, peer: PeerId) -> bool:
+        return False
+
 
 class Member(Observer):
     """A node's connections, and nothing else of it."""
@@ -114,7 +117,7 @@ class Member(Observer):
         self.handler.learn = self.roster.told
 
     def disconnected(self, peer: PeerId, reason: str) -> None:
-        self.roster.disconnected(peer)
+        self.roster.disconnected(peer, reason)
 
 
 def test_a_relayed_pair_meets_at_a_member_when_the_bootstrap_dies_though_the_directory_says_nothing(

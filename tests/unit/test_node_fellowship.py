@@ -157,6 +157,10 @@ def test_a_ban_reaches_everybody_and_ends_connections(tmp_path: Path) -> None:
         assert sorted(here for here, there, _ in place.parted if there == eve.peer) == sorted([ann.peer, bob.peer])
         assert all("is banned" in reason for _, _, reason in place.parted)
         assert {peer for peer, _ in place.expelled} == {eve.peer}, "it is told, and ends"
+        here = place.there[the_founder().peer]
+        assert [here.is_out(one.peer) for one in (ann, eve, Holder(Identity.ephemeral()))] == [False, True, False], (
+            "who is dialled no more"
+        )
         assert not list((tmp_path / the_founder().peer / "members" / "new").iterdir()), "it was taken"
 
     played(tmp_path, story)

@@ -11,11 +11,12 @@ from typing import cast
 import pytest
 
 from p2pdiloco.net.doors import OpenDoor
+from p2pdiloco.net.peers import LEAVING
 from p2pdiloco.node import roster
 from p2pdiloco.node.curiosity import FEW
 from p2pdiloco.node.fellowship import Fellowship
 from p2pdiloco.node.ladder import Ladder
-from p2pdiloco.node.roster import RECORD_LIFE_S, Roster
+from p2pdiloco.node.roster import LEFT_S, RECORD_LIFE_S, Roster
 from p2pdiloco.peersim.loop import VirtualLoop
 from p2pdiloco.protocol.identifiers import PeerId, RunId
 from p2pdiloco.runtime.directory import Directory, DirectoryError
@@ -26,6 +27,7 @@ from p2pdiloco.wire.records import PeerRecord
 
 ME, BOB, WATCHER, RUN = PeerId("me"), PeerId("bob"), PeerId("watcher"), RunId("run")
 HUB, PUB = "/ip4/1.1.1.1/tcp/1/p2p/hub", "/ip4/2.2.2.2/tcp/1/p2p/pub"
+CUT = "connection reset by peer"
 LATENCY_S = 0.05
 RESOLVED_S = 6.0
 """A few looks."""
@@ -93,7 +95,11 @@ class Lines:
 class NoWay:
     """Nobody can be reached."""
 
+    def __init__(self) -> None:
+        self.dialled: list[PeerId] = []
+
     async def climb(self, peer: PeerId, record: PeerRecord) -> PeerId:
+        self.dialled.append(peer)
         raise DialError("no way")
 
 
@@ -101,6 +107,12 @@ class OpenRun:
     """A run in which everybody is a member."""
 
     door = OpenDoor()
+
+    def __init__(self) -> None:
+        self.out: set[PeerId] = set()
+
+    def is_out(self, peer: PeerId) -> bool:
+        return peer in self.out
 
     def observes(self, peer: PeerId) -> bool:
         return peer == WATCHER
@@ -116,6 +128,8 @@ class Process:
         self.seen: dict[str, float] = {}
         self.record = PeerRecord((f"/ip4/127.0.0.1/tcp/1/p2p/{life}",))
         self.lines = Lines(life)
+        self.run = OpenRun()
+        self.ladder = NoWay()
         self.roster = Roster(
             RUN,
             cast(Directory, board),
@@ -123,8 +137,8 @@ class Process:
             lambda: self.record,
             folder / f"{life}.json",
             self._saw,
-            cast(Fellowship, OpenRun()),
-            cast(Ladder, NoWay()),
+            cast(Fellowship, self.run),
+            cast(Ladder, self.ladder),
         )
 
     def _saw(self, record: PeerRecord) -> None:
@@ -258,11 +272,95 @@ def test_what_a_connected_peer_says_of_itself_is_newer_than_the_directory(tmp_pa
             await asyncio.sleep(RESOLVED_S)
             assert one.roster.records() == {BOB: last}
         one.lines.lives = {}
-        one.roster.disconnected(BOB)
+        one.roster.disconnected(BOB, CUT)
         board.standing[BOB] = (Board.now_s() + RECORD_LIFE_S, encode(later))
         await asyncio.sleep(RESOLVED_S)
         assert one.roster.records()[BOB] == later, "who is gone says nothing more"
         telling.cancel()
+
+    in_virtual_time(main)
+
+
+class Gone:
+    """Bob, who was connected, and whose record is still in the directory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.board = Board()
+        self.began_s = Board.now_s()
+        self.one = Process(self.board, "one", folder)
+        self.one.lines.lives = {BOB: "first"}
+        self.announced(self.began_s)
+        self.one.roster.told(BOB, PeerRecord((), points=(HUB,)))
+
+    def announced(self, began_s: float) -> None:
+        record = PeerRecord((), points=(HUB,), life=str(began_s), began_s=began_s)
+        self.board.standing[BOB] = (Board.now_s() + RECORD_LIFE_S, encode(record))
+
+    def goes(self, reason: str) -> None:
+        self.one.lines.lives = {}
+        self.one.ladder.dialled.clear()
+        self.one.roster.disconnected(BOB, reason)
+
+    def dials(self) -> int:
+        return len(self.one.ladder.dialled)
+
+
+def test_who_said_goodbye_is_dialled_when_it_has_come_back_and_else_seldom(tmp_path: Path) -> None:
+    async def main() -> None:
+        gone = Gone(tmp_path)
+        keeping = asyncio.ensure_future(gone.one.roster.keep())
+        await asyncio.sleep(RESOLVED_S)
+        gone.goes(CUT)
+        await asyncio.sleep(5 * RESOLVED_S)
+        assert gone.dials() >= 3, "who is cut off is dialled again and again"
+        gone.one.lines.lives = {BOB: "first"}
+        await asyncio.sleep(RESOLVED_S)
+        gone.goes(LEAVING)
+        await asyncio.sleep(LEFT_S - RESOLVED_S)
+        assert gone.dials() == 0, "its old record is no news"
+        await asyncio.sleep(9 * LEFT_S + 2 * RESOLVED_S)
+        assert 9 <= gone.dials() <= 10, "it may be back, and nobody says so"
+        gone.one.ladder.dialled.clear()
+        gone.announced(Board.now_s())
+        await asyncio.sleep(5 * RESOLVED_S)
+        assert gone.dials() >= 3, "another life of it is announced"
+        keeping.cancel()
+
+    in_virtual_time(main)
+
+
+def test_who_said_goodbye_and_is_connected_again_is_dialled_as_ever(tmp_path: Path) -> None:
+    async def main() -> None:
+        gone = Gone(tmp_path)
+        keeping = asyncio.ensure_future(gone.one.roster.keep())
+        await asyncio.sleep(RESOLVED_S)
+        gone.goes(LEAVING)
+        await asyncio.sleep(RESOLVED_S)
+        gone.one.lines.lives = {BOB: "second"}
+        gone.one.roster.told(BOB, PeerRecord((), points=(PUB,)))
+        await asyncio.sleep(RESOLVED_S)
+        gone.goes(CUT)
+        await asyncio.sleep(5 * RESOLVED_S)
+        assert gone.dials() >= 3
+        keeping.cancel()
+
+    in_virtual_time(main)
+
+
+@pytest.mark.parametrize("banned", [BOB, ME])
+def test_who_is_banned_is_not_dialled_and_dials_nobody(tmp_path: Path, banned: PeerId) -> None:
+    async def main() -> None:
+        gone = Gone(tmp_path)
+        keeping = asyncio.ensure_future(gone.one.roster.keep())
+        await asyncio.sleep(RESOLVED_S)
+        gone.one.run.out.add(banned)
+        gone.goes("who is banned is parted from")
+        await asyncio.sleep(2 * LEFT_S)
+        assert gone.dials() == 0
+        gone.one.run.out.clear()  # another chain of it is known
+        await asyncio.sleep(RESOLVED_S)
+        assert gone.dials()
+        keeping.cancel()
 
     in_virtual_time(main)
 
