@@ -92,7 +92,7 @@ def cards(picture: Picture) -> list[tuple[str, str, str]]:
         (
             "waited for network",
             f"{costs.blocked_s:.3f} s",
-            f"{percent(costs.compute_s / spent)} in steps" if spent else "the learner never waits",
+            f"{percent(costs.compute_s / spent)} in steps" if spent else "no steps here yet",
         ),
     ]
 

@@ -61,7 +61,7 @@ class Top(App[None]):
 
     TITLE = "p2pdiloco top"
     ENABLE_COMMAND_PALETTE = False
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (110, "-wide")]  # noqa: RUF012 (as textual declares it)
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (110, "-wide"), (150, "-broad")]  # noqa: RUF012 (as textual declares it)
     CSS = """
     Screen { background: $background; }
     #head, #course { height: 1; }
@@ -69,12 +69,13 @@ class Top(App[None]):
     #troubles { display: none; background: $error 15%; color: $error; border-left: outer $error; padding: 0 1; }
     #body { scrollbar-size-vertical: 1; }
     .row { height: auto; }
+    #cards { layout: grid; grid-size: 3; grid-rows: 5; } .-broad #cards { grid-size: 6; }
     .card { width: 1fr; height: 5; border: round $line; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
     .panel { border: round $line; border-title-color: $text-muted; padding: 0 1; height: auto; }
     #curve { width: 3fr; height: 14; } #news { width: 2fr; height: 14; }
     #peers { min-height: 4; }
     #merges { width: 64; min-height: 11; } #counted { width: 1fr; min-height: 11; }
-    .-narrow .row { layout: vertical; } .-narrow #cards { layout: grid; grid-size: 3; grid-rows: 5; }
+    .-narrow .row { layout: vertical; } .-narrow #cards { layout: grid; }
     .-narrow #curve, .-narrow #news, .-narrow #merges, .-narrow #counted { width: 100%; } .-narrow #news { height: 8; }
     .-narrow #merges, .-narrow #counted { min-height: 4; }
     """

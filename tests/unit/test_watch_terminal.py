@@ -152,6 +152,36 @@ def test_it_shows_hostile_words_as_words_and_says_when_nobody_answers() -> None:
 
 
 @pytest.mark.heavy
+@pytest.mark.parametrize("width", [80, 109, 110, 120, 149, 150, 200])
+def test_no_number_on_a_card_is_cut(width: int) -> None:
+    from p2pdiloco.watch import panels
+    from p2pdiloco.watch.terminal import Top
+
+    async def whole() -> None:
+        stage = Stage()
+        picture = stage.sighting.picture
+        course = msgspec.structs.replace(
+            picture.course,
+            tokens_per_s=7241.0,
+            swarm_tokens_per_s=123_456.0,
+            tokens_merged=3_210_000_000,
+            train_loss=2.3,
+        )
+        count = msgspec.structs.replace(picture.headcount, participating=12, weight_averaged=11)
+        stage.sighting = Sighting(msgspec.structs.replace(picture, course=course, headcount=count), told())
+        app = Top(stage, every_s=3600.0)
+        async with app.run_test(size=(width, 60)) as pilot:
+            await pilot.pause()
+            await app.look()
+            await pilot.pause()
+            text = letters(app)
+            for line in (line for card in panels.cards(stage.sighting.picture) for line in card):
+                assert line in text
+
+    asyncio.run(whole())
+
+
+@pytest.mark.heavy
 def test_a_recording_is_played_paused_and_leapt_through(tmp_path: Path) -> None:
     from p2pdiloco.watch.terminal import Top
 
