@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
+import signal
 import sys
 import time
 from collections import Counter
@@ -44,9 +46,18 @@ async def run(arguments: argparse.Namespace) -> int:
                 seeds, arguments.jobs, pieces=arguments.piece, record=arguments.record, is_json=arguments.json
             )
         return await _whole(seeds, arguments.jobs, is_json=arguments.json)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end_at_once)  # what the loop has for them waits for a loop that waits for these seeds
     if arguments.mutants:
         return _mutants(arguments.jobs, is_json=arguments.json)
     return _seeds(seeds, arguments.scenario, arguments.jobs, is_json=arguments.json)
+
+
+def _end_at_once(*_: object) -> None:
+    """Nothing is written that would have to be finished."""
+    for process in multiprocessing.active_children():
+        process.kill()
+    raise KeyboardInterrupt
 
 
 def parse_seeds(text: str) -> range:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -136,7 +137,13 @@ def find_mutants(seeds: Sequence[int], *, first: Mapping[str, int] | None = None
 
 
 def _processes(jobs: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=look_for_garbage_seldom)
+    return ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_begin)
+
+
+def _begin() -> None:
+    """In a worker process. A terminal's Ctrl+C is for whoever started it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    look_for_garbage_seldom()
 
 
 def look_for_garbage_seldom() -> None:

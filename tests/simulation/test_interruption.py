@@ -1,0 +1,29 @@
+"""Who has seen enough does not wait for the seeds under way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_ctrl_c_ends_it_at_once(jobs: str) -> None:
+    command = [sys.executable, "-m", "p2pdiloco", "simulate", "--fresh", "100000", "--jobs", jobs]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        try:
+            assert process.stderr is not None
+            assert process.stderr.readline().startswith("seeds ")
+            time.sleep(3.0)
+            began = time.monotonic()
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            _, said = process.communicate(timeout=30.0)
+            assert (process.returncode, said) == (130, "")
+            assert time.monotonic() - began < 3.0
+        finally:
+            process.kill()
