@@ -25,7 +25,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	@touch $(READY)
 
-demo: $(READY) ## a swarm on this machine: found, join, kill, join late, merge, evaluate (about 3 minutes)
+demo: $(READY) ## a swarm on this machine: found, join, kill, join late, merge, evaluate (a minute or two)
 	@$(BIN)/p2pdiloco demo --out out/demo
 
 # Two workers: most tests wait for processes, and two cores are what CI has. Durations are told, and kept in out/.

@@ -145,9 +145,9 @@ def _fetch(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "address",
         nargs="+",
-        metavar="RUN|ADDR",
-        help="multiaddr of any directory node or peer, with /p2p/ID; or a run's name, if this state folder has met the "
-        "directory before",
+        metavar="INVITE|RUN|ADDR",
+        help="an invite; of an open run the multiaddr of any directory node or peer, with /p2p/ID; or a run's name, if "
+        "this state folder has met the directory before",
     )
     sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if the directory knows several runs")
     add_network(sub)

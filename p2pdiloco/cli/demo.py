@@ -1,4 +1,4 @@
-"""``p2pdiloco demo``: Show a swarm on this machine in about three minutes: found a run, train it, kill a peer, let one
+"""``p2pdiloco demo``: Show a swarm on this machine in a minute or two: found a run, train it, kill a peer, let one
 join late, kill the bootstrap node, finish, and judge what came of it."""
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """``p2pdiloco``: the command line.
 
 Exit status: 0 in order; 1 something failed while running; 2 the command, configuration or data must be repaired;
-3 nobody could be reached, or what was looked for does not exist; 130 interrupted before it had begun.
+3 nobody could be reached, or what was looked for does not exist; 4 the run is complete here, but peers that were lost
+at once may have a second model of it; 130 interrupted before it had begun.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ MISUSES: list[tuple[str, int, list[str]]] = [
     ("generate x --temprature 1", REPAIR, ["did you mean --temperature?"]),
     ("start", REPAIR, ["CONFIG"]),
     ("join", REPAIR, ["ADDR"]),
-    ("fetch", REPAIR, ["RUN|ADDR"]),
+    ("fetch", REPAIR, ["INVITE|RUN|ADDR"]),
     ("export", REPAIR, ["RUN"]),
     ("resume", REPAIR, ["DIR"]),
     ("status", REPAIR, ["ADDR"]),

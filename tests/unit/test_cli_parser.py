@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from p2pdiloco.cli.arguments import COMMANDS
+from p2pdiloco.cli.complaints import FAILED, INTERRUPTED, NOBODY_THERE, REPAIR
 from p2pdiloco.cli.main import main
+from p2pdiloco.peer.end import APART
 from p2pdiloco.version import VERSION
 
 
@@ -52,6 +55,25 @@ def test_it_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"p2pdiloco {VERSION}\n"
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--help"])
+    assert ended.value.code == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_its_help_names_each_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    _, said = shown(capsys).split("Exit status: ")
+    named = [int(part.split()[0]) for part in said.split("; ")]
+    assert named == [0, FAILED, REPAIR, NOBODY_THERE, APART, INTERRUPTED]
+
+
+def test_the_demo_takes_as_long_wherever_that_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
+    for text in (shown(capsys, "demo"), next(line for line in makefile.splitlines() if line.startswith("demo:"))):
+        assert "a minute or two" in text
 
 
 @pytest.mark.heavy
