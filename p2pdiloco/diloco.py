@@ -39,19 +39,7 @@ from torch import Tensor, nn
 
 from p2pdiloco.companion import JOIN_S, NODE_LOG, Companion, CompanionError, Return, Wish, leaving_s
 from p2pdiloco.protocol.blocks import Block
-from p2pdiloco.protocol.manifest import (
-    Access,
-    CodecConfig,
-    EvaluationConfig,
-    InnerConfig,
-    Layout,
-    Manifest,
-    ModelConfig,
-    OuterConfig,
-    RunConfig,
-    ScheduleConfig,
-)
-from p2pdiloco.protocol.soundness import config_problems
+from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.training import foundation
 from p2pdiloco.training.outer_link import Meeting, OuterLink, Visit
 from p2pdiloco.training.parameters import FlatParameters
@@ -128,7 +116,7 @@ class DiLoCo(SwarmView):
         ``total_steps`` to ``access`` are the founder's choice; who joins takes the run's.
 
         Raises:
-            DiLoCoError: the settings are impossible together, or the model has nothing to train.
+            DiLoCoError: a setting is not one, or impossible with another; or the model has nothing to train.
         """
         super().__init__(model, has_run=run is not None)
         self._optimizer = optimizer
@@ -146,24 +134,26 @@ class DiLoCo(SwarmView):
         self._stay_s = stay_s
         self._wait_for_peers = wait_for_peers
         self._process_group = process_group
-        self._config = RunConfig(
-            name=run or "unnamed",
-            access=msgspec.convert(access, Access),
-            model=ModelConfig(kind="external"),
-            inner=InnerConfig(steps=total_steps, warmup=0),
-            schedule=ScheduleConfig(
-                fragments=n_fragments, sync_every=sync_every, overlap=fragment_sync_delay, min_quorum=min_quorum
-            ),
-            outer=OuterConfig(learning_rate=outer_lr, momentum=outer_momentum),
-            codec=msgspec.convert({"up": codec, "down": codec}, CodecConfig),
-            evaluation=EvaluationConfig(every=0),
-        )
+        self._config: RunConfig | None = None
         if run is not None:
             if not self._named:
                 raise DiLoCoError("the model has no parameter that requires a gradient: nothing would travel")
-            problems = config_problems(self._config, tensors=len(self._named))
-            if problems:
-                raise DiLoCoError("; ".join(problems))
+            given = {
+                "run": run,
+                "access": access,
+                "total_steps": total_steps,
+                "n_fragments": n_fragments,
+                "sync_every": sync_every,
+                "fragment_sync_delay": fragment_sync_delay,
+                "min_quorum": min_quorum,
+                "outer_lr": outer_lr,
+                "outer_momentum": outer_momentum,
+                "codec": codec,
+            }
+            try:
+                self._config = foundation.settings(given, tensors=len(self._named))
+            except foundation.FoundationError as error:
+                raise DiLoCoError(str(error)) from error
         self._tally = Tally(optimizer, grad_scaler, tokens_per_step)
         self._island: Island | None = None
         self._companion: Companion | None = None
@@ -203,6 +193,7 @@ class DiLoCo(SwarmView):
             self._companion = companion = Companion(self._state, wish)
             path = wish.foundation
             if path is not None and not path.exists():  # else the run that was founded goes on
+                assert self._config is not None
                 foundation.write(path, self._config, initial, frozenset(embedding_names(self._model)))
             found = companion.meet()
             visits.append(found)
