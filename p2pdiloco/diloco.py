@@ -72,7 +72,7 @@ class DiLoCo(SwarmView):
         optimizer: torch.optim.Optimizer,
         *,
         run: str | None = None,
-        initial_peers: Sequence[str] = (),
+        initial_peers: str | Sequence[str] = (),
         found: bool | None = None,
         tokens_per_step: int = 1,
         grad_scaler: torch.amp.GradScaler | None = None,
@@ -95,7 +95,7 @@ class DiLoCo(SwarmView):
         Args:
             run: the run's name; None: train alone, unchanged.
             initial_peers: an invite, as the founder prints it; of an open run, directory addresses, as ``p2pdiloco
-                bootstrap`` and ``p2pdiloco start`` print them.
+                bootstrap`` and ``p2pdiloco start`` print them. One alone may be a str.
             found: found the run here, from this model's parameters. None: if there are no ``initial_peers``.
             tokens_per_step: what an optimizer step of this process counts for, unless ``count`` says otherwise.
             grad_scaler: with one, tokens counted for a step that it skips are dropped.
@@ -124,6 +124,8 @@ class DiLoCo(SwarmView):
         self._wish: Wish | None = None
         self._state = Path(state) if state is not None else Path.home() / ".local" / "state" / "p2pdiloco" / (run or "")
         if run is not None:
+            if isinstance(initial_peers, str):
+                initial_peers = (initial_peers,) if initial_peers else ()
             is_founder = not initial_peers if found is None else found
             self._wish = Wish(
                 name=run,

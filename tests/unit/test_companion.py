@@ -12,8 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+import p2pdiloco
 from p2pdiloco import companion
+from p2pdiloco.cli.main import main
 from p2pdiloco.companion import LEAVE_S, RESTARTS, STABLE_S, Companion, CompanionError, Wish, leaving_s
 from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.training.reunion import Found, Reunion, find_learner
@@ -195,3 +198,24 @@ def test_the_node_of_a_large_model_is_waited_for_longer() -> None:
     """Else it is killed while it merges and writes what was trained last (1.1 billion parameters on 24 GB: 140 s)."""
     assert leaving_s(10_000) - LEAVE_S < 1.0
     assert leaving_s(1_100_000_000) > 2 * LEAVE_S
+
+
+def test_what_was_wrong_with_an_option_is_told_and_not_where_help_is(tmp_path: Path) -> None:
+    """``node_options`` are the user's own words."""
+    node = Dying(tmp_path)
+    node._start([])
+    assert node.ending == "the node ended with status 1: it said nothing"
+    with contextlib.suppress(SystemExit), open(node.log_path, "w") as log, contextlib.redirect_stderr(log):
+        main(["start", "stdlib-tiny", "--upp", "3"])
+    assert "see p2pdiloco start --help" in node.log_path.read_text()
+    assert node.ending.endswith(": p2pdiloco start: there is no option --upp: did you mean --up?")
+    node.leave_alone()
+
+
+def test_one_invite_may_be_given_as_a_text(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    for given, peers in (("INVITE", ("INVITE",)), (["INVITE"], ("INVITE",)), ("", ()), ((), ())):
+        wish = p2pdiloco.DiLoCo(model, optimizer, run="story", initial_peers=given, state=tmp_path)._wish
+        assert wish is not None
+        assert (wish.peers, wish.foundation is None) == (peers, bool(peers))
