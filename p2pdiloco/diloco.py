@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from p2pdiloco.companion import JOIN_S, NODE_LOG, Companion, CompanionError, Return, Wish, leaving_s
 from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
+from p2pdiloco.runtime.state_home import state_home
 from p2pdiloco.training import foundation
 from p2pdiloco.training.outer_link import Meeting, OuterLink, Visit
 from p2pdiloco.training.parameters import FlatParameters
@@ -107,7 +108,8 @@ class DiLoCo(SwarmView):
             outer_lr, outer_momentum: of the outer optimizer, SGD with Nesterov momentum.
             codec: of the outer gradients, both ways: "int4", "int8", "bf16", "int2", "e3m0", "auto".
             access: who may take part: "invite", "list" or "open".
-            state: the peer's folder: identity, checkpoints, logs. Default: ``~/.local/state/p2pdiloco/RUN``.
+            state: the peer's folder: identity, checkpoints, logs. Default: ``~/.local/state/p2pdiloco/RUN``, or
+                ``$XDG_STATE_HOME/p2pdiloco/RUN``.
             wait_for_peers: peers, this one included, that must train before this one begins; waited for ten minutes.
             stay_s: how long the script stays after the run's end, to serve the result to those who come later.
             node_options: further arguments of ``p2pdiloco join``, such as ``("--up", "20mbit")``.
@@ -122,7 +124,7 @@ class DiLoCo(SwarmView):
         self._optimizer = optimizer
         self._named = trainable(model)
         self._wish: Wish | None = None
-        self._state = Path(state) if state is not None else Path.home() / ".local" / "state" / "p2pdiloco" / (run or "")
+        self._state = Path(state) if state is not None else state_home() / (run or "")
         if run is not None:
             if isinstance(initial_peers, str):
                 initial_peers = (initial_peers,) if initial_peers else ()

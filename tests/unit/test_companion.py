@@ -16,9 +16,10 @@ import torch
 
 import p2pdiloco
 from p2pdiloco import companion
-from p2pdiloco.cli.main import main
+from p2pdiloco.cli.main import _parse, main
 from p2pdiloco.companion import LEAVE_S, RESTARTS, STABLE_S, Companion, CompanionError, Wish, leaving_s
 from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.runtime.state_home import state_home
 from p2pdiloco.training.reunion import Found, Reunion, find_learner
 from p2pdiloco.wire import link
 
@@ -219,3 +220,16 @@ def test_one_invite_may_be_given_as_a_text(tmp_path: Path) -> None:
         wish = p2pdiloco.DiLoCo(model, optimizer, run="story", initial_peers=given, state=tmp_path)._wish
         assert wish is not None
         assert (wish.peers, wish.foundation is None) == (peers, bool(peers))
+
+
+@pytest.mark.parametrize("home", ["", "elsewhere"])
+def test_commands_and_scripts_keep_their_state_in_one_place(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / home) if home else "")
+    expected = tmp_path / (home or ".local/state") / "p2pdiloco"
+    assert state_home() == expected
+    assert _parse(["members"]).state == expected
+    model = torch.nn.Linear(2, 1)
+    assert p2pdiloco.DiLoCo(model, torch.optim.SGD(model.parameters()), run="story")._state == expected / "story"
