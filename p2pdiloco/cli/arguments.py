@@ -138,6 +138,7 @@ def _ban(sub: argparse.ArgumentParser) -> None:
 def _members(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--run", metavar="NAME", help="only this one")
     sub.add_argument("--json", action="store_true", help="JSON instead of a table")
+    sub.add_argument("--id", action="store_true", help="only this machine's own peer id, which is made if it has none")
     _add_identity(sub)
 
 

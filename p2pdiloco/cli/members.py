@@ -1,5 +1,6 @@
 """``p2pdiloco members``: Show who is a member of the runs in --state: role, until when, by whom, banned or not; and
-this machine's own peer id. It is what this machine's peer knows; nobody is asked."""
+this machine's own peer id. It is what this machine's peer knows; nobody is asked, and nothing is written, but with --id
+a key where there is none."""
 
 from __future__ import annotations
 
@@ -19,10 +20,16 @@ from p2pdiloco.runtime.identity import IdentityError
 from p2pdiloco.wire.certificates import NEVER, Grant
 from p2pdiloco.wire.members import Members
 
+NOBODY = "has no id yet: it gets one when it first takes part, or now by p2pdiloco members --id"
+
 
 async def run(arguments: argparse.Namespace) -> int:
     """Print and go."""
     with complaining(repair=(ConfigError, IdentityError, ValueError), nobody=()):
+        if arguments.id:
+            place = None if arguments.run is None else kept_run(arguments.state, arguments.run).state
+            print(peer.open_identity(arguments, place).peer_id)
+            return 0
         first, *others = _peers(arguments)
         if arguments.json:
             below = {"others": [{"state": str(one.state), **one.told()} for one in others]} if others else {}
@@ -30,7 +37,7 @@ async def run(arguments: argparse.Namespace) -> int:
             return 0
         for one in (first, *others):
             where = "" if one is first and one.state == arguments.state else f"  in {one.state}"
-            print(f"{'this' if one is first else 'another'} peer  {one.peer}{where}")
+            print(f"{'this' if one is first else 'another'} peer  {one.peer or NOBODY}{where}")
             for kept in one.runs:
                 config = kept.manifest.config
                 print(f"{config.name}  {kept.manifest.run[:12]}  {config.access}")
@@ -44,7 +51,7 @@ class _Peer(NamedTuple):
     """What one state folder has."""
 
     state: Path
-    peer: PeerId
+    peer: PeerId | None
     runs: list[KeptRun]
 
     def told(self) -> dict[str, Any]:
@@ -56,9 +63,10 @@ def _peers(arguments: argparse.Namespace) -> list[_Peer]:
     state, wanted = arguments.state, arguments.run
     found = kept_runs(state) if wanted is None else [kept_run(state, wanted)]
     places = dict.fromkeys([*([state] if wanted is None else []), *(kept.state for kept in found)])
+    keys = {place: peer.kept_identity(arguments, place) for place in places}
     return [
-        _Peer(place, peer.open_identity(arguments, place).peer_id, [kept for kept in found if kept.state == place])
-        for place in places
+        _Peer(place, None if key is None else key.peer_id, [kept for kept in found if kept.state == place])
+        for place, key in keys.items()
     ]
 
 

@@ -91,6 +91,13 @@ def open_identity(arguments: argparse.Namespace, state: Path | None = None) -> I
     return Identity.load_or_create(arguments.identity_path or (state or arguments.state) / KEY_FILE)
 
 
+def kept_identity(arguments: argparse.Namespace, state: Path) -> Identity | None:
+    """The key of the peer whose folder is ``state``, if it has one: nothing is written. The file that the user may have
+    named is that of --state."""
+    named = arguments.identity_path if state == arguments.state else None
+    return Identity.load(named or state / KEY_FILE)
+
+
 def directory_options(arguments: argparse.Namespace, initial_peers: list[str]) -> DirectoryOptions:
     """How the peer takes part in the directory. ``initial_peers``: addresses; one may be an invite, which has some.
 

@@ -119,7 +119,7 @@ def invite_text(
     if config.access == "list" and peer is None:
         raise CredentialsError(
             f"run {config.name} takes peers by name only: add --peer with the newcomer's id, which p2pdiloco members "
-            "tells on its machine"
+            "--id tells on its machine"
         )
     cap = NO_CAP if max_weight is None else round(max_weight / CAP_UNIT)
     if not 0 < cap <= NO_CAP:

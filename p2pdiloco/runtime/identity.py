@@ -52,17 +52,28 @@ class Identity:
         Raises:
             IdentityError: not an Ed25519 key of libp2p, not readable, or the folder is not writable.
         """
-        try:
-            return cls(_parse(path.read_bytes(), path), path)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise IdentityError(f"the identity file {path} cannot be read: {error.strerror}; {ANOTHER}") from error
+        found = cls.load(path)
+        if found is not None:
+            return found
         try:
             _create(path, Ed25519PrivateKey.generate())
             return cls(_parse(path.read_bytes(), path), path)
         except OSError as error:
             raise IdentityError(f"the identity file {path} cannot be created: {error.strerror}; {ANOTHER}") from error
+
+    @classmethod
+    def load(cls, path: Path) -> Identity | None:
+        """The identity stored at ``path``; None if there is none.
+
+        Raises:
+            IdentityError: not an Ed25519 key of libp2p, or not readable.
+        """
+        try:
+            return cls(_parse(path.read_bytes(), path), path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise IdentityError(f"the identity file {path} cannot be read: {error.strerror}; {ANOTHER}") from error
 
     @classmethod
     def ephemeral(cls) -> Identity:

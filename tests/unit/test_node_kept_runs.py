@@ -85,7 +85,26 @@ def test_members_tells_each_peer_with_its_runs(tmp_path: Path, capsys: pytest.Ca
     (other,) = found["others"]
     assert (other["state"], other["peer"]) == (str(tmp_path / "story"), FOUNDER.peer_id)
     assert [row["key"] for row in other["runs"][theirs.run]] == [FOUNDER.peer_id]
+    (tmp_path / KEY_FILE).rename(tmp_path / "key")
+    told = said(capsys, "members", "--state", tmp_path, "--identity_path", tmp_path / "key").splitlines()
+    assert [line.split()[2] for line in told[:2]] == [ours, FOUNDER.peer_id]
     told = said(capsys, "members", "--run", "story", "--state", tmp_path).splitlines()
     assert told[0] == f"this peer  {FOUNDER.peer_id}  in {tmp_path / 'story'}"
     found = json.loads(said(capsys, "members", "--run", "story", "--json", "--state", tmp_path))
     assert (found["peer"], list(found["runs"])) == (FOUNDER.peer_id, [theirs.run])
+
+
+def test_members_writes_nothing_but_the_id_that_it_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tmp_path / "bootstrap"
+    assert said(capsys, "members", "--state", state) == (
+        "this peer  has no id yet: it gets one when it first takes part, or now by p2pdiloco members --id\n"
+    )
+    assert json.loads(said(capsys, "members", "--json", "--state", state)) == {"peer": None, "runs": {}}
+    assert list(tmp_path.iterdir()) == []
+    made = said(capsys, "members", "--id", "--state", state).strip()
+    assert said(capsys, "members", "--id", "--state", state).strip() == made
+    assert said(capsys, "members", "--state", state) == f"this peer  {made}\n"
+    leave(state / "story", "story")
+    assert said(capsys, "members", "--id", "--run", "story", "--state", state).strip() == FOUNDER.peer_id
