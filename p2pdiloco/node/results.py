@@ -113,8 +113,9 @@ def model_of(result: Result, *, is_averaged: bool) -> tuple[Result, Tensor]:
     return result._replace(averaged=span(min(average.looks))), average.theta
 
 
-def farewell(status: PeerStatus, folder: Path) -> list[str]:
-    """For the user of a peer that holds what the run has come to: what it is, where it lies, what to do with it."""
+def farewell(status: PeerStatus, folder: Path, *, is_scripts: bool = False) -> list[str]:
+    """For the user of a peer that holds what the run has come to: what it is, where it lies, what to do with it. A run
+    that ``is_scripts``' has a model that only they can have write."""
     is_complete = status.step >= status.total_steps and not status.participating
     stands = "is complete:" if is_complete else "as it is now:"
     loss = "" if status.held_out_loss is None else f"held-out loss {status.held_out_loss:.3f} nats a token, "
@@ -124,16 +125,18 @@ def farewell(status: PeerStatus, folder: Path) -> list[str]:
     return [
         f"run {status.name} {stands} step {step}, {loss}{status.tokens_merged:,} tokens merged{here}",
         f"  the model lies in   {folder}",
-        f"  have it write       p2pdiloco generate {folder}",
+        *([] if is_scripts else [f"  have it write       p2pdiloco generate {folder}"]),
         f"  make files of it    p2pdiloco export {folder} --out {status.name}",
     ]
 
 
 def finished(manifest: Manifest, folder: Path) -> str:
     """Why a run does not go on, and where its model is."""
+    is_scripts = manifest.config.model.kind == "external"
+    use = "make files of it: p2pdiloco export" if is_scripts else "have it write: p2pdiloco generate"
     return (
         f"run {manifest.config.name} ({manifest.run[:12]}) is finished, all {manifest.config.inner.steps} steps of it, "
-        f"and its model lies in {folder}. To have it write: p2pdiloco generate {folder}. To serve it to others for an "
+        f"and its model lies in {folder}. To {use} {folder}. To serve it to others for an "
         f"hour: p2pdiloco resume {folder} --stay-s 3600. To train another one: give it another name"
     )
 

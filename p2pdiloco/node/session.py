@@ -288,6 +288,22 @@ def _has_what_it_takes(manifest: Manifest, options: PeerOptions, say: Callable[[
             say(line)
 
 
+def _has_script(manifest: Manifest, options: PeerOptions) -> None:
+    """Whether a run of training scripts can be trained here, before its state is fetched for nothing.
+
+    Raises:
+        ConfigError: it cannot; the message says how it is, and what a peer without a script can do.
+    """
+    config = manifest.config
+    if config.model.kind == "external" and not options.is_follower and not options.learner.script:
+        word = "ADDR" if config.access == "open" else "INVITE"
+        raise ConfigError(
+            f"run {config.name} ({manifest.run[:12]}) is trained by training scripts, and here is none: take part in "
+            f"it from yours, p2pdiloco.DiLoCo(model, optimizer, run={config.name!r}, initial_peers=[{word}]). To "
+            f"follow it without training: p2pdiloco join {word} --follow. To get its model: p2pdiloco fetch {word}"
+        )
+
+
 async def take_part(
     manifest: Manifest,
     options: PeerOptions,
@@ -303,12 +319,14 @@ async def take_part(
 
     Raises:
         IdentityError: another process takes part with this identity.
+        ConfigError: the run is one of training scripts, and here is none.
         CredentialsError: this peer is no member, or not any more.
         OSError: a port is taken, a folder is not writable.
     """
     is_open = manifest.config.access == "open"
     mine = mine or Credentials(manifest.run, b"", identity)
     options = await asyncio.to_thread(as_granted, manifest, mine, options, say)
+    _has_script(manifest, options)
     await refuse_to_be_one(directory, manifest.run, identity.peer_id, None if is_open else mine)
     await asyncio.to_thread(keep_addresses, options.folder, directory.meeting_places())
     if shows_how_to_join:

@@ -159,6 +159,9 @@ def test_the_end_tells_path_loss_tokens_and_the_next_command() -> None:
     ):
         assert told in said
     assert "p2pdiloco export /state/aaaa --out story" in said
+    of_scripts = "\n".join(farewell(status, Path("/state/aaaa"), is_scripts=True))
+    assert "generate" not in of_scripts, "it refuses them"
+    assert "p2pdiloco export /state/aaaa --out story" in of_scripts
     assert farewell(msgspec.structs.replace(status, step=359), Path("/x"))[0].startswith("run story as it is now: ")
 
 
@@ -166,6 +169,10 @@ def test_a_finished_run_says_where_its_model_is_and_how_to_serve_it(tmp_path: Pa
     said = finished(leave(tmp_path, "story"), Path("/state/aaaa"))
     for told in ("is finished, all 1000 steps", "p2pdiloco generate /state/aaaa", "resume /state/aaaa --stay-s 3600"):
         assert told in said
+    manifest = leave(tmp_path, "script")
+    config = msgspec.structs.replace(manifest.config, model=ModelConfig(kind="external"))
+    said = finished(msgspec.structs.replace(manifest, config=config), Path("/state/aaaa"))
+    assert ("generate" in said, "p2pdiloco export /state/aaaa" in said) == (False, True)
 
 
 def test_an_average_is_exported_heard_and_measured_beside_the_newest_version(

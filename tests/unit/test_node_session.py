@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from p2pdiloco.node import session
 from p2pdiloco.node.foundation import found_from_script
-from p2pdiloco.node.kept_runs import folder_of
+from p2pdiloco.node.kept_runs import ConfigError, folder_of
 from p2pdiloco.node.lookup import DirectoryOptions
 from p2pdiloco.peer import checkpoint
 from p2pdiloco.peer.end import Ending
@@ -89,3 +90,25 @@ def test_a_scripts_node_goes_on_from_its_checkpoint_or_begins(
     asyncio.run(session.start_from_script(path, options, directory, identity, lambda _: None))
     assert brought.theta is not None
     assert torch.equal(brought.theta, WEIGHTS.view(-1))
+
+
+@pytest.mark.parametrize("options", [{}, {"is_follower": True}, {"learner": LearnerOptions(script="there")}])
+def test_who_has_no_script_is_refused_by_a_run_of_scripts_before_anything_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    class Begun(Exception):  # noqa: N818
+        """A peer that takes part."""
+
+    async def begin(*_: Any) -> None:
+        raise Begun
+
+    monkeypatch.setattr(session, "refuse_to_be_one", begin)
+    path, identity = tmp_path / foundation.NAME, Identity.ephemeral()
+    foundation.write(path, msgspec.structs.replace(CONFIG, access="open"), [("w", WEIGHTS)], frozenset())
+    manifest, _ = found_from_script(path, identity.peer_id)
+    own = PeerOptions(folder=tmp_path / "run", **options)
+    with pytest.raises(Begun if options else ConfigError) as error:
+        asyncio.run(session.take_part(manifest, own, identity, None, None, None, lambda _: None))  # type: ignore[arg-type]
+    if not options:
+        for word in ("run='story', initial_peers=[ADDR]", "p2pdiloco join ADDR --follow", "p2pdiloco fetch ADDR"):
+            assert word in str(error.value)
