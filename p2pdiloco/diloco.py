@@ -195,10 +195,8 @@ class DiLoCo(SwarmView):
 
         def meet() -> bytes:
             self._companion = companion = Companion(self._state, wish)
-            path = wish.foundation
-            if path is not None and not path.exists():  # else the run that was founded goes on
-                assert self._config is not None
-                foundation.write(path, self._config, initial, frozenset(embedding_names(self._model)))
+            if wish.foundation is not None and self._config is not None:
+                foundation.write_once(wish.foundation, self._config, initial, frozenset(embedding_names(self._model)))
             found = companion.meet()
             visits.append(found)
             return found.manifest
@@ -206,7 +204,7 @@ class DiLoCo(SwarmView):
         try:
             data = meet() if self._island is None else self._island.lead(meet, DiLoCoError)
             manifest = msgspec.msgpack.decode(data, type=Manifest)
-        except (CompanionError, OSError) as error:
+        except (CompanionError, foundation.FoundationError, OSError) as error:
             raise DiLoCoError(str(error)) from error
         except ValueError as error:
             raise DiLoCoError(f"the node did not say which run it is of ({error}); see {self._log}") from error
@@ -241,6 +239,8 @@ class DiLoCo(SwarmView):
         if not self._link.is_loaded:
             ending = "" if self._companion is None else self._companion.ending
             raise DiLoCoError(ending or f"the node left before the run was joined; its log is {self._log}")
+        if self._companion is not None:
+            self._tell_end(manifest.config.name, steps)
         self._wait_for_swarm(self._wait_for_peers)
 
     @property

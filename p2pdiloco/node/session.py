@@ -242,16 +242,17 @@ async def _go_on(
     if initial is not None and (own is not None or await has_state(directory, manifest.run, asking)):
         initial.take()  # nobody has a use for version 0: this very run has come farther, here or elsewhere
         initial = None
+    is_over = own is not None and has_finished(manifest, own.shards)
     if own is not None:
         initial = own
         say(told(manifest, own))
-        is_over = not options.learner.script and has_finished(manifest, own.shards)
-        if is_over and not await is_live(directory, manifest.run, asking):
+        if is_over and not options.learner.script and not await is_live(directory, manifest.run, asking):
             if not options.stay_s:
                 return Ending(0, finished(manifest, folder))
             options = msgspec.structs.replace(options, is_follower=True)  # it only serves
     settings = msgspec.structs.replace(options, folder=folder)
-    return await take_part(manifest, settings, identity, directory, initial, mine, say, shows_how_to_join=True)
+    goes = is_over and bool(options.learner.script) and not options.stay_s  # before anybody has joined
+    return await take_part(manifest, settings, identity, directory, initial, mine, say, shows_how_to_join=not goes)
 
 
 def _needed(directory_options: DirectoryOptions, options: PeerOptions, manifest: Manifest) -> DirectoryOptions:

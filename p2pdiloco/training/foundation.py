@@ -131,6 +131,24 @@ def _pieces(named: Sequence[tuple[str, Tensor]]) -> Iterator[memoryview]:
             yield as_bytes(flat[start : start + PIECE].to("cpu", torch.float32)).data
 
 
+def write_once(path: Path, config: RunConfig, named: Sequence[tuple[str, Tensor]], embeddings: frozenset[str]) -> None:
+    """``write`` it, if it is not there; else the run that was founded goes on.
+
+    Raises:
+        FoundationError: that is another run; or the file cannot be used.
+        OSError: as ``write``.
+    """
+    if not path.exists():
+        return write(path, config, named, embeddings)
+    earlier = read(path).config.name
+    if earlier != config.name:
+        raise FoundationError(
+            f"the state folder {path.parent} is run {earlier}'s, which a script has founded there: give run "
+            f"{config.name} a folder of its own (state=...), or go on with run={earlier!r}"
+        )
+    return None
+
+
 def read(path: Path) -> Foundation:
     """What ``write`` wrote.
 

@@ -29,7 +29,7 @@ from swarm import PEER, swarm_in
 from waiting import wait_until
 
 from p2pdiloco.chaos.swarm import Member
-from p2pdiloco.runtime.invitation import invited_with
+from p2pdiloco.runtime.invitation import INVITED, invited_with
 from p2pdiloco.wire.invites import is_invite
 
 SCRIPT = Path(__file__).parents[2] / "peers" / "own_script.py"
@@ -181,6 +181,8 @@ def test_a_script_that_is_started_after_the_end_finds_the_result(tmp_path: Path)
         assert again.returncode == 0, (out, (tmp_path / name / "node.log").read_text()[-2000:])
         found = json.loads((tmp_path / name / "result.json").read_text())
         assert (found["sum"], found["step"] >= 60) == (total, True)
+        assert "run sines is complete at step 60: " in out, "its loop makes a step all the same"
+        assert INVITED not in out
 
     gets_it("a", "--peer", address, "--found")  # the bootstrap node has gone, too
     gets_it("b", "--peer", invite)

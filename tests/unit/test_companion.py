@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -233,3 +234,18 @@ def test_commands_and_scripts_keep_their_state_in_one_place(
     assert _parse(["members"]).state == expected
     model = torch.nn.Linear(2, 1)
     assert p2pdiloco.DiLoCo(model, torch.optim.SGD(model.parameters()), run="story")._state == expected / "story"
+
+
+def test_a_script_that_comes_after_the_end_is_told_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its loop makes a step at least before it looks."""
+    model = torch.nn.Linear(2, 1)
+    outer = p2pdiloco.DiLoCo(model, torch.optim.SGD(model.parameters()), run="story", state=tmp_path)
+    last = 60
+    for step, is_training, is_told in ((last - 1, True, False), (last - 1, False, False), (last, False, True)):
+        caplog.clear()
+        outer._link = SimpleNamespace(is_training=is_training, counts=SimpleNamespace(global_step=step))  # type: ignore[assignment]
+        outer._tell_end("story", last)
+        assert [f"run story is complete at step {last}:" in record.message for record in caplog.records] == [
+            True
+        ] * is_told
+        assert all("choose another run=" in record.message for record in caplog.records)

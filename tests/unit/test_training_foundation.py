@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import safetensors.torch
 import torch
@@ -160,3 +161,16 @@ def test_what_a_script_may_have_is_what_its_node_reads(tmp_path: Path) -> None:
     path = tmp_path / foundation.NAME
     foundation.write(path, config, NAMED, frozenset())
     assert foundation.read(path).config == config
+
+
+def test_it_is_written_once_and_not_taken_for_another_runs(tmp_path: Path) -> None:
+    path = tmp_path / foundation.NAME
+    foundation.write_once(path, CONFIG, NAMED, frozenset())
+    first = path.read_bytes()
+    foundation.write_once(path, CONFIG, [("z", torch.ones(2, 3))], frozenset())
+    assert path.read_bytes() == first, "the run that was founded goes on"
+    with pytest.raises(
+        foundation.FoundationError, match=r"is run story's.*give run other a folder of its own \(state="
+    ):
+        foundation.write_once(path, msgspec.structs.replace(CONFIG, name="other"), NAMED, frozenset())
+    assert path.read_bytes() == first
