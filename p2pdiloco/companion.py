@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -52,6 +53,8 @@ LOG_BYTES = 4 << 20
 NOBODY_THERE = 3
 """Exit status of a node that found nobody (``cli/main.py``)."""
 _LOOK_S = 0.05
+_IN_HELP = re.compile(r"see p2pdiloco( \w+)? --help")
+"""How a complaint of ``cli/parser.py`` ends."""
 
 
 def leaving_s(parameters: int) -> float:
@@ -223,6 +226,8 @@ class Companion:
         if status is None:
             return ""
         lines = self._said()
+        if len(lines) > 1 and _IN_HELP.fullmatch(lines[-1]):  # what was wrong with an option stands before it
+            lines.pop()
         return f"the node ended with status {status}: {lines[-1] if lines else 'it said nothing'}"
 
     @property

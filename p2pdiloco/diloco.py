@@ -39,19 +39,8 @@ from torch import Tensor, nn
 
 from p2pdiloco.companion import JOIN_S, NODE_LOG, Companion, CompanionError, Return, Wish, leaving_s
 from p2pdiloco.protocol.blocks import Block
-from p2pdiloco.protocol.manifest import (
-    Access,
-    CodecConfig,
-    EvaluationConfig,
-    InnerConfig,
-    Layout,
-    Manifest,
-    ModelConfig,
-    OuterConfig,
-    RunConfig,
-    ScheduleConfig,
-)
-from p2pdiloco.protocol.soundness import config_problems
+from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
+from p2pdiloco.runtime.state_home import state_home
 from p2pdiloco.training import foundation
 from p2pdiloco.training.outer_link import Meeting, OuterLink, Visit
 from p2pdiloco.training.parameters import FlatParameters
@@ -84,7 +73,7 @@ class DiLoCo(SwarmView):
         optimizer: torch.optim.Optimizer,
         *,
         run: str | None = None,
-        initial_peers: Sequence[str] = (),
+        initial_peers: str | Sequence[str] = (),
         found: bool | None = None,
         tokens_per_step: int = 1,
         grad_scaler: torch.amp.GradScaler | None = None,
@@ -107,7 +96,7 @@ class DiLoCo(SwarmView):
         Args:
             run: the run's name; None: train alone, unchanged.
             initial_peers: an invite, as the founder prints it; of an open run, directory addresses, as ``p2pdiloco
-                bootstrap`` and ``p2pdiloco start`` print them.
+                bootstrap`` and ``p2pdiloco start`` print them. One alone may be a str.
             found: found the run here, from this model's parameters. None: if there are no ``initial_peers``.
             tokens_per_step: what an optimizer step of this process counts for, unless ``count`` says otherwise.
             grad_scaler: with one, tokens counted for a step that it skips are dropped.
@@ -119,7 +108,8 @@ class DiLoCo(SwarmView):
             outer_lr, outer_momentum: of the outer optimizer, SGD with Nesterov momentum.
             codec: of the outer gradients, both ways: "int4", "int8", "bf16", "int2", "e3m0", "auto".
             access: who may take part: "invite", "list" or "open".
-            state: the peer's folder: identity, checkpoints, logs. Default: ``~/.local/state/p2pdiloco/RUN``.
+            state: the peer's folder: identity, checkpoints, logs. Default: ``~/.local/state/p2pdiloco/RUN``, or
+                ``$XDG_STATE_HOME/p2pdiloco/RUN``.
             wait_for_peers: peers, this one included, that must train before this one begins; waited for ten minutes.
             stay_s: how long the script stays after the run's end, to serve the result to those who come later.
             node_options: further arguments of ``p2pdiloco join``, such as ``("--up", "20mbit")``.
@@ -128,14 +118,16 @@ class DiLoCo(SwarmView):
         ``total_steps`` to ``access`` are the founder's choice; who joins takes the run's.
 
         Raises:
-            DiLoCoError: the settings are impossible together, or the model has nothing to train.
+            DiLoCoError: a setting is not one, or impossible with another; or the model has nothing to train.
         """
         super().__init__(model, has_run=run is not None)
         self._optimizer = optimizer
         self._named = trainable(model)
         self._wish: Wish | None = None
-        self._state = Path(state) if state is not None else Path.home() / ".local" / "state" / "p2pdiloco" / (run or "")
+        self._state = Path(state) if state is not None else state_home() / (run or "")
         if run is not None:
+            if isinstance(initial_peers, str):
+                initial_peers = (initial_peers,) if initial_peers else ()
             is_founder = not initial_peers if found is None else found
             self._wish = Wish(
                 name=run,
@@ -146,24 +138,26 @@ class DiLoCo(SwarmView):
         self._stay_s = stay_s
         self._wait_for_peers = wait_for_peers
         self._process_group = process_group
-        self._config = RunConfig(
-            name=run or "unnamed",
-            access=msgspec.convert(access, Access),
-            model=ModelConfig(kind="external"),
-            inner=InnerConfig(steps=total_steps, warmup=0),
-            schedule=ScheduleConfig(
-                fragments=n_fragments, sync_every=sync_every, overlap=fragment_sync_delay, min_quorum=min_quorum
-            ),
-            outer=OuterConfig(learning_rate=outer_lr, momentum=outer_momentum),
-            codec=msgspec.convert({"up": codec, "down": codec}, CodecConfig),
-            evaluation=EvaluationConfig(every=0),
-        )
+        self._config: RunConfig | None = None
         if run is not None:
             if not self._named:
                 raise DiLoCoError("the model has no parameter that requires a gradient: nothing would travel")
-            problems = config_problems(self._config, tensors=len(self._named))
-            if problems:
-                raise DiLoCoError("; ".join(problems))
+            given = {
+                "run": run,
+                "access": access,
+                "total_steps": total_steps,
+                "n_fragments": n_fragments,
+                "sync_every": sync_every,
+                "fragment_sync_delay": fragment_sync_delay,
+                "min_quorum": min_quorum,
+                "outer_lr": outer_lr,
+                "outer_momentum": outer_momentum,
+                "codec": codec,
+            }
+            try:
+                self._config = foundation.settings(given, tensors=len(self._named))
+            except foundation.FoundationError as error:
+                raise DiLoCoError(str(error)) from error
         self._tally = Tally(optimizer, grad_scaler, tokens_per_step)
         self._island: Island | None = None
         self._companion: Companion | None = None
@@ -201,9 +195,8 @@ class DiLoCo(SwarmView):
 
         def meet() -> bytes:
             self._companion = companion = Companion(self._state, wish)
-            path = wish.foundation
-            if path is not None and not path.exists():  # else the run that was founded goes on
-                foundation.write(path, self._config, initial, frozenset(embedding_names(self._model)))
+            if wish.foundation is not None and self._config is not None:
+                foundation.write_once(wish.foundation, self._config, initial, frozenset(embedding_names(self._model)))
             found = companion.meet()
             visits.append(found)
             return found.manifest
@@ -211,7 +204,7 @@ class DiLoCo(SwarmView):
         try:
             data = meet() if self._island is None else self._island.lead(meet, DiLoCoError)
             manifest = msgspec.msgpack.decode(data, type=Manifest)
-        except (CompanionError, OSError) as error:
+        except (CompanionError, foundation.FoundationError, OSError) as error:
             raise DiLoCoError(str(error)) from error
         except ValueError as error:
             raise DiLoCoError(f"the node did not say which run it is of ({error}); see {self._log}") from error
@@ -246,6 +239,8 @@ class DiLoCo(SwarmView):
         if not self._link.is_loaded:
             ending = "" if self._companion is None else self._companion.ending
             raise DiLoCoError(ending or f"the node left before the run was joined; its log is {self._log}")
+        if self._companion is not None:
+            self._tell_end(manifest.config.name, steps)
         self._wait_for_swarm(self._wait_for_peers)
 
     @property

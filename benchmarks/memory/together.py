@@ -35,6 +35,7 @@ from safetensors import safe_open
 from benchmarks import bench
 from benchmarks.memory import residence
 from benchmarks.memory.creeping import LOOPBACK, STOPPED
+from p2pdiloco.runtime.invitation import invited_with
 
 NODE = ("RssAnon", "RssShmem")
 LOOK_S = 0.2
@@ -42,7 +43,6 @@ PATIENCE_S = 900.0
 CHECKPOINTS = 2
 COMMITS = 50
 """At least, since the last checkpoint."""
-INVITED = "p2pdiloco join "
 COLUMNS = (("GB", "gb", ".2f"), ("bytes a parameter", "bytes", ".2f"))
 
 
@@ -165,7 +165,7 @@ def story(options: argparse.Namespace, folder: Path, watch: Watch) -> dict[str, 
         found["founding_s"] = wait_for([founder], "its node", lambda: pid.exists() and pid.read_text())
         watch.look_at("founder's node", *NODE, pid=int(pid.read_text()))
         found["founding_s"] += wait_for([founder], "its first step", lambda: founder.events("progress"))
-        invite = founder.told().partition(INVITED)[2].split()[0]
+        invite = invited_with(founder.told())
         join: tuple[str, ...] = (
             "p2pdiloco",
             "join",

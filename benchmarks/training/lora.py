@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks import bench
-from p2pdiloco.runtime.invitation import INVITED
+from p2pdiloco.runtime.invitation import invited_with
 
 PIECE = 128
 """Bytes of a window."""
@@ -133,8 +133,7 @@ def run(base: Path, out: Path, rate: float, steps: int, peers: int) -> bench.Fig
             processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
         deadline = time.monotonic() + START_S
         while number + 1 < peers and not invite and time.monotonic() < deadline:
-            lines = (folder / "log").read_text(errors="replace").splitlines()
-            invite = next((line.split()[-1] for line in lines if line.startswith(INVITED)), "")
+            invite = invited_with((folder / "log").read_text(errors="replace"))
             time.sleep(0.2)
     if any(process.wait() for process in processes):
         raise SystemExit(f"a peer failed: see {out}/*/log")

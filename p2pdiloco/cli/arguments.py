@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from p2pdiloco.cli import watch_arguments as watch
 from p2pdiloco.cli.network_options import add_network, add_relay
 from p2pdiloco.cli.quantities import at_least, between, cloud, logged, notified, page_place, size
 from p2pdiloco.cli.terms import lifetime
+from p2pdiloco.runtime.state_home import state_home
 
 
 class Command(NamedTuple):
@@ -138,6 +138,7 @@ def _ban(sub: argparse.ArgumentParser) -> None:
 def _members(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--run", metavar="NAME", help="only this one")
     sub.add_argument("--json", action="store_true", help="JSON instead of a table")
+    sub.add_argument("--id", action="store_true", help="only this machine's own peer id, which is made if it has none")
     _add_identity(sub)
 
 
@@ -336,16 +337,10 @@ def add_common_arguments(sub: argparse.ArgumentParser, *, is_quiet: bool) -> Non
     sub.add_argument(
         "--state",
         type=Path,
-        default=default_state_folder(),
+        default=state_home(),
         metavar="DIR",
         help="identity, checkpoints, caches (default: %(default)s); one running peer a folder",
     )
-
-
-def default_state_folder() -> Path:
-    """``$XDG_STATE_HOME/p2pdiloco``, else ``~/.local/state/p2pdiloco``."""
-    home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(home) / "p2pdiloco"
 
 
 COMMANDS = {

@@ -10,7 +10,7 @@ from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import REPAIR, Complaint, complaining
 from p2pdiloco.node.credentials import MemberFiles, invite_key
 from p2pdiloco.node.invites import credentials_of, grant_here
-from p2pdiloco.node.kept_runs import ConfigError, folder_of, manifest_here
+from p2pdiloco.node.kept_runs import ConfigError, kept_run
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime.identity import IdentityError
 from p2pdiloco.wire.certificates import Role
@@ -28,9 +28,9 @@ async def run(arguments: argparse.Namespace) -> int:
             wanted = wanted or invite.run
             subject = invite.peer or invite_key(invite.secret).peer_id
         key_of(subject)
-        manifest = manifest_here(arguments.state, wanted)
-        folder = folder_of(arguments.state, manifest.run)
-        mine = credentials_of(manifest, peer.open_identity(arguments), folder)
+        kept = kept_run(arguments.state, wanted)
+        manifest, folder = kept.manifest, kept.folder
+        mine = credentials_of(manifest, peer.open_identity(arguments, kept.state), folder)
         grant = grant_here(manifest, mine, folder, time.time())
         if grant.role is not Role.ADMIN:
             raise Complaint(

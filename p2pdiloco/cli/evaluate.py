@@ -37,7 +37,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         raise ValueError("the data has symbols that the model does not know: give the run's own --data and --tokenizer")
     samples = len(given) if given is not None else arguments.samples or config.evaluation.samples
     found = []
-    average = average_of(arguments.source, arguments.state, manifest)
+    average = average_of(result)
     for theta in (result.checkpoint.theta, None if average is None else average.theta):
         if theta is not None:
             model = built(manifest, theta, arguments.model)

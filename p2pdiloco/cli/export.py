@@ -27,7 +27,7 @@ def _export(arguments: argparse.Namespace) -> None:
     wanted: Format = arguments.format or ("peft" if config.model.lora is not None else "hf")
     if config.model.kind == "external" and not arguments.format:
         wanted = "safetensors"
-    result, theta = model_of(result, arguments.source, arguments.state, is_averaged=arguments.average)
+    result, theta = model_of(result, is_averaged=arguments.average)
     about = result.about(wanted)
     folder: Path = arguments.out or Path(config.name)
     files = export(

@@ -27,6 +27,6 @@ def _generate(arguments: argparse.Namespace) -> str:
     if (Path(arguments.source) / ABOUT).is_file():
         return continue_with_export(Path(arguments.source), arguments.prompt, how)
     result = find_result(arguments.source, arguments.state, arguments.run)
-    result, theta = model_of(result, arguments.source, arguments.state, is_averaged=arguments.average)
+    result, theta = model_of(result, is_averaged=arguments.average)
     places = {"model": arguments.model, "tokenizer": arguments.tokenizer}
     return continue_with(result.checkpoint.manifest, theta, arguments.prompt, how, **places)

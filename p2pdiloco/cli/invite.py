@@ -9,7 +9,7 @@ import time
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import REPAIR, Complaint, complaining
 from p2pdiloco.node.invites import credentials_of, grant_here, invite_text, kept_addresses
-from p2pdiloco.node.kept_runs import ConfigError, folder_of, manifest_here
+from p2pdiloco.node.kept_runs import ConfigError, kept_run
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime.identity import IdentityError
 from p2pdiloco.wire.certificates import NEVER, Role
@@ -19,11 +19,11 @@ from p2pdiloco.wire.peer_ids import key_of
 async def run(arguments: argparse.Namespace) -> int:
     """Print it."""
     with complaining(repair=(ConfigError, IdentityError, ValueError), nobody=()):
-        manifest = manifest_here(arguments.state, arguments.run)
-        folder = folder_of(arguments.state, manifest.run)
+        kept = kept_run(arguments.state, arguments.run)
+        manifest, folder = kept.manifest, kept.folder
         if arguments.peer is not None:
             key_of(PeerId(arguments.peer))
-        mine = credentials_of(manifest, peer.open_identity(arguments), folder)
+        mine = credentials_of(manifest, peer.open_identity(arguments, kept.state), folder)
         now_s = time.time()
         addresses = tuple(arguments.address) or kept_addresses(folder)
         if not addresses:

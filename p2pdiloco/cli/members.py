@@ -1,5 +1,6 @@
 """``p2pdiloco members``: Show who is a member of the runs in --state: role, until when, by whom, banned or not; and
-this machine's own peer id. It is what this machine's peer knows; nobody is asked."""
+this machine's own peer id. It is what this machine's peer knows; nobody is asked, and nothing is written, but with --id
+a key where there is none."""
 
 from __future__ import annotations
 
@@ -7,41 +8,71 @@ import argparse
 import datetime
 import json
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
 from p2pdiloco.node.credentials import MemberFiles, members_of
-from p2pdiloco.node.kept_runs import ConfigError, folder_of, manifest_here, manifests_here
-from p2pdiloco.protocol.manifest import Manifest
+from p2pdiloco.node.kept_runs import ConfigError, KeptRun, kept_run, kept_runs
+from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime.identity import IdentityError
 from p2pdiloco.wire.certificates import NEVER, Grant
 from p2pdiloco.wire.members import Members
+
+NOBODY = "has no id yet: it gets one when it first takes part, or now by p2pdiloco members --id"
 
 
 async def run(arguments: argparse.Namespace) -> int:
     """Print and go."""
     with complaining(repair=(ConfigError, IdentityError, ValueError), nobody=()):
-        me = peer.open_identity(arguments).peer_id
-        wanted = arguments.run
-        manifests = manifests_here(arguments.state) if wanted is None else [manifest_here(arguments.state, wanted)]
-        found = {manifest.run: _rows(manifest, arguments) for manifest in manifests}
-        if arguments.json:
-            print(json.dumps({"peer": me, "runs": found}))
+        if arguments.id:
+            place = None if arguments.run is None else kept_run(arguments.state, arguments.run).state
+            print(peer.open_identity(arguments, place).peer_id)
             return 0
-        print(f"this peer  {me}")
-        for manifest in manifests:
-            config = manifest.config
-            print(f"{config.name}  {manifest.run[:12]}  {config.access}")
-            for row in found[manifest.run]:
-                print(f"  {row['key']}  {row['role']:<9}{row['until']:<22}{row['standing']}")
-                print(f"    by {row['by']}" if row["by"] else "    the founder")
+        first, *others = _peers(arguments)
+        if arguments.json:
+            below = {"others": [{"state": str(one.state), **one.told()} for one in others]} if others else {}
+            print(json.dumps({**first.told(), **below}))
+            return 0
+        for one in (first, *others):
+            where = "" if one is first and one.state == arguments.state else f"  in {one.state}"
+            print(f"{'this' if one is first else 'another'} peer  {one.peer or NOBODY}{where}")
+            for kept in one.runs:
+                config = kept.manifest.config
+                print(f"{config.name}  {kept.manifest.run[:12]}  {config.access}")
+                for row in _rows(kept):
+                    print(f"  {row['key']}  {row['role']:<9}{row['until']:<22}{row['standing']}")
+                    print(f"    by {row['by']}" if row["by"] else "    the founder")
     return 0
 
 
-def _rows(manifest: Manifest, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    members = members_of(manifest)
-    MemberFiles(folder_of(arguments.state, manifest.run)).load(members)
+class _Peer(NamedTuple):
+    """What one state folder has."""
+
+    state: Path
+    peer: PeerId | None
+    runs: list[KeptRun]
+
+    def told(self) -> dict[str, Any]:
+        return {"peer": self.peer, "runs": {kept.manifest.run: _rows(kept) for kept in self.runs}}
+
+
+def _peers(arguments: argparse.Namespace) -> list[_Peer]:
+    """The peer of the one run that is wanted; else that of --state, and of those in it the ones with runs."""
+    state, wanted = arguments.state, arguments.run
+    found = kept_runs(state) if wanted is None else [kept_run(state, wanted)]
+    places = dict.fromkeys([*([state] if wanted is None else []), *(kept.state for kept in found)])
+    keys = {place: peer.kept_identity(arguments, place) for place in places}
+    return [
+        _Peer(place, None if key is None else key.peer_id, [kept for kept in found if kept.state == place])
+        for place, key in keys.items()
+    ]
+
+
+def _rows(kept: KeptRun) -> list[dict[str, Any]]:
+    members = members_of(kept.manifest)
+    MemberFiles(kept.folder).load(members)
     rows = [_row(members, grant) for grant in sorted(members.known(), key=lambda grant: (grant.depth, grant.subject))]
     seen = {row["key"] for row in rows}
     for subject, bans in sorted(members.banned_keys().items()):

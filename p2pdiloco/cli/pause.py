@@ -8,16 +8,15 @@ import argparse
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
 from p2pdiloco.node import guest
-from p2pdiloco.node.kept_runs import ConfigError, folder_of, manifest_here, manifests_here
+from p2pdiloco.node.kept_runs import ConfigError, kept_run, kept_runs
 
 
 async def run(arguments: argparse.Namespace) -> int:
     """Leave a note in the runs' folders, which their peers look at."""
     with complaining(repair=(ConfigError, ValueError), nobody=()):
-        several = [] if arguments.run else manifests_here(arguments.state)
-        for manifest in several or [manifest_here(arguments.state, arguments.run)]:
-            folder = folder_of(arguments.state, manifest.run)
-            guest.pause(folder, is_paused=not arguments.end)
+        several = [] if arguments.run else kept_runs(arguments.state)
+        for kept in several or [kept_run(arguments.state, arguments.run)]:
+            guest.pause(kept.folder, is_paused=not arguments.end)
             what = "goes on" if arguments.end else "rests until p2pdiloco pause --end"
-            peer.say(f"run {manifest.config.name} ({folder}): its peer here {what}")
+            peer.say(f"run {kept.manifest.config.name} ({kept.folder}): its peer here {what}")
     return 0

@@ -12,7 +12,7 @@ from p2pdiloco.node.lookup import DirectoryOptions
 from p2pdiloco.peer.options import LearnerOptions, LinkOptions, MachineOptions, PeerOptions, WatchOptions
 from p2pdiloco.runtime import addresses
 from p2pdiloco.runtime.bottom_line import bottom_line
-from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.identity import KEY_FILE, Identity
 from p2pdiloco.runtime.logs import printable
 from p2pdiloco.runtime.sockets import check_numeric, everywhere
 from p2pdiloco.wire.invites import PREFIX, Invite, InviteError, decode_invite
@@ -87,9 +87,16 @@ def has_learner(arguments: argparse.Namespace) -> bool:
     return not arguments.learner and not getattr(arguments, "follow", False)
 
 
-def open_identity(arguments: argparse.Namespace) -> Identity:
-    """The peer's key; a new one at the first time."""
-    return Identity.load_or_create(arguments.identity_path or arguments.state / "identity.key")
+def open_identity(arguments: argparse.Namespace, state: Path | None = None) -> Identity:
+    """The peer's key; a new one at the first time. ``state``: its folder, if it is not the one that was named."""
+    return Identity.load_or_create(arguments.identity_path or (state or arguments.state) / KEY_FILE)
+
+
+def kept_identity(arguments: argparse.Namespace, state: Path) -> Identity | None:
+    """The key of the peer whose folder is ``state``, if it has one: nothing is written. The file that the user may have
+    named is that of --state."""
+    named = arguments.identity_path if state == arguments.state else None
+    return Identity.load(named or state / KEY_FILE)
 
 
 def directory_options(arguments: argparse.Namespace, initial_peers: list[str]) -> DirectoryOptions:

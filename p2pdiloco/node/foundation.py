@@ -12,7 +12,6 @@ from msgspec import UNSET
 from torch import nn
 
 from p2pdiloco.node.kept_runs import ConfigError
-from p2pdiloco.node.misprints import in_words
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.chain import genesis_head
@@ -28,6 +27,7 @@ from p2pdiloco.protocol.manifest import (
     TensorSpec,
     make_layout,
 )
+from p2pdiloco.protocol.misprints import in_words
 from p2pdiloco.protocol.soundness import config_problems, manifest_problems, without_places
 from p2pdiloco.tensors.digests import state_digest
 from p2pdiloco.tensors.fragments import tensor_specs
@@ -80,7 +80,7 @@ def read_config(path: Path) -> RunConfig:
         config = in_turns(config, written.get("schedule", {}), written.get("outer", {}))
         config = with_usual_rate(config, written.get("inner", {}))
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {in_words(error, data, RunConfig)}") from error
+        raise ConfigError(f"{path}: {in_words(error, msgspec.toml.decode(data), RunConfig)}") from error
     except (msgspec.DecodeError, ValueError) as error:
         raise ConfigError(f"{path} is no TOML ({error}): write lines such as inner.steps = 400") from error
     problems = config_problems(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.invitation import invitation, private_invitation
+from p2pdiloco.runtime.invitation import invitation, private_invitation, script_invitation
 from p2pdiloco.wire.certificates import CAP_UNIT, NEVER, NO_CAP, Grant, Role
 from p2pdiloco.wire.invites import SECRET_BYTES, Invite, InviteError, decode_invite, encode_invite
 from p2pdiloco.wire.members import NotAMemberError, UnknownInviterError
@@ -119,7 +120,7 @@ def invite_text(
     if config.access == "list" and peer is None:
         raise CredentialsError(
             f"run {config.name} takes peers by name only: add --peer with the newcomer's id, which p2pdiloco members "
-            "tells on its machine"
+            "--id tells on its machine"
         )
     cap = NO_CAP if max_weight is None else round(max_weight / CAP_UNIT)
     if not 0 < cap <= NO_CAP:
@@ -166,15 +167,19 @@ def as_granted(manifest: Manifest, mine: Credentials, options: PeerOptions, say:
 
 def how_to_join(manifest: Manifest, mine: Credentials, folder: Path, directory: Directory) -> list[str]:
     """For the founder's user."""
+    name, is_scripts = manifest.config.name, manifest.config.model.kind == "external"
     if manifest.config.access == "open":
         where = dict.fromkeys((*directory.visible_addresses(), *directory.meeting_places()))
-        return [invitation(address, manifest.config.name) for address in where]
+        return [script_invitation(address) if is_scripts else invitation(address, name) for address in where]
     grant = grant_here(manifest, mine, folder, time.time())
     if grant.role is not Role.ADMIN:
         return []
     if manifest.config.access == "list":
-        return [private_invitation("INVITE, made for a peer by p2pdiloco invite --peer ID")]
-    return [private_invitation(shown_invite(manifest, mine, grant, folder, directory.meeting_places()))]
+        made = "made for a peer by p2pdiloco invite --peer ID"
+        own = f"{script_invitation('INVITE')}, {made} --run {name} --state {shlex.quote(str(folder.parent))}"
+        return [own if is_scripts else private_invitation(f"INVITE, {made}")]
+    invite = shown_invite(manifest, mine, grant, folder, directory.meeting_places())
+    return [script_invitation(invite) if is_scripts else private_invitation(invite)]
 
 
 async def keep_meeting_places(

@@ -1,13 +1,19 @@
-"""The runs that have folders here, by their manifests: what commands need that look, and take no part."""
+"""The runs that have folders here, by their manifests: what commands need that look, and take no part.
+
+Rule of this file: a state folder may have other peers' state folders in it, as the default one has those of training
+scripts. A run that it has itself comes first; one of theirs is theirs, with their key.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from p2pdiloco.protocol.identifiers import RunId, digest_of
 from p2pdiloco.protocol.manifest import MANIFEST, Manifest
 from p2pdiloco.protocol.soundness import decode_manifest
 from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.identity import KEY_FILE
 
 log = logs.get("session")
 
@@ -16,6 +22,19 @@ NAME_LETTERS = 12
 
 class ConfigError(Exception):
     """The configuration, or what lies here, cannot be used; the message names it, and what is allowed."""
+
+
+class KeptRun(NamedTuple):
+    """A run that has a folder here."""
+
+    state: Path
+    """The state folder of the peer that takes part in it."""
+    manifest: Manifest
+
+    @property
+    def folder(self) -> Path:
+        """The run's own."""
+        return folder_of(self.state, self.manifest.run)
 
 
 def folder_of(state: Path, run: RunId) -> Path:
@@ -35,18 +54,35 @@ def manifests_here(state: Path) -> list[Manifest]:
     return sorted(found, key=lambda manifest: (manifest.config.name, manifest.run))
 
 
-def manifest_here(state: Path, wanted: str | None) -> Manifest:
-    """Of the run of that name, or whose id begins so, with a folder in ``state``; None: of the only one.
+def peers_below(state: Path) -> list[Path]:
+    """State folders of other peers in ``state``."""
+    return sorted(path.parent for path in state.glob(f"*/{KEY_FILE}"))
+
+
+def kept_runs(state: Path) -> list[KeptRun]:
+    """All that have a folder in ``state``, then those of other peers in it."""
+    return [KeptRun(place, manifest) for place in (state, *peers_below(state)) for manifest in manifests_here(place)]
+
+
+def kept_run(state: Path, wanted: str | None) -> KeptRun:
+    """The run of that name, or whose id begins so; None: the only one.
 
     Raises:
         ConfigError: there is none, or there are several.
     """
-    every = manifests_here(state)
-    chosen = [m for m in every if wanted in (None, m.config.name) or m.run.startswith(wanted or "")]
+    fitting = [
+        k
+        for k in kept_runs(state)
+        if wanted in (None, k.manifest.config.name) or k.manifest.run.startswith(wanted or "")
+    ]
+    chosen = [kept for kept in fitting if kept.state == state] or fitting
     if not chosen:
         what = "no run" if wanted is None else f"no run {wanted}"
-        raise ConfigError(f"{state} has {what}: is --state the folder of the peer that founded or joined it?")
+        raise ConfigError(
+            f"{state} has {what}: is --state the folder of the peer that founded or joined it (a training script's is "
+            "its state=)?"
+        )
     if len(chosen) > 1:
-        names = ", ".join(f"{m.config.name} ({m.run[:12]})" for m in chosen)
-        raise ConfigError(f"{state} has several runs ({names}): name one with --run")
+        names = ", ".join(f"{k.manifest.config.name} ({k.manifest.run[:12]}, in {k.state})" for k in chosen)
+        raise ConfigError(f"there are several runs ({names}): name one with --run, or its peer's folder with --state")
     return chosen[0]

@@ -254,7 +254,8 @@ class Node:
             if ending.status:
                 say(ending.reason)
             log.info("progress", **progress_fields(self.status()))  # a short run has told none yet
-            for line in farewell(self.status(), self.options.folder):
+            is_scripts = self.manifest.config.model.kind == "external"
+            for line in farewell(self.status(), self.options.folder, is_scripts=is_scripts):
                 say(line)
         ended(ending)
         if is_in_order and self.has_finished:

@@ -3,12 +3,14 @@ peer that uses the folder now is not disturbed: checkpoints appear whole."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
 
-from p2pdiloco.node.run_folder import chosen_run
+from p2pdiloco.node.kept_runs import peers_below
+from p2pdiloco.node.run_folder import chosen_run, has_run
 from p2pdiloco.peer.average import RunningAverage, span
 from p2pdiloco.peer.checkpoint import Checkpoint, CheckpointError, best_of, load_all, places
 from p2pdiloco.protocol.manifest import Layout, Manifest
@@ -30,6 +32,8 @@ class Result(NamedTuple):
     step: int
     tokens: int
     """Merged in it, averaged over the shards by their size."""
+    folders: tuple[Path, ...]
+    """Where it was looked for."""
     averaged: int = 0
     """Not the newest version is meant but the average of about so many."""
 
@@ -49,7 +53,7 @@ class Result(NamedTuple):
 
 def find_result(source: str, state: Path, wanted: str | None) -> Result:
     """The heaviest state of the run that is meant by ``source``: a folder (a peer's state, a run's), or a run's name or
-    the beginning of its id, looked for in ``state``.
+    the beginning of its id, looked for in ``state``; where there is none, in the state folders of other peers in it.
 
     Raises:
         CheckpointError: there is none, or there are several runs; the message says what to do.
@@ -58,23 +62,28 @@ def find_result(source: str, state: Path, wanted: str | None) -> Result:
     if not is_folder and not state.is_dir():
         raise CheckpointError(_nothing(source, state))
     folders = [Path(source) if is_folder else state]
+    below = peers_below(folders[0])
+    name = wanted if is_folder else source
+    if below and not has_run(folders, name) and has_run(below, name):
+        folders = below
     try:
-        manifest = chosen_run(folders, wanted if is_folder else source)
+        manifest = chosen_run(folders, name)
     except CheckpointError as error:
         raise CheckpointError(str(error) if is_folder else f"{_nothing(source, state)} ({error})") from error
     for left in reversed(range(TRIES)):
         try:
-            return _result(best_of(load_all(folders, manifest.run)))
+            return _result(best_of(load_all(folders, manifest.run)), folders)
         except CheckpointError:
             if not left:
                 raise
     raise AssertionError("unreachable")
 
 
-def average_of(source: str, state: Path, manifest: Manifest) -> RunningAverage | None:
-    """The running average with the most looks that lies where ``find_result`` looks; None if there is none."""
+def average_of(result: Result) -> RunningAverage | None:
+    """The running average with the most looks that lies where ``result`` was found; None if there is none."""
+    manifest = result.checkpoint.manifest
     layout, found = Layout.of(manifest), []
-    for place in places([Path(source) if Path(source).is_dir() else state]):
+    for place in places(result.folders):
         average = RunningAverage(manifest.run, layout)
         try:
             average.load(place, LOCAL)
@@ -87,7 +96,7 @@ def average_of(source: str, state: Path, manifest: Manifest) -> RunningAverage |
     return max(found, key=lambda average: sum(average.looks), default=None)
 
 
-def model_of(result: Result, source: str, state: Path, *, is_averaged: bool) -> tuple[Result, Tensor]:
+def model_of(result: Result, *, is_averaged: bool) -> tuple[Result, Tensor]:
     """The parameters that are meant, float32 [all], and what they are.
 
     Raises:
@@ -95,7 +104,7 @@ def model_of(result: Result, source: str, state: Path, *, is_averaged: bool) -> 
     """
     if not is_averaged:
         return result, result.checkpoint.theta
-    average = average_of(source, state, result.checkpoint.manifest)
+    average = average_of(result)
     if average is None:
         raise CheckpointError(
             "no running average of this run lies here: followers keep one (p2pdiloco join INVITE --follow), and peers "
@@ -104,8 +113,9 @@ def model_of(result: Result, source: str, state: Path, *, is_averaged: bool) -> 
     return result._replace(averaged=span(min(average.looks))), average.theta
 
 
-def farewell(status: PeerStatus, folder: Path) -> list[str]:
-    """For the user of a peer that holds what the run has come to: what it is, where it lies, what to do with it."""
+def farewell(status: PeerStatus, folder: Path, *, is_scripts: bool = False) -> list[str]:
+    """For the user of a peer that holds what the run has come to: what it is, where it lies, what to do with it. A run
+    that ``is_scripts``' has a model that only they can have write."""
     is_complete = status.step >= status.total_steps and not status.participating
     stands = "is complete:" if is_complete else "as it is now:"
     loss = "" if status.held_out_loss is None else f"held-out loss {status.held_out_loss:.3f} nats a token, "
@@ -115,29 +125,31 @@ def farewell(status: PeerStatus, folder: Path) -> list[str]:
     return [
         f"run {status.name} {stands} step {step}, {loss}{status.tokens_merged:,} tokens merged{here}",
         f"  the model lies in   {folder}",
-        f"  have it write       p2pdiloco generate {folder}",
+        *([] if is_scripts else [f"  have it write       p2pdiloco generate {folder}"]),
         f"  make files of it    p2pdiloco export {folder} --out {status.name}",
     ]
 
 
 def finished(manifest: Manifest, folder: Path) -> str:
     """Why a run does not go on, and where its model is."""
+    is_scripts = manifest.config.model.kind == "external"
+    use = "make files of it: p2pdiloco export" if is_scripts else "have it write: p2pdiloco generate"
     return (
         f"run {manifest.config.name} ({manifest.run[:12]}) is finished, all {manifest.config.inner.steps} steps of it, "
-        f"and its model lies in {folder}. To have it write: p2pdiloco generate {folder}. To serve it to others for an "
+        f"and its model lies in {folder}. To {use} {folder}. To serve it to others for an "
         f"hour: p2pdiloco resume {folder} --stay-s 3600. To train another one: give it another name"
     )
 
 
-def _result(checkpoint: Checkpoint) -> Result:
+def _result(checkpoint: Checkpoint, folders: Sequence[Path]) -> Result:
     layout = Layout.of(checkpoint.manifest)
     tokens = sum(p.state.head.tokens * layout.shards[p.state.head.shard].elements for p in checkpoint.shards)
     step = min(max(p.state.step for p in checkpoint.shards), checkpoint.manifest.config.inner.steps)  # of the run
-    return Result(checkpoint, step, tokens // layout.elements)
+    return Result(checkpoint, step, tokens // layout.elements, tuple(folders))
 
 
 def _nothing(source: str, state: Path) -> str:
     return (
-        f"{source} is no folder, and {state} has no run of that name: give a peer's state folder, name that with "
-        "--state, or get the run from its peers: p2pdiloco fetch ADDR"
+        f"{source} is no folder, and {state} has no run of that name: give a peer's state folder (a training script's "
+        "is its state=), name that with --state, or get the run from its peers: p2pdiloco fetch ADDR"
     )

@@ -137,11 +137,7 @@ def chosen_run(folders: Sequence[Path], wanted: str | None) -> Manifest:
         CheckpointError: there is none, or there are several.
     """
     every = standings(folders)
-    chosen = [
-        s.manifest
-        for run, s in every.items()
-        if wanted in (None, s.manifest.config.name) or run.startswith(wanted or "")
-    ]
+    chosen = _called(wanted, every)
     if not every:
         load_all(folders)  # which says what is wrong with what lies there
     if not chosen:
@@ -151,6 +147,20 @@ def chosen_run(folders: Sequence[Path], wanted: str | None) -> Manifest:
         names = ", ".join(sorted(f"{m.config.name} ({m.run[:12]})" for m in chosen))
         raise CheckpointError(f"the checkpoints are of several runs ({names}): name one with --run")
     return chosen[0]
+
+
+def has_run(folders: Sequence[Path], wanted: str | None) -> bool:
+    """Whether a run that is wanted lies in ``folders``."""
+    return bool(_called(wanted, standings(folders)))
+
+
+def _called(wanted: str | None, every: dict[RunId, Standing]) -> list[Manifest]:
+    """Those of that name, or whose id begins so; None: all."""
+    return [
+        standing.manifest
+        for run, standing in every.items()
+        if wanted in (None, standing.manifest.config.name) or run.startswith(wanted or "")
+    ]
 
 
 def own_state(folders: Sequence[Path], manifest: Manifest) -> InitialState | None:

@@ -242,16 +242,17 @@ async def _go_on(
     if initial is not None and (own is not None or await has_state(directory, manifest.run, asking)):
         initial.take()  # nobody has a use for version 0: this very run has come farther, here or elsewhere
         initial = None
+    is_over = own is not None and has_finished(manifest, own.shards)
     if own is not None:
         initial = own
         say(told(manifest, own))
-        is_over = not options.learner.script and has_finished(manifest, own.shards)
-        if is_over and not await is_live(directory, manifest.run, asking):
+        if is_over and not options.learner.script and not await is_live(directory, manifest.run, asking):
             if not options.stay_s:
                 return Ending(0, finished(manifest, folder))
             options = msgspec.structs.replace(options, is_follower=True)  # it only serves
     settings = msgspec.structs.replace(options, folder=folder)
-    return await take_part(manifest, settings, identity, directory, initial, mine, say, shows_how_to_join=True)
+    goes = is_over and bool(options.learner.script) and not options.stay_s  # before anybody has joined
+    return await take_part(manifest, settings, identity, directory, initial, mine, say, shows_how_to_join=not goes)
 
 
 def _needed(directory_options: DirectoryOptions, options: PeerOptions, manifest: Manifest) -> DirectoryOptions:
@@ -288,6 +289,22 @@ def _has_what_it_takes(manifest: Manifest, options: PeerOptions, say: Callable[[
             say(line)
 
 
+def _has_script(manifest: Manifest, options: PeerOptions) -> None:
+    """Whether a run of training scripts can be trained here, before its state is fetched for nothing.
+
+    Raises:
+        ConfigError: it cannot; the message says how it is, and what a peer without a script can do.
+    """
+    config = manifest.config
+    if config.model.kind == "external" and not options.is_follower and not options.learner.script:
+        word = "ADDR" if config.access == "open" else "INVITE"
+        raise ConfigError(
+            f"run {config.name} ({manifest.run[:12]}) is trained by training scripts, and here is none: take part in "
+            f"it from yours, p2pdiloco.DiLoCo(model, optimizer, run={config.name!r}, initial_peers=[{word}]). To "
+            f"follow it without training: p2pdiloco join {word} --follow. To get its model: p2pdiloco fetch {word}"
+        )
+
+
 async def take_part(
     manifest: Manifest,
     options: PeerOptions,
@@ -303,12 +320,14 @@ async def take_part(
 
     Raises:
         IdentityError: another process takes part with this identity.
+        ConfigError: the run is one of training scripts, and here is none.
         CredentialsError: this peer is no member, or not any more.
         OSError: a port is taken, a folder is not writable.
     """
     is_open = manifest.config.access == "open"
     mine = mine or Credentials(manifest.run, b"", identity)
     options = await asyncio.to_thread(as_granted, manifest, mine, options, say)
+    _has_script(manifest, options)
     await refuse_to_be_one(directory, manifest.run, identity.peer_id, None if is_open else mine)
     await asyncio.to_thread(keep_addresses, options.folder, directory.meeting_places())
     if shows_how_to_join:

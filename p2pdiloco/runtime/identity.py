@@ -23,6 +23,8 @@ from p2pdiloco.runtime.files import LockedError, lock, sync_folder, write_tempor
 from p2pdiloco.wire.peer_ids import KEY_BYTES, key_of, peer_id_of
 
 SIGNATURE_BYTES = 64
+KEY_FILE = "identity.key"
+"""Its name in a peer's state folder, unless the user names another file."""
 FILE_PREFIX = b"\x08\x01\x12\x40"
 """Protobuf: key type Ed25519, then 64 bytes of data (private key, public key)."""
 FILE_BYTES = len(FILE_PREFIX) + 2 * KEY_BYTES
@@ -50,17 +52,28 @@ class Identity:
         Raises:
             IdentityError: not an Ed25519 key of libp2p, not readable, or the folder is not writable.
         """
-        try:
-            return cls(_parse(path.read_bytes(), path), path)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise IdentityError(f"the identity file {path} cannot be read: {error.strerror}; {ANOTHER}") from error
+        found = cls.load(path)
+        if found is not None:
+            return found
         try:
             _create(path, Ed25519PrivateKey.generate())
             return cls(_parse(path.read_bytes(), path), path)
         except OSError as error:
             raise IdentityError(f"the identity file {path} cannot be created: {error.strerror}; {ANOTHER}") from error
+
+    @classmethod
+    def load(cls, path: Path) -> Identity | None:
+        """The identity stored at ``path``; None if there is none.
+
+        Raises:
+            IdentityError: not an Ed25519 key of libp2p, or not readable.
+        """
+        try:
+            return cls(_parse(path.read_bytes(), path), path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise IdentityError(f"the identity file {path} cannot be read: {error.strerror}; {ANOTHER}") from error
 
     @classmethod
     def ephemeral(cls) -> Identity:

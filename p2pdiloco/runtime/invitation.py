@@ -3,6 +3,8 @@ scripts look for them."""
 
 from __future__ import annotations
 
+import re
+
 INVITED = "to join from another machine"
 """How the first begins,"""
 LOOK_AT = "look at"
@@ -17,6 +19,17 @@ def invitation(address: str, run: str) -> str:
 def private_invitation(invite: str) -> str:
     """The line of a run that takes members only."""
     return f"{INVITED}:  p2pdiloco join {invite}"
+
+
+def script_invitation(word: str) -> str:
+    """The line of a run of training scripts, with an invite or an address: ``p2pdiloco join`` has no script."""
+    return f'{INVITED}:  initial_peers=["{word}"]'
+
+
+def invited_with(told: str) -> str:
+    """The invite or the address in the first such line of what a peer has told; empty if there is none."""
+    found = re.search(rf'^{INVITED}:  (?:p2pdiloco join |initial_peers=\[")([^\s"]+)', told, re.MULTILINE)
+    return "" if found is None else found[1]
 
 
 def sight(address: str) -> str:

@@ -6,14 +6,17 @@ Rules of this file:
 1. It is a safetensors file with the parameters in float32; the settings lie in its header.
 2. It is written once a state folder. A script that is started again founds the run that it founded first, whatever its
    model's parameters are by then. A script that dies in between leaves nothing that is taken for it.
-3. Neither side holds more of it in memory than a piece: a script has its model there already, a node makes one of it.
+3. What a script asks for is checked before anything is written: what was once written is founded again and again.
+4. Neither side holds more of it in memory than a piece: a script has its model there already, a node makes one of it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -21,6 +24,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from p2pdiloco.protocol.manifest import RunConfig
+from p2pdiloco.protocol.misprints import in_words
+from p2pdiloco.protocol.soundness import config_problems
 from p2pdiloco.runtime.files import stream_atomically
 from p2pdiloco.tensors.states import as_bytes
 
@@ -28,10 +33,24 @@ NAME = "foundation.safetensors"
 PIECE = 4 << 20
 """Parameters that are converted and written at a time."""
 _HEADER = "p2pdiloco"
+_ARGUMENTS = {
+    "name": "run",
+    "access": "access",
+    "inner.steps": "total_steps",
+    "schedule.fragments": "n_fragments",
+    "schedule.sync_every": "sync_every",
+    "schedule.overlap": "fragment_sync_delay",
+    "schedule.min_quorum": "min_quorum",
+    "outer.learning_rate": "outer_lr",
+    "outer.momentum": "outer_momentum",
+    "codec.up": "codec",
+    "codec.down": "codec",
+}
+"""What a founder's configuration has under these keys, as ``p2pdiloco.DiLoCo`` calls it."""
 
 
 class FoundationError(Exception):
-    """The file cannot be used; the message says why."""
+    """The file cannot be used, or what it is to hold; the message says why."""
 
 
 class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,6 +75,33 @@ class Foundation(msgspec.Struct, frozen=True):
         for name, _ in self.shapes:
             with safe_open(self.path, framework="pt") as file:  # anew: what it has mapped goes with it
                 yield name, file.get_tensor(name)
+
+
+def settings(given: dict[str, Any], *, tensors: int) -> RunConfig:
+    """The configuration of a run, from arguments of ``p2pdiloco.DiLoCo`` as they were ``given`` (all of _ARGUMENTS);
+    the model has so many ``tensors``.
+
+    Raises:
+        FoundationError: they are impossible; the message names the argument and what it may be.
+    """
+    written: dict[str, Any] = {"model": {"kind": "external"}, "inner": {"warmup": 0}, "evaluation": {"every": 0}}
+    for key, argument in _ARGUMENTS.items():
+        table, _, name = key.rpartition(".")
+        (written.setdefault(table, {}) if table else written)[name] = given[argument]
+    try:
+        config = msgspec.convert(written, RunConfig)
+        problems = config_problems(config, tensors=tensors)
+    except msgspec.ValidationError as error:
+        problems = [in_words(error, written, RunConfig)]
+    if problems:
+        raise FoundationError("; ".join(_of_arguments(problem) for problem in problems))
+    return config
+
+
+def _of_arguments(problem: str) -> str:
+    """A sentence on keys of the configuration as one on arguments."""
+    problem = re.sub(r"[a-z]+\.[a-z_]+", lambda key: _ARGUMENTS.get(key[0], key[0]), problem)
+    return re.sub(r"^name = ", "run = ", problem)
 
 
 def write(path: Path, config: RunConfig, named: Sequence[tuple[str, Tensor]], embeddings: frozenset[str]) -> None:
@@ -83,6 +129,24 @@ def _pieces(named: Sequence[tuple[str, Tensor]]) -> Iterator[memoryview]:
         flat = p.detach().reshape(-1)
         for start in range(0, flat.numel(), PIECE):
             yield as_bytes(flat[start : start + PIECE].to("cpu", torch.float32)).data
+
+
+def write_once(path: Path, config: RunConfig, named: Sequence[tuple[str, Tensor]], embeddings: frozenset[str]) -> None:
+    """``write`` it, if it is not there; else the run that was founded goes on.
+
+    Raises:
+        FoundationError: that is another run; or the file cannot be used.
+        OSError: as ``write``.
+    """
+    if not path.exists():
+        return write(path, config, named, embeddings)
+    earlier = read(path).config.name
+    if earlier != config.name:
+        raise FoundationError(
+            f"the state folder {path.parent} is run {earlier}'s, which a script has founded there: give run "
+            f"{config.name} a folder of its own (state=...), or go on with run={earlier!r}"
+        )
+    return None
 
 
 def read(path: Path) -> Foundation:

@@ -91,6 +91,17 @@ class SwarmView:
         if told and self._is_linked and len(self.peers) < wanted:
             log.warning("training begins with %s of %s peers", len(self.peers), wanted)
 
+    def _tell_end(self, run: str, last_step: int) -> None:
+        """Warn of a run that is over before this script has made a step: its loop would seem to do something."""
+        link = self._link
+        if link is not None and not link.is_training and link.counts.global_step >= last_step:
+            log.warning(
+                "run %s is complete at step %s: the model now holds what came of it, and what this script trains is "
+                "not merged any more. To begin anew, choose another run= (and another state=, if you name one)",
+                run,
+                last_step,
+            )
+
     def _known(self) -> tuple[str, tuple[str, ...]]:
         swarm = None if self._link is None else self._link.swarm
         return ("", ()) if swarm is None else (swarm.me, swarm.peers)

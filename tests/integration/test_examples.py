@@ -15,7 +15,7 @@ from documents import VOCABULARY, make_texts, write_tokenizer
 from scripts import END_S, START_S, report
 from waiting import wait_until
 
-from p2pdiloco.runtime.invitation import INVITED
+from p2pdiloco.runtime.invitation import invited_with
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(
@@ -56,8 +56,7 @@ def start(script: Path, home: Path, base: Path, *invite: str) -> subprocess.Pope
 
 
 def invite_in(log: Path) -> str:
-    line = next((line for line in log.read_text().splitlines() if line.startswith(INVITED)), "")
-    return line.split()[-1] if line else ""
+    return invited_with(log.read_text())
 
 
 @pytest.mark.timeout(600)

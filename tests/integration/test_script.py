@@ -29,6 +29,7 @@ from swarm import PEER, swarm_in
 from waiting import wait_until
 
 from p2pdiloco.chaos.swarm import Member
+from p2pdiloco.runtime.invitation import INVITED, invited_with
 from p2pdiloco.wire.invites import is_invite
 
 SCRIPT = Path(__file__).parents[2] / "peers" / "own_script.py"
@@ -122,7 +123,7 @@ def test_a_node_that_was_killed_comes_back_to_its_script_as_the_same_peer(tmp_pa
     for out in outputs:
         assert "training goes on while it is started again" in out
         assert "the node is back" in out
-    assert "to join from another machine:  p2pdiloco join " in outputs[0], "the founder tells how to join"
+    assert 'to join from another machine:  initial_peers=["/ip4/' in outputs[0], "the founder tells how to join"
     last = report(tmp_path / "b")
     merged = [one for one in events(tmp_path / "b", "commit") if last["learner"] in one["contributors"]]
     assert merged, "who is interrupted without a node waits for it, and gives what was trained meanwhile"
@@ -180,6 +181,8 @@ def test_a_script_that_is_started_after_the_end_finds_the_result(tmp_path: Path)
         assert again.returncode == 0, (out, (tmp_path / name / "node.log").read_text()[-2000:])
         found = json.loads((tmp_path / name / "result.json").read_text())
         assert (found["sum"], found["step"] >= 60) == (total, True)
+        assert "run sines is complete at step 60: " in out, "its loop makes a step all the same"
+        assert INVITED not in out
 
     gets_it("a", "--peer", address, "--found")  # the bootstrap node has gone, too
     gets_it("b", "--peer", invite)
@@ -192,7 +195,8 @@ def test_a_script_that_is_started_after_the_end_finds_the_result(tmp_path: Path)
 
 
 def invite_in(text: str) -> str:
-    return next(word for word in text.split() if is_invite(word))
+    assert is_invite(invited_with(text))
+    return invited_with(text)
 
 
 @pytest.mark.timeout(900)

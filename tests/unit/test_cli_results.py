@@ -22,6 +22,8 @@ from p2pdiloco.peer.checkpoint import save
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import Layout, Manifest, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.runtime.files import LOCAL
+from p2pdiloco.runtime.identity import KEY_FILE
+from p2pdiloco.training.export import ABOUT
 from p2pdiloco.training.trainable import embedding_names, trainable
 from p2pdiloco.training.transformer import build_model
 from p2pdiloco.wire.bodies import PeerStatus
@@ -73,6 +75,32 @@ def test_a_run_is_heard_by_its_folder_its_name_and_its_export(
     assert heard[0][0] == 0
     assert heard[0][1].startswith("def ")
     assert ended(capsys, "generate", out, *how[:4], "--seed", "6") != heard[0]
+
+
+def test_a_run_of_a_peer_below_the_state_folder_is_found_where_that_has_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training scripts keep theirs there."""
+    state, out = tmp_path / "state", tmp_path / "out"
+    theirs = leave(state / "story", "story")
+    status, _, said = ended(capsys, "export", "story", "--state", state, "--out", out)
+    assert (status, "no run of that name" in said) == (2, True), "what has no identity is no state folder"
+    (state / "story" / KEY_FILE).touch()
+    status, said, _ = ended(capsys, "export", "story", "--state", state, "--out", out)
+    assert (status, f"{out}: run story at step 0" in said) == (0, True)
+    average = RunningAverage(theirs.run, Layout.of(theirs))
+    for piece in average._layout.shards:
+        average.look(piece.shard, torch.ones(piece.elements))
+    put(average, folder_of(state / "story", theirs.run) / "checkpoint")
+    assert ended(capsys, "export", theirs.run[:8], "--average", "--state", state, "--out", out)[0] == 0
+    ours = leave(state, "story", seed=1)
+    assert ended(capsys, "export", "story", "--state", state, "--format", "safetensors", "--out", out)[0] == 0
+    assert ours.run in (out / ABOUT).read_text()
+    leave(state / "other", "other", seed=2)
+    (state / "other" / KEY_FILE).touch()
+    assert ended(capsys, "export", state, "--run", "other", "--out", out)[0] == 0
+    status, _, said = ended(capsys, "export", state, "--run", "stroy")
+    assert (status, "--run is one of story" in said) == (2, True)
 
 
 @pytest.mark.parametrize("command", ["export", "generate"])
@@ -131,6 +159,9 @@ def test_the_end_tells_path_loss_tokens_and_the_next_command() -> None:
     ):
         assert told in said
     assert "p2pdiloco export /state/aaaa --out story" in said
+    of_scripts = "\n".join(farewell(status, Path("/state/aaaa"), is_scripts=True))
+    assert "generate" not in of_scripts, "it refuses them"
+    assert "p2pdiloco export /state/aaaa --out story" in of_scripts
     assert farewell(msgspec.structs.replace(status, step=359), Path("/x"))[0].startswith("run story as it is now: ")
 
 
@@ -138,6 +169,10 @@ def test_a_finished_run_says_where_its_model_is_and_how_to_serve_it(tmp_path: Pa
     said = finished(leave(tmp_path, "story"), Path("/state/aaaa"))
     for told in ("is finished, all 1000 steps", "p2pdiloco generate /state/aaaa", "resume /state/aaaa --stay-s 3600"):
         assert told in said
+    manifest = leave(tmp_path, "script")
+    config = msgspec.structs.replace(manifest.config, model=ModelConfig(kind="external"))
+    said = finished(msgspec.structs.replace(manifest, config=config), Path("/state/aaaa"))
+    assert ("generate" in said, "p2pdiloco export /state/aaaa" in said) == (False, True)
 
 
 def test_an_average_is_exported_heard_and_measured_beside_the_newest_version(

@@ -9,13 +9,18 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
+import p2pdiloco
 from p2pdiloco import companion
+from p2pdiloco.cli.main import _parse, main
 from p2pdiloco.companion import LEAVE_S, RESTARTS, STABLE_S, Companion, CompanionError, Wish, leaving_s
 from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.runtime.state_home import state_home
 from p2pdiloco.training.reunion import Found, Reunion, find_learner
 from p2pdiloco.wire import link
 
@@ -195,3 +200,52 @@ def test_the_node_of_a_large_model_is_waited_for_longer() -> None:
     """Else it is killed while it merges and writes what was trained last (1.1 billion parameters on 24 GB: 140 s)."""
     assert leaving_s(10_000) - LEAVE_S < 1.0
     assert leaving_s(1_100_000_000) > 2 * LEAVE_S
+
+
+def test_what_was_wrong_with_an_option_is_told_and_not_where_help_is(tmp_path: Path) -> None:
+    """``node_options`` are the user's own words."""
+    node = Dying(tmp_path)
+    node._start([])
+    assert node.ending == "the node ended with status 1: it said nothing"
+    with contextlib.suppress(SystemExit), open(node.log_path, "w") as log, contextlib.redirect_stderr(log):
+        main(["start", "stdlib-tiny", "--upp", "3"])
+    assert "see p2pdiloco start --help" in node.log_path.read_text()
+    assert node.ending.endswith(": p2pdiloco start: there is no option --upp: did you mean --up?")
+    node.leave_alone()
+
+
+def test_one_invite_may_be_given_as_a_text(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    for given, peers in (("INVITE", ("INVITE",)), (["INVITE"], ("INVITE",)), ("", ()), ((), ())):
+        wish = p2pdiloco.DiLoCo(model, optimizer, run="story", initial_peers=given, state=tmp_path)._wish
+        assert wish is not None
+        assert (wish.peers, wish.foundation is None) == (peers, bool(peers))
+
+
+@pytest.mark.parametrize("home", ["", "elsewhere"])
+def test_commands_and_scripts_keep_their_state_in_one_place(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / home) if home else "")
+    expected = tmp_path / (home or ".local/state") / "p2pdiloco"
+    assert state_home() == expected
+    assert _parse(["members"]).state == expected
+    model = torch.nn.Linear(2, 1)
+    assert p2pdiloco.DiLoCo(model, torch.optim.SGD(model.parameters()), run="story")._state == expected / "story"
+
+
+def test_a_script_that_comes_after_the_end_is_told_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its loop makes a step at least before it looks."""
+    model = torch.nn.Linear(2, 1)
+    outer = p2pdiloco.DiLoCo(model, torch.optim.SGD(model.parameters()), run="story", state=tmp_path)
+    last = 60
+    for step, is_training, is_told in ((last - 1, True, False), (last - 1, False, False), (last, False, True)):
+        caplog.clear()
+        outer._link = SimpleNamespace(is_training=is_training, counts=SimpleNamespace(global_step=step))  # type: ignore[assignment]
+        outer._tell_end("story", last)
+        assert [f"run story is complete at step {last}:" in record.message for record in caplog.records] == [
+            True
+        ] * is_told
+        assert all("choose another run=" in record.message for record in caplog.records)

@@ -108,7 +108,7 @@ def test_the_command_leaves_a_note_that_peers_find(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = SimpleNamespace(run=RunId("ab" * 20), config=SimpleNamespace(name="story"))
-    monkeypatch.setattr("p2pdiloco.cli.pause.manifests_here", lambda state: [run])
+    monkeypatch.setattr("p2pdiloco.node.kept_runs.manifests_here", lambda state: [run])
     folder = folder_of(tmp_path, run.run)
     folder.mkdir()
     assert main(["pause", "--state", str(tmp_path)]) == 0

@@ -25,8 +25,9 @@ from p2pdiloco.node.invites import (
     kept_addresses,
     shown_invite,
 )
-from p2pdiloco.protocol.manifest import Manifest
+from p2pdiloco.protocol.manifest import Manifest, ModelConfig
 from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.invitation import INVITED, invited_with
 from p2pdiloco.wire.certificates import NEVER, Role
 from p2pdiloco.wire.invites import decode_invite
 
@@ -79,6 +80,40 @@ def test_the_invite_that_is_shown_stays_the_same_while_its_addresses_are_right(t
     moved = shown_invite(manifest, mine, grant, tmp_path, (OTHER,))
     assert moved != first
     assert decode_invite(moved).initial_peers() == (OTHER,)
+
+
+class Known:
+    """A directory that has been met."""
+
+    def visible_addresses(self) -> tuple[str, ...]:
+        return (ADDRESS,)
+
+    def meeting_places(self) -> tuple[str, ...]:
+        return (OTHER,)
+
+
+@pytest.mark.parametrize("kind", ["transformer", "external"])
+@pytest.mark.parametrize("access", ["open", "invite", "list"])
+def test_what_is_told_to_join_with_can_be_used_as_it_stands(tmp_path: Path, access: str, kind: str) -> None:
+    """Of a run of training scripts by a script: ``p2pdiloco join`` has none."""
+    manifest, mine = run_with(access)
+    config = msgspec.structs.replace(manifest.config, model=ModelConfig(kind=kind))
+    manifest = msgspec.structs.replace(manifest, config=config)
+    mine = mine._replace(run=manifest.run)
+    folder = tmp_path / "a state" / "run"
+    lines = how_to_join(manifest, mine, folder, Known())  # type: ignore[arg-type]
+    words = [invited_with(f"something else\n{line}\n") for line in lines]
+    if access == "open":
+        assert words == [ADDRESS, OTHER]
+    elif access == "invite":
+        assert [decode_invite(word).run for word in words] == [manifest.run]
+    if kind == "external":
+        begins = [f'{INVITED}:  initial_peers=["{word}"]' for word in words]
+    else:
+        begins = [f"{INVITED}:  p2pdiloco join {word.rstrip(',')}" for word in words]
+    assert all(line.startswith(begin) for line, begin in zip(lines, begins, strict=True))
+    if (access, kind) == ("list", "external"):
+        assert lines[0].endswith(f"by p2pdiloco invite --peer ID --run stage --state '{tmp_path}/a state'")
 
 
 def test_addresses_are_kept_for_invites_that_are_made_later(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from p2pdiloco.node import session
 from p2pdiloco.node.foundation import found_from_script
-from p2pdiloco.node.kept_runs import folder_of
+from p2pdiloco.node.kept_runs import ConfigError, folder_of
 from p2pdiloco.node.lookup import DirectoryOptions
 from p2pdiloco.peer import checkpoint
 from p2pdiloco.peer.end import Ending
@@ -32,8 +33,10 @@ class Brought:
 
     def __init__(self) -> None:
         self.theta: torch.Tensor | None = None
+        self.shows_how_to_join = False
 
-    async def take_part(self, manifest: Manifest, *given: Any, **_: Any) -> Ending:
+    async def take_part(self, manifest: Manifest, *given: Any, shows_how_to_join: bool) -> Ending:
+        self.shows_how_to_join = shows_how_to_join
         initial = given[3]
         assert isinstance(initial, InitialState)
         self.theta = initial.take()[0]
@@ -50,7 +53,7 @@ async def none_has_a_state(*_: Any) -> bool:
     return False
 
 
-@pytest.mark.parametrize("what", ["nothing", "a checkpoint", "a spoilt one"])
+@pytest.mark.parametrize("what", ["nothing", "a checkpoint", "a spoilt one", "the end", "the end, served"])
 def test_a_scripts_node_goes_on_from_its_checkpoint_or_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -81,11 +84,37 @@ def test_a_scripts_node_goes_on_from_its_checkpoint_or_begins(
         ("open_directory", nobody),
         ("has_state", none_has_a_state),
         ("take_part", brought.take_part),
+        ("has_finished", lambda *_: "the end" in what),
     ):
         monkeypatch.setattr(session, name, value)
     monkeypatch.setattr(InitialState, "take", noted)
-    options = PeerOptions(folder=tmp_path, learner=LearnerOptions(script="there"))
+    options = PeerOptions(
+        folder=tmp_path, learner=LearnerOptions(script="there"), stay_s=9.0 if "served" in what else None
+    )
     directory = DirectoryOptions(listen=())
     asyncio.run(session.start_from_script(path, options, directory, identity, lambda _: None))
     assert brought.theta is not None
     assert torch.equal(brought.theta, WEIGHTS.view(-1))
+    assert brought.shows_how_to_join is (what != "the end"), "who would join a run that is over, and goes at once?"
+
+
+@pytest.mark.parametrize("options", [{}, {"is_follower": True}, {"learner": LearnerOptions(script="there")}])
+def test_who_has_no_script_is_refused_by_a_run_of_scripts_before_anything_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    class Begun(Exception):  # noqa: N818
+        """A peer that takes part."""
+
+    async def begin(*_: Any) -> None:
+        raise Begun
+
+    monkeypatch.setattr(session, "refuse_to_be_one", begin)
+    path, identity = tmp_path / foundation.NAME, Identity.ephemeral()
+    foundation.write(path, replace(CONFIG, access="open"), [("w", WEIGHTS)], frozenset())
+    manifest, _ = found_from_script(path, identity.peer_id)
+    own = PeerOptions(folder=tmp_path / "run", **options)
+    with pytest.raises(Begun if options else ConfigError) as error:
+        asyncio.run(session.take_part(manifest, own, identity, None, None, None, lambda _: None))  # type: ignore[arg-type]
+    if not options:
+        for word in ("run='story', initial_peers=[ADDR]", "p2pdiloco join ADDR --follow", "p2pdiloco fetch ADDR"):
+            assert word in str(error.value)

@@ -6,11 +6,14 @@ import contextlib
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import safetensors.torch
 import torch
 
+import p2pdiloco
 from p2pdiloco.node.foundation import found_from_script
 from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.protocol.identifiers import PeerId
@@ -102,3 +105,72 @@ def test_a_torn_one_is_refused_with_a_sentence(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(ConfigError):
         found_from_script(path, PeerId("ann"))
+
+
+GIVEN: dict[str, Any] = {
+    "run": "story",
+    "access": "invite",
+    "total_steps": 100,
+    "n_fragments": 2,
+    "sync_every": 4,
+    "fragment_sync_delay": 2,
+    "min_quorum": 1,
+    "outer_lr": 0.4,
+    "outer_momentum": 0.7,
+    "codec": "int4",
+}
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "said"),
+    [
+        ("run", "a b/c", "run = 'a b/c': write a text of letters, digits, dots, dashes and underscores"),
+        ("run", "x" * 65, "write a text with a length of at most 64"),
+        ("access", "all", "access = 'all': choose one of invite, list, open"),
+        ("total_steps", 0, "total_steps = 0: write a whole number of at least 1"),
+        ("total_steps", "many", "total_steps = 'many': write a whole number"),
+        ("n_fragments", 0, "n_fragments = 0: write a whole number of at least 1"),
+        ("n_fragments", 3, "sync_every = 4 must be a multiple of n_fragments = 3"),
+        ("n_fragments", 4, "n_fragments = 4 must be at most the model's 2 tensors"),
+        ("sync_every", 0, "sync_every = 0: write a whole number of at least 1"),
+        ("fragment_sync_delay", 4, "fragment_sync_delay = 4 must be less than sync_every = 4"),
+        ("min_quorum", 0, "min_quorum = 0: write a whole number of at least 1"),
+        ("outer_lr", 0.0, "outer_lr = 0.0: write a number above 0.0"),
+        ("outer_momentum", 1.0, "outer_momentum = 1.0: write a number below 1.0"),
+        ("codec", "int3", "codec = 'int3': choose one of auto, bf16, e3m0, int2, int4, int8"),
+    ],
+)
+def test_what_a_script_cannot_have_is_said_with_its_argument_before_anything_is_written(
+    tmp_path: Path, argument: str, value: object, said: str
+) -> None:
+    with pytest.raises(foundation.FoundationError) as error:
+        foundation.settings({**GIVEN, argument: value}, tensors=2)
+    assert said in str(error.value)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(p2pdiloco.DiLoCoError) as told:
+        p2pdiloco.DiLoCo(model, optimizer, state=tmp_path / "state", **{**GIVEN, argument: value})
+    assert str(told.value) == str(error.value)
+    assert not (tmp_path / "state").exists()
+
+
+def test_what_a_script_may_have_is_what_its_node_reads(tmp_path: Path) -> None:
+    config = foundation.settings(GIVEN, tensors=3)
+    assert (config.name, config.inner.steps, config.inner.warmup, config.codec.down) == ("story", 100, 0, "int4")
+    assert (config.model.kind, config.evaluation.every, config.outer.learning_rate) == ("external", 0, 0.4)
+    path = tmp_path / foundation.NAME
+    foundation.write(path, config, NAMED, frozenset())
+    assert foundation.read(path).config == config
+
+
+def test_it_is_written_once_and_not_taken_for_another_runs(tmp_path: Path) -> None:
+    path = tmp_path / foundation.NAME
+    foundation.write_once(path, CONFIG, NAMED, frozenset())
+    first = path.read_bytes()
+    foundation.write_once(path, CONFIG, [("z", torch.ones(2, 3))], frozenset())
+    assert path.read_bytes() == first, "the run that was founded goes on"
+    with pytest.raises(
+        foundation.FoundationError, match=r"is run story's.*give run other a folder of its own \(state="
+    ):
+        foundation.write_once(path, msgspec.structs.replace(CONFIG, name="other"), NAMED, frozenset())
+    assert path.read_bytes() == first

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from p2pdiloco.node.misprints import in_words
 from p2pdiloco.protocol.manifest import RunConfig
+from p2pdiloco.protocol.misprints import in_words
 
 
 @pytest.mark.parametrize(
@@ -33,4 +33,4 @@ from p2pdiloco.protocol.manifest import RunConfig
 def test_a_misprint_is_said_in_the_file_s_own_words(text: str, said: str) -> None:
     with pytest.raises(msgspec.ValidationError) as error:
         msgspec.toml.decode(text.encode(), type=RunConfig)
-    assert said in in_words(error.value, text.encode(), RunConfig)
+    assert said in in_words(error.value, msgspec.toml.decode(text), RunConfig)

@@ -1,4 +1,4 @@
-"""What is wrong in a run's TOML file, in words: the key as it is written there, what stands there, what may.
+"""What is wrong in what a founder has written, in words: the key as it is written, what stands there, what may.
 
 msgspec says it in the words of its types; whoever writes a configuration need not know those.
 """
@@ -31,8 +31,8 @@ _BOUNDS = {
 _FORMS = {r"^[A-Za-z0-9._-]+\\Z": "letters, digits, dots, dashes and underscores"}
 
 
-def in_words(error: msgspec.ValidationError, data: bytes, form: type) -> str:
-    """The sentence for ``error``, which decoding ``data`` (TOML) as ``form`` has raised."""
+def in_words(error: msgspec.ValidationError, written: object, form: type) -> str:
+    """The sentence for ``error``, which converting what is ``written`` (tables in tables) to ``form`` has raised."""
     text = str(error)
     at = _AT.search(text)
     key = at.group(1) if at else ""
@@ -46,8 +46,8 @@ def in_words(error: msgspec.ValidationError, data: bytes, form: type) -> str:
     if (found := re.fullmatch(r"Object missing required field `(.*)`", said)) is not None:
         return f'the key {f"{key}." if key else ""}{found[1]} is missing: add it, such as {found[1]} = "story"'
     if (found := re.fullmatch(r"Invalid enum value .*", said)) is not None:
-        return f"{key} = {_value(data, key)}: choose one of {', '.join(_choices(form, key))}"
-    return f"{key} = {_value(data, key)}: {_wanted(said)}" if key else said
+        return f"{key} = {_value(written, key)}: choose one of {', '.join(_choices(form, key))}"
+    return f"{key} = {_value(written, key)}: {_wanted(said)}" if key else said
 
 
 def _wanted(said: str) -> str:
@@ -63,8 +63,8 @@ def _wanted(said: str) -> str:
     return f"write {kinds} {_BOUNDS.get(sign, sign)} {bound}".rstrip()
 
 
-def _value(data: bytes, key: str) -> str:
-    found = msgspec.toml.decode(data)
+def _value(written: object, key: str) -> str:
+    found = written
     for name in key.split("."):
         found = found.get(name) if isinstance(found, dict) else None
     return repr(found)[:80]
