@@ -58,7 +58,7 @@ def find_result(source: str, state: Path, wanted: str | None) -> Result:
     Raises:
         CheckpointError: there is none, or there are several runs; the message says what to do.
     """
-    is_folder = Path(source).is_dir()
+    is_folder = Path(source).is_dir() and not _is_export_of(source, state)
     if not is_folder and not state.is_dir():
         raise CheckpointError(_nothing(source, state))
     folders = [Path(source) if is_folder else state]
@@ -77,6 +77,11 @@ def find_result(source: str, state: Path, wanted: str | None) -> Result:
             if not left:
                 raise
     raise AssertionError("unreachable")
+
+
+def _is_export_of(source: str, state: Path) -> bool:
+    """Whether a folder has no run, and is called as one in ``state`` is: ``p2pdiloco export`` makes such folders."""
+    return not has_run([Path(source)], None) and (has_run([state], source) or has_run(peers_below(state), source))
 
 
 def average_of(result: Result) -> RunningAverage | None:

@@ -63,6 +63,18 @@ def test_a_run_is_exported_by_its_folder_and_by_its_name(tmp_path: Path, capsys:
     assert p2pdiloco.load_model(out).context == 8
 
 
+def test_a_run_is_exported_again_where_its_export_lies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first export has made a folder of the run's name, which was looked into for the run."""
+    monkeypatch.chdir(tmp_path)
+    leave(tmp_path / "state", "story")
+    for _ in range(2):
+        status, said, told = ended(capsys, "export", "story", "--state", "state")
+        assert (status, told) == (0, "")
+        assert said.startswith("story: run story at step 0")
+
+
 def test_a_run_is_heard_by_its_folder_its_name_and_its_export(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
