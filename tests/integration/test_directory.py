@@ -313,7 +313,7 @@ logs.configure()
 async def main():
     listen = ["/ip4/127.0.0.1/tcp/0"]
     async with Directory(Identity.ephemeral(), listen=listen, announce=[], initial_peers=[sys.argv[2]]) as directory:
-        print(sorted(await directory.runs()), round(CLOCK.ahead_s, -1), _clock(CLOCK).verdict, flush=True)
+        print(sorted(await directory.runs()), round(CLOCK.ahead_s, -1) + 0.0, _clock(CLOCK).verdict, flush=True)
         await directory.publish_run("b" * 40, b"from another time", 60.0)
         print("published", flush=True)
         await asyncio.to_thread(sys.stdin.read)
