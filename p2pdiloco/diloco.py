@@ -295,7 +295,7 @@ class DiLoCo(SwarmView):
             companion.end(number)
         status = companion.wait(self._leave_s + self._stay_s)
         if status and number is None:
-            log.warning("the node ended with status %s: see %s", status, self._log)
+            log.warning("%s (its log is %s)", companion.ending, self._log)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
     p2pdiloco bootstrap --listen /ip4/127.0.0.1/tcp/31337
     torchrun --nproc-per-node 2 peers/island.py --state a --run-name sines --peer ADDRESS --found    # prints an INVITE
-    torchrun --nproc-per-node 2 --max-restarts 3 peers/island.py --state b --run-name sines --peer INVITE --shard
+    torchrun --nproc-per-node 2 --max-restarts 3 peers/island.py --state b --run-name sines --peer INVITE \\
+        --shard --seed 1
 
 Every rank has the same lines; rank 0 talks to the node. A rank's death ends the island; torchrun starts it again, and
 it goes on as the same peer (with torch 2.13 and gloo, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: else the second life
@@ -36,7 +37,7 @@ def main() -> int:
     parser.add_argument("--peer", action="append", default=[])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run-name")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--found", action="store_true")
     parser.add_argument("--access", choices=["open", "invite", "list"], default="invite")
     parser.add_argument("--shard", action="store_true", help="FSDP2 instead of DDP")

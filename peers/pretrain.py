@@ -16,13 +16,17 @@ import transformers
 from p2pdiloco.integrations.transformers import DiLoCoCallback
 
 CONTEXT = 512
+if len(sys.argv) < 3:
+    sys.exit(__doc__)
 base, texts, *invite = sys.argv[1:]
 steps = int(os.environ.get("STEPS", "10000"))
 tokenizer = transformers.AutoTokenizer.from_pretrained(base)
 model = transformers.AutoModelForCausalLM.from_pretrained(base)
 documents = [json.loads(line)["text"] for line in Path(texts).read_text(encoding="utf-8").splitlines()]
-tokens = [token for text in documents for token in tokenizer(text + tokenizer.eos_token)["input_ids"]]
+tokens = [token for text in documents for token in tokenizer(text + (tokenizer.eos_token or ""))["input_ids"]]
 windows = [tokens[start : start + CONTEXT] for start in range(0, len(tokens) - CONTEXT, CONTEXT)]
+if not windows:
+    sys.exit(f"{texts} has {len(tokens)} tokens, one window takes {CONTEXT + 1}: give more text")
 
 trainer = transformers.Trainer(
     model,

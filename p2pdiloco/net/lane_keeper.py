@@ -80,6 +80,8 @@ class LaneKeeper:
                 if lane is not primary:
                     lane.part(Parting.LEAVING, "the lane was idle")
             return []
+        if primary.greeting.is_relayed:
+            return []  # a relay carries one connection of a pair
         missing = lanes_for(self._wanted, path, bytes_per_s) - len(lanes.members)
         self._dialled, self._failed = max(0, min(missing, DIALS)), False
         return [self._next() for _ in range(self._dialled)]

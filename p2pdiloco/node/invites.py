@@ -26,6 +26,12 @@ from p2pdiloco.wire.members import NotAMemberError, UnknownInviterError
 
 ADDRESSES = "addresses"
 """In STATE/RUN/members: where newcomers find the directory, one a line."""
+MOVED = "newcomers find the run at another place now: the addresses that were told before do not answer"
+AGAIN = "the directory answers again where newcomers are told to ask"
+NOBODY_COMES = (
+    "nobody new finds the run now: what invites name does not answer, and this machine cannot be dialled. Start that "
+    "bootstrap again, or another one (p2pdiloco bootstrap) and this peer with it (--bootstrap)"
+)
 LOOK_S = 10.0
 """Between two looks at whether that is right."""
 
@@ -183,18 +189,29 @@ def how_to_join(manifest: Manifest, mine: Credentials, folder: Path, directory: 
 
 
 async def keep_meeting_places(
-    manifest: Manifest, mine: Credentials, folder: Path, directory: Directory, say: Callable[[str], None] | None
+    manifest: Manifest,
+    mine: Credentials,
+    folder: Path,
+    directory: Directory,
+    is_dialable: Callable[[], bool | None],
+    say: Callable[[str], None] | None,
 ) -> None:
-    """Until cancelled, keep for invites to come where newcomers find the directory, and ``say`` how to join when that
-    has changed: a bootstrap may go."""
-    kept = directory.meeting_places()
+    """Until cancelled, keep for invites to come where newcomers find the directory: a bootstrap may go, and come back.
+    ``is_dialable``: whether others have dialled our own node of it; None: nobody has tried. ``say``: tell of changes,
+    and how to join then."""
+    first = kept = told = directory.meeting_places()
     while True:
         await asyncio.sleep(LOOK_S)
-        if (places := directory.meeting_places()) != kept:
+        places = directory.meeting_places()
+        if places == told:
+            continue
+        told = places
+        is_of_use = places == first or is_dialable() is not False
+        if is_of_use and places != kept:
             kept = places
             await asyncio.to_thread(keep_addresses, folder, places)
-            lines = [] if say is None else await asyncio.to_thread(how_to_join, manifest, mine, folder, directory)
-            if say is not None and lines:
-                say("newcomers find the run at another place now: the addresses that were told before do not answer")
-                for line in lines:
-                    say(line)
+        if say is None:
+            continue
+        say(NOBODY_COMES if not is_of_use else AGAIN if places == first else MOVED)
+        for line in await asyncio.to_thread(how_to_join, manifest, mine, folder, directory) if is_of_use else ():
+            say(line)

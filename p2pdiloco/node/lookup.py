@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,15 @@ def pick_runs(runs: dict[RunId, RunRecord], wanted: str | None) -> dict[RunId, R
     return found
 
 
+@contextlib.asynccontextmanager
+async def ladder_of(transport: Transport, is_known: Callable[[PeerId], bool]) -> AsyncIterator[Ladder]:
+    """For a ``transport`` that only asks: peers by their addresses, or through meeting points. ``is_known``: whom it
+    wants."""
+    async with observer_transport(Identity.ephemeral()) as outside, Tasks() as tasks:
+        dialler = Dialler()
+        yield Ladder(transport, dialler, Rendezvous(transport, outside, dialler, tasks, is_known), lambda: ())
+
+
 async def dial_any(
     directory: Directory, transport: Transport, run: RunId, *, patience_s: float = FIND_S
 ) -> list[PeerId]:
@@ -149,10 +158,7 @@ async def dial_any(
     deadline = loop.time() + patience_s
     reasons: dict[PeerId, str] = {}
     records: dict[PeerId, bytes] = {}
-    async with observer_transport(Identity.ephemeral()) as outside, Tasks() as tasks:
-        dialler = Dialler()
-        rendezvous = Rendezvous(transport, outside, dialler, tasks, lambda peer: peer in records)
-        ladder = Ladder(transport, dialler, rendezvous, lambda: ())
+    async with ladder_of(transport, lambda peer: peer in records) as ladder:
         while True:
             try:
                 records = await directory.peers(run)

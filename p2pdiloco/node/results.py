@@ -124,11 +124,9 @@ def farewell(status: PeerStatus, folder: Path, *, is_scripts: bool = False) -> l
     is_complete = status.step >= status.total_steps and not status.participating
     stands = "is complete:" if is_complete else "as it is now:"
     loss = "" if status.held_out_loss is None else f"held-out loss {status.held_out_loss:.3f} nats a token, "
-    mine = status.tokens_trained / status.tokens_merged if status.tokens_merged else 0.0
-    here = f", {status.tokens_trained:,} ({min(1.0, mine):.0%}) of them trained here" if status.tokens_trained else ""
     step = min(status.step, status.total_steps)
     return [
-        f"run {status.name} {stands} step {step}, {loss}{status.tokens_merged:,} tokens merged{here}",
+        f"run {status.name} {stands} step {step}, {loss}{status.tokens_merged:,} tokens merged",
         f"  the model lies in   {folder}",
         *([] if is_scripts else [f"  have it write       p2pdiloco generate {folder}"]),
         f"  make files of it    p2pdiloco export {folder} --out {status.name}",

@@ -335,7 +335,10 @@ async def take_part(
             say(line)
     tell = say if shows_how_to_join else None
     async with Node(manifest, options, identity, directory, initial, mine) as node, Tasks() as tasks:
-        tasks.spawn(keep_meeting_places(manifest, mine, options.folder, directory, tell), name="meeting places")
+        keeping = keep_meeting_places(
+            manifest, mine, options.folder, directory, lambda: node.whereabouts.is_directory_dialable, tell
+        )
+        tasks.spawn(keeping, name="meeting places")
         with leave_when_asked(node, options.machine.spot):
             async with (
                 served(node.lookout, options.folder, options.watch.page, say),

@@ -2,7 +2,8 @@
 identity's file, and that of the run's folder, keep a second one out.)
 
 Rules of this file:
-1. Who starts looks whether a process that has its key answers at the address in its own record, and does not begin.
+1. Who starts looks whether a process that has its key answers at the addresses in its own record, or through the
+   meeting points there, and does not begin.
 2. Two that started at once see each other's record in the place of their own (``roster.py``, rule 4); the one that
    began later ends. Nobody's word is taken for it: whoever cannot prove to have the key is no twin.
 3. Other peers keep to the life that they saw last, refuse one that had to give way before, and hear nothing from it
@@ -12,10 +13,12 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+
+import msgspec
 
 from p2pdiloco.node.credentials import Credentials
-from p2pdiloco.node.lookup import observer_transport
+from p2pdiloco.node.lookup import ladder_of, observer_transport
 from p2pdiloco.peer.host import Host
 from p2pdiloco.protocol.identifiers import PeerId, RunId
 from p2pdiloco.runtime import logs
@@ -29,6 +32,8 @@ log = logs.get("node")
 
 ANSWER_S = 3.0
 """What a twin has to answer, at all its addresses at once."""
+MEET_S = 8.0
+"""And through a meeting point, whose routers are punched first."""
 LOOK_S = 5.0
 """Between two looks at one."""
 
@@ -87,18 +92,26 @@ async def refuse_to_be_one(directory: Directory, run: RunId, peer: PeerId, crede
 
 
 async def reach(record: PeerRecord, peer: PeerId, credentials: Credentials | None) -> str | None:
-    """The address at which a process proves to be ``peer``, in the life that the record names; None: there is none."""
-    async with observer_transport(Identity.ephemeral(), credentials) as transport:
+    """Where a process proves to be ``peer``, in the life that the record names; None: nowhere."""
+    async with (
+        observer_transport(Identity.ephemeral(), credentials) as transport,
+        ladder_of(transport, lambda other: other == peer) as ladder,
+    ):
 
-        async def dial(address: str) -> str | None:
+        async def proved(way: Awaitable[PeerId], where: str, within_s: float) -> str | None:
             try:
-                await transport.dial(address, timeout_s=ANSWER_S)
-            except (DialError, ValueError):
+                async with asyncio.timeout(within_s):
+                    await way
+            except (DialError, ValueError, TimeoutError):
                 return None
-            return address if record.life in ("", transport.life_of(peer)) else None
+            return where if record.life in ("", transport.life_of(peer)) else None
 
-        answers = await asyncio.gather(*(dial(address) for address in record.addresses))
-    return next((address for address in answers if address is not None), None)
+        ways = [proved(transport.dial(text, timeout_s=ANSWER_S), text, ANSWER_S + 1.0) for text in record.addresses]
+        if record.points:
+            met = ladder.climb(peer, msgspec.structs.replace(record, addresses=()))
+            ways.append(proved(met, f"the meeting point {record.points[0]}", MEET_S))
+        answers = await asyncio.gather(*ways)
+    return next((where for where in answers if where is not None), None)
 
 
 def gives_way(began_s: float, life: str, *, to: PeerRecord) -> bool:

@@ -123,6 +123,12 @@ class Whereabouts:
         return any(answers) if answers else None
 
     @property
+    def is_directory_dialable(self) -> bool | None:
+        """The same of our node of the directory, which newcomers ask first."""
+        answers = [told.answers[1] for told in self._rendezvous.told if len(told.answers) > 1]
+        return any(answers) if answers else None
+
+    @property
     def points(self) -> tuple[str, ...]:
         """Where we can be met; nowhere, if we can be dialled anyway."""
         if self.is_dialable:

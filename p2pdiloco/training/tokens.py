@@ -97,7 +97,7 @@ def load_tokens(
         tokens = (folder / name).stat().st_size // 4
         if tokens <= context:
             raise CorpusError(
-                f"the {label} split of {root} has {tokens} tokens, a sample needs {context + 1}: "
+                f"the {label} split of {data or root} has {tokens} tokens, a sample needs {context + 1}: "
                 "add documents (each goes to one split as a whole) or change data.held_out_share"
             )
         splits.append(torch.from_file(str(folder / name), shared=False, size=tokens, dtype=torch.int32))

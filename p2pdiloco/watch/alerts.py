@@ -81,7 +81,10 @@ class Alerts:
         live = picture.headcount.live
         self._most_live = max(self._most_live, live)
         if live == 1 and self._most_live > 1 and picture.course.phase in ("training", "following"):
-            found["alone"] = "all other peers are gone: this one goes on alone. Look at the link, or start another peer"
+            found["alone"] = (
+                "all other peers are gone: this one goes on alone. Look at the link (where nobody can be dialled, at "
+                "the bootstrap that relayed), or start another peer"
+            )
         loss = picture.course.held_out_loss
         if loss is not None:
             self._best = loss if self._best is None else min(self._best, loss)

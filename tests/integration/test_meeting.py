@@ -9,10 +9,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from p2pdiloco.net import dials
-from p2pdiloco.net.handshake import Role
+from p2pdiloco.net.handshake import WIRE_VERSION, Role
+from p2pdiloco.node import twins
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import lines, meeting_point, rendezvous
 from p2pdiloco.runtime.dialler import Dialler
@@ -26,6 +28,7 @@ from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.transport import DialError, RequestRefused, Transport, TransportLimits
 from p2pdiloco.wire import introductions as intro
 from p2pdiloco.wire.bodies import encode
+from p2pdiloco.wire.records import PeerRecord
 from tests.integration.waiting import until
 
 LISTEN = "/ip4/127.0.0.1/tcp/0"
@@ -48,14 +51,14 @@ class Ear(Observer):
 class One:
     """A peer that listens or not, with all that it takes to meet others."""
 
-    def __init__(self, tasks: Tasks, listen: str = "") -> None:
+    def __init__(self, tasks: Tasks, listen: str = "", version: int = 1) -> None:
         self.ear = Ear()
         self.handler = IntroductionHandler(self.ear)
         self.transport = Transport(
             Identity.ephemeral(),
             listen=listen,
             run="",
-            version=1,
+            version=version,
             handler=self.handler,
             limits=TransportLimits(lanes=LANES),
         )
@@ -67,10 +70,10 @@ class One:
 
 
 @asynccontextmanager
-async def meeting(bytes_per_s: float | None = None) -> AsyncIterator[tuple[One, One, One, str]]:
+async def meeting(bytes_per_s: float | None = None, version: int = 1) -> AsyncIterator[tuple[One, One, One, str]]:
     """Ann and Bob, who listen nowhere, and a meeting point with its address."""
     async with Tasks() as tasks:
-        ann, bob, hub = One(tasks), One(tasks), One(tasks, LISTEN)
+        ann, bob, hub = One(tasks, "", version), One(tasks, "", version), One(tasks, LISTEN, version)
         hub.handler.point = MeetingPoint(hub.transport, bytes_per_s)
         async with hub.transport, ann.transport, bob.transport:
             (address,) = hub.transport.listen_addresses()
@@ -102,6 +105,20 @@ def test_two_that_nobody_can_dial_meet_directly() -> None:
             assert hub.handler.point is not None
             assert hub.handler.point.relay.carried_bytes == 0
             assert took_s < 1.0
+
+    run(work)
+
+
+def test_a_twin_that_nobody_can_dial_is_found_at_its_meeting_point() -> None:
+    """A copy of a state folder, started behind another router: nobody saw it, and the original lost its place."""
+
+    async def work() -> None:
+        async with meeting(version=WIRE_VERSION) as (ann, bob, _, address):
+            life = ann.transport.life
+            record = PeerRecord((), points=(address,), life=life)
+            assert await twins.reach(record, ann.id, None) == f"the meeting point {address}"
+            assert await twins.reach(msgspec.structs.replace(record, life="another"), ann.id, None) is None
+            assert await twins.reach(msgspec.structs.replace(record, life=""), bob.id, None) is not None
 
     run(work)
 

@@ -127,44 +127,54 @@ class Places:
 
     def __init__(self) -> None:
         self.places = (ADDRESS,)
-        self.looks = 0
-        self.is_looked_at = asyncio.Event()
+        self.looks = asyncio.Semaphore(0)
 
     def meeting_places(self) -> tuple[str, ...]:
-        self.looks += 1
-        if self.looks >= 3:
-            self.is_looked_at.set()
+        self.looks.release()
         return self.places
 
+    async def looked_at(self) -> None:
+        """Twice more: what followed the first look is done."""
+        while self.looks.locked() is False:
+            await self.looks.acquire()
+        for _ in range(3):
+            await self.looks.acquire()
 
+
+@pytest.mark.parametrize("is_dialable", [True, None, False])
 def test_where_newcomers_find_the_directory_follows_who_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_dialable: bool | None
 ) -> None:
-    """A bootstrap has gone: an invite that is made now, here or by ``p2pdiloco invite``, names who is there."""
+    """A bootstrap has gone: an invite that is made now, here or by ``p2pdiloco invite``, names who is there, unless
+    nobody can dial that; and comes back."""
     monkeypatch.setattr(invites, "LOOK_S", 0.001)
     manifest, mine = run_with("invite")
-    directory, said, is_said = Places(), list[str](), asyncio.Event()
-    keep_addresses(tmp_path, directory.places)
-
-    def say(line: str) -> None:
-        said.append(line)
-        if len(said) == 2:
-            is_said.set()
+    said: list[str] = []
 
     async def story() -> None:
+        directory = Places()
+        keep_addresses(tmp_path, directory.places)
         keeping = asyncio.create_task(
-            keep_meeting_places(manifest, mine, tmp_path, directory, say)  # type: ignore[arg-type]
+            keep_meeting_places(manifest, mine, tmp_path, directory, lambda: is_dialable, said.append)  # type: ignore[arg-type]
         )
         async with asyncio.timeout(10.0):
-            await directory.is_looked_at.wait()
+            await directory.looked_at()
             assert (kept_addresses(tmp_path), said) == ((ADDRESS,), [])
             directory.places = (OTHER,)
-            await is_said.wait()
+            await directory.looked_at()
+            assert kept_addresses(tmp_path) == ((OTHER,) if is_dialable is not False else (ADDRESS,))
+            directory.places = (ADDRESS,)
+            await directory.looked_at()
+            assert kept_addresses(tmp_path) == (ADDRESS,)
         keeping.cancel()
 
     asyncio.run(story())
-    assert kept_addresses(tmp_path) == (OTHER,)
-    assert decode_invite(said[1].split()[-1]).initial_peers() == (OTHER,)
+    if is_dialable is False:
+        assert said[0] == invites.NOBODY_COMES
+    else:
+        assert (said.pop(0), decode_invite(said[0].split()[-1]).initial_peers()) == (invites.MOVED, (OTHER,))
+    assert said[1] == invites.AGAIN
+    assert decode_invite(said[2].split()[-1]).initial_peers() == (ADDRESS,)
 
 
 def test_who_has_no_certificate_is_told_what_to_do(tmp_path: Path) -> None:

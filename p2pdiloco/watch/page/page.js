@@ -233,10 +233,11 @@ function drawCurve() {
     const line = draw("line", { x1: px, x2: px, y1: f.top, y2: f.bottom, stroke: tone, "stroke-dasharray": "3 4", "stroke-width": isCrowded ? 1 : 1.2, opacity: isCrowded ? 0.4 : 1 });
     line.append(draw("title", {}, m.text));
     f.svg.append(line);
-    if (!isCrowded && px - labelled > 96) {
-      const isLate = px > f.right - 90, words = m.text.split(";")[0].replace(" has", "");
+    const isLate = px > f.right - 90, words = m.text.split(";")[0].replace(" has", "");
+    const width = 6.6 * words.length, left = isLate ? px - 5 - width : px + 5;
+    if (!isCrowded && left > labelled + 8) {
       const label = draw("text", { x: px + (isLate ? -5 : 5), y: f.top + 10, "text-anchor": isLate ? "end" : "start" }, words);
-      label.style.fill = tone; f.svg.append(label); labelled = px;
+      label.style.fill = tone; f.svg.append(label); labelled = left + width;
     }
   }
   if (train.length > 1) f.svg.append(draw("path", { d: path(train, x, y), fill: "none", stroke: color("--second"), "stroke-width": 1.3, opacity: 0.75, "stroke-linejoin": "round" }));
