@@ -165,7 +165,6 @@ def test_the_end_tells_path_loss_tokens_and_the_next_command() -> None:
         "step 360",
         "1.576 nats",
         "1,000,000 tokens",
-        "25%",
         "/state/aaaa\n",
         "p2pdiloco generate /state/aaaa",
     ):

@@ -27,6 +27,8 @@ class Ended(Node):
         self.told: list[str] = []
         view = SimpleNamespace(has_finished=has_finished)
         self.peer = cast(Any, SimpleNamespace(machine=SimpleNamespace(view=view), stayed=self._stayed))
+        config = SimpleNamespace(model=SimpleNamespace(kind="transformer"))
+        self.manifest = cast(Any, SimpleNamespace(config=config))
         self.options = cast(Any, SimpleNamespace(is_fetching=False, folder=Path("/state")))
         self.lookout = cast(Any, SimpleNamespace(picture=lambda: SimpleNamespace(account=BILL)))
 
@@ -49,7 +51,7 @@ class Ended(Node):
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "farewell", lambda _status, _folder: ["the run is complete"])
+    monkeypatch.setattr(nodes, "farewell", lambda _status, _folder, is_scripts: ["the run is complete"])
     monkeypatch.setattr(nodes, "progress_fields", lambda _status: {})
 
 
