@@ -223,8 +223,10 @@ class Companion:
     def ending(self) -> str:
         """How it ended, in a sentence with its last words; empty while it lives."""
         status = self._status
-        if status is None:
-            return ""
+        return "" if status is None else self.ended_with(status)
+
+    def ended_with(self, status: int | str) -> str:
+        """The same, by a status that is known."""
         lines = self._said()
         if len(lines) > 1 and _IN_HELP.fullmatch(lines[-1]):  # what was wrong with an option stands before it
             lines.pop()

@@ -295,7 +295,7 @@ class DiLoCo(SwarmView):
             companion.end(number)
         status = companion.wait(self._leave_s + self._stay_s)
         if status and number is None:
-            log.warning("%s (its log is %s)", companion.ending, self._log)
+            log.warning("%s (its log is %s)", companion.ended_with(status), self._log)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
