@@ -27,7 +27,6 @@ from p2pdiloco.protocol.manifest import (
     TensorSpec,
     make_layout,
 )
-from p2pdiloco.protocol.misprints import in_words
 from p2pdiloco.protocol.soundness import config_problems, manifest_problems, without_places
 from p2pdiloco.tensors.digests import state_digest
 from p2pdiloco.tensors.fragments import tensor_specs
@@ -37,6 +36,7 @@ from p2pdiloco.training.corpus import cut_into_blocks, load_corpus
 from p2pdiloco.training.corpus_files import CorpusError
 from p2pdiloco.training.evaluation import shared_samples
 from p2pdiloco.training.huggingface import ArchitectureError, read_folder
+from p2pdiloco.training.misprints import in_words
 from p2pdiloco.training.models import build
 from p2pdiloco.training.sources import check_extras
 from p2pdiloco.training.tokens import with_tokenizer
