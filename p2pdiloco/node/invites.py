@@ -27,13 +27,15 @@ from p2pdiloco.wire.members import NotAMemberError, UnknownInviterError
 ADDRESSES = "addresses"
 """In STATE/RUN/members: where newcomers find the directory, one a line."""
 MOVED = "newcomers find the run at another place now: the addresses that were told before do not answer"
-AGAIN = "the directory answers again where newcomers are told to ask"
+AGAIN = "the directory answers again where newcomers were told to ask at first: the first invite is good"
 NOBODY_COMES = (
     "nobody new finds the run now: what invites name does not answer, and this machine cannot be dialled. Start that "
     "bootstrap again, or another one (p2pdiloco bootstrap) and this peer with it (--bootstrap)"
 )
 LOOK_S = 10.0
 """Between two looks at whether that is right."""
+LOOKS = 6
+"""That have to agree before anything is changed or told: a bootstrap may stand still for a while, or start again."""
 
 
 def credentials_of(
@@ -197,13 +199,15 @@ async def keep_meeting_places(
     say: Callable[[str], None] | None,
 ) -> None:
     """Until cancelled, keep for invites to come where newcomers find the directory: a bootstrap may go, and come back.
-    ``is_dialable``: whether others have dialled our own node of it; None: nobody has tried. ``say``: tell of changes,
-    and how to join then."""
-    first = kept = told = directory.meeting_places()
+    ``is_dialable``: whether others have dialled our own node of it; None: nobody has tried. ``say``: tell of what
+    lasts, and how to join then."""
+    first = kept = told = seen = directory.meeting_places()
+    looks = 0
     while True:
         await asyncio.sleep(LOOK_S)
         places = directory.meeting_places()
-        if places == told:
+        looks, seen = looks + 1 if places == seen else 1, places
+        if places == told or looks < LOOKS:
             continue
         told = places
         is_of_use = places == first or is_dialable() is not False
@@ -212,6 +216,9 @@ async def keep_meeting_places(
             await asyncio.to_thread(keep_addresses, folder, places)
         if say is None:
             continue
-        say(NOBODY_COMES if not is_of_use else AGAIN if places == first else MOVED)
-        for line in await asyncio.to_thread(how_to_join, manifest, mine, folder, directory) if is_of_use else ():
+        if places == first or not is_of_use:
+            say(AGAIN if places == first else NOBODY_COMES)
+            continue
+        say(MOVED)
+        for line in await asyncio.to_thread(how_to_join, manifest, mine, folder, directory):
             say(line)

@@ -241,6 +241,14 @@ BUGS = (
         killed_by=("tests/unit/test_node_invites.py::test_where_newcomers_find_the_directory_follows_who_answers",),
     ),
     Bug(
+        name="a bootstrap that does not answer once has gone",
+        module="p2pdiloco.node.invites",
+        old="LOOKS = 6",
+        new="LOOKS = 1",
+        harm="a founder's terminal fills with new invites while a bootstrap stands still now and then",
+        killed_by=("tests/unit/test_node_invites.py::test_where_newcomers_find_the_directory_follows_who_answers",),
+    ),
+    Bug(
         name="invites name initial peers that do not answer",
         module="p2pdiloco.runtime.directory",
         old="if not self._pings.is_silent(peer) for text",

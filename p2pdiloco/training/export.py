@@ -358,8 +358,8 @@ def _replace(folder: Path, new: Path, files: tuple[str, ...]) -> None:
     with suppress(OSError, ValueError):
         before = msgspec.json.decode((folder / ABOUT).read_bytes(), type=About).files
     for name in (ABOUT, *before):
-        if Path(name).name == name:  # it may be a stranger's folder
-            (folder / name).unlink(missing_ok=True)
+        if Path(name).name == name and (folder / name).is_file():  # it may be a stranger's folder
+            (folder / name).unlink()
     for name in (*files, ABOUT):
         (new / name).replace(folder / name)
 

@@ -14,6 +14,7 @@ import pytest
 
 from p2pdiloco.net import dials
 from p2pdiloco.net.handshake import WIRE_VERSION, Role
+from p2pdiloco.net.lane_keeper import LaneKeeper
 from p2pdiloco.node import twins
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import lines, meeting_point, rendezvous
@@ -228,6 +229,8 @@ def test_a_relay_carries_one_connection_of_a_pair(monkeypatch: pytest.MonkeyPatc
             assert ann.transport.send(bob.id, b"hello", payload)
             await until(lambda: bob.ear.heard == [(b"hello", payload)])
             assert ann.transport.lanes(bob.id) == 1
+            (channel,) = (one for one in ann.transport._channels.values() if one.connection.peer == bob.id)
+            assert LaneKeeper(channel.connection, LANES, 60.0, 0.0).look(None, None, 0.0) == [], "nor are others tried"
 
     run(work)
 

@@ -14,8 +14,8 @@ from datetime import timedelta
 warnings.filterwarnings("ignore")
 
 from benchmarks.wire import line  # noqa: E402
+from benchmarks.wire.baselines.vector import Averaged  # noqa: E402
 
-BLOCK = 1 << 20
 TIMEOUT = timedelta(minutes=10)
 BYTES = {"bf16": 2, "fp32": 4}
 
@@ -29,13 +29,8 @@ def main() -> None:
 
     torch.set_num_threads(1)
     index, peers, parameters, codec = config["index"], config["peers"], int(config["parameters"]), config["codec"]
-
-    def block_of(i: int) -> torch.Tensor:
-        return torch.randn(BLOCK, generator=torch.Generator().manual_seed(i)) * 1e-3
-
-    block = block_of(index)
-    mean = torch.stack([block_of(i) for i in range(peers)]).mean(0)
-    vector = torch.zeros(parameters)
+    averaged = Averaged(index, peers, parameters)
+    vector = averaged.vector
     store = TCPStore(config["host"], 0, peers, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
     line.answer(address=f"{config['host']}:{store.port}")
     for command in line.commands():
@@ -47,9 +42,7 @@ def main() -> None:
                 dist.init_process_group("gloo", store=store, rank=index, world_size=peers, timeout=TIMEOUT)
                 line.answer(ok=True)
             case "prepare":
-                for start in range(0, parameters, BLOCK):
-                    piece = vector[start : start + BLOCK]
-                    piece.copy_(block[: piece.numel()])
+                averaged.fill()
                 line.forget_peak()
                 line.answer(**line.counters(config["interface"]))
             case "go":
@@ -64,8 +57,7 @@ def main() -> None:
                 line.answer(ok=True, reason="", began=began, ended=time.monotonic())
             case "check":
                 peak = line.memory("VmHWM")
-                found = vector[:BLOCK]
-                error = float((found - mean[: found.numel()]).norm() / mean[: found.numel()].norm())
+                error = averaged.error()
                 payload = 2 * (peers - 1) / peers * parameters * BYTES[codec]
                 line.answer(**line.counters(config["interface"]), peak=peak, error=error, digest="", payload=payload)
     os._exit(0)

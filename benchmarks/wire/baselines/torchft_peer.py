@@ -15,8 +15,7 @@ from datetime import timedelta
 warnings.filterwarnings("ignore")
 
 from benchmarks.wire import line  # noqa: E402
-
-BLOCK = 1 << 20
+from benchmarks.wire.baselines.vector import Averaged  # noqa: E402
 
 
 def main() -> None:
@@ -29,12 +28,8 @@ def main() -> None:
 
     torch.set_num_threads(1)
     index, peers, parameters = config["index"], config["peers"], int(config["parameters"])
-
-    def block_of(i: int) -> torch.Tensor:
-        return torch.randn(BLOCK, generator=torch.Generator().manual_seed(i)) * 1e-3
-
-    block, mean = block_of(index), sum(block_of(i) for i in range(peers)) / peers
-    vector = torch.zeros(parameters)
+    averaged = Averaged(index, peers, parameters)
+    vector = averaged.vector
     group = ProcessGroupGloo(timeout=timedelta(seconds=600))
     handle = json.loads(group.get_reconfigure_handle())
     store = str(handle["store"])
@@ -46,9 +41,7 @@ def main() -> None:
                 group.reconfigure(ReconfigureOptions(uuid=1, handles=command["addresses"])).wait()
                 line.answer(ok=True)
             case "prepare":
-                for start in range(0, parameters, BLOCK):
-                    piece = vector[start : start + BLOCK]
-                    piece.copy_(block[: piece.numel()])
+                averaged.fill()
                 line.forget_peak()
                 line.answer(**line.counters(config["interface"]))
             case "go":
@@ -58,8 +51,7 @@ def main() -> None:
                 line.answer(ok=True, reason="", began=began, ended=time.monotonic())
             case "check":
                 peak = line.memory("VmHWM")
-                found = vector[:BLOCK]
-                error = float((found - mean[: found.numel()]).norm() / mean[: found.numel()].norm())
+                error = averaged.error()
                 payload = 2 * (peers - 1) / peers * parameters * 4
                 line.answer(**line.counters(config["interface"]), peak=peak, error=error, digest="", payload=payload)
     os._exit(0)
