@@ -38,7 +38,7 @@ SETTINGS: dict[str, dict[str, object]] = {
         "overlap": 45,
         "alpha": 0.5,
         "outer_lr": 0.7,
-        "outer_momentum": 0.9,
+        "outer_momentum": 0.5,
     },
     "hivemind": {"sync_every": 24, "codec": "uint8", "matchmaking_s": 3.0},
     "p2pdiloco": {
@@ -66,18 +66,23 @@ def topology(step_s: float, name: str = "wan-speed") -> tuple[str, Topology]:
     return sites.topology_toml(name, lines, trips), regions
 
 
-def config_of(system: str, options: argparse.Namespace, folder: Path) -> dict[str, object]:
-    """A worker's configuration, the same for all of a system's."""
+def settings_of(system: str, options: argparse.Namespace) -> dict[str, object]:
+    """A system's own, with what the user tunes."""
     settings = dict(SETTINGS[system])
     if options.outer and system in ("diloco", "torchft"):
         settings["outer_lr"], settings["outer_momentum"] = options.outer
+    return settings
+
+
+def config_of(system: str, options: argparse.Namespace, folder: Path) -> dict[str, object]:
+    """A worker's configuration, the same for all of a system's."""
     return {
         "system": system,
         "step_s": options.step_s,
         "batch": options.batch,
         "snapshot_every": options.snapshot_every,
         "folder": f"{folder}/state-{system}",
-        **settings,
+        **settings_of(system, options),
     }
 
 
@@ -171,7 +176,7 @@ def main() -> int:
     }
     if not options.judge:
         for name, one in results.items():
-            bench.write(options, ROW, {**settings, "system": name, **SETTINGS[name]}, one)
+            bench.write(options, ROW, {**settings, "system": name, **settings_of(name, options)}, one)
         if curve:
             bench.write(options, REFERENCE_ROW, settings, {"curve": curve})
     print(f"\nTime to a held-out loss of {wanted:.3f} nats:\n")

@@ -4,7 +4,7 @@ Rules of this file:
 1. Worker i of any system sees the same batches in the same order, and begins with the same parameters.
 2. A system is what happens besides: ``System``. It is asked for parameters that it would publish as its global model,
    and those, and the worker's own, are evaluated after the end; the better of the two counts.
-3. Imports nothing that the baselines' environments lack (torch, msgspec).
+3. Imports nothing that the environments of the baselines lack (torch, msgspec, psutil).
 """
 
 from __future__ import annotations
