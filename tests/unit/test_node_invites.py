@@ -133,7 +133,7 @@ class Places:
         self.looks.release()
         return self.places
 
-    async def looked_at(self, times: int = invites.LOOKS + 2) -> None:
+    async def looked_at(self, times: int = 12) -> None:
         """So often more, from now on: what followed all of these but the last is done."""
         while not self.looks.locked():
             await self.looks.acquire()
@@ -160,9 +160,9 @@ def test_where_newcomers_find_the_directory_follows_who_answers(
         async with asyncio.timeout(10.0):
             await directory.looked_at()
             assert (kept_addresses(tmp_path), said) == ((ADDRESS,), [])
-            for _ in range(2):  # it stands still for a minute less
+            for _ in range(2):  # it stands still for half a minute
                 directory.places = (OTHER,)
-                await directory.looked_at(invites.LOOKS - 2)
+                await directory.looked_at(4)
                 directory.places = (ADDRESS,)
                 await directory.looked_at()
             assert (kept_addresses(tmp_path), said) == ((ADDRESS,), [])
