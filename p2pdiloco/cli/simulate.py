@@ -16,8 +16,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
-from p2pdiloco.cli.complaints import FAILED, REPAIR, Complaint
+from p2pdiloco.cli.complaints import FAILED, INTERRUPTED, REPAIR, Complaint
 from p2pdiloco.peersim import report as whole
 from p2pdiloco.simulation.mutants import MUTANTS
 from p2pdiloco.simulation.planted import BUGS
@@ -53,11 +54,12 @@ async def run(arguments: argparse.Namespace) -> int:
     return _seeds(seeds, arguments.scenario, arguments.jobs, is_json=arguments.json)
 
 
-def _end_at_once(*_: object) -> None:
-    """Nothing is written that would have to be finished."""
+def _end_at_once(*_: object) -> NoReturn:
+    """Nothing is written that would have to be finished. The pool's threads would tell of what they miss."""
     for process in multiprocessing.active_children():
         process.kill()
-    raise KeyboardInterrupt
+    sys.stdout.flush()
+    os._exit(INTERRUPTED)
 
 
 def parse_seeds(text: str) -> range:
