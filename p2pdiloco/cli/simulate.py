@@ -12,13 +12,14 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from p2pdiloco.cli.complaints import FAILED, INTERRUPTED, REPAIR, Complaint
+from p2pdiloco.cli.complaints import FAILED, REPAIR, Complaint
 from p2pdiloco.peersim import report as whole
 from p2pdiloco.simulation.mutants import MUTANTS
 from p2pdiloco.simulation.planted import BUGS
@@ -35,6 +36,9 @@ WHOLE_BATCH = 25
 
 async def run(arguments: argparse.Namespace) -> int:
     """Run and report."""
+    if not arguments.whole:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _end_at_once)  # what the loop has for them waits for a loop that waits for the seeds
     seeds = parse_seeds(arguments.seeds) if arguments.fresh is None else fresh_seeds(arguments.fresh)
     if arguments.jobs < 1:
         raise Complaint(f"--jobs {arguments.jobs} must be at least 1", REPAIR)
@@ -47,19 +51,17 @@ async def run(arguments: argparse.Namespace) -> int:
                 seeds, arguments.jobs, pieces=arguments.piece, record=arguments.record, is_json=arguments.json
             )
         return await _whole(seeds, arguments.jobs, is_json=arguments.json)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _end_at_once)  # what the loop has for them waits for a loop that waits for these seeds
     if arguments.mutants:
         return _mutants(arguments.jobs, is_json=arguments.json)
     return _seeds(seeds, arguments.scenario, arguments.jobs, is_json=arguments.json)
 
 
 def _end_at_once(*_: object) -> NoReturn:
-    """Nothing is written that would have to be finished. The pool's threads would tell of what they miss."""
+    """Nothing is written that would have to be finished. The pool's thread would tell of the workers that it misses."""
+    threading.excepthook = lambda _: None
     for process in multiprocessing.active_children():
         process.kill()
-    sys.stdout.flush()
-    os._exit(INTERRUPTED)
+    raise KeyboardInterrupt
 
 
 def parse_seeds(text: str) -> range:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import gc
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
+from typing import TypeVar
 
 import msgspec
 
 from p2pdiloco.simulation.mutants import MUTANTS, planted
 from p2pdiloco.simulation.scenes import MIXED, SCENARIOS
 from p2pdiloco.simulation.seeds import Outcome, run_seed
+
+_Given = TypeVar("_Given")
+_Found = TypeVar("_Found")
 
 CHUNK = 20
 """Seeds given to a worker process at once."""
@@ -91,8 +95,7 @@ def _outcomes(seeds: Sequence[int], scenario: str, jobs: int) -> Iterator[Outcom
     if jobs == 1 or len(seeds) <= 1:
         yield from map(run, seeds)
         return
-    with _processes(jobs) as pool:
-        yield from pool.map(run, seeds, chunksize=max(1, min(CHUNK, len(seeds) // jobs)))
+    yield from _map(run, seeds, jobs, chunksize=max(1, min(CHUNK, len(seeds) // jobs)))
 
 
 def _sum(outcomes: Iterable[Outcome], scenario: str, began: float) -> SimulationReport:
@@ -132,18 +135,19 @@ def find_mutants(seeds: Sequence[int], *, first: Mapping[str, int] | None = None
     searches = [(name, (*([known[name]] if name in known else []), *seeds)) for name in MUTANTS]
     if jobs == 1:
         return [find_mutant(*search) for search in searches]
-    with _processes(jobs) as pool:
-        return list(pool.map(_search, searches))
+    return list(_map(_search, searches, jobs))
 
 
-def _processes(jobs: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_begin)
-
-
-def _begin() -> None:
-    """In a worker process. A terminal's Ctrl+C is for whoever started it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    look_for_garbage_seldom()
+def _map(work: Callable[[_Given], _Found], given: Iterable[_Given], jobs: int, chunksize: int = 1) -> Iterator[_Found]:
+    """In worker processes. A terminal's Ctrl+C is for whoever started them: they begin with it blocked, since one that
+    still imports would tell of it."""
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=look_for_garbage_seldom) as pool:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            found = pool.map(work, given, chunksize=chunksize)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        yield from found
 
 
 def look_for_garbage_seldom() -> None:
