@@ -141,7 +141,7 @@ def carry(bytes_per_s: float, descriptors: list[int]) -> int:
         ends = [socket.socket(fileno=one) for one in descriptors]
         for one in ends:
             one.setblocking(False)
-        carrying = [asyncio.create_task(relay.carry(a, b)) for a, b in zip(ends[::2], ends[1::2], strict=True)]
+        carrying = [asyncio.create_task(relay.carry(a, b, [0, 0])) for a, b in zip(ends[::2], ends[1::2], strict=True)]
         stop = asyncio.Event()
         loop.add_signal_handler(signal.SIGTERM, stop.set)
         before = resource.getrusage(resource.RUSAGE_SELF)

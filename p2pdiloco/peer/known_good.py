@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 from p2pdiloco.peer.checkpoint import LEARNER, good_number, indices, mark_good, stem
@@ -57,6 +59,12 @@ class KnownGood:
         return loss <= usual + max(ROOM, ROOM * abs(usual))
 
 
+def _asides() -> Iterator[str]:
+    """Of the first time, the second, and so on: none writes over another's."""
+    yield ASIDE
+    yield from (f"{ASIDE}{time}-" for time in count(2))
+
+
 def go_back(folder: Path, disk: Disk) -> int | None:
     """Put aside what is newer than the checkpoint in ``folder`` that is known to be good; its number, or None if there
     is none. Only where nobody writes. Blocks.
@@ -70,7 +78,9 @@ def go_back(folder: Path, disk: Disk) -> int | None:
     newer = [number for number, _ in indices(folder, disk) if number > good]
     names = {f"{stem(number)}{suffix}" for number in newer for suffix in (".json", ".safetensors")} | {LEARNER}
     names |= {path_of(folder, number).name for number in numbers(folder, disk) if number >= good}
-    for name in sorted(names.intersection(disk.names(folder))):
-        disk.rename(folder / name, folder / f"{ASIDE}{name}")
+    there = disk.names(folder)
+    aside = next(aside for aside in _asides() if not any(name.startswith(aside) for name in there))
+    for name in sorted(names.intersection(there)):
+        disk.rename(folder / name, folder / f"{aside}{name}")
     disk.sync_folder(folder)
     return good

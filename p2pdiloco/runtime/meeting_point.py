@@ -238,7 +238,7 @@ class MeetingPoint:
     async def _carry(self, keys: tuple[object, object]) -> None:
         lines = [self._lines[key] for key in keys if key in self._lines]
         hosts = "-".join(addresses.of_socket(*line.raw.getpeername()[:2]).host for line in lines)
-        carried = 0
+        carried = [0, 0]
         try:
             if len(lines) == len(keys):
                 readings = [line.reading for line in lines if line.reading is not None]
@@ -246,9 +246,9 @@ class MeetingPoint:
                     reading.cancel()
                 await asyncio.gather(*readings, return_exceptions=True)
                 log.info("relaying", between=hosts, pairs=self.introducer.joined)
-                carried = sum(await self.relay.carry(lines[0].raw, lines[1].raw))
+                await self.relay.carry(lines[0].raw, lines[1].raw, carried)
         except OSError as error:
             log.debug("a relayed pair failed", reason=str(error))
         finally:
             self.introducer.parted(keys)
-            log.info("relayed", between=hosts, bytes=carried)
+            log.info("relayed", between=hosts, bytes=sum(carried))

@@ -100,10 +100,9 @@ class Relay:
         self._budget = Budget(bytes_per_s)
         self.carried_bytes = 0
 
-    async def carry(self, a: socket.socket, b: socket.socket) -> list[int]:
-        """Until both directions have ended, or one has failed; bytes from each. The sockets are not blocking; the
-        caller closes them."""
-        carried = [0, 0]
+    async def carry(self, a: socket.socket, b: socket.socket, carried: list[int]) -> None:
+        """Until both directions have ended, or one has failed. ``carried``: bytes from each so far, kept up here. The
+        sockets are not blocking; the caller closes them."""
         ways = [asyncio.create_task(self._pump(a, b, carried, 0)), asyncio.create_task(self._pump(b, a, carried, 1))]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_EXCEPTION)
@@ -111,7 +110,6 @@ class Relay:
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
-        return carried
 
     async def _pump(self, source: socket.socket, target: socket.socket, carried: list[int], side: int) -> None:
         reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

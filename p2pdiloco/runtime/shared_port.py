@@ -43,8 +43,9 @@ class SharedPort:
                 inner.setblocking(False)
                 async with asyncio.timeout(OPEN_S):
                     await loop.sock_connect(inner, ("127.0.0.1", self._port))
-                _, answered_bytes = await self._relay.carry(raw, inner)
-                return answered_bytes >= ANSWERED_BYTES
+                carried = [0, 0]
+                await self._relay.carry(raw, inner, carried)
+                return carried[1] >= ANSWERED_BYTES
         except OSError:
             return True  # the daemon restarts: that is nobody's fault
         finally:

@@ -15,6 +15,14 @@ _PORTS = "tests/unit/test_runtime_last_ports.py"
 
 BUGS = (
     Bug(
+        name="what a relayed pair carried is not counted",
+        module="p2pdiloco.runtime.relay",
+        old="                carried[side] += count\n",
+        new="                pass\n",
+        harm="the log says that nothing was relayed, and whoever pays for the bandwidth believes it",
+        killed_by=(f"{_MEETING}::test_where_no_direct_connection_comes_about_the_line_is_the_relay",),
+    ),
+    Bug(
         name="a node forgets where it was",
         module="p2pdiloco.node.node",
         old="listen=await asyncio.to_thread(last_ports.again, self.options.link.listen, ports),",

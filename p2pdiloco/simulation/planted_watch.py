@@ -19,6 +19,14 @@ _FORWARDER_TESTS = "tests/unit/test_node_forwarder.py"
 
 BUGS = (
     Bug(
+        name="what is no news is shown as it is logged",
+        module="p2pdiloco.watch.reader",
+        old="        text = detail(event.line) if news is None else news.text",
+        new="        text = None if news is None else news.text",
+        harm="nine lines of ten that `events` prints are field=value",
+        killed_by=(f"{_READER_TESTS}::test_every_kind_is_told_in_words",),
+    ),
+    Bug(
         name="what others leave behind is told as an error",
         module="p2pdiloco.runtime.logs",
         old="    handler.addFilter(_is_worth_telling)\n",

@@ -19,7 +19,7 @@ import msgspec
 from p2pdiloco.runtime.logs import short
 from p2pdiloco.runtime.rotation import older
 from p2pdiloco.watch.playback import LoggedEvent, lines, logs_below, sourced
-from p2pdiloco.watch.sentences import Line, plain, sentence
+from p2pdiloco.watch.sentences import Line, detail, plain, sentence
 from p2pdiloco.watch.words import clock
 
 LONGEST_LINE = 1 << 20
@@ -132,11 +132,13 @@ def told(event: LoggedEvent) -> str:
     """One line for people."""
     kind = plain(event.line.get("event", ""))
     try:
-        words = sentence(event.line)
+        news = sentence(event.line)
+        text = detail(event.line) if news is None else news.text
     except (KeyError, TypeError, ValueError, AttributeError):
-        words = None
-    fields = {name: value for name, value in event.line.items() if name not in ("time", "event")}
-    text = words.text if words is not None else plain(" ".join(f"{name}={value}" for name, value in fields.items()))
+        text = None
+    if text is None:  # of a kind that a later release has, or damaged
+        fields = {name: value for name, value in event.line.items() if name not in ("time", "event")}
+        text = plain(" ".join(f"{name}={value}" for name, value in fields.items()))
     return f"{clock(event.at)}  {plain(short(event.source)):<8}{kind:<18}{text}"
 
 

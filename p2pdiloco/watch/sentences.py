@@ -9,7 +9,9 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from p2pdiloco.protocol.identifiers import LearnerId, peer_of
 from p2pdiloco.runtime.logs import printable, short
+from p2pdiloco.watch import words
 
 LONGEST = 300
 _ID = re.compile(r"\b(?:12D3KooW|Qm)[1-9A-HJ-NP-Za-km-z]{36,}\b")
@@ -42,6 +44,16 @@ def sentence(line: Line) -> Sentence | None:
     return None if found is None else Sentence(found.level, plain(found.text))
 
 
+def detail(line: Line) -> str | None:
+    """Of an event that is no news, but stands in the log; None: of a kind that is not known.
+
+    Raises:
+        KeyError: the event lacks what belongs to it.
+    """
+    write = _DETAILS.get(line["event"])
+    return None if write is None else plain(write(line))
+
+
 def _note(line: Line) -> Sentence:
     topic = line["topic"]
     level = "warning" if line["level"] == "warning" else _GOOD.get(topic, "info")
@@ -54,6 +66,40 @@ def _live(line: Line) -> str:
 
 def _ended(line: Line) -> Sentence:
     return Sentence("error" if line["status"] else "good", f"this peer ended: {line['reason']}")
+
+
+def _transfer(line: Line) -> str:
+    left = "" if line["left_s"] is None else f", {words.duration(line['left_s'])} left"
+    return f"{line['done_mb']:,.1f} of {line['of_mb']:,.1f} MB of state, {line['mb_per_s']:.1f} MB/s{left}"
+
+
+def _commit(line: Line) -> str:
+    tokens = {short(peer_of(LearnerId(learner))): n for learner, n in line["contributors"].items()}
+    given = " and ".join(f"{peer} ({words.amount(n)})" for peer, n in tokens.items())
+    where = f"shard {line['shard']} is at version {line['version']}, step {line['step']:,}"
+    return f"{where}, merged by {short(line['owner'])}; tokens of {given or 'nobody'}"
+
+
+def _merge(line: Line) -> str:
+    cosine = "" if line["cosine"] is None else f", their mean cosine {line['cosine']:.2f}"
+    given = "1 contribution" if line["contributors"] == 1 else f"{line['contributors']} contributions"
+    return f"this peer merged version {line['version']} of shard {line['shard']} from {given}{cosine}"
+
+
+def _progress(line: Line) -> str:
+    loss = "" if line["loss"] is None else f", loss {words.loss(line['loss'])}"
+    steps = "1 step" if line["steps"] == 1 else f"{line['steps']:,} steps"
+    took = f"{line['step_time_s']:.2f} s a step, sent {words.volume(line['sent_bytes'])}"
+    return f"step {line['step']:,}{loss}; {steps} and {words.amount(line['tokens'])} tokens in this life, {took}"
+
+
+def _codec(line: Line) -> str:
+    what = f"{line['direction']} of shard {line['shard']} in {line['codec']}"
+    return f"{what}: {words.volume(line['bytes'])}, relative error {line['error']:.3f}"
+
+
+def _fetched(line: Line) -> str:
+    return f"shard {line['shard']} came, of version {line['version']}: {words.volume(line['bytes'])}"
 
 
 _GOOD = {"join": "good", "finish": "good"}
@@ -95,4 +141,19 @@ _WRITERS: dict[str, Callable[[Line], Sentence | None]] = {
     "alert": lambda line: Sentence("good" if line["is_over"] else "error", line["text"]),
     "note": _note,
     "ended": _ended,
+}
+_DETAILS: dict[str, Callable[[Line], str]] = {
+    "joining": lambda line: f"{line['shards']} of {line['of']} shards are to be downloaded: {_transfer(line)}",
+    "transfer": _transfer,
+    "fetched": _fetched,
+    "peers": _live,
+    "commit": _commit,
+    "merge": _merge,
+    "evaluation": lambda line: f"held-out loss {words.loss(line['loss'])}, step {line['step']:,}",
+    "progress": _progress,
+    "codec": _codec,
+    "checkpoint": lambda line: (
+        "the last checkpoint is on the disk" if line["is_last"] else "a checkpoint is on the disk"
+    ),
+    "sample": lambda line: f"step {line['step']:,}, the model writes: {line['text']}",
 }

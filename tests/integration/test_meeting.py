@@ -151,6 +151,8 @@ def test_what_a_point_told_of_us_stands_when_it_is_gone() -> None:
 
 def test_where_no_direct_connection_comes_about_the_line_is_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "PUNCHES", 0)
+    logged: list[dict[str, object]] = []
+    monkeypatch.setattr(meeting_point.log, "info", lambda event, **told: logged.append({"event": event, **told}))
 
     async def work() -> None:
         async with meeting() as (ann, bob, hub, address):
@@ -164,6 +166,11 @@ def test_where_no_direct_connection_comes_about_the_line_is_the_relay(monkeypatc
             assert point.relay.carried_bytes > len(payload)
             ann.transport.disconnect(bob.id, "enough")
             await until(lambda: point.introducer.joined == 0)
+            assert logged[-1]["bytes"] == point.relay.carried_bytes > len(payload)
+            await ann.rendezvous.reach(bob.id, [address])
+            await until(lambda: point.introducer.joined == 1)
+        await until(lambda: [line["event"] for line in logged] == ["relaying", "relayed"] * 2)
+        assert logged[-1]["bytes"], "what ends because the relay does has carried something, too"
 
     run(work)
 
@@ -387,7 +394,8 @@ def test_a_relay_keeps_to_its_budget_and_uses_it() -> None:
         (a, left), (right, b) = socket.socketpair(), socket.socketpair()
         for one in (a, b, left, right):
             one.setblocking(False)
-        carrying = asyncio.create_task(relay.carry(left, right))
+        carried = [0, 0]
+        carrying = asyncio.create_task(relay.carry(left, right, carried))
         began, data = loop.time(), bytes(1_200_000)
         sending = asyncio.create_task(loop.sock_sendall(a, data))
         got = 0
@@ -401,6 +409,7 @@ def test_a_relay_keeps_to_its_budget_and_uses_it() -> None:
         assert await loop.sock_recv(b, 1) == b""
         b.close()
         await carrying
+        assert carried == [len(data), 0]
 
     run(work)
 

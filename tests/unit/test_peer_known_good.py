@@ -62,6 +62,15 @@ def test_the_last_from_which_training_went_on_stays_however_long_it_goes_wrong(t
     later.version = 3
     later.trains(2.1, 2.1)
     assert versions_of(load(peer.folder)) == [5, 5], "and the run goes on from there"
+    before = {path.name: path.read_bytes() for path in peer.folder.glob(f"{ASIDE}*")}
+    for _ in range(2):
+        later.trains(2.1, 2.1, 9.0, 9.0)
+        go_back([tmp_path])
+        later = Peer(tmp_path)
+        later.version = good_number(peer.folder) or 0
+    assert {name: (peer.folder / name).read_bytes() for name in before} == before, "what was put aside stays as it was"
+    for aside in (f"{ASIDE}2-", f"{ASIDE}3-"):
+        assert list(peer.folder.glob(f"{aside}state-*.json")), "each time is put aside by itself"
 
 
 def test_what_goes_up_a_little_or_is_not_measured(tmp_path: Path) -> None:

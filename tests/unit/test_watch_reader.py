@@ -15,7 +15,7 @@ from test_watch_playback import started, write
 
 from p2pdiloco.cli.main import main
 from p2pdiloco.runtime.rotation import rotate
-from p2pdiloco.watch.playback import RecordingError
+from p2pdiloco.watch.playback import LoggedEvent, RecordingError
 from p2pdiloco.watch.reader import Choice, Tail, Tails, told
 from p2pdiloco.watch.schema import BY_NAME, EVENTS, described, faults_of
 
@@ -93,6 +93,22 @@ def test_the_command_tells_them(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_where_nothing_is_it_is_said(tmp_path: Path) -> None:
     with pytest.raises(RecordingError):
         Tails(tmp_path)
+
+
+def test_every_kind_is_told_in_words() -> None:
+    examples = {"text": "12D3KooW" + "w" * 44, "whole": 3, "number": 1.5, "yes or no": False}
+    for kind in EVENTS:
+        filled = {field.name: examples.get(field.form, {f"{ANN}/abc": 1500}) for field in kind.fields}
+        nulls = {field.name: None for field in kind.fields if field.or_null}
+        for fields in (filled, {**filled, **nulls}):
+            words = told(LoggedEvent(100.0, ANN, {"time": 100.0, "event": kind.name, **fields}))
+            assert kind.name in words
+            assert "None" not in words, words
+            assert not any(f"{name}=" in words for name in fields), f"{kind.name} is shown as it is logged: {words}"
+    given = {"shard": 3, "version": 7, "step": 1200, "owner": BOB, "contributors": {f"{ANN}/abc": 1500}}
+    merged = told(LoggedEvent(100.0, ANN, {"event": "commit", **given}))
+    assert merged.endswith("shard 3 is at version 7, step 1,200, merged by BBBBBB; tokens of AAAAAA (1.50 k)")
+    assert told(LoggedEvent(100.0, ANN, {"event": "later", "x": 1})).endswith("later             x=1")
 
 
 # -- the schema --------------------------------------------------------------------------------------------------------
