@@ -139,7 +139,7 @@ BUGS = (
     Bug(
         name="any end of a connection to the directory was worth it",
         module="p2pdiloco.runtime.shared_port",
-        old="return answered_bytes >= ANSWERED_BYTES",
+        old="return carried[1] >= ANSWERED_BYTES",
         new="return True",
         harm="a flood of connections to the directory is never shut out",
         killed_by=(f"{_LISTENERS}::test_what_begins_as_the_directory_does_is_handed_to_it",),
