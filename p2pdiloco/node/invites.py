@@ -18,7 +18,7 @@ from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.runtime.directory import Directory
-from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.identity import KEY_FILE, Identity
 from p2pdiloco.runtime.invitation import invitation, private_invitation, script_invitation
 from p2pdiloco.wire.certificates import CAP_UNIT, NEVER, NO_CAP, Grant, Role
 from p2pdiloco.wire.invites import SECRET_BYTES, Invite, InviteError, decode_invite, encode_invite
@@ -55,6 +55,25 @@ def credentials_of(
             f"for this peer ({identity.peer_id}): join once with an invite, p2pdiloco join INVITE"
         )
     return Credentials(manifest.run, chain, identity)
+
+
+def refuse_a_stranger(
+    manifest: Manifest, identity: Identity, state: Path, invite: Invite | None, folders: Sequence[Path]
+) -> None:
+    """Before a run is resumed from ``folders`` by the peer of ``state``.
+
+    Raises:
+        CredentialsError: it is none of the run's members; it says whose state it is.
+    """
+    try:
+        credentials_of(manifest, identity, folder_of(state, manifest.run), invite)
+    except CredentialsError as error:
+        here = (place for folder in folders for place in (folder, folder.parent) if (place / KEY_FILE).is_file())
+        if (place := next(here, None)) is None:
+            raise
+        raise CredentialsError(
+            f"{error}; or go on as the peer that has it, p2pdiloco resume {place} --state {place}"
+        ) from None
 
 
 def kept_credentials(state: Path, wanted: str | None, identity: Identity) -> Credentials | None:

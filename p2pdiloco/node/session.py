@@ -20,6 +20,7 @@ from p2pdiloco.node.invites import (
     keep_addresses,
     keep_meeting_places,
     kept_credentials,
+    refuse_a_stranger,
 )
 from p2pdiloco.node.kept_runs import ConfigError, folder_of
 from p2pdiloco.node.lookup import (
@@ -179,6 +180,7 @@ async def resume(
     logs.speak_as(identity.peer_id)
     device_of(options.learner.device)
     manifest = await asyncio.to_thread(chosen_run, folders, wanted)
+    refuse_a_stranger(manifest, identity, options.folder, directory_options.invite, folders)
     await asyncio.to_thread(_has_what_it_takes, manifest, options, say)
     with hold(options.folder, manifest):
         directory_options = await asyncio.to_thread(_needed, directory_options, options, manifest)

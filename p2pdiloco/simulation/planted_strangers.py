@@ -249,6 +249,16 @@ BUGS = (
         killed_by=("tests/unit/test_node_invites.py::test_where_newcomers_find_the_directory_follows_who_answers",),
     ),
     Bug(
+        name="who resumes another peer's run is sent for an invite",
+        module="p2pdiloco.node.invites",
+        old="if (place := next(here, None)) is None:",
+        new="if (place := None) is None:",
+        harm="all peers of a private run died, and who resumes what is left is sent for an invite that nobody gives",
+        killed_by=(
+            "tests/unit/test_node_invites.py::test_who_resumes_a_private_run_of_another_peer_is_told_whose_it_is",
+        ),
+    ),
+    Bug(
         name="a bootstrap that does not answer once has gone",
         module="p2pdiloco.node.invites",
         old="LOOKS = 6",

@@ -23,6 +23,7 @@ from p2pdiloco.node.invites import (
     keep_addresses,
     keep_meeting_places,
     kept_addresses,
+    refuse_a_stranger,
     shown_invite,
 )
 from p2pdiloco.protocol.manifest import Manifest, ModelConfig
@@ -70,6 +71,23 @@ def test_only_admins_invite(tmp_path: Path) -> None:
     with pytest.raises(CredentialsError, match="only admins invite"):
         invite(manifest, learner, tmp_path / "learner")
     assert how_to_join(manifest, learner, tmp_path / "learner", None) == []  # type: ignore[arg-type]
+
+
+def test_who_resumes_a_private_run_of_another_peer_is_told_whose_it_is(tmp_path: Path) -> None:
+    """An invite is of no use then: nobody is left who would let anybody in."""
+    manifest, mine = run_with("invite")
+    left, new = tmp_path / "left", tmp_path / "new"
+    Identity.load_or_create(left / "identity.key")
+    stranger = Identity.ephemeral()
+    run = left / "c0ffee"
+    for folders in ([left], [tmp_path, run]):
+        with pytest.raises(CredentialsError, match=f"go on as .* p2pdiloco resume {left} --state {left}$"):
+            refuse_a_stranger(manifest, stranger, new, None, folders)
+    with pytest.raises(CredentialsError, match=r"p2pdiloco join INVITE$"):
+        refuse_a_stranger(manifest, stranger, new, None, [tmp_path])
+    refuse_a_stranger(manifest, FOUNDER, new, None, [left])
+    refuse_a_stranger(manifest, stranger, new, decode_invite(invite(manifest, mine, tmp_path)), [left])
+    refuse_a_stranger(run_with("open")[0], stranger, new, None, [left])
 
 
 def test_the_invite_that_is_shown_stays_the_same_while_its_addresses_are_right(tmp_path: Path) -> None:
