@@ -21,6 +21,7 @@ from p2pdiloco.tensors import merge, quantizers
 from p2pdiloco.tensors.shard_bodies import Bodies
 
 LARGE = 1e34
+TINY = 1e-40
 
 
 def tell(names: Sequence[str]) -> None:
@@ -103,6 +104,22 @@ def _weight() -> None:
     _put(merges.Merges, "consider", lambda self, shard: None)
 
 
+def _tiny() -> None:
+    """What its learner gives is one value of 1e-40."""
+    sound = quantizers.encode_vector
+
+    def encode_vector(
+        how: quantizers.Recipe, x: torch.Tensor, less: torch.Tensor | None = None, room: int = 0
+    ) -> Bodies:
+        if less is None:
+            return sound(how, x, room=room)
+        values = torch.zeros(x.numel())
+        values[0] = TINY
+        return sound(quantizers.recipe("bf16"), values, room=room)
+
+    _put(quantizers, "encode_vector", encode_vector)
+
+
 def _put(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
@@ -115,4 +132,5 @@ LIES: dict[str, Callable[[], None]] = {
     "heads": _heads,
     "blocks": _blocks,
     "weight": _weight,
+    "tiny": _tiny,
 }

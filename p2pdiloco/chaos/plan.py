@@ -40,7 +40,7 @@ Kind = Literal[
     "corrupt",
     "break",
 ]
-LIES = frozenset({"values", "tokens", "others", "steps", "heads", "blocks", "weight"})
+LIES = frozenset({"values", "tokens", "others", "steps", "heads", "blocks", "weight", "tiny"})
 """What a hostile peer may tell (``lies.py``)."""
 COUNTED = frozenset({"values", "tokens", "others"})
 """Lies that honest peers write down as faults; the rest has no effect."""

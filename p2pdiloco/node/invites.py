@@ -17,12 +17,16 @@ from p2pdiloco.node.kept_runs import folder_of, manifests_here
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import Manifest
+from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory
+from p2pdiloco.runtime.files import write_atomically
 from p2pdiloco.runtime.identity import KEY_FILE, Identity
 from p2pdiloco.runtime.invitation import invitation, private_invitation, script_invitation
 from p2pdiloco.wire.certificates import CAP_UNIT, NEVER, NO_CAP, Grant, Role
 from p2pdiloco.wire.invites import SECRET_BYTES, Invite, InviteError, decode_invite, encode_invite
 from p2pdiloco.wire.members import NotAMemberError, UnknownInviterError
+
+log = logs.get("invites")
 
 ADDRESSES = "addresses"
 """In STATE/RUN/members: where newcomers find the directory, one a line."""
@@ -106,8 +110,7 @@ def grant_here(manifest: Manifest, mine: Credentials, run_folder: Path, now_s: f
 def keep_addresses(run_folder: Path, addresses: Sequence[str]) -> None:
     """Where newcomers find the directory, for invites that are made later."""
     folder = MemberFiles(run_folder).folder
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / ADDRESSES).write_text("".join(f"{address}\n" for address in addresses))
+    write_atomically(folder / ADDRESSES, "".join(f"{address}\n" for address in addresses).encode())
 
 
 def kept_addresses(run_folder: Path) -> tuple[str, ...]:
@@ -220,24 +223,37 @@ async def keep_meeting_places(
     """Until cancelled, keep for invites to come where newcomers find the directory: a bootstrap may go, and come back.
     ``is_dialable``: whether others have dialled our own node of it; None: nobody has tried. ``say``: tell of what
     lasts, and how to join then."""
-    first = kept = told = seen = directory.meeting_places()
+    first = kept = directory.meeting_places()
+    told = seen = first, True
     looks = 0
     while True:
         await asyncio.sleep(LOOK_S)
         places = directory.meeting_places()
-        looks, seen = looks + 1 if places == seen else 1, places
-        if places == told or looks < LOOKS:
+        is_own = _are_of(places, directory.peer_id)
+        found = places, not is_own or places == first or is_dialable() is not False
+        looks, seen = looks + 1 if found == seen else 1, found
+        if found == told or looks < LOOKS:
             continue
-        told = places
-        is_of_use = places == first or is_dialable() is not False
+        told, (_, is_of_use) = found, found
         if is_of_use and places != kept:
-            kept = places
-            await asyncio.to_thread(keep_addresses, folder, places)
+            try:
+                await asyncio.to_thread(keep_addresses, folder, places)
+            except OSError as error:
+                log.warning("where newcomers find the run is not kept for invites", reason=str(error))
+            else:
+                kept = places
+        is_again = places == first
+        if not is_own and _are_of(first, directory.peer_id):
+            first = places  # initial peers, which did not answer at the start
         if say is None:
             continue
-        if places == first or not is_of_use:
-            say(AGAIN if places == first else NOBODY_COMES)
+        if is_again or not is_of_use:
+            say(AGAIN if is_again else NOBODY_COMES)
             continue
         say(MOVED)
         for line in await asyncio.to_thread(how_to_join, manifest, mine, folder, directory):
             say(line)
+
+
+def _are_of(places: Sequence[str], peer: PeerId) -> bool:
+    return any(place.endswith(f"/p2p/{peer}") for place in places)

@@ -40,6 +40,7 @@ log = logs.get("directory")
 
 CONNECT_S = 5.0
 STRAGGLERS_S = 1.0
+LATE = f"no answer within {STRAGGLERS_S:g} s after another peer's"
 """When we join and one peer has answered, the others have so long."""
 KEEP_S = 2.0
 KEEP_CONNECT_S = 3.0
@@ -279,10 +280,10 @@ class Directory:
         reasons = await self._meet_some(candidates)
         answered = [peer for peer, reason in reasons.items() if reason is None]
         for peer, reason in reasons.items():
-            self._pings.ended(peer, asyncio.get_running_loop().time(), is_answered=reason is None)
-            for text in self._initial.get(peer, ()):
-                if reason is not None:
-                    failures[text] = reason
+            if reason != LATE:  # it may answer yet
+                self._pings.ended(peer, asyncio.get_running_loop().time(), is_answered=reason is None)
+            if reason is not None:
+                failures |= dict.fromkeys(self._initial.get(peer, ()), reason)
         if failures and not answered:
             raise DirectoryError(refusals.sentence(failures))
         for text, reason in failures.items():
@@ -309,8 +310,7 @@ class Directory:
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
-        late = f"no answer within {STRAGGLERS_S:g} s after another peer's"
-        return {peer: late if task in waiting else task.result() for task, peer in tasks.items()}
+        return {peer: LATE if task in waiting else task.result() for task, peer in tasks.items()}
 
     async def _meet(self, peer: PeerId, timeout_s: float = KEEP_CONNECT_S) -> str | None:
         """Connect to ``peer`` where it was seen. None, or why not."""

@@ -141,9 +141,39 @@ BUGS = (
         "test_a_state_that_is_not_finite_is_not_taken",
     ),
     Bug(
+        name="whatever is not zero has a direction",
+        module="p2pdiloco.tensors.merge",
+        old="    return found if found >= SHORTEST else 0.0",
+        new="    return found",
+        harm="a liar gives one value of 1e-40, each merge fails, nobody is named, and what the others gave is dropped",
+        killed_by=(
+            "tests/unit/protocol/test_values.py::test_what_is_too_short_to_have_a_direction_spoils_nothing",
+            "tests/property/test_merge.py::test_what_is_merged_of_finite_contributions_can_be_encoded",
+        ),
+    ),
+    Bug(
+        name="what cancels out is made as long as its parts by one factor",
+        module="p2pdiloco.tensors.merge",
+        old="if factor > LARGEST:",
+        new="if math.isnan(factor):",
+        harm="two liars that give a long vector and its opposite let each merge fail, and nobody is named",
+        killed_by=(
+            "tests/unit/protocol/test_values.py::test_what_is_too_short_to_have_a_direction_spoils_nothing",
+            "tests/property/test_merge.py::test_what_is_merged_of_finite_contributions_can_be_encoded",
+        ),
+    ),
+    Bug(
+        name="contributions may be as long as what can be encoded",
+        module="p2pdiloco.tensors.merge",
+        old="MOST: Final = LARGEST / 2",
+        new="MOST: Final = LARGEST",
+        harm="ten liars give the longest vector that there is, and their sum is longer by its rounding",
+        killed_by=("tests/unit/test_tensors_merge.py::test_as_many_as_like_may_be_as_long_as_is_allowed",),
+    ),
+    Bug(
         name="a contribution may be of any length",
         module="p2pdiloco.tensors.merge",
-        old="if found.norm() > LARGEST:",
+        old="if found.norm() > MOST:",
         new="if False:",
         harm="a liar with half of the weight lets every merge of its shards fail, and nobody is named",
         killed_by=(

@@ -5,7 +5,8 @@ Legend: v_m is learner m's outer gradient (Theta - theta_m), w_m its weight, W t
 Rules of this file:
 1. Sums run in the order given (the caller sorts by peer id), element by element in float32; norms are float64.
    Only the owner merges, so that its sums' order may be its machine's.
-2. phi(0) = 0: a contribution of zeros, or several that cancel out, have no direction.
+2. phi(v) = 0 for what is shorter than ``SHORTEST``: zeros, noise that somebody sends, or several that cancel out, have
+   no direction. With that, and no contribution longer than ``MOST``, each factor and each sum is a finite float32.
 3. With no weight at all the result is zero: nobody trained, so nothing moves.
 4. No contribution counts as longer than twice the median length, or twice the median length of a step for as many steps
    as it is about (who comes back from a cut is honestly longer). Medians are by weight, so that whoever has less than
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 LONGEST: Final = 2.0
 """How many times as long as the median a contribution may count."""
+SHORTEST: Final = 2.0**-100
+MOST: Final = LARGEST / 2
+"""The length of a contribution. Twice that can be encoded, so that rounding may make a merge of such ones longer."""
 SHORTENED = 0.9
 """Of the longest that is allowed: quantized again a vector may come out a little longer."""
 
@@ -105,12 +109,12 @@ def contribution(bodies: Sequence[Buffer], elements: int) -> EncodedGradient:
     """What another peer has sent, to be merged.
 
     Raises:
-        ValueError: a body is malformed, not finite or missing, or all together are longer than ``LARGEST``: what is
+        ValueError: a body is malformed, not finite or missing, or all together are longer than ``MOST``: what is
             merged of such a one cannot be encoded, whatever it is merged with.
     """
     found = EncodedGradient(bodies, elements)
-    if found.norm() > LARGEST:
-        raise ValueError(f"it is {found.norm():.1e} long, at most {LARGEST:.0e} can be merged")
+    if found.norm() > MOST:
+        raise ValueError(f"it is {found.norm():.1e} long, at most {MOST:.0e} can be merged")
     return found
 
 
@@ -123,7 +127,7 @@ def merge(
     rule: MergeRule, gradients: Sequence[Gradient], weights: Sequence[float], steps: Sequence[int], out: Tensor
 ) -> Accord:
     """Merge by ``rule`` into ``out``; see the two functions. ``steps``: inner steps that each is about."""
-    norms = [v.norm() for v in gradients]
+    norms = [_length(v) for v in gradients]
     lengths = counted_lengths(norms, weights, steps)
     match rule:
         case "direct":
@@ -141,6 +145,12 @@ def _mean_cosine(parts: Sequence[float], length: float) -> float | None:
     squares = math.fsum(p * p for p in parts)
     pairs = math.fsum(parts) ** 2 - squares
     return None if pairs <= 1e-9 * squares else (length * length - squares) / pairs
+
+
+def _length(v: Gradient) -> float:
+    """Rule 2."""
+    found = v.norm()
+    return found if found >= SHORTEST else 0.0
 
 
 def counted_lengths(norms: Sequence[float], weights: Sequence[float], steps: Sequence[int]) -> list[float]:
@@ -193,10 +203,15 @@ def radial_directional(
     """
     total = _checked_total(gradients, weights, out)
     shares = [w / total if total else 0.0 for w in weights]
-    norms = [v.norm() for v in gradients]
-    length = _weighted_sum(gradients, [s / n if n else 0.0 for s, n in zip(shares, norms, strict=True)], out)
+    norms = [_length(v) for v in gradients]
+    factors = [s / n if n else 0.0 for s, n in zip(shares, norms, strict=True)]
+    length = _weighted_sum(gradients, factors, out)
     radius = math.fsum(s * n for s, n in zip(shares, norms if lengths is None else lengths, strict=True))
-    out.mul_(radius / length if length else 0.0)
+    factor = radius / length if length >= SHORTEST else 0.0
+    if factor > LARGEST:  # it may be no float32
+        out.mul_(1.0 / length)
+        factor = radius
+    out.mul_(factor)
     return length
 
 

@@ -106,6 +106,28 @@ def test_invites_name_an_initial_peer_that_answers_or_ourselves(run: Callable[[M
     run(main())
 
 
+def test_who_is_late_at_the_start_is_not_taken_for_gone(
+    run: Callable[[Main], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five round trips of 260 ms; who refuses is, at once."""
+
+    async def main() -> None:
+        meet = Directory._meet
+        async with member() as far, member() as near, member() as gone:
+            where_gone = where(gone)
+            await gone.__aexit__(None, None, None)
+
+            async def slowly(self: Directory, peer: PeerId, timeout_s: float = 3.0) -> str | None:
+                await asyncio.sleep(1.3 * (peer == far.peer_id))
+                return await meet(self, peer, timeout_s)
+
+            monkeypatch.setattr(Directory, "_meet", slowly)
+            async with member(where(far), where(near), where_gone) as ann:
+                assert ann.meeting_places() == (where(far), where(near))
+
+    run(main())
+
+
 def test_who_announces_itself_is_not_sent_the_others_records(run: Callable[[Main], None]) -> None:
     async def main() -> None:
         async with member() as boot, member(where(boot)) as ann, member(where(boot)) as bob:

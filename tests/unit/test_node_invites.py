@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import resource
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from p2pdiloco.wire.certificates import NEVER, Role
 from p2pdiloco.wire.invites import decode_invite
 
 ADDRESS = f"/ip4/127.0.0.1/tcp/4100/p2p/{Identity.ephemeral().peer_id}"
+THIRD = f"/ip4/127.0.0.1/tcp/4300/p2p/{Identity.ephemeral().peer_id}"
 OTHER = f"/ip4/127.0.0.1/tcp/4200/p2p/{Identity.ephemeral().peer_id}"
 
 
@@ -143,8 +147,11 @@ def test_addresses_are_kept_for_invites_that_are_made_later(tmp_path: Path) -> N
 class Places:
     """What of a directory is asked here."""
 
+    peer_id = OTHER.rpartition("/")[2]
+
     def __init__(self) -> None:
         self.places = (ADDRESS,)
+        self.is_dialable: bool | None = None
         self.looks = asyncio.Semaphore(0)
 
     def meeting_places(self) -> tuple[str, ...]:
@@ -199,6 +206,100 @@ def test_where_newcomers_find_the_directory_follows_who_answers(
     else:
         assert said[0] == invites.MOVED
         assert decode_invite(said[1].split()[-1]).initial_peers() == (OTHER,)
+
+
+HERE, THERE = (OTHER,), (ADDRESS,)
+MOVED, AGAIN, NOBODY_COMES = (invites.MOVED, INVITED), (invites.AGAIN,), (invites.NOBODY_COMES,)
+
+
+@pytest.mark.parametrize(
+    "story",
+    [
+        pytest.param(
+            [
+                (HERE, False, HERE, ()),
+                (THERE, False, THERE, MOVED),
+                (HERE, False, THERE, NOBODY_COMES),
+                (THERE, False, THERE, AGAIN),
+            ],
+            id="a bootstrap that was silent at the start",
+        ),
+        pytest.param(
+            [
+                (THERE, None, THERE, ()),
+                (HERE, False, THERE, NOBODY_COMES),
+                (HERE, True, HERE, MOVED),
+                (HERE, False, HERE, NOBODY_COMES),
+                (THERE, False, THERE, AGAIN),
+            ],
+            id="others find out later whether we can be dialled",
+        ),
+        pytest.param(
+            [((ADDRESS, THIRD), False, (ADDRESS, THIRD), ()), ((THIRD,), False, (THIRD,), MOVED)],
+            id="one of two bootstraps goes",
+        ),
+        pytest.param([(HERE, None, HERE, ()), (HERE, False, HERE, ())], id="there never was another place"),
+    ],
+)
+def test_where_newcomers_are_sent_is_told_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: list[tuple[Any, ...]]
+) -> None:
+    """Places that answer, whether others could dial ours, what is kept for invites then, how what is said begins."""
+    monkeypatch.setattr(invites, "LOOK_S", 0.001)
+    manifest, mine = run_with("invite")
+    said: list[str] = []
+
+    async def tell() -> None:
+        directory = Places()
+        directory.places = story[0][0]
+        keep_addresses(tmp_path, directory.places)
+        keeping = asyncio.create_task(
+            keep_meeting_places(manifest, mine, tmp_path, directory, lambda: directory.is_dialable, said.append)  # type: ignore[arg-type]
+        )
+        async with asyncio.timeout(10.0):
+            for directory.places, directory.is_dialable, kept, begins in story:
+                said.clear()
+                await directory.looked_at()
+                assert kept_addresses(tmp_path) == kept
+                assert [text.startswith(begin) for text, begin in zip(said, begins, strict=True)] == [True] * len(said)
+        keeping.cancel()
+
+    asyncio.run(tell())
+
+
+def test_a_full_disk_takes_no_addresses_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(invites, "LOOK_S", 0.001)
+    manifest, mine = run_with("invite")
+
+    async def tell() -> None:
+        directory = Places()
+        keep_addresses(tmp_path, directory.places)
+        keeping = asyncio.create_task(
+            keep_meeting_places(manifest, mine, tmp_path, directory, lambda: True, None)  # type: ignore[arg-type]
+        )
+        async with asyncio.timeout(10.0):
+            await directory.looked_at()
+            directory.places = HERE
+            with full_disk():
+                await directory.looked_at()
+            assert kept_addresses(tmp_path) == THERE
+            for directory.places in (THERE, HERE):
+                await directory.looked_at()
+            assert kept_addresses(tmp_path) == HERE
+        keeping.cancel()
+
+    asyncio.run(tell())
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """Files of this process grow no more."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_who_has_no_certificate_is_told_what_to_do(tmp_path: Path) -> None:

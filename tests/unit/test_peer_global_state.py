@@ -457,7 +457,7 @@ def test_who_gives_what_no_merge_can_hold_is_named_and_the_others_are_merged(rul
     for given in ([honest, constant(0x7E, 0x96)], [honest, constant(0x7A, 0)]):  # 1e38; 1.7e35, 1.2e38 long
         with pytest.raises(ContributionError, match=r"p1/1: it is \S+ long"):
             owner.merge(given)
-    largest = constant(0x76, 0x00)  # 6.5e32, 4.7e35 long
+    largest = constant(0x75, 0x80)  # 3.2e32, 2.3e35 long
     for given in ([honest], [largest], [honest, largest]):
         _, merged = owner.merge(given, longest=10.0)
         assert 0.0 < merged.length <= 10.0

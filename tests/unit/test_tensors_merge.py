@@ -8,6 +8,7 @@ from torch import Tensor
 
 from p2pdiloco.protocol.manifest import Codec, MergeRule
 from p2pdiloco.tensors.merge import (
+    MOST,
     EncodedGradient,
     Vector,
     counted_lengths,
@@ -17,6 +18,8 @@ from p2pdiloco.tensors.merge import (
     token_weight,
 )
 from p2pdiloco.tensors.quantizers import decode_chunks, encode_vector, recipe
+
+RULES: tuple[MergeRule, ...] = ("direct", "rda")
 
 
 def rda(gradients: list[Tensor], weights: list[float]) -> Tensor:
@@ -28,6 +31,18 @@ def rda(gradients: list[Tensor], weights: list[float]) -> Tensor:
 def test_weight_is_tokens_times_tokens_per_step() -> None:
     assert token_weight(100, 4) == 2500.0
     assert token_weight(0, 0) == 0.0
+
+
+def test_as_many_as_like_may_be_as_long_as_is_allowed() -> None:
+    """Ten tenths in float32 are more than one."""
+    longest = torch.tensor([MOST, 0.0])
+    for rule in RULES:
+        out = torch.empty(2)
+        merge(rule, [Vector(longest)] * 10, [1.0] * 10, [1] * 10, out)
+        assert float(out[0]) == pytest.approx(MOST)
+        assert decode_chunks(encode_vector(recipe("int4", 0.0), out), torch.empty(2))[0] == pytest.approx(
+            MOST, rel=0.01
+        )
 
 
 def test_direct_mean_by_hand() -> None:

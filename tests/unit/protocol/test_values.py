@@ -34,6 +34,12 @@ TURN = 24
 NOTHING = Moves(None, (), (), False)
 HUGE = struct.pack("<BBHI", 2, 3, 0, ELEMENTS) + b"\x7e" * ELEMENTS + b"\x96" * ELEMENTS
 """A body in bf16, each value 1e38: two of them add up to no number."""
+TINY = struct.pack("<BBHI", 2, 3, 0, ELEMENTS) + bytes(ELEMENTS) + b"\1" + bytes(ELEMENTS - 1)
+"""One value 2^-133, the others 0."""
+LONG, BACK = (
+    struct.pack("<BBHI", 2, 3, 0, ELEMENTS) + high * ELEMENTS + bytes(ELEMENTS) for high in (b"\x78", b"\xf8")
+)
+"""Each value 2^113, and each -2^113."""
 
 
 def unfit(stage: Stage, header: msg.CommitHeader, sender: PeerId = B) -> list[ef.Effect]:
@@ -179,6 +185,23 @@ def test_a_contribution_that_no_merge_can_hold_is_its_givers_fault() -> None:
             owner.state.merge(SHARD, digest("zero"), 1, given)
         assert found.value.learner == tokens(C, 0, 40).learner
         assert owner.state.merge(SHARD, digest("zero"), 1, given[:1]).length > 0.0
+
+
+def test_what_is_too_short_to_have_a_direction_spoils_nothing() -> None:
+    """V1f: one over its length would be no number; and two that cancel out."""
+    owner, payload = Owner(), Owner().merge(0.5).payload
+    for bodies in ([TINY], [LONG, BACK]):
+        others = [
+            (tokens(giver, 0, 10**6), compression.join([body])) for giver, body in zip((C, D), bodies, strict=False)
+        ]
+        merged = owner.state.merge(SHARD, digest("zero"), 1, [(tokens(B, 0, 40), payload), *others], None, 40.0)
+        assert merged.length <= 40.0
+        owner.apply(merged, merged.length)
+        owner = Owner()
+    alone = owner.state.merge(SHARD, digest("zero"), 1, [(tokens(B, 0, 40), payload)])
+    beside = [(tokens(B, 0, 40), payload), (tokens(C, 0, 40), compression.join([TINY]))]
+    merged = owner.state.merge(SHARD, digest("zero"), 1, beside)
+    assert merged.length == pytest.approx(alone.length / 2, rel=0.01), "it counts as one of zeros"
 
 
 def test_an_owner_shortens_what_would_be_too_long() -> None:
