@@ -119,19 +119,26 @@ class Whereabouts:
     @property
     def is_dialable(self) -> bool | None:
         """Whether others have dialled us back; None: nobody has tried."""
-        answers = [told.answers[0] for told in self._rendezvous.told if told.answers]
-        return any(answers) if answers else None
+        return self._dialled(0)
 
     @property
     def is_directory_dialable(self) -> bool | None:
         """The same of our node of the directory, which newcomers ask first."""
-        answers = [told.answers[1] for told in self._rendezvous.told if len(told.answers) > 1]
-        return any(answers) if answers else None
+        return self._dialled(1)
+
+    def _dialled(self, port: int) -> bool | None:
+        """By what half of those say who have tried ``port``, the first or the second: others have come through."""
+        answers = self._answers(port)
+        return 2 * sum(answers) >= len(answers) if answers else None
+
+    def _answers(self, port: int) -> list[bool]:
+        return [told.answers[port] for told in self._rendezvous.told if len(told.answers) > port]
 
     @property
     def points(self) -> tuple[str, ...]:
-        """Where we can be met; nowhere, if we can be dialled anyway."""
-        if self.is_dialable:
+        """Where we can be met; nowhere, if all who have tried say that we can be dialled anyway. One may lie, or
+        others may not come through where it does."""
+        if self.is_dialable and all(self._answers(0)):
             return ()
         attended = self._rendezvous.attended.values()
         return tuple([one.address for one in attended] + [text for one in attended for text in one.elsewhere])[:PLACES]

@@ -52,8 +52,11 @@ class BottomLine:
 
     def _write(self, text: str) -> None:
         if self._stream is not None:
-            self._stream.write(text)
-            self._stream.flush()
+            try:
+                self._stream.write(text)
+                self._stream.flush()
+            except (OSError, ValueError):  # the terminal is gone, and its line with it
+                self._stream = None
 
 
 bottom_line = BottomLine()

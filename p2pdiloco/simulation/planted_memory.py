@@ -90,14 +90,6 @@ BUGS = (
         killed_by=(f"{_GOOD_TESTS}::test_the_last_from_which_training_went_on_stays_however_long_it_goes_wrong",),
     ),
     Bug(
-        name="what is put aside a second time takes the first one's place",
-        module=_GOOD,
-        old="aside = next(aside for aside in _asides() if not any(name.startswith(aside) for name in there))",
-        new="aside = ASIDE",
-        harm="who goes back twice has lost what was newer the first time, and was told that it is kept",
-        killed_by=(f"{_GOOD_TESTS}::test_the_last_from_which_training_went_on_stays_however_long_it_goes_wrong",),
-    ),
-    Bug(
         name="bad losses become the measure",
         module=_GOOD,
         old="            return False\n        self._losses.append(loss)",

@@ -10,6 +10,7 @@ _ANTEROOM = "tests/integration/test_anteroom.py"
 _MEETING = "tests/integration/test_meeting.py"
 _RESPONDENT = "tests/unit/test_peer_respondent.py"
 _FELLOWSHIP = "tests/unit/test_node_fellowship.py"
+_WHEREABOUTS = "tests/integration/test_whereabouts.py"
 _INVITES = "tests/unit/test_node_invites.py"
 _LISTENERS = "tests/unit/test_runtime_listeners.py"
 _PORTS = "tests/unit/test_runtime_last_ports.py"
@@ -288,6 +289,22 @@ BUGS = (
         new="            except TimeoutError as error:\n",
         harm="invites name a bootstrap that has gone for the rest of this life",
         killed_by=(f"{_INVITES}::test_a_full_disk_takes_no_addresses_and_ends_nothing",),
+    ),
+    Bug(
+        name="one meeting point's word is enough",
+        module="p2pdiloco.node.whereabouts",
+        old="return 2 * sum(answers) >= len(answers) if answers else None",
+        new="return any(answers) if answers else None",
+        harm="a stranger's meeting point says that a home can be dialled, and invites name it",
+        killed_by=(f"{_WHEREABOUTS}::test_one_meeting_point_of_three_cannot_say_that_a_home_can_be_dialled",),
+    ),
+    Bug(
+        name="who most can dial is met nowhere",
+        module="p2pdiloco.node.whereabouts",
+        old="if self.is_dialable and all(self._answers(0)):",
+        new="if self.is_dialable:",
+        harm="two meeting points lie, and a home behind a router meets nobody",
+        killed_by=(f"{_WHEREABOUTS}::test_one_meeting_point_of_three_cannot_say_that_a_home_can_be_dialled",),
     ),
     Bug(
         name="who is late at the start has gone",

@@ -19,6 +19,22 @@ _FORWARDER_TESTS = "tests/unit/test_node_forwarder.py"
 
 BUGS = (
     Bug(
+        name="a number that is too large ends what reads the log",
+        module="p2pdiloco.watch.reader",
+        old="AttributeError, ArithmeticError):",
+        new="AttributeError):",
+        harm="one damaged line, and `events` ends in a traceback",
+        killed_by=(f"{_READER_TESTS}::test_every_kind_is_told_in_words",),
+    ),
+    Bug(
+        name="a terminal that is gone ends who logs",
+        module="p2pdiloco.runtime.bottom_line",
+        old="            except (OSError, ValueError):",
+        new="            except ValueError:",
+        harm="a connection by ssh is cut while a newcomer downloads, and its node ends at the next word",
+        killed_by=("tests/unit/test_runtime_logs.py::test_a_terminal_that_is_gone_has_no_bar_and_ends_nobody",),
+    ),
+    Bug(
         name="what is no news is shown as it is logged",
         module="p2pdiloco.watch.reader",
         old="        text = detail(event.line) if news is None else news.text",

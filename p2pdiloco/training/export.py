@@ -33,6 +33,7 @@ from p2pdiloco.training.transformer import NORM_EPS, ROTARY_BASE, build_model, f
 
 Format = Literal["hf", "safetensors", "peft"]
 ABOUT = "p2pdiloco.json"
+TORN = f"{ABOUT}.torn"
 WEIGHTS = "model.safetensors"
 ADAPTERS = "adapter_model.safetensors"
 _BYTES = 256
@@ -113,6 +114,7 @@ def export(
         ValueError: the model cannot be built here.
         OSError: it cannot be written.
     """
+    folder = folder.resolve()  # beside what it links to: one file system
     config, half = manifest.config.model, folder.with_name(f"{folder.name}.{os.getpid()}.part")
     _check_replaceable(folder)
     write = _writer(config, about.format)
@@ -344,24 +346,39 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 def _check_replaceable(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ExportError(f"--out {folder} is a file: name another folder")
-    if folder.exists() and any(folder.iterdir()) and not (folder / ABOUT).exists():
+    if folder.exists() and any(folder.iterdir()) and not any((folder / name).exists() for name in (ABOUT, TORN)):
         raise ExportError(f"--out {folder} holds something else than an earlier export: name another folder")
 
 
 def _replace(folder: Path, new: Path, files: tuple[str, ...]) -> None:
-    """Put the ``files`` of ``new`` and its ABOUT where those of an earlier export are. A crash in between leaves none
-    that says what it is of."""
+    """Put the ``files`` of ``new`` and its ABOUT where those of an earlier export are. A crash in between leaves TORN
+    instead, which lists those of both.
+
+    Raises:
+        ExportError: something else has one of their names.
+    """
     if not folder.exists():
         new.rename(folder)
         return
     before: tuple[str, ...] = ()
+    earlier = folder / (TORN if (folder / TORN).exists() else ABOUT)
     with suppress(OSError, ValueError):
-        before = msgspec.json.decode((folder / ABOUT).read_bytes(), type=About).files
-    for name in (ABOUT, *before):
-        if Path(name).name == name and (folder / name).is_file():  # it may be a stranger's folder
-            (folder / name).unlink()
-    for name in (*files, ABOUT):
+        before = msgspec.json.decode(earlier.read_bytes(), type=About).files
+    there = {path.name: path.is_dir() for path in folder.iterdir()}
+    others = [name for name in files if there.get(name) or (name in there and before and name not in before)]
+    if others:
+        raise ExportError(f"--out {folder} holds {', '.join(others)}, which no export has written: name another folder")
+    torn = msgspec.structs.replace(msgspec.json.decode((new / ABOUT).read_bytes(), type=About), files=(*files, *before))
+    (folder / TORN).write_bytes(msgspec.json.encode(torn))
+    (folder / ABOUT).unlink(missing_ok=True)
+    for name in files:
         (new / name).replace(folder / name)
+    for name in set(before).difference(files):
+        with suppress(OSError, ValueError):  # it may be a stranger's folder, with names that no system takes
+            if Path(name).name == name and (folder / name).is_file():
+                (folder / name).unlink()
+    (new / ABOUT).replace(folder / ABOUT)
+    (folder / TORN).unlink()
 
 
 def _copy_configs(place: str | None, folder: Path, *, only_tokenizer: bool) -> None:

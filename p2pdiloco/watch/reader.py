@@ -134,7 +134,7 @@ def told(event: LoggedEvent) -> str:
     try:
         news = sentence(event.line)
         text = detail(event.line) if news is None else news.text
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
         text = None
     if text is None:  # of a kind that a later release has, or damaged
         fields = {name: value for name, value in event.line.items() if name not in ("time", "event")}

@@ -27,7 +27,9 @@ from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.introductions import IntroductionHandler
 from p2pdiloco.runtime.meeting_point import MeetingPoint
+from p2pdiloco.runtime.rendezvous import Attendance
 from p2pdiloco.runtime.transport import Transport
+from p2pdiloco.wire import introductions as intro
 from p2pdiloco.wire.bodies import encode
 from p2pdiloco.wire.records import PeerRecord, PointRecord
 from tests.integration.waiting import until
@@ -174,5 +176,32 @@ def test_who_asks_around_does_not_wait_for_those_who_are_gone(tmp_path: Path, mo
                 began = asyncio.get_running_loop().time()
                 assert await dial_any(board.of(asking.peer_id), asking, RUN) == [pub.id]
                 assert asyncio.get_running_loop().time() - began < DIAL_S
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("told", "is_dialable", "is_met"),
+    [
+        ([True], True, False),
+        ([False], False, True),
+        ([True, False], True, True),
+        ([True, False, False], False, True),
+        ([True, True, False], True, True),
+        ([True, True, True], True, False),
+    ],
+)
+def test_one_meeting_point_of_three_cannot_say_that_a_home_can_be_dialled(
+    tmp_path: Path, told: list[bool], is_dialable: bool, is_met: bool
+) -> None:
+    """Where they differ, others are told where it can be met, whatever they try first."""
+
+    async def work() -> None:
+        home = Member(Board(), "", tmp_path)
+        for number, says in enumerate(told):
+            found = intro.Attended("192.0.2.1", 4100, (says, says))
+            home.whereabouts._rendezvous.attended[PeerId(str(number))] = Attendance(f"/ip4/192.0.2.{number}", found)
+        assert home.whereabouts.is_dialable is home.whereabouts.is_directory_dialable is is_dialable
+        assert bool(home.whereabouts.points) is is_met
 
     asyncio.run(work())

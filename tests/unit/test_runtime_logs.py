@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import io
 import logging
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,6 +97,22 @@ def test_a_downloads_bar_and_the_log_have_lines_of_their_own(told: io.StringIO, 
     assert "100% of" in bar_
     assert "the run's state is here" in here
     assert (after.endswith("after"), last) == (True, "")
+
+
+def test_a_terminal_that_is_gone_has_no_bar_and_ends_nobody() -> None:
+    """As of a connection by ssh that was cut: whoever logs goes on."""
+    reading, writing = os.pipe()
+    line = BottomLine()
+    with open(writing, "w", encoding="utf-8") as terminal:
+        line.draw("[==  ]", terminal)
+        os.close(reading)
+        for _ in range(2):
+            with line.lifted():
+                pass
+        line.draw("[=== ]", terminal)
+        line.leave()
+        with contextlib.suppress(BrokenPipeError):
+            terminal.close()
 
 
 def test_a_bar_that_came_to_no_end_is_cleared() -> None:

@@ -196,6 +196,58 @@ def test_an_export_replaces_an_earlier_ones_files_and_no_others(tmp_path: Path) 
     assert outside.read_text() == "mine, too"
 
 
+def test_what_no_export_has_written_is_in_nobodys_way(tmp_path: Path) -> None:
+    """Nothing is lost: what was there is there, and so is the earlier export."""
+    manifest, theta, _ = spoken()
+    out = tmp_path / "out"
+    export(manifest, theta, out, about(manifest, "safetensors"))
+    for name, make in (("config.json", Path.mkdir), ("tokenizer.json", lambda path: path.write_text("mine"))):
+        make(out / name)
+        with pytest.raises(ExportError, match=f"holds {name}, which no export has written"):
+            export(manifest, theta, out, about(manifest, "hf"))
+        assert sorted(path.name for path in out.iterdir()) == sorted([name, "model.safetensors", ABOUT])
+        (out / name).rename(tmp_path / name)
+    told = msgspec.json.decode((out / ABOUT).read_bytes(), type=About)
+    odd = msgspec.structs.replace(told, files=(*told.files, "x" * 300, "a\0b", "", ".", "..", "model.safetensors/"))
+    (out / ABOUT).write_bytes(msgspec.json.encode(odd))
+    export(manifest, theta, out, about(manifest, "hf"))
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_an_export_that_is_cut_off_is_replaced_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says of nothing that it is what it was."""
+    manifest, theta, _ = spoken()
+    out = tmp_path / "out"
+    export(manifest, theta, out, about(manifest, "hf"))
+    put = Path.replace
+
+    def fails(self: Path, target: Path) -> Path:
+        if self.name == "model.safetensors":
+            raise OSError(errno.EIO, "gone")
+        return put(self, target)
+
+    for wanted in ("hf", "safetensors"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", fails)
+            with pytest.raises(OSError, match="gone"):
+                export(manifest, theta, out, about(manifest, wanted))
+        assert not (out / ABOUT).exists()
+    assert "config.json" in [path.name for path in out.iterdir()]
+    export(manifest, theta, out, about(manifest, "safetensors"))
+    assert sorted(path.name for path in out.iterdir()) == ["model.safetensors", ABOUT]
+
+
+def test_an_export_follows_a_link(tmp_path: Path) -> None:
+    """To another file system; its temporary files lie there, too."""
+    manifest, theta, _ = spoken()
+    (tmp_path / "out").symlink_to(tmp_path / "far" / "away")
+    (tmp_path / "far").mkdir()
+    for _ in range(2):
+        export(manifest, theta, tmp_path / "out", about(manifest, "safetensors"))
+        assert (tmp_path / "out").is_symlink()
+        assert sorted(path.name for path in (tmp_path / "far/away").iterdir()) == ["model.safetensors", ABOUT]
+
+
 @pytest.mark.parametrize("wanted", ["safetensors", "hf"])
 def test_a_disk_that_takes_no_more_is_the_systems_error(tmp_path: Path, wanted: Format) -> None:
     """As a limit on a file's size is, of which safetensors makes an error of its own."""

@@ -108,6 +108,8 @@ def test_every_kind_is_told_in_words() -> None:
     given = {"shard": 3, "version": 7, "step": 1200, "owner": BOB, "contributors": {f"{ANN}/abc": 1500}}
     merged = told(LoggedEvent(100.0, ANN, {"event": "commit", **given}))
     assert merged.endswith("shard 3 is at version 7, step 1,200, merged by BBBBBB; tokens of AAAAAA (1.50 k)")
+    huge = {"event": "fetched", "shard": 1, "version": 1, "bytes": 10**400}
+    assert f"bytes=1{'0' * 50}" in told(LoggedEvent(100.0, ANN, huge)), "no division of it is a number"
     assert told(LoggedEvent(100.0, ANN, {"event": "later", "x": 1})).endswith("later             x=1")
 
 
