@@ -30,7 +30,8 @@ MAX_HELD_OUT = 1 << 20
 """Bytes of held-out samples in a manifest."""
 
 Target = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.]+\Z")]
-Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+\Z")]
+Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^(?!\.{1,2}\Z)[A-Za-z0-9._-]+\Z")]
+"""It names folders, too: a script's state, an export."""
 Positive = Annotated[int, Meta(ge=1, le=2**40)]
 Side = Annotated[int, Meta(ge=1, le=2**16)]
 Samples = Annotated[int, Meta(ge=1, le=2**20)]

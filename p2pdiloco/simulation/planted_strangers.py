@@ -181,9 +181,17 @@ BUGS = (
     Bug(
         name="a name may end in a line break",
         module="p2pdiloco.protocol.manifest",
-        old='Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+\\Z")]',
-        new='Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")]',
+        old='[A-Za-z0-9._-]+\\Z")]\n"""It names folders',
+        new='[A-Za-z0-9._-]+$")]\n"""It names folders',
         harm="two runs are shown with the same name, and a line of a log may be a stranger's",
+        killed_by=("tests/unit/test_protocol_soundness.py::test_what_is_impossible_or_too_much_is_refused_at_once",),
+    ),
+    Bug(
+        name="a run may be called as the folder above is",
+        module="p2pdiloco.protocol.manifest",
+        old="(?!\\.{1,2}\\Z)",
+        new="",
+        harm="a script's state, or an export by somebody else's manifest, lies in the folder above",
         killed_by=("tests/unit/test_protocol_soundness.py::test_what_is_impossible_or_too_much_is_refused_at_once",),
     ),
     Bug(

@@ -89,10 +89,13 @@ def settings(given: dict[str, Any], *, tensors: int) -> RunConfig:
         table, _, name = key.rpartition(".")
         (written.setdefault(table, {}) if table else written)[name] = given[argument]
     try:
+        msgspec.json.encode(written, enc_hook=repr)
         config = msgspec.convert(written, RunConfig)
         problems = config_problems(config, tensors=tensors)
     except msgspec.ValidationError as error:
         problems = [in_words(error, written, RunConfig)]
+    except UnicodeEncodeError as error:
+        problems = [f"{error.object!r} is no text: it has half of a character"]
     if problems:
         raise FoundationError("; ".join(_of_arguments(problem) for problem in problems))
     return config

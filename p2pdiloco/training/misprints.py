@@ -28,7 +28,7 @@ _BOUNDS = {
     "<": "below",
     "of length <=": "with a length of at most",
 }
-_FORMS = {r"^[A-Za-z0-9._-]+\\Z": "letters, digits, dots, dashes and underscores"}
+_FORMS = {r"^(?!\\.{1,2}\\Z)[A-Za-z0-9._-]+\\Z": "letters, digits, dots, dashes and underscores, and not . or .."}
 
 
 def in_words(error: msgspec.ValidationError, written: object, form: type) -> str:

@@ -124,6 +124,8 @@ def test_a_run_whose_embedding_is_cut_is_taken() -> None:
         (put("founder", to="x" * 129), "length <= 128"),
         (put("config", "name", to="\x1b[2J"), "matching regex"),
         (put("config", "name", to="sound\n"), "matching regex"),
+        (put("config", "name", to=".."), "matching regex"),
+        (put("config", "name", to="../home"), "matching regex"),
         (put("config", "seed", to=-1), ">= 0"),
         (put("config", "model", "width", to=2**40), "<= 65536"),
         (put("config", "model", "depth", to=2**40), "<= 4096"),

@@ -125,6 +125,9 @@ GIVEN: dict[str, Any] = {
     ("argument", "value", "said"),
     [
         ("run", "a b/c", "run = 'a b/c': write a text of letters, digits, dots, dashes and underscores"),
+        ("run", "..", "letters, digits, dots, dashes and underscores, and not . or .."),
+        ("run", "\ud800", "is no text: it has half of a character"),
+        ("codec", "\ud800", "is no text: it has half of a character"),
         ("run", "x" * 65, "write a text with a length of at most 64"),
         ("access", "all", "access = 'all': choose one of invite, list, open"),
         ("total_steps", 0, "total_steps = 0: write a whole number of at least 1"),
