@@ -74,6 +74,25 @@ class Wish(NamedTuple):
     peers: tuple[str, ...]
     foundation: Path | None
     options: tuple[str, ...]
+    stay_s: float = 0.0
+    """After the run's end."""
+
+    @classmethod
+    def of(
+        cls,
+        run: str,
+        peers: str | Sequence[str],
+        found: bool | None,
+        foundation: Path,
+        options: Sequence[str],
+        stay_s: float,
+    ) -> Wish:
+        """``peers``: one may be a str. ``found``: None: if there are none. ``foundation``: where that would be."""
+        if isinstance(peers, str):
+            peers = (peers,) if peers else ()
+        is_founder = not peers if found is None else found
+        options = (*options, *(("--stay-s", str(stay_s)) if stay_s else ()))
+        return cls(run, tuple(peers), foundation if is_founder else None, options, stay_s)
 
 
 class Companion:
@@ -98,6 +117,13 @@ class Companion:
         """Where the node looks for the script (``training/reunion.py``)."""
         self.log_path = folder / NODE_LOG
         self._wish = wish
+        if wish.foundation is not None and not wish.foundation.exists() and self._runs_here():
+            log.warning(
+                "%s has run %s, which was founded elsewhere: it goes on. To begin anew, choose another run=",
+                folder,
+                wish.name,
+            )
+            self._wish = wish._replace(foundation=None)
         self._process: psutil.Process | None = None
         self._is_child = False
         self._is_resumed = False
@@ -109,11 +135,16 @@ class Companion:
         self._again_at = 0.0
         """When the node that died is to be started again; 0: none has died."""
 
+    @property
+    def founds(self) -> bool:
+        """Whether it founds the run, or founded it before."""
+        return self._wish.foundation is not None
+
     def meet(self) -> Found:
         """The node of the script's last life, or a new one; it says which run it is of.
 
         Raises:
-            CompanionError: it did not come up.
+            CompanionError: it did not come up, or there is nobody to join.
         """
         reunion = Reunion(self.meeting_place, JOIN_S, is_script=True)
         if not reunion.open():
@@ -123,8 +154,11 @@ class Companion:
             if is_new:
                 self._start(self._found_or_join())
             while (found := reunion.poll()) is None:
-                if self._found_nobody() and self._runs_here():
-                    self._start(self._resume(self._wish.name))
+                if self._found_nobody() and (runs := self._runs_here()):
+                    log.warning(
+                        "nobody of run %s answers: it goes on here, from the state in %s", self._wish.name, self._folder
+                    )
+                    self._start(self._resume(runs[0]))
                 elif ending := self.ending:
                     raise CompanionError(ending)
                 if reunion.is_over:
@@ -156,19 +190,28 @@ class Companion:
         if now >= self._again_at:
             self._again_at = 0.0
             is_joiner = self._wish.foundation is None
-            self._start(self._resume(run) if is_joiner and run in self._runs_here() else self._found_or_join())
+            peers = () if self._status == NOBODY_THERE else self._wish.peers
+            is_here = is_joiner and run in self._runs_here()
+            self._start(self._resume(run, *peers) if is_here else self._found_or_join())
         return True
 
     def _found_or_join(self) -> list[str]:
         wish = self._wish
         if wish.foundation is not None:
             return ["start", str(wish.foundation), "--bootstrap", *wish.peers]
+        if not wish.peers and (runs := self._runs_here()):
+            return self._resume(runs[0])
+        if not wish.peers:
+            raise CompanionError(
+                f"found=False, and nobody to join: give initial_peers, an invite to run {wish.name} or an address"
+            )
         return ["join", *wish.peers, "--run", wish.name]
 
-    def _resume(self, run: str) -> list[str]:
-        """What a node does that has a state of the run, though all others may be gone."""
+    def _resume(self, run: str, *peers: str) -> list[str]:
+        """What a node does that has a state of the run, though all others may be gone. ``peers``: one has to answer;
+        without, it looks for those that it has met before, and goes on if there is none."""
         self._is_resumed = True
-        return ["resume", str(self._folder), "--run", run, "--bootstrap", *self._wish.peers]
+        return ["resume", str(self._folder), "--run", run, *(("--bootstrap", *peers) if peers else ())]
 
     def _runs_here(self) -> list[RunId]:
         """Runs called so of which the folder has a state."""
@@ -257,12 +300,12 @@ class Companion:
         self.send(number)
 
     def wait(self, timeout_s: float) -> int | None:
-        """Its exit status, if it is known; a node that does not end is killed after ``timeout_s``. The folder is then
-        free."""
+        """Its exit status, if it is known; a node that does not end is killed after ``timeout_s``, and as long as it
+        is to stay. The folder is then free."""
         status: int | None = None
         if self._process is not None:
             try:
-                status = self._process.wait(timeout_s)
+                status = self._process.wait(timeout_s + self._wish.stay_s)
             except psutil.TimeoutExpired:
                 self.send(signal.SIGKILL)
                 status = self._process.wait()

@@ -26,6 +26,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,13 +38,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from p2pdiloco import taking_part
 from p2pdiloco.companion import JOIN_S, NODE_LOG, Companion, CompanionError, Return, Wish, leaving_s
-from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.runtime.state_home import state_home
 from p2pdiloco.training import foundation
 from p2pdiloco.training.outer_link import Meeting, OuterLink, Visit
 from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.training.script_trainer import ScriptTrainer
 from p2pdiloco.training.swarm_view import SwarmView
 from p2pdiloco.training.tally import Tally
 from p2pdiloco.training.trainable import embedding_names, trainable
@@ -54,6 +56,7 @@ if TYPE_CHECKING:  # it imports torch.distributed.tensor: a second and 40 MB, wh
 log = logging.getLogger("p2pdiloco")
 
 _LOOK_S = 0.05
+_NOT_BEGUN = "DiLoCo was made and not begun: use it in a with statement, or start() it"
 
 
 class DiLoCoError(Exception):
@@ -63,8 +66,9 @@ class DiLoCoError(Exception):
 class DiLoCo(SwarmView):
     """Decoupled DiLoCo around an inner training loop; see the module.
 
-    Use it as a context manager. ``model`` and ``optimizer`` must be as they are trained: after ``.to(device)``, DDP,
-    ``fully_shard`` and ``torch.compile``. With several optimizers, give the one that steps last.
+    Use it as a context manager, or ``start`` and ``close`` it where that does not do (notebooks). ``model`` and
+    ``optimizer`` must be as they are trained: after ``.to(device)``, DDP, ``fully_shard`` and ``torch.compile``. With
+    several optimizers, give the one that steps last.
     """
 
     def __init__(
@@ -126,16 +130,7 @@ class DiLoCo(SwarmView):
         self._wish: Wish | None = None
         self._state = Path(state) if state is not None else state_home() / (run or "")
         if run is not None:
-            if isinstance(initial_peers, str):
-                initial_peers = (initial_peers,) if initial_peers else ()
-            is_founder = not initial_peers if found is None else found
-            self._wish = Wish(
-                name=run,
-                peers=tuple(initial_peers),
-                foundation=self._state / foundation.NAME if is_founder else None,
-                options=(*node_options, *(("--stay-s", str(stay_s)) if stay_s else ())),
-            )
-        self._stay_s = stay_s
+            self._wish = Wish.of(run, initial_peers, found, self._state / foundation.NAME, node_options, stay_s)
         self._wait_for_peers = wait_for_peers
         self._process_group = process_group
         self._config: RunConfig | None = None
@@ -161,24 +156,32 @@ class DiLoCo(SwarmView):
         self._tally = Tally(optimizer, grad_scaler, tokens_per_step)
         self._island: Island | None = None
         self._companion: Companion | None = None
-        self._hook: Any = None
+        self._hook: Any = None if run is None else optimizer.register_step_post_hook(self._not_begun)
+        self._has_begun = False
         self._stepped_at = 0.0
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Self:
+    def start(self) -> Self:
         """Found or join the run; the model's parameters are then the run's.
 
         Raises:
-            DiLoCoError: that failed; on all ranks of an island alike.
+            DiLoCoError: that failed; on all ranks of an island alike. Or it was begun before.
         """
         if self._wish is None:
             return self
+        if self._has_begun:
+            raise DiLoCoError(f"this takes part in run {self._wish.name} already: close it first")
+        taking_part.begin(self._state, self._leave_at_once)
+        self._has_begun = True
+        self._unhook()
         self._island = _island(self._process_group, self._leave_s)
         try:
             self._take_part(*self._lead_to_manifest(self._wish))
         except BaseException:
+            self._has_begun = False
             self._end_node(signal.SIGKILL)
+            taking_part.end(self._state)
             raise
         self._stepped_at = time.perf_counter()
         self._hook = self._optimizer.register_step_post_hook(self._on_step)
@@ -195,7 +198,7 @@ class DiLoCo(SwarmView):
 
         def meet() -> bytes:
             self._companion = companion = Companion(self._state, wish)
-            if wish.foundation is not None and self._config is not None:
+            if companion.founds and wish.foundation is not None and self._config is not None:
                 foundation.write_once(wish.foundation, self._config, initial, frozenset(embedding_names(self._model)))
             found = companion.meet()
             visits.append(found)
@@ -230,7 +233,7 @@ class DiLoCo(SwarmView):
         except ValueError as error:
             raise DiLoCoError(f"this model is not run {manifest.config.name}'s: {error}") from error
         steps = manifest.config.inner.steps
-        self._link = OuterLink(self, flat, vectors, channel, last_step=steps, reunion=back)
+        self._link = OuterLink(ScriptTrainer(), flat, vectors, channel, last_step=steps, reunion=back)
         self._link.greet(device=str(self._named[0][1].device))
         self._is_linked = True
         while self._is_linked and not self._link.is_loaded:
@@ -243,6 +246,8 @@ class DiLoCo(SwarmView):
             self._tell_end(manifest.config.name, steps)
         self._wait_for_swarm(self._wait_for_peers)
 
+    __enter__ = start
+
     @property
     def _log(self) -> Path:
         return self._state / NODE_LOG
@@ -250,12 +255,14 @@ class DiLoCo(SwarmView):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Contribute what is unmerged, and leave: of a run that is complete when the others are, too. All ranks of an
-        island leave together; a rank that fails leaves alone, and the peer stays for the island's next life."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-            self._tally.end()
+        """``close``; all ranks of an island leave together, but a rank that fails leaves alone, and the peer stays for
+        the island's next life."""
+        if not self._has_begun:
+            return
+        self._has_begun = False
+        taking_part.end(self._state)
+        self._unhook()
+        self._tally.end()
         self._look_no_more()
         if self._island is not None and error is not None:
             self._is_linked = False
@@ -266,6 +273,23 @@ class DiLoCo(SwarmView):
             return
         self._part()
         self._end_node(None)
+
+    def close(self) -> None:
+        """Contribute what is unmerged, and leave: of a run that is complete when the others are, too."""
+        self.__exit__(None, None, None)
+
+    def _leave_at_once(self) -> None:
+        """An island's other ranks may go on: this one has failed then, if no person ended it."""
+        self.__exit__(None, None if self._island is None else getattr(sys, "last_value", RuntimeError()), None)
+
+    def _unhook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _not_begun(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        log.warning("%s; this trains alone", _NOT_BEGUN)
+        self._unhook()
 
     @property
     def _leave_s(self) -> float:
@@ -293,7 +317,7 @@ class DiLoCo(SwarmView):
             return
         if number is not None:
             companion.end(number)
-        status = companion.wait(self._leave_s + self._stay_s)
+        status = companion.wait(self._leave_s)
         if status and number is None:
             log.warning("%s (its log is %s)", companion.ended_with(status), self._log)
 
@@ -321,9 +345,15 @@ class DiLoCo(SwarmView):
 
     def load_global(self) -> None:
         """Set the model's parameters to the global ones of now, or of the end: without this learner's own progress
-        since its last contribution. All ranks of an island call it."""
+        since its last contribution. All ranks of an island call it.
+
+        Raises:
+            DiLoCoError: it was not begun.
+        """
         if self._link is not None:
             self._link.load_global()
+        elif self._wish is not None:
+            raise DiLoCoError(_NOT_BEGUN)
 
     @contextlib.contextmanager
     def global_parameters(self) -> Iterator[None]:
@@ -345,7 +375,7 @@ class DiLoCo(SwarmView):
         now = time.perf_counter()
         tokens, loss, is_step = self._tally.take()
         if self._island is not None:
-            ranks, tokens, losses, known = self._island_totals(is_step, tokens, loss)
+            ranks, tokens, losses, known = self._island.totals(is_step, tokens, loss)
             is_step, loss = ranks > 0, losses / known if known else None
         if link.is_training and is_step:
             link.stepped(tokens, loss, now - self._stepped_at)
@@ -357,33 +387,6 @@ class DiLoCo(SwarmView):
         if not self._is_linked and not link.is_dismissed:
             log.warning("the node is gone: training goes on alone (see %s)", self._log)
         self._stepped_at = time.perf_counter()
-
-    def _island_totals(self, is_step: bool, tokens: int, loss: float | None) -> tuple[int, int, float, int]:
-        """Over the ranks: how many made the step, their tokens, their losses' sum, and how many told a loss."""
-        assert self._island is not None
-        sums = self._island.sum(is_step, tokens, 0.0 if loss is None else loss, loss is not None)
-        return int(sums[0]), int(sums[1]), sums[2], int(sums[3])
-
-    # -- for the link --------------------------------------------------------------------------------------------------
-
-    def evaluate(self, theta: Tensor) -> float:
-        """Runs of scripts (``evaluation.every`` is 0) are evaluated by the scripts."""
-        raise AssertionError("no node asks for this")
-
-    def train(self, block: Block) -> None:
-        """The script has data of its own."""
-
-    def save(self) -> None:
-        """The script saves its own optimizer."""
-
-    def merged(self, tokens: int) -> None:
-        """A script's rate is its own affair."""
-
-    def begin_again(self) -> None:
-        """Nothing was given."""
-
-    def end(self) -> None:
-        """Nothing to finish."""
 
 
 def _island(group: dist.ProcessGroup | None, leave_s: float) -> Island | None:

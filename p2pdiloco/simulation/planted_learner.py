@@ -6,16 +6,50 @@ from p2pdiloco.simulation.planter import Bug
 
 _LINK = "p2pdiloco.training.outer_link"
 _COMPANION = "p2pdiloco.companion"
+_TAKING_PART = "p2pdiloco.taking_part"
 
 _SIDE = "p2pdiloco.training.side_stream"
 _SIDE_TESTS = "tests/unit/test_training_side_stream.py"
 _LINK_TESTS = "tests/unit/test_training_outer_link.py"
+_TAKING_PART_TESTS = "tests/unit/test_taking_part.py"
 _COMPANION_TESTS = "tests/unit/test_companion.py"
 _ADOPTED = "test_a_learner_that_is_adopted_keeps_its_progress_since_the_loss_and_counts_nothing_twice"
 _CONSERVATION = "tests/property/test_conservation.py::test_every_token_trained_stands_in_the_parameters_once"
 _QUEUE = "tests/unit/test_runtime_work_queue.py"
 
 BUGS = (
+    Bug(
+        name="who takes part again does not leave first",
+        module=_TAKING_PART,
+        old="        _here[place][1]()\n    _here[place] =",
+        new="    _here[place] =",
+        harm="a notebook's cell that is run again waits ten minutes for a node that has met the interrupted one",
+        killed_by=(f"{_TAKING_PART_TESTS}::test_who_takes_part_again_leaves_first",),
+    ),
+    Bug(
+        name="a forked process leaves for its parent",
+        module=_TAKING_PART,
+        old="return place in _here and _here[place][0] == os.getpid()",
+        new="return place in _here",
+        harm="a DataLoader's worker ends, and the peer leaves the run",
+        killed_by=(f"{_TAKING_PART_TESTS}::test_what_another_process_began_is_nobodys_here",),
+    ),
+    Bug(
+        name="who goes on alone asks for the bootstrap again",
+        module=_COMPANION,
+        old="self._start(self._resume(runs[0]))",
+        new="self._start(self._resume(runs[0], *self._wish.peers))",
+        harm="all others have gone, and the script ends with a state of the run in its folder",
+        killed_by=(f"{_COMPANION_TESTS}::test_who_has_the_runs_state_goes_on_though_nobody_answers",),
+    ),
+    Bug(
+        name="a run of the same name is founded beside the one that is there",
+        module=_COMPANION,
+        old="self._wish = wish._replace(foundation=None)",
+        new="self._wish = wish",
+        harm="a script that is told to name no peers begins from a random model, at step 0",
+        killed_by=(f"{_COMPANION_TESTS}::test_a_folder_with_a_run_that_somebody_else_founded_is_not_founded_anew",),
+    ),
     Bug(
         name="a learner's socket has a small number",
         module="p2pdiloco.training.channel",

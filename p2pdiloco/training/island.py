@@ -73,6 +73,11 @@ class Island:
         dist.all_reduce(total, group=self._control)
         return cast(list[float], total.tolist())
 
+    def totals(self, is_step: bool, tokens: int, loss: float | None) -> tuple[int, int, float, int]:
+        """Over the ranks: how many made the step, their tokens, their losses' sum, and how many told a loss."""
+        sums = self.sum(is_step, tokens, 0.0 if loss is None else loss, loss is not None)
+        return int(sums[0]), int(sums[1]), sums[2], int(sums[3])
+
     def lead(self, attempt: Callable[[], bytes], failure: type[Exception]) -> bytes:
         """What ``attempt`` gives at the leader, the only one to call it.
 

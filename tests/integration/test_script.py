@@ -35,6 +35,44 @@ from p2pdiloco.wire.invites import is_invite
 SCRIPT = Path(__file__).parents[2] / "peers" / "own_script.py"
 
 
+ALONE = "DiLoCo was made and not begun: use it in a with statement, or start() it; this trains alone"
+NOTEBOOK = """
+import sys, time, torch, p2pdiloco
+
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+said = []
+
+def cell():
+    options = {"run": "cells", "state": sys.argv[1], "total_steps": 10**6, "sync_every": 10}
+    return p2pdiloco.DiLoCo(model, optimizer, node_options=sys.argv[2:], **options)
+
+def step():
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.01)
+
+outer = cell().start()
+try:
+    outer.start()
+except p2pdiloco.DiLoCoError as error:
+    said.append("already begun" * ("already" in str(error)))
+for _ in range(20):
+    step()
+again = cell()
+try:
+    again.load_global()
+except p2pdiloco.DiLoCoError as error:
+    said.append("not begun" * ("not begun" in str(error)))
+step()
+again.start()
+print(*said, sep=", ", flush=True)
+while True:
+    step()
+"""
+
+
 def start(state: Path, *arguments: str) -> subprocess.Popen[str]:
     state.mkdir(parents=True, exist_ok=True)
     return subprocess.Popen(
@@ -75,6 +113,33 @@ def test_two_scripts_train_one_model(tmp_path: Path) -> None:
     assert reports[0]["digests"] == reports[1]["digests"]
     assert all(one["tokens_trained"] > 0 and one["tokens_unmerged"] == 0 for one in reports)
     assert sum(one["tokens_trained"] for one in reports) == reports[0]["tokens_merged"]
+
+
+@pytest.mark.timeout(900)
+def test_a_script_without_a_with_statement_leaves_in_order(tmp_path: Path) -> None:
+    """As of a notebook, or in the Hugging Face Trainer: a cell that is run again takes over, Ctrl+C loses nothing."""
+    script = subprocess.Popen(
+        [sys.executable, "-c", NOTEBOOK, str(tmp_path / "a"), *PEER],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_interrupts,
+    )
+    try:
+        until_ready(tmp_path / "a", lives=2)
+        node = int((tmp_path / "a" / "node.pid").read_text())
+        wait_until(lambda: any(one["steps"] > 20 for one in events(tmp_path / "a", "progress")), START_S, "steps")
+        script.send_signal(signal.SIGINT)
+        out, err = script.communicate(timeout=END_S)
+    finally:
+        script.kill()
+    assert (out, script.returncode) == ("already begun, not begun\n", -signal.SIGINT), err
+    told = [err.index(words) for words in (ALONE, "takes part with", "KeyboardInterrupt", "the script ends")]
+    assert told == sorted(told), err
+    assert not psutil.pid_exists(node)
+    assert events(tmp_path / "a", "ended")[-1]["status"] == 0
+    assert report(tmp_path / "a")["tokens_unmerged"] == 0
+    assert report(tmp_path / "a")["tokens_trained"] > 0
 
 
 def test_what_cannot_be_joined_is_told(tmp_path: Path) -> None:

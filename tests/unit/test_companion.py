@@ -11,14 +11,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import psutil
 import pytest
 import torch
+from actors import make_manifest
 
 import p2pdiloco
 from p2pdiloco import companion
 from p2pdiloco.cli.main import _parse, main
 from p2pdiloco.companion import LEAVE_S, RESTARTS, STABLE_S, Companion, CompanionError, Wish, leaving_s
+from p2pdiloco.node.kept_runs import folder_of
 from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.runtime.state_home import state_home
 from p2pdiloco.training.reunion import Found, Reunion, find_learner
@@ -121,6 +124,64 @@ def test_who_finds_nobody_and_has_no_state_is_told_so(tmp_path: Path, clock: Clo
     with pytest.raises(CompanionError, match="the node ended with status 3"):
         node.meet()
     assert node.started == [["join", "ADDR", "--run", "story"]]
+    node.leave_alone()
+
+
+def has_run(folder: Path) -> RunId:
+    """The state of a run called story, of which somebody else is the founder."""
+    manifest = make_manifest()
+    manifest = msgspec.structs.replace(manifest, config=msgspec.structs.replace(manifest.config, name="story"))
+    place = folder_of(folder, manifest.run) / "checkpoint"
+    place.mkdir(parents=True)
+    (place / "manifest.msgpack").write_bytes(manifest.encode())
+    (place / "state-00000001.json").touch()
+    return manifest.run
+
+
+def test_who_has_the_runs_state_goes_on_though_nobody_answers(tmp_path: Path, clock: Clock) -> None:
+    """Before, the bootstrap that had gone was asked for again, and the script ended."""
+    run = has_run(tmp_path)
+    node = Dying(tmp_path, ["ADDR"])
+    node.status = companion.NOBODY_THERE
+    with pytest.raises(CompanionError, match="the node ended with status 3"):
+        node.meet()
+    resumed = ["resume", str(tmp_path), "--run", run]
+    assert node.started == [["join", "ADDR", "--run", "story"], resumed]
+    assert node.revive(run)
+    assert node.started[-1] == resumed
+    node.status = 1
+    for _ in range(2):
+        clock.now += 10.0
+        assert node.revive(run)
+        clock.now += 10.0
+        assert node.revive(run)
+    assert node.started[-1] == [*resumed, "--bootstrap", "ADDR"]
+    node.leave_alone()
+
+
+def test_a_folder_with_a_run_that_somebody_else_founded_is_not_founded_anew(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the same name: the script was given no initial_peers, since nobody of them was left."""
+    run = has_run(tmp_path / "joined")
+    node = Dying(tmp_path / "joined")
+    with pytest.raises(CompanionError, match="the node ended with status 1"):
+        node.meet()
+    assert node.started == [["resume", str(tmp_path / "joined"), "--run", run]]
+    assert not node.founds
+    assert "which was founded elsewhere: it goes on" in caplog.text
+    node.leave_alone()
+    assert has_run(tmp_path / "founded") == run
+    (tmp_path / "founded" / "foundation").touch()
+    founder = Dying(tmp_path / "founded")
+    assert founder.founds
+    founder.leave_alone()
+
+
+def test_who_is_to_join_is_told_that_there_is_nobody(tmp_path: Path, clock: Clock) -> None:
+    node = Companion(tmp_path, Wish("story", (), None, ()))
+    with pytest.raises(CompanionError, match="found=False, and nobody to join: give initial_peers"):
+        node.meet()
     node.leave_alone()
 
 
