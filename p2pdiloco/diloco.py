@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from p2pdiloco import taking_part
+from p2pdiloco import participation
 from p2pdiloco.companion import JOIN_S, NODE_LOG, Companion, CompanionError, Return, Wish, leaving_s
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.runtime.state_home import state_home
@@ -172,16 +172,16 @@ class DiLoCo(SwarmView):
             return self
         if self._has_begun:
             raise DiLoCoError(f"this takes part in run {self._wish.name} already: close it first")
-        taking_part.begin(self._state, self._leave_at_once)
+        self._island = _island(self._process_group, self._leave_s)
+        participation.begin(self._state, self._leave_at_once, heeds_sigterm=self._island is None)
         self._has_begun = True
         self._unhook()
-        self._island = _island(self._process_group, self._leave_s)
         try:
             self._take_part(*self._lead_to_manifest(self._wish))
         except BaseException:
             self._has_begun = False
             self._end_node(signal.SIGKILL)
-            taking_part.end(self._state)
+            participation.end(self._state)
             raise
         self._stepped_at = time.perf_counter()
         self._hook = self._optimizer.register_step_post_hook(self._on_step)
@@ -260,7 +260,7 @@ class DiLoCo(SwarmView):
         if not self._has_begun:
             return
         self._has_begun = False
-        taking_part.end(self._state)
+        participation.end(self._state)
         self._unhook()
         self._tally.end()
         self._look_no_more()
@@ -340,8 +340,8 @@ class DiLoCo(SwarmView):
 
     @property
     def global_step(self) -> int:
-        """The swarm's; 0 without a run."""
-        return 0 if self._link is None else self._link.counts.global_step
+        """The swarm's, at most the run's last; 0 without a run."""
+        return 0 if self._link is None else min(self._link.counts.global_step, self._link.last_step)
 
     def load_global(self) -> None:
         """Set the model's parameters to the global ones of now, or of the end: without this learner's own progress

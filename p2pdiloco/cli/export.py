@@ -53,4 +53,4 @@ def _export(arguments: argparse.Namespace) -> None:
         peer.say(f"  to load it   p2pdiloco.load_model({str(folder)!r})")
     else:
         weights = str(folder / WEIGHTS)
-        peer.say(f"  to load it   model.load_state_dict(safetensors.torch.load_file({weights!r}), strict=False)")
+        peer.say(f"  to load it   p2pdiloco.load_into(model, {weights!r})")

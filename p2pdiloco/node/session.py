@@ -41,6 +41,7 @@ from p2pdiloco.node.notifier import Notifier
 from p2pdiloco.node.page import served
 from p2pdiloco.node.results import finished
 from p2pdiloco.node.run_folder import (
+    CHECKPOINT,
     chosen_run,
     founded_earlier,
     has_finished,
@@ -300,10 +301,12 @@ def _has_script(manifest: Manifest, options: PeerOptions) -> None:
     config = manifest.config
     if config.model.kind == "external" and not options.is_follower and not options.learner.script:
         word = "ADDR" if config.access == "open" else "INVITE"
+        has_state = any((options.folder / CHECKPOINT).glob("state-*.json"))
+        where = f", state={str(options.folder.parent)!r}" if has_state else ""
         raise ConfigError(
             f"run {config.name} ({manifest.run[:12]}) is trained by training scripts, and here is none: take part in "
-            f"it from yours, p2pdiloco.DiLoCo(model, optimizer, run={config.name!r}, initial_peers=[{word}]). To "
-            f"follow it without training: p2pdiloco join {word} --follow. To get its model: p2pdiloco fetch {word}"
+            f"it from yours, p2pdiloco.DiLoCo(model, optimizer, run={config.name!r}, initial_peers=[{word}]{where}). "
+            f"To follow it without training: p2pdiloco join {word} --follow. To get its model: p2pdiloco fetch {word}"
         )
 
 

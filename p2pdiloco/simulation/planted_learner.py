@@ -6,12 +6,12 @@ from p2pdiloco.simulation.planter import Bug
 
 _LINK = "p2pdiloco.training.outer_link"
 _COMPANION = "p2pdiloco.companion"
-_TAKING_PART = "p2pdiloco.taking_part"
+_PARTICIPATION = "p2pdiloco.participation"
 
 _SIDE = "p2pdiloco.training.side_stream"
 _SIDE_TESTS = "tests/unit/test_training_side_stream.py"
 _LINK_TESTS = "tests/unit/test_training_outer_link.py"
-_TAKING_PART_TESTS = "tests/unit/test_taking_part.py"
+_PARTICIPATION_TESTS = "tests/unit/test_participation.py"
 _COMPANION_TESTS = "tests/unit/test_companion.py"
 _ADOPTED = "test_a_learner_that_is_adopted_keeps_its_progress_since_the_loss_and_counts_nothing_twice"
 _CONSERVATION = "tests/property/test_conservation.py::test_every_token_trained_stands_in_the_parameters_once"
@@ -20,19 +20,19 @@ _QUEUE = "tests/unit/test_runtime_work_queue.py"
 BUGS = (
     Bug(
         name="who takes part again does not leave first",
-        module=_TAKING_PART,
+        module=_PARTICIPATION,
         old="        _here[place][1]()\n    _here[place] =",
         new="    _here[place] =",
         harm="a notebook's cell that is run again waits ten minutes for a node that has met the interrupted one",
-        killed_by=(f"{_TAKING_PART_TESTS}::test_who_takes_part_again_leaves_first",),
+        killed_by=(f"{_PARTICIPATION_TESTS}::test_who_takes_part_again_leaves_first",),
     ),
     Bug(
         name="a forked process leaves for its parent",
-        module=_TAKING_PART,
+        module=_PARTICIPATION,
         old="return place in _here and _here[place][0] == os.getpid()",
         new="return place in _here",
         harm="a DataLoader's worker ends, and the peer leaves the run",
-        killed_by=(f"{_TAKING_PART_TESTS}::test_what_another_process_began_is_nobodys_here",),
+        killed_by=(f"{_PARTICIPATION_TESTS}::test_what_another_process_began_is_nobodys_here",),
     ),
     Bug(
         name="who goes on alone asks for the bootstrap again",

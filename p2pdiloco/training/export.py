@@ -22,14 +22,14 @@ from typing import Any, Literal
 
 import msgspec
 import safetensors.torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from p2pdiloco.protocol.manifest import Layout, Manifest, ModelConfig
 from p2pdiloco.training.models import build
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.trainable import trainable
-from p2pdiloco.training.transformer import NORM_EPS, ROTARY_BASE, build_model, feed_width
+from p2pdiloco.training.transformer import NORM_EPS, ROTARY_BASE, feed_width
 
 Format = Literal["hf", "safetensors", "peft"]
 ABOUT = "p2pdiloco.json"
@@ -87,7 +87,7 @@ def built(manifest: Manifest, theta: Tensor, base: str | None = None) -> nn.Modu
     if manifest.config.model.kind == "external":
         raise ExportError(
             f"the model of run {manifest.config.name} is its training scripts' own: load what export --format "
-            "safetensors writes into it (model.load_state_dict(..., strict=False))"
+            "safetensors writes into it (p2pdiloco.load_into(model, FOLDER))"
         )
     model = build(manifest.config.model, manifest.config.seed, manifest.tensors, base)
     flat = FlatParameters(trainable(model), manifest.tensors, Layout.of(manifest))
@@ -138,29 +138,6 @@ def export(
     finally:
         shutil.rmtree(half, ignore_errors=True)
     return sorted((*about.files, ABOUT))
-
-
-def load_model(folder: str | os.PathLike[str]) -> nn.Module:
-    """The built-in transformer that ``export --format safetensors`` has written: float32 on the CPU, in evaluation
-    mode; tokens int64 [batch, time] to logits [batch, time, vocabulary], and bytes are tokens.
-
-    Raises:
-        ExportError: there is none, or it is of another kind.
-        OSError: it cannot be read.
-    """
-    path = Path(folder)
-    path = path / WEIGHTS if path.is_dir() else path
-    try:
-        with safe_open(path, framework="pt") as file:
-            told = (file.metadata() or {}).get("p2pdiloco", "")
-        config = msgspec.json.decode(told, type=About).model
-        if config.kind != "transformer":
-            raise ExportError(f"{path} is a {config.kind} model: load it with the library that it is of")
-        model = build_model(config, 0)
-        model.load_state_dict(safetensors.torch.load_file(path))
-    except (SafetensorError, msgspec.DecodeError, RuntimeError) as error:
-        raise ExportError(f"{path} is not what `p2pdiloco export --format safetensors` writes: {error}") from error
-    return model.eval()
 
 
 # -- formats -----------------------------------------------------------------------------------------------------------

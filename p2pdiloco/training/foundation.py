@@ -12,6 +12,8 @@ Rules of this file:
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -33,6 +35,8 @@ NAME = "foundation.safetensors"
 PIECE = 4 << 20
 """Parameters that are converted and written at a time."""
 _HEADER = "p2pdiloco"
+log = logging.getLogger("p2pdiloco")
+
 _ARGUMENTS = {
     "name": "run",
     "access": "access",
@@ -143,13 +147,27 @@ def write_once(path: Path, config: RunConfig, named: Sequence[tuple[str, Tensor]
     """
     if not path.exists():
         return write(path, config, named, embeddings)
-    earlier = read(path).config.name
-    if earlier != config.name:
+    earlier = read(path).config
+    if earlier.name != config.name:
         raise FoundationError(
-            f"the state folder {path.parent} is run {earlier}'s, which a script has founded there: give run "
-            f"{config.name} a folder of its own (state=...), or go on with run={earlier!r}"
+            f"the state folder {path.parent} is run {earlier.name}'s, which a script has founded there: give run "
+            f"{config.name} a folder of its own (state=...), or go on with run={earlier.name!r}"
+        )
+    if others := [
+        f"{argument}={_at(earlier, key)!r}"
+        for key, argument in _ARGUMENTS.items()
+        if _at(earlier, key) != _at(config, key)
+    ]:
+        log.warning(
+            "run %s was founded with %s, and goes on so: to train with other settings, choose another run=",
+            config.name,
+            ", ".join(others),
         )
     return None
+
+
+def _at(config: RunConfig, key: str) -> object:
+    return functools.reduce(getattr, key.split("."), config)
 
 
 def read(path: Path) -> Foundation:

@@ -157,7 +157,7 @@ class OuterLink:
         self._node = NodeEnd(vectors, channel)
         flat.pin((vectors.shift, vectors.snapshot))
         self._answers: deque[tuple[Finished | None, FromLearner]] = deque()
-        self._last_step = last_step
+        self.last_step = last_step
         self._reunion = reunion
         self._ready: Ready | None = None
         self._anchor: Tensor | None = None
@@ -250,7 +250,7 @@ class OuterLink:
             self._execute(command)
         if self._node.channel.is_closed:  # after what it has said last
             return self._lost_node()
-        if self.is_training and self.counts.global_step >= self._last_step:
+        if self.is_training and self.counts.global_step >= self.last_step:
             self._stop()
         return True
 
@@ -382,7 +382,7 @@ class OuterLink:
 
     def _look_out(self, reunion: Meeting) -> bool:
         """Is the node's next life there? False when it is too late for that."""
-        if self.is_training and self.counts.global_step >= self._last_step:
+        if self.is_training and self.counts.global_step >= self.last_step:
             self.is_training = False
         found = reunion.poll()
         if found is not None:

@@ -11,7 +11,7 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 import torch
@@ -20,6 +20,9 @@ from torch import Tensor
 from p2pdiloco.protocol.identifiers import FragmentId, ShardId
 from p2pdiloco.protocol.manifest import Layout, TensorSpec
 from p2pdiloco.training.side_stream import Finished, SideStream
+
+MOST_TOLD = 3
+"""Tensors that differ."""
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -129,13 +132,29 @@ def _pairs(pieces: Iterable[Piece], vector: Tensor) -> Iterator[tuple[Tensor, Te
 
 def check_tensors(given: Sequence[tuple[str, Tensor]], tensors: Sequence[TensorSpec]) -> None:
     """Raises:
-    ValueError: names or shapes are not the manifest's.
+    ValueError: names, shapes or their order are not the manifest's; the message says which.
     """
-    expected = [(t.name, t.shape) for t in tensors]
-    found = [(name, tuple(p.shape)) for name, p in given]
-    if found != expected:
-        odd = next(((f, e) for f, e in zip(found, expected, strict=False) if f != e), (len(found), len(expected)))
-        raise ValueError(f"the model's tensors are not the manifest's: {odd[0]} where {odd[1]} is expected")
+    found, wanted = {name: tuple(p.shape) for name, p in given}, {t.name: tuple(t.shape) for t in tensors}
+    odd = compared(found, wanted)
+    if not odd and list(found) != list(wanted):
+        odd = f"{next(a for a, b in zip(found, wanted, strict=True) if a != b)} comes at another place"
+    if odd:
+        raise ValueError(
+            f"its tensors are others: {odd}. Build the model as the run's founder does: the same configuration and "
+            "vocabulary, the same parameters frozen (requires_grad)"
+        )
+
+
+def compared(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
+    """How the tensors that were ``found``, by their shapes, differ from those ``wanted``; empty if they do not."""
+    odd = [
+        f"{name} is {shape} here and {wanted[name]} there"
+        for name, shape in found.items()
+        if wanted.get(name, shape) != shape
+    ]
+    odd += [f"{name} is not trained here" for name in wanted if name not in found]
+    odd += [f"{name} is trained here alone" for name in found if name not in wanted]
+    return "; ".join(odd[:MOST_TOLD]) + (f"; and {len(odd) - MOST_TOLD} more" if len(odd) > MOST_TOLD else "")
 
 
 def _pieces(placed: Sequence[tuple[int, Tensor]], start: int, stop: int) -> tuple[Piece, ...]:

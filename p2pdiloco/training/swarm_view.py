@@ -84,7 +84,7 @@ class SwarmView:
             if there >= max(1, wanted) or waited_s > (WAIT_S if there else KNOWN_S):
                 break
             if there and not told:
-                log.warning("%s of %s peers are here: waiting for the others", there, wanted)
+                log.warning("%s of %s peers are here: waiting %.0f minutes for the others", there, wanted, WAIT_S / 60)
                 told = True
             self._is_linked = link.boundary()
             time.sleep(LOOK_S)

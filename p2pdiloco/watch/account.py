@@ -31,8 +31,9 @@ def closing(told: Bill | None) -> str:
     if told is None or not told.tokens:
         return ""
     text = (
-        f"this machine gave {percent(told.share)} of the tokens: {told.tokens:,} trained in {duration(told.lasts_s)}, "
-        f"{told.commits:,} versions merged, {volume(told.up_bytes)} sent, {volume(told.down_bytes)} received"
+        f"this machine gave {told.tokens:,} tokens in {duration(told.lasts_s)}: {told.commits:,} versions merged, "
+        f"{volume(told.up_bytes)} sent, {volume(told.down_bytes)} received; of what was merged since it first took "
+        f"part {percent(told.share)} is its own"
     )
     if told.cost is not None and told.cost_per_million is not None:
         text += f"; it cost {told.cost:.2f}, {told.cost_per_million:.2f} for a million tokens"

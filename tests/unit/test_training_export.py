@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import resource
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -284,3 +285,32 @@ def test_what_is_no_export_is_not_loaded(tmp_path: Path) -> None:
     safetensors.torch.save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ExportError, match="is not what"):
         p2pdiloco.load_model(tmp_path)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: torch.compile(model, backend="eager")])
+def test_what_a_script_trained_is_loaded_into_its_model_however_that_is_wrapped(
+    tmp_path: Path, wrap: Callable[[nn.Module], nn.Module]
+) -> None:
+    """``load_state_dict(..., strict=False)`` loads nothing into a compiled model, and says nothing."""
+    torch.manual_seed(0)
+    trained = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1).requires_grad_(False))
+    written = {name: p.detach().clone() for name, p in trained.named_parameters() if p.requires_grad}
+    safetensors.torch.save_file(written, tmp_path / "model.safetensors")
+    model = wrap(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1).requires_grad_(False)))
+    frozen = model.get_submodule("1").weight.clone()
+    for place in (tmp_path, tmp_path / "model.safetensors"):
+        nn.init.zeros_(model.get_submodule("0").weight)
+        p2pdiloco.load_into(model, place)
+        assert torch.equal(model.get_submodule("0").weight, written["0.weight"])
+        assert torch.equal(model.get_submodule("1").weight, frozen)
+    for other, said in (
+        (nn.Sequential(nn.Linear(2, 4)), r"0.weight is \(4, 2\) here and \(3, 2\) there; 0.bias"),
+        (nn.Sequential(nn.Linear(2, 3, bias=False)), "0.bias is not trained here"),
+        (nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), "1.weight is trained here alone; 1.bias is"),
+        (nn.ModuleDict({str(n): nn.Linear(1, 1) for n in range(9)}), "there; .*; and 15 more"),
+    ):
+        with pytest.raises(ExportError, match=said):
+            p2pdiloco.load_into(other, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ExportError, match="is not what"):
+        p2pdiloco.load_into(model, tmp_path)

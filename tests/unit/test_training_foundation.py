@@ -121,6 +121,17 @@ GIVEN: dict[str, Any] = {
 }
 
 
+def test_a_run_that_was_founded_otherwise_goes_on_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(2, 1)
+    for steps in (GIVEN["total_steps"], 900):
+        config = foundation.settings({**GIVEN, "total_steps": steps, "outer_lr": GIVEN["outer_lr"]}, tensors=2)
+        foundation.write_once(tmp_path / "f", config, list(model.named_parameters()), frozenset())
+        if steps != 900:
+            assert not caplog.records
+    assert f"run {GIVEN['run']} was founded with total_steps={GIVEN['total_steps']}, and goes on so" in caplog.text
+    assert foundation.read(tmp_path / "f").config.inner.steps == GIVEN["total_steps"]
+
+
 @pytest.mark.parametrize(
     ("argument", "value", "said"),
     [

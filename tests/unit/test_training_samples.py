@@ -207,7 +207,7 @@ def test_peers_that_do_not_come_are_waited_for_only_so_long(
     with caplog.at_level(logging.WARNING, "p2pdiloco"):
         seen._wait_for_swarm(2)
     assert [record.getMessage() for record in caplog.records] == [
-        "1 of 2 peers are here: waiting for the others",
+        "1 of 2 peers are here: waiting 0 minutes for the others",
         "training begins with 1 of 2 peers",
     ]
     silent = view(Waiting())

@@ -5,7 +5,9 @@ Rules of this file:
    again, with the Trainer of before in its traceback) leaves first.
 2. What still takes part when the process ends leaves in order: Ctrl+C and exceptions that no ``with`` sees, such as in
    the Hugging Face Trainer, lose nothing. What is killed does not come here; its node waits for the script's next life.
-3. A forked process has no part in it.
+3. SIGTERM (spot machines, Kubernetes, systemd) ends the process as Ctrl+C does, with status 143, where nobody else has
+   a handler of it. A rank of an island dies of it, as torchrun wants; the peer stays for the island's next life.
+4. A forked process has no part in it.
 """
 
 from __future__ import annotations
@@ -13,8 +15,12 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 log = logging.getLogger("p2pdiloco")
 
@@ -22,18 +28,31 @@ _here: dict[Path, tuple[int, Callable[[], None]]] = {}
 """By the folders: of which process, and how it leaves."""
 
 
-def begin(folder: Path, leave: Callable[[], None]) -> None:
+def begin(folder: Path, leave: Callable[[], None], *, heeds_sigterm: bool = True) -> None:
     """``leave``: waits until it has left, and calls ``end``."""
     place = folder.resolve()
     if _is_ours(place):
         log.warning("this process takes part with %s already: what did so before leaves now", folder)
         _here[place][1]()
     _here[place] = os.getpid(), leave
+    is_main = threading.current_thread() is threading.main_thread()
+    if heeds_sigterm and is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminated)
 
 
 def end(folder: Path) -> None:
     """It has left, or never came to be."""
     _here.pop(folder.resolve(), None)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not _here and is_main and signal.getsignal(signal.SIGTERM) is _terminated:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    if not any(map(_is_ours, _here)):  # forked
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    sys.exit(128 + number)
 
 
 def _is_ours(place: Path) -> bool:
