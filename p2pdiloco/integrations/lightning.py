@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from p2pdiloco.diloco import DiLoCo
+from p2pdiloco.integrations.schedules import follow
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -42,7 +43,8 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
 
     Takes what ``p2pdiloco.DiLoCo`` takes but the model and the optimizer. ``tokens``: how many a batch has; without it
     each optimizer step counts ``tokens_per_step``. ``load_global``: whether the module holds the swarm's parameters at
-    the end (else this peer's own).
+    the end (else this peer's own). ``follow_schedule``: whether schedules that go by steps follow the run's step (else
+    this peer's own).
     """
 
     def __init__(
@@ -52,10 +54,12 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
         tokens: Callable[[Any], int] | None = None,
         load_global: bool = True,
         share_data: bool = True,
+        follow_schedule: bool = True,
         **options: Any,
     ) -> None:
         self._run = run
         self._share_data = share_data
+        self._follow_schedule = follow_schedule
         self._tokens = tokens
         self._load_global = load_global
         self._options = options
@@ -69,9 +73,16 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
         if (steps := trainer.max_steps) > 0:
             options.setdefault("total_steps", steps)
         self.outer = DiLoCo(pl_module, trainer.optimizers[-1], run=self._run, **options).__enter__()
+        self._follow(trainer)
         loader = trainer.train_dataloader
         if self._run is not None and self._share_data and not self.outer.share(loader):
             log.warning("the Trainer's data are drawn by a sampler of its own: see that each peer has other ones")
+
+    def _follow(self, trainer: Trainer) -> None:
+        if self.outer is not None and self._follow_schedule:
+            for config in trainer.lr_scheduler_configs:
+                if (config.interval, config.frequency) == ("step", 1):
+                    follow(config.scheduler, self.outer.global_step)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count the batch; accumulated ones add up."""
@@ -87,6 +98,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
         """The status shows the loss; stop when the run is complete."""
         if self.outer is None:
             return
+        self._follow(trainer)
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor):
             self.outer.report(loss)

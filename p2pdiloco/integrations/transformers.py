@@ -11,7 +11,8 @@ Rules of this file:
    (``share_data=False``: it is not; nor is one that is not torch's or accelerate's random or sequential one).
 2. Tokens are those that the model sees while it trains: the size of its inputs, padding included, in this process.
 3. What the Trainer logs has the swarm's figures, as ``swarm/...``. A founder's ``total_steps`` are the Trainer's.
-4. At the end the model holds the swarm's parameters, so that ``save_model`` saves those.
+4. The learning rate's schedule follows the run's step (``follow_schedule=False``: this peer's own).
+5. At the end the model holds the swarm's parameters, so that ``save_model`` saves those.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from p2pdiloco.diloco import DiLoCo
+from p2pdiloco.integrations.schedules import follow
 
 try:
     from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -44,9 +46,18 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     swarm's parameters at the end (else this peer's own).
     """
 
-    def __init__(self, *, run: str | None, load_global: bool = True, share_data: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        run: str | None,
+        load_global: bool = True,
+        share_data: bool = True,
+        follow_schedule: bool = True,
+        **options: Any,
+    ) -> None:
         self._run = run
         self._share_data = share_data
+        self._follow_schedule = follow_schedule
         self._options = options
         self._load_global = load_global
         self._handle: Any = None
@@ -67,8 +78,13 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         loader = kwargs.get("train_dataloader")
         if self._run is not None and self._share_data and not self.outer.share(loader):
             log.warning("the Trainer's data are drawn by a sampler of its own: see that each peer has other ones")
+        self._follow(kwargs.get("lr_scheduler"))
         if self._run is not None:
             self._handle = model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _follow(self, scheduler: Any) -> None:
+        if self.outer is not None and self._follow_schedule:
+            follow(scheduler, self.outer.global_step)
 
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.outer is None or not module.training or not torch.is_grad_enabled():
@@ -90,6 +106,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Stop when the run is complete."""
+        self._follow(kwargs.get("lr_scheduler"))
         if self.outer is not None and self.outer.is_complete:
             control.should_training_stop = True
         return control

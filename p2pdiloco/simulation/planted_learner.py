@@ -19,6 +19,14 @@ _QUEUE = "tests/unit/test_runtime_work_queue.py"
 
 BUGS = (
     Bug(
+        name="a schedule begins anew wherever the run is",
+        module="p2pdiloco.integrations.schedules",
+        old="        while inner.last_epoch < step:",
+        new="        while step < 0:",
+        harm="who joins late, or comes back, trains at the peak's rate until the run's end",
+        killed_by=("tests/unit/test_integrations.py::test_a_schedule_follows_the_runs_step",),
+    ),
+    Bug(
         name="who takes part again does not leave first",
         module=_PARTICIPATION,
         old="        _here[place][1]()\n    _here[place] =",

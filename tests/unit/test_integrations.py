@@ -10,6 +10,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
+
+from p2pdiloco.integrations.schedules import follow
 
 
 @pytest.mark.parametrize(("name", "library"), [("transformers", "transformers"), ("lightning", "lightning.pytorch")])
@@ -88,6 +91,7 @@ class Swarmed(Outer):
     made: ClassVar[list[dict[str, Any]]] = []
     swarm: ClassVar[dict[str, float]] = {"loss": 1.5, "peers": 2.0}
     is_complete = False
+    global_step = 0
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__()
@@ -136,3 +140,70 @@ def test_the_swarms_figures_are_in_the_trainers_logs_before_others_report_them(m
     own.on_train_begin(args, state, transformers.TrainerControl(), model=model, optimizer=optimizer)
     assert Swarmed.made[-1]["total_steps"] == 5
     assert own.outer.shared == []
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step)),
+        lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 100),
+        lambda optimizer: lr_scheduler.StepLR(optimizer, 7),
+        lambda optimizer: lr_scheduler.SequentialLR(
+            optimizer,
+            [lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 5), lr_scheduler.ExponentialLR(optimizer, 0.9)],
+            milestones=[5],
+        ),
+    ],
+    ids=["lambda", "cosine", "steps", "sequence"],
+)
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_a_schedule_follows_the_runs_step(made: Any) -> None:
+    """Who joins at step 40 trains at the rate that all others have; who is ahead of the run is not set back."""
+
+    def rate(*steps: int | None) -> float:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        scheduler = made(optimizer)
+        for step in steps:
+            if step is None:
+                scheduler.step()
+            else:
+                follow(SimpleNamespace(scheduler=scheduler) if step % 2 else scheduler, step)
+        return float(optimizer.param_groups[0]["lr"])
+
+    alone = rate(*[None] * 41)
+    assert rate(40, None) == pytest.approx(alone)
+    assert rate(None, None, 41) == pytest.approx(alone)
+    assert rate(*[None] * 41, 7, 0) == pytest.approx(alone)
+
+
+def test_what_goes_by_a_measurement_or_is_no_schedule_of_torchs_stays() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    for scheduler in (lr_scheduler.ReduceLROnPlateau(optimizer), None, SimpleNamespace(last_epoch=0)):
+        follow(scheduler, 40)
+    assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+@pytest.mark.heavy
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize(("follows", "expected"), [(True, (40, 50)), (False, (0, 0))])
+def test_the_trainers_schedule_follows_the_run(
+    monkeypatch: pytest.MonkeyPatch, follows: bool, expected: tuple[int, int]
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf: pip install '.[hf]'")
+    from p2pdiloco.integrations import transformers as integration
+
+    monkeypatch.setattr(integration, "DiLoCo", Swarmed)
+    monkeypatch.setattr(Swarmed, "global_step", 40)
+    model, callback = Words(), integration.DiLoCoCallback(run="story", follow_schedule=follows)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = transformers.get_linear_schedule_with_warmup(optimizer, 10, 100)
+    handler = transformers.trainer_callback.CallbackHandler(
+        [transformers.DefaultFlowCallback(), callback], model, None, optimizer, scheduler
+    )
+    args: Any = transformers.TrainingArguments(report_to=[])
+    state, control = transformers.TrainerState(max_steps=100), transformers.TrainerControl()
+    handler.on_train_begin(args, state, control)
+    begins = scheduler.last_epoch
+    monkeypatch.setattr(Swarmed, "global_step", 50)
+    handler.on_step_end(args, state, control)
+    assert (begins, scheduler.last_epoch) == expected
