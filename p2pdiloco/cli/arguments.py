@@ -99,8 +99,8 @@ def _status(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "address",
         nargs="+",
-        metavar="INVITE|ADDR",
-        help="an invite; of open runs a directory's multiaddr, with /p2p/ID",
+        metavar="INVITE|ADDR|NAME",
+        help="an invite; of open runs a directory's multiaddr, with /p2p/ID; of a run here its name",
     )
     sub.add_argument("--run", metavar="NAME", help="only this one")
     sub.add_argument("--json", action="store_true", help="one JSON object instead of tables")

@@ -12,7 +12,10 @@ import msgspec
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import NOBODY_THERE, complaining
 from p2pdiloco.cli.peer import with_invite
+from p2pdiloco.node.credentials import Credentials
 from p2pdiloco.node.inquiry import inquire
+from p2pdiloco.node.invites import credentials_of, kept_addresses
+from p2pdiloco.node.kept_runs import ConfigError, kept_run
 from p2pdiloco.node.lookup import DirectoryOptions, LookupFailedError, open_directory
 from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.runtime.directory import DirectoryError
@@ -24,15 +27,19 @@ from p2pdiloco.wire.records import RunRecord
 
 async def run(arguments: argparse.Namespace) -> int:
     """Print and go."""
-    with complaining(repair=(ValueError,), nobody=(DirectoryError, LookupFailedError)):
+    with complaining(repair=(ConfigError, ValueError), nobody=(DirectoryError, LookupFailedError)):
         return await _show(arguments)
 
 
 async def _show(arguments: argparse.Namespace) -> int:
     invite, addresses = with_invite(arguments.address)
+    wanted, mine = arguments.run, None
+    names = [word for word in addresses if not word.startswith("/")]
+    if invite is None and names:
+        wanted, addresses, mine = _of_this_machine(arguments, names)
     options = DirectoryOptions(initial_peers=addresses)
     async with open_directory(Identity.ephemeral(), options, None) as directory:
-        found = await inquire(directory, invite, arguments.run, lambda: peer.open_identity(arguments))
+        found = await inquire(directory, invite, wanted, lambda: peer.open_identity(arguments), mine=mine)
     for answers in found:
         if answers.trouble:
             print(f"p2pdiloco: {answers.trouble}", file=sys.stderr)
@@ -42,6 +49,24 @@ async def _show(arguments: argparse.Namespace) -> int:
         for one in found:
             _print_run(one.run, one.record, list(one.peers))
     return 0 if any(one.peers for one in found) else NOBODY_THERE
+
+
+def _of_this_machine(
+    arguments: argparse.Namespace, names: list[str]
+) -> tuple[str, tuple[str, ...], Credentials | None]:
+    """The id of a run that a peer of this machine takes part in, where newcomers find it, and what opens its doors.
+
+    Raises:
+        ConfigError: there is none of that name.
+        CredentialsError: it is no member of it.
+    """
+    kept = kept_run(arguments.state, names[0])
+    is_open = kept.manifest.config.access == "open"
+    identity = peer.kept_identity(arguments, kept.state)
+    mine = None if is_open or identity is None else credentials_of(kept.manifest, identity, kept.folder)
+    if len(arguments.address) > 1 or not (addresses := kept_addresses(kept.folder)):
+        raise ConfigError(f"{names[0]}: give an invite or an address instead (p2pdiloco status INVITE)")
+    return kept.manifest.run, addresses, mine
 
 
 def _print_run(run_id: RunId, record: RunRecord, peers: list[PeerStatus]) -> None:

@@ -49,21 +49,24 @@ async def inquire(
     wanted: str | None,
     identity: Callable[[], Identity],
     *,
+    mine: Credentials | None = None,
     needs_manifest: bool = False,
 ) -> list[RunAnswer]:
-    """Of the run that ``invite`` opens; without one, of the open runs called ``wanted``, or all. ``identity``: of the
-    peer for which an invite may be.
+    """Of the run that ``invite`` opens, or ``mine`` do; without, of the open runs called ``wanted``, or all.
+    ``identity``: of the peer for which an invite may be.
 
     Raises:
         LookupFailedError: there is no such run, or nobody of the invite's can be reached.
         DirectoryError: the directory does not answer.
         CredentialsError: the invite is for another peer.
     """
+    if mine is not None:
+        return [await _of_private(directory, mine.run, mine)]
     if invite is None:
         runs = pick_runs(await list_runs(directory, patience_s=PATIENCE_S), wanted)
         return [await _of_open(directory, run, runs[run], needs_manifest) for run in sorted(runs)]
-    mine = accepted(invite, Identity.ephemeral() if invite.peer is None else identity())
-    return [await _of_private(directory, invite.run, mine)]
+    shown = accepted(invite, Identity.ephemeral() if invite.peer is None else identity())
+    return [await _of_private(directory, invite.run, shown)]
 
 
 async def _of_private(directory: Directory, run: RunId, mine: Credentials) -> RunAnswer:

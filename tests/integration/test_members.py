@@ -102,6 +102,10 @@ def test_who_has_the_invite_takes_part_and_nobody_else_learns_of_the_run(tmp_pat
         # Members ask with the invite, and the invite can be revoked with all that came from it.
         status, said = command("status", text, state=tmp_path / "asking")
         assert (status, said.count("training")) == (0, 2), said
+        for name, state in (("tiny", ann.folder), ("tiny", bob.folder), (invite.run[:12], bob.folder)):
+            status, said = command("status", name, state=state)
+            assert (status, said.count("training")) == (0, 2), said
+        assert command("status", "nobody's", state=bob.folder)[0] == 2
         corpus = str(tmp_path / "corpus")
         status, said = command(
             "doctor", text, "--data", corpus, "--seconds", "0.1", "--json", state=tmp_path / "asking"
