@@ -181,6 +181,11 @@ def test_what_goes_by_a_measurement_or_is_no_schedule_of_torchs_stays() -> None:
     for scheduler in (lr_scheduler.ReduceLROnPlateau(optimizer), None, SimpleNamespace(last_epoch=0)):
         follow(scheduler, 40)
     assert optimizer.param_groups[0]["lr"] == 1.0
+    cycle = lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=3)
+    follow(cycle, 40)
+    optimizer.step()
+    for _ in range(2):
+        cycle.step()
 
 
 @pytest.mark.heavy
