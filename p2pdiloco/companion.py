@@ -32,6 +32,7 @@ from p2pdiloco.runtime.files import LockedError, lock
 from p2pdiloco.runtime.invitation import INVITED, LOOK_AT
 from p2pdiloco.runtime.rotation import rotate
 from p2pdiloco.training.reunion import Found, Reunion
+from p2pdiloco.wire.invites import InviteError, decode_invite, is_invite
 
 log = logging.getLogger("p2pdiloco")
 
@@ -101,7 +102,7 @@ class Companion:
     def __init__(self, folder: Path, wish: Wish) -> None:
         """
         Raises:
-            CompanionError: another script has this folder now.
+            CompanionError: another script has this folder now, or it has several runs of that name.
             OSError: it cannot be made or written.
         """
         folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +118,7 @@ class Companion:
         """Where the node looks for the script (``training/reunion.py``)."""
         self.log_path = folder / NODE_LOG
         self._wish = wish
-        if wish.foundation is not None and not wish.foundation.exists() and self._runs_here():
+        if wish.foundation is not None and not wish.foundation.exists() and self._kept_run() is not None:
             log.warning(
                 "%s has run %s, which was founded elsewhere: it goes on. To begin anew, choose another run=",
                 folder,
@@ -154,11 +155,11 @@ class Companion:
             if is_new:
                 self._start(self._found_or_join())
             while (found := reunion.poll()) is None:
-                if self._found_nobody() and (runs := self._runs_here()):
+                if self._found_nobody() and (kept := self._kept_run()) is not None:
                     log.warning(
                         "nobody of run %s answers: it goes on here, from the state in %s", self._wish.name, self._folder
                     )
-                    self._start(self._resume(runs[0]))
+                    self._start(self._resume(kept))
                 elif ending := self.ending:
                     raise CompanionError(ending)
                 if reunion.is_over:
@@ -199,8 +200,8 @@ class Companion:
         wish = self._wish
         if wish.foundation is not None:
             return ["start", str(wish.foundation), "--bootstrap", *wish.peers]
-        if not wish.peers and (runs := self._runs_here()):
-            return self._resume(runs[0])
+        if not wish.peers and (kept := self._kept_run()) is not None:
+            return self._resume(kept)
         if not wish.peers:
             raise CompanionError(
                 f"found=False, and nobody to join: give initial_peers, an invite to run {wish.name} or an address"
@@ -212,6 +213,25 @@ class Companion:
         without, it looks for those that it has met before, and goes on if there is none."""
         self._is_resumed = True
         return ["resume", str(self._folder), "--run", run, *(("--bootstrap", *peers) if peers else ())]
+
+    def _kept_run(self) -> RunId | None:
+        """The run called so, and that the invite is to if there is one, of which the folder has a state.
+
+        Raises:
+            CompanionError: there are several.
+        """
+        invites = set()
+        for word in filter(is_invite, self._wish.peers):
+            with contextlib.suppress(InviteError):  # which the node will tell
+                invites.add(decode_invite(word).run)
+        found = [run for run in self._runs_here() if not invites or run in invites]
+        if len(found) > 1:
+            self.leave_alone()
+            raise CompanionError(
+                f"{self._folder} has several runs called {self._wish.name} ({', '.join(run[:12] for run in found)}): "
+                "give the invite to one of them (initial_peers=), or this script a folder of its own (state=)"
+            )
+        return found[0] if found else None
 
     def _runs_here(self) -> list[RunId]:
         """Runs called so of which the folder has a state."""

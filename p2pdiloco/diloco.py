@@ -56,7 +56,6 @@ if TYPE_CHECKING:  # it imports torch.distributed.tensor: a second and 40 MB, wh
 log = logging.getLogger("p2pdiloco")
 
 _LOOK_S = 0.05
-_NOT_BEGUN = "DiLoCo was made and not begun: use it in a with statement, or start() it"
 
 
 class DiLoCoError(Exception):
@@ -156,8 +155,8 @@ class DiLoCo(SwarmView):
         self._tally = Tally(optimizer, grad_scaler, tokens_per_step)
         self._island: Island | None = None
         self._companion: Companion | None = None
-        self._hook: Any = None if run is None else optimizer.register_step_post_hook(self._not_begun)
-        self._has_begun = False
+        self._hook: Any = None if run is None else optimizer.register_step_post_hook(participation.alone(self))
+        self._begun_in = 0  # the process that takes part; a forked one does not
         self._stepped_at = 0.0
 
     # -- the run -------------------------------------------------------------------------------------------------------
@@ -170,16 +169,16 @@ class DiLoCo(SwarmView):
         """
         if self._wish is None:
             return self
-        if self._has_begun:
+        if self._begun_in:
             raise DiLoCoError(f"this takes part in run {self._wish.name} already: close it first")
         self._island = _island(self._process_group, self._leave_s)
         participation.begin(self._state, self._leave_at_once, heeds_sigterm=self._island is None)
-        self._has_begun = True
+        self._begun_in = os.getpid()
         self._unhook()
         try:
             self._take_part(*self._lead_to_manifest(self._wish))
         except BaseException:
-            self._has_begun = False
+            self._begun_in, self._link, self._is_linked = 0, None, False
             self._end_node(signal.SIGKILL)
             participation.end(self._state)
             raise
@@ -257,22 +256,24 @@ class DiLoCo(SwarmView):
     ) -> None:
         """``close``; all ranks of an island leave together, but a rank that fails leaves alone, and the peer stays for
         the island's next life."""
-        if not self._has_begun:
+        if self._begun_in != os.getpid():
             return
-        self._has_begun = False
-        participation.end(self._state)
+        self._begun_in = 0
         self._unhook()
         self._tally.end()
         self._look_no_more()
-        if self._island is not None and error is not None:
+        try:
+            if self._island is None or error is None:
+                self._part()
+                self._end_node(None)
+                return
             self._is_linked = False
             if self._companion is not None:
                 if not isinstance(error, Exception):  # Ctrl+C: a person's wish
                     self._companion.send(signal.SIGTERM)
                 self._companion.leave_alone()
-            return
-        self._part()
-        self._end_node(None)
+        finally:
+            participation.end(self._state)
 
     def close(self) -> None:
         """Contribute what is unmerged, and leave: of a run that is complete when the others are, too."""
@@ -280,16 +281,12 @@ class DiLoCo(SwarmView):
 
     def _leave_at_once(self) -> None:
         """An island's other ranks may go on: this one has failed then, if no person ended it."""
-        self.__exit__(None, None if self._island is None else getattr(sys, "last_value", RuntimeError()), None)
+        self.__exit__(None, None if self._island is None else getattr(sys, "last_value", None), None)
 
     def _unhook(self) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-
-    def _not_begun(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        log.warning("%s; this trains alone", _NOT_BEGUN)
-        self._unhook()
 
     @property
     def _leave_s(self) -> float:
@@ -343,6 +340,11 @@ class DiLoCo(SwarmView):
         """The swarm's, at most the run's last; 0 without a run."""
         return 0 if self._link is None else min(self._link.counts.global_step, self._link.last_step)
 
+    @property
+    def total_steps(self) -> int:
+        """The run's last step; 0 without a run."""
+        return 0 if self._link is None else self._link.last_step
+
     def load_global(self) -> None:
         """Set the model's parameters to the global ones of now, or of the end: without this learner's own progress
         since its last contribution. All ranks of an island call it.
@@ -353,7 +355,7 @@ class DiLoCo(SwarmView):
         if self._link is not None:
             self._link.load_global()
         elif self._wish is not None:
-            raise DiLoCoError(_NOT_BEGUN)
+            raise DiLoCoError(participation.NOT_BEGUN)
 
     @contextlib.contextmanager
     def global_parameters(self) -> Iterator[None]:
@@ -370,7 +372,7 @@ class DiLoCo(SwarmView):
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         link = self._link
-        if link is None or not self._is_linked:
+        if link is None or not self._is_linked or self._begun_in != os.getpid():
             return
         now = time.perf_counter()
         tokens, loss, is_step = self._tally.take()

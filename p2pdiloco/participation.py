@@ -18,12 +18,14 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 log = logging.getLogger("p2pdiloco")
 
+NOT_BEGUN = "DiLoCo was made and not begun: use it in a with statement, or start() it"
 _here: dict[Path, tuple[int, Callable[[], None]]] = {}
 """By the folders: of which process, and how it leaves."""
 
@@ -53,6 +55,20 @@ def _terminated(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
     sys.exit(128 + number)
+
+
+def alone(owner: object) -> Callable[..., None]:
+    """A hook of an optimizer's steps for as long as its ``owner``, which lives, has not begun to take part: it warns
+    once, if nothing else of this process does. It removes nothing, since torch calls one hook after the other."""
+    living, is_told = weakref.ref(owner), False
+
+    def hook(*_: object) -> None:
+        nonlocal is_told
+        if not is_told and not _here and living() is not None:
+            is_told = True
+            log.warning("%s; this trains alone", NOT_BEGUN)
+
+    return hook
 
 
 def _is_ours(place: Path) -> bool:

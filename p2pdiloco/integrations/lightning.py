@@ -19,13 +19,14 @@ Rules of this file:
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from p2pdiloco.diloco import DiLoCo
-from p2pdiloco.integrations.schedules import follow
+from p2pdiloco.integrations.schedules import Schedules
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -43,8 +44,8 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
 
     Takes what ``p2pdiloco.DiLoCo`` takes but the model and the optimizer. ``tokens``: how many a batch has; without it
     each optimizer step counts ``tokens_per_step``. ``load_global``: whether the module holds the swarm's parameters at
-    the end (else this peer's own). ``follow_schedule``: whether schedules that go by steps follow the run's step (else
-    this peer's own).
+    the end (else this peer's own). ``follow_schedule``: whether schedules that go by single steps follow the run's
+    step, where the trainer makes as many as the run has (else, and there, they go by this peer's own).
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
         self._run = run
         self._share_data = share_data
         self._follow_schedule = follow_schedule
+        self._schedules: Schedules | None = None
         self._tokens = tokens
         self._load_global = load_global
         self._options = options
@@ -70,19 +72,21 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
         """Join. Raises DiLoCoError if that fails."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         options = {"grad_scaler": scaler, **self._options}
-        if (steps := trainer.max_steps) > 0:
-            options.setdefault("total_steps", steps)
+        steps = trainer.max_steps if trainer.max_steps > 0 else trainer.estimated_stepping_batches
+        if 0 < steps < math.inf:
+            options.setdefault("total_steps", int(steps))
         self.outer = DiLoCo(pl_module, trainer.optimizers[-1], run=self._run, **options).__enter__()
+        if self._run is not None and self._follow_schedule:
+            self._schedules = Schedules(self.outer, steps)
         self._follow(trainer)
         loader = trainer.train_dataloader
         if self._run is not None and self._share_data and not self.outer.share(loader):
             log.warning("the Trainer's data are drawn by a sampler of its own: see that each peer has other ones")
 
     def _follow(self, trainer: Trainer) -> None:
-        if self.outer is not None and self._follow_schedule:
-            for config in trainer.lr_scheduler_configs:
-                if (config.interval, config.frequency) == ("step", 1):
-                    follow(config.scheduler, self.outer.global_step)
+        if self._schedules is not None:
+            each_step = (one for one in trainer.lr_scheduler_configs if (one.interval, one.frequency) == ("step", 1))
+            self._schedules.follow(one.scheduler for one in each_step)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count the batch; accumulated ones add up."""
@@ -109,7 +113,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave in order."""
-        outer, self.outer = self.outer, None
+        outer, self.outer, self._schedules = self.outer, None, None
         if outer is not None:
             outer.__exit__(None, None, None)
             if self._load_global:
@@ -117,6 +121,6 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave as a failing script leaves."""
-        outer, self.outer = self.outer, None
+        outer, self.outer, self._schedules = self.outer, None, None
         if outer is not None:
             outer.__exit__(type(exception), exception, exception.__traceback__)

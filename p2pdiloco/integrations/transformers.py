@@ -11,7 +11,7 @@ Rules of this file:
    (``share_data=False``: it is not; nor is one that is not torch's or accelerate's random or sequential one).
 2. Tokens are those that the model sees while it trains: the size of its inputs, padding included, in this process.
 3. What the Trainer logs has the swarm's figures, as ``swarm/...``. A founder's ``total_steps`` are the Trainer's.
-4. The learning rate's schedule follows the run's step (``follow_schedule=False``: this peer's own).
+4. The learning rate's schedule follows the run's step, where it is as long (``follow_schedule=False``: it does not).
 5. At the end the model holds the swarm's parameters, so that ``save_model`` saves those.
 """
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from p2pdiloco.diloco import DiLoCo
-from p2pdiloco.integrations.schedules import follow
+from p2pdiloco.integrations.schedules import Schedules
 
 try:
     from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -43,7 +43,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     """Founds or joins a run when training begins, ends training when the run is complete, and leaves.
 
     Takes what ``p2pdiloco.DiLoCo`` takes but the model and the optimizer. ``load_global``: whether the model holds the
-    swarm's parameters at the end (else this peer's own).
+    swarm's parameters at the end (else this peer's own). ``follow_schedule``: whether the schedule follows the run's
+    step, where the Trainer's ``max_steps`` are the run's (else, and there, it goes by this peer's own).
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self._run = run
         self._share_data = share_data
         self._follow_schedule = follow_schedule
+        self._schedules: Schedules | None = None
         self._options = options
         self._load_global = load_global
         self._handle: Any = None
@@ -78,13 +80,11 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         loader = kwargs.get("train_dataloader")
         if self._run is not None and self._share_data and not self.outer.share(loader):
             log.warning("the Trainer's data are drawn by a sampler of its own: see that each peer has other ones")
-        self._follow(kwargs.get("lr_scheduler"))
+        if self._run is not None and self._follow_schedule:
+            self._schedules = Schedules(self.outer, state.max_steps)
+            self._schedules.follow([kwargs.get("lr_scheduler")])
         if self._run is not None:
             self._handle = model.register_forward_pre_hook(self._count, with_kwargs=True)
-
-    def _follow(self, scheduler: Any) -> None:
-        if self.outer is not None and self._follow_schedule:
-            follow(scheduler, self.outer.global_step)
 
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.outer is None or not module.training or not torch.is_grad_enabled():
@@ -106,7 +106,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Stop when the run is complete."""
-        self._follow(kwargs.get("lr_scheduler"))
+        if self._schedules is not None:
+            self._schedules.follow([kwargs.get("lr_scheduler")])
         if self.outer is not None and self.outer.is_complete:
             control.should_training_stop = True
         return control
@@ -115,7 +116,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Leave in order."""
-        outer, self.outer = self.outer, None
+        outer, self.outer, self._schedules = self.outer, None, None
         if self._handle is not None:
             self._handle.remove()
             self._handle = None

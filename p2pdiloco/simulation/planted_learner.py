@@ -19,10 +19,34 @@ _QUEUE = "tests/unit/test_runtime_work_queue.py"
 
 BUGS = (
     Bug(
+        name="a schedule that is over before the run follows it",
+        module="p2pdiloco.integrations.schedules",
+        old="self._is_as_long = steps == outer.total_steps",
+        new="self._is_as_long = True",
+        harm="a peer trains at rate 0, or at one that rises again, and its tokens count all the same",
+        killed_by=("tests/unit/test_integrations.py::test_the_trainers_schedule_follows_the_run_if_it_is_as_long",),
+    ),
+    Bug(
+        name="whatever run has the name goes on",
+        module=_COMPANION,
+        old="found = [run for run in self._runs_here() if not invites or run in invites]",
+        new="found = self._runs_here()[:1]",
+        harm="a script with an invite to one run trains another one of the same name, which its folder has",
+        killed_by=(f"{_COMPANION_TESTS}::test_of_several_runs_of_one_name_the_invites_goes_on",),
+    ),
+    Bug(
+        name="a script that has begun nothing changes the optimizer's hooks in its step",
+        module="p2pdiloco.participation",
+        old="not is_told and not _here and living() is not None",
+        new="not is_told and living() is not None",
+        harm="a notebook's second DiLoCo, which was not begun, says that the first one trains alone",
+        killed_by=(f"{_PARTICIPATION_TESTS}::test_what_was_not_begun_is_told_once_at_a_step_and_changes_nothing",),
+    ),
+    Bug(
         name="a schedule begins anew wherever the run is",
         module="p2pdiloco.integrations.schedules",
-        old="        while inner.last_epoch < step:",
-        new="        while step < 0:",
+        old="        for _ in range(at, step):",
+        new="        for _ in range(0):",
         harm="who joins late, or comes back, trains at the peak's rate until the run's end",
         killed_by=("tests/unit/test_integrations.py::test_a_schedule_follows_the_runs_step",),
     ),
@@ -45,8 +69,8 @@ BUGS = (
     Bug(
         name="who goes on alone asks for the bootstrap again",
         module=_COMPANION,
-        old="self._start(self._resume(runs[0]))",
-        new="self._start(self._resume(runs[0], *self._wish.peers))",
+        old="self._start(self._resume(kept))",
+        new="self._start(self._resume(kept, *self._wish.peers))",
         harm="all others have gone, and the script ends with a state of the run in its folder",
         killed_by=(f"{_COMPANION_TESTS}::test_who_has_the_runs_state_goes_on_though_nobody_answers",),
     ),

@@ -28,6 +28,7 @@ from scripts import (
 from swarm import PEER, swarm_in
 from waiting import wait_until
 
+from p2pdiloco import participation
 from p2pdiloco.chaos.swarm import Member
 from p2pdiloco.runtime.invitation import INVITED, invited_with
 from p2pdiloco.wire.invites import is_invite
@@ -35,7 +36,7 @@ from p2pdiloco.wire.invites import is_invite
 SCRIPT = Path(__file__).parents[2] / "peers" / "own_script.py"
 
 
-ALONE = "DiLoCo was made and not begun: use it in a with statement, or start() it; this trains alone"
+ALONE = f"{participation.NOT_BEGUN}; this trains alone"
 NOTEBOOK = """
 import sys, time, torch, p2pdiloco
 
@@ -53,7 +54,10 @@ def step():
     optimizer.zero_grad()
     time.sleep(0.01)
 
-outer = cell().start()
+outer = cell()
+optimizer.register_step_post_hook(lambda *_: None)  # torch calls it after what says that nothing was begun
+step()
+outer.start()
 try:
     outer.start()
 except p2pdiloco.DiLoCoError as error:

@@ -21,11 +21,15 @@ import p2pdiloco
 from p2pdiloco import companion
 from p2pdiloco.cli.main import _parse, main
 from p2pdiloco.companion import LEAVE_S, RESTARTS, STABLE_S, Companion, CompanionError, Wish, leaving_s
+from p2pdiloco.node.credentials import Credentials, make_invite
 from p2pdiloco.node.kept_runs import folder_of
 from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.state_home import state_home
 from p2pdiloco.training.reunion import Found, Reunion, find_learner
 from p2pdiloco.wire import link
+from p2pdiloco.wire.certificates import NEVER, NO_CAP, Role
+from p2pdiloco.wire.invites import encode_invite
 
 RUN = RunId("0" * 40)
 
@@ -127,10 +131,14 @@ def test_who_finds_nobody_and_has_no_state_is_told_so(tmp_path: Path, clock: Clo
     node.leave_alone()
 
 
-def has_run(folder: Path) -> RunId:
+ADDRESS = f"/ip4/127.0.0.1/tcp/4100/p2p/{Identity.ephemeral().peer_id}"
+
+
+def has_run(folder: Path, seed: int = 0) -> RunId:
     """The state of a run called story, of which somebody else is the founder."""
     manifest = make_manifest()
-    manifest = msgspec.structs.replace(manifest, config=msgspec.structs.replace(manifest.config, name="story"))
+    config = msgspec.structs.replace(manifest.config, name="story", seed=seed)
+    manifest = msgspec.structs.replace(manifest, config=config)
     place = folder_of(folder, manifest.run) / "checkpoint"
     place.mkdir(parents=True)
     (place / "manifest.msgpack").write_bytes(manifest.encode())
@@ -176,6 +184,40 @@ def test_a_folder_with_a_run_that_somebody_else_founded_is_not_founded_anew(
     founder = Dying(tmp_path / "founded")
     assert founder.founds
     founder.leave_alone()
+
+
+def test_of_several_runs_of_one_name_the_invites_goes_on(tmp_path: Path, clock: Clock) -> None:
+    runs = sorted(has_run(tmp_path, seed) for seed in range(2))
+    founder = Identity.ephemeral()
+    invites = [
+        encode_invite(
+            make_invite(
+                Credentials(run, b"", founder),
+                bytes(16),
+                role=Role.LEARNER,
+                cap=NO_CAP,
+                not_after=NEVER,
+                addresses=(ADDRESS,),
+            )
+        )
+        for run in (*runs, RunId("f" * 40))
+    ]
+    for number, invite in enumerate(invites):
+        node = Dying(tmp_path, [invite])
+        node.status = companion.NOBODY_THERE
+        with pytest.raises(CompanionError, match="the node ended with status 3"):
+            node.meet()
+        resumed = [["resume", str(tmp_path), "--run", runs[number]]] if number < len(runs) else []
+        assert node.started == [["join", invite, "--run", "story"], *resumed]
+        node.leave_alone()
+    for _ in range(2):  # the folder is free again
+        with pytest.raises(CompanionError, match="has several runs called story"):
+            Dying(tmp_path)
+    node = Dying(tmp_path, ["ADDR"])
+    node.status = companion.NOBODY_THERE
+    with pytest.raises(CompanionError, match="has several runs called story"):
+        node.meet()
+    assert len(node.started) == 1
 
 
 def test_who_is_to_join_is_told_that_there_is_nobody(tmp_path: Path, clock: Clock) -> None:

@@ -92,6 +92,7 @@ class Swarmed(Outer):
     swarm: ClassVar[dict[str, float]] = {"loss": 1.5, "peers": 2.0}
     is_complete = False
     global_step = 0
+    total_steps = 100
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__()
@@ -181,6 +182,9 @@ def test_what_goes_by_a_measurement_or_is_no_schedule_of_torchs_stays() -> None:
     for scheduler in (lr_scheduler.ReduceLROnPlateau(optimizer), None, SimpleNamespace(last_epoch=0)):
         follow(scheduler, 40)
     assert optimizer.param_groups[0]["lr"] == 1.0
+    chained = lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(optimizer, 0.5)])
+    follow(chained, 40)
+    assert optimizer.param_groups[0]["lr"] == 1.0
     cycle = lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=3)
     follow(cycle, 40)
     optimizer.step()
@@ -188,12 +192,25 @@ def test_what_goes_by_a_measurement_or_is_no_schedule_of_torchs_stays() -> None:
         cycle.step()
 
 
+CASES = pytest.mark.parametrize(
+    ("follows", "steps", "expected"),
+    [(True, 100, (40, 50)), (False, 100, (0, 0)), (True, 60, (0, 0))],
+    ids=["as long as the run", "not wanted", "shorter than the run"],
+)
+"""Whether it is to follow, the trainer's steps, and where its schedule is at the run's steps 40 and 50."""
+
+
 @pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore:Detected call of")
-@pytest.mark.parametrize(("follows", "expected"), [(True, (40, 50)), (False, (0, 0))])
-def test_the_trainers_schedule_follows_the_run(
-    monkeypatch: pytest.MonkeyPatch, follows: bool, expected: tuple[int, int]
+@CASES
+def test_the_trainers_schedule_follows_the_run_if_it_is_as_long(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    follows: bool,
+    steps: int,
+    expected: tuple[int, int],
 ) -> None:
+    """One that is over before the run would rise again, or give nothing for all its tokens."""
     transformers = pytest.importorskip("transformers", reason="needs the extra hf: pip install '.[hf]'")
     from p2pdiloco.integrations import transformers as integration
 
@@ -201,14 +218,54 @@ def test_the_trainers_schedule_follows_the_run(
     monkeypatch.setattr(Swarmed, "global_step", 40)
     model, callback = Words(), integration.DiLoCoCallback(run="story", follow_schedule=follows)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = transformers.get_linear_schedule_with_warmup(optimizer, 10, 100)
+    scheduler = transformers.get_linear_schedule_with_warmup(optimizer, 10, steps)
     handler = transformers.trainer_callback.CallbackHandler(
         [transformers.DefaultFlowCallback(), callback], model, None, optimizer, scheduler
     )
     args: Any = transformers.TrainingArguments(report_to=[])
-    state, control = transformers.TrainerState(max_steps=100), transformers.TrainerControl()
+    state, control = transformers.TrainerState(max_steps=steps), transformers.TrainerControl()
     handler.on_train_begin(args, state, control)
     begins = scheduler.last_epoch
     monkeypatch.setattr(Swarmed, "global_step", 50)
     handler.on_step_end(args, state, control)
     assert (begins, scheduler.last_epoch) == expected
+    assert ("the trainer makes 60 steps and the run has 100" in caplog.text) is (steps == 60)
+
+
+@pytest.mark.heavy
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@CASES
+def test_lightnings_schedules_follow_the_run_if_they_are_as_long(
+    monkeypatch: pytest.MonkeyPatch, follows: bool, steps: int, expected: tuple[int, int]
+) -> None:
+    pytest.importorskip("lightning", reason="needs the extra lightning: pip install '.[lightning]'")
+    from p2pdiloco.integrations import lightning as integration
+
+    monkeypatch.setattr(integration, "DiLoCo", Swarmed)
+    monkeypatch.setattr(Swarmed, "global_step", 40)
+    module: Any = SimpleNamespace(log_dict=lambda _: None)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    schedulers = [lr_scheduler.LambdaLR(optimizer, lambda _: 1.0) for _ in range(3)]
+    ways = [("step", 1), ("epoch", 1), ("step", 5)]
+    configs = [
+        SimpleNamespace(scheduler=one, interval=interval, frequency=frequency)
+        for one, (interval, frequency) in zip(schedulers, ways, strict=True)
+    ]
+    trainer: Any = SimpleNamespace(
+        max_steps=-1,
+        estimated_stepping_batches=steps,
+        precision_plugin=None,
+        optimizers=[optimizer],
+        train_dataloader=None,
+        lr_scheduler_configs=configs,
+    )
+    for run in (None, "story"):
+        callback = integration.DiLoCoCallback(run=run, follow_schedule=follows)
+        callback.on_train_start(trainer, module)
+        begins = schedulers[0].last_epoch
+        monkeypatch.setattr(Swarmed, "global_step", 50)
+        callback.on_train_batch_end(trainer, module, None, None, 0)
+        assert (begins, schedulers[0].last_epoch) == (expected if run else (0, 0))
+        assert [one.last_epoch for one in schedulers[1:]] == [0, 0]
+        monkeypatch.setattr(Swarmed, "global_step", 40)
+    assert Swarmed.made[-1]["total_steps"] == steps

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from p2pdiloco import participation
 
@@ -93,3 +95,43 @@ def test_what_another_process_began_is_nobodys_here(tmp_path: Path, monkeypatch:
     logging.getLogger("p2pdiloco").debug("nothing was left")
     assert left == []
     participation.end(tmp_path)
+
+
+def test_what_was_not_begun_is_told_once_at_a_step_and_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Others' hooks come after it: torch goes from one to the next."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    steps: list[int] = []
+    owners = [torch.nn.Linear(1, 1) for _ in range(2)]
+    for owner in owners:
+        optimizer.register_step_post_hook(participation.alone(owner))
+        optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    participation.begin(tmp_path, lambda: None)
+    optimizer.step()
+    assert not caplog.records, "something else of this process takes part"
+    participation.end(tmp_path)
+    del owner, owners[0]
+    for _ in range(2):
+        optimizer.step()
+    assert [record.getMessage() for record in caplog.records] == [f"{participation.NOT_BEGUN}; this trains alone"]
+    assert (len(steps), float(parameter)) == (6, -3.0)
+
+
+def test_a_rank_of_several_keeps_sigterm_and_so_does_who_has_a_handler(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        for handler, heeds, heard in (
+            (signal.SIG_DFL, False, False),
+            (print, True, False),
+            (signal.SIG_DFL, True, True),
+        ):
+            signal.signal(signal.SIGTERM, handler)  # type: ignore[arg-type]
+            participation.begin(tmp_path, lambda: None, heeds_sigterm=heeds)
+            assert (signal.getsignal(signal.SIGTERM) is not handler) is heard
+            participation.end(tmp_path)
+            assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
