@@ -34,7 +34,7 @@ async def run(arguments: argparse.Namespace) -> int:
 async def _show(arguments: argparse.Namespace) -> int:
     invite, addresses = with_invite(arguments.address)
     wanted, mine = arguments.run, None
-    names = [word for word in addresses if not word.startswith("/")]
+    names = [word for word in addresses if "/" not in word and ":" not in word]
     if invite is None and names:
         wanted, addresses, mine = _of_this_machine(arguments, names)
     options = DirectoryOptions(initial_peers=addresses)
@@ -64,7 +64,7 @@ def _of_this_machine(
     is_open = kept.manifest.config.access == "open"
     identity = peer.kept_identity(arguments, kept.state)
     mine = None if is_open or identity is None else credentials_of(kept.manifest, identity, kept.folder)
-    if len(arguments.address) > 1 or not (addresses := kept_addresses(kept.folder)):
+    if len(arguments.address) > 1 or arguments.run or not (addresses := kept_addresses(kept.folder)):
         raise ConfigError(f"{names[0]}: give an invite or an address instead (p2pdiloco status INVITE)")
     return kept.manifest.run, addresses, mine
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from p2pdiloco.diloco import DiLoCo
 from p2pdiloco.integrations.schedules import Schedules
+from p2pdiloco.training.swarm_view import of
 
 try:
     from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -84,7 +85,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             self._schedules = Schedules(self.outer, state.max_steps)
             self._schedules.follow([kwargs.get("lr_scheduler")])
         if self._run is not None:
-            self._handle = model.register_forward_pre_hook(self._count, with_kwargs=True)
+            self._handle = model.register_forward_pre_hook(of(model, self._count), with_kwargs=True)
 
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.outer is None or not module.training or not torch.is_grad_enabled():

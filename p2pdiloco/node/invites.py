@@ -232,9 +232,9 @@ async def keep_meeting_places(
         is_own = _are_of(places, directory.peer_id)
         found = places, not is_own or places == first or is_dialable() is not False
         looks, seen = looks + 1 if found == seen else 1, found
-        if found == told or looks < LOOKS:
+        if looks < LOOKS:
             continue
-        told, (_, is_of_use) = found, found
+        is_of_use = found[1]
         if is_of_use and places != kept:
             try:
                 await asyncio.to_thread(keep_addresses, folder, places)
@@ -242,6 +242,9 @@ async def keep_meeting_places(
                 log.warning("where newcomers find the run is not kept for invites", reason=str(error))
             else:
                 kept = places
+        if found == told:
+            continue
+        told = found
         is_again = places == first
         if not is_own and _are_of(first, directory.peer_id):
             first = places  # initial peers, which did not answer at the start

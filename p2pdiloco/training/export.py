@@ -115,7 +115,7 @@ def export(
         OSError: it cannot be written.
     """
     folder = folder.resolve()  # beside what it links to: one file system
-    config, half = manifest.config.model, folder.with_name(f"{folder.name}.{os.getpid()}.part")
+    config, half = manifest.config.model, folder.with_name(f"{folder.name}.{os.urandom(4).hex()}.part")
     _check_replaceable(folder)
     write = _writer(config, about.format)
     half.mkdir(parents=True)
@@ -338,15 +338,16 @@ def _replace(folder: Path, new: Path, files: tuple[str, ...]) -> None:
         new.rename(folder)
         return
     before: tuple[str, ...] = ()
-    earlier = folder / (TORN if (folder / TORN).exists() else ABOUT)
-    with suppress(OSError, ValueError):
-        before = msgspec.json.decode(earlier.read_bytes(), type=About).files
+    for name in (ABOUT, TORN):
+        with suppress(OSError, ValueError):
+            before = msgspec.json.decode((folder / name).read_bytes(), type=About).files
     there = {path.name: path.is_dir() for path in folder.iterdir()}
     others = [name for name in files if there.get(name) or (name in there and before and name not in before)]
     if others:
         raise ExportError(f"--out {folder} holds {', '.join(others)}, which no export has written: name another folder")
     torn = msgspec.structs.replace(msgspec.json.decode((new / ABOUT).read_bytes(), type=About), files=(*files, *before))
-    (folder / TORN).write_bytes(msgspec.json.encode(torn))
+    (new / TORN).write_bytes(msgspec.json.encode(torn))
+    (new / TORN).replace(folder / TORN)
     (folder / ABOUT).unlink(missing_ok=True)
     for name in files:
         (new / name).replace(folder / name)

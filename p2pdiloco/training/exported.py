@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from p2pdiloco.training.export import WEIGHTS, About, ExportError
 from p2pdiloco.training.parameters import compared
-from p2pdiloco.training.trainable import trainable
+from p2pdiloco.training.trainable import named_parameters
 from p2pdiloco.training.transformer import build_model
 
 
@@ -42,10 +43,10 @@ def load_model(folder: str | os.PathLike[str]) -> nn.Module:
 
 def load_into(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Set the parameters of ``model`` that a run trained to those of an export (a folder, or its file), whatever
-    ``torch.compile`` and DDP have made of their names. Others, and buffers, stay.
+    ``torch.compile``, DDP and ``fully_shard`` have made of them, frozen or not. Others, and buffers, stay.
 
     Raises:
-        ExportError: it has others, or of other shapes.
+        ExportError: it has not all of them, or some of other shapes.
         OSError: it cannot be read.
     """
     path = Path(folder)
@@ -54,10 +55,20 @@ def load_into(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         written = safetensors.torch.load_file(path)
     except SafetensorError as error:
         raise ExportError(f"{path} is not what `p2pdiloco export --format safetensors` writes: {error}") from error
-    here = dict(trainable(model))
-    odd = compared({n: tuple(p.shape) for n, p in here.items()}, {n: tuple(t.shape) for n, t in written.items()})
-    if odd:
+    here = named_parameters(model)
+    if any(p.is_meta for p in here.values()):
+        raise ExportError("the model has parameters without memory (meta): model.to_empty(device=...) before")
+    found = {name: tuple(here[name].shape) for name in written if name in here}
+    if odd := compared(found, {name: tuple(values.shape) for name, values in written.items()}, "in the model"):
         raise ExportError(f"{path} is not of this model: {odd}")
     with torch.no_grad():
         for name, values in written.items():
-            here[name].copy_(values)
+            _set(here[name], values)
+
+
+def _set(p: Any, values: Tensor) -> None:
+    if hasattr(p, "device_mesh"):  # fully_shard's; the import is dear
+        from torch.distributed.tensor import distribute_tensor
+
+        values = distribute_tensor(values.to(p.device, p.dtype), p.device_mesh, p.placements)
+    p.copy_(values)

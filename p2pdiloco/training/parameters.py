@@ -145,14 +145,17 @@ def check_tensors(given: Sequence[tuple[str, Tensor]], tensors: Sequence[TensorS
         )
 
 
-def compared(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
-    """How the tensors that were ``found``, by their shapes, differ from those ``wanted``; empty if they do not."""
+def compared(
+    found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], where: str = "trained here"
+) -> str:
+    """How the tensors that were ``found``, by their shapes, differ from those ``wanted``; empty if they do not.
+    ``where``: what they are there."""
     odd = [
         f"{name} is {shape} here and {wanted[name]} there"
         for name, shape in found.items()
         if wanted.get(name, shape) != shape
     ]
-    odd += [f"{name} is not trained here" for name in wanted if name not in found]
+    odd += [f"{name} is not {where}" for name in wanted if name not in found]
     odd += [f"{name} is trained here alone" for name in found if name not in wanted]
     return "; ".join(odd[:MOST_TOLD]) + (f"; and {len(odd) - MOST_TOLD} more" if len(odd) > MOST_TOLD else "")
 

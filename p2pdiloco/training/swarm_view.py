@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -127,9 +127,20 @@ class SwarmView:
 
     def _begin_to_look(self) -> None:
         """At what the model is called with."""
-        self._call_hook = self._model.register_forward_pre_hook(self._on_call, with_kwargs=True)
+        self._call_hook = self._model.register_forward_pre_hook(of(self._model, self._on_call), with_kwargs=True)
 
     def _look_no_more(self) -> None:
         if self._call_hook is not None:
             self._call_hook.remove()
             self._call_hook = None
+
+
+def of(model: nn.Module, hook: Callable[..., None]) -> Callable[..., None]:
+    """``hook`` for the calls of ``model``, and not of its copies (an average of it, ``copy.deepcopy``). A function is
+    not copied with them, where a method would be with all that it belongs to."""
+
+    def called(module: nn.Module, *given: Any) -> None:
+        if module is model:
+            hook(module, *given)
+
+    return called

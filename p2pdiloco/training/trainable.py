@@ -30,6 +30,11 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(_bare(name), p) for name, p in _unwrapped(model).named_parameters() if p.requires_grad]
 
 
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All of them, by the bare model's names; tied ones once."""
+    return {_bare(name): p for name, p in _unwrapped(model).named_parameters()}
+
+
 def embedding_names(model: nn.Module) -> set[str]:
     """Names of the weights of all ``nn.Embedding``: they are merged by the direct mean (arXiv 2604.21428)."""
     embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]

@@ -38,7 +38,7 @@ SCRIPT = Path(__file__).parents[2] / "peers" / "own_script.py"
 
 ALONE = f"{participation.NOT_BEGUN}; this trains alone"
 NOTEBOOK = """
-import sys, time, torch, p2pdiloco
+import copy, sys, time, torch, p2pdiloco
 
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -58,6 +58,8 @@ outer = cell()
 optimizer.register_step_post_hook(lambda *_: None)  # torch calls it after what says that nothing was begun
 step()
 outer.start()
+average = copy.deepcopy(model)
+average(torch.zeros(1, 8))
 try:
     outer.start()
 except p2pdiloco.DiLoCoError as error:

@@ -305,6 +305,23 @@ def test_the_node_of_a_large_model_is_waited_for_longer() -> None:
     assert leaving_s(1_100_000_000) > 2 * LEAVE_S
 
 
+@pytest.mark.parametrize(("stay_s", "status"), [(30.0, 0), (0.0, -9)])
+def test_a_node_that_stays_after_the_end_is_waited_for(tmp_path: Path, stay_s: float, status: int) -> None:
+    node = Companion(tmp_path, Wish.of("story", "ADDR", None, tmp_path / "foundation", ("--up", "1mbit"), stay_s))
+    assert node._wish.options == ("--up", "1mbit", *(("--stay-s", "30.0") if stay_s else ()))
+    node._process = psutil.Popen(["sleep", "0.5"])
+    assert node.wait(0.1) == status
+
+
+def test_the_swarms_step_is_at_most_the_runs_last(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    outer = p2pdiloco.DiLoCo(model, torch.optim.SGD(model.parameters()), run="story", state=tmp_path)
+    assert (outer.global_step, outer.total_steps) == (0, 0)
+    for step, told in ((59, 59), (61, 60)):
+        outer._link = SimpleNamespace(counts=SimpleNamespace(global_step=step), last_step=60)  # type: ignore[assignment]
+        assert (outer.global_step, outer.total_steps) == (told, 60)
+
+
 def test_what_was_wrong_with_an_option_is_told_and_not_where_help_is(tmp_path: Path) -> None:
     """``node_options`` are the user's own words."""
     node = Dying(tmp_path)

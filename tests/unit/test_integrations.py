@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import socket
 import sys
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -13,6 +15,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from p2pdiloco.integrations.schedules import follow
+from p2pdiloco.training.swarm_view import of
 
 
 @pytest.mark.parametrize(("name", "library"), [("transformers", "transformers"), ("lightning", "lightning.pytorch")])
@@ -52,11 +55,15 @@ def test_tokens_are_what_the_model_sees_while_it_trains() -> None:
 
     callback, model, outer = DiLoCoCallback(run=None), Words(), Outer()
     callback.outer = outer  # type: ignore[assignment]
-    model.register_forward_pre_hook(callback._count, with_kwargs=True)
+    model.register_forward_pre_hook(of(model, callback._count), with_kwargs=True)
+    outer.socket = socket.socket()  # type: ignore[attr-defined]  # as a run has, which no deepcopy takes
+    average = copy.deepcopy(model)
     ids = torch.zeros(3, 5, dtype=torch.int64)
     model(input_ids=ids)
     model(ids)
     assert outer.tokens == 30
+    average(ids)
+    assert outer.tokens == 30, "a copy's calls are not the model's"
     model(inputs_embeds=torch.zeros(3, 5, 4))
     assert outer.tokens == 45, "vectors count by their places"
     model.eval()

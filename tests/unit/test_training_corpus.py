@@ -22,7 +22,7 @@ from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.training.corpus import Batches, Blocks, cut_into_blocks, data_digest, held_out_batches, load_corpus
 from p2pdiloco.training.corpus_files import Corpus, CorpusError, is_held_out
 from p2pdiloco.training.evaluation import held_out_loss
-from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.training.parameters import FlatParameters, check_tensors
 from p2pdiloco.training.schedule import learning_rate
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.training.sources import tell_sources
@@ -140,6 +140,14 @@ def test_what_will_be_read_is_told_before(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give --model FOLDER"):
         tell_sources(adapters, None, None, None)
     assert "weights in /w" in tell_sources(adapters, None, None, "/w")[1]
+
+
+def test_tensors_of_another_order_are_not_the_manifests() -> None:
+    specs = tensor_specs(named_tensors(build_model(TINY, 0)), 2)
+    given = [(name, p) for name, p in build_model(TINY, 0).named_parameters()]
+    check_tensors(given, specs)
+    with pytest.raises(ValueError, match=f"{given[1][0]} comes at another place"):
+        check_tensors([given[1], given[0], *given[2:]], specs)
 
 
 def test_a_model_that_is_not_the_manifests_is_not_allocated() -> None:
