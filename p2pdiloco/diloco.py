@@ -185,7 +185,7 @@ class DiLoCo(SwarmView):
         self._stepped_at = time.perf_counter()
         self._hook = self._optimizer.register_step_post_hook(self._on_step)
         self._begin_to_look()
-        self._tally.begin()
+        self._tally.begin([p for _, p in self._named] if self._island is None else ())
         return self
 
     def _lead_to_manifest(self, wish: Wish) -> tuple[Visit | None, Manifest, bytes]:

@@ -12,7 +12,8 @@ Rules of this file:
 2. Tokens are those that the model sees while it trains: the size of its inputs, padding included, in this process.
 3. What the Trainer logs has the swarm's figures, as ``swarm/...``. A founder's ``total_steps`` are the Trainer's.
 4. The learning rate's schedule follows the run's step, where it is as long (``follow_schedule=False``: it does not).
-5. At the end the model holds the swarm's parameters, so that ``save_model`` saves those.
+5. At the end the model holds the swarm's parameters, so that ``save_model`` saves those. ``load_best_model_at_end``
+   is switched off: the Trainer would put back an earlier model before this leaves, and the swarm merge that.
 """
 
 from __future__ import annotations
@@ -75,6 +76,12 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         _go_first(self)
         optimizer = getattr(wrapped, "optimizer", wrapped)  # inside accelerate's
         options = {"grad_scaler": getattr(wrapped, "scaler", None), **self._options}
+        if self._run is not None and args.load_best_model_at_end:
+            log.warning(
+                "load_best_model_at_end is switched off: it would put back this peer's model of an earlier step, which "
+                "counts as progress of the run; the model holds the swarm's parameters at the end"
+            )
+            args.load_best_model_at_end = False
         if state is not None and state.max_steps > 0:
             options.setdefault("total_steps", state.max_steps)
         self.outer = DiLoCo(model, optimizer, run=self._run, **options).__enter__()

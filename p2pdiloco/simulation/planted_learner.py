@@ -19,6 +19,24 @@ _QUEUE = "tests/unit/test_runtime_work_queue.py"
 
 BUGS = (
     Bug(
+        name="parameters may move",
+        module="p2pdiloco.training.tally",
+        old="if any(p.data_ptr() != place for p, place in self._places):",
+        new="if False:",
+        harm="a model is put into another type in mid-run: its peer gives zeros for all its tokens, and nobody is told",
+        killed_by=(
+            "tests/unit/test_training_tally.py::test_parameters_that_were_given_other_memory_are_told_at_the_next_step",
+        ),
+    ),
+    Bug(
+        name="another optimizer takes ours' place in silence",
+        module="p2pdiloco.training.tally",
+        old="            self._other_steps += 1\n",
+        new="            pass\n",
+        harm="an optimizer is made anew in mid-run: nothing is merged from there on, and the run is never complete",
+        killed_by=("tests/unit/test_training_tally.py::test_an_optimizer_that_takes_the_place_of_ours_is_told",),
+    ),
+    Bug(
         name="a schedule that is over before the run follows it",
         module="p2pdiloco.integrations.schedules",
         old="self._is_as_long = steps == outer.total_steps",

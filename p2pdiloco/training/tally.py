@@ -14,14 +14,18 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 log = logging.getLogger("p2pdiloco")
 
 LOOK_S = 1.0
+OTHER_STEPS = 50
+"""Of another optimizer, without one of ours in between: they are no part of one step, as a GAN's two are."""
 
 
 class Tally:
@@ -39,9 +43,18 @@ class Tally:
         self._looked_at = -math.inf
         self._took = False
         self._is_idle = True
+        self._places: list[tuple[Tensor, int]] = []
+        """Of the first and the last parameter, where its values lie."""
+        self._other_steps = 0
+        """Of other optimizers with parameters of ours, since its last one."""
+        self._hook: Any = None
 
-    def begin(self) -> None:
-        """Watch the scaler, if there is one, from now on."""
+    def begin(self, parameters: Sequence[Tensor] = ()) -> None:
+        """Watch the scaler, if there is one, and other optimizers from now on; and that ``parameters`` stay where they
+        are."""
+        self._places = [(p, p.data_ptr()) for p in (*parameters[:1], *parameters[-1:])]
+        self._other_steps = 0
+        self._hook = register_optimizer_step_post_hook(self._on_any_step)
         if self._scaler is None:
             return
         scaler, step = self._scaler, self._scaler.step
@@ -65,6 +78,21 @@ class Tally:
             )
         if self._scaler is not None:
             del self._scaler.step
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _on_any_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer is self._optimizer or self._other_steps > OTHER_STEPS:
+            return
+        ours = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+            self._other_steps += 1
+            if self._other_steps > OTHER_STEPS:
+                log.warning(
+                    "another optimizer than the one that p2pdiloco.DiLoCo was given steps the model's parameters, and "
+                    "nothing of that is merged: close() it, and make it anew with that optimizer"
+                )
 
     def count(self, tokens: int, loss: float | Tensor | None) -> None:
         """``tokens`` more for the step under way, at this ``loss`` (a scalar)."""
@@ -77,8 +105,17 @@ class Tally:
         self._given = loss.detach() if isinstance(loss, Tensor) else loss
 
     def take(self) -> tuple[int, float | None, bool]:
-        """The optimizer has stepped: tokens, the latest loss that is known, and whether it was a step at all."""
-        self._took, self._is_idle = True, False
+        """The optimizer has stepped: tokens, the latest loss that is known, and whether it was a step at all.
+
+        Raises:
+            RuntimeError: the parameters are not where they were: what is trained now reaches nobody.
+        """
+        self._took, self._is_idle, self._other_steps = True, False, 0
+        if any(p.data_ptr() != place for p, place in self._places):
+            raise RuntimeError(
+                "the model's parameters have other memory than p2pdiloco.DiLoCo began with (model.to(), "
+                "load_state_dict(assign=True), p.data = ...): do that before, or close() it and make it anew after"
+            )
         tokens, self._counted = self._tokens_per_step if self._counted is None else self._counted, None
         found_inf = getattr(self._optimizer, "found_inf", None)
         if found_inf is not None and bool(found_inf):

@@ -135,10 +135,11 @@ def test_the_swarms_figures_are_in_the_trainers_logs_before_others_report_them(m
         [transformers.DefaultFlowCallback(), Board(), callback], model, None, optimizer, None
     )
     handler.train_dataloader = ["a loader"]
-    args: Any = SimpleNamespace(logging_first_step=False)
+    args: Any = SimpleNamespace(logging_first_step=False, load_best_model_at_end=True)
     state = SimpleNamespace(max_steps=77, log_history=[{"loss": 3.0}])
     handler.on_train_begin(args, state, transformers.TrainerControl())
     assert Swarmed.made[-1]["total_steps"] == 77
+    assert not args.load_best_model_at_end, "it would be merged as progress"
     assert callback.outer.shared == [["a loader"]]
     handler.on_log(args, state, transformers.TrainerControl(), {"loss": 3.0})
     expected = {"loss": 3.0, "swarm/loss": 1.5, "swarm/peers": 2.0}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from p2pdiloco.training.tally import Tally
+from p2pdiloco.training.tally import OTHER_STEPS, Tally
 
 
 class Loop:
@@ -106,3 +107,48 @@ def test_a_loss_on_a_device_is_read_once_a_second_at_most(monkeypatch: pytest.Mo
         loop.tally.count(1, torch.tensor(value, requires_grad=True))
         loop.optimizer.step()
     assert [loss for _, loss, _ in loop.taken] == [4.0, 4.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "moves",
+    [lambda model: model.to(torch.float64), lambda model: setattr(model.bias, "data", model.bias.data.clone())],
+    ids=["another type", "data"],
+)
+def test_parameters_that_were_given_other_memory_are_told_at_the_next_step(
+    moves: Callable[[nn.Module], object],
+) -> None:
+    """What is trained in it reaches nobody, and what comes from others changes what nobody uses."""
+    model = nn.Linear(2, 1)
+    tally = Tally(torch.optim.SGD(model.parameters(), lr=0.1), None, 7)
+    tally.begin(list(model.parameters()))
+    own = model.weight.data
+    model.weight.data = torch.zeros(1, 2)  # as an average is put in for an evaluation
+    model.weight.data = own
+    assert tally.take() == (7, None, True)
+    moves(model)
+    with pytest.raises(RuntimeError, match="other memory"):
+        tally.take()
+    tally.end()
+
+
+def test_an_optimizer_that_takes_the_place_of_ours_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Two that step in turns, as a GAN's, are none; nor is one of other parameters."""
+    loop, other = Loop(), nn.Linear(2, 1)
+    loop.gradients().backward()
+    second = torch.optim.SGD(loop.model.parameters(), lr=0.1)
+    for _ in range(3 * OTHER_STEPS):
+        second.step()
+        loop.optimizer.step()
+        torch.optim.SGD(other.parameters()).step()
+    for _ in range(OTHER_STEPS):
+        second.step()
+    assert not caplog.records
+    for _ in range(2 * OTHER_STEPS):
+        second.step()
+    assert [record.getMessage()[:17] for record in caplog.records] == ["another optimizer"]
+    loop.tally.end()
+    caplog.clear()
+    loop.optimizer.step()
+    for _ in range(2 * OTHER_STEPS):
+        second.step()
+    assert not caplog.records, "nobody looks any more"
