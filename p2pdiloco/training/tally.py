@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 log = logging.getLogger("p2pdiloco")
 
 LOOK_S = 1.0
+LOOK_STEPS = 32
 OTHER_STEPS = 50
 """Of another optimizer, without one of ours in between: they are no part of one step, as a GAN's two are."""
 
@@ -48,12 +49,16 @@ class Tally:
         self._other_steps = 0
         """Of other optimizers with parameters of ours, since its last one."""
         self._hook: Any = None
+        self._steps = 0
+        self._trained = 0
+        """Parameters that the optimizer trained in the beginning."""
 
     def begin(self, parameters: Sequence[Tensor] = ()) -> None:
         """Watch the scaler, if there is one, and other optimizers from now on; and that ``parameters`` stay where they
         are."""
         self._places = [(p, p.data_ptr()) for p in (*parameters[:1], *parameters[-1:])]
         self._other_steps = 0
+        self._steps, self._trained = 0, self._count_trained()
         self._hook = register_optimizer_step_post_hook(self._on_any_step)
         if self._scaler is None:
             return
@@ -116,12 +121,22 @@ class Tally:
                 "the model's parameters have other memory than p2pdiloco.DiLoCo began with (model.to(), "
                 "load_state_dict(assign=True), p.data = ...): do that before, or close() it and make it anew after"
             )
+        self._steps += 1
+        if self._steps % LOOK_STEPS == 0 and self._trained != (trained := self._count_trained()):
+            self._trained = trained
+            log.warning(
+                "other parameters are trained than p2pdiloco.DiLoCo began with (requires_grad, add_param_group): what "
+                "was not trained then does not travel: close() it and make it anew, at all peers alike"
+            )
         tokens, self._counted = self._tokens_per_step if self._counted is None else self._counted, None
         found_inf = getattr(self._optimizer, "found_inf", None)
         if found_inf is not None and bool(found_inf):
             self._given = None
             return 0, self._loss, False
         return tokens, self._look(), True
+
+    def _count_trained(self) -> int:
+        return sum(p.requires_grad for group in self._optimizer.param_groups for p in group["params"])
 
     def _look(self) -> float | None:
         given, now = self._given, time.monotonic()

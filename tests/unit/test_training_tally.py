@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from p2pdiloco.training.tally import OTHER_STEPS, Tally
+from p2pdiloco.training.tally import LOOK_STEPS, OTHER_STEPS, Tally
 
 
 class Loop:
@@ -152,3 +152,24 @@ def test_an_optimizer_that_takes_the_place_of_ours_is_told(caplog: pytest.LogCap
     for _ in range(2 * OTHER_STEPS):
         second.step()
     assert not caplog.records, "nobody looks any more"
+
+
+@pytest.mark.parametrize("how", ["frozen", "unfrozen", "added"])
+def test_other_parameters_than_in_the_beginning_are_told(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """They would be trained here alone, in silence."""
+    model, late = nn.Linear(2, 1), nn.Parameter(torch.zeros(1))
+    model.bias.requires_grad_(how != "unfrozen")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tally = Tally(optimizer, None, 7)
+    tally.begin(list(model.parameters()))
+    for _ in range(2 * LOOK_STEPS):
+        tally.take()
+    assert not caplog.records
+    if how == "added":
+        optimizer.add_param_group({"params": [late]})
+    else:
+        model.bias.requires_grad_(how == "unfrozen")
+    for _ in range(3 * LOOK_STEPS):
+        tally.take()
+    assert [record.getMessage()[:16] for record in caplog.records] == ["other parameters"]
+    tally.end()
