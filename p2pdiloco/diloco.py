@@ -266,13 +266,12 @@ class DiLoCo(SwarmView):
             if self._island is None or error is None:
                 self._part()
                 self._end_node(None)
-                return
+        finally:
             self._is_linked = False
-            if self._companion is not None:
-                if not isinstance(error, Exception):  # Ctrl+C: a person's wish
+            if self._companion is not None:  # a rank has failed, or this one was told to end while it left
+                if not isinstance(sys.exc_info()[1] or error, Exception):
                     self._companion.send(signal.SIGTERM)
                 self._companion.leave_alone()
-        finally:
             participation.end(self._state)
 
     def close(self) -> None:
@@ -309,12 +308,11 @@ class DiLoCo(SwarmView):
         self._is_linked = False
 
     def _end_node(self, number: signal.Signals | None) -> None:
-        companion, self._companion = self._companion, None
-        if companion is None:
+        if (companion := self._companion) is None:
             return
         if number is not None:
             companion.end(number)
-        status = companion.wait(self._leave_s)
+        status, self._companion = companion.wait(self._leave_s), None
         if status and number is None:
             log.warning("%s (its log is %s)", companion.ended_with(status), self._log)
 

@@ -79,6 +79,21 @@ while True:
 """
 
 
+STAYING = """
+import sys, time, torch, p2pdiloco
+
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+options = {"run": "stays", "state": sys.argv[1], "total_steps": 20, "sync_every": 10, "stay_s": 300}
+with p2pdiloco.DiLoCo(model, optimizer, node_options=sys.argv[2:], **options) as outer:
+    while not outer.is_complete:
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.01)
+"""
+
+
 def start(state: Path, *arguments: str) -> subprocess.Popen[str]:
     state.mkdir(parents=True, exist_ok=True)
     return subprocess.Popen(
@@ -146,6 +161,31 @@ def test_a_script_without_a_with_statement_leaves_in_order(tmp_path: Path) -> No
     assert events(tmp_path / "a", "ended")[-1]["status"] == 0
     assert report(tmp_path / "a")["tokens_unmerged"] == 0
     assert report(tmp_path / "a")["tokens_trained"] > 0
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
+def test_a_script_that_stays_takes_its_node_along_when_it_is_told_to_end(
+    tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    script = subprocess.Popen(
+        [sys.executable, "-c", STAYING, str(tmp_path / "a"), *PEER],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_interrupts,
+    )
+    log = tmp_path / "a" / "node.log"
+    try:
+        wait_until(lambda: log.exists() and "it is served" in log.read_text(), START_S, "its stay")
+        node = int((tmp_path / "a" / "node.pid").read_text())
+        script.send_signal(number)
+        _, err = script.communicate(timeout=END_S)
+    finally:
+        script.kill()
+    assert script.returncode == status, err
+    wait_until(lambda: not psutil.pid_exists(node), 30.0, "the node's end")
+    assert events(tmp_path / "a", "ended")[-1]["status"] == 0
 
 
 def test_what_cannot_be_joined_is_told(tmp_path: Path) -> None:
