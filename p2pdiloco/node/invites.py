@@ -22,7 +22,7 @@ from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.files import write_atomically
 from p2pdiloco.runtime.identity import KEY_FILE, Identity
 from p2pdiloco.runtime.invitation import invitation, private_invitation, script_invitation
-from p2pdiloco.wire.certificates import CAP_UNIT, NEVER, NO_CAP, Grant, Role
+from p2pdiloco.wire.certificates import CAP_UNIT, NEVER, NO_CAP, Grant, Role, hint_of
 from p2pdiloco.wire.invites import SECRET_BYTES, Invite, InviteError, decode_invite, encode_invite
 from p2pdiloco.wire.members import NotAMemberError, UnknownInviterError
 
@@ -45,20 +45,32 @@ LOOKS = 6
 def credentials_of(
     manifest: Manifest, identity: Identity, run_folder: Path, invite: Invite | None = None
 ) -> Credentials:
-    """This peer's by ``invite``, or what lies there.
+    """This peer's by ``invite``, or what lies there; who made the invite comes back as what it is.
 
     Raises:
         CredentialsError: the run takes members only, and this peer has no certificate.
     """
-    if invite is not None and invite.run == manifest.run:
+    if invite is not None and invite.run == manifest.run and invite.hint != hint_of(identity.peer_id):
         return accepted(invite, identity)
-    chain = MemberFiles(run_folder).chain()
+    chain = b"" if manifest.founder == identity.peer_id else MemberFiles(run_folder).chain()
     if manifest.config.access != "open" and manifest.founder != identity.peer_id and not chain:
         raise CredentialsError(
             f"run {manifest.config.name} ({manifest.run[:12]}) takes members only, and {run_folder} has no certificate "
             f"for this peer ({identity.peer_id}): join once with an invite, p2pdiloco join INVITE"
         )
     return Credentials(manifest.run, chain, identity)
+
+
+def credentials_by(invite: Invite, identity: Identity, state: Path) -> Credentials:
+    """This peer's by ``invite``, before it has asked anybody for the run's manifest.
+
+    Raises:
+        CredentialsError: the invite is for another peer.
+    """
+    for manifest in manifests_here(state):
+        if manifest.run == invite.run:
+            return credentials_of(manifest, identity, folder_of(state, manifest.run), invite)
+    return accepted(invite, identity)
 
 
 def refuse_a_stranger(

@@ -10,11 +10,12 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from p2pdiloco.node.credentials import Credentials, accepted
+from p2pdiloco.node.credentials import Credentials
 from p2pdiloco.node.forwarder import Forwarder
 from p2pdiloco.node.foundation import found, found_from_script, with_own_places
 from p2pdiloco.node.invites import (
     as_granted,
+    credentials_by,
     credentials_of,
     how_to_join,
     keep_addresses,
@@ -158,7 +159,11 @@ async def join(
     logs.speak_as(identity.peer_id)
     device_of(options.learner.device)
     invite = directory_options.invite
-    mine = accepted(invite, identity) if invite else kept_credentials(options.folder, wanted, identity)
+    mine = (
+        credentials_by(invite, identity, options.folder)
+        if invite
+        else kept_credentials(options.folder, wanted, identity)
+    )
     async with open_directory(identity, directory_options, options.folder) as directory:
         run = choose(pick_runs(await list_runs(directory), wanted)) if mine is None else mine.run
         return await _join(run, options, identity, directory, say, mine, wanted)

@@ -259,6 +259,14 @@ BUGS = (
         killed_by=(f"{_INVITES}::test_where_newcomers_find_the_directory_follows_who_answers",),
     ),
     Bug(
+        name="who made an invite is certified by it once more",
+        module="p2pdiloco.node.invites",
+        old=" and invite.hint != hint_of(identity.peer_id)",
+        new="",
+        harm="the founder joins again with the invite that it gave to all, and is refused for good",
+        killed_by=(f"{_INVITES}::test_who_made_an_invite_comes_back_by_it_as_what_it_is",),
+    ),
+    Bug(
         name="who resumes another peer's run is sent for an invite",
         module="p2pdiloco.node.invites",
         old="if (place := next(here, None)) is None:",

@@ -16,9 +16,10 @@ from actors import FOUNDER, make_manifest
 from troupe import options_of
 
 from p2pdiloco.node import invites
-from p2pdiloco.node.credentials import Credentials, CredentialsError, accepted
+from p2pdiloco.node.credentials import Credentials, CredentialsError, MemberFiles, accepted
 from p2pdiloco.node.invites import (
     as_granted,
+    credentials_by,
     credentials_of,
     grant_here,
     how_to_join,
@@ -29,6 +30,7 @@ from p2pdiloco.node.invites import (
     refuse_a_stranger,
     shown_invite,
 )
+from p2pdiloco.node.kept_runs import MANIFEST, folder_of
 from p2pdiloco.protocol.manifest import Manifest, ModelConfig
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.invitation import INVITED, invited_with
@@ -299,6 +301,31 @@ def full_disk() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_who_made_an_invite_comes_back_by_it_as_what_it_is(tmp_path: Path) -> None:
+    """After all machines died the founder types what the others type. Before, it was certified twice, and for good."""
+    manifest, mine = run_with("invite")
+    folder = folder_of(tmp_path / "founder", manifest.run)
+    folder.mkdir(parents=True)
+    (folder / MANIFEST).write_bytes(manifest.encode())
+    own = decode_invite(invite(manifest, mine, folder))
+    twice = accepted(own, FOUNDER).chain
+    MemberFiles(folder).keep_chain(twice)  # what an earlier release has left
+    for found in (credentials_by(own, FOUNDER, tmp_path / "founder"), credentials_of(manifest, FOUNDER, folder)):
+        assert (found.chain, found.identity) == (b"", FOUNDER)
+        assert grant_here(manifest, found, folder, time.time()).role is Role.ADMIN
+    admin = Identity.ephemeral()
+    text = invite(manifest, mine, folder, role=Role.ADMIN)
+    place = folder_of(tmp_path / "admin", manifest.run)
+    place.mkdir(parents=True)
+    (place / MANIFEST).write_bytes(manifest.encode())
+    theirs = credentials_by(decode_invite(text), admin, tmp_path / "admin")
+    MemberFiles(place).keep_chain(theirs.chain)
+    back = credentials_by(decode_invite(invite(manifest, theirs, place)), admin, tmp_path / "admin")
+    assert back.chain == theirs.chain
+    other = credentials_by(own, admin, tmp_path / "nobody")
+    assert grant_here(manifest, other, place, time.time()).role is Role.LEARNER
 
 
 def test_who_has_no_certificate_is_told_what_to_do(tmp_path: Path) -> None:
