@@ -37,6 +37,7 @@ async def run(arguments: argparse.Namespace) -> int:
             if str(arguments.out) == "-":
                 print(text, end="")
             else:
+                arguments.out.touch(mode=0o600)  # the invite is in it
                 arguments.out.write_text(text, encoding="utf-8")
                 print(f"{arguments.out}: to rent one machine of it: sky launch -c p2pdiloco-1 --down {arguments.out}")
             return 0

@@ -23,6 +23,7 @@ def any_invite(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def written(tmp_path: Path, *words: str) -> Any:
     assert main(["launch", INVITE, *words, "--out", str(tmp_path / "task.yaml")]) == 0
+    assert (tmp_path / "task.yaml").stat().st_mode & 0o777 == 0o600, "whoever reads it can join"
     return yaml.safe_load((tmp_path / "task.yaml").read_text())
 
 
