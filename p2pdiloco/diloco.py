@@ -206,7 +206,11 @@ class DiLoCo(SwarmView):
         try:
             data = meet() if self._island is None else self._island.lead(meet, DiLoCoError)
             manifest = msgspec.msgpack.decode(data, type=Manifest)
-        except (CompanionError, foundation.FoundationError, OSError) as error:
+        except OSError as error:
+            raise DiLoCoError(
+                f"the state folder cannot be used ({error}): make room, or name another, state="
+            ) from error
+        except (CompanionError, foundation.FoundationError) as error:
             raise DiLoCoError(str(error)) from error
         except ValueError as error:
             raise DiLoCoError(f"the node did not say which run it is of ({error}); see {self._log}") from error

@@ -313,6 +313,15 @@ def test_a_node_that_stays_after_the_end_is_waited_for(tmp_path: Path, stay_s: f
     assert node.wait(0.1) == status
 
 
+def test_a_folder_that_cannot_be_used_is_told_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    model = torch.nn.Linear(2, 1)
+    outer = p2pdiloco.DiLoCo(model, torch.optim.SGD(model.parameters()), run="story", state=tmp_path / "file" / "state")
+    for _ in range(2):
+        with pytest.raises(p2pdiloco.DiLoCoError, match=r"Not a directory.*: the state folder cannot be used"):
+            outer.start()
+
+
 def test_the_swarms_step_is_at_most_the_runs_last(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     outer = p2pdiloco.DiLoCo(model, torch.optim.SGD(model.parameters()), run="story", state=tmp_path)
