@@ -206,12 +206,9 @@ class DiLoCo(SwarmView):
         try:
             data = meet() if self._island is None else self._island.lead(meet, DiLoCoError)
             manifest = msgspec.msgpack.decode(data, type=Manifest)
-        except OSError as error:
-            raise DiLoCoError(
-                f"the state folder cannot be used ({error}): make room, or name another, state="
-            ) from error
-        except (CompanionError, foundation.FoundationError) as error:
-            raise DiLoCoError(str(error)) from error
+        except (CompanionError, foundation.FoundationError, OSError) as error:
+            remedy = ": the state folder cannot be used, name another (state=)" if isinstance(error, OSError) else ""
+            raise DiLoCoError(f"{error}{remedy}") from error
         except ValueError as error:
             raise DiLoCoError(f"the node did not say which run it is of ({error}); see {self._log}") from error
         if manifest.config.model.kind != "external":
