@@ -81,5 +81,7 @@ def _leave() -> None:
         log.warning("the script ends: %s leaves in order, and contributes what is unmerged (Ctrl+C: at once)", place)
         try:
             _here[place][1]()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):  # a second Ctrl+C or SIGTERM
             return
+        except Exception:
+            log.exception("%s did not leave in order", place)  # the next one may

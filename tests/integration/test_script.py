@@ -105,6 +105,11 @@ def start(state: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+def start_text(program: str, state: Path) -> subprocess.Popen[str]:
+    pipe, command = subprocess.PIPE, [sys.executable, "-c", program, str(state), *PEER]
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed_interrupts)
+
+
 def test_without_a_run_the_script_trains_alone(tmp_path: Path) -> None:
     script = start(tmp_path / "a")
     out, _ = script.communicate(timeout=120)
@@ -139,13 +144,7 @@ def test_two_scripts_train_one_model(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_a_script_without_a_with_statement_leaves_in_order(tmp_path: Path) -> None:
     """As of a notebook, or in the Hugging Face Trainer: a cell that is run again takes over, Ctrl+C loses nothing."""
-    script = subprocess.Popen(
-        [sys.executable, "-c", NOTEBOOK, str(tmp_path / "a"), *PEER],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=heed_interrupts,
-    )
+    script = start_text(NOTEBOOK, tmp_path / "a")
     try:
         until_ready(tmp_path / "a", lives=2)
         node = int((tmp_path / "a" / "node.pid").read_text())
@@ -168,13 +167,7 @@ def test_a_script_without_a_with_statement_leaves_in_order(tmp_path: Path) -> No
 def test_a_script_that_stays_takes_its_node_along_when_it_is_told_to_end(
     tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
-    script = subprocess.Popen(
-        [sys.executable, "-c", STAYING, str(tmp_path / "a"), *PEER],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=heed_interrupts,
-    )
+    script = start_text(STAYING, tmp_path / "a")
     log = tmp_path / "a" / "node.log"
     try:
         wait_until(lambda: log.exists() and "it is served" in log.read_text(), START_S, "its stay")

@@ -21,8 +21,8 @@ from p2pdiloco import participation
 
 def leave():
     print("left", flush=True)
-    if sys.argv[1] == "interrupted":
-        raise KeyboardInterrupt
+    if odd := {"interrupted": KeyboardInterrupt, "told again": SystemExit, "broken": ValueError}.get(sys.argv[1]):
+        raise odd
 
 participation.begin(Path("a"), leave)
 participation.begin(Path("b"), leave)
@@ -75,7 +75,10 @@ def test_who_takes_part_again_leaves_first(tmp_path: Path, caplog: pytest.LogCap
     assert not caplog.records
 
 
-@pytest.mark.parametrize(("how", "status"), [("ends", 0), ("fails", 1), ("interrupted", 0), ("terminated", 143)])
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [("ends", 0), ("fails", 1), ("interrupted", 0), ("told again", 0), ("broken", 0), ("terminated", 143)],
+)
 def test_what_still_takes_part_at_the_end_leaves_and_a_forked_process_does_not(
     tmp_path: Path, how: str, status: int
 ) -> None:
@@ -84,7 +87,8 @@ def test_what_still_takes_part_at_the_end_leaves_and_a_forked_process_does_not(
     closed = "closed\n" * (how == "terminated")
     assert (ended.returncode, ended.stdout) == (status, f"waited\n{closed}left\n"), ended.stderr
     assert ended.stderr.count("leaves in order") == 1
-    assert "KeyboardInterrupt" not in ended.stderr
+    assert not any(word in ended.stderr for word in ("KeyboardInterrupt", "SystemExit", "atexit"))
+    assert ("did not leave in order" in ended.stderr) is (how == "broken")
 
 
 def test_what_another_process_began_is_nobodys_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
