@@ -1,5 +1,5 @@
-"""The house rules that a machine can look after: sizes, words, arrows. What is listed here as an exception may only
-become less."""
+"""The house rules that protect a reader: import direction, one meaning a name, purity. What is listed here as an
+exception may only become less."""
 
 from __future__ import annotations
 
@@ -15,13 +15,6 @@ from p2pdiloco.simulation import planted, planted_rules
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "p2pdiloco"
-MOST_LINES = 400
-MOST_ATTRIBUTES = 15
-LARGE = {
-    "wire/bodies.PeerStatus": 26,  # what `p2pdiloco status` and scripts see of a peer: a table, not an object
-    "protocol/core.ProtocolConfig": 25,  # all that a machine must know of its run, documented one by one
-}
-"""Classes with more attributes, and how many."""
 TWO_SIDES = """
     AdoptStep Batches BlockFinished Evaluate Evaluated Failed Shift Snapshot Snapshotted Train Trouble Pause
     Channel Checkpoint Checks Connection Directory Driver Fault Learner LearnerLife Network Outcome PeerSetting World
@@ -31,24 +24,6 @@ TWO_SIDES = """
 is real and one that is simulated."""
 TWO_MEANINGS = "Blocks Chain Decoder Known Link Links Part Piece Question Role Standing Status"
 """Classes of one name and two meanings, still."""
-NOUNS_IN_ING = {
-    "integrations/lightning": "the library's name",
-    "peer/standing": "what a member may do, the glossary's word",
-    "testbed/wiring": "the wires, not the act",
-}
-"""Modules whose names are nouns although they look like participles."""
-FORBIDDEN = {
-    "syncer": "owner",
-    "coordinator": "owner",
-    "master": "owner",
-    "aggregator": "owner",
-    "replica": "peer",
-    "client": "learner or peer",
-    "pseudogradient": "outer gradient",
-    "tracker": "bootstrap node",
-    "supernode": "peer",
-}
-"""Words for which the glossary has others."""
 CIRCLES = {
     frozenset({"training.island", "training.outer_link"}),
     frozenset(f"net.{name}" for name in ["agenda", "connection", "conversation", "events", "requests", "commons"]),
@@ -91,13 +66,6 @@ def classes() -> list[tuple[str, ast.ClassDef]]:
     return [(name, item) for name, tree in modules().items() for item in tree.body if isinstance(item, ast.ClassDef)]
 
 
-def attributes(item: ast.ClassDef) -> set[str]:
-    """Of the objects of a class: declared as fields, or assigned to self anywhere."""
-    fields = {s.target.id for s in item.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)}
-    stored = (n for n in ast.walk(item) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
-    return fields | {n.attr for n in stored if isinstance(n.value, ast.Name) and n.value.id == "self"}
-
-
 def words_in_code() -> set[str]:
     """The words of which the package's names are made."""
     found: set[str] = set()
@@ -119,19 +87,6 @@ def glossary() -> list[str]:
     return [word.strip() for row in rows if row != "word" for word in row.split(",")]
 
 
-def test_no_module_has_more_than_400_lines() -> None:
-    long = {
-        p.relative_to(PACKAGE).as_posix(): len(p.read_text().splitlines())
-        for p in PACKAGE.rglob("*.py")
-        if "planted" not in p.name
-    }
-    assert not {name: lines for name, lines in long.items() if lines > MOST_LINES}
-
-
-def test_modules_are_named_by_nouns_not_by_participles() -> None:
-    assert {name for name in modules() if name.endswith("ing")} == set(NOUNS_IN_ING)
-
-
 def test_no_pattern_lets_a_last_line_break_through() -> None:
     """``$`` matches before one."""
     patterns = {
@@ -142,24 +97,11 @@ def test_no_pattern_lets_a_last_line_break_through() -> None:
     assert not {name: found for name, found in patterns.items() if found}
 
 
-def test_no_class_has_many_attributes_but_those_that_are_known_for_it() -> None:
-    sizes = {f"{name}.{item.name}": len(attributes(item)) for name, item in classes()}
-    large = {name: size for name, size in sizes.items() if size > MOST_ATTRIBUTES}
-    assert not {name: size for name, size in large.items() if size > LARGE.get(name, 0)}
-    assert set(LARGE) <= set(large), "one has become small: take it off the list"
-
-
 def test_each_word_of_the_glossary_is_used_in_the_code() -> None:
     words, used = glossary(), words_in_code()
     assert len(words) > 30
     parts = {part for word in words for part in re.findall(r"[a-z]{2,}", word)} - {"window"}
     assert not {part for part in parts if not used & {part, part + "s", part.rstrip("e") + "ing"}}
-
-
-def test_what_the_glossary_has_a_word_for_has_no_other() -> None:
-    assert not set(FORBIDDEN) & {word.replace("K", "").strip() for word in glossary()}
-    ours = words_in_code() - {"client"}  # hivemind's p2pd client, which runtime/daemon.py must name
-    assert ours.isdisjoint(FORBIDDEN), sorted(ours & set(FORBIDDEN))
 
 
 def test_no_class_name_has_two_meanings_but_those_that_are_known_for_it() -> None:
