@@ -177,11 +177,11 @@ class Exchange:
         if self._setting.scope == "tensor":
             for cut in self._tensors(span):
                 parts = [merge.Vector(_decoded(v)[cut]) for v in gradients]
-                merge.merge(rule, parts, weights, steps, merged[cut])
+                merge.merge(rule, parts, weights, steps, self._setting.sync_every, merged[cut])
         elif self._setting.bounded:
-            merge.merge(rule, gradients, weights, steps, merged)
+            merge.merge(rule, gradients, weights, steps, self._setting.sync_every, merged)
             norms = [v.norm() for v in gradients]
-            counted = merge.counted_lengths(norms, weights, steps)
+            counted = merge.counted_lengths(norms, steps, self._setting.sync_every)
             self.given += len(norms)
             self.shortened += sum(c < n for c, n in zip(counted, norms, strict=True))
         elif rule == "rda":

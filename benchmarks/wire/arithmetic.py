@@ -60,7 +60,7 @@ class Tensors:
         self.shards = [piece.shard for piece in layout.shards]
         self.own = {shard for shard in self.shards if shard % peers == number}
         self.vectors = SharedVectors.create(parameters)
-        self.state = GlobalState(layout, OuterConfig(), CodecConfig(up=codec, down=codec), self.vectors)
+        self.state = GlobalState(layout, OuterConfig(), CodecConfig(up=codec, down=codec), self.vectors, turn_steps=24)
         drawn = torch.Generator().manual_seed(0)  # all begin with the same
         for piece in layout.shards:
             momentum = torch.zeros(piece.elements, dtype=self.state.form.momentum)

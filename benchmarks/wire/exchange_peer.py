@@ -340,7 +340,7 @@ class Rounds:
             blocks = [block_of(i, self._rounds) for i in range(self._config["peers"])]
             gradients = [merge.Vector(_repeated(block, piece.elements)) for block in blocks]
             merged, moved = torch.empty(piece.elements), theta.clone()
-            merge.merge(piece.merge, gradients, [1.0] * len(gradients), [1] * len(gradients), merged)
+            merge.merge(piece.merge, gradients, [1.0] * len(gradients), [1] * len(gradients), 1, merged)
             outer.outer_step(
                 moved,
                 momentum,

@@ -38,7 +38,9 @@ class Node:
         self.layout = make_layout(tensors, 1, 2 << 20, "rda")
         self.queue = WorkQueue("tensors", partial(torch.set_num_threads, 1), threads)
         self.vectors = SharedVectors.create(parameters)
-        self.state = GlobalState(self.layout, OuterConfig(learning_rate=0.7, momentum=0.9), CodecConfig(), self.vectors)
+        self.state = GlobalState(
+            self.layout, OuterConfig(learning_rate=0.7, momentum=0.9), CodecConfig(), self.vectors, turn_steps=24
+        )
         for piece in self.layout.shards:
             momentum = torch.zeros(piece.elements, dtype=self.state.form.momentum)
             self.state.put(piece.shard, digest_of(b"version 0"), torch.randn(piece.elements), momentum)

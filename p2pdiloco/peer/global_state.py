@@ -93,8 +93,18 @@ def payload_of(bodies: Bodies, how: quantizers.Recipe, is_coded: bool) -> Payloa
 class GlobalState:
     """Vectors over all parameters, in the layout's flat order: float32, momentum in the run's own type."""
 
-    def __init__(self, layout: Layout, outer_config: OuterConfig, codec: CodecConfig, vectors: SharedVectors) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        outer_config: OuterConfig,
+        codec: CodecConfig,
+        vectors: SharedVectors,
+        *,
+        turn_steps: int,
+    ) -> None:
+        """``turn_steps``: inner steps of a turn (H)."""
         self.layout = layout
+        self._turn_steps = turn_steps
         self._outer = outer_config
         self._reach = max(1.0, outer_config.learning_rate) / (1.0 - min(outer_config.momentum, 0.999))
         """How far one merged step of length 1 moves parameters, or momentum, in the end."""
@@ -343,7 +353,7 @@ class GlobalState:
                 raise ContributionError(contributor.learner, str(error)) from error
             weights.append(merge.token_weight(contributor.tokens, contributor.steps))
         steps, merged = [c.steps for c, _ in given], self._scratch.merged[: piece.elements]
-        accord = merge.merge(piece.merge, gradients, weights, steps, merged)
+        accord = merge.merge(piece.merge, gradients, weights, steps, self._turn_steps, merged)
         self._made.add_owed(shard, merged)
         how = how or self._down
         bodies, length = merge.encode(how, merged, longest, compression.index_bytes(len(self._chunks(shard))))

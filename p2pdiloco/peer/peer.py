@@ -105,7 +105,13 @@ class Peer:
         self.observed = observed
         standing = standing or Everybody()
         self._end = End()
-        self.state = GlobalState(layout, manifest.config.outer, manifest.config.codec, vectors)
+        self.state = GlobalState(
+            layout,
+            manifest.config.outer,
+            manifest.config.codec,
+            vectors,
+            turn_steps=manifest.config.schedule.sync_every,
+        )
         codecs = CodecChoice(
             manifest.config,
             layout,

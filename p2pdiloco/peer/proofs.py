@@ -43,6 +43,8 @@ def proven_digest(manifest: Manifest, proof: StateProof, register: Register = OP
         raise ValueError(f"the state of shard {head.shard} is of another step than its commit")
     if header.version != head.version:
         raise ValueError(f"the head of shard {head.shard} has another version than its commit")
+    if header.usual != state.usual:
+        raise ValueError(f"the state of shard {head.shard} has other usual tokens than its commit")
     if header.record != record_of(dict(state.marks), state.trained, state.stride):
         raise ValueError(f"the state of shard {head.shard} counts other tokens or blocks than its commit")
     try:
@@ -68,13 +70,14 @@ def check_lineage(
         is_parent = head is not None and head.parent == commit_id(header) and head.version == header.version + 1
         if head is None or not is_parent or head.shard != header.shard:
             raise ValueError(f"the lineage of shard {header.shard} is broken at version {header.version}")
-        _check_tokens(head, header.tokens)
+        _check_tokens(head, header)
         check_commit(run, header, earlier.signature, register)
         head = header
 
 
-def _check_tokens(header: CommitHeader, before: int) -> None:
-    if header.tokens != before + sum(c.tokens for c in header.contributors):
+def _check_tokens(header: CommitHeader, parent: CommitHeader) -> None:
+    tokens, usual = parent.usual.count([c.tokens for c in header.contributors], first=1)
+    if header.tokens != parent.tokens + tokens or header.usual != usual:
         raise ValueError(f"version {header.version} of shard {header.shard} counts tokens that nobody gave")
 
 

@@ -6,11 +6,9 @@ from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.defaults import budget, heartbeat_s, logged
 from p2pdiloco.protocol.identifiers import PeerId
-from p2pdiloco.protocol.limits import STEP_TOKENS, Sizes
+from p2pdiloco.protocol.limits import BATCH_ROOM, STEP_TOKENS, Sizes
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 
-BATCH_ROOM = 16
-"""How much larger than the run's a peer's batch may be."""
 EARLY_BYTES = 256 << 20
 EARLY_BYTES_PER_PARAMETER = 2
 """The larger of the two may wait for heads that are not reached yet: four or five of each shard in int4."""

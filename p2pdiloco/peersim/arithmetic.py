@@ -29,12 +29,13 @@ def outer_step(
 
 
 def merged(
-    vectors: Sequence[NDArray[np.float64]], weights: Sequence[float], steps: Sequence[int], how: str
+    vectors: Sequence[NDArray[np.float64]], declared: Sequence[float], steps: Sequence[int], turn: int, how: str
 ) -> NDArray[np.float64]:
-    """What is made of contributions with these weights, of so many inner steps each."""
+    """What is made of contributions that declare these weights and so many inner steps, where a turn has ``turn``."""
+    weights = [min((w, *_others(declared, i))) for i, w in enumerate(declared)]
     total = sum(weights)
     norms = [float(np.linalg.norm(v)) for v in vectors]
-    counted = _counted(norms, weights, steps)
+    counted = _counted(norms, steps, turn)
     found = zip(weights, vectors, norms, counted, strict=True)
     if how != "rda":
         return np.asarray(sum(w / total * v * (count / n) for w, v, n, count in found if n))
@@ -44,14 +45,17 @@ def merged(
     return np.asarray(mean * (radius / length if length else 0.0))
 
 
-def _counted(norms: Sequence[float], weights: Sequence[float], steps: Sequence[int]) -> list[float]:
-    """As how long each contribution counts: at most twice the median, by length or by length of a step."""
+def _counted(norms: Sequence[float], steps: Sequence[int], turn: int) -> list[float]:
+    """As how long each contribution counts: at most twice the others' median, by length or by length of a step."""
+    paces = [n / s for n, s in zip(norms, steps, strict=True)]
+    found = []
+    for index, (norm, made) in enumerate(zip(norms, steps, strict=True)):
+        length, pace = _others(norms, index), _others(paces, index)
+        found.append(min((norm, *(2 * max(a, b * min(made, turn)) for a, b in zip(length, pace, strict=True)))))
+    return found
 
-    def median(values: Sequence[float]) -> float:
-        known = sorted((value, w) for value, w in zip(values, weights, strict=True) if value and w)
-        sums = np.cumsum([w for _, w in known])
-        return known[int(np.searchsorted(sums, sums[-1] / 2 * (1 - 1e-12)))][0] if known else 0.0
 
-    length = median(norms)
-    pace = median([n / s for n, s in zip(norms, steps, strict=True)])
-    return [min(n, 2 * max(length, pace * s)) for n, s in zip(norms, steps, strict=True)]
+def _others(values: Sequence[float], index: int) -> tuple[float, ...]:
+    """The median of the others that are not 0, the larger one of two; nothing if there are none."""
+    others = sorted(v for i, v in enumerate(values) if i != index and v)
+    return (others[len(others) // 2],) if others else ()

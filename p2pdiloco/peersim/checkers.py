@@ -317,7 +317,13 @@ class Checks:
             vectors.append(given.vector.astype(np.float64))
             weights.append(given.tokens * given.tokens / given.steps)
         how = self.world.layout.shards[shard].merge
-        expected = arithmetic.merged(vectors, weights, [c.steps for c in header.contributors], how)
+        expected = arithmetic.merged(
+            vectors,
+            weights,
+            [c.steps for c in header.contributors],
+            self.world.manifest.config.schedule.sync_every,
+            how,
+        )
         slack = (1e-2 if self.world.setting.is_exact else 0.5) * float(np.abs(expected).max()) + 1e-4
         if self.world.setting.is_exact and float(np.abs(expected - change).max()) > slack:
             self.violated(3, f"commit {header.version} of shard {shard} is not the merge of what it names")

@@ -3,7 +3,8 @@
 Rules of this file:
 1. A commit extends the chain only if its parent is the head and no token of its ranges has been merged. A gap is
    allowed: a learner that was reset (``overwrite``, a fork deeper than its ledger) has thrown the tokens in it away.
-2. Of two heads the one with more cumulative tokens wins; ties go to the larger id. Nothing else decides.
+2. Of two heads the one with more cumulative tokens wins; ties go to the larger id. Nothing else decides. What a
+   contribution declares counts no further than ``counted_tokens`` says.
 3. The log holds the last ``length`` commits; marks of learners that were last merged long before the head are dropped,
    by version alone, so that every peer drops the same.
 """
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from p2pdiloco.protocol.blocks import BlockLedger, Trained
+from p2pdiloco.protocol.counted_tokens import NOTHING_USUAL, UsualTokens
 from p2pdiloco.protocol.events import Mark, ShardState
 from p2pdiloco.protocol.identifiers import Digest, LearnerId, PeerId, RunId, ShardId, digest_of, peer_of
 from p2pdiloco.protocol.limits import MAX_COUNT, Limits
@@ -73,6 +75,7 @@ class Chain:
         "shard",
         "step",
         "stride",
+        "usual",
     )
 
     def __init__(
@@ -90,6 +93,7 @@ class Chain:
         """Of shard 0: which blocks of data it has merged."""
         self.marks: dict[LearnerId, Mark] = {}
         self.stride = NO_STRIDE
+        self.usual = NOTHING_USUAL
         self._first = FIRST_RMS * math.sqrt(elements) if elements else math.inf
         self.log: deque[CommitHeader] = deque(maxlen=length)
         self.log_ids: deque[Digest] = deque(maxlen=length)
@@ -139,6 +143,10 @@ class Chain:
             after.add(c.blocks)
         return record_of(marks, after.state(), stride)
 
+    def count(self, contributors: Sequence[Contributor]) -> tuple[int, UsualTokens]:
+        """The tokens for which the contributions of a next commit count, all together, and what is usual after it."""
+        return self.usual.count([c.tokens for c in contributors], self.limits.first_tokens)
+
     def longest(self, contributors: Iterable[Contributor]) -> float:
         """How long a merged outer gradient of these may be."""
         steps = max(c.steps for c in contributors)
@@ -159,7 +167,6 @@ class Chain:
         """Why ``header`` cannot be this chain's next commit, or None if it can."""
         if self.head is None or not self.extends(header):
             return f"its parent {header.parent[:8]} is not the head"
-        tokens = 0
         previous, givers = "", set[PeerId]()
         for c in header.contributors:
             giver = peer_of(c.learner)
@@ -172,10 +179,10 @@ class Chain:
             problem = self.range_problem(c)
             if problem is not None:
                 return f"of learner {c.learner}: {problem}"
-            tokens += c.tokens
-        if not tokens:
+        if not header.contributors:
             return "it has no contributors"
-        if header.tokens != self.head.tokens + tokens:
+        tokens, usual = self.count(header.contributors)
+        if header.tokens != self.head.tokens + tokens or header.usual != usual:
             return "its cumulative tokens are wrong"
         if header.step > self.latest_step():
             return f"its step {header.step} is too far from its parent's, {self.step}"
@@ -195,6 +202,7 @@ class Chain:
         self.head = Head(self.shard, header.version, new_id, header.tokens)
         self.step = header.step
         self.stride = self.stride.after(header.length, header.steps, self.limits.turn_steps)
+        self.usual = header.usual
         self.marks = self._marks_after(header.version, header.contributors)
         if self.ledger is not None:
             for c in header.contributors:
@@ -225,6 +233,7 @@ class Chain:
         self.step = state.step
         self.marks = dict(state.marks)
         self.stride = state.stride
+        self.usual = state.usual
         if self.ledger is not None:
             self.ledger.restore(state.trained)
 
@@ -258,4 +267,4 @@ class Chain:
         """What travels with a state transfer."""
         assert self.head is not None
         trained = Trained() if self.ledger is None else self.ledger.state()
-        return ShardState(self.head, self.step, tuple(sorted(self.marks.items())), trained, self.stride)
+        return ShardState(self.head, self.step, tuple(sorted(self.marks.items())), trained, self.stride, self.usual)

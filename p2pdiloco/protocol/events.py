@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from p2pdiloco.protocol.blocks import Block, Trained
+from p2pdiloco.protocol.counted_tokens import NOTHING_USUAL, UsualTokens
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Equivocation, Head, Message
 from p2pdiloco.protocol.stride import NO_STRIDE, Stride
@@ -29,6 +30,8 @@ class ShardState(msgspec.Struct, frozen=True, array_like=True):
     trained: Trained = Trained()
     """Shard 0: the blocks of data that its chain has merged."""
     stride: Stride = NO_STRIDE
+    usual: UsualTokens = NOTHING_USUAL
+    """What a contribution to the shard usually counts for."""
 
 
 class Convictions(msgspec.Struct, frozen=True, array_like=True):

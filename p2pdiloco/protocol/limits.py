@@ -18,6 +18,8 @@ LEAD_TURNS = 16
 """A commit's global step lies at most so many turns beyond its parent's."""
 MAX_COUNT = 2**56
 """What a message's ``Count`` can hold."""
+BATCH_ROOM = 16
+"""How much larger than the run's a peer's batch may be."""
 STEP_TOKENS = 2**24
 """Tokens of an inner step, where the manifest does not say: the batches of the largest runs have fewer."""
 _MOST_RANGE_TOKENS = 2**42
@@ -62,6 +64,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     def run_tokens(self) -> int:
         """Most tokens that one learner trains in a run."""
         return min(self.learner_steps * self.step_tokens, MAX_COUNT // 16)
+
+    @property
+    def first_tokens(self) -> int:
+        """What a contribution counts for that is merged alone before anything else was: a turn of the run's batches."""
+        return max(1, self.turn_steps * self.step_tokens // BATCH_ROOM)
 
     @property
     def learner_steps(self) -> int:

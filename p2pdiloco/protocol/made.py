@@ -14,8 +14,9 @@ from p2pdiloco.protocol.messages import CommitHeader, Head, commit_id
 
 
 def is_left(header: CommitHeader, head: Head) -> bool:
-    """Whether ``head`` is heavier than the parent of ``header``, so that whoever has it does not merge there again."""
-    return head.tokens > header.tokens - sum(c.tokens for c in header.contributors)
+    """Whether ``head`` is as heavy as ``header``, and so heavier than its parent: whoever has it does not merge there
+    again."""
+    return head.tokens >= header.tokens
 
 
 class Made:

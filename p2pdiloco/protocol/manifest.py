@@ -23,7 +23,7 @@ from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId, Sh
 
 MANIFEST = "manifest.msgpack"
 """The file that holds one."""
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Raised whenever peers of two releases could no longer merge together."""
 
 MAX_HELD_OUT = 1 << 20

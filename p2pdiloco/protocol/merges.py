@@ -309,6 +309,7 @@ class Merges:
             return None
         self.sync_s += SMOOTHING * (core.now - job.began_at - self.sync_s)
         contributors = tuple(contribution.contributor for contribution in job.contributions)
+        tokens, usual = core.chains[event.shard].count(contributors)
         header = CommitHeader(
             shard=event.shard,
             version=head.version + 1,
@@ -316,11 +317,12 @@ class Merges:
             step=min(collection.step, core.chains[event.shard].latest_step()),
             owner=core.config.peer,
             contributors=contributors,
-            tokens=head.tokens + sum(c.tokens for c in contributors),
+            tokens=head.tokens + tokens,
             payload=event.payload,
             result=event.result,
             record=core.chains[event.shard].record_after(head.version + 1, contributors, event.length),
             length=event.length,
+            usual=usual,
         )
         return self.made.once(header)
 

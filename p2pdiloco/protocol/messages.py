@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from p2pdiloco.protocol.blocks import Block
+from p2pdiloco.protocol.counted_tokens import NOTHING_USUAL, UsualTokens
 from p2pdiloco.protocol.identifiers import (
     DIGEST_BYTES,
     Digest,
@@ -77,7 +78,7 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
     version: Count
     id: Hex
     tokens: Count
-    """Cumulative tokens of the chain."""
+    """Cumulative tokens of the chain, as far as they count."""
 
 
 class CommitHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -92,7 +93,7 @@ class CommitHeader(msgspec.Struct, frozen=True, array_like=True):
     contributors: Annotated[tuple[Contributor, ...], Meta(max_length=MAX_CONTRIBUTORS)]
     """Sorted by learner."""
     tokens: Count
-    """Cumulative, this commit's contributors included."""
+    """Cumulative, this commit's contributors included, as far as their tokens count (``counted_tokens``)."""
     payload: Hex
     result: Hex
     """Digest of the shard's global parameters and outer momentum after this commit."""
@@ -100,6 +101,8 @@ class CommitHeader(msgspec.Struct, frozen=True, array_like=True):
     """Digest of what the chain counts after this commit: marks, trained blocks, stride (``Chain.record_after``)."""
     length: Annotated[float, Meta(ge=0.0, le=1e38)] = 0.0
     """Of the merged outer gradient (Euclidean norm), or more."""
+    usual: UsualTokens = NOTHING_USUAL
+    """What a contribution to the shard usually counts for, after this commit."""
 
     @property
     def steps(self) -> int:

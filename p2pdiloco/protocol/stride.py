@@ -38,17 +38,14 @@ class Stride(msgspec.Struct, frozen=True, array_like=True):
     def longest(self, steps: int, turn_steps: int, first: float) -> float:
         """What may come next of so many inner steps; ``first`` for each of them where nothing has come yet."""
         reach = _reach(steps, turn_steps)
-        return _power(self.octaves + LEAP + octaves(reach)) if self.counted else first * reach
+        return power(self.octaves + LEAP + octaves(reach)) if self.counted else first * reach
 
     def after(self, length: float, steps: int, turn_steps: int) -> Stride:
         """With one more, of ``length`` > 0; what has no length does not count."""
         if not length:
             return self
         found = octaves(length) - octaves(_reach(steps, turn_steps))
-        counted = min(self.counted + 1, MEMORY)
-        if self.counted:
-            found = min(max(found, self.octaves - LEAP), self.octaves + LEAP)
-        found = self.octaves + (found - self.octaves) // counted
+        counted, found = running_mean(self.counted, self.octaves, found)
         return Stride(counted, min(max(found, -MOST_OCTAVES), MOST_OCTAVES))
 
     @property
@@ -60,13 +57,22 @@ class Stride(msgspec.Struct, frozen=True, array_like=True):
 NO_STRIDE = Stride()
 
 
+def running_mean(counted: int, mean: int, found: int) -> tuple[int, int]:
+    """A mean of ``counted`` octaves with one more, ``found``, which moves it by at most a leap: how many are in it now
+    (at most ``MEMORY``), and the mean."""
+    if counted:
+        found = min(max(found, mean - LEAP), mean + LEAP)
+    counted = min(counted + 1, MEMORY)
+    return counted, mean + (found - mean) // counted
+
+
 def octaves(length: float) -> int:
     """The logarithm of ``length`` > 0."""
     fraction, exponent = math.frexp(length)
     return (exponent - 1) * OCTAVE + int((2.0 * fraction - 1.0) * OCTAVE)
 
 
-def _power(count: int) -> float:
+def power(count: int) -> float:
     """The least length of so many octaves."""
     return math.ldexp(1.0 + (count % OCTAVE) / OCTAVE, count // OCTAVE)
 

@@ -8,9 +8,10 @@ Rules of this file:
 2. phi(v) = 0 for what is shorter than ``SHORTEST``: zeros, noise that somebody sends, or several that cancel out, have
    no direction. With that, and no contribution longer than ``MOST``, each factor and each sum is a finite float32.
 3. With no weight at all the result is zero: nobody trained, so nothing moves.
-4. No contribution counts as longer than twice the median length, or twice the median length of a step for as many steps
-   as it is about (who comes back from a cut is honestly longer). Medians are by weight, so that whoever has less than
-   half of it moves them little. What is cut off is lost, not given again.
+4. Nothing proves what a contribution declares, so none counts for more than the others do: its weight is at most
+   ``MOST_WEIGHT`` times the median of the others' weights, its length at most ``LONGEST`` times the median of their
+   lengths (or of their lengths for a step, for as many steps as it is about, up to a turn's). Each contribution has one
+   vote in a median, whatever its weight. What is cut off is lost, not given again.
 5. Chunk by chunk, and of each gradient no more is decoded than the chunk at hand: memory does not grow with the peers.
 
 Source: Decoupled DiLoCo, arXiv 2604.21428. Learners' outer gradients are nearly orthogonal, so that their plain mean
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from p2pdiloco.protocol.manifest import MergeRule
+from p2pdiloco.protocol.medians import medians_of_others
 from p2pdiloco.tensors import kernels, quantizers, shard_bodies
 from p2pdiloco.tensors.chunk_bodies import LARGEST
 from p2pdiloco.tensors.recipes import CHUNK
@@ -36,8 +38,10 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
+MOST_WEIGHT: Final = 1.0
+"""How many times the median of the others' weights a contribution's may be."""
 LONGEST: Final = 2.0
-"""How many times as long as the median a contribution may count."""
+"""How many times as long as the median of the others a contribution may count."""
 SHORTEST: Final = 2.0**-100
 MOST: Final = LARGEST / 2
 """The length of a contribution. Twice that can be encoded, so that rounding may make a merge of such ones longer."""
@@ -124,11 +128,17 @@ def token_weight(tokens: int, steps: int) -> float:
 
 
 def merge(
-    rule: MergeRule, gradients: Sequence[Gradient], weights: Sequence[float], steps: Sequence[int], out: Tensor
+    rule: MergeRule,
+    gradients: Sequence[Gradient],
+    weights: Sequence[float],
+    steps: Sequence[int],
+    turn_steps: int,
+    out: Tensor,
 ) -> Accord:
-    """Merge by ``rule`` into ``out``; see the two functions. ``steps``: inner steps that each is about."""
+    """Merge by ``rule`` into ``out``; see the two functions. ``weights`` and ``steps``: what each contribution declares,
+    its weight (``token_weight``) and its inner steps. ``turn_steps``: inner steps of a turn (H)."""
     norms = [_length(v) for v in gradients]
-    lengths = counted_lengths(norms, weights, steps)
+    weights, lengths = counted_weights(weights), counted_lengths(norms, steps, turn_steps)
     match rule:
         case "direct":
             length = direct_mean(gradients, weights, out, lengths)
@@ -153,22 +163,27 @@ def _length(v: Gradient) -> float:
     return found if found >= SHORTEST else 0.0
 
 
-def counted_lengths(norms: Sequence[float], weights: Sequence[float], steps: Sequence[int]) -> list[float]:
-    """How long each contribution counts, by the gradients' ``norms``; rule 4."""
-    found = [(n, w, s) for n, w, s in zip(norms, weights, steps, strict=True) if n and w and s]
-    typical = _median([(n, w) for n, w, _ in found])
-    pace = _median([(n / s, w) for n, w, s in found])
-    return [min(n, LONGEST * max(typical, pace * s)) for n, s in zip(norms, steps, strict=True)]
+def counted_weights(weights: Sequence[float]) -> list[float]:
+    """How much each contribution counts, by its declared weight; rule 4."""
+    return [min(w, MOST_WEIGHT * typical) for w, typical in zip(weights, _typical(weights), strict=True)]
 
 
-def _median(weighted: Sequence[tuple[float, float]]) -> float:
-    """The smallest value that has half of the weight at or below it; 0 of nothing."""
-    half, reached = math.fsum(w for _, w in weighted) / 2, 0.0
-    for value, weight in sorted(weighted):
-        reached += weight
-        if reached >= half:
-            return value
-    return 0.0
+def counted_lengths(norms: Sequence[float], steps: Sequence[int], turn_steps: int) -> list[float]:
+    """How long each contribution counts, by its gradient's norm and its declared inner steps; rule 4."""
+    paces = _typical([n / s if s else 0.0 for n, s in zip(norms, steps, strict=True)])
+    reaches = [pace * min(s, turn_steps) if s else 0.0 for pace, s in zip(paces, steps, strict=True)]
+    found = zip(norms, _typical(norms), reaches, strict=True)
+    return [min(n, LONGEST * max(typical, reach)) for n, typical, reach in found]
+
+
+def _typical(values: Sequence[float]) -> list[float]:
+    """For each value the median of the others, those aside that are 0; infinite where there is no other."""
+    known = [index for index, value in enumerate(values) if value]
+    found = [math.inf] * len(values)
+    if len(known) > 1:
+        for index, median in zip(known, medians_of_others([values[index] for index in known]), strict=True):
+            found[index] = median
+    return found
 
 
 def direct_mean(

@@ -110,7 +110,7 @@ class Conservation:
         self.shards = [shard.shard for shard in self.layout.shards]
         self.vectors = SharedVectors.create(self.layout.elements)
         outer = OuterConfig(learning_rate=RATE, momentum=MOMENTUM)
-        self.state = GlobalState(self.layout, outer, CodecConfig(up="bf16", down="bf16"), self.vectors)
+        self.state = GlobalState(self.layout, outer, CodecConfig(up="bf16", down="bf16"), self.vectors, turn_steps=24)
         self.names = (digest_of(f"head {n}".encode()) for n in itertools.count())
         self.lives = (LearnerId(f"me/{n}") for n in itertools.count())
         self.theta = np.zeros((len(self.shards), ELEMENTS))

@@ -72,7 +72,7 @@ def test_what_is_merged_of_finite_contributions_can_be_encoded(
                 continue  # it is named, and the others are merged
             counted.append(weight)
         out = torch.full((ELEMENTS,), math.nan)
-        accord = merge.merge(rule, gradients, counted, [4] * len(gradients), out)
+        accord = merge.merge(rule, gradients, counted, [4] * len(gradients), 4, out)
         assert torch.isfinite(out).all()
         assert accord.cosine is None or math.isfinite(accord.cosine)
         bodies, length = merge.encode(recipe(codec), out, LONGEST)

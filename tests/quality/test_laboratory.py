@@ -227,7 +227,11 @@ def test_the_exchange_is_the_nodes(up: Any, down: Any, merge: Any, correction: b
     for name in ("a", "b", "c"):
         vectors = SharedVectors.create(elements)
         outer = OuterConfig(learning_rate=0.7, momentum=0.4, merge=merge, bias_correction=correction)
-        node = Node(LearnerId(f"{name}/1"), GlobalState(layout, outer, CodecConfig(up=up, down=down), vectors), vectors)
+        node = Node(
+            LearnerId(f"{name}/1"),
+            GlobalState(layout, outer, CodecConfig(up=up, down=down), vectors, turn_steps=24),
+            vectors,
+        )
         node.state.put(shard, digest_of(b"version 0"), start, torch.zeros(elements))
         node.state.shifts.load(node.learner)
         node.state.shifts.shifted((shard,))

@@ -50,7 +50,7 @@ class Peer:
         layout = make_layout(tensors, 1, 1 << 20, rule)
         self.outer = outer
         self.vectors = SharedVectors.create(ELEMENTS)
-        self.state = GlobalState(layout, self.outer, codec or CodecConfig(), self.vectors)
+        self.state = GlobalState(layout, self.outer, codec or CodecConfig(), self.vectors, turn_steps=24)
         self.state.put(SHARD, ZERO, bell(99, 0.02), bell(98).to(self.state.form.momentum))
         self.version = 0
 

@@ -34,7 +34,7 @@ class Node:
         self.queue = WorkQueue("tensors", partial(torch.set_num_threads, 1), threads)
         self.vectors = SharedVectors.create(self.layout.elements)
         outer = OuterConfig(learning_rate=0.7, momentum=0.9)
-        self.state = GlobalState(self.layout, outer, CodecConfig(), self.vectors)
+        self.state = GlobalState(self.layout, outer, CodecConfig(), self.vectors, turn_steps=24)
         random = torch.Generator().manual_seed(3)
         for piece in self.layout.shards:
             theta = torch.randn(piece.elements, generator=random)

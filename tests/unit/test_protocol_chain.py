@@ -22,6 +22,7 @@ def founded(length: int = 4) -> Chain:
 
 def child(chain: Chain, *contributors: Contributor) -> CommitHeader:
     assert chain.head is not None
+    tokens, usual = chain.count(contributors or [given(A, 0, 1)])
     return CommitHeader(
         shard=SHARD,
         version=chain.head.version + 1,
@@ -29,10 +30,11 @@ def child(chain: Chain, *contributors: Contributor) -> CommitHeader:
         step=8,
         owner=PeerId("a"),
         contributors=contributors,
-        tokens=chain.head.tokens + sum(c.tokens for c in contributors),
+        tokens=chain.head.tokens + tokens,
         payload=Digest("p"),
         result=Digest("r"),
         record=chain.record_after(chain.head.version + 1, contributors),
+        usual=usual,
     )
 
 

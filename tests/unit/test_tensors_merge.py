@@ -12,6 +12,7 @@ from p2pdiloco.tensors.merge import (
     EncodedGradient,
     Vector,
     counted_lengths,
+    counted_weights,
     direct_mean,
     merge,
     radial_directional,
@@ -38,7 +39,7 @@ def test_as_many_as_like_may_be_as_long_as_is_allowed() -> None:
     longest = torch.tensor([MOST, 0.0])
     for rule in RULES:
         out = torch.empty(2)
-        merge(rule, [Vector(longest)] * 10, [1.0] * 10, [1] * 10, out)
+        merge(rule, [Vector(longest)] * 10, [1.0] * 10, [1] * 10, 1, out)
         assert float(out[0]) == pytest.approx(MOST)
         assert decode_chunks(encode_vector(recipe("int4", 0.0), out), torch.empty(2))[0] == pytest.approx(
             MOST, rel=0.01
@@ -93,9 +94,9 @@ def test_vectors_longer_than_a_chunk() -> None:
     v = torch.randn((1 << 18) + 3, generator=torch.Generator().manual_seed(3))
     w = torch.randn((1 << 18) + 3, generator=torch.Generator().manual_seed(4))
     out = torch.empty_like(v)
-    merge("direct", [Vector(v), Vector(w)], [1.0, 1.0], [1, 1], out)
+    merge("direct", [Vector(v), Vector(w)], [1.0, 1.0], [1, 1], 1, out)
     assert torch.allclose(out, (v + w) / 2, atol=1e-6)
-    merge("rda", [Vector(v), Vector(w)], [1.0, 1.0], [1, 1], out)
+    merge("rda", [Vector(v), Vector(w)], [1.0, 1.0], [1, 1], 1, out)
     assert float(out.double().norm()) == pytest.approx(float(v.double().norm() + w.double().norm()) / 2, rel=1e-5)
 
 
@@ -140,21 +141,54 @@ def test_one_of_four_that_sends_noise_does_not_lengthen_the_step(rule: MergeRule
     honest = [torch.randn(1000, generator=generator) for _ in range(4)]
     noise = 100.0 * torch.randn(1000, generator=generator)
     alone, beside = torch.empty(1000), torch.empty(1000)
-    merge(rule, [Vector(v) for v in honest], [1.0] * 4, [24] * 4, alone)
-    merge(rule, [Vector(v) for v in (*honest[:3], noise)], [1.0] * 4, [24] * 4, beside)
+    merge(rule, [Vector(v) for v in honest], [1.0] * 4, [24] * 4, 24, alone)
+    merge(rule, [Vector(v) for v in (*honest[:3], noise)], [1.0] * 4, [24] * 4, 24, beside)
     assert float(beside.norm()) < 1.5 * float(alone.norm())
 
 
-def test_a_contribution_counts_as_twice_the_median_at_most() -> None:
-    assert counted_lengths([1.0, 2.0, 3.0, 100.0], [1.0] * 4, [24] * 4) == [1.0, 2.0, 3.0, 4.0]
-    assert counted_lengths([1.0, 2.0, 3.0, 100.0], [1.0] * 3 + [2.0], [24] * 4) == [1.0, 2.0, 3.0, 6.0]
+def test_a_contribution_counts_as_twice_the_others_median_at_most() -> None:
+    assert counted_lengths([1.0, 2.0, 3.0, 100.0], [24] * 4, 24) == [1.0, 2.0, 3.0, 4.0]
+    assert counted_lengths([1.0, 3.0, 100.0], [24] * 3, 24) == [1.0, 3.0, 6.0]
+    assert counted_lengths([1.0, 100.0], [24] * 2, 24) == [1.0, 2.0]
+    assert counted_lengths([100.0], [24], 24) == [100.0]
 
 
-def test_who_comes_back_with_many_steps_counts_whole_and_who_made_few_is_no_measure() -> None:
-    assert counted_lengths([1.0, 1.0, 1.0, 40.0], [24.0, 24.0, 24.0, 960.0], [24, 24, 24, 960]) == [1.0, 1.0, 1.0, 40.0]
-    assert counted_lengths([1.0, 1.0, 5.0], [2.0, 2.0, 3.0], [24, 24, 120]) == [1.0, 1.0, 5.0]
-    assert counted_lengths([0.0, 0.0, 3.0], [1.0, 1.0, 1.0], [24, 24, 24]) == [0.0, 0.0, 3.0]
-    assert counted_lengths([2.0, 3.0], [0.0, 0.0], [0, 0]) == [0.0, 0.0]
+def test_declared_steps_lengthen_a_contribution_to_a_turns_at_most() -> None:
+    """Whoever declares the steps of 64 turns goes no farther than whoever declares those of one."""
+    assert counted_lengths([1.0, 1.0, 1.0, 40.0], [24, 24, 24, 64 * 24], 24) == [1.0, 1.0, 1.0, 2.0]
+    assert counted_lengths([1.0, 5.0], [4, 24], 24) == [1.0, 5.0], "a newcomer's first contribution is no measure"
+    assert counted_lengths([0.0, 0.0, 3.0], [24, 24, 24], 24) == [0.0, 0.0, 3.0]
+    assert counted_lengths([2.0, 3.0], [0, 0], 24) == [2.0, 3.0]
+
+
+def test_a_weight_counts_for_the_median_of_the_others_at_most() -> None:
+    """Each has one vote: what one declares does not make it the median."""
+    assert counted_weights([3.0, 4.0, 5.0, 1e12]) == [3.0, 4.0, 4.0, 4.0]
+    assert counted_weights([4.0, 1e12]) == [4.0, 4.0]
+    assert counted_weights([1e12]) == [1e12]
+    assert counted_weights([0.0, 7.0]) == [0.0, 7.0]
+    assert counted_weights([1.0, 1.0, 1.0, 1e12, 1e12]) == [1.0, 1.0, 1.0, 1.0, 1.0], "nor two of five"
+
+
+@pytest.mark.parametrize("rule", ["rda", "direct"])
+@pytest.mark.parametrize("liars", [1, 2])
+def test_a_minority_that_declares_most_tokens_and_turns_round_does_not_turn_the_merge(
+    rule: MergeRule, liars: int
+) -> None:
+    """One of four, and two of eight, send the opposite of what they found, declare any weight and the steps of many
+    turns, and are 30 times as long as the others."""
+    generator = torch.Generator().manual_seed(7)
+    common = torch.randn(1000, generator=generator)
+    found = [common + torch.randn(1000, generator=generator) for _ in range(4 * liars)]
+    sent = [*found[liars:], *(-30.0 * v for v in found[:liars])]
+    honest, merged = torch.empty(1000), torch.empty(1000)
+    steps, weights = [24] * len(sent), [500.0] * len(sent)
+    merge(rule, [Vector(v) for v in found], weights, steps, 24, honest)
+    claims, many = [500.0] * (3 * liars) + [1e12] * liars, [24] * (3 * liars) + [64 * 24] * liars
+    merge(rule, [Vector(v) for v in sent], claims, many, 24, merged)
+    cosine = float(honest @ merged / (honest.norm() * merged.norm()))
+    assert cosine > 0.3
+    assert float(merged.norm()) < 1.6 * float(honest.norm())
 
 
 @pytest.mark.parametrize("rule", ["rda", "direct"])
@@ -164,8 +198,11 @@ def test_the_mean_cosine_of_contributions_is_told(rule: MergeRule) -> None:
     vectors = [v / v.norm() for v in (torch.randn(50, generator=generator) + 0.5 for _ in range(3))]
     pairs = [float(vectors[a] @ vectors[b]) for a, b in ((0, 1), (0, 2), (1, 2))]
     out, given = torch.empty(50), [Vector(v) for v in vectors]
-    equal, unequal = merge(rule, given, [2.0] * 3, [1] * 3, out), merge(rule, given, [1.0, 1.0, 3.0], [1] * 3, out)
+    equal, unequal = (
+        merge(rule, given, [2.0] * 3, [1] * 3, 1, out),
+        merge(rule, given, [1.0, 3.0, 3.0], [1] * 3, 1, out),
+    )
     assert equal.cosine == pytest.approx(sum(pairs) / 3, abs=1e-5)
-    assert unequal.cosine == pytest.approx((pairs[0] + 3 * pairs[1] + 3 * pairs[2]) / 7, abs=1e-5)
-    assert merge(rule, given[:1], [1.0], [1], out).cosine is None
-    assert merge(rule, [*given, Vector(9 * vectors[0])], [1.0] * 4, [1] * 4, out).shortened == 1
+    assert unequal.cosine == pytest.approx((3 * pairs[0] + 3 * pairs[1] + 9 * pairs[2]) / 15, abs=1e-5)
+    assert merge(rule, given[:1], [1.0], [1], 1, out).cosine is None
+    assert merge(rule, [*given, Vector(9 * vectors[0])], [1.0] * 4, [1] * 4, 1, out).shortened == 1

@@ -17,6 +17,7 @@ from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.blocks import Trained
 from p2pdiloco.protocol.chain import genesis_head, record_of
 from p2pdiloco.protocol.core import ProtocolConfig
+from p2pdiloco.protocol.counted_tokens import NOTHING_USUAL, UsualTokens
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, RunId, ShardId, digest_of, learner_id
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.ownership import ranked_owners
@@ -106,6 +107,7 @@ def genesis(config: ProtocolConfig) -> tuple[ev.ShardState, ...]:
 
 def commit_on(parent: msg.Head, *contributors: msg.Contributor, **changes: Any) -> msg.CommitHeader:
     """A sound child of ``parent``, whose chain counts nobody else, but for ``changes``."""
+    tokens, usual = _usual.get(parent.id, NOTHING_USUAL).count([c.tokens for c in contributors] or [1], first=2**60)
     marks = {c.learner: ev.Mark(c.tokens_to, c.steps_to, parent.version + 1) for c in contributors}
     header = msg.CommitHeader(
         shard=parent.shard,
@@ -114,17 +116,28 @@ def commit_on(parent: msg.Head, *contributors: msg.Contributor, **changes: Any) 
         step=4 * (parent.version + 1),
         owner=B,
         contributors=contributors,
-        tokens=parent.tokens + sum(c.tokens for c in contributors),
+        tokens=parent.tokens + tokens,
         payload=digest(f"payload on {parent.id} of {contributors}"),
         result=digest(f"result on {parent.id} of {contributors}"),
         record=record_of(marks, Trained()),
+        usual=usual,
     )
-    return msgspec.structs.replace(header, **changes)
+    return remembered(msgspec.structs.replace(header, **changes))
+
+
+_usual: dict[Digest, UsualTokens] = {}
+"""By head, of all commits that a test has seen."""
+
+
+def remembered(header: msg.CommitHeader) -> msg.CommitHeader:
+    """``header``, on which ``commit_on`` may build."""
+    _usual[msg.commit_id(header)] = header.usual
+    return header
 
 
 def head_of(header: msg.CommitHeader) -> msg.Head:
     """The head that a commit makes."""
-    return msg.Head(header.shard, header.version, msg.commit_id(header), header.tokens)
+    return msg.Head(header.shard, header.version, msg.commit_id(remembered(header)), header.tokens)
 
 
 class Stage:
@@ -280,7 +293,9 @@ class Stage:
 
     def commit(self, *contributors: msg.Contributor, **changes: Any) -> msg.CommitHeader:
         """A sound child of the head."""
-        record = self.machine.core.chains[SHARD].record_after(self.head().version + 1, contributors)
+        chain = self.machine.core.chains[SHARD]
+        record = chain.record_after(self.head().version + 1, contributors)
+        _usual[self.head().id] = chain.usual
         return commit_on(self.head(), *contributors, **{"record": record, **changes})
 
     def take(self, header: msg.CommitHeader, sender: PeerId = B) -> list[ef.Effect]:

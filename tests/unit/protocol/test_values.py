@@ -140,6 +140,7 @@ class Owner:
             OuterConfig(learning_rate=0.7, momentum=0.9),
             CodecConfig(),
             SharedVectors.create(ELEMENTS),
+            turn_steps=TURN,
         )
         self.state.put(SHARD, digest("zero"), torch.zeros(ELEMENTS), self.state.form.still(ELEMENTS))
 

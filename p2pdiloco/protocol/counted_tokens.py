@@ -1,0 +1,62 @@
+"""How many tokens each contribution of a merge counts for: no more than four times what the others' do.
+
+Nothing proves how many tokens a learner trained. A chain's tokens decide which of two chains wins and when a run's
+budget is spent, so a peer must not be able to declare as many as it likes.
+
+Rules of this file:
+1. A contribution counts for at most ``MOST_TIMES`` the median of the merge's other contributions. Each of these has one
+   vote, whatever it declares: fewer than half of them cannot move the median beyond what honest peers declare.
+2. With one other contribution, or none, the chain's usual contribution counts as well: a newcomer's first contribution
+   is a short one, and an owner may merge its own alone.
+3. Integers only, and no logarithm: all peers count alike, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from p2pdiloco.protocol.medians import lower_median, medians_of_others
+from p2pdiloco.protocol.stride import MEMORY, OCTAVE, octaves, power, running_mean
+
+MOST_TIMES: Final = 4
+_FEW: Final = 2
+"""With fewer than two others there is no median that one peer cannot choose."""
+
+
+class UsualTokens(msgspec.Struct, frozen=True, array_like=True):
+    """What a contribution to one shard usually counts for: a running mean over its chain's versions."""
+
+    versions: Annotated[int, Meta(ge=0, le=MEMORY)] = 0
+    """Versions in the mean, at most ``MEMORY``; 0: nothing has been merged."""
+    octaves: Annotated[int, Meta(ge=0, le=64 * OCTAVE)] = 0
+    """The mean of the logarithms to base 2, in 1,024ths (see ``stride``)."""
+
+    def count(self, tokens: Sequence[int], first: int) -> tuple[int, UsualTokens]:
+        """What contributions that declare ``tokens`` (each at least 1) count for, all together, and what is usual after
+        them; ``first`` as in ``counted``."""
+        counted = self.counted(tokens, first)
+        return sum(counted), self.after(counted)
+
+    def counted(self, tokens: Sequence[int], first: int) -> list[int]:
+        """What each of them counts for. ``first``: the usual of a chain that has merged nothing yet, for a contribution
+        that is merged alone."""
+        usual = int(power(self.octaves)) if self.versions else 0
+        if len(tokens) == 1:
+            references = [usual or first]
+        else:
+            references = medians_of_others(tokens)
+            if len(tokens) <= _FEW:
+                references = [max(reference, usual) for reference in references]
+        return [min(t, MOST_TIMES * reference) for t, reference in zip(tokens, references, strict=True)]
+
+    def after(self, counted: Sequence[int]) -> UsualTokens:
+        """With one more version, whose contributions counted for so much. The lower median by head is what counts, and
+        at most a leap of it."""
+        return UsualTokens(*running_mean(self.versions, self.octaves, octaves(lower_median(counted))))
+
+
+NOTHING_USUAL = UsualTokens()
