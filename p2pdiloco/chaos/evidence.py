@@ -18,6 +18,7 @@ import msgspec
 
 from p2pdiloco.chaos.happenings import Happening
 from p2pdiloco.chaos.plan import Fault, Kind, Schedule
+from p2pdiloco.chaos.swarm import SENT_LIES
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.runtime.journal import JournalError, effects_crc, read_journal
 from p2pdiloco.runtime.rotation import older
@@ -114,6 +115,18 @@ class PeerEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """The first journal that does not replay, and why."""
 
 
+class HostilePeer(msgspec.Struct, frozen=True, kw_only=True):
+    """A peer with changed code."""
+
+    name: str
+    peer: str
+    """Its id; empty if it never started."""
+    faults: int
+    """How often others have counted what it sent as a fault."""
+    sent: tuple[str, ...]
+    """Its lies that have left for another peer."""
+
+
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """Everything."""
 
@@ -127,8 +140,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     twins: tuple[Twin, ...]
     peers: tuple[PeerEvidence, ...]
     """The honest ones."""
-    hostile: tuple[tuple[str, str, int], ...] = ()
-    """Names and ids of the others, and how often what they sent was counted as a fault."""
+    hostile: tuple[HostilePeer, ...] = ()
+    """The others."""
     last: str
     """Who left last."""
     leftovers: tuple[str, ...]
@@ -217,14 +230,14 @@ def _peer(
     )
 
 
-def _hostile(out: Path, name: str) -> tuple[str, str, int]:
-    """A peer with changed code: its name, its id, and how often others have counted what it sent as a fault."""
-    ids = {line["peer"] for line in _events(out / f"peer-{name}", 0.0) if line["event"] == "started"}
-    others = (folder for folder in out.glob("peer-*") if folder.name != f"peer-{name}")
-    counted = sum(
-        line["event"] == "fault" and line["peer"] in ids for folder in others for line in _events(folder, 0.0)
-    )
-    return name, min(ids, default=""), counted
+def _hostile(out: Path, name: str) -> HostilePeer:
+    folder = out / f"peer-{name}"
+    ids = {line["peer"] for line in _events(folder, 0.0) if line["event"] == "started"}
+    others = (one for one in out.glob("peer-*") if one != folder)
+    counted = sum(line["event"] == "fault" and line["peer"] in ids for one in others for line in _events(one, 0.0))
+    path = folder / SENT_LIES
+    sent = path.read_text().split() if path.exists() else ()
+    return HostilePeer(name=name, peer=min(ids, default=""), faults=counted, sent=tuple(sorted({*sent})))
 
 
 def _told_of_clock(folder: Path) -> int:

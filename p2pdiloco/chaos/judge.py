@@ -262,15 +262,19 @@ def _clocks(evidence: Evidence) -> Verdict:
 
 
 def _liars(evidence: Evidence) -> Verdict:
-    """Peers with changed code took part, and what can be told from honest things was counted."""
+    """Peers with changed code took part, each of their lies was sent, and what differs from honest things was
+    counted."""
     plan = evidence.schedule.plan
-    problems = [f"{name}, which is hostile, never took part" for name, peer, _ in evidence.hostile if not peer]
-    problems += [
-        f"what {name} sent ({plan.lies(name)}) was never counted"
-        for name, peer, counted in evidence.hostile
-        if peer and not counted and not COUNTED.isdisjoint(plan.lies(name).split("+"))
-    ]
-    told = ", ".join(f"{name} ({plan.lies(name)}) {counted} times" for name, _, counted in evidence.hostile)
+    problems = []
+    for one in evidence.hostile:
+        lies = plan.lies(one.name).split("+")
+        if not one.peer:
+            problems.append(f"{one.name}, which is hostile, never took part")
+            continue
+        problems += [f"{one.name} never sent its lie {lie!r}" for lie in lies if lie not in one.sent]
+        if not one.faults and not COUNTED.isdisjoint(lies):
+            problems.append(f"what {one.name} sent ({plan.lies(one.name)}) was never counted")
+    told = ", ".join(f"{one.name} ({plan.lies(one.name)}) {one.faults} times" for one in evidence.hostile)
     return _verdict("liars counted", problems, told or "everybody's code is ours")
 
 

@@ -1,37 +1,73 @@
 """Peers with changed code: ours, with a method replaced for each lie that a plan's ``hostile`` names, in this process.
 
-All else of such a peer is honest, so that it stays in the run for as long as the others let it.
+All else of such a peer is honest, so that it stays in the run for as long as the others let it. A lie counts as sent
+once a message that bears it has left for another peer: what the liar's own code refuses harms nobody and proves
+nothing.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
 
-from p2pdiloco.peer import cargo, signatures
 from p2pdiloco.protocol import merges, presence, workload
+from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.adoption import Adoption
+from p2pdiloco.protocol.carry import Carry
+from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.identifiers import Digest
-from p2pdiloco.protocol.messages import MAX_CLAIMS, Contributor, Head, Heads
+from p2pdiloco.protocol.limits import BATCH_ROOM, RANGE_TURNS
+from p2pdiloco.protocol.messages import MAX_CLAIMS, Head, Heads
+from p2pdiloco.runtime.transport import Transport
 from p2pdiloco.tensors import merge, quantizers
 from p2pdiloco.tensors.shard_bodies import Bodies
+from p2pdiloco.wire.bodies import decode_message
 
 LARGE = 1e34
 TINY = 1e-40
+SHORT = 1e-3
+MANY_TOKENS = 2**50
+LATE_STEP = 2**55
+FAR_VERSIONS = 1000
+HEAVY = 1e12
+NOISE_TIMES = 30.0
 
 
-def tell(names: Sequence[str]) -> None:
-    """From now on.
+class Lie(NamedTuple):
+    """A change of this process's code."""
+
+    begin: Callable[[], None]
+    is_in: Callable[[msg.Message], bool]
+    """Whether a message bears it."""
+
+
+def tell(names: Sequence[str], sent: Path) -> None:
+    """From now on. The name of each lie is added to the file ``sent`` when it has left for another peer first.
 
     Raises:
         KeyError: there is no such lie.
     """
     for name in names:
-        LIES[name]()
+        LIES[name].begin()
+    waiting = set(names)
+    sound = Transport.send
+
+    def send(self: Transport, peer: Any, body: bytes, *rest: Any, **options: Any) -> bool:
+        is_sent = sound(self, peer, body, *rest, **options)
+        if is_sent and waiting:
+            message = decode_message(body)
+            for name in [name for name in waiting if LIES[name].is_in(message)]:
+                waiting.remove(name)
+                with open(sent, "a") as file:
+                    file.write(f"{name}\n")
+        return is_sent
+
+    _put(Transport, "send", send)
 
 
 def _values() -> None:
@@ -40,19 +76,25 @@ def _values() -> None:
 
     def encode(how: quantizers.Recipe, merged: torch.Tensor, _: float, room: int) -> tuple[Bodies, float]:
         bodies, _length = sound(how, merged.fill_(LARGE), math.inf, room)
-        return bodies, 1e-3
+        return bodies, SHORT
 
     _put(merge, "encode", encode)
 
 
 def _tokens() -> None:
-    """What its learner gives counts for 2^56 tokens more."""
-    sound = signatures.signed
+    """What its learner gives is said to be of as many steps and tokens as honest peers believe."""
+    sound = Contributions.snapshotted
 
-    def signed(identity: Any, run: Any, shard: Any, base: Any, given: Contributor, payload: Any) -> Contributor:
-        return sound(identity, run, shard, base, replace(given, tokens_to=2**56), payload)
+    def snapshotted(self: Contributions, event: Any) -> None:
+        many = replace(event, steps=event.steps * RANGE_TURNS, tokens=event.tokens * RANGE_TURNS * BATCH_ROOM)
+        sound(self, many)
 
-    _put(cargo, "signed", signed)
+    _put(Contributions, "snapshotted", snapshotted)
+
+
+def _is_many_tokens(message: msg.Message) -> bool:
+    """Whether a contribution declares as many steps as the lie does at least."""
+    return isinstance(message, msg.Contribution) and message.contributor.steps >= RANGE_TURNS
 
 
 def _others() -> None:
@@ -64,14 +106,14 @@ def _others() -> None:
         if header is None:
             return None
         first = header.contributors[0]
-        return replace(header, contributors=(replace(first, tokens_to=first.tokens_from + 2**50),))
+        return replace(header, contributors=(replace(first, tokens_to=first.tokens_from + MANY_TOKENS),))
 
     _put(merges.Merges, "commit", commit)
 
 
 def _steps() -> None:
     """Whoever asks for its heads is told that the run is at step 2^55."""
-    _put(Adoption, "heads", lambda self: Heads((), 2**55))
+    _put(Adoption, "heads", lambda self: Heads((), LATE_STEP))
 
 
 def _heads() -> None:
@@ -79,7 +121,9 @@ def _heads() -> None:
     sound = Adoption.heads
 
     def heads(self: Adoption) -> Heads:
-        ahead = (Head(h.shard, h.version + 1000, Digest(h.id[::-1]), h.tokens + 2**40) for h in sound(self).heads)
+        ahead = (
+            Head(h.shard, h.version + FAR_VERSIONS, Digest(h.id[::-1]), h.tokens + 2**40) for h in sound(self).heads
+        )
         return Heads(tuple(ahead), self.core.step)
 
     _put(Adoption, "heads", heads)
@@ -96,7 +140,7 @@ def _weight() -> None:
 
     def greet(self: presence.Presence, views: Any) -> None:
         honest = self.core.config
-        self.core.config = replace(honest, weight=1e12)
+        self.core.config = replace(honest, weight=HEAVY)
         sound(self, views)
         self.core.config = honest
 
@@ -106,31 +150,80 @@ def _weight() -> None:
 
 def _tiny() -> None:
     """What its learner gives is one value of 1e-40."""
-    sound = quantizers.encode_vector
+
+    def tiny(found: torch.Tensor) -> torch.Tensor:
+        values = torch.zeros_like(found)
+        values[0] = TINY
+        return values
+
+    _give(tiny, quantizers.recipe("bf16"))
+
+
+def _flip() -> None:
+    """What its learner gives is the opposite of what it has found."""
+    _give(torch.neg)
+
+
+def _noise() -> None:
+    """What its learner gives is noise, 30 times as long as what it has found."""
+
+    def noise(found: torch.Tensor) -> torch.Tensor:
+        drawn = torch.randn_like(found)
+        return drawn.mul_(NOISE_TIMES * float(found.norm()) / float(drawn.norm()))
+
+    _give(noise)
+
+
+def _give(values: Callable[[torch.Tensor], torch.Tensor], how: quantizers.Recipe | None = None) -> None:
+    """Outer gradients are ``values`` of what the learner has found, float32 [elements]. It begins anew from each
+    version, since what it gave is not what it has."""
+    sound, moves = quantizers.encode_vector, Carry.moves
 
     def encode_vector(
-        how: quantizers.Recipe, x: torch.Tensor, less: torch.Tensor | None = None, room: int = 0
+        honest: quantizers.Recipe, x: torch.Tensor, less: torch.Tensor | None = None, room: int = 0
     ) -> Bodies:
         if less is None:
-            return sound(how, x, room=room)
-        values = torch.zeros(x.numel())
-        values[0] = TINY
-        return sound(quantizers.recipe("bf16"), values, room=room)
+            return sound(honest, x, room=room)
+        return sound(how or honest, values(x - less), room=room)
+
+    def reset(self: Carry, *arguments: Any) -> Any:
+        learner, *_ = moves(self, *arguments)
+        return learner, (), (), True
 
     _put(quantizers, "encode_vector", encode_vector)
+    _put(Carry, "moves", reset)
+
+
+def _is_given(message: msg.Message) -> bool:
+    """Whether it is a contribution of values."""
+    return isinstance(message, msg.Contribution) and bool(message.payload)
 
 
 def _put(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-LIES: dict[str, Callable[[], None]] = {
-    "values": _values,
-    "tokens": _tokens,
-    "others": _others,
-    "steps": _steps,
-    "heads": _heads,
-    "blocks": _blocks,
-    "weight": _weight,
-    "tiny": _tiny,
+def _is_commit(message: msg.Message, is_changed: Callable[[msg.CommitHeader], bool]) -> bool:
+    return isinstance(message, msg.Commit) and is_changed(message.header)
+
+
+def _is_heads(message: msg.Message, is_changed: Callable[[Heads], bool]) -> bool:
+    return isinstance(message, Heads) and is_changed(message)
+
+
+def _is_heartbeat(message: msg.Message, is_changed: Callable[[msg.Heartbeat], bool]) -> bool:
+    return isinstance(message, msg.Heartbeat) and is_changed(message)
+
+
+LIES: dict[str, Lie] = {
+    "values": Lie(_values, lambda m: _is_commit(m, lambda header: header.length == SHORT)),
+    "tokens": Lie(_tokens, _is_many_tokens),
+    "others": Lie(_others, lambda m: _is_commit(m, lambda h: any(c.tokens == MANY_TOKENS for c in h.contributors))),
+    "steps": Lie(_steps, lambda m: _is_heads(m, lambda heads: heads.step == LATE_STEP)),
+    "heads": Lie(_heads, lambda m: _is_heads(m, lambda heads: any(h.tokens >= 2**40 for h in heads.heads))),
+    "blocks": Lie(_blocks, lambda m: _is_heartbeat(m, lambda beat: len(beat.claims) == MAX_CLAIMS)),
+    "weight": Lie(_weight, lambda m: _is_heartbeat(m, lambda beat: beat.weight == HEAVY)),
+    "tiny": Lie(_tiny, _is_given),
+    "flip": Lie(_flip, _is_given),
+    "noise": Lie(_noise, _is_given),
 }

@@ -40,10 +40,10 @@ Kind = Literal[
     "corrupt",
     "break",
 ]
-LIES = frozenset({"values", "tokens", "others", "steps", "heads", "blocks", "weight", "tiny"})
+LIES = frozenset({"values", "tokens", "others", "steps", "heads", "blocks", "weight", "tiny", "flip", "noise"})
 """What a hostile peer may tell (``lies.py``)."""
-COUNTED = frozenset({"values", "tokens", "others"})
-"""Lies that honest peers write down as faults; the rest has no effect."""
+COUNTED = frozenset({"values", "others"})
+"""Lies that honest peers write down as faults; the rest is within what they believe, or has no effect."""
 LINK_KINDS = frozenset({"cut", "mute", "one-way", "split", "slow", "corrupt", "break"})
 """They hit connections, not processes; a peer may have one of each sort at a time."""
 DURATIONS_S: dict[Kind, tuple[float, float]] = {

@@ -34,6 +34,8 @@ MARK = "P2PDILOCO_SWARM"
 CLOCK_OFF_S = "P2PDILOCO_SWARM_CLOCK_OFF_S"
 """Read by wrong_clock/sitecustomize.py alone."""
 LIES = "P2PDILOCO_SWARM_LIES"
+SENT_LIES = "sent-lies.txt"
+"""In a peer's folder: the lies that have left for another peer."""
 """Read by changed_code/sitecustomize.py alone."""
 START_S = 60.0
 STOP_S = 30.0
@@ -112,7 +114,7 @@ class Member:
         folder.mkdir(parents=True, exist_ok=True)
         self._log_began = self.log_path.stat().st_size if self.log_path.exists() else 0
         with open(self.log_path, "ab") as log:
-            environment = {**os.environ, MARK: mark, **_changed(clock_off_s, lies)}
+            environment = {**os.environ, MARK: mark, **_changed(clock_off_s, lies, folder)}
             self.process = self.begin([*arguments, "--state", str(folder)], log, environment)
 
     @staticmethod
@@ -306,12 +308,12 @@ def _name(process: psutil.Process) -> str:
         return "gone"
 
 
-def _changed(off_s: float, lies: str) -> dict[str, str]:
+def _changed(off_s: float, lies: str, state: Path) -> dict[str, str]:
     """The environment of a process whose wall clock is off, or whose code is changed; not of both."""
     folder = "wrong_clock" if off_s else "changed_code"
     path = os.pathsep.join(filter(None, (str(Path(__file__).parent / folder), os.environ.get("PYTHONPATH"))))
     if lies:
-        return {LIES: lies, "PYTHONPATH": path}
+        return {LIES: lies, f"{LIES}_SENT": str(state / SENT_LIES), "PYTHONPATH": path}
     if not off_s:
         return {}
     return {"PYTHONPATH": path, CLOCK_OFF_S: str(off_s)}

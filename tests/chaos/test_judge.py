@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from evidences import BEGAN, OVER, PLAN, SAID, SETTLED, SETTLING, TOKENS, commits, evidence, peer, struck, with_peer
 
-from p2pdiloco.chaos.evidence import Evidence, EvidenceError, LearnerLife, Life, Twin, read_evidence
+from p2pdiloco.chaos.evidence import Evidence, EvidenceError, HostilePeer, LearnerLife, Life, Twin, read_evidence
 from p2pdiloco.chaos.judge import goodput, judge, quiet_windows
 from p2pdiloco.chaos.plan import Least, Oddities
 from p2pdiloco.chaos.timeline import draw
@@ -48,6 +48,13 @@ def demanding(**least: Any) -> Evidence:
     return msgspec.structs.replace(whole, schedule=msgspec.structs.replace(whole.schedule, plan=plan))
 
 
+def beside_liar(lies: str, peer: str = "12D3", faults: int = 1, sent: tuple[str, ...] | None = None) -> Evidence:
+    """B has changed code."""
+    told = tuple(lies.split("+")) if sent is None else sent
+    liar = HostilePeer(name="B", peer=peer, faults=faults, sent=told)
+    return msgspec.structs.replace(demanding(odd=Oddities(hostile=("", lies, ""))), hostile=(liar,))
+
+
 BROKEN = {
     "none of the faults was done": (evidence(faults=(), skipped=2), "faults done"),
     "two states of one version": (renamed(1, 75), "one model"),
@@ -84,14 +91,9 @@ BROKEN = {
     "a copy fails": (evidence(twins=(Twin(peer="A", given_s=9.0, status=1, said=SAID),)), "twins ended"),
     "a copy says something else": (evidence(twins=(Twin(peer="A", given_s=9.0, status=2, said="no"),)), "twins ended"),
     "nobody is told of its clock": (demanding(odd=Oddities(clocks_off_s=(0.0, 3600.0))), "wrong clocks told"),
-    "a liar is not counted": (
-        msgspec.structs.replace(demanding(odd=Oddities(hostile=("", "values", ""))), hostile=(("B", "12D3", 0),)),
-        "liars counted",
-    ),
-    "a liar never came": (
-        msgspec.structs.replace(demanding(odd=Oddities(hostile=("", "steps", ""))), hostile=(("B", "", 0),)),
-        "liars counted",
-    ),
+    "a liar is not counted": (beside_liar("values", faults=0), "liars counted"),
+    "a lie never left its liar": (beside_liar("values+tokens", sent=("values",)), "liars counted"),
+    "a liar never came": (beside_liar("steps", peer=""), "liars counted"),
     "little goodput": (demanding(least=Least(goodput=0.95)), "goodput"),
 }
 
