@@ -386,4 +386,28 @@ BUGS = (
         "who asks for all ownership gets it",
         "test_plausibility.py::test_a_weight_counts_for_at_most_twice_the_median",
     ),
+    _bug(
+        "tokens count as they are declared",
+        "counted_tokens",
+        "return [min(t, MOST_TIMES * reference) for t, reference in zip(tokens, references, strict=True)]",
+        "return list(tokens)",
+        "one member ends the run, or makes its chain the heaviest, with a number",
+        "test_plausibility.py::test_a_contribution_counts_for_at_most_four_times_what_the_others_do",
+    ),
+    _bug(
+        "a lone contribution counts as it is declared",
+        "counted_tokens",
+        "references = [usual or first]",
+        "references = [tokens[0]]",
+        "an owner that merges its own contribution alone ends the run with a number",
+        "test_plausibility.py::test_a_contribution_that_is_merged_alone_counts_for_four_usual_ones_at_most",
+    ),
+    _bug(
+        "the usual follows one version at once",
+        "counted_tokens",
+        "octaves(lower_median(counted))",
+        "octaves(max(counted))",
+        "whoever declares most decides what is usual",
+        "test_plausibility.py::test_what_is_usual_is_the_median_of_each_version_and_moves_slowly",
+    ),
 )

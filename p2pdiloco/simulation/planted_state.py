@@ -202,12 +202,12 @@ BUGS = (
     Bug(
         name="a contribution counts as long as it is",
         module="p2pdiloco.tensors.merge",
-        old="return [min(n, LONGEST * max(typical, pace * s)) for n, s in zip(norms, steps, strict=True)]",
+        old="return [min(n, LONGEST * max(typical, reach)) for n, typical, reach in found]",
         new="return list(norms)",
         harm="one of four that sends noise a hundred times as long makes the merged step 25 times as long",
         killed_by=(
             "tests/unit/test_tensors_merge.py::test_one_of_four_that_sends_noise_does_not_lengthen_the_step",
-            "tests/unit/test_tensors_merge.py::test_a_contribution_counts_as_twice_the_median_at_most",
+            "tests/unit/test_tensors_merge.py::test_a_contribution_counts_as_twice_the_others_median_at_most",
         ),
     ),
     Bug(
@@ -219,14 +219,31 @@ BUGS = (
         killed_by=("tests/unit/test_tensors_merge.py::test_the_mean_cosine_of_contributions_is_told",),
     ),
     Bug(
-        name="who comes back with many steps is cut short",
+        name="declared steps lengthen a contribution without a bound",
         module="p2pdiloco.tensors.merge",
-        old="LONGEST * max(typical, pace * s)",
+        old="pace * min(s, turn_steps) if s else 0.0",
+        new="pace * s if s else 0.0",
+        harm="whoever declares the steps of 64 turns goes 64 times as far as the others",
+        killed_by=("tests/unit/test_tensors_merge.py::test_declared_steps_lengthen_a_contribution_to_a_turns_at_most",),
+    ),
+    Bug(
+        name="short contributions are a measure",
+        module="p2pdiloco.tensors.merge",
+        old="LONGEST * max(typical, reach)",
         new="LONGEST * typical",
-        harm="most of what a learner made while it was cut off is lost",
+        harm="beside a newcomer's first steps, or a machine that is much slower, the other's turn is cut short",
+        killed_by=("tests/unit/test_tensors_merge.py::test_declared_steps_lengthen_a_contribution_to_a_turns_at_most",),
+    ),
+    Bug(
+        name="a declared weight is believed",
+        module="p2pdiloco.tensors.merge",
+        old="return [min(w, MOST_WEIGHT * typical) for w, typical in zip(weights, _typical(weights), strict=True)]",
+        new="return list(weights)",
+        harm="one member declares many tokens, and every merge is what it gave",
         killed_by=(
+            "tests/unit/test_tensors_merge.py::test_a_weight_counts_for_the_median_of_the_others_at_most",
             "tests/unit/test_tensors_merge.py::"
-            "test_who_comes_back_with_many_steps_counts_whole_and_who_made_few_is_no_measure",
+            "test_a_minority_that_declares_most_tokens_and_turns_round_does_not_turn_the_merge",
         ),
     ),
     Bug(

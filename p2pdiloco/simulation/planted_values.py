@@ -47,8 +47,8 @@ BUGS = (
     _bug(
         "a leap counts in full",
         "protocol.stride",
-        "        if self.counted:\n            found = min",
-        "        if False:\n            found = min",
+        "    if counted:\n        found = min",
+        "    if False:\n        found = min",
         "a liar raises the mean, leap by leap, until anything fits",
         "test_an_owner_in_four_that_leaps_raises_the_mean_by_little",
     ),

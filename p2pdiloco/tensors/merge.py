@@ -135,8 +135,8 @@ def merge(
     turn_steps: int,
     out: Tensor,
 ) -> Accord:
-    """Merge by ``rule`` into ``out``; see the two functions. ``weights`` and ``steps``: what each contribution declares,
-    its weight (``token_weight``) and its inner steps. ``turn_steps``: inner steps of a turn (H)."""
+    """Merge by ``rule`` into ``out``; see the two functions. Each contribution declares its weight (``token_weight``)
+    and its inner steps. ``turn_steps``: inner steps of a turn (H)."""
     norms = [_length(v) for v in gradients]
     weights, lengths = counted_weights(weights), counted_lengths(norms, steps, turn_steps)
     match rule:

@@ -29,6 +29,7 @@ from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.blocks import Block
+from p2pdiloco.protocol.counted_tokens import NOTHING_USUAL
 from p2pdiloco.protocol.identifiers import FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.limits import Sizes
 from p2pdiloco.protocol.messages import Contributor, Head
@@ -275,6 +276,71 @@ def test_a_state_that_holds_what_a_learner_never_gave_is_not_taken_by_its_peer()
         assert bool(only(effects, ef.Install)) == is_taken
         assert (stage.head() == heavier) == is_taken
         assert any("has not given" in note for note in notes(effects, "fetch")) != is_taken
+
+
+def counted(stage: Stage, *given: Contributor) -> int:
+    """The tokens that a commit of these adds to the chain, once it is taken."""
+    before = stage.head()
+    stage.take(stage.commit(*given))
+    assert stage.head().version == before.version + 1
+    return stage.head().tokens - before.tokens
+
+
+@pytest.mark.parametrize("usual", [10, 40])
+def test_a_contribution_counts_for_at_most_four_times_what_the_others_do(usual: int) -> None:
+    """P3e: so one member neither ends a run with a budget nor makes its chain the heaviest with a number."""
+    liar = PeerId("e")
+    stage = Stage(B, C, D, liar, owners="bacde", has_learner=False, total_steps=10**6)
+    peers = (B, C, D)
+    assert counted(stage, *(tokens(peer, 0, usual) for peer in peers)) == 3 * usual
+    claim = Contributor(life(liar), 0, 10 * RANGE, 0, RANGE)
+    assert counted(stage, *(tokens(peer, usual, 2 * usual) for peer in peers), claim) == 7 * usual
+    assert stage.machine.core.chains[SHARD].marks[life(liar)].tokens == claim.tokens_to, "merged it is whole"
+
+
+def test_a_contribution_that_is_merged_alone_counts_for_four_usual_ones_at_most() -> None:
+    """P3f: an owner may merge what it gave itself, and nobody else's."""
+    limits = Stage().machine.core.chains[SHARD].limits
+    stage = Stage(B, C, owners="bac", has_learner=False, total_steps=10**6)
+    assert counted(stage, tokens(B, 0, 40), tokens(C, 0, 40)) == 80
+    assert counted(stage, Contributor(life(B), 40, 40 + 2560, 4, 4 + RANGE)) == 160
+    assert counted(stage, tokens(B, 2600, 2640), tokens(C, 40, 50)) == 50, "a short one beside it is no measure"
+    first = limits.first_tokens
+    assert limits.turn_steps == 4
+    assert first == 4 * limits.step_tokens // 16
+    assert NOTHING_USUAL.counted([first], first) == [first]
+    assert NOTHING_USUAL.counted([10 * first], first) == [4 * first]
+
+
+def test_what_is_usual_is_the_median_of_each_version_and_moves_slowly() -> None:
+    """P3g: one of four that declares most, and one version in four that holds nothing else, move it little."""
+    usual = NOTHING_USUAL
+    for _ in range(40):
+        _, usual = usual.count([512, 512, 512, 3_145_728], first=1)
+        assert usual.counted([10**9], first=1) == [4 * 512]
+    for version in range(80):
+        tokens = [3_145_728] if version % 4 == 3 else [512, 512, 512, 512]
+        _, usual = usual.count(tokens, first=1)
+        assert usual.counted([10**9], first=1)[0] < 4 * 2 * 512
+    for _ in range(40):
+        _, usual = usual.count([64, 64, 64], first=1)
+    assert usual.counted([10**9], first=1) == [4 * 64], "it follows what all do"
+
+
+def test_a_commit_whose_usual_is_not_the_chains_is_not_taken() -> None:
+    """P3g: nor one whose tokens are those that were declared."""
+    stage = Stage(B, C, owners="bac", has_learner=False, total_steps=10**6)
+    stage.take(stage.commit(tokens(B, 0, 40), tokens(C, 0, 40)))
+    sound = stage.commit(tokens(B, 40, 80), tokens(C, 40, 1040))
+    assert sound.tokens == 80 + 40 + 160
+    for wrong in (
+        msgspec.structs.replace(sound, tokens=80 + 40 + 1000),
+        msgspec.structs.replace(sound, usual=NOTHING_USUAL.after([4000])),
+    ):
+        effects = stage.take(wrong)
+        assert "its cumulative tokens are wrong" in notes(effects, "commit")[0]
+    stage.take(sound)
+    assert stage.head() == head_of(sound)
 
 
 # -- ownership, data ---------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ import struct
 import msgspec
 import pytest
 import torch
-from stage import SHARD, A, B, C, D, Stage, commit_on, digest, head_of, notes, only, sent, tokens
+from stage import SHARD, A, B, C, D, Stage, commit_on, digest, head_of, life, notes, only, sent, tokens
 
-from p2pdiloco.peer.global_state import ContributionError, GlobalState, MergeResult, UnfitCommitError
+from p2pdiloco.peer.global_state import ContributionError, GlobalState, MergeResult, UnfitCommitError, payload_of
 from p2pdiloco.peer.offers import is_listed
 from p2pdiloco.peer.shift_queue import Moves
 from p2pdiloco.peer.staged import Staged
@@ -23,7 +23,8 @@ from p2pdiloco.protocol.identifiers import FragmentId, PeerId, digest_of
 from p2pdiloco.protocol.limits import Sizes
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.stride import LEAP, MEMORY, NO_STRIDE, OCTAVE, Stride, octaves
-from p2pdiloco.tensors import digests
+from p2pdiloco.tensors import digests, quantizers
+from p2pdiloco.tensors.recipes import recipe
 from p2pdiloco.tensors.states import StateForm, packed
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire import compression
@@ -186,6 +187,29 @@ def test_a_contribution_that_no_merge_can_hold_is_its_givers_fault() -> None:
             owner.state.merge(SHARD, digest("zero"), 1, given)
         assert found.value.learner == tokens(C, 0, 40).learner
         assert owner.state.merge(SHARD, digest("zero"), 1, given[:1]).length > 0.0
+
+
+def test_a_declared_weight_does_not_make_a_merge_ones_own() -> None:
+    """V4a, V4b: one of four declares the most tokens and steps that others believe, and gives the opposite of what the
+    others do, thirty times as long."""
+    owner, how = Owner(), recipe("bf16")
+    found = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(3))
+
+    def given(
+        peer: PeerId, values: torch.Tensor, count: int, steps: int
+    ) -> tuple[msg.Contributor, compression.Payload]:
+        bodies = quantizers.encode_vector(how, values, room=compression.index_bytes(1))
+        contributor = msg.Contributor(life(peer), 0, count, 0, steps)
+        return contributor, payload_of(bodies, how, True)
+
+    honest = [given(peer, found, 512, TURN) for peer in (A, B, C)]
+    liar = given(D, -30.0 * found, 2**24 * 64 * TURN, 64 * TURN)
+    merged = owner.state.merge(SHARD, digest("zero"), 1, [*honest, liar], how)
+    values = quantizers.decode_chunks(
+        list(compression.split(merged.payload, 1, quantizers.LARGEST_BODY)), torch.empty(ELEMENTS)
+    )
+    assert float(values @ found) > 0.0
+    assert merged.length < 1.3 * float(found.norm())
 
 
 def test_what_is_too_short_to_have_a_direction_spoils_nothing() -> None:
