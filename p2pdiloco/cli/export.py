@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 from pathlib import Path
+
+import msgspec
 
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
 from p2pdiloco.node.results import find_result, model_of
 from p2pdiloco.peer.checkpoint import CheckpointError
-from p2pdiloco.training.export import WEIGHTS, Format, export
+from p2pdiloco.training.export import ABOUT, WEIGHTS, About, Format, export
 
 
 async def run(arguments: argparse.Namespace) -> int:
@@ -44,7 +47,12 @@ def _export(arguments: argparse.Namespace) -> None:
         f"{folder}: run {config.name} at step {about.step}, {about.tokens:,} tokens merged{kind} ({', '.join(files)})"
     )
     if wanted == "hf":
-        peer.say(f"  to load it   transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+        peer.say(f"  to load it   transformers.{_loader(folder, config.model.kind)}.from_pretrained({str(folder)!r})")
+        if base := msgspec.json.decode((folder / ABOUT).read_bytes(), type=About).base:
+            peer.say(
+                f"  what the run did not train is from {base}: the scripts must have begun with the same weights, "
+                "which is not checked"
+            )
         if config.model.kind == "huggingface" and "tokenizer.json" not in files:
             peer.say("  its tokenizer is not there: give --tokenizer FOLDER, with the run's tokenizer.json")
     elif wanted == "peft":
@@ -54,3 +62,10 @@ def _export(arguments: argparse.Namespace) -> None:
     else:
         weights = str(folder / WEIGHTS)
         peer.say(f"  to load it   p2pdiloco.load_into(model, {weights!r})")
+
+
+def _loader(folder: Path, kind: str) -> str:
+    """The class of transformers that loads the folder: a script's model need not be a causal language model."""
+    if kind != "external":
+        return "AutoModelForCausalLM"
+    return str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0])

@@ -9,7 +9,7 @@ from p2pdiloco.cli.quantities import at_least, between
 
 
 def export(sub: argparse.ArgumentParser) -> None:
-    _add_source(sub)
+    _add_source(sub, model="folder with the weights (safetensors) that the run began with and did not train")
     sub.add_argument(
         "--format",
         choices=["hf", "safetensors", "peft"],
@@ -18,7 +18,10 @@ def export(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: ./NAME)")
     _add_average(sub)
     sub.add_argument(
-        "--like", metavar="DIR", help="for a run of training scripts: folder with the configuration of the same model"
+        "--like",
+        metavar="DIR",
+        help="for a run of training scripts: folder with the config.json of the same model, or with the "
+        "adapter_config.json of its adapters (LoRA)",
     )
 
 
@@ -45,14 +48,16 @@ def evaluate(sub: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_source(sub: argparse.ArgumentParser) -> None:
+def _add_source(
+    sub: argparse.ArgumentParser, model: str = "folder with the safetensors that the run's adapters are for"
+) -> None:
     """A run's state on this machine."""
     sub.add_argument(
         "source", metavar="RUN", help="a peer's state folder, or the name (or beginning of the id) of a run in --state"
     )
     sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if the folder holds several runs")
     sub.add_argument("--tokenizer", metavar="DIR", help="folder with the run's tokenizer.json")
-    sub.add_argument("--model", metavar="DIR", help="folder with the safetensors that the run's adapters are for")
+    sub.add_argument("--model", metavar="DIR", help=model)
 
 
 def _add_average(sub: argparse.ArgumentParser) -> None:

@@ -6,10 +6,12 @@ from __future__ import annotations
 from p2pdiloco.simulation.planter import Bug
 
 _EXPORT = "p2pdiloco.training.export"
+_SCRIPT_MODELS = "p2pdiloco.training.script_models"
 _SAMPLES = "p2pdiloco.training.samples"
 _NOTICES = "p2pdiloco.node.notices"
 
 _EXPORT_TESTS = "tests/unit/test_training_export.py"
+_SCRIPT_MODELS_TESTS = "tests/unit/test_training_script_models.py"
 _SAMPLES_TESTS = "tests/unit/test_training_samples.py"
 _NOTICES_TESTS = "tests/unit/test_node_notices.py"
 _THREADS_TESTS = "tests/unit/test_training_threads.py"
@@ -78,6 +80,48 @@ BUGS = (
         new="",
         harm="--out is a link to another disk: the earlier export is removed, and the new one cannot take its place",
         killed_by=(f"{_EXPORT_TESTS}::test_an_export_follows_a_link",),
+    ),
+    Bug(
+        name="an export of a part of a model is taken for the whole",
+        module=_SCRIPT_MODELS,
+        old="    if not absent:\n",
+        new="    if True:\n",
+        harm="the exported model loads, and what the run did not train is random",
+        killed_by=(
+            f"{_SCRIPT_MODELS_TESTS}::test_what_a_script_did_not_train_is_the_bases",
+            f"{_SCRIPT_MODELS_TESTS}::test_a_base_that_lacks_a_tensor_is_refused",
+        ),
+    ),
+    Bug(
+        name="an export's model is not compared with the run's",
+        module=_SCRIPT_MODELS,
+        old="    if odd:\n",
+        new="    if False:\n",
+        harm="adapters with another rank or for other layers are taken for the run's",
+        killed_by=(
+            f"{_SCRIPT_MODELS_TESTS}::test_a_base_of_another_model_is_refused",
+            f"{_SCRIPT_MODELS_TESTS}::test_a_configuration_of_another_model_is_refused",
+            f"{_SCRIPT_MODELS_TESTS}::test_what_peft_does_not_keep_is_merged_or_refused",
+        ),
+    ),
+    Bug(
+        name="an adapter is merged into all that share its weights",
+        module=_SCRIPT_MODELS,
+        old="        if id(p) in seen:\n",
+        new="        if False:\n",
+        harm="an adapter on tied embeddings changes the output head, too: the merged model speaks nonsense",
+        killed_by=(
+            f"{_SCRIPT_MODELS_TESTS}::test_adapters_of_every_kind_go_out_merged_and_for_peft",
+            f"{_SCRIPT_MODELS_TESTS}::test_a_run_that_names_its_model_is_merged_though_its_embeddings_are_tied",
+        ),
+    ),
+    Bug(
+        name="trained tensors that an adapter's file does not keep are left out",
+        module=_SCRIPT_MODELS,
+        old="    if left := [one for one, tensor in tensors.items() if id(tensor) not in kept]:\n",
+        new="    if left := ():\n",
+        harm="what a script trained beside its adapter is lost, and nobody is told",
+        killed_by=(f"{_SCRIPT_MODELS_TESTS}::test_what_peft_does_not_keep_is_merged_or_refused",),
     ),
     Bug(
         name="what is put aside a second time takes the first one's place",

@@ -7,6 +7,8 @@ Rules of this file:
    and none of its numbers change. For that neither transformers nor tokenizers have to be here.
 3. A folder appears whole or not at all. In one that is there the files of an earlier export are replaced, no others.
 4. Every export says what it is of (``ABOUT``): the run, its step, how many tokens are merged in it.
+5. A model or an adapter is written whole: what the run did not train is taken from the weights that it began with, or
+   the export is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -26,8 +28,16 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from p2pdiloco.protocol.manifest import Layout, Manifest, ModelConfig
-from p2pdiloco.training.models import build
+from p2pdiloco.training.models import NO_BASE, build
 from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.training.script_models import (
+    ADAPTER_CONFIG,
+    adapter_tensors,
+    complete_model,
+    find_folder,
+    has_adapters,
+    merge,
+)
 from p2pdiloco.training.trainable import trainable
 from p2pdiloco.training.transformer import NORM_EPS, ROTARY_BASE, feed_width
 
@@ -37,13 +47,7 @@ TORN = f"{ABOUT}.torn"
 WEIGHTS = "model.safetensors"
 ADAPTERS = "adapter_model.safetensors"
 _BYTES = 256
-_CONFIG_FILES = (
-    "config.json",
-    "generation_config.json",
-    "adapter_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 class ExportError(ValueError):
@@ -63,6 +67,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     """If not 0: it is the running average of about the last so many versions of each shard."""
     format: Format
     model: ModelConfig
+    base: str = ""
+    """For ``hf`` of a run of scripts: the folder from which what the run did not train was taken."""
     files: tuple[str, ...] = ()
     """Beside this one."""
 
@@ -106,32 +112,28 @@ def export(
     like: str | None = None,
 ) -> list[str]:
     """Write ``folder`` in ``about.format``; the names of what is written. What an earlier export has written there
-    goes, and nothing else. ``base``: as for ``built``. ``tokenizer``: a folder whose tokenizer goes with it. ``like``:
-    for runs of scripts, a folder with the configuration of the same model.
+    goes, and nothing else. ``base``: as for ``built``; for runs of scripts the weights that they began with.
+    ``tokenizer``: a folder whose tokenizer goes with it. ``like``: for runs of scripts, a folder with the configuration
+    of the same model, or of its adapters.
 
     Raises:
-        ExportError: this run has no such format, or ``folder`` holds something else.
-        ValueError: the model cannot be built here.
+        ExportError: this run has no such format, or takes nothing from these folders; ``folder`` holds something else.
+        ValueError: the model cannot be built here, or would not be whole.
         OSError: it cannot be written.
     """
     folder = folder.resolve()  # beside what it links to: one file system
     config, half = manifest.config.model, folder.with_name(f"{folder.name}.{os.urandom(4).hex()}.part")
     _check_replaceable(folder)
-    write = _writer(config, about.format)
+    _check_used(config, about.format, base, like)
     half.mkdir(parents=True)
     try:
-        write(manifest, theta, half, about, base)
-        for place in (like, tokenizer):
-            _copy_configs(place, half, only_tokenizer=place is tokenizer)
-        if (
-            config.kind == "external"
-            and about.format != "safetensors"
-            and not (half / _config_name(about.format)).exists()
-        ):
-            raise ExportError(
-                f"the model of run {manifest.config.name} is its training scripts' own, and the run does not say what "
-                f"it is: give --like FOLDER, with its {_config_name(about.format)} (model.save_pretrained writes it)"
-            )
+        if config.kind == "external" and about.format == "hf":
+            about = _write_completed(manifest, theta, half, about, like, base)
+        elif config.kind == "external" and about.format == "peft":
+            _write_scripts_adapters(manifest, theta, half, about, like, base)
+        else:
+            _writer(config, about.format)(manifest, theta, half, about, base)
+        _copy_tokenizer(tokenizer, half)
         about = msgspec.structs.replace(about, files=tuple(sorted(path.name for path in half.iterdir())))
         (half / ABOUT).write_bytes(msgspec.json.format(msgspec.json.encode(about)))
         _replace(folder, half, about.files)
@@ -145,20 +147,30 @@ def export(
 _Write = Callable[[Manifest, Tensor, Path, About, str | None], None]
 
 
+def _check_used(config: ModelConfig, wanted: Format, base: str | None, like: str | None) -> None:
+    """Raises:
+    ExportError: the run's model takes nothing from these folders.
+    """
+    if config.kind == "external":
+        if wanted == "safetensors" and (like or base):
+            raise ExportError(
+                "--like and --model make a whole model or adapter of what a run of scripts trained: add --format hf or "
+                "--format peft. For the trained tensors alone (--format safetensors) leave them out"
+            )
+    elif like is not None:
+        raise ExportError("--like is for runs of training scripts; this run says what its model is: leave it out")
+    elif base is not None and config.lora is None:
+        raise ExportError(NO_BASE)
+
+
 def _writer(config: ModelConfig, wanted: Format) -> _Write:
     if wanted == "safetensors":
         return _write_tensors
-    if config.kind == "external":
-        return _write_adapters if wanted == "peft" else _write_tensors
     if wanted == "peft":
         if config.lora is None:
             raise ExportError("the run trains a whole model, no adapters (LoRA): export it with --format hf")
         return _write_lora
     return _write_llama if config.kind == "transformer" else _write_pretrained
-
-
-def _config_name(wanted: Format) -> str:
-    return "adapter_config.json" if wanted == "peft" else "config.json"
 
 
 def _write_tensors(manifest: Manifest, theta: Tensor, folder: Path, about: About, base: str | None) -> None:
@@ -169,7 +181,7 @@ def _write_pretrained(manifest: Manifest, theta: Tensor, folder: Path, about: Ab
     """By transformers itself; adapters are merged into their base."""
     model: Any = built(manifest, theta, base)
     if manifest.config.model.lora is not None:
-        model = model.merge_and_unload()
+        model = merge(model)
     model.config.use_cache = True  # off in training
     with _system_errors(folder):
         model.save_pretrained(folder)
@@ -189,16 +201,33 @@ def _write_lora(manifest: Manifest, theta: Tensor, folder: Path, about: About, b
         "inference_mode": True,
         "base_model_name_or_path": base,
     }
-    _write_json(folder / "adapter_config.json", told)
-    _write_adapters(manifest, theta, folder, about, base)
-
-
-def _write_adapters(manifest: Manifest, theta: Tensor, folder: Path, about: About, base: str | None) -> None:
-    """peft leaves the adapter's name out of its files."""
-    tensors = tensors_of(manifest, theta)
-    if not any(".lora_" in name for name in tensors):
-        raise ExportError("none of the run's tensors is a low-rank adapter (LoRA): export it with --format safetensors")
+    _write_json(folder / ADAPTER_CONFIG, told)
+    tensors = tensors_of(manifest, theta)  # peft leaves the adapter's name out of its files
     _save({name.replace(".default.", "."): t for name, t in tensors.items()}, folder / ADAPTERS, about)
+
+
+def _write_completed(
+    manifest: Manifest, theta: Tensor, folder: Path, about: About, like: str | None, base: str | None
+) -> About:
+    """The whole model of a run of scripts."""
+    found = complete_model(tensors_of(manifest, theta), like, base)
+    with _system_errors(folder):
+        found.model.save_pretrained(folder)
+    if like is not None:
+        _copy_files(find_folder(like, "--like"), folder, _TOKENIZER_FILES)
+    _copy_files(found.folder, folder, _TOKENIZER_FILES)
+    return msgspec.structs.replace(about, base=str(found.folder) if found.takes_weights else "")
+
+
+def _write_scripts_adapters(
+    manifest: Manifest, theta: Tensor, folder: Path, about: About, like: str | None, base: str | None
+) -> None:
+    """The adapters of a run of scripts."""
+    tensors = tensors_of(manifest, theta)
+    if not has_adapters(tensors):
+        raise ExportError("none of the run's tensors is a low-rank adapter (LoRA): export it with --format safetensors")
+    _save(adapter_tensors(tensors, like, base), folder / ADAPTERS, about)
+    _copy_files(find_folder(str(like), "--like"), folder, (ADAPTER_CONFIG, *_TOKENIZER_FILES))
 
 
 def _write_llama(manifest: Manifest, theta: Tensor, folder: Path, about: About, base: str | None) -> None:
@@ -359,18 +388,19 @@ def _replace(folder: Path, new: Path, files: tuple[str, ...]) -> None:
     (folder / TORN).unlink()
 
 
-def _copy_configs(place: str | None, folder: Path, *, only_tokenizer: bool) -> None:
-    """The configuration files of ``place`` that are not there yet."""
+def _copy_tokenizer(place: str | None, folder: Path) -> None:
+    """The tokenizer of ``place``, if it is not there yet."""
     if place is None:
         return
     given = Path(place).expanduser()
     given = given.parent if given.is_file() else given
-    names = [name for name in _CONFIG_FILES if (given / name).is_file()]
-    if only_tokenizer:
-        names = [name for name in names if name.startswith("tokenizer")]
-    if not names:
-        wanted = "tokenizer.json" if only_tokenizer else "config.json or adapter_config.json"
-        raise ExportError(f"{given} has no {wanted}: name the folder that has it")
+    if not any((given / name).is_file() for name in _TOKENIZER_FILES):
+        raise ExportError(f"{given} has no tokenizer.json: name the folder that has it")
+    _copy_files(given, folder, _TOKENIZER_FILES)
+
+
+def _copy_files(place: Path, folder: Path, names: Iterable[str]) -> None:
+    """Those of these files that ``place`` has, and that are not there yet."""
     for name in names:
-        if not (folder / name).exists():
-            shutil.copyfile(given / name, folder / name)
+        if (place / name).is_file() and not (folder / name).exists():
+            shutil.copyfile(place / name, folder / name)

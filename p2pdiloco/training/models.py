@@ -11,6 +11,8 @@ from p2pdiloco.protocol.manifest import ModelConfig, TensorSpec
 from p2pdiloco.training.huggingface import build_huggingface
 from p2pdiloco.training.transformer import Transformer, build_model
 
+NO_BASE = "--model is for runs that train adapters (LoRA); this run's model travels: leave it out"
+
 
 def build(
     config: ModelConfig, seed: int, tensors: Sequence[TensorSpec] | None = None, base: str | None = None
@@ -22,7 +24,7 @@ def build(
         ValueError: it cannot be built here; the message says what to do.
     """
     if base is not None and config.lora is None:
-        raise ValueError("--model is for runs that train adapters (LoRA); this run's model travels: leave it out")
+        raise ValueError(NO_BASE)
     if config.kind == "huggingface":
         return build_huggingface(config, seed, tensors, base)
     return build_model(config, seed, tensors)

@@ -1,0 +1,339 @@
+"""A training script's model for transformers and peft: what the run trained, and the rest from the weights that its
+scripts began with.
+
+A run of scripts says which tensors it trained, by name and shape, and nothing else about the model. So its classes come
+from a config.json, its adapters (LoRA) from an adapter_config.json, and every tensor that no script trained from
+safetensors. Names and shapes must fit; a model that would be incomplete is refused. That the weights are those that the
+scripts began with cannot be checked: they never travel.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from p2pdiloco.training.huggingface import EXTRA, ArchitectureError, import_transformers
+from p2pdiloco.training.parameters import MOST_TOLD, compared
+
+ADAPTER_CONFIG = "adapter_config.json"
+BY_HAND = (
+    "Or export --format safetensors, load that into the script's own model (p2pdiloco.load_into(model, FOLDER)), and "
+    "save it there"
+)
+
+_ADAPTER = re.compile(r"\.(?:lora_\w+|modules_to_save|trainable_tokens_delta)\.([^.]+)")
+"""peft's name of a trained tensor; the group is the adapter's name."""
+_PEFT = "base_model.model."
+"""How all names in a ``PeftModel`` begin."""
+_PLAIN_STARTS = ("gaussian", "eva", "orthogonal")
+"""Values of ``init_lora_weights``, beside true and false, that leave the base's weights as they are."""
+
+
+def has_adapters(names: Iterable[str]) -> bool:
+    """Whether any of these tensors is a low-rank adapter (LoRA)."""
+    return any(".lora_" in name for name in names)
+
+
+class CompleteModel(NamedTuple):
+    """A script's whole model."""
+
+    model: Any
+    """Of transformers; float32, on the CPU."""
+    folder: Path
+    """Where the weights lie that the scripts began with."""
+    takes_weights: bool
+    """Whether any of its weights are from there."""
+
+
+def complete_model(tensors: Mapping[str, Tensor], like: str | None, base: str | None) -> CompleteModel:
+    """The model with what the run trained, and with the rest from ``base``. Adapters are merged.
+
+    Args:
+        tensors: what the run trained, by the script's names.
+        like: folder with the model's config.json, or with the adapters' adapter_config.json.
+        base: folder with the weights that the scripts began with, or their name in this machine's Hugging Face cache.
+            Left out: ``like``; for adapters what their adapter_config.json names.
+
+    Raises:
+        ArchitectureError: transformers or peft are not here, a folder or weights are missing, or they are of another
+            model. The message says what to do.
+    """
+    if not has_adapters(tensors):
+        return _complete_plain(tensors, like, base)
+    name, tensors, settings, folder = _read_adapter(tensors, like, base)
+    own, kind = _architecture(folder)
+    model, absent = _load(own, kind, folder)
+    # A module of modules_to_save needs no weights in the base.
+    trained = {one.removeprefix(_PEFT).replace(f".modules_to_save.{name}.", ".") for one in tensors}
+    _check_complete(absent - trained, kind, folder, len(tensors))
+    adapted = _with_adapter(model, settings, name)
+    _check_same(tensors, adapted, kind, f"{folder} with the adapters of {like}")
+    _copy(tensors, adapted)
+    return CompleteModel(merge(adapted), folder, True)
+
+
+def adapter_tensors(tensors: Mapping[str, Tensor], like: str | None, base: str | None) -> dict[str, Tensor]:
+    """What the run trained, by the names of peft's files; parameters as for ``complete_model``. Of the base only its
+    config.json is read.
+
+    Raises:
+        ArchitectureError: as ``complete_model``; or the run also trained what peft does not keep beside adapters.
+    """
+    name, tensors, settings, folder = _read_adapter(tensors, like, base)
+    own, kind = _architecture(folder)
+    with torch.device("meta"):
+        adapted = _with_adapter(_build(own, kind, folder), settings, name)
+    _check_same(tensors, adapted, kind, f"{folder} with the adapters of {like}")
+    import peft
+
+    first = {id(p): one for one, p in adapted.named_parameters()}
+    every = {one: first[id(p)] for one, p in adapted.named_parameters(remove_duplicate=False)}
+    state = {one: tensors[trained] for one, trained in every.items() if trained in tensors}  # tied ones by each name
+    try:
+        files: dict[str, Tensor] = peft.get_peft_model_state_dict(
+            adapted, state_dict=state, adapter_name=name, save_embedding_layers=False
+        )
+    except KeyError as error:
+        raise ArchitectureError(
+            f"peft keeps {error} with an adapter, and the run did not train it: export --format hf, which merges the "
+            f"adapters. {BY_HAND}"
+        ) from error
+    kept = {id(tensor) for tensor in files.values()}
+    if left := [one for one, tensor in tensors.items() if id(tensor) not in kept]:
+        raise ArchitectureError(
+            f"the run also trained {_some(left)}, which peft keeps with no adapter: export --format hf, which merges "
+            f"the adapters. {BY_HAND}"
+        )
+    return {one: tensor.clone() for one, tensor in files.items()}  # safetensors writes no tensor by two names
+
+
+@torch.no_grad()
+def merge(adapted: Any) -> Any:
+    """The model without peft: the adapters are added to the weights that they are for.
+
+    Tied weights are parted before, since an adapter changes one module's weights and not those of others that share
+    them. They are tied again if they are still equal; if not, the configuration says that they are not tied.
+    """
+    seen: set[int] = set()
+    for name, p in list(adapted.named_parameters(remove_duplicate=False)):
+        if id(p) in seen:
+            _put(adapted, name, torch.nn.Parameter(p.clone(), p.requires_grad))
+        seen.add(id(p))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that they are not tied any more
+        model = adapted.merge_and_unload()
+    own, tied = model.state_dict(keep_vars=True), model.all_tied_weights_keys.items()
+    are_equal = all(torch.equal(own[one], own[other]) for one, other in tied)
+    if tied:
+        model.config.tie_word_embeddings = are_equal
+    for one, other in tied if are_equal else ():
+        _put(model, one, own[other])
+    return model
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def _complete_plain(tensors: Mapping[str, Tensor], like: str | None, base: str | None) -> CompleteModel:
+    shape = like or base
+    if shape is None:
+        raise ArchitectureError(
+            "the run's model is its training scripts' own, and the run does not say what it is: give --like FOLDER, "
+            "with its config.json (model.save_pretrained writes it). If the scripts trained only a part of it, also "
+            "give --model FOLDER, with the weights that they began with"
+        )
+    folder = find_folder(base or shape, "--model" if base else "--like")
+    own, kind = _architecture(find_folder(shape, "--like" if like else "--model"))
+    if (folder / "config.json").is_file() and (other := _architecture(folder)[0].model_type) != own.model_type:
+        raise ArchitectureError(
+            f"--like {like} is a {own.model_type} and --model {base} a {other}: give folders of the same model"
+        )
+    model, absent = _load(own, kind, folder)
+    _check_same(tensors, model, kind, str(shape))
+    _check_complete(absent - tensors.keys(), kind, folder, len(tensors))
+    _copy(tensors, model)
+    return CompleteModel(model, folder, any(name not in tensors for name, _ in model.named_parameters()))
+
+
+def _read_adapter(
+    tensors: Mapping[str, Tensor], like: str | None, base: str | None
+) -> tuple[str, dict[str, Tensor], Any, Path]:
+    """The adapter's name, its tensors by their names in a PeftModel, its settings, and the folder of its base."""
+    _transformers()
+    try:
+        import peft
+    except ImportError as error:
+        raise ArchitectureError(f"the run trained adapters (LoRA), which needs peft: {EXTRA}") from error
+    names = sorted({found[1] for found in map(_ADAPTER.search, tensors) if found})
+    if len(names) != 1:
+        raise ArchitectureError(
+            f"the run trained several adapters ({', '.join(names)}), which is not supported. {BY_HAND}"
+        )
+    folder = None if like is None else find_folder(like, "--like")
+    if folder is None or not (folder / ADAPTER_CONFIG).is_file():
+        raise ArchitectureError(
+            "the run trained adapters (LoRA) and does not say how they are applied: give --like FOLDER, with their "
+            f"{ADAPTER_CONFIG}{'' if like is None else f' ({like} has none)'}, and --model FOLDER, with the weights "
+            "that they are for. In the script, model.save_pretrained(FOLDER) writes that file; for an adapter that is "
+            "not named default it lies in FOLDER/NAME"
+        )
+    try:
+        settings = peft.PeftConfig.from_pretrained(str(folder))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ArchitectureError(f"{folder / ADAPTER_CONFIG} cannot be read ({error!r}): save it again") from error
+    if not isinstance(settings, peft.LoraConfig):
+        raise ArchitectureError(
+            f"{folder / ADAPTER_CONFIG} is not of low-rank adapters (LoRA), which the run trained: give --like FOLDER, "
+            "with that of the run's script"
+        )
+    start = settings.init_lora_weights
+    if isinstance(start, str) and start not in _PLAIN_STARTS:
+        raise ArchitectureError(
+            f"the adapters began with init_lora_weights = {start!r}, which also changes the weights that they are for "
+            f"or is an adapter of another kind, and the run does not have those weights. {BY_HAND}"
+        )
+    settings.init_lora_weights, settings.inference_mode = True, False
+    given = base or settings.base_model_name_or_path
+    if not given:
+        raise ArchitectureError("give --model FOLDER, with the model that the run's adapters (LoRA) are for")
+    if not any(name.startswith(_PEFT) for name in tensors):  # model.add_adapter puts adapters into the model itself
+        tensors = {_PEFT + name: tensor for name, tensor in tensors.items()}
+    return names[0], dict(tensors), settings, find_folder(given, "--model")
+
+
+def find_folder(place: str, option: str) -> Path:
+    """A folder as it is given, or of a model in this machine's Hugging Face cache. Nothing is fetched.
+
+    Raises:
+        ArchitectureError: there is neither.
+    """
+    folder = Path(place).expanduser()
+    folder = folder.parent if folder.is_file() else folder
+    if folder.is_dir():
+        return folder
+    with suppress(ImportError, ValueError):  # no repository can be called like that
+        from huggingface_hub import try_to_load_from_cache
+
+        if isinstance(found := try_to_load_from_cache(place, "config.json"), str):
+            return Path(found).parent
+    raise ArchitectureError(
+        f"{place} is no folder, and no model of that name is in this machine's Hugging Face cache: give {option} FOLDER"
+    )
+
+
+def _transformers() -> Any:
+    return import_transformers("a model of training scripts is put together by transformers")
+
+
+def _architecture(folder: Path) -> tuple[Any, Any]:
+    """A folder's configuration, and the class of transformers that it is for."""
+    transformers = _transformers()
+    try:
+        own = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers says in many ways that it cannot be used
+        raise ArchitectureError(
+            f"{folder} has no config.json that transformers can use ({error}). Give the folder that the scripts began "
+            f"with, or that model.save_pretrained wrote. {BY_HAND}"
+        ) from error
+    if own.architectures:
+        kind = getattr(transformers, own.architectures[0], None)
+    else:
+        kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(own), None)
+    if kind is None:
+        raise ArchitectureError(
+            f"{folder / 'config.json'} names a model ({own.architectures or own.model_type}) that transformers "
+            f"{transformers.__version__} does not have, and code that comes with a model is never run here. {BY_HAND}"
+        )
+    return own, kind
+
+
+def _build(own: Any, kind: Any, folder: Path) -> Any:
+    try:
+        return kind(own)
+    except Exception as error:  # the model's own code says in many ways that it cannot be built
+        raise ArchitectureError(f"transformers cannot build the model of {folder}: {error}") from error
+
+
+def _load(own: Any, kind: Any, folder: Path) -> tuple[Any, set[str]]:
+    """The float32 model, with a folder's weights if it has any, and the names of what it has not got from there."""
+    if not any((folder / f"model.safetensors{ending}").is_file() for ending in ("", ".index.json")):
+        model = _build(own, kind, folder)
+        with suppress(OSError, ValueError):
+            model.generation_config = _transformers().GenerationConfig.from_pretrained(folder)
+        tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        return model, (set(model.state_dict()) - tied).union(name for name, _ in model.named_parameters())
+    try:
+        model, told = kind.from_pretrained(
+            folder,
+            config=own,
+            local_files_only=True,
+            use_safetensors=True,
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
+    except Exception as error:  # of other shapes, damaged, without one of its parts: it says so in many ways
+        raise ArchitectureError(
+            f"the weights in {folder} cannot be loaded: give the folder that the scripts began with ({error})"
+        ) from error
+    return model, set(told["missing_keys"])
+
+
+def _with_adapter(model: Any, settings: Any, name: str) -> Any:
+    import peft
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tied weights, which ``merge`` parts
+        try:
+            return peft.get_peft_model(model, settings, adapter_name=name)
+        except Exception as error:  # peft says in many ways that these are not for each other
+            raise ArchitectureError(
+                f"peft cannot put the adapters on a {type(model).__name__} ({error}): give --like FOLDER, with the "
+                f"{ADAPTER_CONFIG} of the run's script, and --model FOLDER, with the model that they are for"
+            ) from error
+
+
+def _check_same(tensors: Mapping[str, Tensor], model: Any, kind: Any, what: str) -> None:
+    """What the run trained is in the model, and the adapters are all the run's."""
+    every = {name: p for name, p in model.named_parameters() if name in tensors or _ADAPTER.search(name)}
+    found = {name: tuple(p.shape) for name, p in every.items() if name in tensors or p.requires_grad}
+    odd = compared(found, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, "in the model")
+    if odd:
+        raise ArchitectureError(
+            f"{what} (here) is not the model that the run trained (there): {odd}. It is a {kind.__name__}: give --like "
+            f"and --model folders of the model that the scripts train. {BY_HAND}"
+        )
+
+
+def _check_complete(absent: set[str], kind: Any, folder: Path, trained: int) -> None:
+    if not absent:
+        return
+    pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+    raise ArchitectureError(
+        f"the run trained {trained} tensors, and {folder} lacks others of this {kind.__name__} ({_some(absent)}): "
+        "give --model FOLDER, with the weights that the scripts began with, as safetensors"
+        + (" (here they are pickles, which are never loaded: save_pretrained converts them)" if pickled else "")
+    )
+
+
+@torch.no_grad()
+def _copy(tensors: Mapping[str, Tensor], model: Any) -> None:
+    own = dict(model.named_parameters())
+    for name, tensor in tensors.items():
+        own[name].copy_(tensor)
+
+
+def _put(model: Any, name: str, p: Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, p)
+
+
+def _some(names: Iterable[str]) -> str:
+    every = sorted(names)
+    return ", ".join(every[:MOST_TOLD]) + (f" and {len(every) - MOST_TOLD} more" if len(every) > MOST_TOLD else "")
