@@ -246,7 +246,7 @@ def _architecture(folder: Path) -> tuple[Any, Any]:
         kind = getattr(transformers, own.architectures[0], None)
     else:
         kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(own), None)
-    if kind is None:
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise ArchitectureError(
             f"{folder / 'config.json'} names a model ({own.architectures or own.model_type}) that transformers "
             f"{transformers.__version__} does not have, and code that comes with a model is never run here. {BY_HAND}"
@@ -262,7 +262,7 @@ def _build(own: Any, kind: Any, folder: Path) -> Any:
 
 
 def _load(own: Any, kind: Any, folder: Path) -> tuple[Any, set[str]]:
-    """The float32 model, with a folder's weights if it has any, and the names of what it has not got from there."""
+    """The float32 model with a folder's weights, if it has any, and the names of what is not from there."""
     if not any((folder / f"model.safetensors{ending}").is_file() for ending in ("", ".index.json")):
         model = _build(own, kind, folder)
         with suppress(OSError, ValueError):
@@ -275,14 +275,15 @@ def _load(own: Any, kind: Any, folder: Path) -> tuple[Any, set[str]]:
             config=own,
             local_files_only=True,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # of what the run trained in another shape, as a new head
             dtype=torch.float32,
             output_loading_info=True,
         )
-    except Exception as error:  # of other shapes, damaged, without one of its parts: it says so in many ways
+    except Exception as error:  # damaged, or without one of its files: it says so in many ways
         raise ArchitectureError(
             f"the weights in {folder} cannot be loaded: give the folder that the scripts began with ({error})"
         ) from error
-    return model, set(told["missing_keys"])
+    return model, {*told["missing_keys"], *(name for name, *_ in told["mismatched_keys"])}
 
 
 def _with_adapter(model: Any, settings: Any, name: str) -> Any:
@@ -316,7 +317,8 @@ def _check_complete(absent: set[str], kind: Any, folder: Path, trained: int) -> 
         return
     pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
     raise ArchitectureError(
-        f"the run trained {trained} tensors, and {folder} lacks others of this {kind.__name__} ({_some(absent)}): "
+        f"the run trained {trained} tensors, and {folder} lacks others of this {kind.__name__}, or has them in other "
+        f"shapes ({_some(absent)}): "
         "give --model FOLDER, with the weights that the scripts began with, as safetensors"
         + (" (here they are pickles, which are never loaded: save_pretrained converts them)" if pickled else "")
     )

@@ -59,6 +59,28 @@ def invite_in(log: Path) -> str:
     return invited_with(log.read_text())
 
 
+def assert_exported(run: str, home: Path, like: str, model: Any) -> None:
+    """What ``p2pdiloco export`` writes is the model that the script has saved, which is the swarm's."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    command = ("export", run, "--format", "hf", "--like", like, "--out", "whole")
+    done = subprocess.run(
+        [sys.executable, "-m", "p2pdiloco", *command],
+        cwd=home,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=END_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "transformers.LlamaForCausalLM.from_pretrained('whole')" in done.stdout
+    tokens = torch.arange(VOCABULARY)[None]
+    with torch.no_grad():
+        found = AutoModelForCausalLM.from_pretrained(home / "whole", local_files_only=True)(tokens).logits
+        torch.testing.assert_close(found, model(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "run"), [("lora", "fine-tune"), ("pretrain", "pretrain")])
 def test_it_works_as_printed_by_two_peers(name: str, run: str, base: Path, tmp_path: Path) -> None:
@@ -88,6 +110,7 @@ def test_it_works_as_printed_by_two_peers(name: str, run: str, base: Path, tmp_p
         model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "b" / "tuned")
     else:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "b" / "model")
+    assert_exported(run, tmp_path / "b", "tuned" if name == "lora" else str(base), model.eval())
     assert (
         sum(float(p.detach().abs().sum()) for n, p in model.named_parameters() if "lora_B" in n or name != "lora") > 0
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -17,9 +18,12 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from p2pdiloco.node.foundation import make_manifest
+from p2pdiloco.cli.main import main
+from p2pdiloco.node.foundation import make_manifest, version_zero
+from p2pdiloco.node.kept_runs import folder_of
+from p2pdiloco.peer.checkpoint import save
 from p2pdiloco.protocol.identifiers import PeerId
-from p2pdiloco.protocol.manifest import LoraConfig, Manifest, ModelConfig, RunConfig
+from p2pdiloco.protocol.manifest import LoraConfig, Manifest, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.training.export import ABOUT, About, ExportError, Format, export
 from p2pdiloco.training.huggingface import read_folder
 from p2pdiloco.training.script_models import find_folder
@@ -72,18 +76,17 @@ def moved(model: Any, seed: int = 3) -> Any:
     return model.eval()
 
 
-def run_of(model: nn.Module) -> tuple[Manifest, Tensor]:
-    """A run of scripts that trained ``model``."""
+def run_of(model: nn.Module) -> tuple[Manifest, Tensor, Tensor]:
+    """A run of scripts that trained ``model``: its manifest, global parameters and momentum."""
     embeddings, parameters = embedding_names(model), trainable(model)
     named = [(name, p.shape, name in embeddings) for name, p in parameters]
-    config = RunConfig(name="mine", model=SCRIPTS)
-    manifest, theta, _ = make_manifest(config, PeerId("founder"), named, parameters)
-    return manifest, theta
+    config = RunConfig(name="mine", model=SCRIPTS, schedule=ScheduleConfig(fragments=1))
+    return make_manifest(config, PeerId("founder"), named, parameters)
 
 
 def written(model: nn.Module, out: Path, wanted: Format, **places: Path) -> list[str]:
     """``export`` of that run."""
-    manifest, theta = run_of(model)
+    manifest, theta, _ = run_of(model)
     about = About(run=manifest.run, name="mine", step=7, tokens=99, format=wanted, model=SCRIPTS)
     return export(manifest, theta, out, about, **{name: str(place) for name, place in places.items()})
 
@@ -199,11 +202,23 @@ def test_what_a_script_did_not_train_is_the_bases(script: Script, is_tied: bool,
     if script is whole:
         written(model, tmp_path / "again", "hf", like=tmp_path / "config")
     else:
-        with pytest.raises(ValueError, match=r"lacks others of this LlamaForCausalLM \(.*give --model FOLDER"):
+        with pytest.raises(ValueError, match=r"lacks others of this LlamaForCausalLM.*give --model FOLDER"):
             written(model, tmp_path / "again", "hf", like=tmp_path / "config")
         assert not (tmp_path / "again").exists()
         written(model, tmp_path / "again", "hf", like=tmp_path / "config", base=base)
     assert_same(loaded(tmp_path / "again"), model)
+
+
+def test_a_base_may_have_another_shape_where_the_run_has_trained(tmp_path: Path) -> None:
+    """As a script with new tokens has it."""
+    base = llama(tmp_path / "base")
+    model = loaded(base)
+    model.model.layers[0].requires_grad_(False)
+    model.resize_token_embeddings(66, mean_resizing=False)
+    model.config.save_pretrained(tmp_path / "config")
+    moved(model)
+    written(model, tmp_path / "out", "hf", like=tmp_path / "config", base=base)
+    assert_same(loaded(tmp_path / "out"), model)
 
 
 def test_weights_in_several_files_are_read_and_pickles_are_not(tmp_path: Path) -> None:
@@ -280,12 +295,13 @@ def test_a_configuration_of_another_model_is_refused(tmp_path: Path) -> None:
                 written(model, tmp_path / "out", "hf", like=folder)
     with pytest.raises(ValueError, match=r"is a llama and --model .* a gpt2"):
         written(model, tmp_path / "out", "hf", like=base, base=tmp_path / "other")
-    with pytest.raises(ValueError, match="cannot be loaded"):
+    with pytest.raises(ValueError, match=r"or has them in other shapes \(model\.layers\.0\."):
         written(model, tmp_path / "out", "hf", like=base, base=narrow)
     told = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(told | {"architectures": ["MineForCausalLM"]}))
-    with pytest.raises(ValueError, match=r"MineForCausalLM.*never run here"):
-        written(model, tmp_path / "out", "hf", like=base)
+    for kind in ("MineForCausalLM", "Trainer"):
+        (base / "config.json").write_text(json.dumps(told | {"architectures": [kind]}))
+        with pytest.raises(ValueError, match=rf"{kind}.*never run here"):
+            written(model, tmp_path / "out", "hf", like=base)
     (base / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"no config\.json that transformers can use"):
         written(model, tmp_path / "out", "hf", like=base)
@@ -384,6 +400,19 @@ def test_a_run_that_names_its_model_is_merged_though_its_embeddings_are_tied(tmp
     assert_same(loaded(tmp_path / "out"), model)
 
 
+@pytest.mark.parametrize("library", ["transformers", "peft"])
+def test_who_lacks_a_library_is_told_to_install_it(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = llama(tmp_path / "base")
+    model = moved(adapted()(loaded(base)))
+    like = settings_of(model, tmp_path / "tuned")
+    monkeypatch.setitem(sys.modules, library, None)
+    for wanted in ("hf", "peft"):
+        with pytest.raises(ValueError, match=r"pip install 'p2pdiloco\[hf\]'"):
+            written(model, tmp_path / "out", wanted, like=like, base=base)  # type: ignore[arg-type]
+
+
 def test_options_from_which_nothing_is_taken_are_refused(tmp_path: Path) -> None:
     base = llama(tmp_path / "base")
     model = loaded(base)
@@ -392,7 +421,7 @@ def test_options_from_which_nothing_is_taken_are_refused(tmp_path: Path) -> None
     with pytest.raises(ExportError, match="add --format hf"):
         written(model, tmp_path / "out", "safetensors", base=base)
     small = ModelConfig(width=16, depth=1, heads=2, context=8)
-    manifest, theta = run_of(model)
+    manifest, theta, _ = run_of(model)
     manifest = msgspec.structs.replace(manifest, config=msgspec.structs.replace(manifest.config, model=small))
     for wanted in ("hf", "safetensors"):
         about = About(run=manifest.run, name="small", step=7, tokens=99, format=wanted, model=small)  # type: ignore[arg-type]
@@ -401,3 +430,34 @@ def test_options_from_which_nothing_is_taken_are_refused(tmp_path: Path) -> None
         with pytest.raises(ExportError, match="--model is for runs that train adapters"):
             export(manifest, theta, tmp_path / "out", about, base=str(base))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_the_command_says_what_loads_it_and_where_the_rest_is_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import GPT2ForSequenceClassification
+
+    base = gpt2(tmp_path / "base")
+    GPT2ForSequenceClassification.from_pretrained(base).save_pretrained(base)
+    capsys.readouterr()
+    model = GPT2ForSequenceClassification.from_pretrained(base)
+    model.transformer.requires_grad_(False)
+    manifest, theta, momentum = run_of(moved(model))
+    first = version_zero(manifest, theta, momentum)
+    save(folder_of(tmp_path / "state", manifest.run) / "checkpoint", manifest, first.shards, theta, momentum, keep=2)
+    command = ["export", str(tmp_path / "state"), "--format", "hf", "--out", str(tmp_path / "out")]
+    for options, said in (
+        ([], "give --like FOLDER"),
+        (["--like", str(gpt2(tmp_path / "other"))], "score.weight is not in the model"),
+    ):
+        assert main([*command, *options]) == 2
+        told = capsys.readouterr()
+        assert said in told.err
+        assert "to load it" not in told.out
+    assert main([*command, "--like", str(base)]) == 0
+    told = capsys.readouterr()
+    assert f"transformers.GPT2ForSequenceClassification.from_pretrained('{tmp_path / 'out'}')" in told.out
+    assert f"what the run did not train is from {base}" in told.out
+    again = GPT2ForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(p, model.state_dict()[name]) for name, p in again.state_dict().items())
