@@ -160,6 +160,25 @@ BUGS = (
         killed_by=(f"{_SERVER_TESTS}::test_lookers_are_few_and_who_goes_makes_room",),
     ),
     Bug(
+        name="connections to the page without a bound",
+        module="p2pdiloco.watch.connections",
+        old="            out.abort()",
+        new="            pass",
+        harm="1,300 half-sent requests take all of a peer's descriptors",
+        killed_by=(f"{_SERVER_TESTS}::test_a_client_that_floods_the_page_takes_places_from_itself",),
+    ),
+    Bug(
+        name="a request to the page may take for ever",
+        module="p2pdiloco.watch.connections",
+        old="call_later(self._stage_s, self.abort)",
+        new="call_later(self._stage_s, self._stage_s.hex)",
+        harm="half-sent requests and unread answers hold descriptors for an hour",
+        killed_by=(
+            f"{_SERVER_TESTS}::test_a_request_that_never_ends_is_cut_off_and_a_stream_goes_on",
+            f"{_SERVER_TESTS}::test_a_client_that_does_not_read_its_answers_is_let_go",
+        ),
+    ),
+    Bug(
         name="a commit counts for each that tells of it",
         module="p2pdiloco.watch.chronicle",
         old="version <= self._shards.get(shard, (0, 0.0, 0))[0]",

@@ -6,7 +6,8 @@ Rules of this file:
    ``?token=`` (it becomes a cookie of this page) or as ``Authorization: Bearer``.
 3. The Host header must name this machine by an address, or by ``localhost`` or its own name: a foreign name that was
    made to point here (DNS rebinding) is refused. No other origin may read, frame or embed anything.
-4. Lookers are few (``MOST_STREAMS``), slow ones are let go, and who only connects is closed by aiohttp.
+4. At most ``MOST_STREAMS`` streams are open, and a looker that does not read is let go. All other connections are few,
+   and each has little time (``watch/connections.py``).
 5. Without a looker nothing is made. What does not change is not sent again.
 """
 
@@ -29,6 +30,7 @@ import msgspec
 from aiohttp import web
 
 from p2pdiloco.runtime import logs
+from p2pdiloco.watch.connections import PageConnections, PageLimits
 from p2pdiloco.watch.exposition import CONTENT_TYPE, exposition, is_healthy, is_ready
 from p2pdiloco.watch.picture import History, Picture
 
@@ -77,7 +79,12 @@ class PageServer:
     all. ``port`` 0: any free one."""
 
     def __init__(
-        self, open_view: Callable[[Mapping[str, str]], Sight], host: str = "127.0.0.1", port: int = 0, token: str = ""
+        self,
+        open_view: Callable[[Mapping[str, str]], Sight],
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str = "",
+        limits: PageLimits | None = None,
     ) -> None:
         """``token`` must be there unless ``host`` is loopback: see ``new_token``."""
         assert token or is_loopback(host)
@@ -85,7 +92,10 @@ class PageServer:
         self._host = host
         self._token = token
         self._ports = [port]
+        self._limits = limits or PageLimits()
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
+        self._connections: PageConnections
         self._streams = 0
         self._closing = asyncio.Event()
         self.port = 0
@@ -113,22 +123,27 @@ class PageServer:
         app.router.add_get("/ready", self._ready)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.5)
         await self._runner.setup()
+        assert self._runner.server is not None
+        self._connections = PageConnections(self._runner.server, self._limits)
         for port in self._ports:
             try:
-                site = web.TCPSite(self._runner, self._host, port, backlog=32)
-                await site.start()
+                self._listener = await asyncio.get_running_loop().create_server(
+                    self._connections.accept, self._host, port, backlog=32
+                )
+                self.port = self._listener.sockets[0].getsockname()[1]
                 break
             except OSError:
                 if port == self._ports[-1]:
                     await self._runner.cleanup()
                     raise
-        self.port = self._runner.addresses[0][1]
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closing.set()
+        if self._listener is not None:
+            self._listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -143,12 +158,16 @@ class PageServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        connection = self._connections.of(request)
+        connection.begin_stage()
         try:
             self._check(request)
             response = await handler(request)
         except web.HTTPException as error:
             error.headers.update(HEADERS)
             raise
+        finally:
+            connection.begin_stage()
         if not response.prepared:
             response.headers.update(HEADERS)
         return response
@@ -218,13 +237,16 @@ class PageServer:
                 text=f"{MOST_STREAMS} pages are open already: close one\n", headers={"Retry-After": "10"}
             )
         view = self._view(request)
+        connection = self._connections.of(request)
         response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream; charset=utf-8"})
         self._streams += 1
+        connection.open_stream()
         try:
             await response.prepare(request)
             await self._send(response, b"retry: 1000\n\n")
             mark, told_at = -1, -HISTORY_S
             while not self._closing.is_set():
+                connection.begin_stage()
                 now = time.monotonic()
                 await self._send(response, _event("picture", view.picture()))
                 if view.mark != mark and now - told_at >= HISTORY_S:
@@ -236,6 +258,7 @@ class PageServer:
             pass  # it looks no longer, or does not read
         finally:
             self._streams -= 1
+            connection.close_stream()
         return response
 
     async def _send(self, response: web.StreamResponse, data: bytes) -> None:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import resource
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
+import psutil
 import pytest
 from test_watch_chronicle import ANN, BOB, chronicle, commit, progress
 
 from p2pdiloco.watch import server as server_module
 from p2pdiloco.watch.chronicle import Chronicle
+from p2pdiloco.watch.connections import PageLimits
 from p2pdiloco.watch.picture import History, Picture
 from p2pdiloco.watch.server import PageServer, is_this_machine, kept_token
 
@@ -45,10 +52,10 @@ class Shown:
 Ask = Callable[[PageServer, aiohttp.ClientSession, Shown], Coroutine[Any, Any, None]]
 
 
-def serving(ask: Ask, host: str = "127.0.0.1", token: str = "") -> None:
+def serving(ask: Ask, host: str = "127.0.0.1", token: str = "", limits: PageLimits | None = None) -> None:
     async def whole() -> None:
         shown = Shown()
-        async with PageServer(lambda _: shown, host, 0, token) as server, aiohttp.ClientSession() as session:
+        async with PageServer(lambda _: shown, host, 0, token, limits) as server, aiohttp.ClientSession() as session:
             await ask(server, session, shown)
 
     asyncio.run(whole())
@@ -245,3 +252,130 @@ def test_machines_are_told_whether_it_is_healthy_and_ready() -> None:
             assert (answer.status, await answer.text()) == (503, "no new version\n")
 
     serving(ask)
+
+
+HALF = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+FEW_DESCRIPTORS = """
+import asyncio, os, resource, sys
+import uvloop
+sys.path.insert(0, sys.argv[1])
+from test_watch_server import Shown
+from p2pdiloco.watch.server import PageServer
+
+class Busy(Shown):
+    def picture(self):
+        for descriptor in [os.dup(0) for _ in range(150)]:
+            os.close(descriptor)
+        return super().picture()
+
+async def main():
+    async with PageServer(lambda _: Busy()) as server:
+        print(server.port, flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+uvloop.run(main())
+"""
+"""A peer that may open 256 descriptors, and needs 150 of them at each look. It ends with its standard input."""
+
+
+def test_1300_half_sent_requests_leave_descriptors_to_the_peer_and_the_page_to_others() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(2048, hard)), hard))
+    child = subprocess.Popen(
+        [sys.executable, "-c", FEW_DESCRIPTORS, os.path.dirname(__file__)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdin
+    assert child.stdout
+    port = int(child.stdout.readline())
+
+    async def flood() -> None:
+        half_sent = []
+        async with asyncio.timeout(60.0):
+            for _ in range(1300):
+                half_sent.append(await asyncio.open_connection("127.0.0.1", port))
+                half_sent[-1][1].write(HALF)
+        address = f"http://127.0.0.1:{port}/picture.json"
+        async with asyncio.timeout(5.0), aiohttp.ClientSession() as session, session.get(address) as answer:
+            assert answer.status == 200
+        for _, writer in half_sent:
+            writer.transport.abort()
+
+    try:
+        asyncio.run(flood())
+    finally:
+        child.communicate(timeout=20)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_request_that_never_ends_is_cut_off_and_a_stream_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "TICK_S", 0.02)
+
+    async def ask(server: PageServer, session: aiohttp.ClientSession, shown: Shown) -> None:
+        async with asyncio.timeout(20.0), session.get(at(server, "/stream")) as stream:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(HALF + b"\r\n")
+            assert (await reader.readline()).split()[1] == b"200", "a whole request is answered"
+            writer.write(HALF + b"X-Endless: ")
+            crumbs = asyncio.create_task(crumble(writer))
+            with suppress(ConnectionError):
+                while await reader.read(1024):  # the rest of the first answer
+                    pass
+            crumbs.cancel()
+            asked = shown.asked
+            while shown.asked < asked + 3:  # the stream is older than any request may become
+                assert await stream.content.readline()
+
+    async def crumble(writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while True:
+                writer.write(b"x")
+                await asyncio.sleep(0.02)
+
+    serving(ask, limits=PageLimits(stage_s=0.5))
+
+
+def test_a_client_that_does_not_read_its_answers_is_let_go() -> None:
+    async def ask(server: PageServer, session: aiohttp.ClientSession, shown: Shown) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
+        writer.write(400 * b"GET /page.js HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")  # more than the kernel's buffers hold
+        async with asyncio.timeout(20.0):
+            await descriptors(server, 1)
+            await descriptors(server, 0)
+        writer.transport.abort()
+
+    async def descriptors(server: PageServer, number: int) -> None:
+        """Until so many sockets of this process are the page's end of a connection."""
+        while True:
+            sockets = psutil.Process().net_connections("tcp")
+            if number == sum(one.laddr.port == server.port and bool(one.raddr) for one in sockets):
+                break
+            await asyncio.sleep(0.02)
+
+    serving(ask, limits=PageLimits(stage_s=0.5))
+
+
+def test_a_client_that_floods_the_page_takes_places_from_itself() -> None:
+    async def ask(server: PageServer, session: aiohttp.ClientSession, shown: Shown) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port, local_addr=("127.0.0.2", 0))
+        writer.write(HALF)
+        flood = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(20)]
+        async with asyncio.timeout(10.0):
+            for early, _ in flood[:10]:
+                with suppress(ConnectionError):
+                    assert not await early.read()
+            writer.write(b"\r\n")
+            assert (await reader.readline()).split()[1] == b"200"
+        for _, one in (*flood, (reader, writer)):
+            one.transport.abort()
+
+    serving(ask, limits=PageLimits(connections=4))
+
+
+def test_the_page_has_a_small_share_of_the_descriptors() -> None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert PageLimits(connections=10**9).places() <= soft // 16
+    assert PageLimits(connections=3).places() == 3

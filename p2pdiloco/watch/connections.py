@@ -1,0 +1,142 @@
+"""Connection limits of the page's HTTP server: how many connections, and how long each may take.
+
+aiohttp itself keeps a connection with a half-sent request for an hour. Rules of this file:
+1. A request's headers, its answer, and the pause until the next request each have ``PageLimits.stage_s``; then
+   the connection is aborted. Bytes that complete nothing do not extend it.
+2. Connections without an open stream are few. One more takes the place of the oldest of the remote machine that has
+   most (``net/admission.py``), so a client that floods the page takes places from itself.
+3. The page has a sixteenth of the process's descriptors at most; the others are for the peer's own connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from typing import cast
+
+from aiohttp import web
+from msgspec import Struct
+
+from p2pdiloco.net.admission import Room, machine_of
+
+PAGE_SHARE = 16
+"""One of so many descriptors of the process may be a connection to the page."""
+
+
+class PageLimits(Struct, frozen=True, kw_only=True):
+    """What clients of the page may take."""
+
+    connections: int = 64
+    """Connections that have no open stream. A browser opens six at most."""
+    stage_s: float = 30.0
+    """Seconds for a request's headers, for its answer, and for the pause until the next request."""
+
+    def places(self) -> int:
+        """``connections``, or fewer where the process may open few descriptors (``RLIMIT_NOFILE``)."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return self.connections if soft == resource.RLIM_INFINITY else max(1, min(self.connections, soft // PAGE_SHARE))
+
+
+class PageConnections:
+    """The connections of one server. ``accept`` is the protocol factory of the listener."""
+
+    def __init__(self, server: web.Server, limits: PageLimits) -> None:
+        self._server = server
+        self._stage_s = limits.stage_s
+        self._waiting: Room[PageConnection] = Room(limits.places())
+        self._by_handler: dict[web.RequestHandler, PageConnection] = {}
+
+    def accept(self) -> PageConnection:
+        """For a new socket."""
+        handler = self._server()
+        self._by_handler[handler] = connection = PageConnection(self, handler, self._stage_s)
+        return connection
+
+    def of(self, request: web.Request) -> PageConnection:
+        """The connection on which ``request`` came; if it is lost already, one on which nothing happens."""
+        handler = request.protocol
+        return self._by_handler.get(handler) or PageConnection(self, handler, self._stage_s)
+
+    def wait(self, connection: PageConnection) -> None:
+        """``connection`` has no open stream: it takes one of the few places."""
+        out = self._waiting.enter(connection, connection.machine)
+        if out is not None:
+            out.abort()
+
+    def stream(self, connection: PageConnection) -> None:
+        """``connection`` has an open stream, and makes room for nobody: the server limits streams by their number."""
+        self._waiting.leave(connection)
+
+    def lost(self, connection: PageConnection) -> None:
+        """``connection`` is closed."""
+        self._waiting.leave(connection)
+        self._by_handler.pop(connection.handler, None)
+
+
+class PageConnection(asyncio.Protocol):
+    """One connection: what happens is passed on to aiohttp's ``handler``, until the time is over."""
+
+    def __init__(self, connections: PageConnections, handler: web.RequestHandler, stage_s: float) -> None:
+        self.handler = handler
+        self.machine = ""
+        self._connections = connections
+        self._stage_s = stage_s
+        self._transport: asyncio.Transport | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def begin_stage(self) -> None:
+        """Something was completed: the next stage has its own time."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if self._transport is not None:
+            self._deadline = asyncio.get_running_loop().call_later(self._stage_s, self.abort)
+
+    def open_stream(self) -> None:
+        """What follows is a stream; each event that is sent begins a stage."""
+        self._connections.stream(self)
+
+    def close_stream(self) -> None:
+        """The stream has ended; the connection may have another request."""
+        if self._transport is not None:
+            self._connections.wait(self)
+
+    def abort(self) -> None:
+        """Close at once, whatever waits to be sent."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- asyncio.Protocol ----------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """As of ``asyncio.Protocol``."""
+        self._transport = cast(asyncio.Transport, transport)
+        where = transport.get_extra_info("peername")
+        self.machine = machine_of(where[0]) if where else ""
+        self.handler.connection_made(transport)
+        self._connections.wait(self)
+        self.begin_stage()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """As of ``asyncio.Protocol``."""
+        self._transport = None
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._connections.lost(self)
+        self.handler.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """As of ``asyncio.Protocol``."""
+        self.handler.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        """As of ``asyncio.Protocol``."""
+        self.handler.eof_received()
+        return None
+
+    def pause_writing(self) -> None:
+        """As of ``asyncio.Protocol``."""
+        self.handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        """As of ``asyncio.Protocol``."""
+        self.handler.resume_writing()
