@@ -32,7 +32,7 @@ from p2pdiloco.runtime.files import LockedError, lock
 from p2pdiloco.runtime.invitation import INVITED, LOOK_AT
 from p2pdiloco.runtime.rotation import rotate
 from p2pdiloco.training.reunion import Found, Reunion
-from p2pdiloco.wire.invites import InviteError, decode_invite, is_invite
+from p2pdiloco.wire.invites import PREFIX, clean_invite, decode_invite, is_invite
 
 log = logging.getLogger("p2pdiloco")
 
@@ -88,12 +88,17 @@ class Wish(NamedTuple):
         options: Sequence[str],
         stay_s: float,
     ) -> Wish:
-        """``peers``: one may be a str. ``found``: None: if there are none. ``foundation``: where that would be."""
+        """``peers``: one may be a str. ``found``: None: if there are none. ``foundation``: where that would be.
+
+        Raises:
+            InviteError: one of the peers is meant as an invite and is none.
+        """
         if isinstance(peers, str):
             peers = (peers,) if peers else ()
+        peers = tuple(clean_invite(peer) if peer.strip().startswith(PREFIX) else peer for peer in peers)
         is_founder = not peers if found is None else found
         options = (*options, *(("--stay-s", str(stay_s)) if stay_s else ()))
-        return cls(run, tuple(peers), foundation if is_founder else None, options, stay_s)
+        return cls(run, peers, foundation if is_founder else None, options, stay_s)
 
 
 class Companion:
@@ -222,8 +227,7 @@ class Companion:
         """
         invites = set()
         for word in filter(is_invite, self._wish.peers):
-            with contextlib.suppress(InviteError):  # which the node will tell
-                invites.add(decode_invite(word).run)
+            invites.add(decode_invite(word).run)
         found = [run for run in self._runs_here() if not invites or run in invites]
         if len(found) > 1:
             self.leave_alone()

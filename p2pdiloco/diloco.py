@@ -49,6 +49,7 @@ from p2pdiloco.training.script_trainer import ScriptTrainer
 from p2pdiloco.training.swarm_view import SwarmView
 from p2pdiloco.training.tally import Tally
 from p2pdiloco.training.trainable import embedding_names, trainable
+from p2pdiloco.wire.invites import InviteError
 
 if TYPE_CHECKING:  # it imports torch.distributed.tensor: a second and 40 MB, which only several ranks need
     from p2pdiloco.training.island import Island, IslandParameters
@@ -121,7 +122,8 @@ class DiLoCo(SwarmView):
         ``total_steps`` to ``access`` are the founder's choice; who joins takes the run's.
 
         Raises:
-            DiLoCoError: a setting is not one, or impossible with another; or the model has nothing to train.
+            DiLoCoError: a setting is not one, or impossible with another; an invite is none; the model has nothing to
+                train.
         """
         super().__init__(model, has_run=run is not None)
         self._optimizer = optimizer
@@ -129,7 +131,10 @@ class DiLoCo(SwarmView):
         self._wish: Wish | None = None
         self._state = Path(state) if state is not None else state_home() / (run or "")
         if run is not None:
-            self._wish = Wish.of(run, initial_peers, found, self._state / foundation.NAME, node_options, stay_s)
+            try:
+                self._wish = Wish.of(run, initial_peers, found, self._state / foundation.NAME, node_options, stay_s)
+            except InviteError as error:
+                raise DiLoCoError(f"initial_peers: {error}") from error
         self._wait_for_peers = wait_for_peers
         self._process_group = process_group
         self._config: RunConfig | None = None

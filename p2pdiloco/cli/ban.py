@@ -14,7 +14,7 @@ from p2pdiloco.node.kept_runs import ConfigError, kept_run
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime.identity import IdentityError
 from p2pdiloco.wire.certificates import Role
-from p2pdiloco.wire.invites import decode_invite, is_invite
+from p2pdiloco.wire.invites import clean_invite, decode_invite, is_invite
 from p2pdiloco.wire.peer_ids import key_of
 from p2pdiloco.wire.statements import ban
 
@@ -42,7 +42,7 @@ async def run(arguments: argparse.Namespace) -> int:
             raise Complaint("that is the founder's key, which nobody bans", REPAIR)
         MemberFiles(folder).leave(ban(manifest.run, subject, grant, mine.identity.sign))
         files = MemberFiles(folder)
-        if is_invite(arguments.who) and files.invite().split() == arguments.who.split():
+        if is_invite(arguments.who) and files.invite() == clean_invite(arguments.who):
             files.keep_invite("")  # the next start shows another one
         print(f"banned from run {manifest.config.name}: {subject}")
     return 0

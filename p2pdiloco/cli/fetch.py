@@ -24,10 +24,10 @@ async def run(arguments: argparse.Namespace) -> int:
     with complaining(
         repair=(ConfigError, FolderInUseError, IdentityError, ValueError), nobody=(DirectoryError, LookupFailedError)
     ):
+        options = peer.peer_options(arguments, arguments.state)
+        directory = peer.directory_options(arguments, addresses)
         identity = peer.open_identity(arguments)
         with identity.hold():
-            options = peer.peer_options(arguments, arguments.state)
-            directory = peer.directory_options(arguments, addresses)
             ending = await join(wanted, options, directory, identity, choose, peer.say)
     return ending.status if not ending.status else peer.end(ending)
 

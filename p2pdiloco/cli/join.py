@@ -29,10 +29,10 @@ async def run(arguments: argparse.Namespace) -> int:
     with complaining(
         repair=(ConfigError, FolderInUseError, IdentityError, ValueError), nobody=(DirectoryError, LookupFailedError)
     ):
+        options = peer.peer_options(arguments, arguments.state)
+        directory = peer.directory_options(arguments, arguments.address)
         identity = peer.open_identity(arguments)
         with identity.hold():
-            options = peer.peer_options(arguments, arguments.state)
-            directory = peer.directory_options(arguments, arguments.address)
             return peer.end(await join(arguments.run, options, directory, identity, choose, peer.say))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from p2pdiloco.cli.complaints import FAILED, REPAIR, Complaint, complaining
 from p2pdiloco.version import VERSION
-from p2pdiloco.wire.invites import decode_invite
+from p2pdiloco.wire.invites import clean_invite
 
 SPARE_H = 0.5
 """Of a machine's hours that are paid for and not trained in: it is set up before, and given back after."""
@@ -39,7 +39,8 @@ async def run(arguments: argparse.Namespace) -> int:
             else:
                 arguments.out.touch(mode=0o600)  # the invite is in it
                 arguments.out.write_text(text, encoding="utf-8")
-                print(f"{arguments.out}: to rent one machine of it: sky launch -c p2pdiloco-1 --down {arguments.out}")
+                path = shlex.quote(str(arguments.out))
+                print(f"{arguments.out}: to rent one machine of it: sky launch -c p2pdiloco-1 --down {path}")
             return 0
         sky = shutil.which("sky")
         if sky is None:
@@ -55,9 +56,12 @@ def task(arguments: argparse.Namespace) -> str:
     """One machine's, as SkyPilot reads it.
 
     Raises:
-        ValueError: the invite is none.
+        ValueError: the invite is none; another value cannot stand in a script of lines.
     """
-    decode_invite(arguments.invite)
+    invite = clean_invite(arguments.invite)
+    for name in ("options", "gpu", "infra", "source"):
+        if not (getattr(arguments, name) or "").isprintable():
+            raise ValueError(f"--{name} has a line break or another control character: write it in one line")
     hourly = arguments.dollars / arguments.machines / (arguments.hours + SPARE_H)
     options = shlex.split(arguments.options)
     resources: dict[str, object] = {"use_spot": not arguments.no_spot, "max_hourly_cost": round(hourly - 5e-5, 4)}
@@ -67,7 +71,7 @@ def task(arguments: argparse.Namespace) -> str:
     if arguments.infra:
         resources["infra"] = arguments.infra
     lines = RUN.format(
-        seconds=round(3600 * arguments.hours), invite=arguments.invite, options=shlex.join(options)
+        seconds=round(3600 * arguments.hours), invite=shlex.quote(invite), options=shlex.join(options)
     ).splitlines()
     return "\n".join(
         [

@@ -28,10 +28,10 @@ async def run(arguments: argparse.Namespace) -> int:
     with complaining(
         repair=(ConfigError, CheckpointError, FolderInUseError, IdentityError, ValueError), nobody=(DirectoryError,)
     ):
+        options = peer.peer_options(arguments, arguments.state)
+        directory = peer.directory_options(arguments, arguments.bootstrap)
         identity = peer.open_identity(arguments)
         with identity.hold():
-            options = peer.peer_options(arguments, arguments.state)
             if arguments.known_good:
                 peer.say(go_back([*arguments.folders, arguments.state]))
-            directory = peer.directory_options(arguments, arguments.bootstrap)
             return peer.end(await resume(arguments.folders, arguments.run, options, directory, identity, peer.say))

@@ -37,10 +37,10 @@ async def run(arguments: argparse.Namespace) -> int:
     """Found and train."""
     with complaining(repair=REPAIR, nobody=(DirectoryError, LookupFailedError)):
         config = None if arguments.learner else _config(arguments)
+        directory = peer.directory_options(arguments, arguments.bootstrap)
+        options = peer.peer_options(arguments, arguments.state)
         identity = peer.open_identity(arguments)
         with identity.hold():
-            directory = peer.directory_options(arguments, arguments.bootstrap)
-            options = peer.peer_options(arguments, arguments.state)
             if config is None:  # p2pdiloco.DiLoCo's node: it is given a foundation
                 ending = await start_from_script(Path(arguments.config), options, directory, identity, peer.say)
             else:

@@ -23,7 +23,7 @@ from p2pdiloco.runtime.files import write_atomically
 from p2pdiloco.runtime.identity import KEY_FILE, Identity
 from p2pdiloco.runtime.invitation import invitation, private_invitation, script_invitation
 from p2pdiloco.wire.certificates import CAP_UNIT, NEVER, NO_CAP, Grant, Role, hint_of
-from p2pdiloco.wire.invites import SECRET_BYTES, Invite, InviteError, decode_invite, encode_invite
+from p2pdiloco.wire.invites import SECRET_BYTES, Invite, InviteError, clean_invite, decode_invite, encode_invite
 from p2pdiloco.wire.members import NotAMemberError, UnknownInviterError
 
 log = logs.get("invites")
@@ -180,7 +180,7 @@ def shown_invite(
     kept = files.invite()
     try:
         if kept and set(decode_invite(kept).initial_peers()) <= set(addresses):
-            return kept
+            return clean_invite(kept)
     except InviteError:
         pass
     text = invite_text(manifest, mine, grant, addresses)

@@ -21,6 +21,22 @@ _DOORS_TESTS = "tests/unit/test_net_doors.py"
 
 BUGS = (
     Bug(
+        name="text far behind an invite is ignored",
+        module=_INVITES,
+        old='    text = "".join(text.split())\n',
+        new='    text = "".join(text[:500].split())\n',
+        harm="a command behind 500 spaces is taken for a part of the invite, wherever its text goes on to",
+        killed_by=(f"{_INVITE_TESTS}::test_what_stands_beside_an_invite_is_an_error_however_far_away",),
+    ),
+    Bug(
+        name="an invite is written into a script as it was typed",
+        module="p2pdiloco.cli.launch",
+        old="invite=shlex.quote(invite)",
+        new="invite=arguments.invite",
+        harm="whoever sends an invite with a line break in it writes lines of the script that rented machines run",
+        killed_by=("tests/unit/test_cli_launch.py::test_what_stands_behind_an_invite_reaches_no_machine",),
+    ),
+    Bug(
         name="a restart forgets who may own nothing",
         module="p2pdiloco.peer.own_commits",
         old="        if known == self._convictions:\n            return\n",

@@ -95,23 +95,30 @@ def encode_invite(invite: Invite) -> str:
 
 
 def decode_invite(text: str) -> Invite:
-    """The invite that ``text`` is; white space around it and line breaks in it do not matter.
+    """The invite that ``text`` is; white space around it and line breaks in it do not matter. ``clean_invite`` is for
+    text that goes on to a file, a command or another program.
 
     Raises:
-        InviteError: it is none.
+        InviteError: it is none, or something else stands beside it.
     """
-    text = "".join(text[: 2 * TEXT_LIMIT].split())
+    text = "".join(text.split())
     if not text.startswith(PREFIX):
         raise InviteError(f"an invite begins with {PREFIX}: copy all of it")
     if len(text) > TEXT_LIMIT:
-        raise InviteError(f"an invite has at most {TEXT_LIMIT} characters, this one has {len(text)}: copy it again")
+        raise InviteError(
+            f"an invite has at most {TEXT_LIMIT} characters, this one has {len(text)}: copy it again, and nothing else"
+        )
     try:
         data = base58.b58decode(text[len(PREFIX) :])
     except ValueError:
-        raise InviteError("the invite has a character that none has (0, O, I, l and signs): copy it again") from None
+        raise InviteError(
+            "the invite has a character that none has (0, O, I, l and signs): copy it again, and nothing else"
+        ) from None
     body, checksum = data[:-CHECKSUM_BYTES], data[-CHECKSUM_BYTES:]
     if checksum != _checksum(body):
-        raise InviteError("the invite has a typo, or a piece of it is missing: copy it again")
+        raise InviteError(
+            "the invite has a typo, or a piece of it is missing, or something else stands beside it: copy it again"
+        )
     try:
         invite = _unpacked(body)
         for address in invite.addresses:
@@ -119,6 +126,15 @@ def decode_invite(text: str) -> Invite:
     except (ValueError, KeyError, struct.error) as error:
         raise InviteError(f"the invite cannot be read ({error}): it is of another release of p2pdiloco") from None
     return invite
+
+
+def clean_invite(text: str) -> str:
+    """``text`` checked and encoded anew: letters and digits alone.
+
+    Raises:
+        InviteError: it is no invite, or something else stands beside it.
+    """
+    return encode_invite(decode_invite(text))
 
 
 def _packed(invite: Invite, addresses: Sequence[str]) -> bytes:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_wire_invites import invite
 
 from p2pdiloco.cli import launch
 from p2pdiloco.cli.main import _parse, main
+from p2pdiloco.wire.invites import encode_invite
 
 yaml = pytest.importorskip("yaml")
-INVITE = "p2pdiloco-of-a-test"
-
-
-@pytest.fixture(autouse=True)
-def any_invite(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "decode_invite", lambda text: None)
+INVITE = encode_invite(invite())
 
 
 def written(tmp_path: Path, *words: str) -> Any:
@@ -55,6 +53,43 @@ def test_a_checkout_travels_and_a_release_is_installed_by_its_number(
     assert "workdir" not in task
     assert task["setup"] == f"pip install p2pdiloco=={launch.VERSION}"
     assert written(tmp_path, "--dollars", "5", "--source", "git+https://x/y z")["setup"].endswith("'git+https://x/y z'")
+
+
+@pytest.mark.parametrize(
+    "tail", [" " * 500 + "; touch x", " ; touch x", " junk", "\n; touch x", "\n$(touch x)", "\u2028junk", "\0"]
+)
+def test_what_stands_behind_an_invite_reaches_no_machine(
+    tail: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", INVITE + tail, "--dollars", "5", "--out", str(tmp_path / "task.yaml")]) == 2
+    assert "copy it again" in capsys.readouterr().err
+    assert not (tmp_path / "task.yaml").exists()
+    wrapped = f" {INVITE[:100]}\n   {INVITE[100:]}\n"
+    assert main(["launch", wrapped, "--dollars", "5", "--out", str(tmp_path / "task.yaml")]) == 0
+    assert f"p2pdiloco join {INVITE} --stay-s 0" in (tmp_path / "task.yaml").read_text()
+
+
+def test_values_in_the_script_are_words_and_no_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program(tmp_path, "p2pdiloco", f'printf "%s\\n" "$@" > {tmp_path}/words; exit 5')
+    data = "a; touch x $(touch x) `touch x` 'b' > x & # {seconds}"
+    task = written(tmp_path, "--dollars", "5", f"--options={shlex.join(['--data', data])}")
+    done = subprocess.run(
+        ["bash", "-c", task["run"]],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        cwd=tmp_path,
+        timeout=20,
+        check=False,
+    )
+    assert done.returncode == 5
+    assert (tmp_path / "words").read_text().splitlines() == ["join", INVITE, "--stay-s", "0", "--data", data]
+    assert not (tmp_path / "x").exists()
+    (tmp_path / "task.yaml").unlink()
+    for option in ("--options", "--gpu", "--infra", "--source"):
+        for bad in ("a\nb", "a\x85b", "a\u2028b", "a\x1b[2J"):
+            said = ["launch", INVITE, "--dollars", "5", option, bad, "--out", str(tmp_path / "task.yaml")]
+            assert main(said) == 2
+            assert f"{option} has a line break or another control character" in capsys.readouterr().err
+    assert not (tmp_path / "task.yaml").exists()
 
 
 def test_each_machine_is_handed_over_to_sky_and_taken_down(

@@ -6,8 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from test_wire_invites import invite
 
 from p2pdiloco.cli.main import main
+from p2pdiloco.wire.invites import encode_invite
 
 pytestmark = [pytest.mark.usefixtures("own_logging"), pytest.mark.heavy]
 REPAIR, NOBODY_THERE = 2, 3
@@ -156,3 +158,26 @@ def test_a_misuse_is_told_in_a_sentence(
     assert len(said) == 1, errors
     for word in told:
         assert word in said[0]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "join INVITE",
+        "fetch INVITE",
+        "status INVITE",
+        "ban INVITE",
+        "launch INVITE --dollars 5 --out task.yaml",
+        "start stdlib-tiny --bootstrap INVITE",
+        "resume half --bootstrap INVITE",
+    ],
+)
+def test_text_beside_an_invite_is_an_error_before_anything_is_made(
+    command: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, before = encode_invite(invite()), sorted(here.rglob("*"))
+    for other in (" junk", " " * 500 + "; touch x", "\n; touch x", "\r\n" + "junk", "\x1b[2J", text):
+        words = [text + other if word == "INVITE" else word for word in command.split()]
+        assert main(words) == REPAIR
+        assert "copy it again" in capsys.readouterr().err
+    assert sorted(here.rglob("*")) == before

@@ -29,7 +29,7 @@ from p2pdiloco.runtime.state_home import state_home
 from p2pdiloco.training.reunion import Found, Reunion, find_learner
 from p2pdiloco.wire import link
 from p2pdiloco.wire.certificates import NEVER, NO_CAP, Role
-from p2pdiloco.wire.invites import encode_invite
+from p2pdiloco.wire.invites import Invite, encode_invite
 
 RUN = RunId("0" * 40)
 
@@ -186,22 +186,14 @@ def test_a_folder_with_a_run_that_somebody_else_founded_is_not_founded_anew(
     founder.leave_alone()
 
 
+def made_invite(run: RunId) -> Invite:
+    founder = Credentials(run, b"", Identity.ephemeral())
+    return make_invite(founder, bytes(16), role=Role.LEARNER, cap=NO_CAP, not_after=NEVER, addresses=(ADDRESS,))
+
+
 def test_of_several_runs_of_one_name_the_invites_goes_on(tmp_path: Path, clock: Clock) -> None:
     runs = sorted(has_run(tmp_path, seed) for seed in range(2))
-    founder = Identity.ephemeral()
-    invites = [
-        encode_invite(
-            make_invite(
-                Credentials(run, b"", founder),
-                bytes(16),
-                role=Role.LEARNER,
-                cap=NO_CAP,
-                not_after=NEVER,
-                addresses=(ADDRESS,),
-            )
-        )
-        for run in (*runs, RunId("f" * 40))
-    ]
+    invites = [encode_invite(made_invite(run)) for run in (*runs, RunId("f" * 40))]
     for number, invite in enumerate(invites):
         node = Dying(tmp_path, [invite])
         node.status = companion.NOBODY_THERE
@@ -344,12 +336,18 @@ def test_what_was_wrong_with_an_option_is_told_and_not_where_help_is(tmp_path: P
 
 
 def test_one_invite_may_be_given_as_a_text(tmp_path: Path) -> None:
+    text = encode_invite(made_invite(RunId("f" * 40)))
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    for given, peers in (("INVITE", ("INVITE",)), (["INVITE"], ("INVITE",)), ("", ()), ((), ())):
+    for given, peers in (("ADDR", ("ADDR",)), (["ADDR"], ("ADDR",)), (f" {text}\n", (text,)), ("", ()), ((), ())):
         wish = p2pdiloco.DiLoCo(model, optimizer, run="story", initial_peers=given, state=tmp_path)._wish
         assert wish is not None
         assert (wish.peers, wish.foundation is None) == (peers, bool(peers))
+    for bad in (f"{text} junk", text + " " * 500 + "; touch x", f"{text}\njunk", text[:-1], "p2pdiloco"):
+        for given in (bad, [bad], ["ADDR", bad]):
+            with pytest.raises(p2pdiloco.DiLoCoError, match=r"initial_peers: .*copy it again"):
+                p2pdiloco.DiLoCo(model, optimizer, run="story", initial_peers=given, state=tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("home", ["", "elsewhere"])

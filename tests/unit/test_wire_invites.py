@@ -12,7 +12,16 @@ import pytest
 from p2pdiloco.protocol.identifiers import PeerId, RunId
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.wire.certificates import NEVER, NO_CAP, Kind, Role, hint_of
-from p2pdiloco.wire.invites import PREFIX, TEXT_LIMIT, Invite, InviteError, decode_invite, encode_invite, is_invite
+from p2pdiloco.wire.invites import (
+    PREFIX,
+    TEXT_LIMIT,
+    Invite,
+    InviteError,
+    clean_invite,
+    decode_invite,
+    encode_invite,
+    is_invite,
+)
 
 FOUNDER, NODE, PEER = (Identity.ephemeral().peer_id for _ in range(3))
 ADDRESSES = ("/ip4/203.0.113.5/tcp/31337", "/ip4/192.168.100.200/tcp/65535", "/ip4/10.0.0.1/tcp/1")
@@ -51,6 +60,18 @@ def test_an_invite_of_at_most_250_characters_comes_back(one: Invite) -> None:
     assert decode_invite(text) == one
     assert decode_invite(f"  {text[:100]}\n   {text[100:]} \n") == one, "as a terminal has wrapped it"
     assert one.kind is (Kind.INVITE if one.peer is None else Kind.PEER)
+
+
+@pytest.mark.parametrize(
+    "other", ["; touch x", "junk", "$(touch x)", "\0", "\x1b[2J", "\u202e", "1", encode_invite(invite()), "x" * 10**6]
+)
+def test_what_stands_beside_an_invite_is_an_error_however_far_away(other: str) -> None:
+    text = encode_invite(invite())
+    for space in ("", " ", "\n", "\r\n", " " * 500, "\u2028", "\t" * 10_000):
+        for bad in (text + space + other, other + space + text, text[:50] + space + other + text[50:]):
+            with pytest.raises(InviteError, match="copy"):
+                decode_invite(bad)
+        assert clean_invite(space + text[:50] + space + text[50:] + space) == text
 
 
 def test_a_runs_name_is_no_invite() -> None:
