@@ -114,7 +114,7 @@ def _invite(sub: argparse.ArgumentParser) -> None:
         "--expires", type=lifetime, metavar="TIME", help="such as 12h or 30d, membership too (default: never)"
     )
     sub.add_argument(
-        "--max-weight", type=float, metavar="W", help="most weight in the drawing of owners; others have 1"
+        "--max-weight", type=between(0, 1e9), metavar="W", help="most weight in the drawing of owners; others have 1"
     )
     sub.add_argument("--peer", metavar="ID", help="for this peer alone, by its id")
     sub.add_argument(
@@ -181,7 +181,7 @@ def _launch(sub: argparse.ArgumentParser) -> None:
         "--dollars", type=between(0.01, 1e7, "dollars"), required=True, metavar="USD", help="spent at most"
     )
     sub.add_argument("--hours", type=between(0.1, 8760, "hours"), default=4.0, metavar="T", help="each (default: 4)")
-    sub.add_argument("--machines", type=at_least(1), default=1, metavar="N", help="default: %(default)s")
+    sub.add_argument("--machines", type=at_least(1, 1000), default=1, metavar="N", help="default: %(default)s")
     sub.add_argument("--gpu", default="", metavar="KIND", help="such as A100:1 or L4:1, as SkyPilot calls it")
     sub.add_argument(
         "--infra", default="", metavar="WHERE", help="such as aws or gcp/us-central1 (default: the cheapest)"
@@ -245,10 +245,18 @@ def _add_peer(sub: argparse.ArgumentParser) -> None:
         help="a day: commits, checkpoints (an hour apart at most without those), other payloads (default: %(default)g)",
     )
     sub.add_argument(
-        "--keep-checkpoints", type=at_least(1), default=2, metavar="N", help="newest ones that stay (default: 2)"
+        "--keep-checkpoints",
+        type=at_least(1),
+        default=2,
+        metavar="N",
+        help="newest ones that stay (default: 2)",
     )
     sub.add_argument(
-        "--tensor-threads", type=at_least(0), default=0, metavar="N", help="to merge; 0: half of the cores, at most 4"
+        "--tensor-threads",
+        type=at_least(0, MOST_THREADS),
+        default=0,
+        metavar="N",
+        help="to merge; 0: half of the cores, at most 4",
     )
     sub.add_argument(
         "--average",

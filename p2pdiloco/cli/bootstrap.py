@@ -12,6 +12,7 @@ import msgspec
 
 from p2pdiloco.cli.complaints import complaining
 from p2pdiloco.net.handshake import WIRE_VERSION
+from p2pdiloco.node.lookup import check_directory_addresses
 from p2pdiloco.runtime import addresses, logs, shared_port, sockets
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.handler import Observer
@@ -36,17 +37,18 @@ async def run(arguments: argparse.Namespace) -> int:
 
 
 async def _serve(arguments: argparse.Namespace) -> int:
+    listen, meet = arguments.listen or list(everywhere(PORT)), arguments.meet
+    for text in arguments.announce:
+        addresses.parse(text)
+    for text in (*listen, *(meet or ())):
+        sockets.check_numeric(addresses.parse(text))
+    check_directory_addresses(arguments.initial_peers)
     identity = Identity.load_or_create(arguments.identity or arguments.state / "bootstrap.key")
     logs.speak_as(identity.peer_id)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    listen, meet = arguments.listen or list(everywhere(PORT)), arguments.meet
-    for text in arguments.announce:
-        addresses.parse(text)
-    for text in listen:
-        sockets.check_numeric(addresses.parse(text))
     handler = IntroductionHandler(Observer())
     transport = Transport(
         identity,

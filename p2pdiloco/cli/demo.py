@@ -15,38 +15,63 @@ from p2pdiloco.chaos.swarm import Swarm, SwarmError
 from p2pdiloco.cli.complaints import FAILED, INTERRUPTED, REPAIR, Complaint, complaining
 from p2pdiloco.demo.report import judge, make_report, print_report
 from p2pdiloco.demo.stage import play
-from p2pdiloco.node.foundation import find_run, read_config
+from p2pdiloco.node.foundation import decode_config, find_run, read_config
 from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.protocol.manifest import RunConfig
 
 RUN = "run.toml"
+WRITTEN = {RUN, "bootstrap", "report.json", "loss.png"}
+"""What a demo's folder has, beside its peers."""
 
 
 async def run(arguments: argparse.Namespace) -> int:
     """Play, evaluate, judge; 0 if everything that it shows came true."""
     with complaining(repair=(ConfigError,), nobody=()):
+        _check_replaceable(arguments.out)
+        data, config = _run_config(find_run(arguments.config), arguments.steps)
         out = _fresh_folder(arguments.out)
-        text = find_run(arguments.config).read_text()
-        if arguments.steps:
-            text = re.sub(r"(?m)^steps *= *\d+", f"steps = {arguments.steps}", text)
-        (out / RUN).write_text(text)
-        config = read_config(out / RUN)
+        (out / RUN).write_bytes(data)
         loop, is_interrupted = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, is_interrupted.set)
         return await asyncio.to_thread(_show, config, out, arguments.time_limit, is_interrupted)
 
 
-def _fresh_folder(out: Path) -> Path:
+def _run_config(path: Path, steps: int | None) -> tuple[bytes, RunConfig]:
+    """The text of the run's file, with so many global steps if they are given, and what it says.
+
+    Raises:
+        ConfigError: it cannot be read or used, or its steps cannot be replaced.
+    """
+    config, data = read_config(path), path.read_bytes()
+    if steps is None:
+        return data, config
+    data = re.sub(rb"(?m)^((?:inner\.)?steps) *= *[0-9_]+", rb"\1 = %d" % steps, data)
+    try:
+        config = decode_config(data, path)
+    except ConfigError as error:
+        raise ConfigError(f"--steps {steps} does not fit the run: {error}") from error
+    if config.inner.steps != steps:
+        raise ConfigError(f"{path} has no line such as steps = 400 that --steps could replace: write one into [inner]")
+    return data, config
+
+
+def _check_replaceable(out: Path) -> None:
     """An earlier demo's folder is replaced, nothing else is.
 
     Raises:
-        Complaint: it holds something that is no demo.
+        Complaint: it holds something that no demo has written.
     """
     if out.exists() and not out.is_dir():
         raise Complaint(f"--out {out} is a file: name a folder", REPAIR)
-    if out.exists() and any(out.iterdir()) and not (out / RUN).exists():
-        raise Complaint(f"--out {out} holds something else than a demo: name another folder", REPAIR)
+    names = {path.name for path in out.iterdir()} if out.exists() else set()
+    others = sorted(name for name in names - WRITTEN if not name.startswith("peer-"))
+    if names and (others or RUN not in names):
+        found = ", ".join(others[:3]) or "peers without their run's file"
+        raise Complaint(f"--out {out} holds something else than a demo ({found}): name another folder", REPAIR)
+
+
+def _fresh_folder(out: Path) -> Path:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     return out

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from p2pdiloco.node.lookup import DirectoryOptions
+from p2pdiloco.node.lookup import DirectoryOptions, check_directory_addresses
 from p2pdiloco.peer.options import LearnerOptions, LinkOptions, MachineOptions, PeerOptions, WatchOptions
 from p2pdiloco.runtime import addresses
 from p2pdiloco.runtime.bottom_line import bottom_line
@@ -106,6 +106,7 @@ def directory_options(arguments: argparse.Namespace, initial_peers: list[str]) -
         ValueError: it is none, or there are several; an address to announce or to listen on is none.
     """
     invite, first = with_invite(initial_peers)
+    check_directory_addresses(first)
     for address in arguments.announce_maddrs:
         addresses.parse(address)
     for address in arguments.host_maddrs or ():

@@ -7,6 +7,7 @@ import math
 import shlex
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 
 def at_least(lowest: int, highest: int | None = None) -> Callable[[str], int]:
@@ -46,6 +47,16 @@ def size(text: str) -> float:
         if digits != lower and digits.replace(".", "", 1).isdecimal() and float(digits) > 0:
             return float(digits) * factor
     raise argparse.ArgumentTypeError(f"{text!r} is no size: say 500mb or 8gb")
+
+
+def file(text: str) -> Path:
+    """Where a file is to be written: not known to be a folder before long work is done for it."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder: name a file")
+    if any(parent.exists() and not parent.is_dir() for parent in path.parents):
+        raise argparse.ArgumentTypeError(f"{text!r} lies in a file, not in a folder: mend the path")
+    return path
 
 
 def page_place(text: str) -> str:

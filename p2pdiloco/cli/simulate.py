@@ -40,8 +40,6 @@ async def run(arguments: argparse.Namespace) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _end_at_once)  # what the loop has for them waits for a loop that waits for the seeds
     seeds = parse_seeds(arguments.seeds) if arguments.fresh is None else fresh_seeds(arguments.fresh)
-    if arguments.jobs < 1:
-        raise Complaint(f"--jobs {arguments.jobs} must be at least 1", REPAIR)
     if arguments.story:
         print(transcript(arguments.story), end="")
         return 0
@@ -70,20 +68,14 @@ def parse_seeds(text: str) -> range:
     Raises:
         Complaint: neither.
     """
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    found = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", text)
     if found is None or (found[2] is not None and int(found[2]) < int(found[1])):
-        raise Complaint(f"--seeds {text}: give a range such as 0-999, or one number", REPAIR)
+        raise Complaint(f"--seeds {text}: give a range such as 0-999, or one number, of at most 18 digits", REPAIR)
     return range(int(found[1]), int(found[2] or found[1]) + 1)
 
 
 def fresh_seeds(count: int) -> range:
-    """Seeds that nobody has run before; told, so that they can be run again.
-
-    Raises:
-        Complaint: ``count`` is less than 1.
-    """
-    if count < 1:
-        raise Complaint(f"--fresh {count} must be at least 1", REPAIR)
+    """Seeds that nobody has run before; told, so that they can be run again."""
     first = int.from_bytes(os.urandom(5), "big")
     print(f"seeds {first}-{first + count - 1}", file=sys.stderr)
     return range(first, first + count)

@@ -7,20 +7,33 @@ import os
 from pathlib import Path
 from typing import Any
 
-from p2pdiloco.cli.quantities import at_least, between
+from p2pdiloco.cli.quantities import at_least, between, file
 from p2pdiloco.cli.rates import bytes_per_second
+
+MOST_STEPS, MOST_SEEDS, LARGEST_SEED, MOST_PROCESSES = 1_000_000, 1_000_000_000, 2**63 - 1, 1024
+"""Beyond any use, and no more than what is done with the numbers bears."""
 
 
 def demo(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="default: %(default)s")
     sub.add_argument("--config", default="stdlib-tiny", metavar="CONFIG", help="TOML file, or a shipped one's name")
-    sub.add_argument("--steps", type=int, default=0, metavar="N", help="global steps instead of the configuration's")
-    sub.add_argument("--time-limit", type=float, default=420.0, metavar="SECONDS", help="give up after this long")
+    sub.add_argument(
+        "--steps", type=at_least(1, MOST_STEPS), metavar="N", help="global steps instead of the configuration's"
+    )
+    sub.add_argument(
+        "--time-limit",
+        type=between(1, 86400, "seconds"),
+        default=420.0,
+        metavar="SECONDS",
+        help="give up after this long (default: 420)",
+    )
 
 
 def simulate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--seeds", default="0-999", metavar="A-B", help="inclusive (default: %(default)s)")
-    sub.add_argument("--fresh", type=int, metavar="N", help="N seeds that nobody has run before, instead of --seeds")
+    sub.add_argument(
+        "--fresh", type=at_least(1, MOST_SEEDS), metavar="N", help="N seeds that nobody has run before, not --seeds"
+    )
     sub.add_argument("--whole", action="store_true", help="simulate whole peers, not the protocol alone")
     from p2pdiloco.simulation.scenarios import STORIES
     from p2pdiloco.simulation.scenes import MIXED, SCENARIOS
@@ -29,8 +42,14 @@ def simulate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--story", choices=sorted(STORIES), help="tell one scripted situation instead of running seeds")
     sub.add_argument("--mutants", action="store_true", help="find every planted bug")
     sub.add_argument("--piece", default="1/1", metavar="K/N", help="of whole peers' bugs every N-th, from the K-th")
-    sub.add_argument("--record", type=Path, metavar="FILE", help="what finds each of whole peers' bugs, as JSON")
-    sub.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    sub.add_argument("--record", type=file, metavar="FILE", help="what finds each of whole peers' bugs, as JSON")
+    sub.add_argument(
+        "--jobs",
+        type=at_least(1, MOST_PROCESSES),
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="processes (default: all cores)",
+    )
     sub.add_argument("--json", action="store_true", help="nothing but JSON on standard output")
 
 
@@ -38,11 +57,18 @@ def chaos(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--plan", default="quick", metavar="PLAN", help="TOML file, or quick, half-hour, peer-hour (default: quick)"
     )
-    sub.add_argument("--peers", type=int, metavar="N", help="instead of the plan's")
-    sub.add_argument("--seconds", type=float, metavar="T", help="in which faults come, instead of the plan's")
-    sub.add_argument("--seed", type=int, default=1, metavar="S", help="of the schedule (default: %(default)s)")
+    sub.add_argument("--peers", type=at_least(2, 26), metavar="N", help="instead of the plan's")
+    sub.add_argument(
+        "--seconds",
+        type=between(1, 86400, "seconds"),
+        metavar="T",
+        help="in which faults come, instead of the plan's",
+    )
+    sub.add_argument(
+        "--seed", type=at_least(0, LARGEST_SEED), default=1, metavar="S", help="of the schedule (default: %(default)s)"
+    )
     sub.add_argument("--out", type=Path, default=Path("out/chaos"), metavar="DIR", help="default: %(default)s")
-    sub.add_argument("--json", type=Path, metavar="FILE", help="write the JSON object there, too")
+    sub.add_argument("--json", type=file, metavar="FILE", help="write the JSON object there, too")
 
 
 def replay(sub: argparse.ArgumentParser) -> None:
@@ -71,7 +97,7 @@ def bench(sub: argparse.ArgumentParser) -> None:
         made.add_argument("--engine", choices=["netem", "router"], help="who delays and loses (default: the best)")
     for made in (makers[0], makers[2]):
         made.add_argument("--unverified", action="store_true", help="do not measure; do not report figures from it")
-    makers[1].add_argument("--json", type=Path, metavar="FILE", help="write what was measured there, too")
+    makers[1].add_argument("--json", type=file, metavar="FILE", help="write what was measured there, too")
     makers[2].add_argument("--play", action="store_true", help="play the scheduled changes while the command runs")
     makers[2].add_argument("site", metavar="SITE")
     makers[2].add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
@@ -85,7 +111,7 @@ def bench(sub: argparse.ArgumentParser) -> None:
 
 def plan(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("config", metavar="CONFIG", help="a run's TOML file, or the name of a shipped one")
-    sub.add_argument("--peers", type=at_least(2), required=True, metavar="N", help="that train")
+    sub.add_argument("--peers", type=at_least(2, 1_000_000), required=True, metavar="N", help="that train")
     sub.add_argument(
         "--link", type=bytes_per_second, required=True, metavar="RATE", help="each peer's line up, such as 20mbit"
     )

@@ -74,6 +74,15 @@ def read_config(path: Path) -> RunConfig:
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
+    return decode_config(data, path)
+
+
+def decode_config(data: bytes, path: Path) -> RunConfig:
+    """Decode and check the text of a run's TOML file; ``path`` is what complaints call it.
+
+    Raises:
+        ConfigError: not TOML, an unknown key, a value out of bounds, an impossible combination.
+    """
     try:
         config = msgspec.toml.decode(data, type=RunConfig)
         written = msgspec.toml.decode(data)

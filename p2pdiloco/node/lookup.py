@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,16 @@ class DirectoryOptions(msgspec.Struct, frozen=True, kw_only=True):
     """With which to join; its addresses are among the initial peers."""
 
 
+def check_directory_addresses(texts: Iterable[str]) -> None:
+    """
+    Raises:
+        ValueError: an address is malformed, or names no peer.
+    """
+    for text in texts:
+        if addresses.parse(text).peer is None:
+            raise ValueError(f"{text} lacks the peer id at its end (/p2p/12D3KooW...): copy the whole address")
+
+
 @contextlib.asynccontextmanager
 async def open_directory(
     identity: Identity, options: DirectoryOptions, folder: Path | None
@@ -69,9 +79,7 @@ async def open_directory(
         ValueError: an address is malformed, or names no peer.
         OSError: a port is taken.
     """
-    for text in options.initial_peers:
-        if addresses.parse(text).peer is None:
-            raise ValueError(f"{text} lacks the peer id at its end (/p2p/12D3KooW...): copy the whole address")
+    check_directory_addresses(options.initial_peers)
     ports = None if folder is None else folder / "directory-ports.json"
     listen = options.listen if ports is None else await asyncio.to_thread(last_ports.again, options.listen, ports)
     directory = Directory(

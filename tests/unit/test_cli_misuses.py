@@ -30,6 +30,7 @@ FILES = {
     "optimizer.toml": "name = 'x'\ninner.optimizer = 'adam'\n",
     "nowhere.toml": "name = 'x'\ndata.kind = 'files'\ndata.path = '/nowhere'\n",
     "external.toml": "name = 'x'\nmodel.kind = 'external'\n",
+    "stepless.toml": "name = 'x'\n",
     "pathless.toml": "name = 'x'\ndata.kind = 'text'\n",
     "llama.toml": f"name = 'x'\n{LLAMA}data.kind = 'text'\ndata.path = 'docs'\n",
     "weightless.toml": "name = 'x'\nmodel.kind = 'huggingface'\nmodel.folder = 'docs'\ndata.kind = 'stdlib'\n",
@@ -79,6 +80,36 @@ MISUSES: list[tuple[str, int, list[str]]] = [
     ("export x --format gguf", REPAIR, ["--format", "hf", "safetensors"]),
     ("simulate --scenario doom", REPAIR, ["--scenario"]),
     ("start stdlib-tiny --name two/words", REPAIR, ["--name two/words", "letters, digits"]),
+    ("demo --steps 0", REPAIR, ["--steps", "'0' is not a whole number from 1 to 1000000"]),
+    ("demo --steps -3", REPAIR, ["--steps", "'-3' is not a whole number from 1 to"]),
+    ("demo --steps nan", REPAIR, ["--steps", "whole number from 1 to"]),
+    ("demo --steps 1e3", REPAIR, ["--steps", "whole number from 1 to"]),
+    ("demo --steps 99999999999999999999", REPAIR, ["--steps", "whole number from 1 to"]),
+    ("demo --steps 1", REPAIR, ["--steps 1 does not fit the run", "inner.warmup = 20 must be at most inner.steps = 1"]),
+    ("demo --steps 40 --config stepless.toml", REPAIR, ["stepless.toml has no line such as steps = 400"]),
+    ("demo --time-limit 0", REPAIR, ["--time-limit", "seconds from 1 to 86400"]),
+    ("demo --time-limit nan", REPAIR, ["--time-limit", "seconds from 1 to 86400"]),
+    ("demo --time-limit -1", REPAIR, ["--time-limit", "seconds from 1 to 86400"]),
+    ("demo --config nothing.toml", REPAIR, ["nothing.toml: no such file"]),
+    ("chaos --peers 1", REPAIR, ["--peers", "whole number from 2 to 26"]),
+    ("chaos --peers -3", REPAIR, ["--peers", "whole number from 2 to 26"]),
+    ("chaos --seconds nan", REPAIR, ["--seconds", "seconds from 1 to 86400"]),
+    ("chaos --seconds -1", REPAIR, ["--seconds", "seconds from 1 to 86400"]),
+    ("chaos --seed 99999999999999999999", REPAIR, ["--seed", "whole number from 0 to"]),
+    ("chaos --json docs", REPAIR, ["--json", "'docs' is a folder: name a file"]),
+    ("chaos --json notes.txt/a.json", REPAIR, ["--json", "lies in a file, not in a folder"]),
+    ("simulate --jobs 0", REPAIR, ["--jobs", "whole number from 1 to 1024"]),
+    ("simulate --jobs -1", REPAIR, ["--jobs", "whole number from 1 to 1024"]),
+    ("simulate --fresh 0", REPAIR, ["--fresh", "whole number from 1 to"]),
+    ("simulate --fresh 99999999999999999999999", REPAIR, ["--fresh", "whole number from 1 to"]),
+    ("simulate --seeds 0-99999999999999999999999", REPAIR, ["--seeds", "at most 18 digits"]),
+    ("simulate --seeds -5", REPAIR, ["--seeds -5", "give a range such as 0-999"]),
+    ("simulate --whole --mutants --record docs", REPAIR, ["--record", "is a folder: name a file"]),
+    ("invite --max-weight nan", REPAIR, ["--max-weight", "is not a number from 0 to"]),
+    ("invite --max-weight inf", REPAIR, ["--max-weight", "is not a number from 0 to"]),
+    ("bootstrap --meet 0.0.0.0:31337", REPAIR, ["write it as"]),
+    ("bootstrap --initial-peers /ip4/127.0.0.1/tcp/4100", REPAIR, ["lacks the peer id"]),
+    ("start stdlib-tiny --bootstrap /ip4/127.0.0.1/tcp/4100", REPAIR, ["lacks the peer id"]),
     # configurations
     ("start nothing.toml", REPAIR, ["nothing.toml: no such file", "shipped with p2pdiloco: llama-125m"]),
     ("start stdlib-tyni", REPAIR, ["did you mean stdlib-tiny?"]),
@@ -180,4 +211,44 @@ def test_text_beside_an_invite_is_an_error_before_anything_is_made(
         words = [text + other if word == "INVITE" else word for word in command.split()]
         assert main(words) == REPAIR
         assert "copy it again" in capsys.readouterr().err
+    assert sorted(here.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "demo --out old --steps -3",
+        "demo --out old --steps 0",
+        "demo --out old --steps 1",
+        "demo --out old --time-limit nan",
+        "demo --out old --config broken.toml",
+        "demo --out old --config nothing.toml",
+        "demo --out mine",
+        "chaos --out old --seconds nan",
+        "chaos --out old --peers 0",
+        "chaos --out old --seed -1",
+        "chaos --out old --plan broken.toml",
+        "bootstrap --state new --listen 0.0.0.0:1",
+        "bootstrap --state new --initial-peers junk",
+        "start stdlib-tiny --state new --listen 0.0.0.0:1",
+        "start stdlib-tiny --state new --bootstrap junk",
+        "join junk --state new",
+        "fetch /ip4/127.0.0.1/tcp/4100 --state new",
+    ],
+)
+def test_what_is_refused_has_deleted_and_made_nothing(command: str, here: Path) -> None:
+    for name in ("run.toml", "schedule.json", "peer-A/x/metrics.jsonl"):
+        (here / "old" / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / "old" / name).write_text("of the last recording")
+    if "demo" in command:
+        (here / "old" / "schedule.json").unlink()
+    (here / "mine").mkdir()
+    (here / "mine" / "run.toml").write_text("a run of my own")
+    (here / "mine" / "thesis.tex").write_text("which no demo has written")
+    before = sorted(here.rglob("*"))
+    try:
+        status = main(command.split())
+    except SystemExit as error:
+        status = int(str(error.code))
+    assert status == REPAIR
     assert sorted(here.rglob("*")) == before
