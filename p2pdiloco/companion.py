@@ -30,6 +30,7 @@ from p2pdiloco.protocol.identifiers import RunId, digest_of
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.runtime.files import LockedError, lock
 from p2pdiloco.runtime.invitation import INVITED, LOOK_AT
+from p2pdiloco.runtime.logs import printable
 from p2pdiloco.runtime.rotation import rotate
 from p2pdiloco.training.reunion import Found, Reunion
 from p2pdiloco.wire.invites import PREFIX, clean_invite, decode_invite, is_invite
@@ -281,10 +282,12 @@ class Companion:
         (self._folder / "node.pid").write_text(str(self._process.pid))
 
     def _said(self) -> list[str]:
-        """What the node has said in its present life."""
+        """What the node has said in its present life. Other peers' words may be in it: nothing that a terminal obeys
+        is left, and nothing but a line break ends a line."""
         with open(self.log_path, "rb") as file:
             file.seek(self._said_from)
-            return file.read().decode(errors="replace").splitlines()
+            text = file.read().decode(errors="replace")
+        return [printable(line) for line in text.split("\n") if line]
 
     @property
     def ending(self) -> str:

@@ -21,6 +21,7 @@ from p2pdiloco.chaos.plan import Plan, PlanError, draw_schedule, find_plan, read
 from p2pdiloco.chaos.runner import Runner
 from p2pdiloco.chaos.swarm import SwarmError
 from p2pdiloco.cli.complaints import FAILED, INTERRUPTED, REPAIR, Complaint, complaining
+from p2pdiloco.runtime.logs import printable
 
 LINE_S = 5.0
 """Between two progress lines where standard output is not a terminal."""
@@ -73,7 +74,7 @@ def _judge(out: Path, json_path: Path | None) -> int:
         raise Complaint(str(error), FAILED) from error
     verdicts = judge(evidence)
     for verdict in verdicts:
-        print(f"  {'kept  ' if verdict.is_kept else 'BROKEN'}  {verdict.name:<22} {verdict.sentence}")
+        print(f"  {'kept  ' if verdict.is_kept else 'BROKEN'}  {verdict.name:<22} {printable(verdict.sentence)}")
     _draw(evidence, verdicts, out / "timeline.png")
     summary = _summary(evidence, verdicts)
     (out / "verdicts.json").write_text(json.dumps(summary, indent=2) + "\n")

@@ -22,6 +22,7 @@ from p2pdiloco.runtime import addresses
 from p2pdiloco.runtime.dht import CLOCK
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.runtime.logs import escaped, printable
 from p2pdiloco.runtime.sockets import everywhere
 
 PATIENCE_S = 6.0
@@ -39,19 +40,24 @@ async def run(arguments: argparse.Namespace) -> int:
         findings += told
         if gift is not None:
             gifts[answers.run] = gift
-    if arguments.json:
-        print(msgspec.json.encode({"findings": findings, "would_give": gifts}).decode())
+    show(findings, gifts, as_json=arguments.json)
+    return FAILED if any(finding.verdict == "failure" for finding in findings) else 0
+
+
+def show(findings: list[Finding], gifts: dict[str, Gift], *, as_json: bool) -> None:
+    """What was found, for people or programs."""
+    if as_json:
+        print(escaped(msgspec.json.encode({"findings": findings, "would_give": gifts}).decode()))
     else:
         _print(findings)
-    return FAILED if any(finding.verdict == "failure" for finding in findings) else 0
 
 
 def _print(findings: list[Finding]) -> None:
     width = max(len(finding.subject) for finding in findings)
     for finding in findings:
-        print(f"{finding.verdict:<8}{finding.subject:<{width}}  {finding.detail}")
+        print(printable(f"{finding.verdict:<8}{finding.subject:<{width}}  {finding.detail}"))
         if finding.remedy:
-            print(f"{'':<8}{'':<{width}}  -> {finding.remedy}")
+            print(printable(f"{'':<8}{'':<{width}}  -> {finding.remedy}"))
 
 
 async def _directory(arguments: argparse.Namespace) -> tuple[list[Finding], list[RunAnswer]]:

@@ -12,7 +12,7 @@ from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.effects import Effect
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.runtime.journal import Entry, JournalError, effects_crc, read_journal
-from p2pdiloco.runtime.logs import short
+from p2pdiloco.runtime.logs import printable, short
 from p2pdiloco.simulation.transcript import tell
 
 PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
@@ -64,6 +64,7 @@ def _check(config: ProtocolConfig, entries: Iterator[Entry]) -> str:
 
 
 def _lines(at: float, config: ProtocolConfig, entry: Entry, effects: list[Effect], *, is_full: bool) -> list[str]:
-    """One event and its effects, with peer ids by their last characters, as in the logs."""
+    """One event and its effects, with peer ids by their last characters, as in the logs. Reasons in them may be other
+    peers' words."""
     told = tell(at, short(config.peer), entry.event, effects, is_full=is_full)
-    return [PEER_ID.sub(lambda found: short(found.group()), line) for line in told]
+    return [printable(PEER_ID.sub(lambda found: short(found.group()), line)) for line in told]

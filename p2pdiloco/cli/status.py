@@ -13,14 +13,14 @@ from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import NOBODY_THERE, complaining
 from p2pdiloco.cli.peer import with_invite
 from p2pdiloco.node.credentials import Credentials
-from p2pdiloco.node.inquiry import inquire
+from p2pdiloco.node.inquiry import RunAnswer, inquire
 from p2pdiloco.node.invites import credentials_of, kept_addresses
 from p2pdiloco.node.kept_runs import ConfigError, kept_run
 from p2pdiloco.node.lookup import DirectoryOptions, LookupFailedError, open_directory
 from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.runtime.directory import DirectoryError
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.logs import short
+from p2pdiloco.runtime.logs import printable, short
 from p2pdiloco.wire.bodies import PeerStatus
 from p2pdiloco.wire.records import RunRecord
 
@@ -40,15 +40,20 @@ async def _show(arguments: argparse.Namespace) -> int:
     options = DirectoryOptions(initial_peers=addresses)
     async with open_directory(Identity.ephemeral(), options, None) as directory:
         found = await inquire(directory, invite, wanted, lambda: peer.open_identity(arguments), mine=mine)
+    show(found, as_json=arguments.json)
+    return 0 if any(one.peers for one in found) else NOBODY_THERE
+
+
+def show(found: list[RunAnswer], *, as_json: bool) -> None:
+    """What was found, for people or programs."""
     for answers in found:
         if answers.trouble:
-            print(f"p2pdiloco: {answers.trouble}", file=sys.stderr)
-    if arguments.json:
+            print("p2pdiloco:", printable(answers.trouble), file=sys.stderr)
+    if as_json:
         print(json.dumps({one.run: [msgspec.structs.asdict(status) for status in one.peers] for one in found}))
     else:
         for one in found:
             _print_run(one.run, one.record, list(one.peers))
-    return 0 if any(one.peers for one in found) else NOBODY_THERE
 
 
 def _of_this_machine(

@@ -14,6 +14,7 @@ from p2pdiloco.demo.story import Story
 from p2pdiloco.peer.checkpoint import Checkpoint, load
 from p2pdiloco.protocol.identifiers import LearnerId, peer_of
 from p2pdiloco.protocol.manifest import Layout, RunConfig
+from p2pdiloco.runtime.logs import printable
 from p2pdiloco.training.corpus import load_corpus
 from p2pdiloco.training.evaluation import held_out_loss
 from p2pdiloco.training.parameters import FlatParameters
@@ -134,7 +135,7 @@ def print_report(report: dict[str, Any], out: Path) -> None:
     print(f"  processes left         {report['leftover_processes']}")
     print("  the model writes:")
     for line in report["sample"].splitlines()[:12]:
-        print(f"    | {line[:110]}")
+        print(f"    | {printable(line[:110])}")
     print(f"  plot: {report['plot']}")
     print(f"  saved in {out}: report.json, and every peer's logs and checkpoint")
     state = out / "peer-A"

@@ -224,6 +224,14 @@ BUGS = (
         killed_by=(f"{_INQUIRY_TESTS}::test_a_status_has_nothing_that_a_terminal_obeys",),
     ),
     Bug(
+        name="a journal is told in others' words as they are",
+        module="p2pdiloco.cli.replay",
+        old="[printable(PEER_ID.sub(lambda found: short(found.group()), line)) for",
+        new="[PEER_ID.sub(lambda found: short(found.group()), line) for",
+        harm="whoever was connected steers the terminal of who replays a journal, and forges its lines",
+        killed_by=("tests/unit/test_cli_replay.py::test_other_peers_words_steer_no_terminal_and_forge_no_line",),
+    ),
+    Bug(
         name="a status is believed whoever tells it",
         module="p2pdiloco.node.lookup",
         old="    if told.peer != peer:",

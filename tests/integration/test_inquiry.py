@@ -7,14 +7,18 @@ import asyncio
 import msgspec
 import pytest
 
+from p2pdiloco.cli import doctor, status
 from p2pdiloco.cli.peer import say
 from p2pdiloco.net.handshake import WIRE_VERSION
+from p2pdiloco.node.checkup import Finding
+from p2pdiloco.node.inquiry import RunAnswer
 from p2pdiloco.node.lookup import ask_status, observer_transport
 from p2pdiloco.protocol.identifiers import PeerId, RunId
 from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import Answer, Transport
 from p2pdiloco.wire.bodies import PeerStatus, encode
+from p2pdiloco.wire.records import RunRecord
 
 HOSTILE = "\x1b]0;mine\x07\x9b2J\n\u202eok  "
 
@@ -54,6 +58,18 @@ def test_a_status_has_nothing_that_a_terminal_obeys() -> None:
     assert told is not None
     assert all(word.isprintable() for word in (told.name, told.phase, told.trouble))
     assert told.trouble.rstrip().endswith("ok")
+
+
+def test_what_status_and_doctor_say_of_a_run_steers_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Why nobody was reached may be told in another peer's words."""
+    status.show([RunAnswer(RunId("a" * 40), RunRecord("story", 1), trouble=HOSTILE)], as_json=False)
+    doctor.show([Finding("failure", "run story", HOSTILE, HOSTILE)], {}, as_json=False)
+    doctor.show([Finding("failure", "run story", HOSTILE, HOSTILE)], {}, as_json=True)
+    captured = capsys.readouterr()
+    lines = (captured.out + captured.err).split("\n")
+    assert len(lines) == 7
+    assert sum("ok" in line for line in lines) == 4
+    assert all(line.isprintable() for line in lines)
 
 
 def test_nobody_tells_a_status_in_anothers_name() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from p2pdiloco.cli.main import main
 from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.chain import genesis_head
 from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.effects import Effect
@@ -19,7 +20,9 @@ from p2pdiloco.runtime.journal import Journal, read_journal
 pytestmark = pytest.mark.usefixtures("own_logging")
 
 ME = PeerId("12D3KooWFBqHtZsnYhFyqTpV8N2Ynw3YwMxt2TDXZqKpY2Y4RgvC")
+OTHER = PeerId("12D3KooWHBqHtZsnYhFyqTpV8N2Ynw3YwMxt2TDXZqKpY2Y4RgvD")
 RUN = RunId("a" * 40)
+HOSTILE = "\x1b]0;mine\x07\x9b2J\u202eok\r\u2028999.000 forged\n999.000 forged"
 CONFIG = ProtocolConfig(
     run=RUN,
     peer=ME,
@@ -51,6 +54,38 @@ def test_a_journal_is_told_in_lines(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "(join: all 1 shards are here, at global step 0)" in lines[1]
     assert lines[-1].strip() == "leave: enough"
     assert not any("12D3KooW" in line for line in lines)
+
+
+def hostile(path: Path, *, wrong_at: int | None = None) -> None:
+    """A journal in which other peers' words and an error's stand."""
+    head = genesis_head(RUN, ShardId(0), Digest("b" * 40))
+    refused = msg.Refused(ShardId(0), head.id, HOSTILE, head)
+    events: list[ev.Event] = [
+        ev.Started((ev.ShardState(head, 0, ()),)),
+        ev.PeerConnected(OTHER),
+        ev.Received(OTHER, refused),
+        ev.Failed("merge", ShardId(0), OTHER, HOSTILE),
+        ev.PeerDisconnected(OTHER, HOSTILE),
+        ev.LeaveRequested(HOSTILE),
+    ]
+    machine = Machine(CONFIG)
+    with Journal(path, CONFIG) as journal:
+        for number, event in enumerate(events):
+            effects: list[Effect] = machine.handle(event, 100.0 + number)
+            journal.record(100.0 + number, event, effects[:-1] if number == wrong_at else effects)
+
+
+@pytest.mark.parametrize("option", [[], ["--full"], ["--check"]])
+def test_other_peers_words_steer_no_terminal_and_forge_no_line(
+    option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile(tmp_path / "journal.bin", wrong_at=5)
+    assert main(["replay", *option, str(tmp_path / "journal.bin")]) == (1 if option == ["--check"] else 0)
+    captured = capsys.readouterr()
+    lines = (captured.out + captured.err).split("\n")
+    assert sum("ok" in line for line in lines) >= (1 if option == ["--check"] else 4)
+    assert all(line.isprintable() for line in lines)
+    assert not any(line.startswith("999.000") for line in lines)
 
 
 def test_a_journal_that_was_cut_by_a_kill_is_told_to_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -376,3 +376,13 @@ def test_a_script_that_comes_after_the_end_is_told_so(tmp_path: Path, caplog: py
             True
         ] * is_told
         assert all("choose another run=" in record.message for record in caplog.records)
+
+
+def test_a_nodes_last_words_steer_no_terminal(tmp_path: Path) -> None:
+    """Other peers' words may be in them."""
+    node = Dying(tmp_path)
+    node._start([])
+    node.log_path.write_text("first\n\x1b]0;mine\x07\x9b2J\u202eno\u2028to join from another machine:  x\n")
+    assert node.ending.isprintable()
+    assert "no to join" in node.ending, "it is one line"
+    node.leave_alone()
