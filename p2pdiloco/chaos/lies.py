@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 from p2pdiloco.protocol import merges, presence, workload
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.adoption import Adoption
 from p2pdiloco.protocol.carry import Carry
 from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.identifiers import Digest
@@ -33,7 +32,7 @@ TINY = 1e-40
 SHORT = 1e-3
 MANY_TOKENS = 2**50
 LATE_STEP = 2**55
-FAR_VERSIONS = 1000
+FAR_VERSIONS, HEAVIER = 1000, 2**40
 HEAVY = 1e12
 NOISE_TIMES = 30.0
 
@@ -112,21 +111,30 @@ def _others() -> None:
 
 
 def _steps() -> None:
-    """Whoever asks for its heads is told that the run is at step 2^55."""
-    _put(Adoption, "heads", lambda self: Heads((), LATE_STEP))
+    """With each heartbeat all are told that the run is at step 2^55."""
+    _tell_all(lambda _: Heads((), LATE_STEP))
 
 
 def _heads() -> None:
-    """Whoever asks for its heads is told of some that are 1,000 versions ahead."""
-    sound = Adoption.heads
+    """With each heartbeat all are told of heads that are 1,000 versions ahead."""
 
-    def heads(self: Adoption) -> Heads:
-        ahead = (
-            Head(h.shard, h.version + FAR_VERSIONS, Digest(h.id[::-1]), h.tokens + 2**40) for h in sound(self).heads
-        )
-        return Heads(tuple(ahead), self.core.step)
+    def ahead(self: presence.Presence) -> Heads:
+        known = (self.core.head(chain.shard) for chain in self.core.chains if chain.head is not None)
+        heads = (Head(h.shard, h.version + FAR_VERSIONS, Digest(h.id[::-1]), h.tokens + HEAVIER) for h in known)
+        return Heads(tuple(heads), self.core.step)
 
-    _put(Adoption, "heads", heads)
+    _tell_all(ahead)
+
+
+def _tell_all(message: Callable[[presence.Presence], msg.Message]) -> None:
+    sound = presence.Presence.greet
+
+    def greet(self: presence.Presence, views: Any) -> None:
+        known = list(views)
+        sound(self, known)
+        self.core.send(tuple(view.peer for view in known), message(self))
+
+    _put(presence.Presence, "greet", greet)
 
 
 def _blocks() -> None:
@@ -220,7 +228,7 @@ LIES: dict[str, Lie] = {
     "tokens": Lie(_tokens, _is_many_tokens),
     "others": Lie(_others, lambda m: _is_commit(m, lambda h: any(c.tokens == MANY_TOKENS for c in h.contributors))),
     "steps": Lie(_steps, lambda m: _is_heads(m, lambda heads: heads.step == LATE_STEP)),
-    "heads": Lie(_heads, lambda m: _is_heads(m, lambda heads: any(h.tokens >= 2**40 for h in heads.heads))),
+    "heads": Lie(_heads, lambda m: _is_heads(m, lambda heads: any(h.tokens >= HEAVIER for h in heads.heads))),
     "blocks": Lie(_blocks, lambda m: _is_heartbeat(m, lambda beat: len(beat.claims) == MAX_CLAIMS)),
     "weight": Lie(_weight, lambda m: _is_heartbeat(m, lambda beat: beat.weight == HEAVY)),
     "tiny": Lie(_tiny, _is_given),
