@@ -92,6 +92,8 @@ class Lookout:
         """Hears of alerts."""
         self._alerts = Alerts(membership_left_s)
         self._live: tuple[PeerId, ...] = ()
+        self._evaluation: msg.Evaluation | None = None
+        """What was written last."""
         self._since: dict[str, tuple[object, float]] = {}
         """Of each peer its connection, and when that was seen first."""
         self._traffic: deque[tuple[float, int, int]] = deque(maxlen=RATE_LOOKS)
@@ -132,7 +134,8 @@ class Lookout:
                     )
             case ev.Evaluated() | ev.Received(message=msg.Evaluation()):
                 evaluation = view.evaluation
-                if evaluation is not None:
+                if evaluation is not None and evaluation != self._evaluation:
+                    self._evaluation = evaluation
                     write("evaluation", **msgspec.structs.asdict(evaluation))
             case _:
                 pass

@@ -1,12 +1,23 @@
-"""Held-out losses of the global model: who measures the next one, and the newest that is known."""
+"""Held-out losses of the global model: which peer measures the next one, and the figure that this peer shows.
+
+Each evaluation is one member's word, so a peer shows the median over members. One wrong figure among several moves it
+no farther than to a neighbouring honest one.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
 
 from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.effects import Evaluate
 from p2pdiloco.protocol.events import Evaluated
-from p2pdiloco.protocol.messages import Evaluation
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.messages import MOST_LOSS, Evaluation
 from p2pdiloco.protocol.ownership import EVALUATION_DUTY, ranked_owners
+
+RECENT = 16
+"""Evaluations that were due since: an older one says nothing of the model now."""
 
 
 class Evaluations:
@@ -14,7 +25,10 @@ class Evaluations:
 
     def __init__(self, core: Core) -> None:
         self.core = core
-        self.newest: Evaluation | None = None
+        self.shown: Evaluation | None = None
+        """The median over members, this peer included, as of the last evaluation; each field for itself."""
+        self._latest: dict[PeerId, Evaluation] = {}
+        """Each member's, of those that are connected."""
 
     def consider(self, version: int) -> None:
         """Shard 0 is at ``version``: if one is due, one of those who can measures it."""
@@ -30,12 +44,59 @@ class Evaluations:
     def made(self, event: Evaluated) -> None:
         """This peer's learner has measured: tell all."""
         core = self.core
+        if not is_loss(event.loss):
+            core.note(
+                "warning",
+                "evaluation",
+                f"the held-out loss measured here is {event.loss}, and others are not told of it: the model has "
+                "diverged, or this learner's data cannot be read",
+            )
+            return
         tokens = max((c.head.tokens for c in core.chains if c.head is not None), default=0)
-        self.newest = Evaluation(event.version, tokens, core.step, event.loss)
-        core.send(core.membership.live, self.newest)
+        evaluation = Evaluation(event.version, tokens, core.step, event.loss)
+        self._latest[core.config.peer] = evaluation
+        self._show()
+        core.send(core.membership.live, evaluation)
 
-    def heard(self, evaluation: Evaluation) -> None:
+    def heard(self, peer: PeerId, evaluation: Evaluation) -> None:
         """Another peer's (rule S3)."""
-        is_newer = self.newest is None or evaluation.step > self.newest.step
-        if is_newer and self.core.plausible(evaluation.step) == evaluation.step:
-            self.newest = evaluation
+        before = self._latest.get(peer)
+        is_newer = before is None or evaluation.step > before.step
+        if is_newer and is_loss(evaluation.loss) and self.core.plausible(evaluation.step) == evaluation.step:
+            self._latest[peer] = evaluation
+            self._show()
+
+    def _show(self) -> None:
+        """Decide the figure anew."""
+        core = self.core
+        here = core.membership.peers.keys() | {core.config.peer}
+        self._latest = {peer: one for peer, one in self._latest.items() if peer in here}
+        head = core.chains[0].head
+        oldest = (0 if head is None else head.version) - RECENT * core.config.evaluation_every
+        recent = [one for one in self._latest.values() if one.version >= oldest]
+        if not recent:
+            return
+        own = self._latest.get(core.config.peer)
+        near = own if own in recent else self.shown
+
+        def median(field: Callable[[Evaluation], float]) -> float:
+            return median_near(sorted(map(field, recent)), None if near is None else field(near))
+
+        self.shown = Evaluation(
+            int(median(lambda one: one.version)),
+            int(median(lambda one: one.tokens)),
+            int(median(lambda one: one.step)),
+            median(lambda one: one.loss),
+        )
+
+
+def is_loss(value: float) -> bool:
+    """Whether this can be a held-out loss."""
+    return math.isfinite(value) and 0.0 <= value <= MOST_LOSS
+
+
+def median_near(ordered: list[float], near: float | None) -> float:
+    """The middle one; of an even number the middle one that is nearer to ``near`` (or the smaller, if None), so that
+    of two figures one's own is taken."""
+    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+    return high if near is not None and abs(high - near) < abs(low - near) else low

@@ -265,7 +265,7 @@ class Machine:
                 if message.shard < len(core.chains):
                     self.adoption.fetch_advised(peer, message)
             case msg.Evaluation():
-                self.evaluations.heard(message)
+                self.evaluations.heard(peer, message)
             case msg.Equivocation():
                 self.equivocations.learn(message, peer)
             case msg.Leaving():
@@ -386,7 +386,7 @@ class Machine:
     def status(self) -> Status:
         """For people: the node's status, logs and reports."""
         troubles = self.contributions.trouble.told()
-        return status_of(self.core, self.evaluations.newest, self.weight_averaged, troubles)
+        return status_of(self.core, self.evaluations.shown, self.weight_averaged, troubles)
 
     def check_invariants(self) -> None:
         """What must hold after every event, whatever the others do. For tests and the simulator.

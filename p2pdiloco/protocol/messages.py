@@ -39,6 +39,8 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 MAX_SHARDS = 1 << 16
 MAX_CONTRIBUTORS = 4096
 MAX_KNOWN = 256
+MOST_LOSS = 1e6
+"""Nats a token."""
 MAX_HEARD_BYTES = 4096
 """Fingerprints of 1,024 peers."""
 
@@ -217,7 +219,7 @@ class Evaluation(msgspec.Struct, frozen=True, array_like=True, tag="evaluation")
     version: Count
     tokens: Count
     step: Count
-    loss: Annotated[float, Meta(ge=0.0, le=1e6)]
+    loss: Annotated[float, Meta(ge=0.0, le=MOST_LOSS)]
 
 
 class Equivocation(msgspec.Struct, frozen=True, array_like=True, tag="equivocation"):

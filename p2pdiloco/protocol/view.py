@@ -75,8 +75,8 @@ class MachineView:
 
     @property
     def evaluation(self) -> Evaluation | None:
-        """The newest that is known."""
-        return self._evaluations.newest
+        """The held-out loss that this peer shows (rule S3)."""
+        return self._evaluations.shown
 
     @property
     def missing(self) -> int:

@@ -195,6 +195,22 @@ BUGS = (
         killed_by=(f"{_ALERTS_TESTS}::test_each_kind_is_noticed_once_within_a_minute_and_so_is_its_end",),
     ),
     Bug(
+        name="the best loss counts for good",
+        module="p2pdiloco.watch.alerts",
+        old="deque(maxlen=RECENT_LOSSES)",
+        new="deque()",
+        harm="one figure that was much too low alarms everybody until the run's end",
+        killed_by=(f"{_ALERTS_TESTS}::test_a_figure_that_was_much_too_low_is_forgotten",),
+    ),
+    Bug(
+        name="each look at the loss takes a place",
+        module="p2pdiloco.watch.alerts",
+        old="if picture.course.held_out_step > self._loss_step:",
+        new="if True:",
+        harm="what the loss was is forgotten between two evaluations, and nobody is told of a model that diverges",
+        killed_by=(f"{_ALERTS_TESTS}::test_the_same_evaluation_seen_again_takes_no_place",),
+    ),
+    Bug(
         name="others' words go through a shell",
         module="p2pdiloco.node.notifier",
         old="""        process = await asyncio.create_subprocess_exec(

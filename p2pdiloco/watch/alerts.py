@@ -8,6 +8,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
@@ -21,8 +22,10 @@ STUCK_S = 45.0
 STUCK_TURNS = 6.0
 """No version for so long, and for so many of the usual pauses between two. Before there was one, the machine's own
 patience (``protocol/trouble.py``) decides."""
+RECENT_LOSSES = 16
+"""Held-out losses that the newest one is compared with."""
 WORSE = 0.15
-"""A held-out loss that is so much above the best one, as a share,"""
+"""A held-out loss that is so much above the best recent one, as a share,"""
 WORSE_NATS = 0.3
 """and by so much at least."""
 LEAST_ROOM_BYTES = 1 << 30
@@ -47,7 +50,9 @@ class Alerts:
         """What lasts now, in sentences."""
         self._since: dict[Kind, float] = {}
         self._most_live = 1
-        self._best: float | None = None
+        self._losses: deque[float] = deque(maxlen=RECENT_LOSSES)
+        """The newest held-out losses, one for each step at which one was shown; medians over members (rule S3b)."""
+        self._loss_step = -1
         self._newest = 0.0
         self._moved_at: float | None = None
         self._pause_s = 0.0
@@ -87,10 +92,13 @@ class Alerts:
             )
         loss = picture.course.held_out_loss
         if loss is not None:
-            self._best = loss if self._best is None else min(self._best, loss)
-            if loss - self._best > max(WORSE_NATS, WORSE * self._best):
+            if picture.course.held_out_step > self._loss_step:
+                self._loss_step = picture.course.held_out_step
+                self._losses.append(loss)
+            best = min(self._losses)
+            if loss - best > max(WORSE_NATS, WORSE * best):
                 found["diverging"] = (
-                    f"the held-out loss is {loss:.3f}, and was {self._best:.3f}: look at who joined, and at rates"
+                    f"the held-out loss is {loss:.3f}, and was {best:.3f}: look at who joined, and at rates"
                 )
         if room_bytes is not None and room_bytes < LEAST_ROOM_BYTES:
             found["disk"] = f"{room_bytes / 1e6:,.0f} MB are left on the disk of the state folder: make room"

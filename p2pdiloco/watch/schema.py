@@ -72,7 +72,9 @@ EVENTS = (
         ),
     ),
     Event(
-        "evaluation", "held-out loss of the model", (*_fields("whole", "version tokens step"), Field("loss", "number"))
+        "evaluation",
+        "held-out loss of the model, the median over members",
+        (*_fields("whole", "version tokens step"), Field("loss", "number")),
     ),
     Event(
         "progress",

@@ -13,17 +13,19 @@ from aiohttp import web
 from test_watch_chronicle import ANN, chronicle
 
 from p2pdiloco.node.notifier import Notifier
-from p2pdiloco.watch.alerts import PATIENCE_S, Alert, Alerts
+from p2pdiloco.watch.alerts import PATIENCE_S, RECENT_LOSSES, Alert, Alerts
 from p2pdiloco.watch.picture import Headcount, Picture, ShardRow
 
 EVERY_S = 5.0
 BASE = chronicle(1).picture(0.0)
 
 
-def shown(loss: float | None = 2.0, live: int = 3, moved: float = 1.0, phase: str = "training") -> Picture:
+def shown(
+    loss: float | None = 2.0, live: int = 3, moved: float = 1.0, phase: str = "training", step: int = 8
+) -> Picture:
     return msgspec.structs.replace(
         BASE,
-        course=msgspec.structs.replace(BASE.course, phase=phase, held_out_loss=loss),
+        course=msgspec.structs.replace(BASE.course, phase=phase, held_out_loss=loss, held_out_step=step),
         headcount=Headcount(known=live, live=live, participating=live),
         shards=(ShardRow(shard=0, version=1, at=moved),),
     )
@@ -63,6 +65,27 @@ def test_each_kind_is_noticed_once_within_a_minute_and_so_is_its_end() -> None:
         over = [alert for alert in alerts.look(1100.0, shown(moved=1099.0), 1e12) if alert.kind == kind]
         assert [alert.is_over for alert in over] == [True], kind
         assert kind not in alerts.present
+
+
+def test_a_figure_that_was_much_too_low_is_forgotten() -> None:
+    """Of one who lied while it was the only one to evaluate: it does not alarm for good."""
+    alerts = begun()
+    alerts.look(1000.0, shown(loss=0.0, step=9, moved=1000.0))
+    told = []
+    for number in range(1, 31):
+        at = 1000.0 + 20.0 * number
+        told += alerts.look(at, shown(loss=2.0, step=9 + number, moved=at))
+        assert ("diverging" in alerts.present) == (2 <= number < RECENT_LOSSES), number
+    assert [(alert.kind, alert.is_over) for alert in told] == [("diverging", False), ("diverging", True)]
+
+
+def test_the_same_evaluation_seen_again_takes_no_place() -> None:
+    """Pictures come every few seconds, evaluations every few minutes: the best one is not forgotten meanwhile."""
+    alerts = begun()
+    for look in range(100):
+        at = 1000.0 + EVERY_S * look
+        alerts.look(at, shown(loss=2.6, step=9, moved=at))
+    assert "diverging" in alerts.present
 
 
 def test_the_end_of_a_membership_is_told_a_day_before() -> None:

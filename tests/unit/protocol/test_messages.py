@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
-from stage import SHARD, B, C, Stage, digest, only, sent, tokens
+from stage import SHARD, B, C, D, Stage, digest, only, sent, tokens
 
 from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.identifiers import FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.messages import Head
+from p2pdiloco.wire.bodies import decode_message, encode
 
 ELSEWHERE = ShardId(99)
 FAR = Head(ELSEWHERE, 1, digest("far"), 1000)
@@ -31,14 +35,87 @@ def test_who_says_that_it_leaves_is_lost_at_once() -> None:
     assert stage.machine.status().live == (C,)
 
 
-def test_of_evaluations_the_newest_is_kept() -> None:
-    """S3: by step, if that is believed."""
+def evaluation(loss: float, step: int = 4, version: int = 0) -> msg.Evaluation:
+    return msg.Evaluation(version, 10 * step, step, loss)
+
+
+def shown(stage: Stage) -> msg.Evaluation | None:
+    return stage.machine.status().evaluation
+
+
+def test_of_each_member_the_newest_evaluation_counts() -> None:
+    """S3a: by step, if that is believed, once for each member, while it is connected."""
     stage = Stage(B)
     for step, loss in ((4, 3.0), (8, 2.0), (2, 4.0), (2**40, 0.0)):
-        stage.hear(B, msg.Evaluation(step // 4, 10 * step, step, loss))
-    kept = stage.machine.status().evaluation
-    assert kept is not None
-    assert (kept.step, kept.loss) == (8, 2.0)
+        stage.hear(B, evaluation(loss, step))
+    assert shown(stage) == evaluation(2.0, 8)
+    stage = Stage(B, C, D)
+    for peer, loss in ((B, 2.0), (C, 2.2)):
+        stage.hear(peer, evaluation(loss))
+    for step in range(1, 9):
+        stage.hear(D, evaluation(0.0, step))
+    assert shown(stage) == evaluation(2.0), "many words of one member are one voice"
+    stage.tell(ev.PeerDisconnected(D, "gone"))
+    stage.tell(ev.PeerDisconnected(B, "gone"))
+    stage.hear(C, evaluation(2.1, 8))
+    assert shown(stage) == evaluation(2.1, 8)
+
+
+def test_an_evaluation_counts_until_16_more_were_due() -> None:
+    """S3a: it says nothing of the model then, though its maker is still connected."""
+    stage = Stage(B, C, D, evaluation_every=1)
+    for peer in (B, C):
+        stage.hear(peer, evaluation(5.0))
+    for turn in range(17):
+        assert (shown(stage) or evaluation(0.0)).loss == 5.0
+        stage.wait(2.0)
+        stage.take(stage.commit(tokens(B, 40 * turn, 40 * (turn + 1)), step=4 * (turn + 1)))
+        stage.hear(D, evaluation(2.0, 4 * (turn + 1), turn + 1))
+    assert shown(stage) == evaluation(2.0, 68, 17)
+
+
+def test_one_lying_evaluation_among_several_changes_nothing() -> None:
+    """S3b: neither loss nor step nor tokens, whether the lie is the smallest or the largest figure."""
+    stage = Stage(B, C, D)
+    for peer in (B, C):
+        stage.hear(peer, evaluation(2.0))
+    for lie in (msg.Evaluation(2**56, 2**56, 8, 0.0), msg.Evaluation(0, 0, 9, 1e6)):
+        stage.hear(D, lie)
+        assert shown(stage) == evaluation(2.0)
+
+
+@pytest.mark.parametrize("lie", [0.0, 1e6])
+def test_of_two_evaluations_ones_own_is_shown(lie: float) -> None:
+    """S3b: and what was shown before, by who has measured nothing."""
+    stage = Stage(B)
+    stage.tell(ev.Evaluated(0, 2.0))
+    stage.hear(B, evaluation(lie))
+    assert (shown(stage) or evaluation(0.0)).loss == 2.0
+    follower = Stage(B, C, has_learner=False)
+    follower.hear(B, evaluation(2.0))
+    follower.hear(C, evaluation(lie))
+    assert shown(follower) == evaluation(2.0)
+
+
+def test_who_alone_evaluates_is_shown() -> None:
+    """S3b: as it says, each time."""
+    stage = Stage(B, C)
+    for step, loss in ((2, 3.0), (4, 0.0), (8, 5.0)):
+        stage.hear(B, evaluation(loss, step))
+        assert shown(stage) == evaluation(loss, step)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, -1.0, 1e7])
+def test_a_loss_that_is_none_is_refused_and_not_told(loss: float) -> None:
+    """S3c: as a message, by the machine, and as what the own learner has measured."""
+    with pytest.raises(ValueError):
+        decode_message(encode(evaluation(loss)))
+    stage = Stage(B)
+    stage.hear(B, evaluation(loss))
+    effects = stage.tell(ev.Evaluated(0, loss))
+    assert shown(stage) is None
+    assert not sent(effects, msg.Evaluation)
+    assert "others are not told" in only(effects, ef.Note)[0].reason
 
 
 @pytest.mark.parametrize("peer", [B, PeerId("a stranger")])
