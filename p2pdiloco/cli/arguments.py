@@ -129,7 +129,10 @@ def _invite(sub: argparse.ArgumentParser) -> None:
 
 def _ban(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
-        "who", metavar="PEER|INVITE", help="a peer's or an invite's id, or an invite: all that came from it"
+        "who",
+        metavar="PEER|INVITE",
+        help="a peer: it is out, and the invite by which it came lets in nobody "
+        "new; or an invite, or its id: all who came by it are out",
     )
     sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if --state holds several runs")
     _add_identity(sub)

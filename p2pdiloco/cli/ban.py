@@ -1,22 +1,29 @@
-"""``p2pdiloco ban``: End the membership of a peer, or revoke an invite with all who came with it, for good. The ban is
-signed here; a peer that runs on this state folder spreads it within seconds, else the next one that does."""
+"""``p2pdiloco ban``: End the membership of a peer, or revoke an invite with all who came with it, for good. A peer's
+ban also closes the invite by which it came: those who are in by it stay, and nobody else is let in. The ban is signed
+here; a peer that runs on this state folder spreads it within seconds, else the next one that does."""
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
 
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import REPAIR, Complaint, complaining
-from p2pdiloco.node.credentials import MemberFiles, invite_key
+from p2pdiloco.node.credentials import Credentials, MemberFiles, invite_key, members_of
 from p2pdiloco.node.invites import credentials_of, grant_here
 from p2pdiloco.node.kept_runs import ConfigError, kept_run
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime.identity import IdentityError
-from p2pdiloco.wire.certificates import Role
-from p2pdiloco.wire.invites import clean_invite, decode_invite, is_invite
+from p2pdiloco.wire.certificates import Grant, Kind, Role
+from p2pdiloco.wire.invites import InviteError, decode_invite, is_invite
+from p2pdiloco.wire.members import Members
 from p2pdiloco.wire.peer_ids import key_of
-from p2pdiloco.wire.statements import ban
+from p2pdiloco.wire.statements import ban, closing
+
+SHOWN_PEERS = 16
+"""Of those that came by one invite."""
+ANOTHER = "a new invite for others: p2pdiloco invite"
 
 
 async def run(arguments: argparse.Namespace) -> int:
@@ -40,9 +47,83 @@ async def run(arguments: argparse.Namespace) -> int:
             )
         if subject == manifest.founder:
             raise Complaint("that is the founder's key, which nobody bans", REPAIR)
-        MemberFiles(folder).leave(ban(manifest.run, subject, grant, mine.identity.sign))
-        files = MemberFiles(folder)
-        if is_invite(arguments.who) and files.invite() == clean_invite(arguments.who):
-            files.keep_invite("")  # the next start shows another one
+        files, members = MemberFiles(folder), members_of(manifest)
+        files.load(members)
+        target = members.grant_of(subject)
+        if target is not None and not members.may_ban(grant, target):
+            raise Complaint(
+                f"{subject} is an admin who is as near to the founder as this peer, or nearer, so its ban would not "
+                "count: ask the founder, or an admin who is nearer",
+                REPAIR,
+            )
+        statement = ban(manifest.run, subject, grant, mine.identity.sign)
+        files.leave(statement)
+        members.learn(statement)
         print(f"banned from run {manifest.config.name}: {subject}")
+        out = [one.subject for one in members.known() if subject in {step.subject for step in one.steps}]
+        if out:
+            print(f"with it {_are(out)} out, whose membership came from it:")
+            print(*_shown(out), sep="\n")
+        if _is_shown(files, subject):
+            files.keep_invite("")  # the next start shows another one
+            print(f"it was the invite that this peer shows when it starts; {ANOTHER}")
+        elif not is_invite(arguments.who):
+            print(*_close_invite_of(subject, members, files, mine, grant), sep="\n")
     return 0
+
+
+def _close_invite_of(
+    subject: PeerId, members: Members, files: MemberFiles, mine: Credentials, by: Grant
+) -> Iterator[str]:
+    """Let nobody new in by the invite by which the banned peer came, if that is known; what came of it, in lines."""
+    target = members.grant_of(subject)
+    if not members.is_private:
+        yield "this run is open to all, so whoever was banned can come back with another key"
+        return
+    if target is None:
+        yield (
+            "by which invite it came is not known here, so none was closed: if it was a peer, it may come back with "
+            "another key"
+        )
+        return
+    invite = target.steps[-1]
+    if invite.kind is not Kind.INVITE:
+        yield "it was let in by name, so there is no invite by which it could come back with another key"
+        return
+    if members.ban_of(invite) is not None:
+        yield f"the invite by which it came, {invite.subject}, lets in nobody new already"
+        return
+    if not members.may_ban(by, invite):
+        yield (
+            f"the invite by which it came, {invite.subject}, makes admins, so only an admin nearer to the founder can "
+            f"close it: until one bans {invite.subject}, whoever holds it may come with another key"
+        )
+        return
+    grants = [(one, members.grant_of(one)) for one in members.guests_of(invite.subject)]
+    stay = [one for one, grant in grants if grant is None or members.ban_of(grant) is None]
+    files.leave(closing(mine.run, invite.subject, stay, by, mine.identity.sign))
+    yield f"closed the invite by which it came, {invite.subject}: nobody new is let in by it; {ANOTHER}"
+    if _is_shown(files, invite.subject):
+        files.keep_invite("")
+        yield "it was the invite that this peer shows when it starts: its next start shows another one"
+    if stay:
+        yield f"{_are(stay)} still in that came by it; to end that, too: p2pdiloco ban {invite.subject}"
+        yield from _shown(stay)
+
+
+def _is_shown(files: MemberFiles, key: PeerId) -> bool:
+    """Whether the invite that this peer's terminal shows has this key."""
+    try:
+        return invite_key(decode_invite(files.invite()).secret).peer_id == key
+    except InviteError:
+        return False
+
+
+def _are(peers: list[PeerId]) -> str:
+    return "1 peer is" if len(peers) == 1 else f"{len(peers)} peers are"
+
+
+def _shown(peers: list[PeerId]) -> Iterator[str]:
+    yield from (f"  {one}" for one in peers[:SHOWN_PEERS])
+    if len(peers) > SHOWN_PEERS:
+        yield f"  and {len(peers) - SHOWN_PEERS} more: p2pdiloco members"

@@ -77,8 +77,9 @@ def _rows(kept: KeptRun) -> list[dict[str, Any]]:
     seen = {row["key"] for row in rows}
     for subject, bans in sorted(members.banned_keys().items()):
         if subject not in seen:
-            by = ", ".join(sorted(ban.by.subject for ban in bans))
-            rows.append({"key": subject, "role": "-", "until": "-", "by": by, "standing": "banned", "by_keys": []})
+            by = ", ".join(sorted({ban.by.subject for ban in bans}))
+            standing = "closed to new peers" if all(ban.is_closing for ban in bans) else "banned"
+            rows.append({"key": subject, "role": "-", "until": "-", "by": by, "standing": standing, "by_keys": []})
     return rows
 
 
@@ -87,7 +88,9 @@ def _row(members: Members, grant: Grant) -> dict[str, Any]:
     is_over = grant.not_after != NEVER and time.time() > grant.not_after
     standing = "member"
     if ban is not None:
-        standing = "banned" if ban.subject == grant.subject else "its invite is revoked"
+        standing = f"its invite is {'closed' if ban.is_closing else 'revoked'}"
+        if ban.subject == grant.subject:
+            standing = "banned"
     elif is_over:
         standing = "expired"
     until = "for good"

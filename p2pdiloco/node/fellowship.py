@@ -5,8 +5,9 @@ Rules of this file:
 2. Statements are told to members alone, never to observers.
 3. Who is no member any more, because a term has ended or a ban has come, is told what the others are told, and then
    parted from with a sentence. If that is this peer, it ends.
-4. What is told and brings nobody new costs signatures all the same (another chain of who is known; one more than an
-   invite brings): whoever tells it has an allowance, shared by all who came with one invite. Answers have one, too.
+4. What is told costs signatures to look at. Each peer may introduce so many others, and tell so much that brings
+   nobody new (another chain of a known peer): the latter allowance is shared by all who came with one invite. Answers
+   have an allowance, too. What goes beyond is not looked at, with a line in the log.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import logs
 from p2pdiloco.wire.answers import Answer, RequestError, RequestRefused, Response
 from p2pdiloco.wire.bodies import MARKS_LIMIT, GetStatements, TellStatements, encode
-from p2pdiloco.wire.certificates import NEVER, CertificateError, Role
+from p2pdiloco.wire.certificates import NEVER, Role
 from p2pdiloco.wire.members import Members, NotAMemberError
 from p2pdiloco.wire.statements import join_statements, split_statements
 
@@ -39,8 +40,12 @@ TELL_S = 1.0
 """What those who are parted from have to take the news."""
 ROUNDS = 32
 """Answers that one peer is asked for, one after the other."""
+INTRODUCED, INTRODUCED_PER_S = 1024, 1.0
+"""Peers that are not known here, introduced by one connected peer: 0.2 s of a processor, and then 0.02 %."""
 VAIN, VAIN_PER_S = 1024, 1.0
-"""Statements that bring nobody new, of all who came with one invite: 0.2 s of a processor, and then 0.02 %."""
+"""Statements that bring nobody new, of all who came with one invite."""
+LOGGED_PEERS = 64
+"""Peers of whom a log line tells that something of theirs was refused or ignored."""
 ANSWERS, ANSWERS_PER_S = 2 * ROUNDS, 0.2
 """To one peer, of PIECE_BYTES each: whoever connects twice may have been told nothing yet."""
 
@@ -85,6 +90,8 @@ class Fellowship:
         self._now_s = now_s
         self._is_changed = False
         self._refused: Counter[PeerId] = Counter()
+        self._ignored: set[PeerId] = set()
+        self._introduced = Allowance(at_once=INTRODUCED, per_s=INTRODUCED_PER_S)
         self._vain = Allowance(at_once=VAIN, per_s=VAIN_PER_S)
         self._answers = Allowance(at_once=ANSWERS, per_s=ANSWERS_PER_S)
         files.load(members)
@@ -118,10 +125,10 @@ class Fellowship:
     def is_announced_by_member(self, peer: PeerId, chain: bytes) -> bool:
         """Whether a record of the directory is a member's, by the ``chain`` in it."""
         try:
-            self.door.admit(peer, chain)
+            self.members.examine(peer, chain, self._now_s())
         except NotAMemberError as error:
             self._refused[peer] += 1
-            if self._refused[peer] == 1 and len(self._refused) <= 64:
+            if self._refused[peer] == 1 and len(self._refused) <= LOGGED_PEERS:
                 log.warning("a record of the directory is ignored: its peer is no member", peer=peer, reason=str(error))
             return False
         return True
@@ -157,7 +164,7 @@ class Fellowship:
             return Answer(b"", join_statements(self.members.beyond(request.marks, PIECE_BYTES)))
         try:
             self._spread(await self._learned(split_statements(request.statements), peer), but=peer)
-        except CertificateError as error:
+        except ValueError as error:
             self.links.blame(peer)
             raise RequestRefused(str(error)) from error
         return Answer(b"")
@@ -195,7 +202,7 @@ class Fellowship:
                 self._spread(news, but=peer)
                 if not news:
                     return
-        except CertificateError as error:
+        except ValueError as error:
             self.links.blame(peer)
             log.debug("what a peer tells of members is malformed", peer=peer, reason=str(error))
         except RequestError as error:
@@ -206,18 +213,35 @@ class Fellowship:
     async def _learned(self, statements: Iterable[bytes], teller: PeerId) -> list[bytes]:
         """Those that are news; each costs signatures to look at, so others get their turn in between."""
         news: list[bytes] = []
-        grant = self.members.grant_of(teller)
-        came_with = grant.steps[-1].subject if grant is not None and grant.depth else teller
         for statement in statements:
             if self.members.has(statement):
                 continue
-            if not (self.members.grows_by(statement) or self._vain.take(came_with, self._now_s())):
+            if not self._may_tell(teller, statement):
+                if teller not in self._ignored and len(self._ignored) < LOGGED_PEERS:
+                    self._ignored.add(teller)
+                    log.warning(
+                        "a peer tells of more members than it may at once, and the rest is ignored; other peers tell "
+                        "of those who are real, and they are let in when they connect",
+                        peer=teller,
+                    )
                 continue
-            if self.members.learn(statement):
+            if self.members.learn(statement, teller):
                 news.append(statement)
             await asyncio.sleep(0)
         self._is_changed = self._is_changed or bool(news)
         return news
+
+    def _may_tell(self, teller: PeerId, statement: bytes) -> bool:
+        """Whether ``statement`` is looked at (rule 4)."""
+        match self.members.brings(statement):
+            case "ban":
+                return True
+            case "peer":
+                return self._introduced.take(teller, self._now_s())
+            case "nothing":
+                grant = self.members.grant_of(teller)
+                came_with = grant.steps[-1].subject if grant is not None and grant.depth else teller
+                return self._vain.take(came_with, self._now_s())
 
     def _spread(self, news: list[bytes], but: PeerId | None = None) -> None:
         """Tell all others the news, then part from those who are no members any more."""

@@ -1,5 +1,9 @@
 """Who is a member of a run, by its access rule, the chains that are shown, and what is known of bans.
 
+A key is *proved* here once its holder has connected to this peer and shown a chain. A guest of an invite (a key that
+the invite's key has certified) of whom others only tell is *hearsay*: whoever has an invite can certify keys without
+end that nobody holds.
+
 Rules of this file:
 1. The founder is a member of its run, always. ``open``: everybody is, but who is banned. ``invite``: whoever shows a
    chain from the founder. ``list``: only whom the founder or an admin has certified by name; no invite counts.
@@ -8,16 +12,24 @@ Rules of this file:
    over everything that is older or younger. The founder bans everybody, an admin those who are no admins, and admins
    that are farther from the founder; a ban by somebody who is banned does not count. So the order in which bans come
    makes no difference.
-4. What is known only grows, and is bounded: by invite, by banning admin, and in all. Who is nearer to the founder
-   displaces who is farther away.
-5. Time comes from outside, from the machine's own clock: nobody else's word ends or prolongs a membership.
+4. A closed invite lets in nobody new. Its closing names the peers that stay, so that all agree on them, in whatever
+   order they hear of closing and introductions.
+5. What is known is bounded: by invite, by banning admin, and in all. Only proved guests use up an invite. Of one
+   invite's hearsay as much is kept again: beyond that, the teller that told most of it displaces what it told first.
+   If it is more than half as much, what that teller told is not told on. Hearsay never displaces what is proved. In
+   all, who is nearer to the founder displaces who is farther away.
+6. Of two chains of a peer the one counts that is not banned, then the one that its key has proved, then the one that
+   grants more. So nobody else's word takes a chain from a peer that was here.
+7. Time comes from outside, from the machine's own clock: nobody else's word ends or prolongs a membership.
 """
 
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections import Counter
 from collections.abc import Iterable
+from typing import Literal
 
 from p2pdiloco.protocol.identifiers import PeerId, RunId
 from p2pdiloco.protocol.manifest import Access
@@ -33,10 +45,19 @@ from p2pdiloco.wire.certificates import (
     hint_of,
 )
 from p2pdiloco.wire.peer_ids import is_key
-from p2pdiloco.wire.statements import MARK_BYTES, Ban, introduction, mark_of, named_in, read_statement
+from p2pdiloco.wire.statements import (
+    CLOSING,
+    INTRODUCTION,
+    MARK_BYTES,
+    Ban,
+    introduction,
+    mark_of,
+    named_in,
+    read_statement,
+)
 
 INVITED_LIMIT = 256
-"""Peers that one invite brings."""
+"""Peers that one invite brings here, and as many more of which others only tell."""
 KNOWN_LIMIT = 4096
 """Introduced peers."""
 BANS_LIMIT = 1024
@@ -48,7 +69,9 @@ FOLLOWED_LIMIT = 8192
 OBSERVING_LIMIT = 1024
 """Observers that are remembered: more than connections."""
 SIGNERS_LIMIT = 8
-"""Who ban one key."""
+"""Bans and closings of one key."""
+NOBODY = PeerId("")
+"""Tells what this machine's disk holds."""
 
 
 class NotAMemberError(ValueError):
@@ -76,9 +99,13 @@ class Members:
             self._known[founder] = self._founder
         elif access != "open":
             raise ValueError("the run's founder is no peer, so nobody can be its member")
-        self._bans: dict[PeerId, dict[PeerId, Ban]] = {}
+        self._bans: dict[PeerId, dict[tuple[PeerId, bool], Ban]] = {}
+        """By whom they hit, then by signer and by whether they close an invite."""
         self._statements: dict[bytes, bytes] = {}
         self._invited: Counter[PeerId] = Counter()
+        """Of each invite, how many of its guests are proved."""
+        self._hearsay: dict[PeerId, dict[PeerId, PeerId]] = {}
+        """Of each invite its guests that are not proved, the first told first, and who told of each."""
         self._banned_by: Counter[PeerId] = Counter()
         self._observing: dict[PeerId, Grant] = {}
         """Those who were let in to ask, the latest."""
@@ -98,21 +125,31 @@ class Members:
         Raises:
             NotAMemberError: nothing.
         """
-        grant = self._granted(peer, chain)
-        self._judge(grant, now_s)
+        grant = self.examine(peer, chain, now_s)
         if grant.role is Role.OBSERVER:
             while len(self._observing) >= OBSERVING_LIMIT:
                 del self._observing[next(iter(self._observing))]
             self._observing[peer] = grant
         if not grant.depth or grant.role is Role.OBSERVER:
             return grant
-        self._introduce(grant, introduction(grant))
-        if peer not in self._known:
+        self._introduce(grant, introduction(grant), None)
+        known = self._known.get(peer)
+        if known is None or self._is_hearsay(known):
             raise NotAMemberError(
                 f"the invite of {peer} has brought {INVITED_LIMIT} peers, or there are {KNOWN_LIMIT} in all: ask for "
                 "another one"
             )
-        return self._known[peer]
+        return known
+
+    def examine(self, peer: PeerId, chain: bytes, now_s: float) -> Grant:
+        """What ``chain`` grants to ``peer`` now, which need not be here; nothing is remembered.
+
+        Raises:
+            NotAMemberError: nothing.
+        """
+        grant = self._granted(peer, chain)
+        self._judge(grant, now_s)
+        return grant
 
     def is_member(self, peer: PeerId, now_s: float) -> bool:
         """Whether ``peer``, whose chain was shown here or somewhere else, is in good standing now."""
@@ -150,17 +187,33 @@ class Members:
         return 0.0 if grant is None else grant.most_weight
 
     def ban_of(self, grant: Grant) -> Ban | None:
-        """The ban that ends it, if there is one (rule 3)."""
-        for step in grant.path:
+        """The ban that ends it, if there is one (rules 3 and 4); of an invite's own grant, what closes it."""
+        for step, guest in zip(grant.path, (*grant.path[1:], None), strict=True):
             for ban in self._bans.get(step.subject, {}).values():
-                if self._may_ban(ban.by, step) and self.ban_of(ban.by) is None:
+                is_spared = ban.is_closing and (
+                    step.kind is not Kind.INVITE or (guest is not None and ban.keeps(guest.subject))
+                )
+                if not is_spared and self.may_ban(ban.by, step) and self.ban_of(ban.by) is None:
                     return ban
         return None
 
+    def may_ban(self, by: Grant, target: Grant) -> bool:
+        """Whether ``by``, an admin, may ban ``target``."""
+        if target.subject == self._founder.subject:
+            return False
+        return target.role is not Role.ADMIN or by.depth < target.depth
+
+    def guests_of(self, key: PeerId) -> list[PeerId]:
+        """Members, and those who were, whose own key the invite ``key`` has certified, or with whom a chain goes on
+        from there."""
+        paths = [grant.path for grant in self._known.values()]
+        return sorted({b.subject for path in paths for a, b in itertools.pairwise(path) if a.subject == key})
+
     # -- what is known -----------------------------------------------------------------------------------------------
 
-    def learn(self, statement: bytes) -> bool:
-        """Whether ``statement`` is news that is kept.
+    def learn(self, statement: bytes, teller: PeerId = NOBODY) -> bool:
+        """Whether ``statement``, of which ``teller`` tells, is news for others, too. Hearsay is none if there is much
+        of it by one invite: it would go round for ever.
 
         Raises:
             CertificateError: it is malformed or forged.
@@ -170,43 +223,44 @@ class Members:
         if self._founder.subject not in self._known:
             raise CertificateError("this run's founder has no key")
         said = read_statement(self.run, self._founder, statement, self._verify)
-        return self._introduce(said, statement) if isinstance(said, Grant) else self._ban(said, statement)
+        return self._introduce(said, statement, teller) if isinstance(said, Grant) else self._ban(said, statement)
 
     def has(self, statement: bytes) -> bool:
         """Whether it is known; it costs no signature to tell."""
         return mark_of(statement) in self._statements
 
-    def grows_by(self, statement: bytes) -> bool:
-        """Whether it brings, if it holds, who or what is not known here, within the bounds; also if it is malformed: no
-        other statement can be told without end by who signs what he likes. It costs no signature to tell."""
-        try:
-            subject, by, is_ban = named_in(statement)
-        except ValueError:
-            return True
-        if is_ban:
-            return self._may_be_banned(subject, by)
-        return subject not in self._known and self._invited[by] < INVITED_LIMIT and len(self._known) <= KNOWN_LIMIT
-        return len(self._statements)
+    def brings(self, statement: bytes) -> Literal["ban", "peer", "nothing"]:
+        """What is new in it, if it holds: a ban or a closing that would be kept, a peer that is not known here, or
+        nothing. It costs no signature to tell.
 
-    def statements(self) -> Iterable[bytes]:
-        """All that is known."""
-        return self._statements.values()
+        Raises:
+            ValueError: malformed.
+        """
+        subject, by, tag = named_in(statement)
+        if tag == INTRODUCTION:
+            return "nothing" if subject in self._known else "peer"
+        return "ban" if self._may_be_banned(subject, by, is_closing=tag == CLOSING) else "nothing"
+
+    def statements(self) -> list[bytes]:
+        """All that is known, what matters most last: of hearsay that is told or read again, what comes last stays."""
+        return [statement for _, statement in self._in_order()]
 
     def marks(self) -> bytes:
         """MARK_BYTES of each statement that is known, in order."""
         return b"".join(sorted(self._statements))
 
     def beyond(self, marks: bytes, most_bytes: int) -> list[bytes]:
-        """What is known here and not named in ``marks``, bans first; at most ``most_bytes`` of it, and one more."""
-        there = {marks[at : at + MARK_BYTES] for at in range(0, len(marks), MARK_BYTES)}
-        missing = sorted(s for mark, s in self._statements.items() if mark not in there)  # "b" comes before "i"
+        """What is known here, not named in ``marks``, and not doubtful, what matters most last; at most ``most_bytes``,
+        and one statement more."""
+        there = {marks[at : at + MARK_BYTES] for at in range(0, len(marks), MARK_BYTES)} | self._doubtful()
         taken, size = [], 0
-        for statement in missing:
-            taken.append(statement)
-            size += len(statement)
-            if size >= most_bytes:
-                break
-        return taken
+        for mark, statement in reversed(self._in_order()):
+            if mark not in there:
+                taken.append(statement)
+                size += len(statement)
+                if size >= most_bytes:
+                    break
+        return taken[::-1]
 
     def known(self) -> list[Grant]:
         """The founder and all who were introduced."""
@@ -217,6 +271,25 @@ class Members:
         return {subject: list(bans.values()) for subject, bans in self._bans.items()}
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _in_order(self) -> list[tuple[bytes, bytes]]:
+        """Marks and statements: hearsay, who is proved, bans; of each the oldest first."""
+        hearsay = self._marks_of(peer for told in self._hearsay.values() for peer in told)
+        return sorted(
+            self._statements.items(), key=lambda item: (not item[1].startswith(INTRODUCTION), item[0] not in hearsay)
+        )
+
+    def _doubtful(self) -> set[bytes]:
+        """Marks of hearsay that others are not told of (rule 5)."""
+        found: set[bytes] = set()
+        for told in self._hearsay.values():
+            if len(told) > INVITED_LIMIT // 2:
+                most = _heaviest(told.values())
+                found |= self._marks_of(peer for peer, by in told.items() if by == most)
+        return found
+
+    def _marks_of(self, peers: Iterable[PeerId]) -> set[bytes]:
+        return {mark_of(introduction(self._known[peer])) for peer in peers}
 
     def _granted(self, peer: PeerId, data: bytes) -> Grant:
         if peer == self._founder.subject:
@@ -267,63 +340,102 @@ class Members:
             )
         if (ban := self.ban_of(grant)) is not None:
             if any(step.subject == ban.subject and step.kind is Kind.INVITE for step in grant.path):
-                what, remedy = f"{grant.subject} came with {ban.subject}, which is revoked", "ask for a new invite"
+                state = "lets in nobody new" if ban.is_closing else "is revoked"
+                what, remedy = f"{grant.subject} came with {ban.subject}, which {state}", "ask for a new invite"
             else:
                 what, remedy = f"{ban.subject} is banned", "if that is an error, ask them, or whoever founded the run"
             raise NotAMemberError(f"{what} (by {ban.by.subject}): {remedy}")
 
-    def _may_ban(self, by: Grant, target: Grant) -> bool:
-        if target.subject == self._founder.subject:
-            return False
-        return target.role is not Role.ADMIN or by.depth < target.depth
-
-    def _introduce(self, grant: Grant, statement: bytes) -> bool:
+    def _introduce(self, grant: Grant, statement: bytes, teller: PeerId | None) -> bool:
+        """``teller``: who tells of it; None: its key is proved."""
         old = self._known.get(grant.subject)
-        if old is not None:
-            if not old.depth or (self.ban_of(old) is None and _rank(old) >= _rank(grant)):
-                return False
-            self._forget(old)
         inviter = grant.steps[-1]
-        if inviter.kind is Kind.INVITE and self._invited[inviter.subject] >= INVITED_LIMIT:
-            return False
-        if len(self._known) > KNOWN_LIMIT:
-            farthest = max(self._known.values(), key=lambda g: (g.depth, g.role is not Role.ADMIN, g.subject))
-            if farthest.depth <= grant.depth:
+        is_hearsay = teller is not None and inviter.kind is Kind.INVITE
+        old_teller = None
+        if old is not None:
+            if not old.depth or self._rank(old, self._is_hearsay(old)) >= self._rank(grant, is_hearsay):
                 return False
-            self._forget(farthest)
+            old_teller = self._forget(old)
+        displaced = self._displaced_by(grant, teller if is_hearsay else None)
+        if displaced is grant:
+            if old is not None:
+                self._keep(old, introduction(old), old_teller)
+            return False
+        if displaced is not None:
+            self._forget(displaced)
+        self._keep(grant, statement, teller if is_hearsay else None)
+        return not is_hearsay or len(self._hearsay[inviter.subject]) <= INVITED_LIMIT // 2
+
+    def _displaced_by(self, grant: Grant, teller: PeerId | None) -> Grant | None:
+        """Who makes room for ``grant``, which is hearsay if somebody tells of it; itself, if there is none for it."""
+        inviter = grant.steps[-1]
+        if teller is not None and len(told := self._hearsay.get(inviter.subject, {})) >= INVITED_LIMIT:
+            most = _heaviest([teller, *told.values()])
+            return next((self._known[peer] for peer, by in told.items() if by == most), grant)
+        if teller is None and inviter.kind is Kind.INVITE and self._invited[inviter.subject] >= INVITED_LIMIT:
+            return grant
+        if len(self._known) <= KNOWN_LIMIT:
+            return None
+        farthest = max(self._known.values(), key=self._distance)
+        is_nearer = (teller is not None, grant.depth) < (self._is_hearsay(farthest), farthest.depth)
+        return farthest if is_nearer else grant
+
+    def _distance(self, grant: Grant) -> tuple[bool, int, bool, PeerId]:
+        return self._is_hearsay(grant), grant.depth, grant.role is not Role.ADMIN, grant.subject
+
+    def _is_hearsay(self, grant: Grant) -> bool:
+        return bool(grant.depth) and grant.subject in self._hearsay.get(grant.steps[-1].subject, {})
+
+    def _keep(self, grant: Grant, statement: bytes, teller: PeerId | None) -> None:
         self._known[grant.subject] = grant
         self._statements[mark_of(statement)] = statement
-        self._invited[inviter.subject] += 1
-        return True
+        inviter = grant.steps[-1].subject
+        if teller is None:
+            self._invited[inviter] += 1
+        else:
+            self._hearsay.setdefault(inviter, {})[grant.subject] = teller
 
-    def _forget(self, grant: Grant) -> None:
+    def _forget(self, grant: Grant) -> PeerId | None:
+        """Who told of it, if it is hearsay."""
+        inviter = grant.steps[-1].subject
+        told = self._hearsay.get(inviter, {})
+        teller = told.pop(grant.subject, None)
+        if teller is None:
+            self._invited[inviter] -= 1
+        elif not told:
+            del self._hearsay[inviter]
         del self._known[grant.subject]
         self._statements.pop(mark_of(introduction(grant)), None)
-        self._invited[grant.steps[-1].subject] -= 1
+        return teller
+
+    def _rank(self, grant: Grant, is_hearsay: bool) -> tuple[bool, bool, int, int, int, bytes]:
+        """Rule 6, everywhere the same among proved chains, and among the others."""
+        bytes_of = grant.chain().encode()
+        return self.ban_of(grant) is None, not is_hearsay, grant.role, grant.not_after, grant.cap, bytes_of
 
     def _ban(self, said: Ban, statement: bytes) -> bool:
         signer = said.by.subject
-        if not self._may_be_banned(said.subject, signer):
+        if not self._may_be_banned(said.subject, signer, is_closing=said.is_closing):
             return False
-        self._bans.setdefault(said.subject, {})[signer] = said
+        self._bans.setdefault(said.subject, {})[signer, said.is_closing] = said
         self._statements[mark_of(statement)] = statement
         self._banned_by[signer] += 1
         return True
 
-    def _may_be_banned(self, subject: PeerId, signer: PeerId) -> bool:
-        """Once by each, within the bounds."""
-        signers = self._bans.get(subject, {})
+    def _may_be_banned(self, subject: PeerId, signer: PeerId, *, is_closing: bool) -> bool:
+        """Once by each, and closed once by each, within the bounds."""
+        signed = self._bans.get(subject, {})
         is_full = (
             self._banned_by[signer] >= BANS_LIMIT
-            or len(signers) >= SIGNERS_LIMIT
+            or len(signed) >= SIGNERS_LIMIT
             or self._banned_by.total() - self._banned_by[self._founder.subject] >= ALL_BANS_LIMIT
         )
-        return signer not in signers and (not is_full or signer == self._founder.subject)
+        return (signer, is_closing) not in signed and (not is_full or signer == self._founder.subject)
 
 
-def _rank(grant: Grant) -> tuple[int, int, int, bytes]:
-    """Of two chains of one peer the one that grants more is kept, everywhere the same."""
-    return grant.role, grant.not_after, grant.cap, grant.chain().encode()
+def _heaviest(tellers: Iterable[PeerId]) -> PeerId:
+    """Who is there most often; of several the first."""
+    return Counter(tellers).most_common(1)[0][0]
 
 
 def _anybody(peer: PeerId) -> Grant:

@@ -1,7 +1,9 @@
-"""What members tell each other of members: introductions (a peer's whole chain) and bans, each signed, one by one.
+"""What members tell each other of members: introductions (a peer's whole chain), bans, and closed invites, each signed.
 
 An introduction is ``i`` and a chain that begins at the founder. A ban is ``b``, the banned key (32 bytes; a peer's or
-an invite's), the banning admin's signature (64), its key (32), and its chain, empty for the founder.
+an invite's), the banning admin's signature (64), its key (32), and its chain, empty for the founder. The closing of an
+invite is ``c`` and the same, with a list before the chain: the number of peers that stay members (2), and the first 16
+bytes of the key of each, in ascending order.
 
 Rules of this file:
 1. A statement proves itself to whoever knows run and founder; it is good for ever and for nothing else.
@@ -34,18 +36,36 @@ from p2pdiloco.wire.certificates import (
 from p2pdiloco.wire.peer_ids import KEY_BYTES, key_of, peer_id_of
 
 BAN_CONTEXT = b"p2pdiloco ban 1\x00"
-INTRODUCTION, BAN = b"i", b"b"
-STATEMENT_LIMIT = 1 + 2 * KEY_BYTES + SIGNATURE_BYTES + CHAIN_LIMIT
+CLOSING_CONTEXT = b"p2pdiloco closing 1\x00"
+INTRODUCTION, BAN, CLOSING = b"i", b"b", b"c"
+KEPT_LIMIT = 512
+"""Peers that stay members by a closed invite."""
+KEPT_BYTES = 16
+"""Of the key of each: as many as nobody finds another key for."""
+_KEPT = struct.Struct(">H")
+STATEMENT_LIMIT = 1 + 2 * KEY_BYTES + SIGNATURE_BYTES + _KEPT.size + KEPT_LIMIT * KEPT_BYTES + CHAIN_LIMIT
 MARK_BYTES = 8
 """Of a statement's digest: how peers name what they have."""
 _LENGTH = struct.Struct(">H")
 
 
 class Ban(Struct, frozen=True):
-    """``subject`` is no member, nor is anybody whose chain goes through it."""
+    """``subject`` is no member, nor is anybody whose chain goes through it. With ``kept``, ``subject`` is an invite
+    that is closed: of those who came by it the kept ones stay members, and nobody else is let in by it."""
 
     subject: PeerId
     by: Grant
+    kept: frozenset[bytes] | None = None
+    """The beginnings of their keys; None: nobody stays."""
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether it closes an invite."""
+        return self.kept is not None
+
+    def keeps(self, guest: PeerId) -> bool:
+        """Whether ``guest``, which came by the invite, stays a member."""
+        return self.kept is not None and _kept(guest) in self.kept
 
 
 def introduction(grant: Grant) -> bytes:
@@ -57,6 +77,21 @@ def ban(run: RunId, subject: PeerId, by: Grant, sign: Sign) -> bytes:
     """The statement with which the admin ``by`` bans ``subject``."""
     chain = by.chain().encode() if by.depth else b""
     return BAN + key_of(subject) + sign(_banned_bytes(run, by.subject, subject)) + key_of(by.subject) + chain
+
+
+def closing(run: RunId, invite: PeerId, kept: Iterable[PeerId], by: Grant, sign: Sign) -> bytes:
+    """The statement with which the admin ``by`` closes the key of an invite to all but those in ``kept``.
+
+    Raises:
+        ValueError: more than KEPT_LIMIT would stay.
+    """
+    stay = sorted({_kept(peer) for peer in kept})
+    if len(stay) > KEPT_LIMIT:
+        raise ValueError(f"{len(stay)} peers came by the invite, and at most {KEPT_LIMIT} can be named as staying")
+    listed = _KEPT.pack(len(stay)) + b"".join(stay)
+    chain = by.chain().encode() if by.depth else b""
+    signature = sign(_closed_bytes(run, by.subject, invite, listed))
+    return CLOSING + key_of(invite) + signature + key_of(by.subject) + listed + chain
 
 
 def mark_of(statement: bytes) -> bytes:
@@ -80,23 +115,25 @@ def read_statement(run: RunId, founder: Grant, statement: bytes, verify: Verify)
         return grant
     if tag == BAN:
         return _read_ban(run, founder, rest, verify)
+    if tag == CLOSING:
+        return _read_closing(run, founder, rest, verify)
     raise CertificateError("a statement of a kind that is not known here")
 
 
-def named_in(statement: bytes) -> tuple[PeerId, PeerId, bool]:
-    """Who is introduced, or banned; by whom; whether it is a ban. No signature was looked at.
+def named_in(statement: bytes) -> tuple[PeerId, PeerId, bytes]:
+    """Who is introduced, banned or closed; by whom; and which of the three. No signature was looked at.
 
     Raises:
         ValueError: malformed.
     """
     tag, rest = statement[:1], statement[1:]
-    if tag == BAN and len(rest) >= 2 * KEY_BYTES + SIGNATURE_BYTES:
+    if tag in (BAN, CLOSING) and len(rest) >= 2 * KEY_BYTES + SIGNATURE_BYTES:
         signer_at = KEY_BYTES + SIGNATURE_BYTES
-        return peer_id_of(rest[:KEY_BYTES]), peer_id_of(rest[signer_at : signer_at + KEY_BYTES]), True
+        return peer_id_of(rest[:KEY_BYTES]), peer_id_of(rest[signer_at : signer_at + KEY_BYTES]), tag
     if tag != INTRODUCTION:
         raise CertificateError("a statement of a kind that is not known here")
     *earlier, last = decode_chain(rest).certificates
-    return last.subject, earlier[-1].subject if earlier else PeerId(""), False
+    return last.subject, earlier[-1].subject if earlier else PeerId(""), tag
 
 
 def join_statements(statements: Iterable[bytes]) -> bytes:
@@ -124,17 +161,43 @@ def split_statements(data: bytes) -> list[bytes]:
 
 
 def _read_ban(run: RunId, founder: Grant, data: bytes, verify: Verify) -> Ban:
-    signer_at = KEY_BYTES + SIGNATURE_BYTES
-    chain_at = signer_at + KEY_BYTES
-    if len(data) < chain_at:
-        raise CertificateError("a ban is cut off")
-    subject, signer = peer_id_of(data[:KEY_BYTES]), peer_id_of(data[signer_at:chain_at])
-    by = founder if len(data) == chain_at else _whole(run, founder, data[chain_at:], verify)
-    if by.subject != signer or by.kind is not Kind.PEER or by.role is not Role.ADMIN:
-        raise CertificateError(f"{signer} may not ban")
-    if not verify(signer, _banned_bytes(run, signer, subject), data[KEY_BYTES:signer_at]):
+    subject, signature, signer, chain = _split_ban(data)
+    by = _admin(run, founder, signer, chain, verify)
+    if not verify(signer, _banned_bytes(run, signer, subject), signature):
         raise CertificateError(f"{signer} has not signed the ban of {subject} in this run")
     return Ban(subject, by)
+
+
+def _read_closing(run: RunId, founder: Grant, data: bytes, verify: Verify) -> Ban:
+    invite, signature, signer, rest = _split_ban(data)
+    if len(rest) < _KEPT.size:
+        raise CertificateError("the closing of an invite is cut off")
+    (number,) = _KEPT.unpack(rest[: _KEPT.size])
+    end = _KEPT.size + number * KEPT_BYTES
+    stay = [rest[at : at + KEPT_BYTES] for at in range(_KEPT.size, end, KEPT_BYTES)]
+    if number > KEPT_LIMIT or len(rest) < end or stay != sorted(set(stay)):
+        raise CertificateError("the list of those who stay by a closed invite is malformed")
+    by = _admin(run, founder, signer, rest[end:], verify)
+    if not verify(signer, _closed_bytes(run, signer, invite, rest[:end]), signature):
+        raise CertificateError(f"{signer} has not signed the closing of {invite} in this run")
+    return Ban(invite, by, frozenset(stay))
+
+
+def _split_ban(data: bytes) -> tuple[PeerId, bytes, PeerId, bytes]:
+    """Banned key, signature, signer, and what comes after."""
+    signer_at = KEY_BYTES + SIGNATURE_BYTES
+    end = signer_at + KEY_BYTES
+    if len(data) < end:
+        raise CertificateError("a ban is cut off")
+    return peer_id_of(data[:KEY_BYTES]), data[KEY_BYTES:signer_at], peer_id_of(data[signer_at:end]), data[end:]
+
+
+def _admin(run: RunId, founder: Grant, signer: PeerId, chain: bytes, verify: Verify) -> Grant:
+    """What the signer of a ban may do."""
+    by = _whole(run, founder, chain, verify) if chain else founder
+    if by.subject != signer or by.kind is not Kind.PEER or by.role is not Role.ADMIN:
+        raise CertificateError(f"{signer} may not ban")
+    return by
 
 
 def _whole(run: RunId, founder: Grant, data: bytes, verify: Verify) -> Grant:
@@ -146,3 +209,11 @@ def _whole(run: RunId, founder: Grant, data: bytes, verify: Verify) -> Grant:
 
 def _banned_bytes(run: RunId, signer: PeerId, subject: PeerId) -> bytes:
     return BAN_CONTEXT + run.encode() + b"\x00" + key_of(signer) + key_of(subject)
+
+
+def _closed_bytes(run: RunId, signer: PeerId, invite: PeerId, listed: bytes) -> bytes:
+    return CLOSING_CONTEXT + run.encode() + b"\x00" + key_of(signer) + key_of(invite) + listed
+
+
+def _kept(peer: PeerId) -> bytes:
+    return key_of(peer)[:KEPT_BYTES]

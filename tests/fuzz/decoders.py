@@ -53,6 +53,7 @@ def _chain() -> bytes:
 
 CHAIN = _chain()
 BAN = statements.ban(RUN, MEMBER.peer_id, Grant(subject=FOUNDER.peer_id), FOUNDER.sign)
+CLOSING = statements.closing(RUN, INVITE.peer_id, [MEMBER.peer_id], Grant(subject=FOUNDER.peer_id), FOUNDER.sign)
 INTRODUCTION = statements.INTRODUCTION + CHAIN
 
 
@@ -223,8 +224,9 @@ DECODERS: dict[str, Decoder] = {
     "manifest": Decoder(lambda data: decode_manifest(data, RunId(digest_of(data))), lambda rng: encoded(Manifest, rng)),
     "chain": Decoder(certificates.decode_chain, lambda rng: CHAIN),
     "statements": Decoder(
-        statements.split_statements, lambda rng: statements.join_statements([BAN, INTRODUCTION, rng.randbytes(9)])
+        statements.split_statements,
+        lambda rng: statements.join_statements([BAN, CLOSING, INTRODUCTION, rng.randbytes(9)]),
     ),
-    "members": Decoder(_members, lambda rng: rng.choice([BAN, INTRODUCTION, CHAIN])),
+    "members": Decoder(_members, lambda rng: rng.choice([BAN, CLOSING, INTRODUCTION, CHAIN])),
     "invite": Decoder(lambda data: invites.decode_invite(data.decode("latin-1")), _invite),
 }

@@ -71,6 +71,9 @@ class Holder:
     def bans(self, other: Holder) -> bytes:
         return statements.ban(RUN, other.peer, self.grant, self.identity.sign)
 
+    def closes(self, invite: Holder, *stay: Holder) -> bytes:
+        return statements.closing(RUN, invite.peer, [one.peer for one in stay], self.grant, self.identity.sign)
+
 
 def the_founder() -> Holder:
     return Holder(FOUNDER)

@@ -17,6 +17,7 @@ from p2pdiloco.node.credentials import Credentials, CredentialsError, MemberFile
 from p2pdiloco.node.fellowship import Fellowship
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime.identity import Identity, verify
+from p2pdiloco.wire import members as rules
 from p2pdiloco.wire import statements
 from p2pdiloco.wire.answers import RequestError, RequestRefused, Response
 from p2pdiloco.wire.bodies import GetStatements, TellStatements, decode_request
@@ -284,6 +285,21 @@ def test_a_record_of_the_directory_counts_only_if_it_is_a_members(tmp_path: Path
     played(tmp_path, story)
 
 
+def test_records_of_the_directory_use_up_no_invite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "INVITED_LIMIT", 2)
+    invite = the_founder().invites()
+
+    async def story(place: Place) -> None:
+        one = place.enter(the_founder())
+        for guest in [invite.certifies() for _ in range(5)]:
+            assert one.is_announced_by_member(guest.peer, guest.chain)
+        newcomer = invite.certifies()
+        one.door.admit(newcomer.peer, newcomer.chain)
+        assert one.is_member(newcomer.peer)
+
+    played(tmp_path, story)
+
+
 def test_what_is_known_is_kept_and_damage_is_survived(tmp_path: Path) -> None:
     files, known = MemberFiles(tmp_path), members()
     ann = the_founder().invites().certifies()
@@ -373,23 +389,94 @@ def test_who_tells_what_brings_nobody_new_is_soon_not_looked_at(
             hub.door.admit(one.peer, one.chain)
         await hub.answer(eve.peer, told(newcomers))
         assert all(hub.is_member(one.peer) for one in newcomers), "those who come are not counted"
-        await hub.answer(eve.peer, told(again))
-        until = hub.members.grant_of(eve.peer)
-        assert until is not None
-        assert until.not_after == 2_000_000_005
         looked: list[bytes] = []
         learn = hub.members.learn
-        monkeypatch.setattr(hub.members, "learn", lambda statement: looked.append(statement) or learn(statement))
+        monkeypatch.setattr(hub.members, "learn", lambda one, by: looked.append(one) or learn(one, by))
+        await hub.answer(eve.peer, told(again))
+        assert len(looked) == 5
         await hub.answer(friend.peer, told(before))
-        assert not looked, "all who came with one invite have one allowance"
+        assert len(looked) == 5, "all who came with one invite have one allowance"
         place.now_s += 3 / fellowship.VAIN_PER_S
         await hub.answer(friend.peer, told(before))
-        assert len(looked) == 3
+        assert len(looked) == 8
+        until = hub.members.grant_of(eve.peer)
+        assert until is not None
+        assert until.not_after == 2_000_000_000, "others' words replace no chain that its key has shown"
         late = invite.certifies()
         await hub.answer(friend.peer, told([*before, late]))
         assert hub.is_member(late.peer), "whoever used it up keeps nobody out"
         await hub.answer(friend.peer, TellStatements(statements.join_statements([the_founder().bans(late)])))
         assert not hub.is_member(late.peer)
+
+    played(tmp_path, story)
+
+
+def test_made_up_introductions_are_bounded_and_keep_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """300 over one connection, of keys that nobody holds, by the invite with which others come, too."""
+    monkeypatch.setattr(fellowship, "INTRODUCED", 280)
+    invite = the_founder().invites()
+    eve, bob, late = invite.certifies(), invite.certifies(), invite.certifies()
+    made_up = [invite.certifies() for _ in range(300)]
+    told = TellStatements(statements.join_statements(statements.introduction(one.grant) for one in made_up))
+
+    async def story(place: Place) -> None:
+        hub = place.enter(the_founder())
+        for one in (eve, bob, late):
+            place.enter(one)
+        place.connect(the_founder(), eve)
+        place.connect(the_founder(), bob)
+        await place.settle()
+        looked: list[bytes] = []
+        learn = hub.members.learn
+        monkeypatch.setattr(hub.members, "learn", lambda one, by: looked.append(one) or learn(one, by))
+        await hub.answer(eve.peer, told)
+        await place.settle()
+        assert len(looked) == 280
+        assert "tells of more members than it may" in caplog.text
+        assert len(hub.members.known()) == 3 + rules.INVITED_LIMIT
+        assert len(place.there[bob.peer].members.known()) <= 3 + rules.INVITED_LIMIT // 2, "others are told of few"
+        place.connect(the_founder(), late)
+        await place.settle()
+        place.connect(bob, late)
+        await place.settle()
+        assert [place.there[one].is_member(late.peer) for one in (FOUNDER.peer_id, bob.peer)] == [True, True]
+        place.now_s += 5 / fellowship.INTRODUCED_PER_S
+        await hub.answer(eve.peer, told)
+        assert len(looked) == 285
+
+    played(tmp_path, story)
+
+
+def test_a_banned_peer_does_not_come_back_with_a_new_key_anywhere(tmp_path: Path) -> None:
+    """Ban and closing are left for one node; a peer to which the new key came before that parts from it, too."""
+    invite = the_founder().invites()
+    ann, bob, eve, again, never = (invite.certifies() for _ in range(5))
+
+    async def story(place: Place) -> None:
+        for holder in (the_founder(), ann, bob, eve, again):
+            place.enter(holder)
+        for pair in ((the_founder(), ann), (the_founder(), eve), (ann, bob)):
+            place.connect(*pair)
+        await place.settle()
+        files = MemberFiles(tmp_path / the_founder().peer)
+        files.leave(the_founder().bans(eve))
+        files.leave(the_founder().closes(invite, ann, bob))
+        place.connect(bob, again)
+        place.there[the_founder().peer].look()
+        await place.settle()
+        assert {there for _, there, _ in place.parted} == {eve.peer, again.peer}
+        assert {peer for peer, _ in place.expelled} == {eve.peer, again.peer}
+        for one in (the_founder(), ann, bob):
+            assert [place.there[one.peer].is_member(peer.peer) for peer in (ann, bob, eve, again)] == [
+                True,
+                True,
+                False,
+                False,
+            ]
+            with pytest.raises(NotAMemberError, match="lets in nobody new"):
+                place.there[one.peer].door.admit(never.peer, never.chain)
 
     played(tmp_path, story)
 

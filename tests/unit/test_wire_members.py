@@ -227,6 +227,147 @@ def test_the_founder_ends_what_a_rogue_admin_did() -> None:
     assert not is_let_in(known, friend)
 
 
+# ------------------------------------------------------------------------------------------------------ closed invites
+
+
+def test_a_closed_invite_keeps_who_is_in_and_lets_in_nobody_new() -> None:
+    """All agree on them, in whatever order they hear of it; an invite that is revoked, too, keeps nobody."""
+    invite = the_founder().invites(Role.ADMIN)
+    ann, eve, late = invite.certifies(ANN, role=Role.ADMIN), invite.certifies(), invite.certifies()
+    under = ann.invites().certifies(BOB)
+    said = [statements.introduction(one.grant) for one in (ann, eve, under, late)]
+    said += [the_founder().closes(invite, ann), the_founder().bans(eve)]
+    for order in itertools.permutations(said):
+        known = members()
+        for one in order:
+            assert known.learn(one)
+        standing = [known.is_member(one.peer, NOW) for one in (ann, under, eve, late)]
+        assert standing == [True, True, False, False]
+    assert is_let_in(known, ann), "who is in comes back"
+    assert is_let_in(known, ann.certifies(role=Role.OBSERVER))
+    for new in (late, invite.certifies(), invite.certifies(role=Role.OBSERVER)):
+        with pytest.raises(NotAMemberError, match=r"which lets in nobody new .*ask for a new invite"):
+            admitted(known, new)
+    assert known.guests_of(invite.peer) == sorted([ann.peer, eve.peer, late.peer])
+    assert is_let_in(known, the_founder().invites().certifies(late.identity)), "another invite is another matter"
+    assert known.learn(the_founder().bans(invite))
+    assert not is_let_in(known, ann)
+
+
+def test_only_admins_close_invites_and_nobody_changes_who_stays() -> None:
+    invite = the_founder().invites()
+    ann, bob = invite.certifies(ANN), invite.certifies(BOB)
+    with pytest.raises(ValueError, match="may not ban"):
+        members().learn(ann.closes(invite, ann))
+    good = the_founder().closes(invite, ann, bob)
+    for at in range(len(good)):
+        changed = bytearray(good)
+        changed[at] ^= 1
+        with pytest.raises(ValueError):
+            members().learn(bytes(changed))
+    with pytest.raises(ValueError):
+        Members(RunId("cd" * 20), FOUNDER.peer_id, "invite", verify).learn(good)
+    near = the_founder().certifies(role=Role.ADMIN)
+    far = near.certifies(role=Role.ADMIN)
+    known, admins = members(), near.invites(Role.ADMIN)
+    known.learn(far.closes(admins))
+    assert is_let_in(known, admins.certifies()), "who is farther from the founder closes no invite that makes admins"
+    known.learn(far.closes(invite, bob))
+    assert not is_let_in(known, ann)
+    known.learn(near.bans(far))
+    assert is_let_in(known, ann), "what a banned admin closed is open"
+
+
+def test_a_peer_is_not_closed_like_an_invite() -> None:
+    known, ann = members(), the_founder().invites().certifies(ANN)
+    known.learn(the_founder().closes(ann))
+    assert is_let_in(known, ann)
+
+
+# ------------------------------------------------------------------------------------------------------------- hearsay
+
+
+def test_made_up_introductions_use_up_no_invite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "INVITED_LIMIT", 3)
+    known, invite = members(), the_founder().invites()
+    for _ in range(20):
+        known.learn(statements.introduction(invite.certifies().grant), BOB.peer_id)
+    assert len(known.known()) == 4, "and are bounded"
+    guests = [invite.certifies() for _ in range(4)]
+    known.learn(statements.introduction(guests[0].grant), BOB.peer_id)
+    assert [is_let_in(known, guest) for guest in guests] == [True, True, True, False]
+    for _ in range(20):
+        known.learn(statements.introduction(invite.certifies().grant), BOB.peer_id)
+    assert all(is_let_in(known, guest) for guest in guests[:3]), "who has proved its key is not displaced"
+    again = members()
+    for one in known.statements():
+        again.learn(one)
+    assert all(again.is_member(guest.peer, NOW) for guest in guests[:3]), "nor when it is read from the disk"
+
+
+def test_who_makes_up_introductions_displaces_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And others are told of no more than half of it, or it would go round for ever."""
+    monkeypatch.setattr(rules, "INVITED_LIMIT", 8)
+    known, invite = members(), the_founder().invites()
+    honest = [invite.certifies() for _ in range(2)]
+    for guest in honest:
+        assert known.learn(statements.introduction(guest.grant), ANN.peer_id)
+    news = [known.learn(statements.introduction(invite.certifies().grant), BOB.peer_id) for _ in range(20)]
+    assert news == 2 * [True] + 18 * [False]
+    assert len(known.known()) == 9
+    assert sorted(known.beyond(b"", 1 << 20)) == sorted(statements.introduction(guest.grant) for guest in honest)
+    assert all(known.is_member(guest.peer, NOW) for guest in honest)
+    late = invite.certifies()
+    known.learn(statements.introduction(late.grant), ANN.peer_id)
+    assert known.is_member(late.peer, NOW)
+
+
+def test_an_honest_newcomer_is_agreed_on_beside_made_up_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It connects to one peer first, which tells another, which it meets later; others never meet it."""
+    monkeypatch.setattr(rules, "INVITED_LIMIT", 8)
+    one, two, three = members(), members(), members()
+    invite = the_founder().invites()
+    for known in (one, two, three):
+        for _ in range(12):
+            known.learn(statements.introduction(invite.certifies().grant), BOB.peer_id)
+    newcomer = invite.certifies()
+    assert is_let_in(one, newcomer)
+    for here, there, teller in ((one, two, ANN.peer_id), (two, three, FOUNDER.peer_id)):
+        for said in here.beyond(there.marks(), most_bytes=1 << 20):
+            there.learn(said, teller)
+    assert two.is_member(newcomer.peer, NOW)
+    assert is_let_in(two, newcomer)
+    for said in two.beyond(three.marks(), most_bytes=1 << 20):
+        three.learn(said, FOUNDER.peer_id)
+    assert three.is_member(newcomer.peer, NOW)
+
+
+def test_nobodys_word_takes_a_chain_from_a_peer_that_was_here() -> None:
+    """Who holds an invite can certify any key: when it is revoked, they would all be out with it."""
+    known, ann, leaked = members(), the_founder().invites().certifies(ANN), the_founder().invites()
+    admitted(known, ann)
+    for holder in (leaked.certifies(ANN), leaked.certifies(ANN, not_after=NOW + 5)):
+        assert not known.learn(statements.introduction(holder.grant), BOB.peer_id)
+    known.learn(the_founder().bans(leaked))
+    assert known.is_member(ANN.peer_id, NOW)
+    heard = members()
+    heard.learn(statements.introduction(leaked.certifies(ANN).grant), BOB.peer_id)
+    heard.learn(the_founder().bans(leaked))
+    assert not heard.is_member(ANN.peer_id, NOW)
+    assert is_let_in(heard, ann), "its own chain goes before what was told"
+    assert heard.is_member(ANN.peer_id, NOW)
+
+
+def test_a_chain_for_which_there_is_no_room_takes_nobodys_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "INVITED_LIMIT", 1)
+    known, full = members(), the_founder().invites()
+    follower = the_founder().invites(Role.FOLLOWER).certifies(ANN, role=Role.FOLLOWER)
+    admitted(known, follower)
+    admitted(known, full.certifies())
+    assert admitted(known, full.certifies(ANN)).role is Role.FOLLOWER
+    assert known.is_member(ANN.peer_id, NOW)
+
+
 # -------------------------------------------------------------------------------------------------- a set that grows
 
 
@@ -316,6 +457,7 @@ def test_garbage_is_refused_with_a_reason() -> None:
     rng = random.Random(11)
     good = [the_founder().invites().certifies(ANN).chain, the_founder().bans(Holder(BOB))]
     good.append(statements.introduction(the_founder().invites().certifies(ANN).grant))
+    good.append(the_founder().closes(the_founder().invites(), Holder(BOB)))
     known = members()
     for _ in range(3000):
         data = bytearray(rng.choice(good))
