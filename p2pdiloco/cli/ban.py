@@ -67,7 +67,7 @@ async def run(arguments: argparse.Namespace) -> int:
         if _is_shown(files, subject):
             files.keep_invite("")  # the next start shows another one
             print(f"it was the invite that this peer shows when it starts; {ANOTHER}")
-        elif not is_invite(arguments.who):
+        elif target is not None or not (out or is_invite(arguments.who)):  # a peer, or a key that nobody here knows
             print(*_close_invite_of(subject, members, files, mine, grant), sep="\n")
     return 0
 

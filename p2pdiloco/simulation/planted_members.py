@@ -333,6 +333,22 @@ BUGS = (
         harm="one peer has others look at signatures for as long as it likes",
         killed_by=(f"{_FELLOWSHIP_TESTS}::test_made_up_introductions_are_bounded_and_keep_nobody_out",),
     ),
+    Bug(
+        name="a ban closes no invite",
+        module="p2pdiloco.cli.ban",
+        old="    files.leave(closing(mine.run, invite.subject, stay, by, mine.identity.sign))\n",
+        new="",
+        harm="a banned peer is back within a second, with a new key and the same invite",
+        killed_by=("tests/unit/test_cli_ban.py::test_a_peers_ban_closes_the_invite_by_which_it_came",),
+    ),
+    Bug(
+        name="a ban that does not count is told as one that does",
+        module="p2pdiloco.cli.ban",
+        old="if target is not None and not members.may_ban(grant, target):",
+        new="if False:",
+        harm="an admin believes that it has put out another one, which goes on",
+        killed_by=("tests/unit/test_cli_ban.py::test_what_an_admin_cannot_ban_or_close_is_no_success",),
+    ),
     # -- the greeting --------------------------------------------------------------------------------------------------
     Bug(
         name="nobody asked for a certificate",

@@ -16,7 +16,7 @@ from waiting import wait_until
 from p2pdiloco.chaos.swarm import Member
 from p2pdiloco.net.doors import JoinersDoor
 from p2pdiloco.net.handshake import WIRE_VERSION
-from p2pdiloco.node.credentials import Credentials, make_invite
+from p2pdiloco.node.credentials import Credentials, accepted, invite_key, make_invite
 from p2pdiloco.node.lookup import observer_transport
 from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
@@ -24,8 +24,10 @@ from p2pdiloco.runtime.invitation import INVITED
 from p2pdiloco.runtime.transport import DialError, PeerRefused, Transport
 from p2pdiloco.watch.playback import lines
 from p2pdiloco.watch.schema import faults_of
-from p2pdiloco.wire.certificates import NO_CAP, Role
+from p2pdiloco.wire.bodies import TellStatements, encode
+from p2pdiloco.wire.certificates import CERTIFICATE_BYTES, HINT_BYTES, NO_CAP, Role
 from p2pdiloco.wire.invites import TEXT_LIMIT, Invite, decode_invite, encode_invite
+from p2pdiloco.wire.statements import INTRODUCTION, join_statements
 
 
 def command(*words: str, state: Path) -> tuple[int, str]:
@@ -144,13 +146,71 @@ def test_who_has_the_invite_takes_part_and_nobody_else_learns_of_the_run(tmp_pat
             assert ended(member) == 0
 
 
+@pytest.mark.timeout(600)
+def test_a_banned_peer_does_not_come_back_and_made_up_members_keep_nobody_out(tmp_path: Path) -> None:
+    """All by one invite: a peer introduces 300 keys that nobody holds, honest ones come, and it is banned."""
+    config = write_config(tmp_path, access="invite", inner_steps=1_000_000, schedule_sync_every=8)
+    with swarm_in(tmp_path) as swarm:
+        ann = swarm.launch("A", ["start", str(config), "--bootstrap", swarm.start_bootstrap()])
+        text = invited(ann)
+        uvloop.run(introduce(300, decode_invite(text), data_address(ann)))
+        bob = swarm.launch("B", ["join", text])
+        until(ann, lambda: contributes(ann, bob, 0), what="contributions of an honest newcomer")
+        eve = swarm.launch("E", ["join", text])
+        until(ann, lambda: contributes(ann, eve, 0), what="contributions of who will be banned")
+        wait_until(lambda: eve.view.peer in command("members", state=ann.folder)[1], START_S, "eve among the members")
+        wait_until(lambda: bob.view.peer in command("members", state=ann.folder)[1], START_S, "bob among the members")
+
+        status, said = command("ban", eve.view.peer, state=ann.folder)
+        assert status == 0, said
+        assert "nobody new is let in by it; a new invite for others: p2pdiloco invite" in said
+        assert ended(eve) == 2
+        for name in ("new", "newer"):
+            status, said = command("join", text, *PEER, "--data", str(tmp_path / "corpus"), state=tmp_path / name)
+            assert (status, "lets in nobody new" in said) == (3, True), said
+        advance(ann, 2)
+        bob.refresh()
+        ann.refresh()
+        until(ann, lambda: contributes(ann, bob, ann.view.version - 1), what="contributions of who stays")
+        bob.process.terminate()
+        assert ended(bob) == 0
+        before = ann.view.version
+        bob = swarm.launch("B", ["join", text])
+        until(ann, lambda: contributes(ann, bob, before), what="contributions of who stays, and came back")
+
+        status, said = command("invite", state=ann.folder)
+        assert status == 0, said
+        fay = swarm.launch("F", ["join", said.strip()])
+        until(ann, lambda: contributes(ann, fay, 0), what="contributions of who has the new invite")
+        for member in (fay, bob, ann):
+            member.process.terminate()
+        for member in (fay, bob, ann):
+            assert ended(member) == 0
+
+
+async def introduce(number: int, invite: Invite, address: str) -> None:
+    """As a member by ``invite``, tell the peer at ``address`` of so many keys that nobody holds."""
+    mine = accepted(invite, Identity.ephemeral())
+    by_invite = Credentials(invite.run, mine.chain[: HINT_BYTES + CERTIFICATE_BYTES], invite_key(invite.secret))
+    made_up = [by_invite.extended(Identity.ephemeral().peer_id, Role.LEARNER) for _ in range(number)]
+    told = TellStatements(join_statements(INTRODUCTION + chain for chain in made_up))
+    door = JoinersDoor(mine.chain)
+    member = Transport(mine.identity, listen="", run=invite.run, version=WIRE_VERSION, handler=Observer(), door=door)
+    async with member:
+        founder = await member.dial(address)
+        await member.request(founder, encode(told), timeout_s=60.0)
+
+
 def data_address(member: Member) -> str:
     """Where its node listens: it says so to whoever connects, and writes it down for the others."""
-    wait_until(lambda: member.said("connected"), START_S, "a connection")
     peer = Identity.load_or_create(member.folder / "identity.key").peer_id
-    ports = [c.laddr.port for c in psutil.Process(member.process.pid).net_connections("tcp") if c.status == "LISTEN"]
-    assert len(ports) == 1
-    return f"/ip4/127.0.0.1/tcp/{ports[0]}/p2p/{peer}"
+
+    def ports() -> list[int]:
+        found = psutil.Process(member.process.pid).net_connections("tcp")
+        return [one.laddr.port for one in found if one.status == "LISTEN"]
+
+    wait_until(lambda: len(ports()) == 1, START_S, "the port on which a node listens")
+    return f"/ip4/127.0.0.1/tcp/{ports()[0]}/p2p/{peer}"
 
 
 def made(invite: Invite, by: Credentials, not_after: int) -> str:

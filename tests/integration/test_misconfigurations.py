@@ -49,7 +49,7 @@ from p2pdiloco.watch.server import PageServer
 from p2pdiloco.watch.sources import Page, UnseenError
 from p2pdiloco.wire.certificates import NEVER, NO_CAP, Role
 from p2pdiloco.wire.invites import encode_invite
-from p2pdiloco.wire.statements import ban
+from p2pdiloco.wire.statements import ban, closing
 
 pytestmark = [pytest.mark.usefixtures("own_logging"), pytest.mark.heavy]
 FAILED, REPAIR, NOBODY_THERE = 1, 2, 3
@@ -192,6 +192,7 @@ OF_OTHERS = {
     "the membership of ... expired at ...": "ask for a new invite",
     "... is banned (by ...)": "whoever founded the run",
     "... came with ..., which is revoked": "ask for a new invite",
+    "... came with ..., which lets in nobody new": "ask for a new invite",
     "whoever signed it is no admin that is known here": "ask for an invite by whoever founded the run",
 }
 FOUND = {
@@ -379,6 +380,7 @@ def found() -> Iterator[tuple[str, Manifest, Credentials]]:
         subject = invite_key(secret).peer_id
         members.learn(ban(manifest.run, subject, grant, founder.identity.sign))
     members.learn(ban(manifest.run, BANNED.peer_id, grant, founder.identity.sign))
+    members.learn(closing(manifest.run, invite_key(b"c" * 16).peer_id, [], grant, founder.identity.sign))
     heavy, small = manifest_of("heavy", (2**36,)), manifest_of("small", (64,))
     with directory_with(
         partial(stand, run=RunId("a" * 40), name="lies"),
@@ -410,6 +412,7 @@ def test_what_other_peers_say(
     expired = invite_of(founder, address, not_after=int(time.time()) - 5)
     told("the membership of ... expired at ...", [*join, expired])
     told("... came with ..., which is revoked", [*join, invite_of(founder, address, secret=b"r" * 16)])
+    told("... came with ..., which lets in nobody new", [*join, invite_of(founder, address, secret=b"c" * 16)])
     impostor = Credentials(manifest.run, b"", Identity.ephemeral())
     told("whoever signed it is no admin that is known here", [*join, invite_of(impostor, address)])
     key = Path("banned.key")

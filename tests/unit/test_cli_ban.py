@@ -1,0 +1,145 @@
+"""``p2pdiloco ban``: whom it puts out, which invite it closes, and that it says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from actors import FOUNDER, make_manifest
+
+from p2pdiloco.cli.complaints import REPAIR
+from p2pdiloco.cli.main import main
+from p2pdiloco.node.credentials import Credentials, MemberFiles, accepted, invite_key, members_of
+from p2pdiloco.node.invites import invite_text
+from p2pdiloco.node.kept_runs import folder_of
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.manifest import MANIFEST, Access, Manifest
+from p2pdiloco.runtime.identity import KEY_FILE, Identity
+from p2pdiloco.wire.certificates import Grant, Role
+from p2pdiloco.wire.invites import decode_invite
+
+pytestmark = pytest.mark.usefixtures("own_logging")
+ADDRESS = f"/ip4/127.0.0.1/tcp/4100/p2p/{Identity.ephemeral().peer_id}"
+NOW = 1_000_000.0
+
+
+class Home:
+    """A state folder of ``owner``, a peer of FOUNDER's run; who comes is known there."""
+
+    def __init__(self, folder: Path, access: Access = "invite", owner: Identity = FOUNDER, chain: bytes = b"") -> None:
+        self.state = folder
+        manifest = make_manifest()
+        config = msgspec.structs.replace(manifest.config, name="story", access=access)
+        self.manifest: Manifest = msgspec.structs.replace(manifest, config=config)
+        place = folder_of(folder, self.manifest.run)
+        place.mkdir(parents=True)
+        self.files = MemberFiles(place)
+        self.files.keep_chain(chain)
+        (place / MANIFEST).write_bytes(self.manifest.encode())
+        (folder / KEY_FILE).write_bytes(owner.to_file_bytes())
+        self.mine = Credentials(self.manifest.run, chain, owner)
+        self.members = members_of(self.manifest)
+
+    def invite(self, role: Role = Role.LEARNER, peer: PeerId | None = None) -> str:
+        grant = Grant(subject=self.mine.identity.peer_id)
+        return invite_text(self.manifest, self.mine, grant, (ADDRESS,), role=role, peer=peer)
+
+    def joins(self, invite: str, identity: Identity | None = None) -> PeerId:
+        mine = accepted(decode_invite(invite), identity or Identity.ephemeral())
+        self.members.admit(mine.identity.peer_id, mine.chain, NOW)
+        self.files.save(self.members)
+        return mine.identity.peer_id
+
+    def standing(self, *peers: PeerId) -> list[bool]:
+        """Of these, what a node finds that reads what the commands have left."""
+        members = members_of(self.manifest)
+        self.files.load(members)
+        return [members.is_member(peer, NOW) for peer in peers]
+
+    def is_let_in(self, invite: str) -> bool:
+        members = members_of(self.manifest)
+        self.files.load(members)
+        mine = accepted(decode_invite(invite), Identity.ephemeral())
+        try:
+            members.admit(mine.identity.peer_id, mine.chain, NOW)
+        except ValueError:
+            return False
+        return True
+
+
+def said(home: Home, capsys: pytest.CaptureFixture[str], who: str, status: int = 0) -> str:
+    assert main(["ban", who, "--state", str(home.state)]) == status
+    told = capsys.readouterr()
+    return told.out + told.err
+
+
+def key_in(invite: str) -> PeerId:
+    return invite_key(decode_invite(invite).secret).peer_id
+
+
+def test_a_peers_ban_closes_the_invite_by_which_it_came(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The one that the founder's terminal shows: the next start shows another."""
+    home = Home(tmp_path)
+    shown, other = home.invite(), home.invite()
+    home.files.keep_invite(shown)
+    ann, bob, eve = (home.joins(shown) for _ in range(3))
+    told = said(home, capsys, eve)
+    assert home.standing(ann, bob, eve) == [True, True, False]
+    assert (home.is_let_in(shown), home.is_let_in(other)) == (False, True)
+    assert f"closed the invite by which it came, {key_in(shown)}: nobody new is let in by it" in told
+    assert "a new invite for others: p2pdiloco invite" in told
+    assert "its next start shows another one" in told
+    assert f"2 peers are still in that came by it; to end that, too: p2pdiloco ban {key_in(shown)}" in told
+    assert ann in told
+    assert bob in told
+    assert home.files.invite() == ""
+    assert "lets in nobody new already" in said(home, capsys, bob)
+    assert home.standing(ann, bob) == [True, False]
+    told = said(home, capsys, key_in(shown))
+    assert home.standing(ann) == [False]
+    assert "3 peers are out, whose membership came from it" in told
+    assert "not known here" not in told
+
+
+def test_an_invites_ban_puts_out_all_who_came_by_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home = Home(tmp_path)
+    leaked, other = home.invite(), home.invite()
+    home.files.keep_invite(other)
+    many, ann = [home.joins(leaked) for _ in range(20)], home.joins(other)
+    told = said(home, capsys, leaked)
+    assert home.standing(ann, *many) == [True] + 20 * [False]
+    assert "with it 20 peers are out" in told
+    assert "and 4 more: p2pdiloco members" in told
+    assert home.files.invite() == other
+    assert "it was the invite that this peer shows when it starts" in said(home, capsys, other)
+    assert home.files.invite() == ""
+
+
+def test_where_no_invite_is_closed_it_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home = Home(tmp_path / "private")
+    ann, stranger = Identity.ephemeral(), Identity.ephemeral().peer_id
+    home.joins(home.invite(peer=ann.peer_id), ann)
+    assert "let in by name" in said(home, capsys, ann.peer_id)
+    assert "is not known here, so none was closed" in said(home, capsys, stranger)
+    assert "open to all" in said(Home(tmp_path / "open", "open"), capsys, stranger)
+
+
+def test_what_an_admin_cannot_ban_or_close_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home, admin, ann = Home(tmp_path / "founder"), Identity.ephemeral(), Identity.ephemeral()
+    of_admins = home.invite(Role.ADMIN)
+    chain = accepted(decode_invite(of_admins), admin).chain
+    theirs = Home(tmp_path / "admin", owner=admin, chain=chain)
+    theirs.members.admit(admin.peer_id, chain, NOW)
+    theirs.joins(of_admins, ann)
+    assert "ask the founder, or an admin who is nearer" in said(theirs, capsys, ann.peer_id, REPAIR)
+    assert theirs.standing(ann.peer_id) == [True]
+    learner = Identity.ephemeral()
+    key = invite_key(decode_invite(of_admins).secret)
+    below = Credentials(home.manifest.run, chain[:110], key)
+    theirs.members.admit(learner.peer_id, below.extended(learner.peer_id, Role.LEARNER), NOW)
+    theirs.files.save(theirs.members)
+    told = said(theirs, capsys, learner.peer_id)
+    assert theirs.standing(learner.peer_id) == [False]
+    assert f"only an admin nearer to the founder can close it: until one bans {key_in(of_admins)}" in told
+    assert theirs.is_let_in(of_admins)
