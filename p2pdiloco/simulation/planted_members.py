@@ -280,8 +280,8 @@ BUGS = (
     Bug(
         name="made-up introductions use up an invite",
         module=_MEMBERS,
-        old="is_hearsay = teller is not None and inviter.kind is Kind.INVITE",
-        new="is_hearsay = False",
+        old="is_unseen = teller is not None and inviter.kind is Kind.INVITE",
+        new="is_unseen = False",
         harm="one peer tells of 256 keys that nobody holds, and no newcomer gets in any more",
         killed_by=(f"{_TESTS}::test_made_up_introductions_use_up_no_invite",),
     ),
@@ -294,7 +294,7 @@ BUGS = (
         killed_by=(f"{_TESTS}::test_who_makes_up_introductions_displaces_its_own",),
     ),
     Bug(
-        name="all hearsay is told on",
+        name="all unseen peers are told on",
         module=_MEMBERS,
         old="if len(told) > INVITED_LIMIT // 2:",
         new="if False:",
@@ -304,7 +304,7 @@ BUGS = (
     Bug(
         name="others' word goes before a peer's own chain",
         module=_MEMBERS,
-        old="return self.ban_of(grant) is None, not is_hearsay, grant.role",
+        old="return self.ban_of(grant) is None, not is_unseen, grant.role",
         new="return self.ban_of(grant) is None, True, grant.role",
         harm="who holds an invite certifies everybody's key with it, and when it is revoked all are out",
         killed_by=(f"{_TESTS}::test_nobodys_word_takes_a_chain_from_a_peer_that_was_here",),

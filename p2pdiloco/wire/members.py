@@ -1,8 +1,7 @@
 """Who is a member of a run, by its access rule, the chains that are shown, and what is known of bans.
 
-A key is *proved* here once its holder has connected to this peer and shown a chain. A guest of an invite (a key that
-the invite's key has certified) of whom others only tell is *hearsay*: whoever has an invite can certify keys without
-end that nobody holds.
+A peer that came by an invite is *seen* here once it has connected to this peer, which proves its key, and has shown its
+chain. While only others tell of it, it is *unseen*: whoever holds an invite can certify any number of keys.
 
 Rules of this file:
 1. The founder is a member of its run, always. ``open``: everybody is, but who is banned. ``invite``: whoever shows a
@@ -14,12 +13,12 @@ Rules of this file:
    makes no difference.
 4. A closed invite lets in nobody new. Its closing names the peers that stay, so that all agree on them, in whatever
    order they hear of closing and introductions.
-5. What is known is bounded: by invite, by banning admin, and in all. Only proved guests use up an invite. Of one
-   invite's hearsay as much is kept again: beyond that, the teller that told most of it displaces what it told first.
-   If it is more than half as much, what that teller told is not told on. Hearsay never displaces what is proved. In
-   all, who is nearer to the founder displaces who is farther away.
-6. Of two chains of a peer the one counts that is not banned, then the one that its key has proved, then the one that
-   grants more. So nobody else's word takes a chain from a peer that was here.
+5. What is known is bounded: by invite, by banning admin, and in all. Only peers that were seen use up an invite here.
+   Of the unseen ones of an invite at most as many are kept again. If there are more, those of the peer that told of
+   most make room, the first told first. If there are half as many, that peer's are not passed on to others. Unseen
+   peers take no place from seen ones. In all, who is nearer to the founder displaces who is farther away.
+6. Of two chains of a peer the one counts that is not banned; then the one that the peer has shown here; then the one
+   that grants more. So nobody else's statement replaces the chain of a peer that was seen.
 7. Time comes from outside, from the machine's own clock: nobody else's word ends or prolongs a membership.
 """
 
@@ -103,9 +102,9 @@ class Members:
         """By whom they hit, then by signer and by whether they close an invite."""
         self._statements: dict[bytes, bytes] = {}
         self._invited: Counter[PeerId] = Counter()
-        """Of each invite, how many of its guests are proved."""
-        self._hearsay: dict[PeerId, dict[PeerId, PeerId]] = {}
-        """Of each invite its guests that are not proved, the first told first, and who told of each."""
+        """Of each invite, how many of its peers were seen."""
+        self._unseen: dict[PeerId, dict[PeerId, PeerId]] = {}
+        """Of each invite its unseen peers, the first told first, and who told of each."""
         self._banned_by: Counter[PeerId] = Counter()
         self._observing: dict[PeerId, Grant] = {}
         """Those who were let in to ask, the latest."""
@@ -134,7 +133,7 @@ class Members:
             return grant
         self._introduce(grant, introduction(grant), None)
         known = self._known.get(peer)
-        if known is None or self._is_hearsay(known):
+        if known is None or self._is_unseen(known):
             raise NotAMemberError(
                 f"the invite of {peer} has brought {INVITED_LIMIT} peers, or there are {KNOWN_LIMIT} in all: ask for "
                 "another one"
@@ -212,8 +211,8 @@ class Members:
     # -- what is known -----------------------------------------------------------------------------------------------
 
     def learn(self, statement: bytes, teller: PeerId = NOBODY) -> bool:
-        """Whether ``statement``, of which ``teller`` tells, is news for others, too. Hearsay is none if there is much
-        of it by one invite: it would go round for ever.
+        """Whether ``statement``, of which ``teller`` tells, is news for others, too. Of an invite that has many
+        unseen peers another one is none: introductions would go round for ever.
 
         Raises:
             CertificateError: it is malformed or forged.
@@ -242,7 +241,7 @@ class Members:
         return "ban" if self._may_be_banned(subject, by, is_closing=tag == CLOSING) else "nothing"
 
     def statements(self) -> list[bytes]:
-        """All that is known, what matters most last: of hearsay that is told or read again, what comes last stays."""
+        """All that is known, what matters most last: of unseen peers that are read again, the last ones stay."""
         return [statement for _, statement in self._in_order()]
 
     def marks(self) -> bytes:
@@ -273,18 +272,18 @@ class Members:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _in_order(self) -> list[tuple[bytes, bytes]]:
-        """Marks and statements: hearsay, who is proved, bans; of each the oldest first."""
-        hearsay = self._marks_of(peer for told in self._hearsay.values() for peer in told)
+        """Marks and statements: of unseen peers, of seen ones, bans; of each the oldest first."""
+        unseen = self._marks_of(peer for told in self._unseen.values() for peer in told)
         return sorted(
-            self._statements.items(), key=lambda item: (not item[1].startswith(INTRODUCTION), item[0] not in hearsay)
+            self._statements.items(), key=lambda item: (not item[1].startswith(INTRODUCTION), item[0] not in unseen)
         )
 
     def _doubtful(self) -> set[bytes]:
-        """Marks of hearsay that others are not told of (rule 5)."""
+        """Marks of unseen peers that others are not told of (rule 5)."""
         found: set[bytes] = set()
-        for told in self._hearsay.values():
+        for told in self._unseen.values():
             if len(told) > INVITED_LIMIT // 2:
-                most = _heaviest(told.values())
+                most = _most_frequent(told.values())
                 found |= self._marks_of(peer for peer, by in told.items() if by == most)
         return found
 
@@ -347,44 +346,44 @@ class Members:
             raise NotAMemberError(f"{what} (by {ban.by.subject}): {remedy}")
 
     def _introduce(self, grant: Grant, statement: bytes, teller: PeerId | None) -> bool:
-        """``teller``: who tells of it; None: its key is proved."""
+        """``teller``: who tells of it; None: it is here itself."""
         old = self._known.get(grant.subject)
         inviter = grant.steps[-1]
-        is_hearsay = teller is not None and inviter.kind is Kind.INVITE
+        is_unseen = teller is not None and inviter.kind is Kind.INVITE
         old_teller = None
         if old is not None:
-            if not old.depth or self._rank(old, self._is_hearsay(old)) >= self._rank(grant, is_hearsay):
+            if not old.depth or self._rank(old, self._is_unseen(old)) >= self._rank(grant, is_unseen):
                 return False
             old_teller = self._forget(old)
-        displaced = self._displaced_by(grant, teller if is_hearsay else None)
+        displaced = self._displaced_by(grant, teller if is_unseen else None)
         if displaced is grant:
             if old is not None:
                 self._keep(old, introduction(old), old_teller)
             return False
         if displaced is not None:
             self._forget(displaced)
-        self._keep(grant, statement, teller if is_hearsay else None)
-        return not is_hearsay or len(self._hearsay[inviter.subject]) <= INVITED_LIMIT // 2
+        self._keep(grant, statement, teller if is_unseen else None)
+        return not is_unseen or len(self._unseen[inviter.subject]) <= INVITED_LIMIT // 2
 
     def _displaced_by(self, grant: Grant, teller: PeerId | None) -> Grant | None:
-        """Who makes room for ``grant``, which is hearsay if somebody tells of it; itself, if there is none for it."""
+        """Who makes room for ``grant``, which is unseen if there is a ``teller``; itself, if there is no room."""
         inviter = grant.steps[-1]
-        if teller is not None and len(told := self._hearsay.get(inviter.subject, {})) >= INVITED_LIMIT:
-            most = _heaviest([teller, *told.values()])
+        if teller is not None and len(told := self._unseen.get(inviter.subject, {})) >= INVITED_LIMIT:
+            most = _most_frequent([teller, *told.values()])
             return next((self._known[peer] for peer, by in told.items() if by == most), grant)
         if teller is None and inviter.kind is Kind.INVITE and self._invited[inviter.subject] >= INVITED_LIMIT:
             return grant
         if len(self._known) <= KNOWN_LIMIT:
             return None
         farthest = max(self._known.values(), key=self._distance)
-        is_nearer = (teller is not None, grant.depth) < (self._is_hearsay(farthest), farthest.depth)
+        is_nearer = (teller is not None, grant.depth) < (self._is_unseen(farthest), farthest.depth)
         return farthest if is_nearer else grant
 
     def _distance(self, grant: Grant) -> tuple[bool, int, bool, PeerId]:
-        return self._is_hearsay(grant), grant.depth, grant.role is not Role.ADMIN, grant.subject
+        return self._is_unseen(grant), grant.depth, grant.role is not Role.ADMIN, grant.subject
 
-    def _is_hearsay(self, grant: Grant) -> bool:
-        return bool(grant.depth) and grant.subject in self._hearsay.get(grant.steps[-1].subject, {})
+    def _is_unseen(self, grant: Grant) -> bool:
+        return bool(grant.depth) and grant.subject in self._unseen.get(grant.steps[-1].subject, {})
 
     def _keep(self, grant: Grant, statement: bytes, teller: PeerId | None) -> None:
         self._known[grant.subject] = grant
@@ -393,25 +392,25 @@ class Members:
         if teller is None:
             self._invited[inviter] += 1
         else:
-            self._hearsay.setdefault(inviter, {})[grant.subject] = teller
+            self._unseen.setdefault(inviter, {})[grant.subject] = teller
 
     def _forget(self, grant: Grant) -> PeerId | None:
-        """Who told of it, if it is hearsay."""
+        """Who told of it, if it is unseen."""
         inviter = grant.steps[-1].subject
-        told = self._hearsay.get(inviter, {})
+        told = self._unseen.get(inviter, {})
         teller = told.pop(grant.subject, None)
         if teller is None:
             self._invited[inviter] -= 1
         elif not told:
-            del self._hearsay[inviter]
+            del self._unseen[inviter]
         del self._known[grant.subject]
         self._statements.pop(mark_of(introduction(grant)), None)
         return teller
 
-    def _rank(self, grant: Grant, is_hearsay: bool) -> tuple[bool, bool, int, int, int, bytes]:
-        """Rule 6, everywhere the same among proved chains, and among the others."""
+    def _rank(self, grant: Grant, is_unseen: bool) -> tuple[bool, bool, int, int, int, bytes]:
+        """Rule 6; the same everywhere for chains that were all shown, or all told."""
         bytes_of = grant.chain().encode()
-        return self.ban_of(grant) is None, not is_hearsay, grant.role, grant.not_after, grant.cap, bytes_of
+        return self.ban_of(grant) is None, not is_unseen, grant.role, grant.not_after, grant.cap, bytes_of
 
     def _ban(self, said: Ban, statement: bytes) -> bool:
         signer = said.by.subject
@@ -433,7 +432,7 @@ class Members:
         return (signer, is_closing) not in signed and (not is_full or signer == self._founder.subject)
 
 
-def _heaviest(tellers: Iterable[PeerId]) -> PeerId:
+def _most_frequent(tellers: Iterable[PeerId]) -> PeerId:
     """Who is there most often; of several the first."""
     return Counter(tellers).most_common(1)[0][0]
 

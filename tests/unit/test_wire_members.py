@@ -284,7 +284,7 @@ def test_a_peer_is_not_closed_like_an_invite() -> None:
     assert is_let_in(known, ann)
 
 
-# ------------------------------------------------------------------------------------------------------------- hearsay
+# -------------------------------------------------------------------------------------------------------- unseen peers
 
 
 def test_made_up_introductions_use_up_no_invite(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +298,7 @@ def test_made_up_introductions_use_up_no_invite(monkeypatch: pytest.MonkeyPatch)
     assert [is_let_in(known, guest) for guest in guests] == [True, True, True, False]
     for _ in range(20):
         known.learn(statements.introduction(invite.certifies().grant), BOB.peer_id)
-    assert all(is_let_in(known, guest) for guest in guests[:3]), "who has proved its key is not displaced"
+    assert all(is_let_in(known, guest) for guest in guests[:3]), "who was seen is not displaced"
     again = members()
     for one in known.statements():
         again.learn(one)
