@@ -49,7 +49,7 @@ SHELLS = {
     "runtime/tls": "the TLS library's settings",
 }
 """Modules of node/ and runtime/ that are driven with processes and sockets alone (tests/integration), and why."""
-NOT_DRIVEN = "node/lookout node/whereabouts runtime/parent"
+NOT_DRIVEN = "node/whereabouts runtime/parent"
 """No shells, and driven there alone, still."""
 PARTS = "core|adoption|merges|contributions|farewell|evaluations|presence|repair|workload"
 
