@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import contextlib
 import signal
+from functools import partial
 
 import msgspec
 
@@ -72,7 +73,8 @@ async def _serve(arguments: argparse.Namespace) -> int:
     )
     with identity.hold():
         async with directory, transport, Tasks() as tasks:
-            tasks.spawn(_announce(directory, transport, arguments.announce), name="announce the meeting point")
+            announce = partial(_announce, directory, transport, arguments.announce)
+            tasks.keep(announce, name="announce the meeting point")
             print("This directory node is up. To found a run, type on a machine that trains:", flush=True)
             for address in directory.visible_addresses()[:1]:
                 print(f"  p2pdiloco start CONFIG.toml --bootstrap {address}", flush=True)

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -38,12 +39,19 @@ COUNTERS = tuple(metric.name for metric in NAMES if metric.kind == "counter")
 class Forwarder:
     """``async with Forwarder(targets, look)``: of pictures of ``look``, now and then, and of the last one."""
 
-    def __init__(self, targets: Sequence[str], look: Callable[[], Picture], every_s: float = EVERY_S) -> None:
+    def __init__(
+        self,
+        targets: Sequence[str],
+        look: Callable[[], Picture],
+        every_s: float = EVERY_S,
+        troubles: dict[str, str] | None = None,
+    ) -> None:
+        """``troubles``: see ``Tasks``."""
         self._targets = targets
         self._look = look
         self._every_s = every_s
         self._processes: list[asyncio.subprocess.Process] = []
-        self._tasks = Tasks()
+        self._tasks = Tasks(troubles)
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -61,9 +69,9 @@ class Forwarder:
                 log.warning("nothing is logged there", target=target, reason=error.strerror)
                 continue
             self._processes.append(process)
-            self._tasks.spawn(self._hear(target, process), name=f"log to {target}")
+            self._tasks.keep(partial(self._hear, target, process), name=f"log to {target}")
         if self._processes:
-            self._tasks.spawn(self._keep(), name="tell exporters")
+            self._tasks.keep(self._keep, name="tell exporters")
         return self
 
     async def __aexit__(

@@ -144,6 +144,8 @@ class LearnerProcess:
             raise
         finally:
             theirs.close()
+            if first is not None:
+                first.dismiss()  # it is the learner now, or not needed
         return ours
 
     async def __aexit__(
@@ -198,16 +200,21 @@ class LearnerProcess:
         try:
             self._outgoing.put_nowait(link.encode(message))
         except asyncio.QueueFull:
-            assert self._process is not None
             if self._manifest is not None:
                 self._reason = f"the training script took no command while {COMMANDS} were waiting"
-                if self._socket is not None:
-                    with contextlib.suppress(OSError):
-                        self._socket.shutdown(socket.SHUT_RDWR)
-                return
-            self._reason = f"it took no command while {COMMANDS} were waiting, and was killed"
+            else:
+                self._reason = f"it took no command while {COMMANDS} were waiting, and was killed"
+            self._cut_off()
+
+    def _cut_off(self) -> None:
+        """End the learner, or the link to a training script."""
+        assert self._process is not None
+        if self._manifest is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
+        elif self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()
@@ -229,7 +236,12 @@ class LearnerProcess:
                         self._reason = message.reason
                     else:
                         self._heard(message)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             self._reason = self._reason or str(error)
+        except Exception as error:  # noqa: BLE001 (the top of a task: without it nobody would hear of the learner's end)
+            if not isinstance(error, ValueError):
+                log.failure("what the learner said could not be handled", error)
+            self._reason = self._reason or f"what it said could not be handled ({error!r})"
+            self._cut_off()
         status = 0 if self._manifest is not None else await self._process.wait()
         self._ended(self._reason or f"it ended with status {status}, see {self._log_path}", status)

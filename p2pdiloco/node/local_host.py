@@ -79,8 +79,17 @@ class LocalHost:
         await asyncio.sleep(seconds)
 
     def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
-        """Run ``work`` beside the rest, until the peer ends."""
+        """Run ``work``, which ends by itself, beside the rest."""
         return self._tasks.spawn(work, name=name)
+
+    def keep(self, work: Callable[[], Coroutine[Any, Any, None]], *, name: str) -> asyncio.Task[None]:
+        """Run ``work()`` beside the rest, until the peer ends, and again whenever it fails."""
+        return self._tasks.keep(work, name=name)
+
+    @property
+    def troubles(self) -> dict[str, str]:
+        """Of what is kept; others may tell theirs here, too. See ``Tasks``."""
+        return self._tasks.troubles
 
     def work(self, queue: Queue, work: Callable[[], T], shard: ShardId | None = None) -> asyncio.Future[T]:
         """Run ``work`` on a thread of the queue, on the one that the ``shard`` has."""

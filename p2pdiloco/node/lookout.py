@@ -15,6 +15,7 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 
@@ -185,7 +186,9 @@ class Lookout:
     async def _look_for_alerts(self) -> None:
         """Tell what a person should know."""
         folder = self._peer.options.folder
-        room = (await asyncio.to_thread(shutil.disk_usage, folder)).free
+        room: float | None = None
+        with suppress(OSError):  # other alerts are told all the same
+            room = (await asyncio.to_thread(shutil.disk_usage, folder)).free
         for alert in self._alerts.look(self._peer.host.now(), self._seen(), room):
             self._peer.metrics.write("alert", kind=alert.kind, text=alert.text, is_over=alert.is_over)
             self.tell(alert)

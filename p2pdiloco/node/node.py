@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -46,7 +47,7 @@ from p2pdiloco.runtime.introductions import IntroductionHandler
 from p2pdiloco.runtime.journal import Journal
 from p2pdiloco.runtime.transport import ConnectionLimits, Transport, TransportLimits
 from p2pdiloco.training.shared_memory import SharedVectors
-from p2pdiloco.wire.bodies import PeerStatus
+from p2pdiloco.wire.bodies import TROUBLE_LIMIT, PeerStatus
 
 log = logs.get("node")
 
@@ -147,6 +148,7 @@ class Node:
                 maps_port=self.options.link.maps_port,
                 members=lambda: self.roster.records(),
                 is_missing=lambda: self.roster.is_missing,
+                troubles=self.host.troubles,
             )
             credentials = self._mine if self.fellowship.members.is_private else None
             self.twins = Twins(self.peer.config.peer, credentials, self.host, self._give_way)
@@ -195,19 +197,19 @@ class Node:
         """Take part until something ends it; ``say`` tells the user what came out. ``ended`` hears of the end before
         what came out is served."""
         self.begin()
-        self.host.spawn(self.whereabouts.keep(say), name="whereabouts")
-        self.host.spawn(self.roster.keep(), name="roster")
+        self.host.keep(partial(self.whereabouts.keep, say), name="whereabouts")
+        self.host.keep(self.roster.keep, name="roster")
         announcement = Announcement(self.manifest, self.directory, lambda: len(self.transport.peers()))
-        self.host.spawn(announcement.keep(), name="announcement")
-        self.host.spawn(self.fellowship.keep(), name="members")
-        self.host.spawn(self._tell_progress(), name="progress")
+        self.host.keep(announcement.keep, name="announcement")
+        self.host.keep(self.fellowship.keep, name="members")
+        self.host.keep(self._tell_progress, name="progress")
         guest = Guest(self.options.folder, self.options.machine, self.peer.supervision, self._end_early)
-        self.host.spawn(guest.keep(), name="guest")
+        self.host.keep(guest.keep, name="guest")
         if self.options.learner.script:
-            self.host.spawn(self.lookout.figures.keep(), name="figures")
-        self.host.spawn(self.lookout.keep(), name="lookout")
+            self.host.keep(self.lookout.figures.keep, name="figures")
+        self.host.keep(self.lookout.keep, name="lookout")
         if self.options.is_fetching:
-            self.host.spawn(self._go_when_fetched(), name="fetch")
+            self.host.keep(self._go_when_fetched, name="fetch")
         ending = await self.peer.live()
         self._report(ending)
         ending = await self._wind_up(ending, say, ended)
@@ -284,6 +286,13 @@ class Node:
             waited_s += LOOK_S if view.is_current and marks else 0.0
         self.leave("what the run has come to is here")
 
+    @property
+    def trouble(self) -> str:
+        """What a person should look at: the peer's, then that of tasks that failed and are started again."""
+        kept = (self.host.troubles, self.transport.troubles, self.directory.troubles)
+        found = (self.peer.trouble, *(text for troubles in kept for text in troubles.values()))
+        return "; ".join(filter(None, found))[:TROUBLE_LIMIT]
+
     # -- looking back --------------------------------------------------------------------------------------------------
 
     def _observed(self, event: ev.Event, effects: list[ef.Effect], now: float) -> None:
@@ -319,7 +328,7 @@ class Node:
             blocked_s=self.metrics.blocked_s,
             epochs=status.epochs,
             blocks_repeated=status.blocks_repeated,
-            trouble=self.peer.trouble,
+            trouble=self.trouble,
             first_batches=self.peer.supervision.first_batches,
         )
         return presented(told)

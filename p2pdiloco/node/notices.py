@@ -17,6 +17,7 @@ import signal
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 from p2pdiloco.node.node import Node
@@ -94,7 +95,7 @@ def leave_when_asked(node: Node, spot: str | None) -> Iterator[None]:
     for number in numbers:
         loop.add_signal_handler(number, on_signal, number)
     loop.add_signal_handler(signal.SIGUSR2, node.toggle_pause)
-    watch = None if spot is None else loop.create_task(_watch(node, spot), name="spot notices")
+    watch = None if spot is None else node.host.keep(partial(_watch, node, spot), name="spot notices")
     try:
         yield
     finally:

@@ -66,7 +66,7 @@ class Notifier:
                         await self._post(alert)
                     else:
                         await self._run(alert)
-            except (OSError, ValueError, TimeoutError) as error:
+            except Exception as error:  # noqa: BLE001 (the top of a task: the next alert must be told)
                 log.warning(
                     "nobody could be told of an alert", kind=alert.kind, reason=str(error) or "it took too long"
                 )

@@ -62,7 +62,6 @@ from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.training.program import device_of
 from p2pdiloco.training.sources import tell_sources
 from p2pdiloco.watch.account import closing
@@ -344,16 +343,22 @@ async def take_part(
         for line in await asyncio.to_thread(how_to_join, manifest, mine, options.folder, directory):
             say(line)
     tell = say if shows_how_to_join else None
-    async with Node(manifest, options, identity, directory, initial, mine) as node, Tasks() as tasks:
-        keeping = keep_meeting_places(
-            manifest, mine, options.folder, directory, lambda: node.whereabouts.is_directory_dialable, tell
+    async with Node(manifest, options, identity, directory, initial, mine) as node:
+        keeping = partial(
+            keep_meeting_places,
+            manifest,
+            mine,
+            options.folder,
+            directory,
+            lambda: node.whereabouts.is_directory_dialable,
+            tell,
         )
-        tasks.spawn(keeping, name="meeting places")
+        node.host.keep(keeping, name="meeting places")
         with leave_when_asked(node, options.machine.spot):
             async with (
                 served(node.lookout, options.folder, options.watch.page, say),
                 Notifier(options.watch.notify, identity.peer_id) as notifier,
-                Forwarder(options.watch.log_to, node.lookout.picture),
+                Forwarder(options.watch.log_to, node.lookout.picture, troubles=node.host.troubles),
             ):
                 node.lookout.tell = notifier.tell
                 return await node.run(say, partial(_tell_end, node, notifier, say))

@@ -15,6 +15,7 @@ import asyncio
 import ipaddress
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -70,13 +71,15 @@ class Whereabouts:
         maps_port: bool,
         members: Callable[[], Mapping[PeerId, PeerRecord]],
         is_missing: Callable[[], bool],
+        troubles: dict[str, str] | None = None,
     ) -> None:
+        """``troubles``: see ``Tasks``."""
         self._directory = directory
         self._known_points = KnownPoints(directory, is_missing)
         self._transport = transport
         self._announced = list(announced)
         self._members = members
-        self._tasks = Tasks()
+        self._tasks = Tasks(troubles)
         outside, dialler = IntroductionHandler(Observer()), Dialler()
         self._outside = Transport(identity, listen="", run="", version=WIRE_VERSION, handler=outside, observes=True)
         self._rendezvous = Rendezvous(transport, self._outside, dialler, self._tasks, lambda peer: peer in members())
@@ -181,12 +184,13 @@ class Whereabouts:
         hosts = (ipaddress.ip_address(addresses.parse(text).host) for text in self._transport.listen_addresses())
         if self._maps_port and not self._announced and any(not ip.is_global and not ip.is_loopback for ip in hosts):
             self._router = RouterPort(self.port)
-            self._tasks.spawn(self._router.keep(self._asked_at.clear), name="router")
+            self._tasks.keep(partial(self._router.keep, self._asked_at.clear), name="router")
 
     async def keep(self, say: Callable[[str], None]) -> None:
         """Attend, until cancelled; ``say`` tells the user."""
         loop = asyncio.get_running_loop()
-        self._ask_router()
+        if self._router is None:
+            self._ask_router()
         while True:
             self._rendezvous.forget()
             for peer, where in (await self._candidates()).items():

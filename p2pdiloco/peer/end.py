@@ -47,15 +47,19 @@ class End:
         return await self._reason
 
 
-def ordinary_ending(reason: str, view: MachineView, *, needs_majority: bool, trouble: str, learners: str) -> Ending:
+def ordinary_ending(
+    reason: str, view: MachineView, *, needs_majority: bool, trouble: str, learners: str, absence: str = ""
+) -> Ending:
     """How a peer ends that nothing else has ended. ``trouble``: what a person should look at; ``learners``: as far as
-    it is the learner's."""
+    it is the learner's; ``absence``: why there is no learner."""
     unmerged = view.unmerged_tokens()
     if unmerged:
         is_alone = needs_majority and view.missing
         alone = "the run merges nothing without a majority, and too many peers are missing" if is_alone else ""
         why = trouble or alone or "--leave-s allows longer"
         return Ending(1, f"{reason}; {unmerged:,} tokens were not merged in time and are lost ({why})")
+    if absence:
+        return Ending(1, f"{reason}; at the end this peer had no learner: {absence}")
     if learners:
         return Ending(1, f"{reason}; {learners}; `p2pdiloco resume --known-good` goes back")
     if view.missing and view.has_finished:  # who is sent away may come back, and goes on then

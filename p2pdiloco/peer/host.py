@@ -124,7 +124,10 @@ class Host(Protocol):
         """Wait."""
 
     def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
-        """Run ``work`` beside the rest, until the peer ends. Its failure is logged, and takes nothing else down."""
+        """Run ``work``, which ends by itself, beside the rest. Its failure is logged, and takes nothing else down."""
+
+    def keep(self, work: Callable[[], Coroutine[Any, Any, None]], *, name: str) -> asyncio.Task[None]:
+        """Run ``work()`` beside the rest, until the peer ends. If it fails, that is told and it is started again."""
 
     def work(self, queue: Queue, work: Callable[[], T], shard: ShardId | None = None) -> asyncio.Future[T]:
         """Run ``work`` after all that came before on the same queue. What touches tensors of one ``shard`` only comes

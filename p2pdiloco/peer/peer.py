@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -183,12 +184,12 @@ class Peer:
 
     async def live(self) -> Ending:
         """Take part, after ``begin``, until something ends it."""
-        self.host.spawn(self._saver.keep_saving(self.options.checkpoint_s), name="checkpoints")
-        self.host.spawn(Scrub(self.driver).keep(), name="scrub")
-        self.host.spawn(Fallback(self.driver).keep(), name="fallback")
+        self.host.keep(partial(self._saver.keep_saving, self.options.checkpoint_s), name="checkpoints")
+        self.host.keep(Scrub(self.driver).keep, name="scrub")
+        self.host.keep(Fallback(self.driver).keep, name="fallback")
         async with AsyncExitStack() as lives:
             if not self.options.is_follower:
-                self.host.spawn(self.supervision.live(lives), name="learner")
+                self.host.spawn(self._look_after_learner(lives), name="learner")
             reason = await self._end.reason()
             await self.supervision.until_met()
             self.supervision.is_over = True
@@ -198,9 +199,17 @@ class Peer:
             needs_majority=self.config.needs_majority,
             trouble=self.trouble,
             learners=self.supervision.trouble,
+            absence=self.supervision.absence,
         )
         await self._saver.save(is_last=True)
         return ending
+
+    async def _look_after_learner(self, lives: AsyncExitStack) -> None:
+        """Whatever cannot be gone on from ends the peer: it must not go on without a learner in silence."""
+        try:
+            await self.supervision.live(lives)
+        except Exception as error:  # noqa: BLE001 (the top of a task)
+            self.crashed(error)
 
     async def stayed(self, ending: Ending) -> Ending:
         """What is to be said after the peer has stayed: those from whom it was apart may have come."""
@@ -219,7 +228,9 @@ class Peer:
     @property
     def trouble(self) -> str:
         """What a person should look at, the learner's or the swarm's; empty if there is nothing."""
-        return (self.supervision.trouble or "; ".join(self.machine.status().troubles))[:TROUBLE_LIMIT]
+        supervision = self.supervision
+        learners = "; ".join(filter(None, (supervision.absence, supervision.trouble)))
+        return (learners or "; ".join(self.machine.status().troubles))[:TROUBLE_LIMIT]
 
     @property
     def is_over(self) -> bool:

@@ -6,7 +6,9 @@ Rules of this file:
    counters go to the machine at once.
 3. A learner outlives its node for a while, and this one begins with the last one's if it is still there.
 4. A crash costs the learner, not the peer: a new life starts from the live global state after a pause that doubles. Too
-   many crashes in short order end the peer, in order and with the reason.
+   many crashes in short order end the peer, in order and with the reason. A life that cannot be started (no process, no
+   file descriptor, a folder that is not writable) is no crash: the start is tried again after a pause that doubles, as
+   long as that lasts, and status, metrics and alerts say so meanwhile.
 5. A training script is not ours to start. One that died is waited for, for ``reattach_s``: whoever started it may do so
    again (``torchrun --max-restarts``). The peer stays in the swarm meanwhile. A run that is over before its script is
    there waits for it, too, so that the script gets the result.
@@ -30,6 +32,7 @@ from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.identifiers import LearnerId, digest_of, learner_id, peer_of
 from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.backoff import Backoff
 from p2pdiloco.runtime.logs import short
 from p2pdiloco.wire import link
 from p2pdiloco.wire.bodies import TROUBLE_LIMIT
@@ -38,6 +41,8 @@ log = logs.get("node")
 
 RESTARTS = 3
 """Lives that a learner may lose in a row before the peer leaves."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Before a start that failed is tried again."""
 STABLE_S = 600.0
 """A life that lasted this long proves the learner sound: earlier crashes are forgotten."""
 SCRIPT_S = 600.0
@@ -94,6 +99,8 @@ class Supervision:
         self._lost_lives = 0
         self.trouble = ""
         """Why nothing that the learner trains can be merged; empty: it can."""
+        self.absence = ""
+        """Why no learner can be started; empty: there is one, or one is on its way."""
         self.resting = ""
         """Why the learner makes no steps for now; empty: it does."""
         self.first_batches: tuple[str, ...] = ()
@@ -114,7 +121,8 @@ class Supervision:
 
     async def live(self, lives: AsyncExitStack) -> None:
         """Start the learner; after a crash again. Whoever closes ``lives`` ends the learner in order."""
-        while True:
+        starts = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        while not self.is_over:
             ward = self.ward = self.ward_of(self._host.draw_name())
             ended: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
 
@@ -137,7 +145,14 @@ class Supervision:
                 if not self.is_over:
                     self._gave_up(1, str(error))
                 return
-            self._metrics.learner_began()
+            except OSError as error:
+                await self._cannot_start(error, starts.next_s())
+                continue
+            if self.is_over:  # meanwhile, and ``lives`` is closed
+                await lives.aclose()
+                return
+            self._started()
+            starts.reset()
             if ward.process.is_adopted and self._manifest is None:
                 log.info("found the learner of this peer's last life, which has gone on training")
                 self._metrics.write("learner-adopted", pid=ward.process.pid)
@@ -166,6 +181,25 @@ class Supervision:
             pause_s = 2.0 ** (self._lost_lives - 1)
             log.warning("learner lost, starting it again", reason=reason, pause_s=pause_s, life=self._lost_lives + 1)
             await self._host.sleep(pause_s)
+
+    async def _cannot_start(self, error: OSError, pause_s: float) -> None:
+        """Say so, and wait before the next try."""
+        self.absence = f"the learner cannot be started: {error.strerror or error}"
+        self._metrics.write("learner-not-started", reason=str(error), pause_s=pause_s)
+        log.warning(
+            "the learner cannot be started, trying again: free what it lacks (processes, file descriptors, room, the "
+            "right to write its log)",
+            reason=str(error),
+            pause_s=pause_s,
+        )
+        await self._host.sleep(pause_s)
+
+    def _started(self) -> None:
+        """There is a life."""
+        if self.absence:
+            self.absence = ""
+            log.info("the learner is started again")
+        self._metrics.learner_began()
 
     async def until_met(self) -> None:
         """Wait until the training script has got the global parameters, for ``reattach_s`` at most."""

@@ -185,6 +185,10 @@ class SimulatedHost:
         task.add_done_callback(self._ended)
         return task
 
+    def keep(self, work: Callable[[], Coroutine[Any, Any, None]], *, name: str) -> asyncio.Task[None]:
+        """As ``spawn``: here a failure is found, and not lived with."""
+        return self.spawn(work(), name=name)
+
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None or self.is_dead:

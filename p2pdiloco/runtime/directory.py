@@ -53,7 +53,9 @@ seldom while they agree."""
 CLOCKS = 8
 """Others', that are looked at then."""
 SILENT_ROUNDS = 3
-RESTART_LIMIT_S = 30.0
+RESTART_S, RESTART_LIMIT_S = 0.1, 30.0
+RESTARTING = "directory"
+"""Its name among the troubles."""
 
 
 class Directory:
@@ -120,8 +122,8 @@ class Directory:
             await self._daemon.stop()
             raise
         await self._tasks.__aenter__()
-        self._tasks.spawn(self._supervise(), name="directory supervisor")
-        self._tasks.spawn(self._keep_all(), name="directory keeper")
+        self._tasks.keep(self._supervise, name="directory supervisor")
+        self._tasks.keep(self._keep_all, name="directory keeper")
         return self
 
     async def __aexit__(
@@ -137,6 +139,11 @@ class Directory:
     def peer_id(self) -> PeerId:
         """Ours; the transport's too."""
         return self._identity.peer_id
+
+    @property
+    def troubles(self) -> dict[str, str]:
+        """Of what keeps it alive; see ``Tasks``."""
+        return self._tasks.troubles
 
     @staticmethod
     def now_s() -> float:
@@ -324,7 +331,7 @@ class Directory:
     # -- keeping it alive --------------------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
-        pause_s = 0.1
+        backoff = Backoff(RESTART_S, RESTART_LIMIT_S)
         while True:
             if await self._daemon.ended():
                 log.error("the libp2p daemon died; starting it again")
@@ -334,12 +341,15 @@ class Directory:
                     await self._daemon.start()
                 await asyncio.gather(*(self._meet(peer) for peer in self._to_keep()))
                 await self._publish_again()
-                pause_s = 0.1
-            except (DirectoryError, TimeoutError) as error:
-                log.error("the directory does not come back; trying again", reason=error, pause_s=pause_s)
+                backoff.reset()
+                self.troubles.pop(RESTARTING, None)
+            except Exception as error:  # noqa: BLE001 (whatever it is, the directory must come back)
+                pause_s = backoff.next_s()
+                reason = str(error) or type(error).__name__
+                log.error("the directory does not come back; trying again", reason=reason, pause_s=pause_s)
+                self.troubles[RESTARTING] = f"this peer's node of the directory does not start, trying again: {reason}"
                 await self._daemon.stop()
                 await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, RESTART_LIMIT_S)
 
     async def _publish_again(self) -> None:
         for envelope in self._records.own(CLOCK.now()):

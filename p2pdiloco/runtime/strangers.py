@@ -118,7 +118,8 @@ class Strangers:
 
     async def accept_all(self, listener: socket.socket) -> None:
         """Accept, until cancelled."""
-        self._listeners.append(listener)
+        if listener not in self._listeners:
+            self._listeners.append(listener)
         await self._anteroom.serve(listener)
 
     def lost(self, channel: Channel, error: Exception | None) -> None:

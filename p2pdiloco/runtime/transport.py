@@ -13,6 +13,7 @@ import asyncio
 import os
 import ssl
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -119,7 +120,7 @@ class Transport:
         self._pump.start()
         await self._tasks.__aenter__()
         for listener in self._listeners:
-            self._tasks.spawn(self.strangers.accept_all(listener), name="accept")
+            self._tasks.keep(partial(self.strangers.accept_all, listener), name=f"accept at {listener.getsockname()}")
         return self
 
     async def __aexit__(
@@ -144,6 +145,11 @@ class Transport:
     def peer_id(self) -> PeerId:
         """Ours."""
         return self._greeter.peer
+
+    @property
+    def troubles(self) -> dict[str, str]:
+        """Of what accepts; see ``Tasks``."""
+        return self._tasks.troubles
 
     def life_of(self, peer: PeerId) -> str | None:
         """That of the process at the other end, if there is one."""

@@ -100,6 +100,11 @@ EVENTS = (
     ),
     Event("learner-adopted", "the learner of the node's last life goes on", _fields("whole", "pid")),
     Event("learner-lost", "the learner ended", (*_REASON, *_fields("whole", "status"))),
+    Event(
+        "learner-not-started",
+        "no learner could be started; the next try is after a pause",
+        (*_REASON, *_fields("number", "pause_s")),
+    ),
     Event("learner-trouble", "the learner is in trouble, it goes on", _REASON),
     Event("learner-unable", "nothing of the learner can be merged", _REASON),
     Event("learner-able", "it can again", ()),

@@ -130,6 +130,7 @@ _WRITERS: dict[str, Callable[[Line], Sentence | None]] = {
     "learner-ready": lambda line: Sentence("info", f"the learner is ready, on {line['device']}"),
     "learner-adopted": lambda line: Sentence("good", "the learner of this peer's last life goes on"),
     "learner-lost": lambda line: Sentence("error", f"the learner ended: {line['reason']}"),
+    "learner-not-started": lambda line: Sentence("error", f"the learner cannot be started: {line['reason']}"),
     "learner-trouble": lambda line: Sentence("warning", f"the learner is in trouble, it goes on: {line['reason']}"),
     "learner-unable": lambda line: Sentence("error", f"nothing of the learner can be merged: {line['reason']}"),
     "learner-able": lambda line: Sentence("good", "what the learner trains can be merged again"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,37 @@ def test_only_the_nodes_own_learner_is_killed_when_it_takes_nothing(
     finally:
         child.kill()
         child.wait()
+
+
+@pytest.mark.parametrize("said", [link.encode(link.Rested()), b"\xff\xff\xff\xff nonsense"])
+def test_a_learner_whose_words_cannot_be_handled_is_ended_and_its_end_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    """Before, the task that reads them ended in silence, and the peer waited for its learner for ever."""
+    program = f"import os, sys, time; os.write(int(sys.argv[2]), {said!r}); time.sleep(60)"
+    monkeypatch.setattr(learner_process, "COMMAND", (sys.executable, "-c", program))
+
+    def heard(_: link.FromLearner) -> None:
+        raise KeyError("a defect of the node")
+
+    async def live() -> tuple[str, int]:
+        told: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
+        memory = os.memfd_create("vectors")
+        async with LearnerProcess(
+            [],
+            memory_fd=memory,
+            heard=heard,
+            ended=lambda reason, status: told.set_result((reason, status)),
+            log_path=tmp_path / "log",
+            reunion="p2pdiloco-nobody-is-here",
+            patience_s=1.0,
+        ):
+            os.close(memory)
+            return await asyncio.wait_for(told, 20.0)
+
+    reason, status = asyncio.run(live())
+    assert "what it said could not be handled" in reason
+    assert status == -9
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pidfd is Linux's")

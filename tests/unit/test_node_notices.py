@@ -14,6 +14,7 @@ import pytest
 
 from p2pdiloco.node import notices
 from p2pdiloco.node.notices import CLOUDS, is_taken_back, leave_when_asked
+from p2pdiloco.runtime.tasks import Tasks
 
 EVENT = b'{"Events": [{"EventType": "%s", "NotBefore": "soon"}]}'
 
@@ -72,6 +73,7 @@ class Node:
     def __init__(self) -> None:
         self.said: list[str] = []
         self.left = asyncio.Event()
+        self.host = Tasks()
 
     def leave(self, reason: str) -> None:
         self.said.append(f"leave: {reason}")

@@ -11,7 +11,7 @@ from p2pdiloco.wire.bodies import TROUBLE_LIMIT
 def troubled(learner: str, *swarm: str) -> str:
     """Of a peer whose supervision and machine say this."""
     peer = Peer.__new__(Peer)
-    peer.supervision = SimpleNamespace(trouble=learner)  # type: ignore[assignment]
+    peer.supervision = SimpleNamespace(absence="", trouble=learner)  # type: ignore[assignment]
     peer.machine = SimpleNamespace(status=lambda: SimpleNamespace(troubles=swarm))  # type: ignore[assignment]
     return peer.trouble
 

@@ -12,11 +12,13 @@ import pytest
 
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime import addresses, logs
+from p2pdiloco.runtime import tasks as tasks_module
 from p2pdiloco.runtime.address_book import ADDRESS_LIMIT, ENTRY_LIMIT, AddressBook, save
 from p2pdiloco.runtime.addresses import of_socket, parse
 from p2pdiloco.runtime.files import LOCAL, SECTOR_BYTES, STAGING_BYTES, write_atomically
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.tasks import Tasks
+from tests.integration.waiting import until
 
 PEER = Identity.ephemeral().peer_id
 
@@ -212,3 +214,55 @@ def test_tasks_end_with_their_owner_and_a_failure_is_logged() -> None:
     assert ended == ["cancelled"]
     assert "task=failing" in stream.getvalue()
     assert "oops" in stream.getvalue()
+
+
+def test_a_task_that_is_kept_is_told_of_when_it_fails_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    logs.configure("info", "text", stream)
+    monkeypatch.setattr(tasks_module, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(tasks_module, "SOUND_S", 0.05)
+    told: list[dict[str, str]] = []
+
+    async def main() -> None:
+        runs = asyncio.Event()
+
+        async def work() -> None:
+            told.append(dict(tasks.troubles))
+            if len(told) < 4:
+                raise KeyError(f"oops {len(told)}")
+            runs.set()
+            await asyncio.Event().wait()
+
+        async with Tasks() as tasks:
+            kept = tasks.keep(work, name="work")
+            await asyncio.wait_for(runs.wait(), 10.0)
+            assert (
+                "the task work of this peer failed and is started again (KeyError('oops 3'))" in tasks.troubles["work"]
+            )
+            await until(lambda: not tasks.troubles, what="the end of the trouble, as it runs")
+            assert not kept.done()
+        assert kept.cancelled()
+
+    asyncio.run(main())
+    assert told[0] == {}
+    assert ["oops 1" in told[1]["work"], "oops 2" in told[2]["work"]] == [True, True]
+    assert stream.getvalue().count("task failed, starting it again") == 3
+    assert "Traceback" in stream.getvalue()
+
+
+def test_what_is_kept_and_comes_to_its_end_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks_module, "FIRST_PAUSE_S", 0.001)
+    lives = []
+
+    async def main() -> None:
+        async def work() -> None:
+            lives.append(1)
+            if len(lives) == 1:
+                raise OSError("once")
+
+        async with Tasks() as tasks:
+            await asyncio.wait_for(tasks.keep(work, name="work"), 10.0)
+            assert not tasks.troubles
+
+    asyncio.run(main())
+    assert len(lives) == 2

@@ -78,6 +78,9 @@ class StageHost:
         self._stage.tasks.add(task)
         return task
 
+    def keep(self, work: Callable[[], Coroutine[Any, Any, None]], *, name: str) -> asyncio.Task[None]:
+        return self.spawn(work(), name=name)
+
     def work(self, queue: Queue, work: Callable[[], T], shard: ShardId | None = None) -> asyncio.Future[T]:
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
