@@ -19,6 +19,7 @@ from p2pdiloco.protocol.identifiers import PeerId, RunId
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.protocol.soundness import MAX_MANIFEST_BYTES, decode_manifest
 from p2pdiloco.runtime import addresses, last_ports, logs
+from p2pdiloco.runtime.address_book import AddressBook
 from p2pdiloco.runtime.dialler import Dialler
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.handler import Observer
@@ -44,8 +45,16 @@ MOST_DIALS = 64
 """Of the peers in the directory, at a time; of more, random ones: a directory may lie."""
 
 
+CACHE = "directory.json"
+"""In a state folder: the peers of the directory that were met from there."""
+
+
 class LookupFailedError(Exception):
     """What was looked for is not to be had; the message says what to do."""
+
+
+class AllRefuseError(LookupFailedError):
+    """Every peer that answers refuses this one."""
 
 
 class DirectoryOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,12 +79,12 @@ def check_directory_addresses(texts: Iterable[str]) -> None:
 
 @contextlib.asynccontextmanager
 async def open_directory(
-    identity: Identity, options: DirectoryOptions, folder: Path | None
+    identity: Identity, options: DirectoryOptions, folder: Path | None, patience_s: float = 0.0
 ) -> AsyncIterator[Directory]:
     """The directory, with a cache of its peers' addresses in ``folder`` (None: no cache).
 
     Raises:
-        DirectoryError: none of the initial (and remembered) peers answers.
+        DirectoryError: none of the initial (and remembered) peers answers within ``patience_s`` (0: at once).
         ValueError: an address is malformed, or names no peer.
         OSError: a port is taken.
     """
@@ -87,12 +96,21 @@ async def open_directory(
         listen=list(listen),
         announce=list(options.announce),
         initial_peers=list(options.initial_peers),
-        cache_path=None if folder is None else folder / "directory.json",
+        cache_path=None if folder is None else folder / CACHE,
+        patience_s=patience_s,
     )
     async with directory:
         if ports is not None and not options.announce:  # else what it shows is another port
             await asyncio.to_thread(last_ports.remember, directory.visible_addresses(), ports)
         yield directory
+
+
+def has_met(folder: Path, peers: Sequence[str]) -> bool:
+    """Whether one of these addresses is that of a peer which was met from this state folder before. Blocks."""
+    book = AddressBook()
+    book.load(folder / CACHE)
+    known = set(book.peers())
+    return any(addresses.parse(text).peer in known for text in peers)
 
 
 def observer_transport(identity: Identity, credentials: Credentials | None = None) -> Transport:
@@ -160,7 +178,7 @@ async def dial_any(
     others STRAGGLERS_S more.
 
     Raises:
-        LookupFailedError: nobody answers, or all refuse us; with each one's reason.
+        LookupFailedError: nobody answers; or, AllRefuseError, all refuse us; with each one's reason.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience_s
@@ -182,7 +200,8 @@ async def dial_any(
                 detail = (
                     "; ".join(f"{peer}: {reason}" for peer, reason in sorted(reasons.items())) or "no peer is announced"
                 )
-                raise LookupFailedError(
+                failed = AllRefuseError if are_all_refusing else LookupFailedError
+                raise failed(
                     f"no peer of run {run[:12]} can be reached ({detail}). If nobody trains it any more: "
                     "p2pdiloco resume DIR on a machine that has its state"
                 )

@@ -25,10 +25,14 @@ from p2pdiloco.node.invites import (
 )
 from p2pdiloco.node.kept_runs import ConfigError, folder_of
 from p2pdiloco.node.lookup import (
+    FIND_S,
+    AllRefuseError,
     DirectoryOptions,
+    LookupFailedError,
     dial_any,
     fetch_manifest,
     find_namesake,
+    has_met,
     has_state,
     is_live,
     list_runs,
@@ -71,6 +75,9 @@ from p2pdiloco.wire.records import RunRecord
 
 log = logs.get("session")
 
+WAKE_S = 600.0
+"""How long a peer that has a state of the run waits for any of the peers that it knows: after a power failure they come
+back one by one."""
 LOOK_S = 1.0
 """How long a founder looks for another run of that name."""
 NODE_BYTES = 16
@@ -98,7 +105,8 @@ async def start(
     earlier = await asyncio.to_thread(founded_earlier, config, options.folder)
     if earlier is not None:
         with hold(options.folder, earlier):
-            async with open_directory(identity, directory_options, options.folder) as directory:
+            patience_s = await asyncio.to_thread(_patience_s, earlier, options)
+            async with open_directory(identity, directory_options, options.folder, patience_s) as directory:
                 return await _go_on(earlier, None, options, identity, directory, say)
     manifest, initial = await asyncio.to_thread(found, config, identity.peer_id, options)
     async with open_directory(identity, directory_options, options.folder) as directory:
@@ -163,9 +171,16 @@ async def join(
         if invite
         else kept_credentials(options.folder, wanted, identity)
     )
-    async with open_directory(identity, directory_options, options.folder) as directory:
-        run = choose(pick_runs(await list_runs(directory), wanted)) if mine is None else mine.run
-        return await _join(run, options, identity, directory, say, mine, wanted)
+    kept = await asyncio.to_thread(_kept, options, wanted, mine, directory_options.initial_peers)
+    patience_s = 0.0 if kept is None else WAKE_S
+    async with open_directory(identity, directory_options, options.folder, patience_s) as directory:
+        if mine is not None:
+            run = mine.run
+        else:
+            runs = await list_runs(directory, patience_s=FIND_S if kept is None else 0.0)
+            run = choose(pick_runs(runs, wanted)) if runs or kept is None else kept.run
+        is_kept = kept is not None and kept.run == run
+        return await _join(run, options, identity, directory, say, mine, wanted, kept if is_kept else None)
 
 
 async def resume(
@@ -189,7 +204,8 @@ async def resume(
     await asyncio.to_thread(_has_what_it_takes, manifest, options, say)
     with hold(options.folder, manifest):
         directory_options = await asyncio.to_thread(_needed, directory_options, options, manifest)
-        async with open_directory(identity, directory_options, options.folder) as directory:
+        patience_s = await asyncio.to_thread(_patience_s, manifest, options, folders)
+        async with open_directory(identity, directory_options, options.folder, patience_s) as directory:
             invite = directory_options.invite
             return await _go_on(manifest, None, options, identity, directory, say, folders, invite)
 
@@ -202,11 +218,21 @@ async def _join(
     say: Callable[[str], None],
     mine: Credentials | None = None,
     wanted: str | None = None,
+    kept: Manifest | None = None,
 ) -> Ending:
-    """Take part in a run that others train; of a private one ``mine`` opens the doors."""
+    """Take part in a run that others train; of a private one ``mine`` opens the doors. With ``kept``, the run's
+    manifest, this peer has a state of it, and goes on from there if none of the others is there yet."""
     async with observer_transport(Identity.ephemeral(), mine) as transport:
-        peers = await dial_any(directory, transport, run)
-        manifest = await fetch_manifest(transport, peers, run)
+        try:
+            peers = await dial_any(directory, transport, run, patience_s=FIND_S if kept is None else 0.0)
+            manifest = await fetch_manifest(transport, peers, run)
+        except AllRefuseError:
+            raise
+        except LookupFailedError as error:
+            if kept is None:
+                raise
+            log.warning("no other peer of the run is there yet, going on from the state here", reason=str(error))
+            manifest = kept
     if wanted not in (None, manifest.config.name) and not run.startswith(wanted or ""):
         raise ConfigError(f"the invite is to run {manifest.config.name} ({run[:12]}), not to {wanted}")
     say(f"joining run {manifest.config.name} ({run[:12]}), {Layout.of(manifest).elements:,} parameters")
@@ -260,6 +286,28 @@ async def _go_on(
     settings = msgspec.structs.replace(options, folder=folder)
     goes = is_over and bool(options.learner.script) and not options.stay_s  # before anybody has joined
     return await take_part(manifest, settings, identity, directory, initial, mine, say, shows_how_to_join=not goes)
+
+
+def _kept(options: PeerOptions, wanted: str | None, mine: Credentials | None, peers: Sequence[str]) -> Manifest | None:
+    """The unfinished run that this command has joined before and of which a state lies here: the run that it names, or
+    the only one, if one of ``peers`` was met from here. None: there is none, or nobody is to be waited for."""
+    if options.is_fetching or options.learner.script:
+        return None
+    here = [one.manifest for one in standings([options.folder]).values() if not one.is_finished]
+    if mine is not None:
+        here = [manifest for manifest in here if manifest.run == mine.run]
+    elif wanted is not None:
+        here = [manifest for manifest in here if manifest.config.name == wanted or manifest.run.startswith(wanted)]
+    elif not has_met(options.folder, peers):
+        return None
+    return here[0] if len(here) == 1 else None
+
+
+def _patience_s(manifest: Manifest, options: PeerOptions, folders: Sequence[Path] = ()) -> float:
+    """How long others are waited for with this peer's state of the run. A training script does not wait: it goes on
+    alone, and the others find it."""
+    standing = standings([options.folder, *folders]).get(manifest.run)
+    return 0.0 if standing is None or standing.is_finished or options.learner.script else WAKE_S
 
 
 def _needed(directory_options: DirectoryOptions, options: PeerOptions, manifest: Manifest) -> DirectoryOptions:

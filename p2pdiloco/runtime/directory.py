@@ -8,7 +8,9 @@ Rules of this file:
 4. Records expire by the clock that the nodes share (``shared_clock.py``), not by this machine's.
 5. A cut network heals by itself only if somebody calls: all peers ever met are connected to and pinged, every KEEP_S at
    first (``pings.py``).
-6. p2pd is supervised: if it dies or stops answering, it is started again with the same identity and port, and what we
+6. Who has a state to go on from (``patience_s``) waits for the initial and the remembered peers, at its own old place,
+   where they find it: after a power failure all of them come back, in any order, and the bootstrap may not.
+7. p2pd is supervised: if it dies or stops answering, it is started again with the same identity and port, and what we
    have published is published again.
 """
 
@@ -53,6 +55,8 @@ seldom while they agree."""
 CLOCKS = 8
 """Others', that are looked at then."""
 SILENT_ROUNDS = 3
+WAIT_TOLD_S = 60.0
+"""Between two lines of the log while the others are waited for."""
 RESTART_S, RESTART_LIMIT_S = 0.1, 30.0
 RESTARTING = "directory"
 """Its name among the troubles."""
@@ -63,6 +67,7 @@ class Directory:
 
     listen: multiaddrs, port 0 for any. announce: what others shall dial instead (behind a forwarded port).
     initial_peers: multiaddrs with /p2p/; none for the first peer. cache_path: where met peers are remembered.
+    patience_s: how long to wait until one of those answers, where some were given; 0: each is tried once.
     """
 
     def __init__(
@@ -75,8 +80,10 @@ class Directory:
         cache_path: Path | None = None,
         startup_timeout_s: float = 15.0,
         nat_port_map: bool = False,
+        patience_s: float = 0.0,
     ) -> None:
         self._identity = identity
+        self._patience_s = patience_s
         self._initial_peers = list(initial_peers)
         self._cache_path = cache_path
         self._startup_timeout_s = startup_timeout_s
@@ -97,6 +104,8 @@ class Directory:
         self._next_kept = 0
         self._pings = Pings(KEEP_S)
         self._silent_rounds = 0
+        self._answered: asyncio.Future[PeerId] | None = None
+        """Who answers first, while the others are waited for."""
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -114,7 +123,7 @@ class Directory:
         try:
             async with asyncio.timeout(self._startup_timeout_s + CONNECT_S + CALL_S):
                 await self._daemon.start()
-                await self._join()
+                answered, refusal = await self._try_all()
         except TimeoutError:
             await self._daemon.stop()
             raise DirectoryError(f"the directory did not start within {self._startup_timeout_s:g} s") from None
@@ -124,6 +133,13 @@ class Directory:
         await self._tasks.__aenter__()
         self._tasks.keep(self._supervise, name="directory supervisor")
         self._tasks.keep(self._keep_all, name="directory keeper")
+        try:
+            if refusal:
+                answered = [await self._wait_for_one(refusal)]
+            await self._join(answered)
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
         return self
 
     async def __aexit__(
@@ -269,8 +285,13 @@ class Directory:
 
     # -- starting and joining ----------------------------------------------------------------------------------------
 
-    async def _join(self) -> None:
-        """Connect to the given and the remembered peers. If some were given, one of all of them must answer."""
+    async def _try_all(self) -> tuple[list[PeerId], str]:
+        """Connect to the given and the remembered peers: who answers, and, if some were given and none of all of them
+        does, why.
+
+        Raises:
+            DirectoryError: that is so, and nobody is to be waited for.
+        """
         failures: dict[str, str] = {}
         for text in self._initial_peers:
             try:
@@ -292,9 +313,47 @@ class Directory:
             if reason is not None:
                 failures |= dict.fromkeys(self._initial.get(peer, ()), reason)
         if failures and not answered:
-            raise DirectoryError(refusals.sentence(failures))
+            refusal = refusals.sentence(failures)
+            if not self._patience_s or not candidates:
+                raise DirectoryError(refusal)
+            return [], refusal
         for text, reason in failures.items():
             log.warning("an initial peer does not answer", address=text, reason=reason)
+        return answered, ""
+
+    async def _wait_for_one(self, refusal: str) -> PeerId:
+        """Listen where the others may look for this peer, until one of those that are tried again and again
+        (``_keep_all``) answers.
+
+        Raises:
+            DirectoryError: none does, in ``patience_s``.
+        """
+        loop = asyncio.get_running_loop()
+        self._answered = loop.create_future()
+        until = loop.time() + self._patience_s
+        log.warning(refusal)
+        try:
+            while (left_s := until - loop.time()) > 0.0:
+                log.warning(
+                    "waiting for another peer of the run: this peer has a state, listens where it was before, and "
+                    "tries those that it has met again and again",
+                    address=(self.bootstrap_lines() or ["-"])[0],
+                    peers=sum(peer != self.peer_id for peer in self._book.peers()),
+                    left_s=round(left_s),
+                )
+                await asyncio.wait([self._answered], timeout=min(left_s, WAIT_TOLD_S))
+                if self._answered.done():
+                    return self._answered.result()
+        finally:
+            self._answered.cancel()
+            self._answered = None
+        raise DirectoryError(
+            f"no other peer has answered for {self._patience_s / 60:.0f} minutes; {refusal}. To go on without the "
+            "others from the state that lies here: p2pdiloco resume FOLDER, without --bootstrap"
+        )
+
+    async def _join(self, answered: list[PeerId]) -> None:
+        """Be one of those who ``answered``."""
         CLOCK.join(await self._clocks_of(answered))
         if CLOCK.is_wrong:
             log.warning(CLOCK.sentence())
@@ -302,6 +361,7 @@ class Directory:
             with suppress(DirectoryError):
                 await self._daemon.look_around()
         log.info("directory is up", peers=len(answered), address=(self.bootstrap_lines() or ["-"])[0])
+        await self._save()
 
     async def _meet_some(self, peers: list[PeerId]) -> dict[PeerId, str | None]:
         """Meet them all; once one has answered, the others get STRAGGLERS_S. Reasons as of ``_meet``."""
@@ -364,7 +424,7 @@ class Directory:
             rounds += 1
             try:
                 await self._keep_round()
-                if rounds >= clocks_at:
+                if rounds >= clocks_at and self._answered is None:
                     kept = self._to_keep()
                     if CLOCK.compare(await self._clocks_of(random.sample(kept, min(CLOCKS, len(kept))))):
                         clocks.reset()
@@ -393,6 +453,8 @@ class Directory:
         due = self._pings.due(self._to_keep(), now)
         for peer, reason in zip(due, await asyncio.gather(*map(self._meet, due)), strict=True):
             self._pings.ended(peer, now, is_answered=reason is None)
+            if reason is None and self._answered is not None and not self._answered.done():
+                self._answered.set_result(peer)
 
     async def _note_connected(self) -> None:
         for peer, where in (await self._daemon.connected()).items():

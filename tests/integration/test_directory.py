@@ -23,9 +23,11 @@ from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.wire.records import Envelope, peers_topic, seal, subkey_of
 
-LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 RUN = RunId("a" * 40)
 Main = Coroutine[Any, Any, None]
+GONE = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.ephemeral().peer_id}"
+"""Nobody listens there any more."""
 
 
 @pytest.fixture(params=["uvloop"])
@@ -44,14 +46,21 @@ def run(request: pytest.FixtureRequest) -> Callable[[Main], None]:
     return runner
 
 
-def member(*initial_peers: str, identity: Identity | None = None, cache: Path | None = None) -> Directory:
+def member(
+    *initial_peers: str,
+    identity: Identity | None = None,
+    cache: Path | None = None,
+    listen: str = LOOPBACK,
+    patience_s: float = 0.0,
+) -> Directory:
     return Directory(
         identity or Identity.ephemeral(),
-        listen=LOOPBACK,
+        listen=[listen],
         announce=[],
         initial_peers=list(initial_peers),
         cache_path=cache,
         startup_timeout_s=10.0,
+        patience_s=patience_s,
     )
 
 
@@ -205,6 +214,37 @@ def test_dead_initial_peers_are_explained(run: Callable[[Main], None]) -> None:
         async with member() as boot, member(f"/ip4/127.0.0.1/tcp/1/p2p/{nobody}", where(boot)) as ann:
             await ann.publish_peer(RUN, b"one of two is enough", 60.0)
             assert ann.peer_id in await boot.peers(RUN)
+
+    run(main())
+
+
+def test_who_waits_is_found_by_those_who_come_later(run: Callable[[Main], None], tmp_path: Path) -> None:
+    """The bootstrap is gone for good; ann, whom bob has met, waits where she was."""
+
+    async def main() -> None:
+        ann, bob = Identity.ephemeral(), Identity.ephemeral()
+        async with member(identity=ann) as first, member(where(first), identity=bob, cache=tmp_path / "bob"):
+            place = where(first).partition("/p2p/")[0]
+        waiting = member(GONE, identity=ann, listen=place, patience_s=60.0)
+        coming = asyncio.create_task(waiting.__aenter__())
+        await until(lambda: waiting.visible_addresses(), what="ann, where she was")
+        async with member(GONE, identity=bob, cache=tmp_path / "bob") as second:
+            assert await asyncio.wait_for(coming, 30.0) is waiting
+            await waiting.publish_peer(RUN, b"ann", 60.0)
+            await until_async(lambda: _sees(second, ann.peer_id))
+        await waiting.__aexit__(None, None, None)
+
+    async def _sees(directory: Directory, peer: PeerId) -> bool:
+        return peer in await directory.peers(RUN)
+
+    run(main())
+
+
+def test_nobody_is_waited_for_for_ever(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        with pytest.raises(DirectoryError, match=r"no other peer has answered.*connection refused.*go on without the"):
+            async with member(GONE, patience_s=0.5):
+                pass
 
     run(main())
 
