@@ -46,6 +46,7 @@ from p2pdiloco.training import foundation
 from p2pdiloco.training.outer_link import Meeting, OuterLink, Visit
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.script_trainer import ScriptTrainer
+from p2pdiloco.training.step_check import StepCheck
 from p2pdiloco.training.swarm_view import SwarmView
 from p2pdiloco.training.tally import Tally
 from p2pdiloco.training.trainable import embedding_names, trainable
@@ -123,7 +124,7 @@ class DiLoCo(SwarmView):
 
         Raises:
             DiLoCoError: a setting is not one, or impossible with another; an invite is none; the model has nothing to
-                train.
+                train, or the optimizer trains none of it.
         """
         super().__init__(model, has_run=run is not None)
         self._optimizer = optimizer
@@ -141,6 +142,7 @@ class DiLoCo(SwarmView):
         if run is not None:
             if not self._named:
                 raise DiLoCoError("the model has no parameter that requires a gradient: nothing would travel")
+            _require_training(self._named, optimizer)
             given = {
                 "run": run,
                 "access": access,
@@ -158,9 +160,12 @@ class DiLoCo(SwarmView):
             except foundation.FoundationError as error:
                 raise DiLoCoError(str(error)) from error
         self._tally = Tally(optimizer, grad_scaler, tokens_per_step)
+        self._check: StepCheck | None = None
         self._island: Island | None = None
         self._companion: Companion | None = None
-        self._hook: Any = None if run is None else optimizer.register_step_post_hook(participation.alone(self))
+        self._hooks: list[Any] = []
+        if run is not None:
+            self._hooks.append(optimizer.register_step_post_hook(participation.alone(self)))
         self._begun_in = 0  # the process that takes part; a forked one does not
         self._stepped_at = 0.0
 
@@ -176,6 +181,12 @@ class DiLoCo(SwarmView):
             return self
         if self._begun_in:
             raise DiLoCoError(f"this takes part in run {self._wish.name} already: close it first")
+        if [id(p) for _, p in trainable(self._model)] != [id(p) for _, p in self._named]:
+            raise DiLoCoError(
+                "the model trains other parameters than when DiLoCo was made (replaced, frozen or unfrozen since): "
+                "make DiLoCo when model and optimizer are complete"
+            )
+        _require_training(self._named, self._optimizer)
         self._island = _island(self._process_group, self._leave_s)
         participation.begin(self._state, self._leave_at_once, heeds_sigterm=self._island is None)
         self._begun_in = os.getpid()
@@ -188,7 +199,7 @@ class DiLoCo(SwarmView):
             participation.end(self._state)
             raise
         self._stepped_at = time.perf_counter()
-        self._hook = self._optimizer.register_step_post_hook(self._on_step)
+        self._hook_steps()
         self._begin_to_look()
         self._tally.begin([p for _, p in self._named] if self._island is None else ())
         return self
@@ -238,7 +249,11 @@ class DiLoCo(SwarmView):
         except ValueError as error:
             raise DiLoCoError(f"this model is not run {manifest.config.name}'s: {error}") from error
         steps = manifest.config.inner.steps
-        self._link = OuterLink(ScriptTrainer(), flat, vectors, channel, last_step=steps, reunion=back)
+        is_sharded = any(hasattr(p, "to_local") for _, p in self._named)  # a rank has pieces, and none of the whole
+        self._check = check = StepCheck(self._model, self._optimizer, () if is_sharded else self._named)
+        self._link = OuterLink(
+            ScriptTrainer(), flat, vectors, channel, last_step=steps, reunion=back, doubt=check.problem
+        )
         self._link.greet(device=str(self._named[0][1].device))
         self._is_linked = True
         while self._is_linked and not self._link.is_loaded:
@@ -266,6 +281,8 @@ class DiLoCo(SwarmView):
             return
         self._begun_in = 0
         self._unhook()
+        if self._check is not None:
+            self._check.end()
         self._tally.end()
         self._look_no_more()
         try:
@@ -288,10 +305,15 @@ class DiLoCo(SwarmView):
         """An island's other ranks may go on: this one has failed then, if no person ended it."""
         self.__exit__(None, None if self._island is None else getattr(sys, "last_value", None), None)
 
+    def _hook_steps(self) -> None:
+        self._hooks.append(self._optimizer.register_step_pre_hook(self._before_step))
+        self._hooks.append(self._optimizer.register_step_post_hook(self._on_step))
+        if self._check is not None:
+            self._check.moved()
+
     def _unhook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        while self._hooks:
+            self._hooks.pop().remove()
 
     @property
     def _leave_s(self) -> float:
@@ -358,6 +380,8 @@ class DiLoCo(SwarmView):
         """
         if self._link is not None:
             self._link.load_global()
+            if self._check is not None:
+                self._check.moved()
         elif self._wish is not None:
             raise DiLoCoError(participation.NOT_BEGUN)
 
@@ -373,11 +397,19 @@ class DiLoCo(SwarmView):
             with torch.no_grad():
                 for (_, p), before in zip(self._named, own, strict=False):
                     p.copy_(before)
+            if self._check is not None:
+                self._check.moved()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if self._check is None or not self._is_linked or self._begun_in != os.getpid():
+            return None
+        return self._check.before(args, kwargs)
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        link = self._link
-        if link is None or not self._is_linked or self._begun_in != os.getpid():
+        link, check = self._link, self._check
+        if link is None or check is None or not self._is_linked or self._begun_in != os.getpid():
             return
+        check.after()
         now = time.perf_counter()
         tokens, loss, is_step = self._tally.take()
         if self._island is not None:
@@ -392,7 +424,27 @@ class DiLoCo(SwarmView):
             self._is_linked = link.boundary()
         if not self._is_linked and not link.is_dismissed:
             log.warning("the node is gone: training goes on alone (see %s)", self._log)
+        check.rest()
         self._stepped_at = time.perf_counter()
+
+
+def _require_training(named: Sequence[tuple[str, Tensor]], optimizer: torch.optim.Optimizer) -> None:
+    """Raises:
+    DiLoCoError: ``optimizer`` trains none of these parameters, or its steps cannot be seen.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(p) in held for _, p in named):
+        raise DiLoCoError(
+            "the optimizer holds none of the model's trainable parameters, so that the model that travels would never "
+            "change. Make the optimizer from this model's parameters, after whatever replaces them (fully_shard, an "
+            "adapter); of a model and its copy (deepcopy, an average, float32 master weights) give DiLoCo the one that "
+            "the optimizer holds"
+        )
+    if not getattr(type(optimizer).step, "hooked", False) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise DiLoCoError(
+            f"steps of this {type(optimizer).__name__} cannot be seen: it is around another optimizer, and calls none "
+            "of torch's step hooks. Give DiLoCo the optimizer inside it"
+        )
 
 
 def _island(group: dist.ProcessGroup | None, leave_s: float) -> Island | None:

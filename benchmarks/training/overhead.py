@@ -77,6 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         optimizer.step()
         optimizer.zero_grad()
 
+    def hooks() -> None:
+        outer._before_step(optimizer, (), {})
+        outer._on_step(optimizer, (), {})
+
     for _ in range(2):
         step()
     with (
@@ -100,11 +104,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             show_progress(index, options.steps)
             with_hook = clocked(step)
             hooked.append(with_hook)
-            hook, outer._hook = outer._hook, None  # the next step is the script's alone
-            hook.remove()
+            outer._unhook()  # the next step is the script's alone
             plain.append(clocked(step))
-            calls.append(clocked(lambda: outer._on_step(optimizer, (), {})))
-            outer._hook = optimizer.register_step_post_hook(outer._on_step)
+            calls.append(clocked(hooks))
+            outer._hook_steps()
     copies = time_copies(model, options.fragments)
     figures = summarize(hooked, plain, calls, *copies)
     show(figures)

@@ -71,7 +71,9 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Join. Raises DiLoCoError if that fails."""
+        """Join. Raises DiLoCoError if that fails. The Trainer may begin anew without an end (``auto_find_batch_size``,
+        an interrupted ``train()``): what took part until then leaves first."""
+        self._leave()
         model, wrapped = kwargs["model"], kwargs["optimizer"]
         _go_first(self)
         optimizer = getattr(wrapped, "optimizer", wrapped)  # inside accelerate's
@@ -124,14 +126,18 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Leave in order."""
+        outer = self.outer
+        self._leave()
+        if outer is not None and self._load_global:
+            outer.load_global()
+
+    def _leave(self) -> None:
         outer, self.outer, self._schedules = self.outer, None, None
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
         if outer is not None:
             outer.__exit__(None, None, None)
-            if self._load_global:
-                outer.load_global()
 
 
 def _go_first(callback: TrainerCallback) -> None:

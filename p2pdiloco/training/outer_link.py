@@ -6,7 +6,9 @@ Rules of this file:
 2. The global step grows by 1 with each inner step and by ``AdoptStep``; at the run's last step training ends.
 3. ``steps`` and ``tokens`` only grow: ``Begin`` follows new parameters, not a new history.
 4. Answers leave in the order of the commands. One whose copy is under way on a GPU holds back those behind it only.
-5. What is not finite, loss or snapshot, is never merged; that it is so is said once, and that it is over (``Unable``).
+5. What is not finite, loss or snapshot, is never merged, nor is what the training loop doubts (``step_check.py``): its
+   snapshots are NaN, which no node encodes. That it is so is said once, and that it is over (``Unable``); to the node's
+   next life again.
 6. When the socket ends, the node is dead. With a ``Reunion`` the learner trains on for a while: the node's next life
    gets all progress since then, on top of the swarm's parameters. To the swarm that is a new learner, whose counters
    begin at the loss. Whoever is not found ends (a script trains on alone).
@@ -18,7 +20,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, assert_never
 
 import torch
@@ -151,8 +153,11 @@ class OuterLink:
         *,
         last_step: int,
         reunion: Meeting | None = None,
+        doubt: Callable[[], str] = lambda: "",
     ) -> None:
+        """``doubt``: why what is trained must not be merged, asked before each snapshot; empty: it may."""
         self._trainer = trainer
+        self._doubt = doubt
         self._flat = flat
         self._node = NodeEnd(vectors, channel)
         flat.pin((vectors.shift, vectors.snapshot))
@@ -295,6 +300,7 @@ class OuterLink:
                 take = self._flat.copy_from if replace else self._flat.add_from
                 self._answer(Shifted(shards=shards), take(self._node.vectors.shift, shards))
             case Snapshot(fragment=fragment, step=step):
+                self._tell_health(self._health.doubted(self._doubt()))
                 answer = Snapshotted(fragment=fragment, step=step, steps=self.counts.steps, tokens=self.counts.tokens)
                 self._answer(answer, self._flat.copy_to(self._node.vectors.snapshot, self._flat.of_fragment(fragment)))
             case _:
@@ -329,13 +335,18 @@ class OuterLink:
 
     def _judge_snapshot(self, fragment: FragmentId) -> None:
         shards = (self._flat.layout.shards[shard] for shard in self._flat.of_fragment(fragment))
-        is_sound = all(is_finite(self._node.vectors.snapshot[shard.start : shard.stop]) for shard in shards)
+        pieces = [self._node.vectors.snapshot[shard.start : shard.stop] for shard in shards]
+        if self._health.is_doubted:
+            for piece in pieces:
+                piece.fill_(math.nan)
+            return
+        is_sound = all(map(is_finite, pieces))
         self._tell_health(self._health.copied(fragment, is_sound, self.counts.global_step))
 
     def _tell_health(self, problem: str | None) -> None:
         """Say that what is trained cannot be merged, or that it can again, if that is news."""
         if problem is not None:
-            log.warning(problem or "parameters and loss are finite again, and are merged")
+            log.warning(problem or "what is trained here can be merged again")
             self._node.channel.post(Unable(reason=problem))
 
     def _settle(self) -> None:
@@ -392,6 +403,8 @@ class OuterLink:
             self._flat.pin((self._node.vectors.shift, self._node.vectors.snapshot))
             assert self._ready is not None
             self._node.channel.post(self._ready)
+            if self._health.problem:
+                self._node.channel.post(Unable(reason=self._health.problem))
             self.is_resting = False  # the node's next life says it anew
         if reunion.is_open and reunion.is_over:
             reunion.close()

@@ -1,0 +1,330 @@
+"""Whether a script's optimizer trains the parameters that travel: it changes them, and starts from what is in them.
+
+An optimizer that keeps a copy of the parameters (float32 master weights, Lookahead's slow weights) and writes that copy
+back removes what came from the other peers. To see it, a known change, the *probe*, is added to a sample of the
+parameters just before a step of the optimizer, and taken off just after. Its signs are random and drawn after the
+gradients were computed, so nothing that the optimizer computes depends on them. An ordinary optimizer leaves the whole
+probe, but for its weight decay; master weights leave nothing, and Lookahead the share ``alpha`` at each k-th step.
+What came from another peer would show the same, but a large learning rate may well pull that back honestly.
+
+Rules of this file:
+1. The model never runs with a probe in it: gradients are computed without it, and so is what the script sees.
+2. Nothing is judged by a single step, and nothing that chance could do once in a million.
+3. Outside of steps the optimizer's parameters stay as they are. Whatever puts them back there (Lookahead around the
+   optimizer) shows as a change along the way that they had come.
+4. The steps of a window are looked at, WINDOW of every PERIOD. On a GPU the results are read every few steps only.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+log = logging.getLogger("p2pdiloco")
+
+WINDOW = 64
+PERIOD = 1024
+SLICES = 32
+LENGTH = 128
+"""Elements of a slice. The sample has SLICES at most."""
+FEWEST = 12
+"""Elements from which something can be concluded."""
+SIZE = 8.0
+"""Of the probe, in steps of the optimizer."""
+LARGEST = 1e3
+"""Probe: every type of parameters has room for it."""
+KEPT = 0.9
+"""Share of the probe that an optimizer keeps, at least, beside its weight decay."""
+SIGMAS = 6.0
+"""By so many standard errors a share is below that, if it is."""
+ALONG = 0.9
+"""Share of a change outside of steps (its square) that lies along the way that the parameters had come."""
+TIMES = 2
+"""So often something must be seen."""
+UNREAD = 8
+"""Results on a GPU that are read at once."""
+IDLE_STEPS = 32
+"""Steps in a row without a change, of an optimizer that made one before."""
+COVERED_STEPS = 32
+"""Steps within which every parameter that is trained is changed."""
+MOST_NAMED = 3
+
+REPLACED = (
+    "parameter {name} is not the tensor any more that p2pdiloco.DiLoCo began with (replaced in the model, or "
+    "p.data = ...): what is trained in its place does not travel, and nothing that is trained here is merged. Make "
+    "such changes before, or close() DiLoCo and make it anew after"
+)
+OWN_COPY = (
+    "the optimizer, or the loop around it, puts back its own copy of the parameters, and so undoes what comes from the "
+    "other peers ({lost:.0%} of a change were gone): nothing that is trained here is merged. Such are float32 master "
+    "weights and Lookahead. Use an optimizer without them, or give DiLoCo the copy that is trained as its model"
+)
+IDLE = (
+    "{steps} steps of the optimizer have changed no parameter of the model: nothing is merged until one does. Is the "
+    "loss that of the model that DiLoCo was given, and not of a copy of it?"
+)
+UNTRAINED = (
+    "no optimizer has changed {names} of the model's {number} trainable parameters in {steps} steps: they are merged "
+    "as they are, and hold back what other peers train there. Give them to the optimizer, or freeze them "
+    "(requires_grad_(False)) at all peers alike"
+)
+
+
+class StepCheck:
+    """Of one optimizer. ``before`` and ``after`` are called around its steps, ``rest`` when all that changes parameters
+    at a step's boundary is done."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]]
+    ) -> None:
+        """``named``: the parameters that travel; empty: nothing is checked."""
+        self._model = model
+        self._optimizer = optimizer
+        self._named = named
+        self._places = [parameter.data_ptr() for _, parameter in named]
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._slices = _slices([p for _, p in named if id(p) in held])
+        self._sizes: Tensor | None = None
+        """Of the probe, by slices; None: no step has been seen."""
+        self._signs = torch.Generator().manual_seed(0)
+        self._steps = 0
+        self._versions: list[int] = []
+        """Of the parameters, at rest; empty: not looked at."""
+        self._changed = [False] * len(named)
+        self._idle_steps = 0
+        self._at_rest: Tensor | None = None
+        self._from: Tensor | None = None
+        """Where the parameters were after the last change outside of steps, or in the beginning."""
+        self._came: Tensor | None = None
+        """What was added at the last step's boundary."""
+        self._stepped: Tensor | None = None
+        self._before: Tensor | None = None
+        self._probe: Tensor | None = None
+        """What is in the parameters, and is to be taken off."""
+        self._is_repeating = False
+        """The optimizer calls its closure several times in a step, and may put parameters back in between (LBFGS)."""
+        self._shares: list[Tensor] = []
+        self._fewest: list[float] = []
+        """What should have been kept, of each."""
+        self._gaps: list[Tensor] = []
+        self._lost: list[float] = []
+        """Shares of a change that were gone, of the steps that showed it."""
+
+    # -- around a step -------------------------------------------------------------------------------------------------
+
+    def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The optimizer steps now, with these arguments; what is returned, if anything, takes their place."""
+        self._take_off()  # a step that failed has left it there
+        self._look_at_gap()
+        if self._at_rest is None:
+            return None
+        if callable(closure := kwargs.get("closure")):
+            return args, {**kwargs, "closure": self._within(closure)}
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._within(args[1]), *args[2:]), dict(kwargs)
+        self._put_on()
+        return None
+
+    def after(self) -> None:
+        """It has stepped."""
+        before, probe = self._before, self._probe
+        now = self._take_off()
+        self._steps += 1
+        if before is not None and probe is not None and now is not None:
+            self._judge_step(now + probe - before, probe)
+        self._look_at_versions(now)
+        self._stepped = now
+
+    def rest(self) -> None:
+        """What changes parameters between two steps has done so."""
+        if not self._named or self._slices is None:
+            return
+        if self._steps % PERIOD >= WINDOW and not self._idle_steps:
+            self._versions, self._at_rest, self._from = [], None, None
+            return
+        self._versions = [parameter._version for _, parameter in self._named]
+        self._at_rest = self._slices.read()
+        if self._from is None:
+            self._from = self._at_rest
+        self._came = None if self._stepped is None else self._at_rest - self._stepped
+
+    def moved(self) -> None:
+        """The parameters were set to others on purpose."""
+        self._from = self._stepped = None
+        self.rest()
+
+    def end(self) -> None:
+        """Leave the parameters as they are without this."""
+        self._take_off()
+        self._at_rest = None
+
+    def problem(self) -> str:
+        """Why what is trained must not be merged; empty: it may."""
+        self._read()
+        here = {id(p) for p in self._model.parameters()}
+        for (name, parameter), place in zip(self._named, self._places, strict=True):
+            if id(parameter) not in here or parameter.data_ptr() != place:
+                return REPLACED.format(name=name)
+        if len(self._lost) >= TIMES:
+            return OWN_COPY.format(lost=sum(self._lost) / len(self._lost))
+        if self._idle_steps >= (IDLE_STEPS if any(self._changed) else 2):
+            return IDLE.format(steps=self._idle_steps)
+        return ""
+
+    # -- the probe -----------------------------------------------------------------------------------------------------
+
+    def _within(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """``closure``, which computes the gradients, with the probe put on after it. The first step has no probe, and
+        shows whether it is called once."""
+        calls = 0
+
+        def called() -> Any:
+            nonlocal calls
+            calls += 1
+            self._is_repeating = self._is_repeating or calls > 1
+            self._take_off()
+            result = closure()
+            if not self._is_repeating:
+                self._put_on()
+            return result
+
+        return called
+
+    @torch.no_grad()
+    def _put_on(self) -> None:
+        assert self._slices is not None
+        self._before = before = self._slices.read()
+        self._probe = torch.zeros_like(before)
+        if self._sizes is not None:
+            signs = torch.randint(0, 2, before.shape, generator=self._signs).mul_(2).sub_(1)
+            self._slices.write(before + signs.to(before) * self._sizes)
+            self._probe = self._slices.read() - before  # as the parameters' type has it
+
+    @torch.no_grad()
+    def _take_off(self) -> Tensor | None:
+        """The sample as it is without the probe; None if nothing is looked at."""
+        before, probe, self._before, self._probe = self._before, self._probe, None, None
+        if self._slices is None or before is None or probe is None:
+            return None
+        now = self._slices.read()
+        if self._sizes is not None:
+            now = torch.where(now == before + probe, before, now - probe)  # untouched ones to the bit
+            self._slices.write(now)
+        return now
+
+    @torch.no_grad()
+    def _judge_step(self, change: Tensor, probe: Tensor) -> None:
+        """``change``: of the sample since before the probe was put on."""
+        is_on = probe != 0
+        kept = torch.where(is_on, change / torch.where(is_on, probe, 1.0), 0.0)
+        number = is_on.sum()
+        mean = kept.sum() / number.clamp(min=1)
+        self._shares.append(torch.stack([number.to(mean), mean, kept.square().sum()]))
+        self._fewest.append(KEPT - max(map(_decay, self._optimizer.param_groups)))
+        sizes = SIZE * (change - mean * probe).square().mean(1, keepdim=True).sqrt()
+        last = torch.zeros_like(sizes) if self._sizes is None else self._sizes
+        self._sizes = torch.where((sizes > 0.0) & (sizes < LARGEST), sizes, last)  # and not if it is no number
+        if not change.is_cuda or len(self._shares) >= UNREAD:
+            self._read()
+
+    @torch.no_grad()
+    def _look_at_gap(self) -> None:
+        """What has changed since the last step's boundary?"""
+        rest, origin = self._at_rest, self._from
+        if self._slices is None or rest is None or origin is None:
+            return
+        now = self._slices.read()
+        if not now.is_cuda and torch.equal(now, rest):
+            return
+        change = now - rest
+        came = torch.zeros_like(rest) if self._came is None else self._came
+        sums = [(change != 0).sum().to(change), change.square().sum()]
+        for way in (rest - origin, came):
+            sums += [(change * way).sum(), way.square().sum()]
+        self._gaps.append(torch.stack(sums))
+        self._from = torch.where((change != 0).any(), now, origin)
+        if not now.is_cuda:
+            self._read()
+
+    def _read(self) -> None:
+        shares, fewest, gaps = self._shares, self._fewest, self._gaps
+        self._shares, self._fewest, self._gaps = [], [], []
+        if shares:
+            for (number, mean, squares), least in zip(torch.stack(shares).tolist(), fewest, strict=True):
+                if number >= FEWEST:
+                    error = math.sqrt(max(0.0, squares / number - mean * mean) / number)
+                    if mean + SIGMAS * error < least:
+                        self._lost.append(min(1.0, 1.0 - mean))
+        if gaps and self._slices is not None:
+            for number, size, *ways in torch.stack(gaps).tolist():
+                lost = max(_lost_along(size, *ways[:2]), _lost_along(size, *ways[2:]))
+                if number >= max(FEWEST, self._slices.elements / 2) and lost > 1.0 - KEPT:
+                    self._lost.append(min(1.0, lost))
+
+    # -- which parameters are changed at all ---------------------------------------------------------------------------
+
+    def _look_at_versions(self, now: Tensor | None) -> None:
+        if not self._versions:
+            return
+        changed = [p._version != old for (_, p), old in zip(self._named, self._versions, strict=True)]
+        self._changed = [a or b for a, b in zip(self._changed, changed, strict=True)]
+        # optimizers that write to p.data change no version
+        is_idle = not any(changed) and (now is None or self._at_rest is None or torch.equal(now, self._at_rest))
+        self._idle_steps = self._idle_steps + 1 if is_idle else 0
+        if self._steps == COVERED_STEPS and any(self._changed) and not all(self._changed):
+            names = [name for (name, _), was in zip(self._named, self._changed, strict=True) if not was]
+            more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+            told = ", ".join(names[:MOST_NAMED]) + more
+            log.warning(UNTRAINED.format(names=told, number=len(self._named), steps=COVERED_STEPS))
+
+
+class _Slices:
+    """Pieces of parameters, each of the same length, as one tensor [pieces, length]."""
+
+    def __init__(self, views: Sequence[Tensor]) -> None:
+        self._views = views
+        self.elements = sum(view.numel() for view in views)
+
+    def read(self) -> Tensor:
+        """A copy, float32 (of float64 parameters float64)."""
+        values = torch.cat(list(self._views)).view(len(self._views), -1)
+        return values if values.dtype == torch.float64 else values.float()
+
+    def write(self, values: Tensor) -> None:
+        """In their own type."""
+        for view, row in zip(self._views, values, strict=True):
+            view.copy_(row)
+
+
+def _slices(parameters: Iterable[Tensor]) -> _Slices | None:
+    """SLICES at most, spread evenly; None: there is nothing to look at."""
+    able = [p.data.view(-1) for p in parameters if p.numel() and p.is_floating_point() and p.is_contiguous()]
+    able = [flat for flat in able if flat.device == able[0].device]
+    length = min(LENGTH, max((flat.numel() for flat in able), default=0))
+    able = [flat for flat in able if flat.numel() >= length]
+    able = able[:: -(-len(able) // SLICES)] if able else []
+    views = []
+    for flat in able:
+        number = min(SLICES // len(able), flat.numel() // length)
+        part = flat.numel() // number
+        views += [flat[(start := index * part + (part - length) // 2) : start + length] for index in range(number)]
+    return _Slices(views) if views else None
+
+
+def _decay(group: Mapping[str, Any]) -> float:
+    """What a step takes of each parameter by itself. A rate on a GPU is not waited for."""
+    rate = group.get("lr", 0.0)
+    return 0.0 if getattr(rate, "is_cuda", False) else float(rate) * float(group.get("weight_decay") or 0.0)
+
+
+def _lost_along(size: float, product: float, length: float) -> float:
+    """How much of a way a change takes back; 0 if it does not lie along it. ``size``, ``length``: of change and way,
+    squared, ``product``: of both."""
+    if product >= 0.0 or product * product < ALONG * size * length:
+        return 0.0
+    return -product / length
