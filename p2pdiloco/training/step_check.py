@@ -42,8 +42,10 @@ KEPT = 0.9
 """Share of the probe that an optimizer keeps, at least, beside its weight decay."""
 SIGMAS = 6.0
 """By so many standard errors a share is below that, if it is."""
-ALONG = 0.9
+ALONG = 0.98
 """Share of a change outside of steps (its square) that lies along the way that the parameters had come."""
+WHOLE = 0.95
+"""What takes more of the way back is a bound (weights that are clipped): who goes against it is there again at once."""
 TIMES = 2
 """So often something must be seen."""
 UNREAD = 8
@@ -262,7 +264,8 @@ class StepCheck:
                         self._lost.append(min(1.0, 1.0 - mean))
         if gaps and self._slices is not None:
             for number, size, *ways in torch.stack(gaps).tolist():
-                lost = max(_lost_along(size, *ways[:2]), _lost_along(size, *ways[2:]))
+                lost, lost_of_shift = _lost_along(size, *ways[:2]), _lost_along(size, *ways[2:])
+                lost = max(lost if lost < WHOLE else 0.0, lost_of_shift)
                 if number >= max(FEWEST, self._slices.elements / 2) and lost > 1.0 - KEPT:
                     self._lost.append(min(1.0, lost))
 
@@ -325,6 +328,6 @@ def _decay(group: Mapping[str, Any]) -> float:
 def _lost_along(size: float, product: float, length: float) -> float:
     """How much of a way a change takes back; 0 if it does not lie along it. ``size``, ``length``: of change and way,
     squared, ``product``: of both."""
-    if product >= 0.0 or product * product < ALONG * size * length:
-        return 0.0
-    return -product / length
+    if length > 0.0 and product < 0.0 and product * product >= ALONG * size * length:
+        return -product / length
+    return 0.0

@@ -79,6 +79,35 @@ while True:
 """
 
 
+DOUBTFUL = """
+import copy, sys, time, torch, p2pdiloco
+
+class MasterWeights(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            master = self.state[p].setdefault("master", p.detach().clone())
+            master.sub_(p.grad, alpha=0.1)
+            p.copy_(master)
+
+how, state, *node_options = sys.argv[1:]
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+made = MasterWeights if how == "master weights" else torch.optim.SGD
+optimizer = made(model.parameters(), lr=0.1)
+trained = copy.deepcopy(model) if how == "a copy" else model
+options = {"run": "doubt", "state": state, "total_steps": 10**6, "sync_every": 20, "n_fragments": 2}
+with p2pdiloco.DiLoCo(model, optimizer, node_options=node_options, **options) as outer:
+    for step in range(10**6):
+        if how == "replaced" and step == 3:
+            model[1].weight = torch.nn.Parameter(model[1].weight.detach().clone())
+        x = torch.randn(16, 8)
+        (trained(x).squeeze(1) - x.sum(1)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.01)
+"""
+
+
 STAYING = """
 import sys, time, torch, p2pdiloco
 
@@ -261,6 +290,42 @@ def test_a_script_whose_loss_is_not_finite_is_told_and_the_others_go_on(tmp_path
     assert report(tmp_path / "a")["ending"]["status"] == 0
     last = events(tmp_path / "a", "commit")[-1]["contributors"]
     assert not any(learner.startswith(report(tmp_path / "b")["peer"]) for learner in last)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("master weights", "puts back its own copy of the parameters"),
+        ("a copy", "have changed no parameter of the model"),
+        ("replaced", "parameter 1.weight is not the tensor any more"),
+    ],
+)
+def test_what_does_not_train_the_models_parameters_is_told_in_the_first_turn_and_never_merged(
+    tmp_path: Path, how: str, reason: str
+) -> None:
+    """It is finite, and would count as much as what the others train."""
+    pipe, leaving = subprocess.PIPE, ("--leave-s", "2")
+    command = [sys.executable, "-c", DOUBTFUL, how, str(tmp_path / "a"), *PEER, *leaving]
+    script = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed_interrupts)
+
+    def said() -> str:
+        log = tmp_path / "a" / "node.log"
+        return log.read_text() if log.exists() else ""
+
+    try:
+        wait_until(lambda: "turns in a row" in said(), START_S, "two turns")
+        script.send_signal(signal.SIGINT)
+        _, err = script.communicate(timeout=END_S)
+    finally:
+        script.kill()
+    (told,) = events(tmp_path / "a", "learner-unable")
+    assert reason in told["reason"]
+    assert err.count(reason) == 2, "when it is seen, and why the node ended"
+    assert not [one for one in events(tmp_path / "a", "commit") if one["contributors"]]
+    ending = report(tmp_path / "a")["ending"]
+    assert ending["status"] == 1
+    assert reason in ending["reason"]
 
 
 @pytest.mark.timeout(900)

@@ -6,6 +6,7 @@ import copy
 import importlib
 import socket
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -109,6 +110,11 @@ class Swarmed(Outer):
     def __enter__(self) -> Swarmed:
         return self
 
+    def __exit__(self, *_: Any) -> None:
+        self.has_left = True
+
+    def load_global(self) -> None: ...
+
     def share(self, loader: Any) -> bool:
         self.shared.append(loader)
         return True
@@ -149,6 +155,74 @@ def test_the_swarms_figures_are_in_the_trainers_logs_before_others_report_them(m
     own.on_train_begin(args, state, transformers.TrainerControl(), model=model, optimizer=optimizer)
     assert Swarmed.made[-1]["total_steps"] == 5
     assert own.outer.shared == []
+
+
+class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Of four tokens each."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.arange(4)}
+
+
+class Hungry(Words):
+    """Has memory for so many texts at once."""
+
+    room = 4
+
+    def forward(self, input_ids: torch.Tensor | None = None, **_: Any) -> Any:
+        assert input_ids is not None
+        if len(input_ids) > self.room:
+            raise RuntimeError("CUDA out of memory. Tried to allocate more")
+        return {"loss": super().forward(input_ids)}
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("is_found", [True, False])
+def test_a_trainer_that_begins_anew_counts_each_token_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, is_found: bool
+) -> None:
+    """It looks for a batch that fits; or a person calls ``train`` again after an error, which told no callback."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf: pip install '.[hf]'")
+    from p2pdiloco.integrations import transformers as integration
+
+    begun: list[Any] = []
+
+    class Begun(Swarmed):
+        swarm: ClassVar[dict[str, float]] = {}
+        has_left = False
+
+        def __enter__(self) -> Swarmed:
+            assert all(one.has_left for one in begun), "who took part before has left"
+            begun.append(self)
+            return self
+
+    monkeypatch.setattr(integration, "DiLoCo", Begun)
+    callback, model = integration.DiLoCoCallback(run="story"), Hungry()
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=8,
+        auto_find_batch_size=is_found,
+        max_steps=3,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = transformers.Trainer(model, args, train_dataset=Texts(), callbacks=[callback])
+    if not is_found:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            trainer.train()
+        model.room = 8
+    trainer.train()
+    assert len(begun) >= 2
+    assert all(one.has_left for one in begun)
+    batch = model.room if not is_found else trainer._train_batch_size
+    assert batch <= model.room
+    assert begun[-1].tokens == 3 * batch * 4
+    assert not model._forward_pre_hooks
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,16 @@ class Bench:
         self.socket.setblocking(False)
         self.parameters = [p for _, p in named]
         self.loop = Loop()
-        self.link = OuterLink(self.loop, self.flat, self.vectors, Channel(theirs), last_step=1000, reunion=reunion)
+        self.doubt = ""
+        self.link = OuterLink(
+            self.loop,
+            self.flat,
+            self.vectors,
+            Channel(theirs),
+            last_step=1000,
+            reunion=reunion,
+            doubt=lambda: self.doubt,
+        )
         self.decoder = link.Decoder[link.FromLearner](link.FromLearner)
 
     def step(self, change: float) -> None:
@@ -190,6 +199,39 @@ def test_a_loss_that_is_not_finite_is_told_until_it_and_a_snapshot_are(bench: Be
     assert snapshots(bench, 0) == [], "the loss is still what it was"
     bench.link.stepped(1, 2.5, 0.1)
     assert snapshots(bench, 0) == [""]
+
+
+def test_what_the_training_loop_doubts_is_told_and_given_to_nobody_until_it_is_over(bench: Bench) -> None:
+    """However finite it is; and what is not finite meanwhile is told as long as it lasts."""
+    bench.do(*bench.load(0))
+    assert snapshots(bench, 0) == []
+    assert bench.vectors.snapshot.isfinite().all()
+    bench.doubt = "the optimizer has a copy"
+    assert snapshots(bench, 0, 1, 0) == ["the optimizer has a copy"]
+    assert bench.vectors.snapshot.isnan().all()
+    bench.link.stepped(1, float("nan"), 0.1)
+    bench.link.stepped(1, 2.5, 0.1)
+    bench.doubt = ""
+    assert snapshots(bench, 0, 1) == [""]
+    assert bench.vectors.snapshot.isfinite().all()
+
+
+@pytest.mark.skipif(not IS_POSSIBLE, reason="abstract Unix sockets are Linux's")
+def test_a_nodes_next_life_hears_that_nothing_can_be_merged(tmp_path: Path) -> None:
+    """The last one has taken the word with it."""
+    name = f"p2pdiloco-test-doubt-{tmp_path}"
+    bench = Bench(Reunion(name, patience_s=60.0))
+    bench.flat.is_slow = False
+    bench.link.greet(device="cpu")
+    bench.do(*bench.load(0))
+    bench.doubt = "the optimizer has a copy"
+    assert told(bench.do(link.Snapshot(fragment=FragmentId(0), step=1))) == ["the optimizer has a copy"]
+    bench.socket.close()
+    assert bench.link.boundary()
+    memory = adopt(bench, name, 100.0)
+    assert told(bench.hear()) == ["the optimizer has a copy"]
+    bench.socket.close()
+    memory.close()
 
 
 def test_what_the_node_has_said_before_it_left_is_done(bench: Bench) -> None:

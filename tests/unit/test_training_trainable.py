@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -61,3 +66,45 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
     with pytest.raises(p2pdiloco.DiLoCoError, match="requires a gradient"):
         p2pdiloco.DiLoCo(model, optimizer, run="x")
     p2pdiloco.DiLoCo(model, optimizer)  # alone, nothing is asked of it
+
+
+def test_an_optimizer_that_holds_none_of_the_model_is_refused_and_one_that_holds_a_part_is_not(tmp_path: Path) -> None:
+    """Several optimizers may each hold a part; a copy that is given instead of the model would never change."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    masters = torch.optim.SGD([p.detach().float().clone() for p in model.parameters()], lr=0.1)
+    for given, trained_by in ((copy.deepcopy(model), optimizer), (model, masters)):
+        with pytest.raises(p2pdiloco.DiLoCoError, match="holds none of the model's trainable parameters"):
+            p2pdiloco.DiLoCo(given, trained_by, run="x", state=tmp_path / "x")
+        p2pdiloco.DiLoCo(given, trained_by)  # alone, nothing is asked of it
+    p2pdiloco.DiLoCo(model, torch.optim.SGD(model[0].parameters(), lr=0.1), run="x", state=tmp_path / "x")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_optimizer_whose_steps_cannot_be_seen_is_refused(tmp_path: Path) -> None:
+    """Libraries put one around another without torch's hooks: no step would ever count."""
+
+    class Around(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer, *, has_hooks: bool) -> None:
+            self.param_groups = inner.param_groups
+            if has_hooks:
+                self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+        def step(self, closure: Any = None) -> None: ...
+
+    model = nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)  # it replaces the optimizer's step by one of its own
+    for has_hooks in (False, True):
+        with pytest.raises(p2pdiloco.DiLoCoError, match="Give DiLoCo the optimizer inside it"):
+            p2pdiloco.DiLoCo(model, Around(inner, has_hooks=has_hooks), run="x", state=tmp_path / "x")
+    p2pdiloco.DiLoCo(model, scheduler.optimizer, run="x", state=tmp_path / "x")
+
+
+def test_parameters_that_are_replaced_before_the_start_are_refused_there(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    outer = p2pdiloco.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), run="x", state=tmp_path / "x")
+    model[1] = nn.Linear(2, 2)
+    with pytest.raises(p2pdiloco.DiLoCoError, match="trains other parameters than when DiLoCo was made"):
+        outer.start()
+    assert not list(tmp_path.iterdir()), "nothing is founded"
