@@ -202,6 +202,8 @@ class DiLoCo(SwarmView):
         self._hook_steps()
         self._begin_to_look()
         self._tally.begin([p for _, p in self._named] if self._island is None else ())
+        if self._check is not None:
+            self._check.begin()
         return self
 
     def _lead_to_manifest(self, wish: Wish) -> tuple[Visit | None, Manifest, bytes]:
@@ -308,8 +310,6 @@ class DiLoCo(SwarmView):
     def _hook_steps(self) -> None:
         self._hooks.append(self._optimizer.register_step_pre_hook(self._before_step))
         self._hooks.append(self._optimizer.register_step_post_hook(self._on_step))
-        if self._check is not None:
-            self._check.moved()
 
     def _unhook(self) -> None:
         while self._hooks:

@@ -17,7 +17,78 @@ _ADOPTED = "test_a_learner_that_is_adopted_keeps_its_progress_since_the_loss_and
 _CONSERVATION = "tests/property/test_conservation.py::test_every_token_trained_stands_in_the_parameters_once"
 _QUEUE = "tests/unit/test_runtime_work_queue.py"
 
+_CHECK = "p2pdiloco.training.step_check"
+_CHECK_TESTS = "tests/unit/test_training_step_check.py"
+_DOUBTED = "test_what_the_training_loop_doubts_is_told_and_given_to_nobody_until_it_is_over"
+
 BUGS = (
+    Bug(
+        name="an optimizer may put back its own copy",
+        module=_CHECK,
+        old="if mean + SIGMAS * error < least:",
+        new="if False:",
+        harm="master weights undo what comes from the other peers at each step, and count as much as what those train",
+        killed_by=(f"{_CHECK_TESTS}::test_master_weights_are_told_within_a_turn",),
+    ),
+    Bug(
+        name="a loop may put back a copy between steps",
+        module=_CHECK,
+        old="and lost > 1.0 - KEPT:",
+        new="and False:",
+        harm="Lookahead around an optimizer undoes half of what comes from the other peers",
+        killed_by=(f"{_CHECK_TESTS}::test_lookahead_around_the_optimizer_is_told_within_a_turn",),
+    ),
+    Bug(
+        name="weight decay is taken for a copy",
+        module=_CHECK,
+        old="KEPT - max(map(_decay, self._optimizer.param_groups))",
+        new="KEPT",
+        harm="nothing of an honest peer with a large rate is merged",
+        killed_by=(f"{_CHECK_TESTS}::test_an_optimizer_that_starts_from_the_parameters_is_never_told",),
+    ),
+    Bug(
+        name="a model that never moves is merged",
+        module=_CHECK,
+        old="if self._idle_steps >= (IDLE_STEPS if self._has_changed else 2):",
+        new="if False:",
+        harm="a script trains a copy of its model, and holds all others back with its full weight",
+        killed_by=(f"{_CHECK_TESTS}::test_a_model_whose_copy_is_trained_is_told_until_it_is_trained_itself",),
+    ),
+    Bug(
+        name="a probe stays when a step fails",
+        module=_CHECK,
+        old="        self._take_off()\n        self._at_rest = None\n",
+        new="        self._at_rest = None\n",
+        harm="the model that a script saves after an error has noise in it",
+        killed_by=(f"{_CHECK_TESTS}::test_a_step_that_fails_leaves_no_probe",),
+    ),
+    Bug(
+        name="what is doubted is given all the same",
+        module=_LINK,
+        old="                piece.fill_(math.nan)\n",
+        new="                pass\n",
+        harm="people are told that nothing is merged, and it is",
+        killed_by=(f"{_LINK_TESTS}::{_DOUBTED}",),
+    ),
+    Bug(
+        name="an optimizer of another model is taken",
+        module="p2pdiloco.diloco",
+        old="    if not any(id(p) in held for _, p in named):",
+        new="    if False:",
+        harm="a run is founded from a copy that nobody trains",
+        killed_by=(
+            "tests/unit/test_training_trainable.py::"
+            "test_an_optimizer_that_holds_none_of_the_model_is_refused_and_one_that_holds_a_part_is_not",
+        ),
+    ),
+    Bug(
+        name="a Trainer that begins anew counts twice",
+        module="p2pdiloco.integrations.transformers",
+        old="        self._leave()\n        model, wrapped",
+        new="        model, wrapped",
+        harm="after a search for the batch size each token counts as often as there were attempts",
+        killed_by=("tests/unit/test_integrations.py::test_a_trainer_that_begins_anew_counts_each_token_once",),
+    ),
     Bug(
         name="parameters may move",
         module="p2pdiloco.training.tally",

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 log = logging.getLogger("p2pdiloco")
 
@@ -53,7 +54,7 @@ UNREAD = 8
 IDLE_STEPS = 32
 """Steps in a row without a change, of an optimizer that made one before."""
 COVERED_STEPS = 32
-"""Steps within which every parameter that is trained is changed."""
+"""Steps within which each optimizer of the script has stepped."""
 MOST_NAMED = 3
 
 REPLACED = (
@@ -71,8 +72,8 @@ IDLE = (
     "loss that of the model that DiLoCo was given, and not of a copy of it?"
 )
 UNTRAINED = (
-    "no optimizer has changed {names} of the model's {number} trainable parameters in {steps} steps: they are merged "
-    "as they are, and hold back what other peers train there. Give them to the optimizer, or freeze them "
+    "no optimizer that has stepped in {steps} steps holds {names} of the model's {number} trainable parameters: they "
+    "are merged as they are, and hold back what other peers train there. Give them to the optimizer, or freeze them "
     "(requires_grad_(False)) at all peers alike"
 )
 
@@ -89,15 +90,18 @@ class StepCheck:
         self._optimizer = optimizer
         self._named = named
         self._places = [parameter.data_ptr() for _, parameter in named]
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._slices = _slices([p for _, p in named if id(p) in held])
+        self._held: set[int] = set()
+        """Parameters of optimizers that have stepped."""
+        self._any_hook: Any = None
+        self._see(optimizer)
+        self._slices = _slices([p for _, p in named if id(p) in self._held])
         self._sizes: Tensor | None = None
         """Of the probe, by slices; None: no step has been seen."""
         self._signs = torch.Generator().manual_seed(0)
         self._steps = 0
         self._versions: list[int] = []
         """Of the parameters, at rest; empty: not looked at."""
-        self._changed = [False] * len(named)
+        self._has_changed = False
         self._idle_steps = 0
         self._at_rest: Tensor | None = None
         self._from: Tensor | None = None
@@ -116,6 +120,12 @@ class StepCheck:
         self._gaps: list[Tensor] = []
         self._lost: list[float] = []
         """Shares of a change that were gone, of the steps that showed it."""
+
+    def begin(self) -> None:
+        """The parameters are the run's, and training begins."""
+        if self._named:
+            self._any_hook = register_optimizer_step_post_hook(self._see)
+        self.rest()
 
     # -- around a step -------------------------------------------------------------------------------------------------
 
@@ -137,6 +147,9 @@ class StepCheck:
         before, probe = self._before, self._probe
         now = self._take_off()
         self._steps += 1
+        if self._steps == COVERED_STEPS:
+            self._see_no_more()
+            self._tell_untrained()
         if before is not None and probe is not None and now is not None:
             self._judge_step(now + probe - before, probe)
         self._look_at_versions(now)
@@ -164,6 +177,7 @@ class StepCheck:
         """Leave the parameters as they are without this."""
         self._take_off()
         self._at_rest = None
+        self._see_no_more()
 
     def problem(self) -> str:
         """Why what is trained must not be merged; empty: it may."""
@@ -174,7 +188,7 @@ class StepCheck:
                 return REPLACED.format(name=name)
         if len(self._lost) >= TIMES:
             return OWN_COPY.format(lost=sum(self._lost) / len(self._lost))
-        if self._idle_steps >= (IDLE_STEPS if any(self._changed) else 2):
+        if self._idle_steps >= (IDLE_STEPS if self._has_changed else 2):
             return IDLE.format(steps=self._idle_steps)
         return ""
 
@@ -269,20 +283,30 @@ class StepCheck:
                 if number >= max(FEWEST, self._slices.elements / 2) and lost > 1.0 - KEPT:
                     self._lost.append(min(1.0, lost))
 
-    # -- which parameters are changed at all ---------------------------------------------------------------------------
+    # -- which parameters are trained at all ---------------------------------------------------------------------------
 
     def _look_at_versions(self, now: Tensor | None) -> None:
         if not self._versions:
             return
-        changed = [p._version != old for (_, p), old in zip(self._named, self._versions, strict=True)]
-        self._changed = [a or b for a, b in zip(self._changed, changed, strict=True)]
-        # optimizers that write to p.data change no version
-        is_idle = not any(changed) and (now is None or self._at_rest is None or torch.equal(now, self._at_rest))
+        is_written = any(p._version != old for (_, p), old in zip(self._named, self._versions, strict=True))
+        # fused optimizers, and those that write to p.data, change no version
+        is_idle = not is_written and (now is None or self._at_rest is None or torch.equal(now, self._at_rest))
+        self._has_changed = self._has_changed or not is_idle
         self._idle_steps = self._idle_steps + 1 if is_idle else 0
-        if self._steps == COVERED_STEPS and any(self._changed) and not all(self._changed):
-            names = [name for (name, _), was in zip(self._named, self._changed, strict=True) if not was]
-            more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-            told = ", ".join(names[:MOST_NAMED]) + more
+
+    def _see(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._held.update(id(p) for group in optimizer.param_groups for p in group["params"])
+
+    def _see_no_more(self) -> None:
+        if self._any_hook is not None:
+            self._any_hook.remove()
+            self._any_hook = None
+
+    def _tell_untrained(self) -> None:
+        names = [name for name, parameter in self._named if id(parameter) not in self._held]
+        if names:
+            told = ", ".join(names[:MOST_NAMED])
+            told += f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
             log.warning(UNTRAINED.format(names=told, number=len(self._named), steps=COVERED_STEPS))
 
 
