@@ -35,7 +35,7 @@ test: $(READY) ## everything that CI runs but lint
 
 quick: $(READY) ## lint, types, unit and property tests, a hundred seeds: under 90 seconds on two cores
 	@$(MAKE) -s -j2 -O lint quick-tests
-	@$(BIN)/p2pdiloco simulate --seeds 0-99
+	@$(BIN)/python -m tests.machine_sim --seeds 0-99
 
 quick-tests: $(READY)
 	@$(BIN)/python -m pytest $(TESTS) -m "not heavy" tests/unit tests/property
@@ -50,11 +50,11 @@ lint: $(READY) ## format, lint, types, layers
 	@$(BIN)/lint-imports
 
 simulate: $(READY) ## 10,000 seeds of the protocol, 1,000 of whole peers, fresh ones of both, every planted bug (half an hour)
-	@$(BIN)/p2pdiloco simulate --seeds 0-9999
-	@$(BIN)/p2pdiloco simulate --fresh 2000
-	@$(BIN)/p2pdiloco simulate --whole --seeds 0-999
-	@$(BIN)/p2pdiloco simulate --whole --fresh 200
-	@$(BIN)/p2pdiloco simulate --mutants
+	@$(BIN)/python -m tests.machine_sim --seeds 0-9999
+	@$(BIN)/python -m tests.machine_sim --fresh 2000
+	@$(BIN)/python -m tests.peer_sim --seeds 0-999
+	@$(BIN)/python -m tests.peer_sim --fresh 200
+	@$(BIN)/python -m tests.machine_sim --mutants
 
 fuzz: $(READY) ## every decoder of others' bytes, for SECONDS=600, with what is nearly well-formed
 	@$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),600)
@@ -66,7 +66,7 @@ mutants: $(READY) ## planted bugs, and SAMPLE mutants a package against the fast
 	@$(BIN)/python -m tests.mutation run --sample $(SAMPLE) --jobs 2 --json out/mutation/run.json --check
 
 chaos: $(READY) ## three minutes of kills, stops, cut and spoilt links to four peers, judged and drawn (out/chaos)
-	@$(BIN)/p2pdiloco chaos --plan quick --out out/chaos
+	@$(BIN)/python -m tests.chaos --plan quick --out out/chaos
 
 # Of every file on PyPI of the versions that were tested together. torch is not among them: its CPU builds have an index of their own.
 TOOLS := out/tools

@@ -76,7 +76,7 @@ def watch() -> Lines:
 
 def machine(seeds: range) -> None:
     """The machine alone, in mixed worlds and beside liars."""
-    from p2pdiloco.simulation.seeds import run_seed
+    from tests.machine_sim.seeds import run_seed
 
     for seed in seeds:
         run_seed(seed)
@@ -85,7 +85,7 @@ def machine(seeds: range) -> None:
 
 def whole(seeds: range) -> None:
     """Whole peers."""
-    from p2pdiloco.peersim import worker
+    from tests.peer_sim import worker
 
     worker.prepare(None)
     for _ in worker.outcomes(seeds):

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks import bench
-from p2pdiloco.chaos.swarm import Member, Swarm
+from p2pdiloco.demo.local_swarm import Member, Swarm
 from p2pdiloco.peer.write_budget import WriteBudget
 
 WARM_S = 60.0

@@ -7,7 +7,7 @@ three real peers: one after the other gets a spot notice at its metadata address
 SIGUSR1, and is started again on its folder.
 
 Rules of this file:
-1. Nothing else goes wrong: what faults do beside it is a matter of ``p2pdiloco simulate`` and ``chaos``.
+1. Nothing else goes wrong: what faults do beside it is a matter of ``python -m tests.machine_sim`` and ``chaos``.
 2. What is lost is not asked of the leaver alone. In a world it is what the marks of those who stay on lack of what the
    learner has trained; of real peers, what the commits that another one has heard lack of what the leaver reports.
 3. A peer has ``--leave-s`` to go (20 s), and is asked at the latest 5 s after a cloud's notice (``node/notices.py``).
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import bench
 from benchmarks.churn.processes import WAIT_S, toml, until
-from p2pdiloco.chaos.swarm import Member, Swarm
+from p2pdiloco.demo.local_swarm import Member, Swarm
 
 LEAVE_S = 20.0
 NOTICE_S = 30.0
@@ -60,7 +60,7 @@ class Left(NamedTuple):
 
 
 def in_worlds(seeds: range) -> list[tuple[int, Left]]:
-    """What came of them, in a process whose vectors are small (``peersim/knobs.py``)."""
+    """What came of them, in a process whose vectors are small (``tests/peer_sim/tuning.py``)."""
     command = [sys.executable, "-m", "benchmarks.churn.notice_world", *map(str, seeds)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     rows = [json.loads(line) for line in done.stdout.splitlines()]

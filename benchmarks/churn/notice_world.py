@@ -10,19 +10,19 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from p2pdiloco.peersim.worker import prepare
+from tests.peer_sim.worker import prepare
 
 if TYPE_CHECKING:
-    from p2pdiloco.peersim.world import World
     from p2pdiloco.protocol.identifiers import LearnerId, PeerId
+    from tests.peer_sim.world import World
 
 
 def in_world(seed: int) -> dict[str, Any] | None:
     """One world, whose leaver is drawn; None if it had nobody to lose, or nothing to merge it with."""
     import msgspec
 
-    from p2pdiloco.peersim.seeds import draw
-    from p2pdiloco.peersim.world import World
+    from tests.peer_sim.seeds import draw
+    from tests.peer_sim.world import World
 
     setting, chance = draw(seed)
     if len(setting.peers) < 2:

@@ -29,7 +29,7 @@ import uvloop
 
 from benchmarks import bench
 from benchmarks.churn.processes import toml
-from p2pdiloco.chaos.swarm import Member, Swarm
+from p2pdiloco.demo.local_swarm import Member, Swarm
 from p2pdiloco.node.lookup import (
     DirectoryOptions,
     dial_any,

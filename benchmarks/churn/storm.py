@@ -1,6 +1,6 @@
 """What a storm of faults costs the model: held-out loss of a chaos run against a calm run at the same tokens.
 
-    p2pdiloco chaos --plan half-hour --seed 7 --out out/storm
+    python -m tests.chaos --plan half-hour --seed 7 --out out/storm
     python -m benchmarks.churn.storm out/storm --json out/storm.jsonl --plot out/storm.png
 
 Reads a chaos run's folder, then starts the same run again with as many peers and no faults, until it has merged as many
@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks import bench
 from benchmarks.plots import figure
-from p2pdiloco.chaos.swarm import Swarm
+from p2pdiloco.demo.local_swarm import Swarm
 
 TAIL = 8
 """Evaluations that the line goes through."""

@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 
 from benchmarks import bench
-from p2pdiloco.chaos.swarm import JOINABLE, LOOPBACK, Member, Swarm
+from p2pdiloco.demo.local_swarm import JOINABLE, LOOPBACK, Member, Swarm
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.runtime import sockets
 from p2pdiloco.runtime.handler import Observer

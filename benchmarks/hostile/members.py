@@ -6,7 +6,7 @@ changed code, beside the same run without these.
 
 A row is an attack: the held-out loss that the honest founder measures, and the same of the run without liars when its
 peers have had as many honest tokens merged; how many honest tokens the run merged until its budget of tokens was spent.
-The lies are those of ``p2pdiloco.chaos.lies``; an attack that no liar has sent is an error.
+The lies are those of ``tests.chaos.byzantine``; an attack that no liar has sent is an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import bench
-from p2pdiloco.chaos.swarm import SENT_LIES, Member, Swarm
+from p2pdiloco.demo.local_swarm import Member, Swarm
+from tests.chaos.changed_peers import SENT_LIES, launch
 
 ATTACKS = ("tokens+flip", "tokens+noise", "flip", "noise", "tokens")
 STEP_TOKENS = 8 * 64
@@ -92,7 +93,7 @@ def run(out: Path, options: argparse.Namespace, honest: int, lies: Sequence[str]
         address = swarm.start_bootstrap()
         founder = swarm.start_founder("A", config, address)
         members = [founder, *(swarm.join(chr(ord("B") + i), address) for i in range(honest - 1))]
-        liars = [swarm.launch(f"liar-{i}", ["join", address], lies=names) for i, names in enumerate(lies)]
+        liars = [launch(swarm, f"liar-{i}", ["join", address], lies=names) for i, names in enumerate(lies)]
         deadline = time.monotonic() + options.timeout_s
         while founder.is_running:
             if time.monotonic() > deadline:

@@ -16,12 +16,11 @@ import msgspec
 from benchmarks import bench
 from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.identifiers import PeerId, RunId, ShardId
-from p2pdiloco.simulation.driver import PeerSetting
-from p2pdiloco.simulation.faults import FaultRates, draw_faults, schedule_faults
-from p2pdiloco.simulation.network import LinkQuality, NetworkSetting
-from p2pdiloco.simulation.shared_network import share_lines
-from p2pdiloco.simulation.uplinks import Bandwidth
-from p2pdiloco.simulation.world import World
+from tests.machine_sim.faults import FaultRates, draw_faults, schedule_faults
+from tests.machine_sim.network import LinkQuality, NetworkSetting
+from tests.machine_sim.process import PeerSetting
+from tests.machine_sim.shared_link_network import Bandwidth, share_lines
+from tests.machine_sim.world import World
 
 Figures = dict[str, float]
 PAYLOAD_BYTES = 531_000

@@ -23,9 +23,9 @@ from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId, ShardId
 from p2pdiloco.protocol.manifest import TensorSpec, make_layout
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.simulation.driver import PeerSetting
-from p2pdiloco.simulation.network import LinkQuality, NetworkSetting
-from p2pdiloco.simulation.world import World
+from tests.machine_sim.network import LinkQuality, NetworkSetting
+from tests.machine_sim.process import PeerSetting
+from tests.machine_sim.world import World
 
 
 def world_of(shards: int, fragments: int, peers: int) -> World:

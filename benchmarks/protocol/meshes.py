@@ -14,9 +14,9 @@ from random import Random
 from benchmarks import bench
 from benchmarks.protocol.churn import swarm
 from p2pdiloco.protocol.identifiers import PeerId, ShardId
-from p2pdiloco.simulation import meshes
-from p2pdiloco.simulation.meshes import Mesh
-from p2pdiloco.simulation.world import World
+from tests.machine_sim import topologies
+from tests.machine_sim.topologies import Mesh
+from tests.machine_sim.world import World
 
 Figures = dict[str, float]
 PEERS = 8
@@ -69,17 +69,17 @@ def measured(mesh: Callable[[Random, Sequence[PeerId]], Mesh], minutes: float, w
 
 
 MESHES: dict[str, Callable[[Random, Sequence[PeerId]], Mesh]] = {
-    "whole": lambda random, peers: meshes.WHOLE,
-    "95 % of pairs": lambda random, peers: meshes.share(random, peers, 0.95),
-    "90 % of pairs": lambda random, peers: meshes.share(random, peers, 0.9),
-    "80 % of pairs": lambda random, peers: meshes.share(random, peers, 0.8),
-    "70 % of pairs": lambda random, peers: meshes.share(random, peers, 0.7),
-    "50 % of pairs": lambda random, peers: meshes.share(random, peers, 0.5),
-    "30 % of pairs": lambda random, peers: meshes.share(random, peers, 0.3),
-    "1 public, others behind routers": lambda random, peers: meshes.behind_routers(peers, peers[:1]),
-    "2 public, others behind routers": lambda random, peers: meshes.behind_routers(peers, peers[:2]),
-    "2 groups and 1 that sees all": lambda random, peers: meshes.groups(random, peers, 2, 1),
-    "3 groups and 1 that sees all": lambda random, peers: meshes.groups(random, peers, 3, 1),
+    "whole": lambda random, peers: topologies.WHOLE,
+    "95 % of pairs": lambda random, peers: topologies.share(random, peers, 0.95),
+    "90 % of pairs": lambda random, peers: topologies.share(random, peers, 0.9),
+    "80 % of pairs": lambda random, peers: topologies.share(random, peers, 0.8),
+    "70 % of pairs": lambda random, peers: topologies.share(random, peers, 0.7),
+    "50 % of pairs": lambda random, peers: topologies.share(random, peers, 0.5),
+    "30 % of pairs": lambda random, peers: topologies.share(random, peers, 0.3),
+    "1 public, others behind routers": lambda random, peers: topologies.behind_routers(peers, peers[:1]),
+    "2 public, others behind routers": lambda random, peers: topologies.behind_routers(peers, peers[:2]),
+    "2 groups and 1 that sees all": lambda random, peers: topologies.groups(random, peers, 2, 1),
+    "3 groups and 1 that sees all": lambda random, peers: topologies.groups(random, peers, 3, 1),
 }
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.quality import claims, report, runner, sweeps, tie
-from p2pdiloco.chaos.swarm import SwarmError
+from p2pdiloco.demo.local_swarm import SwarmError
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -29,7 +29,7 @@ from benchmarks import record
 from benchmarks.quality.data import corpus, held_out_losses
 from benchmarks.quality.laboratory import Laboratory
 from benchmarks.quality.settings import Setting, to_row
-from p2pdiloco.chaos.swarm import Member, Swarm, SwarmError, marked
+from p2pdiloco.demo.local_swarm import Member, Swarm, SwarmError, marked
 from p2pdiloco.peer.checkpoint import load
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.training import NAME

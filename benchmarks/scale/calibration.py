@@ -28,6 +28,9 @@ from typing import Any
 import msgspec
 
 from benchmarks import bench
+from benchmarks.netbed.namespaces import TestbedError, kill_inside
+from benchmarks.netbed.testbed import Testbed
+from benchmarks.netbed.topology import address, find_topology, parse_topology
 from benchmarks.scale.calibration_peer import TOKENS, live, schedule_of
 from benchmarks.scale.sightings import Sightings, figures, gather
 from benchmarks.wan import sites
@@ -40,15 +43,11 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.manifest import Layout
-from p2pdiloco.simulation.driver import PeerSetting, Process
-from p2pdiloco.simulation.network import LinkQuality, NetworkSetting
-from p2pdiloco.simulation.shared_network import share_lines
-from p2pdiloco.simulation.transcript import Transcript
-from p2pdiloco.simulation.uplinks import PACKET_BYTES, PAYLOAD_SHARE, Bandwidth
-from p2pdiloco.simulation.world import World
-from p2pdiloco.testbed.namespaces import TestbedError, kill_inside
-from p2pdiloco.testbed.testbed import Testbed
-from p2pdiloco.testbed.topology import address, find_topology, parse_topology
+from tests.machine_sim.network import LinkQuality, NetworkSetting
+from tests.machine_sim.process import PeerSetting, Process
+from tests.machine_sim.shared_link_network import PACKET_BYTES, PAYLOAD_SHARE, Bandwidth, share_lines
+from tests.machine_sim.transcript import Transcript
+from tests.machine_sim.world import World
 
 WARM_UP_S = 30.0
 """Until every fragment has had a turn."""

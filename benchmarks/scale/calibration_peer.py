@@ -21,6 +21,7 @@ from random import Random
 import torch
 import uvloop
 
+from benchmarks.netbed import namespace_exec
 from benchmarks.scale.sightings import Sightings
 from benchmarks.wire import line
 from benchmarks.wire.exchange_peer import BLOCK, ExchangePeer, StandIn, block_of, run_of, until
@@ -32,7 +33,6 @@ from p2pdiloco.protocol.manifest import ScheduleConfig
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.testbed import inside
 from p2pdiloco.wire import link
 
 TOKENS = 1000
@@ -115,8 +115,8 @@ class CalibrationPeer(ExchangePeer):
 
 def live(namespace: str, config: line.Message, parent: Connection) -> None:
     """A process's whole life, in a site."""
-    inside.enter(namespace)
-    inside.own_sys()
+    namespace_exec.enter(namespace)
+    namespace_exec.own_sys()
     logs.configure("warning")
     torch.set_num_threads(1)
     try:

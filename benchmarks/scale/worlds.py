@@ -16,10 +16,10 @@ import msgspec
 from benchmarks.scale.islands import Constants, Island
 from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.identifiers import PeerId, RunId, ShardId
-from p2pdiloco.simulation import meshes
-from p2pdiloco.simulation.driver import PeerSetting
-from p2pdiloco.simulation.network import LinkQuality, NetworkSetting
-from p2pdiloco.simulation.world import World
+from tests.machine_sim import topologies
+from tests.machine_sim.network import LinkQuality, NetworkSetting
+from tests.machine_sim.process import PeerSetting
+from tests.machine_sim.world import World
 
 Figures = dict[str, float]
 STEP_S = 2.0
@@ -77,7 +77,7 @@ def make_world(
     )
     if has_hub:
         world.add(HUB, msgspec.structs.replace(setting, has_learner=False, weight=1.0), is_founder=True)
-        world.schedule(0.0, None, world.network.part, meshes.behind_routers([*names, HUB], [HUB]))
+        world.schedule(0.0, None, world.network.part, topologies.behind_routers([*names, HUB], [HUB]))
     for i, name in enumerate(names):
         world.add(name, setting, at=0.1 * i, is_founder=i == 0 and not has_hub)
     if isinstance(islands, dict):

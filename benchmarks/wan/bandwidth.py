@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import bench
+from benchmarks.netbed import verification
+from benchmarks.netbed.namespaces import TestbedError
+from benchmarks.netbed.testbed import Testbed
+from benchmarks.netbed.topology import SLOWEST_BPS, Change
 from benchmarks.wan import formula, plots, sites, task
 from benchmarks.wan.commits import Commits, commits_between
-from p2pdiloco.testbed import verification
-from p2pdiloco.testbed.namespaces import TestbedError
-from p2pdiloco.testbed.testbed import Testbed
-from p2pdiloco.testbed.topology import SLOWEST_BPS, Change
 
 WANTED = 0.95
 PEERS = 4

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import bench
+from benchmarks.netbed import testbed, trace, verification
+from benchmarks.netbed.namespaces import TestbedError
+from benchmarks.netbed.topology import Change
 from benchmarks.wan import plots, sites, task
 from benchmarks.wan.commits import events
 from benchmarks.wan.hardware import LONG, config_of
-from p2pdiloco.testbed import testbed, trace, verification
-from p2pdiloco.testbed.namespaces import TestbedError
-from p2pdiloco.testbed.topology import Change
 
 NAMES = ("west", "central", "south", "east", "cabin")
 LINES = (

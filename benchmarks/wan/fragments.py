@@ -25,11 +25,11 @@ from typing import Any
 import psutil
 
 from benchmarks import bench
+from benchmarks.netbed import verification
+from benchmarks.netbed.namespaces import TestbedError
+from benchmarks.netbed.testbed import Testbed
+from benchmarks.netbed.topology import Change
 from benchmarks.wan import formula, plots, sites
-from p2pdiloco.testbed import verification
-from p2pdiloco.testbed.namespaces import TestbedError
-from p2pdiloco.testbed.testbed import Testbed
-from p2pdiloco.testbed.topology import Change
 
 PEERS = 4
 LARGEST_ERROR = 0.25

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import bench
+from benchmarks.netbed.namespaces import TestbedError
+from benchmarks.netbed.testbed import Testbed
 from benchmarks.wan import figures, plots, sites, task
-from p2pdiloco.testbed.namespaces import TestbedError
-from p2pdiloco.testbed.testbed import Testbed
 
 TRAINERS = 4
 SITES = 6

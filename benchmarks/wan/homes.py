@@ -24,13 +24,13 @@ from typing import IO, Any, NamedTuple
 
 import msgspec
 
+from benchmarks.netbed.namespace_exec import command
+from benchmarks.netbed.namespaces import kill_inside
+from benchmarks.netbed.testbed import Testbed
+from benchmarks.netbed.topology import address, address6, find_topology
 from benchmarks.wan.sites import network, on_sigterm
 from p2pdiloco.node.guest import pause
 from p2pdiloco.protocol.identifiers import LearnerId, peer_of
-from p2pdiloco.testbed.inside import command
-from p2pdiloco.testbed.namespaces import kill_inside
-from p2pdiloco.testbed.testbed import Testbed
-from p2pdiloco.testbed.topology import address, address6, find_topology
 
 START_S = 90.0
 POLL_S = 0.1

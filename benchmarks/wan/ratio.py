@@ -9,7 +9,7 @@ units of a step they are 2.4 / ``step_s`` times as long as for the 12B run, whic
 
 from __future__ import annotations
 
-from p2pdiloco.testbed.topology import Topology, find_topology, parse_topology
+from benchmarks.netbed.topology import Topology, find_topology, parse_topology
 
 PAPER_PARAMETERS = 12e9
 PAPER_BYTES = 2

@@ -4,7 +4,7 @@ Rules of this file:
 1. One series: a testbed is made and measured (``must_agree``), lines are opened wide while workers find each other,
    which no figure contains, and are as asked for again before the first step.
 2. Whatever ends a program (SIGTERM included) takes its testbed down, and with it all that runs in it. After a SIGKILL
-   the workers die with it, and ``p2pdiloco bench clean``, or the next start, removes the rest.
+   the workers die with it, and ``python -m benchmarks.netbed clean``, or the next start, removes the rest.
 3. All of a worker's words are kept with who said them: ``Words``.
 """
 
@@ -26,11 +26,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from benchmarks.netbed import namespace_exec, testbed, verification
+from benchmarks.netbed.namespaces import kill_inside
+from benchmarks.netbed.testbed import Testbed
+from benchmarks.netbed.topology import Change, address
 from benchmarks.wire.baselines import environments
-from p2pdiloco.testbed import inside, testbed, verification
-from p2pdiloco.testbed.namespaces import kill_inside
-from p2pdiloco.testbed.testbed import Testbed
-from p2pdiloco.testbed.topology import Change, address
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 300.0
@@ -114,7 +114,7 @@ class Worker:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as errors:
             self.process = subprocess.Popen(
-                inside.command(made.site(site), [python, "-W", "ignore", "-m", module, json.dumps(config)]),
+                namespace_exec.command(made.site(site), [python, "-W", "ignore", "-m", module, json.dumps(config)]),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

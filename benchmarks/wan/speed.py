@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import bench
+from benchmarks.netbed.namespaces import TestbedError
+from benchmarks.netbed.topology import Topology
 from benchmarks.wan import figures, plots, ratio, sites, task
-from p2pdiloco.testbed.namespaces import TestbedError
-from p2pdiloco.testbed.topology import Topology
 
 SETTINGS: dict[str, dict[str, object]] = {
     "ddp": {"bucket_mb": 4, "gradients": "float32"},

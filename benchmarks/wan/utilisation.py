@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import bench
+from benchmarks.netbed import trace
+from benchmarks.netbed.namespaces import TestbedError
+from benchmarks.netbed.testbed import Testbed
+from benchmarks.netbed.topology import SHIPPED, Topology, find_topology, parse_topology
 from benchmarks.wan import formula, plots, sites, task
 from benchmarks.wan.commits import commits_between
-from p2pdiloco.testbed import trace
-from p2pdiloco.testbed.namespaces import TestbedError
-from p2pdiloco.testbed.testbed import Testbed
-from p2pdiloco.testbed.topology import SHIPPED, Topology, find_topology, parse_topology
 
 PEERS = 4
 FRAGMENTS = 24

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from benchmarks import bench
-from p2pdiloco.chaos.swarm import Swarm
+from p2pdiloco.demo.local_swarm import Swarm
 from p2pdiloco.node.foundation import find_run
 
 LIMIT_S = 120.0

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from benchmarks.watch.browser import browser
-from p2pdiloco.chaos.swarm import Swarm
+from p2pdiloco.demo.local_swarm import Swarm
 from p2pdiloco.node.foundation import find_run
 from p2pdiloco.runtime.invitation import LOOK_AT
 from p2pdiloco.watch.playback import Recording, player

@@ -11,7 +11,7 @@ the link would do so (``peer.codec_choice``). Each row has, over a window of ``-
 - ``link_share``: payload received, as a share of what the link carries of TCP payload. Bytes are pending all the time.
 
 Links: ``lo``, those of ``links`` (no delay), and ``long``: 1 Gbit/s, 100 ms round trip, 0.1 % loss each way, by
-``p2pdiloco.testbed``. Shaped links need root; their up budget is UP_SHARE of the link. The testbed's router takes part
+``benchmarks.netbed``. Shaped links need root; their up budget is UP_SHARE of the link. The testbed's router takes part
 of the two cores, so what the long path shows is a lower bound.
 """
 
@@ -157,8 +157,8 @@ def places(link: str) -> Iterator[list[links.Place]]:
         with links.network(link, 2) as found:
             yield found
         return
-    from p2pdiloco.testbed import testbed
-    from p2pdiloco.testbed.topology import address
+    from benchmarks.netbed import testbed
+    from benchmarks.netbed.topology import address
 
     made = testbed.up(LONG.encode())
     try:

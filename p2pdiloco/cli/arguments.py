@@ -321,7 +321,9 @@ def _add_peer(sub: argparse.ArgumentParser) -> None:
         help="numbers of /metrics every ten seconds to tensorboard:DIR, wandb:PROJECT, trackio:PROJECT or otlp:URL",
     )
     sub.add_argument("--learner", default="", metavar="NAME", help=argparse.SUPPRESS)  # p2pdiloco.DiLoCo's node
-    sub.add_argument("--journal", action="store_true", help="record every event, for p2pdiloco replay")
+    sub.add_argument(
+        "--journal", action="store_true", help="record every event, for python -m tests.machine_sim.replay"
+    )
 
 
 def _add_identity(sub: argparse.ArgumentParser) -> None:
@@ -373,10 +375,6 @@ COMMANDS = {
     "invite": Command("make an invite to a run of yours", _invite, is_quiet=True),
     "ban": Command("end a peer's membership, or an invite's and of all who came with it", _ban, is_quiet=True),
     "members": Command("show who is a member of this machine's runs, by whom, until when", _members, is_quiet=True),
-    "simulate": Command("prove the protocol in a simulated world", tools.simulate, is_quiet=True),
-    "chaos": Command("hurt a real swarm on this machine and judge what it makes of that", tools.chaos, is_quiet=True),
-    "replay": Command("tell or check a peer's journal", tools.replay, is_quiet=True),
-    "bench": Command("run commands on a throttled network of namespaces, measured first", tools.bench, is_quiet=True),
     "pause": Command("let this machine's peers rest, until told otherwise", _pause, is_quiet=True),
     "launch": Command("rent machines that join a run, through SkyPilot, within a budget", _launch, is_quiet=True),
     "completion": Command("print what completes p2pdiloco's words in a shell", _completion, is_quiet=True),

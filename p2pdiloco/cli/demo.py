@@ -11,8 +11,8 @@ import signal
 import sys
 from pathlib import Path
 
-from p2pdiloco.chaos.swarm import Swarm, SwarmError
 from p2pdiloco.cli.complaints import FAILED, INTERRUPTED, REPAIR, Complaint, complaining
+from p2pdiloco.demo.local_swarm import Swarm, SwarmError
 from p2pdiloco.demo.report import judge, make_report, print_report
 from p2pdiloco.demo.stage import play
 from p2pdiloco.node.foundation import decode_config, find_run, read_config

@@ -24,6 +24,14 @@ from p2pdiloco.cli.parser import Parser, meant
 from p2pdiloco.training import PASSIVE
 from p2pdiloco.version import VERSION
 
+MOVED = {
+    "simulate": "python -m tests.machine_sim, or python -m tests.peer_sim for --whole",
+    "chaos": "python -m tests.chaos",
+    "replay": "python -m tests.machine_sim.replay",
+    "bench": "python -m benchmarks.netbed",
+}
+"""Commands of the release before."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
@@ -33,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module = _load(arguments.command)
         if argv is None and hasattr(module, "prepare"):  # this process is the command, and nothing else
             module.prepare(arguments)
-        return _run(module.run, arguments)
+        return execute(module.run, arguments)
     except KeyboardInterrupt:  # while it is still being imported
         return INTERRUPTED
 
@@ -50,7 +58,28 @@ def _load(command: str) -> Any:
         gc.enable()
 
 
-def _run(run: Callable[[argparse.Namespace], Coroutine[None, None, int]], arguments: argparse.Namespace) -> int:
+def program(
+    prog: str,
+    doc: str | None,
+    add_arguments: Callable[[argparse.ArgumentParser], None],
+    run: Callable[[argparse.Namespace], Coroutine[None, None, int]],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Run a program of a clone, which is no command, with the errors, logs and exit statuses of the commands. ``doc``:
+    its module's."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = Parser(prog=prog, description=" ".join((doc or "").split(": ", 1)[-1].split()))
+    add_arguments(parser)
+    add_common_arguments(parser, is_quiet=True)
+    parser.check(words)
+    try:
+        return execute(run, parser.parse_args(words))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def execute(run: Callable[[argparse.Namespace], Coroutine[None, None, int]], arguments: argparse.Namespace) -> int:
+    """Run a command in an event loop; returns its exit status."""
     import asyncio  # which a typo does not wait for
 
     import uvloop
@@ -64,7 +93,7 @@ def _run(run: Callable[[argparse.Namespace], Coroutine[None, None, int]], argume
     except Complaint as error:
         print("p2pdiloco:", logs.printable(str(error), keeps="\n"), file=sys.stderr)
         return error.status
-    except BrokenPipeError:  # ``p2pdiloco replay ... | head``
+    except BrokenPipeError:  # ``p2pdiloco events ... | head``
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -94,6 +123,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     later = next((word for word in words if word in COMMANDS), None)
     if later and words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
         top.error(f"options come after the command: p2pdiloco {later} ...")
+    if chosen in MOVED:
+        top.error(f"{chosen} is a tool of this repository now, and no command: in a clone, {MOVED[chosen]}")
     if chosen is not None and chosen not in COMMANDS:
         top.error(f"there is no command {chosen}{meant(chosen, COMMANDS)}")
     for name, command in COMMANDS.items():

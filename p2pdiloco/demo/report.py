@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from p2pdiloco.chaos.swarm import Member, SwarmError
+from p2pdiloco.demo.local_swarm import Member, SwarmError
 from p2pdiloco.demo.picture import draw
 from p2pdiloco.demo.story import Story
 from p2pdiloco.peer.checkpoint import Checkpoint, load

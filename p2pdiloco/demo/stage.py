@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from p2pdiloco.chaos.swarm import Member, Swarm, SwarmError
+from p2pdiloco.demo.local_swarm import Member, Swarm, SwarmError
 from p2pdiloco.demo.story import Story
 from p2pdiloco.protocol.manifest import RunConfig
 from p2pdiloco.runtime.invitation import LOOK_AT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pdiloco.chaos.swarm import Member
+from p2pdiloco.demo.local_swarm import Member
 
 
 class Story:

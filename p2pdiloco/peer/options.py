@@ -108,4 +108,4 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     machine: MachineOptions = MachineOptions()
     watch: WatchOptions = WatchOptions()
     has_journal: bool = False
-    """Record every event for ``p2pdiloco replay``."""
+    """Record every event for ``python -m tests.machine_sim.replay``."""

@@ -99,7 +99,7 @@ class Journal:
                 self._flushed_at = time.monotonic()
 
 
-WHERE = "p2pdiloco replay reads STATE/RUN/journal.bin, which start and join write with --journal"
+WHERE = "python -m tests.machine_sim.replay reads STATE/RUN/journal.bin, which start and join write with --journal"
 
 
 class JournalError(Exception):

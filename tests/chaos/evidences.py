@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from p2pdiloco.chaos.evidence import Commit, Evidence, LearnerLife, Left, Life, PeerEvidence, Struck, Twin
-from p2pdiloco.chaos.plan import Fault, Plan, Schedule
 from p2pdiloco.protocol.manifest import InnerConfig, ModelConfig, RunConfig
+from tests.chaos.evidence import Commit, Evidence, LearnerLife, Left, Life, PeerEvidence, Struck, Twin
+from tests.chaos.schedule import Fault, Plan, Schedule
 
 BEGAN = 1000.0
 SETTLING, SETTLED, OVER = BEGAN + 60.0, BEGAN + 80.0, BEGAN + 90.0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pdiloco.chaos.swarm import Member, Swarm, marked
+from p2pdiloco.demo.local_swarm import Member, Swarm, marked
 
 GONE_S = 20.0
 POLL_S = 0.05
@@ -22,7 +22,7 @@ POLL_S = 0.05
 def test_three_minutes_of_chaos_keep_every_promise(tmp_path: Path) -> None:
     """``make chaos``, with a peer killed, stopped, cut off or spoilt every five seconds and all of them at once."""
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "p2pdiloco", "chaos", "--plan", "quick", "--out", str(out)]
+    command = [sys.executable, "-m", "tests.chaos", "--plan", "quick", "--out", str(out)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     summary = json.loads((out / "verdicts.json").read_text())
@@ -37,7 +37,7 @@ def test_a_swarm_whose_runner_is_killed_is_reaped_even_when_stopped(tmp_path: Pa
 
     swarm = Swarm(tmp_path)
     reaper = subprocess.Popen(
-        [sys.executable, "-m", "p2pdiloco.chaos.reaper", swarm.mark], stdin=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-m", "tests.chaos.reaper", swarm.mark], stdin=subprocess.PIPE, start_new_session=True
     )
     try:
         member = Command("still", ["bootstrap", "--listen", "/ip4/127.0.0.1/tcp/0"], tmp_path / "still", swarm.mark)

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from evidences import BEGAN, OVER, PLAN, SAID, SETTLED, SETTLING, TOKENS, commits, evidence, peer, struck, with_peer
 
-from p2pdiloco.chaos.evidence import Evidence, EvidenceError, HostilePeer, LearnerLife, Life, Twin, read_evidence
-from p2pdiloco.chaos.judge import goodput, judge, quiet_windows
-from p2pdiloco.chaos.plan import Least, Oddities
-from p2pdiloco.chaos.timeline import draw
+from tests.chaos.checks import goodput, judge, quiet_windows
+from tests.chaos.evidence import Evidence, EvidenceError, HostilePeer, LearnerLife, Life, Twin, read_evidence
+from tests.chaos.schedule import Least, Oddities
+from tests.chaos.timeline import draw
 
 LEFT = peer("A").left
 LIFE = peer("A").lives[0]

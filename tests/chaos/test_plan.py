@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from p2pdiloco.chaos import lies
-from p2pdiloco.chaos.plan import (
+from tests.chaos import byzantine
+from tests.chaos.schedule import (
     BLACKOUT_CALM_S,
     COUNTED,
     LEARNER_LIVES,
@@ -116,5 +116,5 @@ def test_an_unknown_plan_is_answered_with_those_that_there_are() -> None:
 
 
 def test_each_lie_of_a_plan_is_one_that_changed_code_tells() -> None:
-    assert lies.LIES.keys() == LIES
+    assert byzantine.LIES.keys() == LIES
     assert COUNTED < LIES

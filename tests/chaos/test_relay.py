@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from p2pdiloco.chaos.relay import HELD_BYTES, STRANGER, Network, slow_down
+from tests.chaos.fault_proxy import HELD_BYTES, STRANGER, Network, slow_down
 
 HOST = "127.0.0.1"
 SOON_S = 5.0

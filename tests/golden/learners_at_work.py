@@ -1,11 +1,11 @@
 """Prints the picture of a learner's life, as its peer sees it in worlds of whole peers, which want a process of their
-own (``p2pdiloco.peersim.worker``)."""
+own (``tests.peer_sim.worker``)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from p2pdiloco.peersim.worker import outcomes, prepare
+from tests.peer_sim.worker import outcomes, prepare
 
 if TYPE_CHECKING:
     from p2pdiloco.peer.supervision import Ward

@@ -16,7 +16,7 @@ from watch import attributes_of, calls_of
 from p2pdiloco.net.closure import Closure
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.protocol.machine import Machine
-from p2pdiloco.simulation.seeds import run_seed
+from tests.machine_sim.seeds import run_seed
 
 PAGE = Path(__file__).parents[2] / "docs" / "states.md"
 

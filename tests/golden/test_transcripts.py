@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pdiloco.simulation.scenarios import STORIES, transcript
+from tests.machine_sim.scenarios import STORIES, transcript
 
 HERE = Path(__file__).parent
 

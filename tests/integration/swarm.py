@@ -13,7 +13,7 @@ import psutil
 from forked import begin
 from waiting import wait_until
 
-from p2pdiloco.chaos.swarm import Member, Swarm
+from p2pdiloco.demo.local_swarm import Member, Swarm
 from p2pdiloco.protocol.identifiers import LearnerId, peer_of
 from p2pdiloco.training import NAME
 

@@ -23,7 +23,7 @@ from swarm import (
 )
 from waiting import until as until_in_loop
 
-from p2pdiloco.chaos.swarm import Member
+from p2pdiloco.demo.local_swarm import Member
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.lookup import list_runs
 from p2pdiloco.peer.signatures import signed

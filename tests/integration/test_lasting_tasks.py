@@ -15,7 +15,7 @@ import pytest
 from swarm import START_S, advance, contributes, ended, learner_of, swarm_in, until, write_config
 from waiting import wait_until
 
-from p2pdiloco.chaos.swarm import Member
+from p2pdiloco.demo.local_swarm import Member
 
 FAILING_ROSTER = """
 import sys

@@ -13,7 +13,7 @@ from forked import run
 from swarm import PEER, START_S, advance, contributes, ended, log_lines, swarm_in, until, write_config
 from waiting import wait_until
 
-from p2pdiloco.chaos.swarm import Member
+from p2pdiloco.demo.local_swarm import Member
 from p2pdiloco.net.doors import JoinersDoor
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.credentials import Credentials, accepted, invite_key, make_invite

@@ -21,6 +21,7 @@ import pytest
 from stands import directory_with, stand
 from swarm import PEER, write_corpus
 
+from benchmarks.netbed import namespaces
 from p2pdiloco.cli import doctor, top
 from p2pdiloco.cli.main import main
 from p2pdiloco.net.doors import MembersDoor
@@ -42,7 +43,6 @@ from p2pdiloco.runtime import refusals
 from p2pdiloco.runtime.files import lock
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.shared_clock import SharedClock
-from p2pdiloco.testbed import namespaces
 from p2pdiloco.training import sources
 from p2pdiloco.watch import exporter
 from p2pdiloco.watch.server import PageServer

@@ -9,7 +9,7 @@ import pytest
 from swarm import advance, children_of, ended, log_lines, swarm_in, until, wait_gone, write_config
 from waiting import wait_until
 
-from p2pdiloco.chaos.swarm import Member, Swarm
+from p2pdiloco.demo.local_swarm import Member, Swarm
 from p2pdiloco.peer.checkpoint import load
 
 REPAIR = 2

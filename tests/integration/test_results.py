@@ -11,7 +11,7 @@ from forked import run
 from swarm import PEER, START_S, ended, learners_held, log_lines, report_of, swarm_in, write_config
 from waiting import wait_until
 
-from p2pdiloco.chaos.swarm import Member
+from p2pdiloco.demo.local_swarm import Member
 from p2pdiloco.peer.checkpoint import load
 from p2pdiloco.runtime.invitation import INVITED
 

@@ -29,7 +29,7 @@ from swarm import PEER, swarm_in
 from waiting import wait_until
 
 from p2pdiloco import participation
-from p2pdiloco.chaos.swarm import Member
+from p2pdiloco.demo.local_swarm import Member
 from p2pdiloco.runtime.invitation import INVITED, invited_with
 from p2pdiloco.wire.invites import is_invite
 

@@ -30,7 +30,7 @@ from swarm import (
     write_config,
 )
 
-from p2pdiloco.chaos.swarm import Member
+from p2pdiloco.demo.local_swarm import Member
 from p2pdiloco.peer.checkpoint import load
 from p2pdiloco.protocol.events import Stepped
 from p2pdiloco.protocol.identifiers import LearnerId
@@ -102,7 +102,7 @@ def run_folder(member: Member) -> Path:
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_the_hash_seed_changes_no_decision(complete: list[Member], seed: str) -> None:
     journal = run_folder(complete[0]) / "journal.bin"
-    command = [sys.executable, "-m", "p2pdiloco", "replay", "--check", str(journal)]
+    command = [sys.executable, "-m", "tests.machine_sim.replay", "--check", str(journal)]
     done = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "replay to the same effects" in done.stdout

@@ -9,7 +9,7 @@ import pytest
 from swarm import advance, contributes, ended, log_lines, swarm_in, until, write_config
 from waiting import wait_until
 
-from p2pdiloco.chaos.swarm import Member, Swarm
+from p2pdiloco.demo.local_swarm import Member, Swarm
 
 REPAIR = 2
 RESOLVED_S = 60.0

@@ -2,7 +2,7 @@
 
     run       sample mutants of packages, print the score and the survivors
     again     judge a run's survivors again, after tests were written
-    planted   every bug of p2pdiloco/simulation/planted*.py against the tests that must kill it
+    planted   every bug of tests/seeded_bugs against the tests that must kill it
     check     what CI does: mutants that tests once killed must still die, and a fresh sample is told
     accept    take runs' JSON files into the baseline
 
@@ -19,14 +19,14 @@ import time
 from pathlib import Path
 from random import Random
 
-from p2pdiloco.simulation import planted, planted_rules
-from p2pdiloco.simulation.planter import plant
 from tests.mutation import baseline
 from tests.mutation.gate import PACKAGES, Result, ScoreCard, judge_again, judge_sample, reach_of
 from tests.mutation.reach import SUITES
 from tests.mutation.workers import Job, Verdict, import_slow, judge
+from tests.seeded_bugs import peer, protocol
+from tests.seeded_bugs.inject import plant
 
-BUGS = planted.BUGS + planted_rules.BUGS
+BUGS = peer.BUGS + protocol.BUGS
 PLANTED_S = 60.0
 FRESH_LEAST = 3
 

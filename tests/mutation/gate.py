@@ -7,10 +7,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from p2pdiloco.simulation.planter import change_on_import
 from tests.mutation.operators import Mutant, mutants_of, mutated
 from tests.mutation.reach import SUITES, Reach, find_reach, suites_of
 from tests.mutation.workers import ROOT, SEED, Job, Verdict, judge
+from tests.seeded_bugs.inject import change_on_import
 
 PACKAGES = {
     "protocol": ("p2pdiloco/protocol/*.py",),

@@ -83,12 +83,12 @@ def _trace(names: list[str], suites: list[str], seeds: range, place: Path) -> No
     sys.stdout = sys.stderr = log
     tracer = Tracer(names)
     tracer.begin(IMPORT)
-    import p2pdiloco.simulation.seeds  # noqa: F401
+    import tests.machine_sim.seeds  # noqa: F401
 
     fate = run_tests(suites, tracer)
     if fate[0] != "survived":
         raise RuntimeError(f"the tests must pass before mutants are made: {fate}")
-    from p2pdiloco.simulation.seeds import run_seed
+    from tests.machine_sim.seeds import run_seed
 
     for seed in seeds:
         tracer.begin(f"{SEED}{seed}")

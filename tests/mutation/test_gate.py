@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from p2pdiloco.simulation import planted, planted_rules
-from p2pdiloco.simulation.planter import Bug, PlantingError, change_on_import, plant, planted_source, source_of
 from tests.mutation.operators import mutants_of, mutated
+from tests.seeded_bugs import peer, protocol
+from tests.seeded_bugs.inject import Bug, PlantingError, change_on_import, plant, planted_source, source_of
 
-BUGS = planted.BUGS + planted_rules.BUGS
+BUGS = peer.BUGS + protocol.BUGS
 ROOT = Path(__file__).parents[2]
 SOURCE = """
 from __future__ import annotations
@@ -82,7 +82,7 @@ def test_a_bug_that_no_longer_fits_is_an_error() -> None:
 
 def test_a_bug_in_a_module_that_is_imported_already_is_an_error() -> None:
     with pytest.raises(PlantingError, match="imported already"):
-        change_on_import("p2pdiloco.simulation.planted", lambda source: source)
+        change_on_import("tests.seeded_bugs.peer", lambda source: source)
 
 
 def test_mutants_are_single_changes_with_names_of_their_own() -> None:

@@ -221,7 +221,7 @@ def run_tests(tests: Sequence[str], *plugins: object) -> tuple[str, str]:
 
 def is_seed_clean(seed: int) -> bool:
     """Run one seed of the simulator; a crash counts as found."""
-    from p2pdiloco.simulation.seeds import run_seed
+    from tests.machine_sim.seeds import run_seed
 
     try:
         outcome = run_seed(seed)

@@ -130,10 +130,10 @@ def _learn(arguments: list[str], descriptors: dict[str, int]) -> None:
 def _command_in(
     namespace: str, change: Callable[[], None], arguments: list[str], told: int, environment: dict[str, str]
 ) -> None:
-    from p2pdiloco.testbed import inside
+    from benchmarks.netbed import namespace_exec
 
-    inside.enter(namespace)
-    inside.own_sys()
+    namespace_exec.enter(namespace)
+    namespace_exec.own_sys()
     change()
     _command(arguments, told, told, environment)
 

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from p2pdiloco.protocol.identifiers import PeerId
-from p2pdiloco.simulation.driver import PeerSetting
-from p2pdiloco.simulation.network import LinkQuality
-from p2pdiloco.simulation.scenarios import base_config, make_world
-from p2pdiloco.simulation.transcript import Transcript
+from tests.machine_sim.network import LinkQuality
+from tests.machine_sim.process import PeerSetting
+from tests.machine_sim.scenarios import base_config, make_world
+from tests.machine_sim.transcript import Transcript
 
 NAMES = [PeerId(f"p{i}") for i in range(4)]
 NAME = st.sampled_from(NAMES)

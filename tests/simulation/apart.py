@@ -1,7 +1,7 @@
 """``python tests/simulation/apart.py PEERS DIES_AT BACK_AT MAJORITY``: whole peers, of which all but one never meet.
 
 That one dies and comes back at these times (seconds; 0: never). Prints what was violated, how each ended, how many
-models and forks there are, as JSON. In a process of its own, as all whole peers (``peersim.knobs``).
+models and forks there are, as JSON. In a process of its own, as all whole peers (``tests.peer_sim.tuning``).
 
 ``python tests/simulation/apart.py stalls SEEDS``: worlds of two to four peers that all meet, in which some stand still
 for 4 to 20 seconds when the run ends. Prints each as a line of JSON.
@@ -14,14 +14,14 @@ import sys
 from functools import partial
 from random import Random
 
-from p2pdiloco.peersim.worker import prepare
+from tests.peer_sim.worker import prepare
 
 prepare(None)
 
-from p2pdiloco.peersim.computer import PeerSetting  # noqa: E402
-from p2pdiloco.peersim.world import World, WorldSetting  # noqa: E402
 from p2pdiloco.protocol.identifiers import PeerId  # noqa: E402
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, ScheduleConfig  # noqa: E402
+from tests.peer_sim.machine import PeerSetting  # noqa: E402
+from tests.peer_sim.world import World, WorldSetting  # noqa: E402
 
 STEPS = 240
 SETTLED_S = 10.0

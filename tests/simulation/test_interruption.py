@@ -15,7 +15,7 @@ from tests.integration.waiting import wait_until
 
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_ctrl_c_ends_it_at_once(jobs: str) -> None:
-    command = [sys.executable, "-m", "p2pdiloco", "simulate", "--fresh", "100000", "--jobs", jobs]
+    command = [sys.executable, "-m", "tests.machine_sim", "--fresh", "100000", "--jobs", jobs]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
         try:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from p2pdiloco.cli.simulate import fresh_seeds
-from p2pdiloco.simulation.mutants import MUTANTS, planted
-from p2pdiloco.simulation.report import SimulationReport, command_for, find_mutants, simulate
-from p2pdiloco.simulation.seeds import run_seed
+from tests.machine_sim.__main__ import fresh_seeds
+from tests.machine_sim.report import SimulationReport, command_for, find_mutants, simulate
+from tests.machine_sim.seeds import run_seed
+from tests.seeded_bugs.mutants import MUTANTS, planted
 
 SEEDS = 1000
 FRESH = 100
@@ -24,8 +24,8 @@ REGRESSIONS, FINDERS = WRITTEN["seed"], WRITTEN["finds"]
 TRACE = """
 import sys
 from p2pdiloco.protocol.identifiers import digest_of
-from p2pdiloco.simulation.seeds import run_seed
-from p2pdiloco.simulation.transcript import Transcript
+from tests.machine_sim.seeds import run_seed
+from tests.machine_sim.transcript import Transcript
 transcript = Transcript()
 outcome = run_seed(int(sys.argv[1]), transcript)
 print(digest_of("\\n".join(transcript.lines).encode()), outcome.events)

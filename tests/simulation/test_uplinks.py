@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from p2pdiloco.simulation.report import simulate
-from p2pdiloco.simulation.uplinks import Parcel, Uplink
+from tests.machine_sim.report import simulate
+from tests.machine_sim.shared_link_network import Parcel, Uplink
 
 JOBS = min(2, os.cpu_count() or 1)
 

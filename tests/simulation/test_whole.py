@@ -11,10 +11,10 @@ from typing import get_args
 
 import pytest
 
-from p2pdiloco.cli.simulate import fresh_seeds
-from p2pdiloco.peersim import report
-from p2pdiloco.peersim.faults import FirstKind, FurtherKind, LateKind, RoughKind
-from p2pdiloco.peersim.report import PRIVATE, ROUGH, BugFound, Outcome
+from tests.machine_sim.__main__ import fresh_seeds
+from tests.peer_sim import report
+from tests.peer_sim.faults import FirstKind, FurtherKind, LateKind, RoughKind
+from tests.peer_sim.report import PRIVATE, ROUGH, BugFound, Outcome
 
 JOBS = os.cpu_count() or 1
 FIXED = range(80)
@@ -39,7 +39,7 @@ def found() -> dict[int, Outcome]:
 
 
 def broken(found: Iterable[Outcome]) -> list[str]:
-    return [f"p2pdiloco simulate --whole --seeds {o.seed}: {o.violations[0]}" for o in found if o.violations]
+    return [f"python -m tests.peer_sim --seeds {o.seed}: {o.violations[0]}" for o in found if o.violations]
 
 
 @pytest.mark.timeout(600)
@@ -94,7 +94,7 @@ def test_a_seed_is_the_same_world_whoever_runs_it(found: dict[int, Outcome]) -> 
 
 @pytest.mark.timeout(300)
 def test_planted_bugs_are_hunted() -> None:
-    """Of those that rough worlds find soon, three; all of them: ``simulate --whole --mutants``."""
+    """Of those that rough worlds find soon, three; all of them: ``python -m tests.peer_sim --mutants``."""
 
     async def hunt() -> list[BugFound]:
         return [bug async for bug in report.hunt(OBVIOUS, range(ROUGH, ROUGH + 16), jobs=JOBS)]

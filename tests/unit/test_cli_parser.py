@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.netbed import __main__ as netbed
 from p2pdiloco.cli.arguments import COMMANDS
 from p2pdiloco.cli.complaints import FAILED, INTERRUPTED, NOBODY_THERE, REPAIR
 from p2pdiloco.cli.main import main
@@ -26,12 +27,13 @@ def complaint(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     ("words", "sentence"),
     [
         (("strat",), "there is no command strat: did you mean start?"),
-        (("replya", "FILE"), "did you mean replay?"),
+        (("evnets", "FILE"), "did you mean events?"),
         (("xyzzy",), "there is no command xyzzy\n"),
-        (("simulate", "--sedes", "1-9"), "there is no option --sedes: did you mean --seeds?"),
-        (("simulate", "--sedes=1-9"), "there is no option --sedes: did you mean --seeds?"),
-        (("replay", "--xyzzy"), "there is no option --xyzzy\n"),
-        (("bench", "lnik"), "lnik"),
+        (("demo", "--setps", "9"), "there is no option --setps: did you mean --steps?"),
+        (("demo", "--setps=9"), "there is no option --setps: did you mean --steps?"),
+        (("events", "--xyzzy"), "there is no option --xyzzy\n"),
+        (("simulate", "--seeds", "1-9"), "in a clone, python -m tests.machine_sim"),
+        (("bench", "link"), "in a clone, python -m benchmarks.netbed"),
     ],
 )
 def test_a_typo_is_answered_with_what_is_near(
@@ -43,11 +45,13 @@ def test_a_typo_is_answered_with_what_is_near(
 
 
 def test_what_follows_two_dashes_is_not_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no option" not in complaint(capsys, "bench", "nothing", "--", "ls", "--sedes")
+    with pytest.raises(SystemExit):
+        netbed.main(["nothing", "--", "ls", "--sedes"])
+    assert "no option" not in capsys.readouterr().err
 
 
 def test_an_abbreviated_option_is_no_typo(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no option" not in complaint(capsys, "simulate", "--scenari", "nothing")
+    assert "no option" not in complaint(capsys, "demo", "--time-limi", "nothing")
 
 
 def test_it_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:

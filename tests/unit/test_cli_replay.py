@@ -1,4 +1,4 @@
-"""``p2pdiloco replay``: a journal told and checked."""
+"""``python -m tests.machine_sim.replay``: a journal told and checked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from p2pdiloco.cli.main import main
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.chain import genesis_head
@@ -16,6 +15,7 @@ from p2pdiloco.protocol.effects import Effect
 from p2pdiloco.protocol.identifiers import Digest, PeerId, RunId, ShardId
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.runtime.journal import Journal, read_journal
+from tests.machine_sim.replay import main
 
 pytestmark = pytest.mark.usefixtures("own_logging")
 
@@ -48,7 +48,7 @@ def write(path: Path, *, wrong_at: int | None = None) -> None:
 
 def test_a_journal_is_told_in_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "journal.bin")
-    assert main(["replay", str(tmp_path / "journal.bin")]) == 0
+    assert main([str(tmp_path / "journal.bin")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("   0.000 Y4RgvC: started with s0v0")
     assert "(join: all 1 shards are here, at global step 0)" in lines[1]
@@ -80,7 +80,7 @@ def test_other_peers_words_steer_no_terminal_and_forge_no_line(
     option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hostile(tmp_path / "journal.bin", wrong_at=5)
-    assert main(["replay", *option, str(tmp_path / "journal.bin")]) == (1 if option == ["--check"] else 0)
+    assert main([*option, str(tmp_path / "journal.bin")]) == (1 if option == ["--check"] else 0)
     captured = capsys.readouterr()
     lines = (captured.out + captured.err).split("\n")
     assert sum("ok" in line for line in lines) >= (1 if option == ["--check"] else 4)
@@ -92,14 +92,14 @@ def test_a_journal_that_was_cut_by_a_kill_is_told_to_there(tmp_path: Path, capsy
     path = tmp_path / "journal.bin"
     write(path)
     path.write_bytes(path.read_bytes()[:-3])
-    assert main(["replay", "--check", str(path)]) == 0
+    assert main(["--check", str(path)]) == 0
     assert capsys.readouterr().out.startswith("2 events over 1.0 s replay to the same effects")
 
 
 def test_the_first_difference_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "journal.bin"
     write(path, wrong_at=2)
-    assert main(["replay", "--check", str(path)]) == 1
+    assert main(["--check", str(path)]) == 1
     told = capsys.readouterr().err.splitlines()
     assert told[0].startswith("p2pdiloco: event 3 has other effects than the peer recorded")
     assert "Y4RgvC: leave requested: enough" in told[1]
@@ -109,7 +109,7 @@ def test_an_entry_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str
     path = tmp_path / "journal.bin"
     write(path)
     path.write_bytes(path.read_bytes() + b"\0\0\0\2\x92\x01")
-    assert main(["replay", str(path)]) == 2
+    assert main([str(path)]) == 2
     assert "entry 4 cannot be read" in capsys.readouterr().err
 
 

@@ -68,7 +68,7 @@ def test_who_interrupts_a_command_before_it_has_begun_sees_no_traceback(monkeypa
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "_load", interrupted)
-    assert cli.main(["simulate"]) == 130
+    assert cli.main(["pause"]) == 130
 
 
 ASKING = """
@@ -77,7 +77,7 @@ signal.alarm(60)  # rather than wait for ever
 from p2pdiloco.cli import main, peer
 async def run(arguments):
     return 7 if peer.ask("really? ") is None else 8
-sys.exit(main._run(run, argparse.Namespace(log_level="info", log_format="text")))
+sys.exit(main.execute(run, argparse.Namespace(log_level="info", log_format="text")))
 """
 
 

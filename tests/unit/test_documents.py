@@ -82,6 +82,10 @@ def test_a_command_is_one_that_can_be_typed(
     assert not said or is_named, said
 
 
+SHARED = (ROOT / "benchmarks" / "bench.py", ROOT / "tests" / "machine_sim" / "arguments.py")
+"""Options of several programs."""
+
+
 @pytest.mark.parametrize("mention", typed("python -m"), ids=lambda one: f"{one.document}: {one.text}")
 def test_a_module_is_there_and_has_those_options(mention: Mention) -> None:
     words = words_of(mention.text)[2:]
@@ -91,7 +95,7 @@ def test_a_module_is_there_and_has_those_options(mention: Mention) -> None:
     assert spec is not None, words[0]
     folders = [Path(place) for place in spec.submodule_search_locations or [Path(str(spec.origin)).parent]]
     sources = [path for folder in folders for path in folder.glob("*.py")]
-    source = "".join(path.read_text() for path in [*sources, ROOT / "benchmarks" / "bench.py"])
+    source = "".join(path.read_text() for path in [*sources, *SHARED])
     for option in (word.partition("=")[0] for word in words[1:] if word.startswith("--")):
         assert f'"{option}"' in source, option
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
-from p2pdiloco.simulation import planted, planted_rules
+from tests.seeded_bugs import peer, protocol
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "p2pdiloco"
@@ -22,15 +22,11 @@ TWO_SIDES = """
 """
 """Classes of one name and one meaning in two places: what the machine says and what its learner is told, a world that
 is real and one that is simulated."""
-TWO_MEANINGS = "Blocks Chain Decoder Known Link Links Part Piece Question Role Standing Status"
+TWO_MEANINGS = "Blocks Chain Decoder Links Part Piece Question Role Standing"
 """Classes of one name and two meanings, still."""
 CIRCLES = {
     frozenset({"training.island", "training.outer_link"}),
     frozenset(f"net.{name}" for name in ["agenda", "connection", "conversation", "events", "requests", "commons"]),
-    frozenset(f"simulation.{name}" for name in ["checkers", "driver", "learner", "network", "transcript", "world"]),
-    frozenset(
-        f"peersim.{name}" for name in ["checkers", "directory", "durability", "host", "learner", "network", "world"]
-    ),
 }
 """Modules that know each other's types, still."""
 SHELLS = {
@@ -145,7 +141,7 @@ def reachable(start: str, imports: dict[str, set[str]]) -> set[str]:
 
 
 def test_each_planted_bug_fits_its_module_and_names_tests_that_are_there() -> None:
-    for bug in (*planted.BUGS, *planted_rules.BUGS):
+    for bug in (*peer.BUGS, *protocol.BUGS):
         assert (ROOT / (bug.module.replace(".", "/") + ".py")).read_text().count(bug.old) == 1, bug.name
         for test in bug.killed_by:
             path, _, name = test.partition("::")
@@ -154,7 +150,7 @@ def test_each_planted_bug_fits_its_module_and_names_tests_that_are_there() -> No
 
 def test_a_planted_bug_names_nothing_that_is_not_there(tmp_path: Path) -> None:
     """Else every test finds it, whatever it tests."""
-    for number, bug in enumerate((*planted.BUGS, *planted_rules.BUGS)):
+    for number, bug in enumerate((*peer.BUGS, *protocol.BUGS)):
         text = (ROOT / (bug.module.replace(".", "/") + ".py")).read_text().replace(bug.old, bug.new)
         (tmp_path / f"bug{number}.py").write_text(f"# {bug.name}\n{text}")
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821,F823", str(tmp_path)]

@@ -11,10 +11,10 @@ import pytest
 from actors import make_manifest
 
 from p2pdiloco.node.announcement import FEW, PAUSE_MOST_S, PAUSE_S, Announcement
-from p2pdiloco.peersim.loop import VirtualLoop
 from p2pdiloco.protocol.identifiers import RunId
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.wire.records import RunRecord
+from tests.peer_sim.loop import VirtualLoop
 
 MANIFEST = make_manifest(1000)
 HOUR_S = 3600.0

@@ -10,13 +10,13 @@ import pytest
 
 from p2pdiloco.net.dials import A_MINUTE
 from p2pdiloco.node.ladder import ADDRESSES, Ladder, dialable
-from p2pdiloco.peersim.loop import VirtualLoop
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.runtime.dialler import Dialler
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.rendezvous import Rendezvous
 from p2pdiloco.runtime.transport import DialError, PeerRefused, Transport
 from p2pdiloco.wire.records import PeerRecord
+from tests.peer_sim.loop import VirtualLoop
 
 BOB = Identity.ephemeral().peer_id
 HOME, WORLD, SIX, LOOP = (

@@ -17,13 +17,13 @@ from p2pdiloco.node.curiosity import FEW
 from p2pdiloco.node.fellowship import Fellowship
 from p2pdiloco.node.ladder import Ladder
 from p2pdiloco.node.roster import LEFT_S, RECORD_LIFE_S, Roster
-from p2pdiloco.peersim.loop import VirtualLoop
 from p2pdiloco.protocol.identifiers import PeerId, RunId
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.transport import DialError, RequestError, RequestRefused, Transport
 from p2pdiloco.wire.bodies import encode
 from p2pdiloco.wire.introductions import Reachable, decode_introduction
 from p2pdiloco.wire.records import PeerRecord
+from tests.peer_sim.loop import VirtualLoop
 
 ME, BOB, WATCHER, RUN = PeerId("me"), PeerId("bob"), PeerId("watcher"), RunId("run")
 HUB, PUB = "/ip4/1.1.1.1/tcp/1/p2p/hub", "/ip4/2.2.2.2/tcp/1/p2p/pub"

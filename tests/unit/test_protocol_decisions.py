@@ -12,7 +12,7 @@ from p2pdiloco.protocol.ledger import STAY, Ledger, Walk
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.ownership import ranked_owners
 from p2pdiloco.protocol.quorum import QuorumView, decide, grace_window_s
-from p2pdiloco.simulation.scenarios import base_config
+from tests.machine_sim.scenarios import base_config
 
 RUN = RunId("run")
 

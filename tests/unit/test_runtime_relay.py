@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from p2pdiloco.peersim.loop import VirtualLoop
 from p2pdiloco.runtime import relay
 from p2pdiloco.runtime.relay import Budget
+from tests.peer_sim.loop import VirtualLoop
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:

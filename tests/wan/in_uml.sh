@@ -9,8 +9,8 @@ echo "UML-BEGIN $(uname -r)"
 cd "$here/../.." || exit 1
 "$UML_PYTHON" tests/wan/uml_modules.py load
 ip link set lo up
-"$UML_PYTHON" -m p2pdiloco bench probe &&
-  "$UML_PYTHON" -m p2pdiloco bench link tests/wan/lossy.toml --engine netem &&
-  "$UML_PYTHON" -m p2pdiloco bench clean
+"$UML_PYTHON" -m benchmarks.netbed probe &&
+  "$UML_PYTHON" -m benchmarks.netbed link tests/wan/lossy.toml --engine netem &&
+  "$UML_PYTHON" -m benchmarks.netbed clean
 echo "UML-RC $?"
 "$UML_PYTHON" tests/wan/uml_modules.py off

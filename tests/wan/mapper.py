@@ -12,7 +12,7 @@ import socket
 import struct
 import sys
 
-from p2pdiloco.testbed.premises import INSIDE, forward, stop_forwarding
+from benchmarks.netbed.nat_routers import INSIDE, forward, stop_forwarding
 
 PORT = 5351
 HELD: dict[int, tuple[str, int]] = {}

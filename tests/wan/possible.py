@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from p2pdiloco.testbed.kernel import choose_engine, probe
-from p2pdiloco.testbed.namespaces import TestbedError
+from benchmarks.netbed.kernel_features import choose_engine, probe
+from benchmarks.netbed.namespaces import TestbedError
 
 
 def why_not(*needed: Callable[[], object]) -> str:

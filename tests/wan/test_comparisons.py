@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from benchmarks import bench
+from benchmarks.netbed.namespaces import TestbedError, listed, need_root, processes_in
+from benchmarks.netbed.topology import parse_topology
 from benchmarks.wan import day, figures, formula, ratio, sites, task, utilisation
 from benchmarks.wan.pace import COMPUTE_SHARE, Pace, backward_end, forward_end
-from p2pdiloco.testbed.namespaces import TestbedError, listed, need_root, processes_in
-from p2pdiloco.testbed.topology import parse_topology
 
 ROOT = Path(__file__).parents[2]
 

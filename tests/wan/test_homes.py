@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from possible import why_not
 
+from benchmarks.netbed.namespaces import TestbedError
 from benchmarks.wan.homes import train
 from benchmarks.wan.sites import network
-from p2pdiloco.testbed.namespaces import TestbedError
 
 pytestmark = pytest.mark.xdist_group("wan")  # namespaces are the machine's
 

@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from p2pdiloco.testbed.inprocess import HOST, SEGMENT_BYTES, InProcess, Line, verify_in_process
-from p2pdiloco.testbed.topology import parse_topology
+from benchmarks.netbed.tcp_relays import HOST, SEGMENT_BYTES, InProcess, Line, verify_in_process
+from benchmarks.netbed.topology import parse_topology
 
 MEASURES = os.environ.get("P2PDILOCO_MEASURE") == "1"
 TWO = parse_topology(

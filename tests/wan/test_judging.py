@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from p2pdiloco.testbed.kernel import Kernel, choose_engine
-from p2pdiloco.testbed.namespaces import TestbedError
-from p2pdiloco.testbed.queues import burst_bytes, queue_bytes
-from p2pdiloco.testbed.report import matrix
-from p2pdiloco.testbed.topology import parse_topology
-from p2pdiloco.testbed.verification import down_flows, loss_check, path_checks, rate_check, up_flows
+from benchmarks.netbed.kernel_features import Kernel, choose_engine
+from benchmarks.netbed.namespaces import TestbedError
+from benchmarks.netbed.qdisc import burst_bytes, queue_bytes
+from benchmarks.netbed.report import matrix
+from benchmarks.netbed.topology import parse_topology
+from benchmarks.netbed.verification import down_flows, loss_check, path_checks, rate_check, up_flows
 
 THREE = parse_topology(
     'name = "x"\n[defaults]\nup = "50mbit"\ndown = "200mbit"\n[[site]]\nname = "a"\n[[site]]\nname = "b"\n'

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from p2pdiloco.testbed import testbed as testbeds
-from p2pdiloco.testbed.inside import command
-from p2pdiloco.testbed.namespaces import TestbedError
-from p2pdiloco.testbed.testbed import Testbed
-from p2pdiloco.testbed.topology import address
+from benchmarks.netbed import testbed as testbeds
+from benchmarks.netbed.namespace_exec import command
+from benchmarks.netbed.namespaces import TestbedError
+from benchmarks.netbed.testbed import Testbed
+from benchmarks.netbed.topology import address
 
 pytestmark = pytest.mark.xdist_group("wan")  # namespaces are the machine's
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import hasty
 import pytest
 
+from benchmarks.netbed.namespaces import TestbedError, configure, interface
+from benchmarks.netbed.nat_routers import INSIDE, OUT
+from benchmarks.netbed.testbed import Testbed
 from benchmarks.wan.homes import Home, gathered, wait_for
 from benchmarks.wan.sites import network
-from p2pdiloco.testbed.namespaces import TestbedError, configure, interface
-from p2pdiloco.testbed.premises import INSIDE, OUT
-from p2pdiloco.testbed.testbed import Testbed
 
 pytestmark = [pytest.mark.xdist_group("wan"), pytest.mark.heavy]  # namespaces are the machine's
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import hasty
 import pytest
 
+from benchmarks.netbed.namespaces import TestbedError
+from benchmarks.netbed.topology import TopologyError, address, address6, parse_topology
 from benchmarks.wan.homes import gathered
 from benchmarks.wan.sites import network
-from p2pdiloco.testbed.namespaces import TestbedError
-from p2pdiloco.testbed.topology import TopologyError, address, address6, parse_topology
 
 pytestmark = [pytest.mark.xdist_group("wan"), pytest.mark.heavy]  # namespaces are the machine's
 

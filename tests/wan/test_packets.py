@@ -6,8 +6,7 @@ import struct
 
 import pytest
 
-from p2pdiloco.testbed.router import Way, _Queue
-from p2pdiloco.testbed.segments import checksum, count, destination, without
+from benchmarks.netbed.router import Way, _Queue, checksum, count, destination, without
 
 pytestmark = pytest.mark.xdist_group("wan")  # namespaces are the machine's
 

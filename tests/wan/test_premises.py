@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 from possible import why_not
 
-from p2pdiloco.testbed import testbed as testbeds
-from p2pdiloco.testbed.inside import command
-from p2pdiloco.testbed.testbed import Testbed
-from p2pdiloco.testbed.topology import SHIPPED, TopologyError, address, parse_topology
+from benchmarks.netbed import testbed as testbeds
+from benchmarks.netbed.namespace_exec import command
+from benchmarks.netbed.testbed import Testbed
+from benchmarks.netbed.topology import SHIPPED, TopologyError, address, parse_topology
 
 pytestmark = pytest.mark.xdist_group("wan")  # namespaces are the machine's
 

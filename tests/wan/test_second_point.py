@@ -12,10 +12,10 @@ from pathlib import Path
 import hasty
 import pytest
 
+from benchmarks.netbed.namespaces import TestbedError, processes_in
+from benchmarks.netbed.topology import address
 from benchmarks.wan.homes import START_S, Home, gathered, wait_for
 from benchmarks.wan.sites import network
-from p2pdiloco.testbed.namespaces import TestbedError, processes_in
-from p2pdiloco.testbed.topology import address
 
 pytestmark = [pytest.mark.xdist_group("wan"), pytest.mark.heavy]  # namespaces are the machine's
 

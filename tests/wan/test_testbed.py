@@ -17,14 +17,14 @@ import psutil
 import pytest
 from possible import why_not
 
-from p2pdiloco.cli.main import main
-from p2pdiloco.testbed import testbed as testbeds
-from p2pdiloco.testbed.inside import command
-from p2pdiloco.testbed.measure import Flow, arriving
-from p2pdiloco.testbed.namespaces import TestbedError, configure, create, listed, processes_in, remove
-from p2pdiloco.testbed.queues import set_bucket
-from p2pdiloco.testbed.trace import play
-from p2pdiloco.testbed.verification import LinkOffError, must_agree
+from benchmarks.netbed import testbed as testbeds
+from benchmarks.netbed.__main__ import main
+from benchmarks.netbed.measure import Flow, arriving
+from benchmarks.netbed.namespace_exec import command
+from benchmarks.netbed.namespaces import TestbedError, configure, create, listed, processes_in, remove
+from benchmarks.netbed.qdisc import set_bucket
+from benchmarks.netbed.trace import play
+from benchmarks.netbed.verification import LinkOffError, must_agree
 
 pytestmark = pytest.mark.xdist_group("wan")  # namespaces are the machine's
 
@@ -84,7 +84,7 @@ def ours() -> list[str]:
 
 
 def bench(*words: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "p2pdiloco", "bench", *words]
+    argv = [sys.executable, "-m", "benchmarks.netbed", *words]
     return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -168,7 +168,7 @@ def test_a_change_changes_the_link():
 def test_after_sigkill_clean_leaves_nothing(file, moment):
     if set(listed()) - set(ours()):
         pytest.skip("a testbed is up here, and clean would remove it")
-    argv = [sys.executable, "-m", "p2pdiloco", "bench", "exec", "--unverified", file, "a", "--"]
+    argv = [sys.executable, "-m", "benchmarks.netbed", "exec", "--unverified", file, "a", "--"]
     inner = (
         "import subprocess, time; subprocess.Popen(['sleep', '1000']); print('running', flush=True); time.sleep(1000)"
     )
@@ -218,7 +218,7 @@ def test_what_takes_long_to_die_is_dead_when_its_namespace_is_removed():
 @needs_kernel
 @pytest.mark.usefixtures("alone")
 def test_sigterm_ends_the_command_and_takes_all_down(file):
-    argv = [sys.executable, "-m", "p2pdiloco", "bench", "exec", "--unverified", file, "a", "--", "sh", "-c"]
+    argv = [sys.executable, "-m", "benchmarks.netbed", "exec", "--unverified", file, "a", "--", "sh", "-c"]
     tool = subprocess.Popen([*argv, "echo running; exec sleep 1000"], stdout=subprocess.PIPE)
     try:
         assert tool.stdout.readline() == b"running\n"
@@ -246,7 +246,7 @@ def test_without_root_it_says_so(action, file, monkeypatch, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        assert main(["bench", action, *([] if action in ("clean", "probe") else [file])]) == 2
+        assert main([action, *([] if action in ("clean", "probe") else [file])]) == 2
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

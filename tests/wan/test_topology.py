@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from p2pdiloco.testbed.topology import (
-    SHIPPED,
-    Change,
-    TopologyError,
-    changed,
-    find_topology,
-    parse_topology,
-    rate_text,
-)
-from p2pdiloco.testbed.trace import sentence
+from benchmarks.netbed.topology import SHIPPED, Change, TopologyError, changed, find_topology, parse_topology, rate_text
+from benchmarks.netbed.trace import sentence
 
 TWO = 'name = "two"\n[[site]]\nname = "a"\nup = "50mbit"\n[[site]]\nname = "b"\n'
 

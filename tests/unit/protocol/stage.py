@@ -21,7 +21,7 @@ from p2pdiloco.protocol.counted_tokens import NOTHING_USUAL, UsualTokens
 from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, RunId, ShardId, digest_of, learner_id
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.ownership import ranked_owners
-from p2pdiloco.simulation.scenarios import base_config
+from tests.machine_sim.scenarios import base_config
 
 A, B, C, D = (PeerId(name) for name in "abcd")
 SHARD = ShardId(0)

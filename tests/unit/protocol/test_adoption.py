@@ -15,8 +15,8 @@ from p2pdiloco.protocol.chain import MARK_LIFE_LOGS
 from p2pdiloco.protocol.identifiers import FragmentId
 from p2pdiloco.protocol.log_requests import MAX_COMMITS_SENT
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head
-from p2pdiloco.simulation.driver import PeerSetting
-from p2pdiloco.simulation.scenarios import P0, P1, base_config, make_world
+from tests.machine_sim.process import PeerSetting
+from tests.machine_sim.scenarios import P0, P1, base_config, make_world
 
 
 def heavy(head: Head, by: int = 1000) -> Head:

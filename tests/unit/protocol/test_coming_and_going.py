@@ -14,8 +14,8 @@ from p2pdiloco.protocol.chain import genesis_head
 from p2pdiloco.protocol.identifiers import PeerId, RunId, ShardId
 from p2pdiloco.protocol.limits import Sizes
 from p2pdiloco.protocol.messages import Head
-from p2pdiloco.simulation.driver import PeerSetting
-from p2pdiloco.simulation.scenarios import base_config, make_world
+from tests.machine_sim.process import PeerSetting
+from tests.machine_sim.scenarios import base_config, make_world
 
 THREE = ((ShardId(0), ShardId(1), ShardId(2)),)
 

@@ -15,7 +15,7 @@ from p2pdiloco.protocol.equivocations import PROOFS_MOST, TERM
 from p2pdiloco.protocol.identifiers import PeerId
 from p2pdiloco.protocol.merges import OWN_TRIES
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.simulation.report import simulate
+from tests.machine_sim.report import simulate
 
 FAILED = ev.Failed("apply", SHARD, None, "no memory")
 

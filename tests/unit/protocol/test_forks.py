@@ -11,9 +11,9 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.chain import Chain, is_heavier
 from p2pdiloco.protocol.messages import Head
-from p2pdiloco.simulation.driver import PeerSetting
-from p2pdiloco.simulation.network import LinkQuality
-from p2pdiloco.simulation.scenarios import P0, P1, P2, base_config, make_world
+from tests.machine_sim.network import LinkQuality
+from tests.machine_sim.process import PeerSetting
+from tests.machine_sim.scenarios import P0, P1, P2, base_config, make_world
 
 
 def test_a_chain_is_a_value_that_its_head_determines() -> None:

@@ -17,11 +17,11 @@ from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.identifiers import Digest, PeerId
 from p2pdiloco.protocol.messages import CommitHeader, commit_id
-from p2pdiloco.simulation.driver import PeerSetting, Process
-from p2pdiloco.simulation.scenarios import P0, P1, P2, P3, base_config, make_world
-from p2pdiloco.simulation.shards import value_of
-from p2pdiloco.simulation.transcript import Transcript
-from p2pdiloco.simulation.world import World
+from tests.machine_sim.integer_shards import value_of
+from tests.machine_sim.process import PeerSetting, Process
+from tests.machine_sim.scenarios import P0, P1, P2, P3, base_config, make_world
+from tests.machine_sim.transcript import Transcript
+from tests.machine_sim.world import World
 
 PEERS = (P0, P1, P2, P3)
 STEP_S = 0.2

@@ -10,8 +10,8 @@ from stage import BEAT, A, B, C, Stage, only, sent, tokens
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.simulation.driver import PeerSetting
-from p2pdiloco.simulation.scenarios import P0, P1, P2, base_config, make_world
+from tests.machine_sim.process import PeerSetting
+from tests.machine_sim.scenarios import P0, P1, P2, base_config, make_world
 
 
 def test_a_peer_is_live_only_while_it_is_connected() -> None:

@@ -16,7 +16,7 @@ from p2pdiloco.protocol.events import Mark
 from p2pdiloco.protocol.identifiers import PeerId, RunId, ShardId, learner_id
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.simulation.report import simulate
+from tests.machine_sim.report import simulate
 
 RUN = RunId("run")
 ANN, BOB = Identity.ephemeral(), Identity.ephemeral()

@@ -8,9 +8,9 @@ from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.identifiers import FragmentId, ShardId
-from p2pdiloco.simulation.driver import PeerSetting
-from p2pdiloco.simulation.learner import Copy
-from p2pdiloco.simulation.scenarios import P0, P1, P2, P3, base_config, make_world
+from tests.machine_sim.learner import Copy
+from tests.machine_sim.process import PeerSetting
+from tests.machine_sim.scenarios import P0, P1, P2, P3, base_config, make_world
 
 TWO_SHARDS = ((ShardId(0), ShardId(1)),)
 

@@ -1,0 +1,329 @@
+"""A swarm of real processes on this machine, started with the commands that a user types, and what each peer's own
+event log says about it. The demo, the chaos runs and the integration tests are made of these.
+
+Rules of this file:
+1. Every process carries the swarm's mark in its environment, so that what is left of it can be counted, and ended.
+2. They die with whoever started them, even by SIGKILL (Linux); a stopped one needs ``reaper.py``.
+3. A clock is wrong where ``wrong_clock/`` comes first in a process's import path: Python's, which is what a peer's
+   program reads; nothing else of the machine, and nothing of ours is changed for it.
+4. A peer's folder outlives its processes: the next process on it is the same peer. What the next one would overwrite
+   (journal, report) is kept under a number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from p2pdiloco.runtime.invitation import INVITED
+from p2pdiloco.runtime.parent import die_with_parent
+
+MARK = "P2PDILOCO_SWARM"
+"""Environment variable that every process of one swarm inherits."""
+"""Read by changed_code/sitecustomize.py alone."""
+START_S = 60.0
+STOP_S = 30.0
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+JOINABLE = "p2pdiloco join "
+"""What a bootstrap node says before its address."""
+
+
+class SwarmError(Exception):
+    """The swarm cannot go on; the message is for the person in front of it."""
+
+
+class View:
+    """What one peer's ``metrics.jsonl`` has told so far."""
+
+    def __init__(self) -> None:
+        self.peer = ""
+        self.step = 0
+        self.version = 0
+        self.tokens = 0
+        self.merged_tokens = 0
+        self.loss: float | None = None
+        self.blocked_s = 0.0
+        self.live = 1
+        self.sent_bytes = 0
+        self.current_at = 0.0
+        """Unix time at which it last had a whole state."""
+        self.began_training_at = 0.0
+        """Unix time of its learner's first word; 0: none yet."""
+        self.trained_at = 0.0
+        """Unix time of its learner's last word."""
+        self.held_out: list[tuple[float, float, int]] = []
+        """(Unix time, loss, version)"""
+        self.commits: list[dict[str, Any]] = []
+
+    def take(self, line: dict[str, Any]) -> None:
+        """One line of the event log."""
+        match line["event"]:
+            case "started":
+                self.peer = line["peer"]
+            case "current":
+                self.current_at = line["time"]
+            case "progress":
+                self.trained_at = line["time"]
+                self.began_training_at = self.began_training_at or self.trained_at
+                self.tokens, self.loss, self.blocked_s = line["tokens"], line["loss"], line["blocked_s"]
+                self.step, self.sent_bytes = max(self.step, line["step"]), line["sent_bytes"]
+            case "peers":
+                self.live = line["live"]
+            case "evaluation":
+                self.held_out.append((line["time"], line["loss"], line["version"]))
+            case "commit":
+                self.step = max(self.step, line["step"])
+                if line["shard"] == 0:
+                    self.version, self.merged_tokens = line["version"], line["tokens"]
+                    self.commits.append(line)
+            case _:
+                pass
+
+
+class Member:
+    """One process of the swarm."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        folder: Path,
+        mark: str,
+        environment: Mapping[str, str] | None = None,
+        clock_off_s: float = 0.0,
+    ) -> None:
+        """``environment``: variables that its process has besides this one's. ``clock_off_s``: how far its wall clock
+        is ahead, so that the times in its event log can be compared with ours."""
+        self.name = name
+        self.folder = folder
+        self.log_path = folder / "log.txt"
+        self.view = View()
+        self.was_killed = False
+        self.began_unix = time.time()
+        self._clock_off_s = clock_off_s
+        self._read: dict[Path, int] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        self._log_began = self.log_path.stat().st_size if self.log_path.exists() else 0
+        with open(self.log_path, "ab") as log:
+            variables = {**os.environ, MARK: mark, **(environment or {})}
+            self.process = self.begin([*arguments, "--state", str(folder)], log, variables)
+
+    @staticmethod
+    def begin(arguments: Sequence[str], log: IO[bytes], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        """Start the command that is its process."""
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "p2pdiloco", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,  # Ctrl+C reaches whoever started it, who then ends it
+            preexec_fn=die_with_parent,
+        )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its node process is there."""
+        return self.process.poll() is None
+
+    @property
+    def status(self) -> int | None:
+        """Exit status of its node process."""
+        return self.process.poll()
+
+    @property
+    def ended_badly(self) -> bool:
+        """Whether it ended otherwise than it should."""
+        return not self.was_killed and self.process.poll() not in (None, 0)
+
+    def kill(self) -> None:
+        """SIGKILL to the node process, nothing else: learner and daemon must notice by themselves."""
+        self.was_killed = True
+        self.process.kill()
+        self.process.wait()
+
+    def run_folder(self) -> Path | None:
+        """Where this peer writes about the run, once it does."""
+        found = sorted(self.folder.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+        return found[-1].parent if found else None
+
+    def said(self, text: str) -> str | None:
+        """The first line with ``text`` in what this process told its user."""
+        with open(self.log_path, "rb") as log:
+            log.seek(self._log_began)
+            lines = log.read().decode(errors="replace").splitlines()
+        return next((line for line in lines if text in line), None)
+
+    def refresh(self) -> None:
+        """Read what is new in its event log."""
+        folder = self.run_folder()
+        if folder is None:
+            return
+        with open(folder / "metrics.jsonl", "rb") as file:
+            if os.fstat(file.fileno()).st_size < self._read.get(folder, 0):
+                self._read[folder] = 0  # it was moved aside, and another one begun
+            file.seek(self._read.get(folder, 0))
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read[folder] = self._read.get(folder, 0) + len(whole)
+        for line in whole.splitlines():
+            with contextlib.suppress(ValueError):  # torn by a kill or a full disk
+                event = json.loads(line)
+                self.view.take({**event, "time": event["time"] - self._clock_off_s})
+
+    def report(self) -> dict[str, Any] | None:
+        """What it wrote at its end."""
+        folder = self.run_folder()
+        path = None if folder is None else folder / "report.json"
+        return None if path is None or not path.exists() else json.loads(path.read_bytes())
+
+    def line(self) -> str:
+        """Where it stands, for people."""
+        view = self.view
+        state = "killed" if self.was_killed else "training" if self.is_running else "done"
+        loss = "-" if view.loss is None else f"{view.loss:.3f}"
+        return (
+            f"    {self.name}  {state:<9} version {view.version:>3}  loss {loss:>6}  {view.tokens:>9,} tokens  "
+            f"{view.live} live  blocked {view.blocked_s:.3f} s"
+        )
+
+
+OPEN = ("--access", "open")
+"""Everybody joins by the bootstrap node's address."""
+
+
+class Swarm:
+    """All processes of one swarm. ``options`` are every peer's, beside those of its command."""
+
+    def __init__(self, out: Path, options: Sequence[str] = ()) -> None:
+        self.out = out
+        self.members: list[Member] = []
+        self.bootstrap: Member
+        self.mark = uuid.uuid4().hex
+        self._options = tuple(options)
+        self._started = False
+
+    def __getitem__(self, name: str) -> Member:
+        return next(m for m in reversed(self.members) if m.name == name)
+
+    def launch_bootstrap(self) -> Member:
+        """Start the bootstrap node, which will say ``JOINABLE`` and its address."""
+        self.bootstrap = Member("bootstrap", ["bootstrap", "--listen", LOOPBACK], self.out / "bootstrap", self.mark)
+        self._started = True
+        return self.bootstrap
+
+    def start_bootstrap(self) -> str:
+        """Start the bootstrap node and wait for it; returns the address that it prints."""
+        return self._wait_for(self.launch_bootstrap(), JOINABLE).split()[-1]
+
+    def start_founder(self, name: str, config: Path, address: str, *more: str) -> Member:
+        """Start the peer that founds the run, and wait until it can be joined. ``more``: further options."""
+        member = self.launch(name, ["start", str(config), *OPEN, "--bootstrap", address], *more)
+        self._wait_for(member, INVITED)
+        return member
+
+    def join(self, name: str, address: str, *more: str) -> Member:
+        """Start a peer that knows one address."""
+        return self.launch(name, ["join", address], *more)
+
+    def launch(
+        self,
+        name: str,
+        command: Sequence[str],
+        *more: str,
+        environment: Mapping[str, str] | None = None,
+        clock_off_s: float = 0.0,
+    ) -> Member:
+        """Start a peer, or start it again on its folder: it then takes the place of the process that was. The last two
+        arguments are ``Member``'s."""
+        folder = self.out / f"peer-{name}"
+        _keep_what_is_there(folder)
+        listen = () if "--listen" in more else ("--listen", LOOPBACK)
+        words = [*command, *_PEER, *listen, *self._options, *more]
+        member = Member(name, words, folder, self.mark, environment, clock_off_s)
+        self.members.append(member)
+        return member
+
+    def _wait_for(self, member: Member, text: str) -> str:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            if (line := member.said(text)) is not None:
+                return line
+            if not member.is_running:
+                break
+            time.sleep(0.1)
+        tail = "\n".join(member.log_path.read_text().splitlines()[-5:])
+        raise SwarmError(f"{member.name} did not start (status {member.status}), its log ends with:\n{tail}")
+
+    def stop(self) -> None:
+        """Ask everything to leave in order; what has not after a while is killed."""
+        everyone = [*self.members, *([self.bootstrap] if self._started else [])]
+        for member in everyone:
+            if member.is_running:
+                member.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + STOP_S
+        for member in everyone:
+            try:
+                member.process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                member.process.kill()
+                member.process.wait()
+            member.refresh()
+        self.wait_until_alone()
+
+    def wait_until_alone(self) -> None:
+        """Children that notice their parent's end by themselves get a moment to do so."""
+        deadline = time.monotonic() + 5.0
+        while self.leftovers() and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    def leftovers(self) -> list[str]:
+        """Processes of this swarm that still run."""
+        return [f"{process.pid} {_name(process)}" for process in marked(self.mark)]
+
+    def kill_leftovers(self) -> None:
+        """Nothing of the swarm survives it."""
+        for process in marked(self.mark):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """The processes that bear a swarm's mark, but for our own and the dead that nobody has reaped."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            is_ours = process.pid != os.getpid() and process.environ().get(MARK) == mark
+            if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return str(process.name())
+    except psutil.Error:
+        return "gone"
+
+
+def _keep_what_is_there(folder: Path) -> None:
+    for path in (*folder.glob("*/journal.bin"), *folder.glob("*/report.json")):
+        number = 1 + len(list(path.parent.glob(f"{path.stem}-*{path.suffix}")))
+        path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))
+
+
+_PEER = ["--host_maddrs", LOOPBACK, "--threads", "1", "--leave-s", "10", "--reattach-s", "0"]
+_PEER += ["--stay-s", "0", "--page", "off"]

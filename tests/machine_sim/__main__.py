@@ -1,0 +1,105 @@
+"""``python -m tests.machine_sim``: Drive the protocol of real peers through a simulated world of faults, one world a
+seed. The last line is a JSON object; exit status 1 on a violation. With --mutants: plant each known bug and name the
+first seed that finds it; exit status 1 if one survives."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+from p2pdiloco.cli.complaints import FAILED
+from p2pdiloco.cli.main import program
+from tests.machine_sim.arguments import add_seeds, seeds_of
+from tests.machine_sim.report import find_mutants, look_for_garbage_seldom, simulate
+from tests.machine_sim.scenarios import STORIES, transcript
+from tests.machine_sim.seed_world import MIXED, SCENARIOS
+from tests.seeded_bugs.mutants import MUTANTS
+
+MUTANT_SEEDS = range(1000)
+"""Those of the normal test run."""
+BATCH = 250
+"""Seeds between two progress lines."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program; returns its exit status."""
+    return program("python -m tests.machine_sim", __doc__, add_arguments, run, argv)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What can be typed."""
+    add_seeds(parser)
+    parser.add_argument("--scenario", choices=[MIXED, *SCENARIOS], default=MIXED, help="kinds of faults (default: all)")
+    parser.add_argument("--story", choices=sorted(STORIES), help="tell one scripted situation instead of running seeds")
+    parser.add_argument(
+        "--mutants", action="store_true", help="plant each known bug, and name the first seed that finds it"
+    )
+
+
+async def run(arguments: argparse.Namespace) -> int:
+    """Run and report."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end_at_once)  # what the loop has for them waits for a loop that waits for the seeds
+    seeds = seeds_of(arguments)
+    if arguments.story:
+        print(transcript(arguments.story), end="")
+        return 0
+    if arguments.mutants:
+        return _mutants(arguments.jobs, is_json=arguments.json)
+    return _seeds(seeds, arguments.scenario, arguments.jobs, is_json=arguments.json)
+
+
+def _end_at_once(*_: object) -> NoReturn:
+    """Nothing is written that would have to be finished. The pool's thread would tell of the workers that it misses."""
+    threading.excepthook = lambda _: None
+    for process in multiprocessing.active_children():
+        process.kill()
+    raise KeyboardInterrupt
+
+
+def _batches(seeds: range) -> Iterator[range]:
+    for first in range(seeds.start, seeds.stop, BATCH):
+        yield range(first, min(first + BATCH, seeds.stop))
+
+
+def _seeds(seeds: range, scenario: str, jobs: int, *, is_json: bool) -> int:
+    total: dict[str, float] = {"seeds": 0, "events": 0, "violations": 0, "tokens_lost": 0}
+    seconds = 0.0
+    look_for_garbage_seldom()
+    for batch in _batches(seeds):
+        report = simulate(batch, scenario, jobs=jobs)
+        seconds += report.seconds
+        for key, value in report.summary().items():
+            if key in total:
+                total[key] += value
+        for violation in report.violations:
+            print(f"seed {violation.seed}: {violation.sentence}\n  repeat: {violation.command}", file=sys.stderr)
+        if not is_json and len(seeds) > BATCH:
+            print(
+                f"{total['seeds']:>7,} seeds  {total['events']:>13,} events  {total['violations']} violations",
+                flush=True,
+            )
+    total["events_per_second"] = round(total["events"] / seconds) if seconds else 0
+    print(json.dumps(total))
+    return FAILED if total["violations"] or total["tokens_lost"] else 0
+
+
+def _mutants(jobs: int, *, is_json: bool) -> int:
+    found = find_mutants(MUTANT_SEEDS, jobs=jobs)
+    if not is_json:
+        for mutant in found:
+            first = "SURVIVED" if mutant.seed is None else f"seed {mutant.seed:>4}"
+            print(f"{mutant.mutant:<42} {first:<10} {mutant.sentence[:90]}")
+    survivors = [mutant.mutant for mutant in found if mutant.seed is None]
+    print(json.dumps({"mutants": len(MUTANTS), "survivors": survivors}))
+    return FAILED if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,358 @@
+"""The simulated network: connections between pairs of processes, and what can go wrong with them.
+
+Rules of this file:
+1. Messages without a payload keep their order on a connection. Messages with one share its bandwidth and may overtake
+   each other and the rest, as chunked streams do.
+2. A cut direction holds messages back (the transport resends); when the cut lasts, the connection breaks, and each end
+   notices at its own time. What was under way on a broken connection is lost.
+3. A broken pair dials again until it meets. The directory only decides when the first dial is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from p2pdiloco.protocol.events import Contradicted, PeerConnected, PeerDisconnected, Received
+from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
+from p2pdiloco.protocol.messages import Commit, CommitHeader, Contribution, Message
+from tests.machine_sim.integer_shards import Payload
+from tests.machine_sim.topologies import WHOLE, Mesh, Pair, pair_of
+
+if TYPE_CHECKING:
+    from tests.machine_sim.process import Process
+    from tests.machine_sim.world import World
+
+NO_PAYLOAD = Digest("")
+OUTBOX_S = 3.0
+"""Payloads that would wait longer than this to be sent are dropped: outboxes are bounded."""
+
+STATE_BYTES_PER_S = 2e4
+"""No path is slower for states."""
+
+
+def payload_named(message: Message) -> Digest:
+    """The payload that travels with ``message``; empty if none does."""
+    match message:
+        case Commit():
+            return message.header.payload
+        case Contribution():
+            return message.payload
+        case _:
+            return NO_PAYLOAD
+
+
+class LinkQuality(msgspec.Struct, frozen=True, kw_only=True):
+    """One direction of one pair."""
+
+    delay_s: float = 0.02
+    jitter_s: float = 0.005
+    bytes_per_s: float = 1e7
+
+
+class NetworkSetting(msgspec.Struct, frozen=True, kw_only=True):
+    """Rates that hold for the whole network while faults last."""
+
+    duplicated_share: float = 0.0
+    """Of messages, delivered a second time."""
+    patience_s: float = 8.0
+    """How long a cut may last before connections break."""
+    redial_s: float = 1.0
+    silent_close_share: float = 0.0
+    """Of breaks, those that one end learns much later."""
+
+
+class Delivery(msgspec.Struct, gc=False):
+    """A message under way."""
+
+    link: Link
+    message: Message
+    payload: Payload | None
+
+
+class Connection:
+    """One authenticated connection."""
+
+    __slots__ = ("is_open",)
+
+    def __init__(self) -> None:
+        self.is_open = True
+
+
+class Link:
+    """One direction of a connection."""
+
+    __slots__ = (
+        "connection",
+        "control_at",
+        "held",
+        "is_dead",
+        "key",
+        "opened_at",
+        "payload_at",
+        "quality",
+        "source",
+        "target",
+        "waiting",
+    )
+
+    def __init__(self, connection: Connection, source: Process, target: Process, quality: LinkQuality) -> None:
+        self.connection = connection
+        self.source = source
+        self.target = target
+        self.key = (source.name, target.name)
+        self.quality = quality
+        self.opened_at = source.world.now + quality.delay_s
+        self.control_at = self.opened_at
+        """When the last message without a payload arrives."""
+        self.payload_at = 0.0
+        """When the last payload has left."""
+        self.waiting: dict[ShardId, tuple[float, Delivery]] = {}
+        """By shard, the newest contribution, and when its first byte leaves."""
+        self.held: list[tuple[Message, Payload | None, int]] = []
+        self.is_dead = False
+        """It carries nothing any more, and nobody is told."""
+
+
+class Network:
+    """All connections."""
+
+    def __init__(self, world: World, setting: NetworkSetting) -> None:
+        self.world = world
+        self.setting = setting
+        self.qualities: dict[tuple[PeerId, PeerId], LinkQuality] = {}
+        self.slowed: dict[tuple[PeerId, PeerId], LinkQuality] = {}
+        self.default = LinkQuality()
+        self.blocked: dict[tuple[PeerId, PeerId], int] = {}
+        """Directions that are cut, with how many cuts hold them."""
+        self.dialling: set[Pair] = set()
+        self.apart: Mesh = WHOLE
+        """Pairs that cannot connect now."""
+        self.messages = 0
+        self.control_bytes = 0
+        self.payload_bytes = 0
+        self.is_measured = False
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def send(self, link: Link, message: Message, payload: Payload | None, payload_bytes: int) -> None:
+        """Put a message on its way."""
+        liars = self.world.liars
+        if liars is None:
+            self._send(link, message, payload, payload_bytes)
+            return
+        for said in liars.said(link.source.name, message, link.source.setting.lies):
+            self._send(link, said, payload, payload_bytes)
+
+    def measure(self, message: Message, payload_bytes: int) -> None:
+        """Count what a message takes."""
+        self.control_bytes += len(msgspec.msgpack.encode(message)) + 16
+        self.payload_bytes += payload_bytes
+
+    def _carries(self, link: Link, message: Message, payload: Payload | None, payload_bytes: int) -> bool:
+        """Whether a message sets off now; one over a blocked link is held up."""
+        self.messages += 1
+        if self.is_measured:
+            self.measure(message, payload_bytes)
+        if not link.connection.is_open or link.is_dead:
+            return False
+        if link.key in self.blocked:
+            link.held.append((message, payload, payload_bytes))
+            return False
+        return True
+
+    def _send(self, link: Link, message: Message, payload: Payload | None, payload_bytes: int) -> None:
+        if not self._carries(link, message, payload, payload_bytes):
+            return
+        world, quality = self.world, link.quality
+        random = world.random.random
+        now = world.now
+        if payload_bytes:
+            if link.payload_at - now > OUTBOX_S:
+                return  # the outbox is full
+            begins_at = max(link.payload_at, now)
+            if isinstance(message, Contribution) and self._replaces(link, message, payload):
+                return
+            link.payload_at = begins_at + payload_bytes / quality.bytes_per_s
+            at = max(link.payload_at + quality.delay_s + quality.jitter_s * random(), link.opened_at)
+        else:
+            at = now + quality.delay_s + quality.jitter_s * random()
+            if at < link.control_at:
+                at = link.control_at
+            link.control_at = at
+        delivery = Delivery(link, message, payload)
+        if payload_bytes and isinstance(message, Contribution):
+            link.waiting[message.shard] = (begins_at, delivery)
+        world.schedule(at, link.target, self._deliver, delivery)
+        if self.setting.duplicated_share and random() < self.setting.duplicated_share:
+            world.schedule(at + 2.0 * random(), link.target, self._deliver, delivery)
+
+    def _replaces(self, link: Link, message: Contribution, payload: Payload | None) -> bool:
+        """A contribution that waits to be sent is replaced by a newer one for the same shard, as outboxes do."""
+        waits_until, delivery = link.waiting.get(message.shard, (0.0, None))
+        if delivery is None or waits_until <= self.world.now:
+            return False
+        delivery.message, delivery.payload = message, payload
+        return True
+
+    def _deliver(self, delivery: Delivery) -> None:
+        link = delivery.link
+        if link.connection.is_open:
+            target, message = link.target, delivery.message
+            if self.world.liars is not None and not self.world.liars.is_passed(message):
+                return
+            if delivery.payload is not None:
+                target.store[payload_named(message)] = delivery.payload
+            target.tell(Received(link.source.name, message))
+            if self.world.liars is not None and isinstance(message, Commit) and not target.is_dead:
+                self._compare(target, message.header)
+
+    def _compare(self, target: Process, header: CommitHeader) -> None:
+        """As a driver does with the signed commits that it has."""
+        checks = self.world.checks
+        if (proof := checks.honesty.compared(target.name, header)) is not None:
+            checks.contradicted(header.owner)
+            target.tell(Contradicted(proof))
+
+    def carry(
+        self, link: Link, state_bytes: int, slowness: float, action: Callable[[Any], None], argument: Any
+    ) -> None:
+        """A state comes to the link's source from its target; then, or when it will not come, ``action`` is called."""
+        world, quality = self.world, self.quality(link.key[::-1])
+        took_s = 2 * quality.delay_s + state_bytes / max(quality.bytes_per_s, STATE_BYTES_PER_S) * slowness
+        world.schedule(world.now + took_s, link.source, action, argument)
+
+    # -- connections ---------------------------------------------------------------------------------------------------
+
+    def dial_later(self, a: PeerId, b: PeerId, after_s: float) -> None:
+        """The pair tries to meet after this time."""
+        pair = pair_of(a, b)
+        if pair not in self.dialling and pair not in self.apart:
+            self.dialling.add(pair)
+            self.world.schedule(self.world.now + after_s, None, self._dial, pair)
+
+    def _dial(self, pair: Pair) -> None:
+        self.dialling.discard(pair)
+        if pair in self.apart:
+            return  # it dials when the mesh is another
+        a, b = (self.world.processes.get(name) for name in pair)
+        if a is None or b is None:
+            return  # whoever starts later dials
+        link = a.links.get(b.name)
+        if link is not None and link.connection.is_open and link.target is b:
+            return
+        if pair in self.blocked or pair[::-1] in self.blocked or a.is_paused() or b.is_paused():
+            self.dial_later(*pair, self.setting.redial_s * (0.5 + self.world.random.random()))
+            return
+        connection = Connection()
+        for source, target in ((a, b), (b, a)):
+            new = Link(connection, source, target, self.quality((source.name, target.name)))
+            self.world.schedule(new.opened_at, target, self._connected, (target, source, connection))
+            source.links[target.name] = new
+
+    def _connected(self, argument: tuple[Process, Process, Connection]) -> None:
+        target, source, connection = argument
+        if connection.is_open:
+            target.tell(PeerConnected(source.name))
+
+    def break_connection(self, a: Process, b_name: PeerId, reason: str) -> None:
+        """The connection is gone; both ends learn it, each at its own time."""
+        link = a.links.get(b_name)
+        if link is None or not link.connection.is_open:
+            return
+        link.connection.is_open = False
+        random = self.world.random.random
+        for here, there in ((a, link.target), (link.target, a)):
+            after_s = 0.1 * random()
+            if random() < self.setting.silent_close_share:
+                after_s = 5.0 * random()
+            self.world.schedule(
+                self.world.now + after_s, here, self._disconnected, (here, there, link.connection, reason)
+            )
+        self.dial_later(a.name, b_name, self.setting.redial_s * (0.2 + random()))
+
+    def _disconnected(self, argument: tuple[Process, Process, Connection, str]) -> None:
+        here, there, connection, reason = argument
+        link = here.links.get(there.name)
+        if link is not None and link.connection is connection:
+            del here.links[there.name]
+            here.tell(PeerDisconnected(there.name, reason))
+
+    def vanish(self, process: Process) -> None:
+        """The process is dead: its connections are, too."""
+        for name in list(process.links):
+            self.break_connection(process, name, "connection reset")
+        process.links.clear()
+
+    def close_in_order(self, process: Process) -> None:
+        """The process has said good-bye: what it sent arrives, then its connections end."""
+        for link in process.links.values():
+            at = max(link.control_at, link.payload_at + link.quality.delay_s + link.quality.jitter_s, self.world.now)
+            self.world.schedule(
+                at + 0.001, link.target, self._closed, (link.target, process, link.connection, "closed in order")
+            )
+
+    def _closed(self, argument: tuple[Process, Process, Connection, str]) -> None:
+        argument[2].is_open = False
+        self._disconnected(argument)
+
+    def part(self, apart: Mesh) -> None:
+        """From now on these pairs cannot connect, and all others can."""
+        before, self.apart = self.apart, apart
+        for a, b in sorted(apart - before):
+            process = self.world.processes.get(a)
+            if process is not None:
+                self.break_connection(process, b, "no path")
+        for pair in sorted(before - apart):
+            self.dial_later(*pair, self.setting.redial_s * (0.2 + self.world.random.random()))
+
+    # -- cuts ----------------------------------------------------------------------------------------------------------
+
+    def cut(self, directions: list[tuple[PeerId, PeerId]]) -> None:
+        """Nothing passes in these directions from now on."""
+        for key in directions:
+            self.blocked[key] = self.blocked.get(key, 0) + 1
+            process = self.world.processes.get(key[0])
+            if process is not None and key[1] in process.links:
+                patience_s = self.setting.patience_s * (0.5 + self.world.random.random())
+                self.world.schedule(self.world.now + patience_s, process, self._lose_patience, process.links[key[1]])
+
+    def _lose_patience(self, link: Link) -> None:
+        if link.key in self.blocked and link.connection.is_open:
+            self.break_connection(link.source, link.target.name, "timed out")
+
+    def mend(self, directions: list[tuple[PeerId, PeerId]]) -> None:
+        """The cut is over; what was held back goes on its way."""
+        for key in directions:
+            self.blocked[key] -= 1
+            if not self.blocked[key]:
+                del self.blocked[key]
+                process = self.world.processes.get(key[0])
+                link = None if process is None else process.links.get(key[1])
+                if link is not None:
+                    held, link.held = link.held, []
+                    for message, payload, payload_bytes in held:
+                        self.send(link, message, payload, payload_bytes)
+
+    # -- slow links ----------------------------------------------------------------------------------------------------
+
+    def quality(self, key: tuple[PeerId, PeerId]) -> LinkQuality:
+        """What the direction is like now."""
+        return self.slowed.get(key) or self.qualities.get(key, self.default)
+
+    def slow_down(self, key: tuple[PeerId, PeerId], quality: LinkQuality) -> None:
+        """This direction is like this for a while."""
+        self.slowed[key] = quality
+        self._update(key)
+
+    def speed_up(self, key: tuple[PeerId, PeerId]) -> None:
+        """This direction is as it was made."""
+        self.slowed.pop(key, None)
+        self._update(key)
+
+    def _update(self, key: tuple[PeerId, PeerId]) -> None:
+        process = self.world.processes.get(key[0])
+        if process is not None and key[1] in process.links:
+            process.links[key[1]].quality = self.quality(key)

@@ -1,0 +1,399 @@
+"""Connections between simulated peers: messages with their payloads, questions and answers, in order, in virtual time.
+
+Rules of this file:
+1. As on the wire: control messages of one direction arrive in order; payloads share the direction's rate and arrive
+   when they are whole; a connection that ends takes with it what was under way, and both ends learn it, each at its own
+   time, ``connected`` and ``disconnected`` in turns.
+2. A payload's memory is admitted before it is taken.
+3. What is cut is held back, and lost when an end's patience ends.
+4. Two lives meet by the real greeting: of two releases that do not understand each other both are told so.
+5. What comes with messages and answers may be spoilt on the way (``spoiling``), behind the greeting and TLS: by the
+   sender's memory.
+6. What a peer sends may come once more, later, also to the next life of who got it (``repeating``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from p2pdiloco.net.handshake import NONCE_BYTES, Dialled, Greeter, MismatchError, Role
+from p2pdiloco.peer.host import within
+from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.wire.answers import RequestError, RequestRefused, Response
+
+if TYPE_CHECKING:
+    from tests.peer_sim.host import SimulatedHost
+    from tests.peer_sim.world import World
+
+REDIAL_S = 1.0
+PATIENCE_S = 5.0
+"""How long an end that hears nothing keeps a connection, about."""
+QUEUED_MOST_BYTES = 1 << 22
+
+
+class Direction:
+    """One direction of one connection."""
+
+    def __init__(self, source: SimulatedHost, target: SimulatedHost, delay_s: float, bytes_per_s: float) -> None:
+        self.source = source
+        self.target = target
+        self.delay_s = delay_s
+        self.bytes_per_s = bytes_per_s
+        self.control_at = 0.0
+        self.bulk_at = 0.0
+        self.waiting: dict[str, tuple[float, list[object]]] = {}
+        """By topic: until when it may be replaced, and the message."""
+        self.held: list[tuple[Callable[[], None], int]] = []
+        self.is_dead = False
+        """It carries nothing any more, and nobody is told."""
+
+
+class Connection:
+    """Between two lives."""
+
+    def __init__(self, a: SimulatedHost, b: SimulatedHost, delay_s: float, bytes_per_s: float) -> None:
+        self.ends = (a, b)
+        self.directions = {
+            a.name: Direction(a, b, delay_s, bytes_per_s),
+            b.name: Direction(b, a, delay_s, bytes_per_s),
+        }
+        self.is_open = True
+        self.is_read_to_its_end = False  # it ends in order: who stands still reads what had come when it goes on
+
+
+class Network:
+    """All connections of a world."""
+
+    REPEATED_S = 20.0
+    """How much later a message comes once more, at most."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.repeating: dict[PeerId, float] = {}
+        """Peers of which what they send comes once more, and until when they do that."""
+        self.spoiling: dict[PeerId, float] = {}
+        """The same, of those of whose payloads bits are flipped."""
+        self.blocked: dict[tuple[PeerId, PeerId], int] = {}
+        """Directions that are cut, with how many cuts hold them."""
+        self.slow: dict[PeerId, float] = {}
+        """Bytes per second of a peer that is slow now."""
+        self.met: dict[PeerId, set[PeerId]] = {name: {name} for name in world.computers}
+        """Whom each knows as members, in all its lives."""
+        self.unreachable: frozenset[PeerId] = frozenset()
+        self._dialling: set[tuple[PeerId, PeerId]] = set()
+
+    # -- bytes ---------------------------------------------------------------------------------------------------------
+
+    def carry(self, connection: Connection, source: PeerId, size: int, arrive: Callable[[], None]) -> None:
+        """``arrive`` at the other end after ``size`` bytes; 0: a control message."""
+        direction = connection.directions[source]
+        if direction.is_dead:
+            return
+        if (source, direction.target.name) in self.blocked:
+            direction.held.append((arrive, size))
+            return
+        world = self.world
+        jitter_s = direction.delay_s * world.random.random()
+        if size:
+            rate = self.slow.get(source, direction.bytes_per_s)
+            direction.bulk_at = max(direction.bulk_at, world.now) + size / rate
+            at = direction.bulk_at + direction.delay_s + jitter_s
+        else:
+            at = max(world.now + direction.delay_s + jitter_s, direction.control_at + 1e-7)
+            direction.control_at = at
+        world.at(at, lambda: self._arrive(connection, direction, arrive))
+
+    def _arrive(self, connection: Connection, direction: Direction, arrive: Callable[[], None]) -> None:
+        if connection.is_open:
+            direction.target.do(lambda: arrive() if connection.is_open or connection.is_read_to_its_end else None)
+
+    def repeat(self, source: SimulatedHost, target: SimulatedHost, message: list[object]) -> None:
+        """Whether or not they live on: if they, or their next lives, are connected then."""
+        world = self.world
+        if self.repeating.get(source.name, 0.0) < world.now or world.random.random() < 0.5:
+            return
+
+        def come() -> None:
+            there = world.hosts.get(target.name)
+            connection = None if there is None else there.links.connections.get(source.name)
+            if there is None or connection is None or not connection.is_open:
+                return
+            world.happened["repeated"] += 1
+            if there is not target or world.hosts.get(source.name) is not source:
+                world.happened["repeated-to-another-life"] += 1
+            there.do(partial(deliver, there, source.name, message))
+
+        world.at(world.now + self.REPEATED_S * world.random.random() ** 3, come)
+
+    def copied(self, source: PeerId, payload: bytes | bytearray | memoryview) -> memoryview:
+        """What comes of a payload: the receiver's own memory."""
+        data, random = bytearray(payload), self.world.random
+        if data and self.spoiling.get(source, 0.0) > self.world.now and random.random() < 0.5:
+            size = random.choice((64, 160, len(data)))  # a commit's first parts are small
+            where = random.randrange(min(len(data), size))
+            data[where] ^= 1 << random.randrange(8)
+            self.world.happened["spoil"] += 1
+        return memoryview(data)
+
+    # -- connections ---------------------------------------------------------------------------------------------------
+
+    def is_dialling(self, a: PeerId, b: PeerId) -> bool:
+        """Whether the pair tries to meet."""
+        return (min(a, b), max(a, b)) in self._dialling
+
+    def dial(self, a: PeerId, b: PeerId, after_s: float) -> None:
+        """The pair tries to meet after this time."""
+        pair = (a, b) if a < b else (b, a)
+        if pair in self._dialling or (a in self.unreachable and b in self.unreachable):
+            return
+        self._dialling.add(pair)
+        self.world.at(self.world.now + after_s, lambda: self._dial(pair))
+
+    def _dial(self, pair: tuple[PeerId, PeerId]) -> None:
+        self._dialling.discard(pair)
+        world = self.world
+        a, b = (world.hosts.get(name) for name in pair)
+        if a is None or b is None or a.links.is_closed or b.links.is_closed:
+            return  # whoever starts later dials
+        if pair[1] in a.links.connections:
+            return
+        is_cut = pair in self.blocked or pair[::-1] in self.blocked
+        if is_cut or a.is_paused or b.is_paused or pair[0] in b.links.connections:
+            self.dial(*pair, REDIAL_S * (0.5 + world.random.random()))
+            return
+        if (reason := greeting(a, b)) is not None:
+            world.happened["refused-release"] += 1
+            if str(a.version) not in reason or str(b.version) not in reason:
+                world.checks.violated(5, f"who meets another release is told no more than: {reason}")
+            return  # the directory brings them together again
+        connection = Connection(a, b, world.setting.delay_s * (0.2 + world.random.random()), world.setting.bytes_per_s)
+        for here, there in ((a, b), (b, a)):
+            here.links.connections[there.name] = connection
+            world.at(
+                world.now + connection.directions[here.name].delay_s * world.random.random(),
+                partial(here.do, partial(here.links.stands, there.name, connection)),
+            )
+
+    def break_connection(self, connection: Connection, reason: str, *, is_silent: bool = False) -> None:
+        """It is gone; both ends learn it, each at its own time."""
+        if not connection.is_open:
+            return
+        connection.is_open = False
+        world = self.world
+        for here, there in (connection.ends, connection.ends[::-1]):
+            after_s = (PATIENCE_S if is_silent else 0.1) * world.random.random()
+            world.at(
+                world.now + after_s,
+                partial(here.do, partial(here.links.lost, there.name, connection, reason)),
+            )
+        self.dial(connection.ends[0].name, connection.ends[1].name, REDIAL_S * (0.2 + world.random.random()))
+
+    def vanish(self, host: SimulatedHost) -> None:
+        """The process is dead: its connections are, too."""
+        host.links.is_closed = True
+        is_silent = self.world.random.random() < 0.3
+        for connection in list(host.links.connections.values()):
+            self.break_connection(connection, "connection reset", is_silent=is_silent)
+
+    def close(self, host: SimulatedHost) -> None:
+        """The process ends in order: what it sent arrives before the end does."""
+        host.links.is_closed = True
+        for connection in list(host.links.connections.values()):
+            direction = connection.directions[host.name]
+            at = max(direction.control_at, direction.bulk_at + 2 * direction.delay_s, self.world.now) + 1e-3
+            connection.is_read_to_its_end = True
+            self.world.at(at, partial(self.break_connection, connection, "closed in order"))
+
+    # -- cuts ----------------------------------------------------------------------------------------------------------
+
+    def cut(self, directions: list[tuple[PeerId, PeerId]], seconds: float) -> None:
+        """Nothing passes in these directions for a while."""
+        world = self.world
+        for key in directions:
+            self.blocked[key] = self.blocked.get(key, 0) + 1
+            host = world.hosts.get(key[0])
+            connection = None if host is None else host.links.connections.get(key[1])
+            if connection is not None:
+                world.at(
+                    world.now + PATIENCE_S * (0.5 + world.random.random()),
+                    partial(self._lose_patience, key, connection),
+                )
+        world.at(world.now + seconds, lambda: self._mend(directions))
+
+    def _lose_patience(self, key: tuple[PeerId, PeerId], connection: Connection) -> None:
+        if key in self.blocked:
+            self.break_connection(connection, "timed out")
+
+    def _mend(self, directions: list[tuple[PeerId, PeerId]]) -> None:
+        for key in directions:
+            self.blocked[key] -= 1
+            if self.blocked[key]:
+                continue
+            del self.blocked[key]
+            host = self.world.hosts.get(key[0])
+            connection = None if host is None else host.links.connections.get(key[1])
+            if connection is not None:
+                direction = connection.directions[key[0]]
+                held, direction.held = direction.held, []
+                for arrive, size in held:
+                    self.carry(connection, key[0], size, arrive)
+
+
+def greeting(a: SimulatedHost, b: SimulatedHost) -> str | None:
+    """What both are told when they cannot work together; None: they can."""
+    halves = [
+        Greeter(
+            peer=host.name,
+            run=host.world.manifest.run,
+            version=host.version,
+            life=f"{host.life:08d}".encode(),
+            sign=lambda _: b"",
+            verify=lambda *_: True,
+            nonce=lambda: bytes(NONCE_BYTES),
+        ).handshake(role, b"", Dialled(other.name))
+        for host, other, role in ((a, b, Role.DIALLER), (b, a, Role.LISTENER))
+    ]
+    try:
+        for half, other in (halves, halves[::-1]):
+            half.proof_after(other.hello_body)
+    except MismatchError as error:
+        return str(error)
+    return None
+
+
+def deliver(target: SimulatedHost, source: PeerId, message: list[object]) -> None:
+    """A message is whole at the other end."""
+    body, payload = message
+    assert isinstance(body, bytes)
+    taken = None
+    if payload is not None:
+        assert isinstance(payload, bytes | memoryview)
+        if not target.peer.admit(source, body, len(payload)):
+            return
+        taken = target.world.network.copied(source, payload)
+    target.peer.message(source, body, taken)
+
+
+class SimulatedLinks:
+    """One life's connections (``peer.host.Links``)."""
+
+    up_bytes_per_s: float | None = None
+    """No limit is known."""
+    line_bytes_per_s: float | None = None
+
+    def __init__(self, host: SimulatedHost) -> None:
+        self._host = host
+        self.connections: dict[PeerId, Connection] = {}
+        self.is_closed = False
+        self._standing: dict[PeerId, Connection] = {}
+        """Of which the peer was told."""
+        self._questions: dict[asyncio.Future[Response], Connection] = {}
+
+    def peers(self) -> list[PeerId]:
+        """Who can be sent to."""
+        return [peer for peer, connection in self._standing.items() if connection.is_open]
+
+    def queued_bytes(self, peer: PeerId) -> int:
+        """That wait to be sent."""
+        connection = self.connections.get(peer)
+        if connection is None:
+            return 0
+        direction = connection.directions[self._host.name]
+        return int(max(0.0, direction.bulk_at - self._host.world.now) * direction.bytes_per_s)
+
+    def send(
+        self, peer: PeerId, body: bytes, payload: bytes | memoryview | None = None, *, topic: str | None = None
+    ) -> bool:
+        """Send a message."""
+        connection = self._standing.get(peer)
+        if self._host.is_dead or connection is None or not connection.is_open:
+            return False
+        if payload is not None and self.queued_bytes(peer) > QUEUED_MOST_BYTES:
+            return False
+        direction = connection.directions[self._host.name]
+        message: list[object] = [body, payload]
+        if topic is not None:
+            until, waiting = direction.waiting.get(topic, (0.0, None))
+            if waiting is not None and until > self._host.world.now:
+                waiting[:] = message
+                return True
+            direction.waiting[topic] = (max(direction.bulk_at, self._host.world.now), message)
+        size = 0 if payload is None else len(payload) + len(body)
+        network, source, target = self._host.world.network, self._host.name, direction.target
+
+        def arrive() -> None:
+            network.repeat(self._host, target, list(message))
+            deliver(target, source, message)
+
+        network.carry(connection, source, size, arrive)
+        return True
+
+    async def request(self, peer: PeerId, body: bytes, *, timeout_s: float, max_payload: int = 0) -> Response:
+        """Ask."""
+        connection = self._standing.get(peer)
+        if connection is None or not connection.is_open:
+            raise RequestError("not connected")
+        host, network = self._host, self._host.world.network
+        target = connection.directions[host.name].target
+        done: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        self._questions[done] = connection
+
+        def resolve(response: Response | RequestError) -> None:
+            if done.done():
+                return
+            if isinstance(response, RequestError):
+                done.set_exception(response)
+            elif response.payload is not None and len(response.payload) > max_payload:
+                done.set_exception(RequestError("the answer is too large"))
+            else:
+                done.set_result(response)
+
+        async def answer() -> None:
+            result: Response | RequestError
+            try:
+                found = await target.peer.answer(host.name, body)
+                payload = None if found.payload is None else network.copied(target.name, found.payload)
+                result = Response(found.body, payload)
+            except RequestRefused as error:
+                result = RequestRefused(str(error))
+            size = len(result.payload) if isinstance(result, Response) and result.payload is not None else 0
+            network.carry(connection, target.name, size, lambda: resolve(result))
+
+        network.carry(connection, host.name, 0, lambda: target.start(answer(), "answer"))
+        try:
+            return await within(host, done, timeout_s)
+        except TimeoutError:
+            raise RequestError(f"no answer within {timeout_s:g} s") from None
+        finally:
+            del self._questions[done]
+
+    def hang_up(self, peer: PeerId, reason: str) -> None:
+        """End the connection with ``peer``."""
+        if (connection := self.connections.get(peer)) is not None:
+            self._host.world.network.break_connection(connection, reason)
+
+    def blame(self, peer: PeerId) -> None:
+        """``peer`` sent what cannot be read: nobody does, here."""
+        self._host.world.checks.violated(5, f"{self._host.name[-6:]} cannot read what {peer[-6:]} sent")
+
+    # -- what the network tells ----------------------------------------------------------------------------------------
+
+    def stands(self, peer: PeerId, connection: Connection) -> None:
+        """A connection stands."""
+        if connection.is_open and self.connections.get(peer) is connection and not self.is_closed:
+            self._standing[peer] = connection
+            self._host.peer.connected(peer, "", False, False)
+
+    def lost(self, peer: PeerId, connection: Connection, reason: str) -> None:
+        """A connection is lost."""
+        if self.connections.get(peer) is connection:
+            del self.connections[peer]
+        for question in [question for question, over in self._questions.items() if over is connection]:
+            if not question.done():
+                question.set_exception(RequestError("disconnected"))
+        if self._standing.get(peer) is connection:
+            del self._standing[peer]
+            self._host.peer.disconnected(peer, reason)

@@ -1,0 +1,40 @@
+"""Bugs in what payloads are in bytes, and in their places on the disk."""
+
+from __future__ import annotations
+
+from tests.seeded_bugs.inject import Bug
+
+BUGS = (
+    Bug(
+        name="a stored body may be of any size",
+        module="p2pdiloco.wire.compression",
+        old="if is_stored and max(sizes, default=0) > max_bytes:",
+        new="if False:",
+        harm="what is bounded elsewhere by its size is not",
+        killed_by=("tests/property/test_compression.py::test_stored_bodies_are_no_larger_than_they_may_be",),
+    ),
+    Bug(
+        name="without the library bodies have no room before them",
+        module="p2pdiloco.tensors.quantizers",
+        old="memory, ends = bytearray(room), list[int]()",
+        new="memory, ends = bytearray(), list[int]()",
+        harm="the index is written over the first body",
+        killed_by=("tests/property/test_compression.py::test_stored_bodies_are_neither_coded_nor_copied",),
+    ),
+    Bug(
+        name="a place that is given back does not join the gap before it",
+        module="p2pdiloco.peer.places",
+        old="if index and self._gaps[index - 1].end == place.at:",
+        new="if False:",
+        harm="the disk fills with gaps that are too small",
+        killed_by=("tests/property/test_places.py::test_places_share_nothing_and_gaps_are_used",),
+    ),
+    Bug(
+        name="each piece has a place of its own size",
+        module="p2pdiloco.peer.places",
+        old="STEPS = 32",
+        new="STEPS = 1 << 30",
+        harm="the event loop looks through thousands of slivers",
+        killed_by=("tests/property/test_places.py::test_pieces_of_nearly_one_size_leave_no_slivers",),
+    ),
+)

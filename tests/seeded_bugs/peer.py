@@ -1,0 +1,389 @@
+"""Bugs outside the protocol: driver, shift queue, retention, transfers, checkpoints, supervision, connections, the
+learner's link.
+
+Each names tests that must fail with it (``python -m tests.mutation planted``, and tests/mutation/test_planted.py), and
+can be planted in any process that has not imported its module yet (``planter.plant``). Bugs of the protocol itself are
+in ``mutants``, and found by seeds.
+"""
+
+from __future__ import annotations
+
+from tests.seeded_bugs.inject import Bug
+from tests.seeded_bugs.learner import BUGS as LEARNER_BUGS
+from tests.seeded_bugs.members import BUGS as MEMBERS_BUGS
+from tests.seeded_bugs.memory import BUGS as MEMORY_BUGS
+from tests.seeded_bugs.net import BUGS as NET_BUGS
+from tests.seeded_bugs.payloads import BUGS as PAYLOADS_BUGS
+from tests.seeded_bugs.results import BUGS as RESULTS_BUGS
+from tests.seeded_bugs.state import BUGS as STATE_BUGS
+from tests.seeded_bugs.strangers import BUGS as STRANGERS_BUGS
+from tests.seeded_bugs.values import BUGS as VALUES_BUGS
+from tests.seeded_bugs.watch import BUGS as WATCH_BUGS
+
+_CARGO = "p2pdiloco.peer.cargo"
+_DRIVER = "p2pdiloco.peer.driver"
+_CHECKPOINT = "p2pdiloco.peer.checkpoint"
+_SAVER = "p2pdiloco.peer.saver"
+_DOWNLOADS = "p2pdiloco.peer.downloads"
+_SUPERVISION = "p2pdiloco.peer.supervision"
+
+_SIGNATURES = "p2pdiloco.peer.signatures"
+_DRIVER_TESTS = "tests/unit/test_peer_driver.py"
+_SIGNATURES_TESTS = "tests/unit/protocol/test_signatures.py"
+_SAVER_TESTS = "tests/unit/test_peer_saver.py"
+_CHECKPOINT_TESTS = "tests/unit/test_peer_checkpoint.py"
+_DOWNLOADS_TESTS = "tests/unit/test_peer_downloads.py"
+_SUPERVISION_TESTS = "tests/unit/test_peer_supervision.py"
+
+BUGS = (
+    # -- the driver ----------------------------------------------------------------------------------------------------
+    Bug(
+        name="commit signature not verified",
+        module=_SIGNATURES,
+        old="if not verify(header.owner, signatures.commit(commit_id(header)), signature):",
+        new="if False:",
+        harm="anybody commits in anybody's name",
+        killed_by=(f"{_DRIVER_TESTS}::test_a_commit_that_its_owner_did_not_sign_is_dropped",),
+    ),
+    Bug(
+        name="commits' contributions not verified",
+        module=_SIGNATURES,
+        old="check_contributor(run, header.shard, header.parent, contributor, register)",
+        new="pass",
+        harm="an owner speaks in the name of every learner",
+        killed_by=(f"{_DRIVER_TESTS}::test_a_commit_that_names_what_its_learners_did_not_give_is_dropped",),
+    ),
+    Bug(
+        name="all contributions taken for a peer's own",
+        module="p2pdiloco.peer.codec_choice",
+        old='if direction == "up" and self._view.next_owner(shard) == self._view.me:',
+        new='if direction == "up":',
+        harm="a fifth more bytes on a slow line",
+        killed_by=("tests/unit/test_peer_codec_choice.py::test_what_a_peer_gives_to_itself_is_not_huffman_coded",),
+    ),
+    Bug(
+        name="own contributions believed whatever a commit says of them",
+        module=_SIGNATURES,
+        old="if (header.parent, contributor) != mine:",
+        new="if mine is None or contributor.learner != mine[1].learner:",
+        harm="an owner speaks in the name of the learner of whom it speaks to",
+        killed_by=(f"{_SIGNATURES_TESTS}::test_what_a_peer_has_signed_itself_is_known_on_that_head_and_as_it_was",),
+    ),
+    Bug(
+        name="contributions not verified by who merges them",
+        module=_CARGO,
+        old="check_contributor(self._run, message.shard, message.base.id, message.contributor, self._register)",
+        new="pass",
+        harm="an honest owner's commit is refused for one bad signature in it",
+        killed_by=(f"{_DRIVER_TESTS}::test_a_contribution_that_is_not_what_it_names_is_dropped",),
+    ),
+    Bug(
+        name="tokens of a lineage not added up",
+        module="p2pdiloco.peer.proofs",
+        old="if header.tokens != parent.tokens + tokens or header.usual != usual:",
+        new="if False:",
+        harm="an owner makes its own chain the heaviest with a number",
+        killed_by=("tests/unit/protocol/test_lineage.py::test_a_lineage_weighs_what_was_given",),
+    ),
+    Bug(
+        name="marks of a state not compared with its commit",
+        module="p2pdiloco.peer.proofs",
+        old="if header.record != record_of(dict(state.marks), state.trained, state.stride):",
+        new="if False:",
+        harm="a newcomer believes what its donor says of tokens and blocks",
+        killed_by=("tests/unit/test_peer_proofs.py::test_what_does_not_prove_its_head_is_refused",),
+    ),
+    Bug(
+        name="commit's gradient not compared with its digest",
+        module=_CARGO,
+        old="if digest_of(parts.gradient) != header.payload or digest_of(parts.digests) != header.result:",
+        new="if digest_of(parts.digests) != header.result:",
+        harm="a payload that was spoilt on its way is applied where the sample does not look",
+        killed_by=(f"{_DRIVER_TESTS}::test_a_commit_with_other_parts_than_it_names_is_dropped",),
+    ),
+    Bug(
+        name="commit's digests not compared with its result",
+        module=_CARGO,
+        old="if digest_of(parts.gradient) != header.payload or digest_of(parts.digests) != header.result:",
+        new="if digest_of(parts.gradient) != header.payload:",
+        harm="whoever relays a commit says what its state is",
+        killed_by=(f"{_DRIVER_TESTS}::test_a_commit_with_other_parts_than_it_names_is_dropped",),
+    ),
+    Bug(
+        name="contribution's payload not compared with its digest",
+        module=_CARGO,
+        old="if digest_of(data) != message.payload:",
+        new="if False:",
+        harm="a learner's ledger and the swarm's merge hold different things",
+        killed_by=(f"{_DRIVER_TESTS}::test_a_contribution_that_is_not_what_it_names_is_dropped",),
+    ),
+    Bug(
+        name="missing own payloads ignored",
+        module=_CARGO,
+        old="if effect.is_reset or not is_whole:",
+        new="if effect.is_reset:",
+        harm="what was merged stays in the learner's delta and is merged again",
+        killed_by=(f"{_DRIVER_TESTS}::test_a_learner_whose_merged_payload_is_gone_takes_the_global_parameters",),
+    ),
+    Bug(
+        name="merge goes on without a payload that is gone",
+        module=_DRIVER,
+        old="if len(given) < len(effect.contributions):",
+        new="if False:",
+        harm="the commit names a contribution that is not in it: its tokens are lost",
+        killed_by=(f"{_DRIVER_TESTS}::test_a_merge_whose_payload_is_gone_fails",),
+    ),
+    Bug(
+        name="a payload that is gone is offered for ever",
+        module="p2pdiloco.protocol.contributions",
+        old="        if self.has_given(shard):\n            del self.pending[shard]\n",
+        new="        if False:\n            del self.pending[shard]\n",
+        harm="who has lost one payload merges nothing any more, and where two are needed nobody does",
+        killed_by=(
+            "tests/unit/protocol/test_merging.py::test_what_this_peer_has_given_and_lost_its_learner_gives_anew",
+        ),
+    ),
+    Bug(
+        name="proof of a head without a log is swept",
+        module="p2pdiloco.protocol.chain",
+        old="return {*self.ancestry, self.head.id} if self.head is not None else set(self.log_ids)",
+        new="return set(self.log_ids)",
+        harm="checkpoints after a restart hold a head without its signature: unreadable, and offers are lies",
+        killed_by=(f"{_DRIVER_TESTS}::test_the_proof_of_a_head_is_kept_without_a_log",),
+    ),
+    Bug(
+        name="a log's payloads are never too many",
+        module="p2pdiloco.protocol.chain",
+        old="            if found and total > most_bytes:\n",
+        new="            if False:\n",
+        harm="the logs of a large model fill the memory",
+        killed_by=("tests/unit/protocol/test_bounds.py::test_of_a_logs_payloads_the_youngest_that_fit_are_kept",),
+    ),
+    Bug(
+        name="the sweep forgets all shards but the first ones",
+        module=_CARGO,
+        old="self._next = (self._next + 1) % len(self.shelves)",
+        new="self._next = (self._next + 1) % min(8, len(self.shelves))",
+        harm="the memory fills with payloads that nobody needs",
+        killed_by=(f"{_DRIVER_TESTS}::test_many_shards_are_swept_a_few_at_a_time",),
+    ),
+    Bug(
+        name="own payloads dropped",
+        module="p2pdiloco.protocol.machine",
+        old="held |= self.contributions.payloads(shard, size_of, own_bytes)",
+        new="held |= set()",
+        harm="every commit that merges this learner resets it",
+        killed_by=(f"{_DRIVER_TESTS}::test_own_contributions_are_kept_until_it_is_known_what_became_of_them",),
+    ),
+    # -- coming back ---------------------------------------------------------------------------------------------------
+    Bug(
+        name="a checkpoint's momentum is not taken",
+        module="p2pdiloco.peer.peer",
+        old="self.state.put(piece.shard, proof.state.head.id, theta[span], momentum[span])",
+        new="self.state.put(piece.shard, proof.state.head.id, theta[span], 0 * momentum[span])",
+        harm="the next commit gives another state than everybody else's",
+        killed_by=(f"{_SAVER_TESTS}::test_who_comes_back_from_a_checkpoint_goes_on_with_the_same_bits",),
+    ),
+    Bug(
+        name="a checkpoint's proofs are not taken",
+        module="p2pdiloco.peer.peer",
+        old="                if proof.header is not None:\n",
+        new="                if False and proof.header is not None:\n",
+        harm="checkpoints after a restart hold a head without its signature: unreadable, and offers are lies",
+        killed_by=(f"{_DRIVER_TESTS}::test_the_proof_of_a_head_is_kept_without_a_log",),
+    ),
+    Bug(
+        name="best of several checkpoints loses momentum",
+        module=_CHECKPOINT,
+        old="theta[span], momentum[span] = other.theta[span], other.momentum[span]",
+        new="theta[span] = other.theta[span]",
+        harm="a resumed run goes on from a state that nobody signed",
+        killed_by=(f"{_CHECKPOINT_TESTS}::test_of_several_peers_each_shards_heaviest_head_is_taken_in_any_order",),
+    ),
+    Bug(
+        name="best of several checkpoints takes the first",
+        module=_CHECKPOINT,
+        old="if is_heavier(proof.state.head, shards[piece.shard].state.head):",
+        new="if False:",
+        harm="resuming throws merged tokens away",
+        killed_by=(f"{_CHECKPOINT_TESTS}::test_of_several_peers_each_shards_heaviest_head_is_taken_in_any_order",),
+    ),
+    Bug(
+        name="a checkpoint is not compared with its digests",
+        module=_CHECKPOINT,
+        old="momentum[span])) != proven_digest(manifest, proof):",
+        new="momentum[span])) == 0:",
+        harm="a disk's flipped bit becomes the peer's state",
+        killed_by=(f"{_CHECKPOINT_TESTS}::test_of_a_torn_checkpoint_the_one_before_is_used",),
+    ),
+    Bug(
+        name="a checkpoint paired with later heads",
+        module=_SAVER,
+        old="partial(draft.add, saved, data)",
+        new="lambda: draft.add(self._saved(piece.shard), data)",
+        harm="what is written while a version comes cannot be read back",
+        killed_by=(f"{_SAVER_TESTS}::test_a_shard_is_written_as_it_was_copied_though_the_disk_is_slow",),
+    ),
+    Bug(
+        name="a checkpoint is copied while the worker is in the middle of something",
+        module=_SAVER,
+        old="await copied(self._driver, shard, data, prove, is_checked=False)",
+        new="prove(*self._driver.state.copy(shard, data, is_checked=False))",
+        harm="what is written is torn where a version is being taken on the worker thread",
+        killed_by=(f"{_SAVER_TESTS}::test_what_is_written_is_copied_between_two_jobs",),
+    ),
+    Bug(
+        name="a checkpoint that failed counts as written",
+        module=_SAVER,
+        old='        self._metrics.write("checkpoint-failed", reason=reason)\n',
+        new='        self._metrics.write("checkpoint-failed", reason=str(setattr(self, "_saved_mark", mark)))\n',
+        harm="after a full disk the last state is never saved",
+        killed_by=(f"{_SAVER_TESTS}::test_a_checkpoint_that_a_full_disk_refused_is_written_later",),
+    ),
+    Bug(
+        name="a copy that is held up ends all checkpoints",
+        module=_SAVER,
+        old="        except CopyError:\n",
+        new="        except ZeroDivisionError:\n",
+        harm="after one stall of a minute nothing is saved any more, in silence",
+        killed_by=(
+            f"{_SAVER_TESTS}::test_a_copy_that_is_held_up_for_minutes_costs_one_checkpoint_and_not_all_that_follow",
+        ),
+    ),
+    # -- transfers -----------------------------------------------------------------------------------------------------
+    Bug(
+        name="a chunk is not compared with what was signed",
+        module=_DOWNLOADS,
+        old="if data is None or len(data) != size or not await self._is_listed(download.offer, chunk, data):",
+        new="if data is None or len(data) != size:",
+        harm="a newcomer takes what a donor's memory has spoilt, and signs nothing that others can follow",
+        killed_by=(f"{_DOWNLOADS_TESTS}::test_a_chunk_that_is_not_what_was_signed_is_taken_from_another",),
+    ),
+    Bug(
+        name="who was cancelled ends the question that came after its own",
+        module=_DOWNLOADS,
+        old="return self._asking.get(ask) is asyncio.current_task()",
+        new="return ask in self._asking",
+        harm="after the machine slept, what is on its way is given up, or asked for twice",
+        killed_by=(f"{_DOWNLOADS_TESTS}::test_what_ends_when_the_same_is_asked_again_is_not_that_ones_end",),
+    ),
+    Bug(
+        name="a liar is asked again",
+        module=_DOWNLOADS,
+        old="        self._distrust.wrong(peer, chunk)\n",
+        new="        self._distrust.of(peer)\n",
+        harm="a join never ends",
+        killed_by=(f"{_DOWNLOADS_TESTS}::test_a_chunk_that_is_not_what_was_signed_is_taken_from_another",),
+    ),
+    Bug(
+        name="a donor is a witness against itself",
+        module="p2pdiloco.peer.distrust",
+        old="            if key[1] != peer:\n",
+        new="            if True:\n",
+        harm="a newcomer whose only donor's answer was spoilt on the way joins for ever",
+        killed_by=(
+            "tests/unit/test_peer_distrust.py::test_who_sends_the_right_chunk_after_a_wrong_one_is_no_witness_against_itself",
+        ),
+    ),
+    Bug(
+        name="a fetched state's proof is not kept",
+        module=_DOWNLOADS,
+        old="            if offer.proof.header is not None:\n",
+        new="            if False and offer.proof.header is not None:\n",
+        harm="who joined cannot help others to join, and its checkpoints cannot be read",
+        killed_by=(f"{_DOWNLOADS_TESTS}::test_who_has_fetched_a_state_can_give_it",),
+    ),
+    Bug(
+        name="a dropped donor stays in the plan",
+        module="p2pdiloco.peer.chunk_plan",
+        old="donor = self._donors.pop(peer, None)",
+        new="donor = self._donors.get(peer)",
+        harm="a shard that nobody has is waited for",
+        killed_by=("tests/unit/test_peer_chunk_plan.py::test_a_donor_that_is_dropped_costs_what_was_asked_from_it",),
+    ),
+    Bug(
+        name="a chunk is asked of a third donor",
+        module="p2pdiloco.peer.chunk_plan",
+        old="if len(asked[piece]) == 1 and self._is_late(",
+        new="if len(asked[piece]) <= 2 and self._is_late(",
+        harm="a slow end of a join costs every donor its bandwidth",
+        killed_by=("tests/unit/test_peer_chunk_plan.py::test_a_silent_donors_chunk_is_asked_of_one_other_donor",),
+    ),
+    # -- supervision ---------------------------------------------------------------------------------------------------
+    Bug(
+        name="shifts that waited are not told",
+        module=_SUPERVISION,
+        old="driver.job(lambda: state.shifts.shifted(message.shards), self._to(self.ward))",
+        new="driver.job(lambda: state.shifts.shifted(message.shards), lambda _: None)",
+        harm="a learner that is slower than the swarm never hears of a second version",
+        killed_by=(f"{_SUPERVISION_TESTS}::test_what_the_learner_could_not_take_at_once_it_takes_later",),
+    ),
+    Bug(
+        name="a learner is given what was its predecessor's",
+        module=_SUPERVISION,
+        old="self.shifts_ready(shifts) if self.ward is ward else None",
+        new="self.shifts_ready(shifts)",
+        harm="where jobs wait for longer than a life a learner trains before it has been given everything",
+        killed_by=(f"{_SUPERVISION_TESTS}::test_what_was_to_be_given_to_a_learner_that_died_is_not_given_to_the_next",),
+    ),
+    Bug(
+        name="snapshots are never brought up to date",
+        module="p2pdiloco.peer.snapshots",
+        old="self._driver.job(lambda: shifts.snapshot_taken(event.fragment), ",
+        new="self._driver.job(lambda: None, ",
+        harm="nothing that a learner trains is ever contributed",
+        killed_by=(f"{_SUPERVISION_TESTS}::test_a_snapshot_counts_when_it_was_taken_in_full",),
+    ),
+    Bug(
+        name="a learner's death is not told",
+        module=_SUPERVISION,
+        old="            if ward.is_loaded:\n",
+        new="            if False:\n",
+        harm="its unmerged tokens are waited for, and counted as the next learner's",
+        killed_by=(f"{_SUPERVISION_TESTS}::test_a_learner_that_dies_is_started_again_from_the_global_parameters",),
+    ),
+    Bug(
+        name="a learner is started again for ever",
+        module=_SUPERVISION,
+        old="if status == MISUSED or self._lost_lives > RESTARTS:",
+        new="if status == MISUSED:",
+        harm="a learner that always crashes burns its machine in silence",
+        killed_by=(f"{_SUPERVISION_TESTS}::test_too_many_lives_lost_in_a_row_end_the_peer",),
+    ),
+    Bug(
+        name="crashes are never forgotten",
+        module=_SUPERVISION,
+        old="self._lost_lives = 1 if self._host.now() - began >= STABLE_S else self._lost_lives + 1",
+        new="self._lost_lives = self._lost_lives + 1",
+        harm="the fourth crash in a month ends a peer",
+        killed_by=(f"{_SUPERVISION_TESTS}::test_a_long_life_proves_the_learner_sound",),
+    ),
+    Bug(
+        name="a learner that must be repaired is started again",
+        module=_SUPERVISION,
+        old="if status == MISUSED or self._lost_lives > RESTARTS:",
+        new="if self._lost_lives > RESTARTS:",
+        harm="the user hears of the mistake in the configuration half a minute later, four times",
+        killed_by=(f"{_SUPERVISION_TESTS}::test_a_learner_that_the_user_must_repair_is_not_started_again",),
+    ),
+    Bug(
+        name="who merged last is not told",
+        module=_SUPERVISION,
+        old="            merged = self._merged_last()\n",
+        new='            merged = ""\n',
+        harm="a poisoned end has no name, and the user's learning rate is blamed",
+        killed_by=(
+            f"{_SUPERVISION_TESTS}::test_a_learner_that_stops_to_be_finite_says_what_was_merged_last_and_from_whom",
+        ),
+    ),
+    *MEMORY_BUGS,
+    *PAYLOADS_BUGS,
+    *STATE_BUGS,
+    *VALUES_BUGS,
+    *LEARNER_BUGS,
+    *NET_BUGS,
+    *STRANGERS_BUGS,
+    *MEMBERS_BUGS,
+    *WATCH_BUGS,
+    *RESULTS_BUGS,
+)

@@ -1,0 +1,184 @@
+"""Bugs of what an owner may put into a commit, and of commits that nobody takes. Each names the tests of its rule."""
+
+from __future__ import annotations
+
+from tests.seeded_bugs.inject import Bug
+
+_TESTS = "tests/unit/protocol/test_values.py"
+
+
+def _bug(name: str, module: str, old: str, new: str, harm: str, killed_by: str) -> Bug:
+    return Bug(name, f"p2pdiloco.{module}", old, new, harm, (f"{_TESTS}::{killed_by}",))
+
+
+BUGS = (
+    Bug(
+        name="what led to a state goes while it is installed",
+        module="p2pdiloco.protocol.adoption",
+        old="found.update((state.head.id, *self.lineage.of(state.head)))",
+        new="found.add(state.head.id)",
+        harm="a checkpoint cannot show what its state comes from, and its fork meets nobody's",
+        killed_by=("tests/unit/protocol/test_lineage.py::test_what_led_to_a_state_is_kept_while_it_is_on_its_way_in",),
+    ),
+    _bug(
+        "a commit's declared length is not judged",
+        "protocol.chain",
+        "if not 0.0 <= header.length <= longest:",
+        "if False:",
+        "one owner ends the run with values of 1e34",
+        "test_a_merged_step_is_at_most_a_leap_longer_than_those_before",
+    ),
+    _bug(
+        "a length that is no number fits",
+        "protocol.chain",
+        "if not 0.0 <= header.length <= longest:",
+        "if header.length < 0.0 or header.length > longest:",
+        "one owner makes the chain's mean no number",
+        "test_a_merged_step_is_at_most_a_leap_longer_than_those_before",
+    ),
+    _bug(
+        "a payload is not measured",
+        "peer.global_state",
+        "if length > header.length * ROUNDED_LENGTH:",
+        "if False:",
+        "an owner declares a short step and sends values of 1e34",
+        "test_a_commit_is_no_longer_than_it_declares_and_gives_what_was_signed",
+    ),
+    _bug(
+        "a leap counts in full",
+        "protocol.stride",
+        "    if counted:\n        found = min",
+        "    if False:\n        found = min",
+        "a liar raises the mean, leap by leap, until anything fits",
+        "test_an_owner_in_four_that_leaps_raises_the_mean_by_little",
+    ),
+    _bug(
+        "the stride is not in the record",
+        "protocol.chain",
+        "return record_of(marks, Trained(), stride)",
+        "return record_of(marks, Trained())",
+        "a newcomer is told another mean than the others have, and refuses what they take",
+        "test_the_mean_of_lengths_is_the_same_everywhere",
+    ),
+    _bug(
+        "an owner does not shorten",
+        "tensors.merge",
+        "if length <= longest:",
+        "if True:",
+        "an honest owner's long step is refused, and it with it",
+        "test_an_owner_shortens_what_would_be_too_long",
+    ),
+    _bug(
+        "what was not taken is forgotten",
+        "protocol.refusals",
+        "        self._ids[commit] = None",
+        "        pass",
+        "a refused commit comes back as a state",
+        "test_what_was_not_taken_comes_back_by_no_way",
+    ),
+    _bug(
+        "children of what was not taken are not known",
+        "protocol.refusals",
+        "if commit not in self._ids and header.parent in self._ids:",
+        "if False:",
+        "a refused commit comes back far behind in a lineage",
+        "test_what_was_not_taken_comes_back_by_no_way",
+    ),
+    _bug(
+        "who made what was not taken owns on",
+        "protocol.refusals",
+        "if header.owner != self.core.config.peer:",
+        "if False:",
+        "each version that a liar owns waits for the takeover time",
+        "test_whose_commit_was_not_taken_owns_nothing_and_others_merge_what_was_given",
+    ),
+    _bug(
+        "what most go on from is refused for ever",
+        "protocol.lineage",
+        "> len(donors) + 1\n\n    def _is_divided",
+        "> 10**9\n\n    def _is_divided",
+        "a peer with another arithmetic than the others is alone for good",
+        "test_what_most_go_on_from_is_taken_in_the_end",
+    ),
+    _bug(
+        "half are most",
+        "protocol.lineage",
+        "for one in told) > len(donors) + 1",
+        "for one in told) > len(donors) - 1",
+        "two liars of four have their values taken",
+        "test_what_most_go_on_from_is_taken_in_the_end",
+    ),
+    _bug(
+        "a state's distance is not looked at",
+        "peer.global_state",
+        "if self.heads[shard] is not None and staged.distance(self.form, *here) > farthest * self._reach:",
+        "if False:",
+        "a refused commit's values come back as a state, to whoever did not see it made",
+        "test_a_state_that_is_too_far_away_is_not_taken",
+    ),
+    _bug(
+        "a few places may be anything",
+        "peer.staged",
+        "beyond = max(beyond, merge.norm(",
+        "beyond = min(0.0, merge.norm(",
+        "an owner signs another result for chunks that nobody looks at, and the others fetch 1e34 from it as a repair",
+        "test_a_repair_brings_no_other_values",
+    ),
+    _bug(
+        "a head whose repair was refused is refused itself",
+        "protocol.adoption",
+        "elif shard not in self.repairing:",
+        "else:",
+        "a peer is alone with an honest head, since a liar offered it a spoilt copy",
+        "test_a_repair_brings_no_other_values",
+    ),
+    _bug(
+        "states may be infinite",
+        "peer.offers",
+        "== listed and form.is_finite(memoryview(data))",
+        "== listed",
+        "a newcomer trains on what is no number",
+        "test_a_state_that_is_not_finite_is_not_taken",
+    ),
+    Bug(
+        name="whatever is not zero has a direction",
+        module="p2pdiloco.tensors.merge",
+        old="    return found if found >= SHORTEST else 0.0",
+        new="    return found",
+        harm="a liar gives one value of 1e-40, each merge fails, nobody is named, and what the others gave is dropped",
+        killed_by=(
+            "tests/unit/protocol/test_values.py::test_what_is_too_short_to_have_a_direction_spoils_nothing",
+            "tests/property/test_merge.py::test_what_is_merged_of_finite_contributions_can_be_encoded",
+        ),
+    ),
+    Bug(
+        name="what cancels out is made as long as its parts by one factor",
+        module="p2pdiloco.tensors.merge",
+        old="if factor > LARGEST:",
+        new="if math.isnan(factor):",
+        harm="two liars that give a long vector and its opposite let each merge fail, and nobody is named",
+        killed_by=(
+            "tests/unit/protocol/test_values.py::test_what_is_too_short_to_have_a_direction_spoils_nothing",
+            "tests/property/test_merge.py::test_what_is_merged_of_finite_contributions_can_be_encoded",
+        ),
+    ),
+    Bug(
+        name="contributions may be as long as what can be encoded",
+        module="p2pdiloco.tensors.merge",
+        old="MOST: Final = LARGEST / 2",
+        new="MOST: Final = LARGEST",
+        harm="ten liars give the longest vector that there is, and their sum is longer by its rounding",
+        killed_by=("tests/unit/test_tensors_merge.py::test_as_many_as_like_may_be_as_long_as_is_allowed",),
+    ),
+    Bug(
+        name="a contribution may be of any length",
+        module="p2pdiloco.tensors.merge",
+        old="if found.norm() > MOST:",
+        new="if False:",
+        harm="a liar with half of the weight lets every merge of its shards fail, and nobody is named",
+        killed_by=(
+            "tests/unit/test_peer_global_state.py::"
+            "test_who_gives_what_no_merge_can_hold_is_named_and_the_others_are_merged",
+        ),
+    ),
+)
