@@ -26,7 +26,7 @@ from typing import NamedTuple
 import msgspec
 import psutil
 
-from p2pdiloco.protocol.identifiers import RunId, digest_of
+from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.runtime.files import LockedError, lock
 from p2pdiloco.runtime.invitation import INVITED, LOOK_AT

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tests.peer_sim.worker import prepare
 
 if TYPE_CHECKING:
-    from p2pdiloco.protocol.identifiers import LearnerId, PeerId
+    from p2pdiloco.protocol.ids import LearnerId, PeerId
     from tests.peer_sim.world import World
 
 

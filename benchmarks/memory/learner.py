@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 
 from benchmarks.memory import residence
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId
+from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId
 from p2pdiloco.protocol.manifest import (
     EvaluationConfig,
     InnerConfig,

@@ -19,9 +19,9 @@ import msgspec
 from p2pdiloco.peer.cargo import SWEEP_S, SWEPT_AT_ONCE, Cargo, Shelf
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.core import ProtocolConfig
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId, ShardId
+from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId, RunId, ShardId
 from p2pdiloco.protocol.manifest import TensorSpec, make_layout
+from p2pdiloco.protocol.state import ProtocolConfig
 from p2pdiloco.runtime.identity import Identity
 from tests.machine_sim.network import LinkQuality, NetworkSetting
 from tests.machine_sim.process import PeerSetting

@@ -12,8 +12,8 @@ import msgspec
 
 from p2pdiloco.peer.proofs import check_lineage
 from p2pdiloco.peer.signatures import check_commit, check_contributor, signed
-from p2pdiloco.protocol import signatures
-from p2pdiloco.protocol.identifiers import Digest, PeerId, RunId, ShardId, digest_of, learner_id
+from p2pdiloco.protocol import messages
+from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId, digest_of, learner_id
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, commit_id
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.wire.bodies import SignedCommit, encode
@@ -59,7 +59,7 @@ def lineage(peers: list[Identity], versions: int) -> list[SignedCommit]:
             SHARD, version, parent, 24 * version, PeerId(owner.peer_id), contributors, tokens, digest, digest, digest
         )
         parent = commit_id(header)
-        found.append(SignedCommit(header, owner.sign(signatures.commit(parent))))
+        found.append(SignedCommit(header, owner.sign(messages.commit(parent))))
     return found
 
 

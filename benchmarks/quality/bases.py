@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from benchmarks.quality.settings import Setting
-from p2pdiloco.protocol.defaults import inner_optimizer, is_bias_corrected
 from p2pdiloco.protocol.manifest import ModelConfig, OuterConfig
+from p2pdiloco.protocol.manifest_defaults import inner_optimizer, is_bias_corrected
 
 SEEDS = (1, 2, 3)
 UNEVEN = (1.0, 1.0, 2.0, 4.0)

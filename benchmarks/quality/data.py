@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from p2pdiloco.protocol.identifiers import digest_of
+from p2pdiloco.protocol.ids import digest_of
 from p2pdiloco.protocol.manifest import DataConfig
 from p2pdiloco.training.corpus import held_out_batches, load_corpus
 from p2pdiloco.training.corpus_files import Corpus

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.quality.headings import agreed, turned
 from benchmarks.quality.settings import Setting
-from p2pdiloco.protocol.identifiers import ShardId
+from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.manifest import Codec, Layout, TensorSpec
 from p2pdiloco.tensors import merge, outer, quantizers
 from p2pdiloco.tensors.recipes import BLOCK, CHUNK, FORMATS

@@ -33,9 +33,9 @@ from benchmarks.quality.learners import ENDLESS, Given, Group, Member, Shift, Tu
 from benchmarks.quality.moments import Moments
 from benchmarks.quality.settings import Setting
 from benchmarks.quality.stacked import Stack
-from p2pdiloco.protocol.identifiers import ShardId
+from p2pdiloco.protocol.aggregation import QuorumView, decide, grace_window_s
+from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.manifest import Layout, make_layout
-from p2pdiloco.protocol.quorum import QuorumView, decide, grace_window_s
 from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.tensors.merge import token_weight
 from p2pdiloco.training.corpus_files import Corpus

@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.quality.data import Stream
 from benchmarks.quality.exchange import Parcel
 from benchmarks.quality.stacked import Stack
-from p2pdiloco.protocol.identifiers import ShardId
+from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.training.parameters import FlatParameters
 
 SPELL = 48.0

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.quality.learners import Group
-from p2pdiloco.protocol.identifiers import ShardId
+from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.manifest import Layout, TensorSpec
 
 

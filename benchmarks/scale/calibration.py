@@ -40,9 +40,9 @@ from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.settings import protocol_config
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.core import ProtocolConfig
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Layout
+from p2pdiloco.protocol.state import ProtocolConfig
 from tests.machine_sim.network import LinkQuality, NetworkSetting
 from tests.machine_sim.process import PeerSetting, Process
 from tests.machine_sim.shared_link_network import PACKET_BYTES, PAYLOAD_SHARE, Bandwidth, share_lines

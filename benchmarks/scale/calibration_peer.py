@@ -28,7 +28,7 @@ from benchmarks.wire.exchange_peer import BLOCK, ExchangePeer, StandIn, block_of
 from p2pdiloco.peer.options import LinkOptions, PeerOptions
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.identifiers import FragmentId
+from p2pdiloco.protocol.ids import FragmentId
 from p2pdiloco.protocol.manifest import ScheduleConfig
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory

@@ -18,7 +18,7 @@ from benchmarks import bench
 from benchmarks.scale import plots
 from benchmarks.scale.islands import CHIPS, DATA_PARALLEL, DECOUPLED, ELASTIC, Constants, alone
 from benchmarks.scale.worlds import HUB, Figures, make_islands, make_world, measure
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 
 PEERS = (2, 4, 8, 16, 32, 64)
 PEER_HOURS = 16.0

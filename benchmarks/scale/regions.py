@@ -15,7 +15,7 @@ from benchmarks import bench
 from benchmarks.scale import plots
 from benchmarks.scale.worlds import TOKENS_A_STEP, WARM_UP_S, make_world, merged_tokens, peer_names
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
+from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from tests.machine_sim.world import World
 
 SILENT_S = 30.0

@@ -14,8 +14,8 @@ from random import Random
 import msgspec
 
 from benchmarks.scale.islands import Constants, Island
-from p2pdiloco.protocol.core import ProtocolConfig
-from p2pdiloco.protocol.identifiers import PeerId, RunId, ShardId
+from p2pdiloco.protocol.ids import PeerId, RunId, ShardId
+from p2pdiloco.protocol.state import ProtocolConfig
 from tests.machine_sim import topologies
 from tests.machine_sim.network import LinkQuality, NetworkSetting
 from tests.machine_sim.process import PeerSetting

@@ -29,7 +29,7 @@ from torch import Tensor
 import p2pdiloco
 from benchmarks import bench
 from benchmarks.plots import bars, figure
-from p2pdiloco.protocol.identifiers import FragmentId
+from p2pdiloco.protocol.ids import FragmentId
 from p2pdiloco.protocol.manifest import ModelConfig, make_layout
 from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.training.parameters import FlatParameters

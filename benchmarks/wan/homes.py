@@ -30,7 +30,7 @@ from benchmarks.netbed.testbed import Testbed
 from benchmarks.netbed.topology import address, address6, find_topology
 from benchmarks.wan.sites import network, on_sigterm
 from p2pdiloco.node.guest import pause
-from p2pdiloco.protocol.identifiers import LearnerId, peer_of
+from p2pdiloco.protocol.ids import LearnerId, peer_of
 
 START_S = 90.0
 POLL_S = 0.1

@@ -22,7 +22,7 @@ import torch
 from benchmarks import bench
 from p2pdiloco.peer.global_state import GlobalState
 from p2pdiloco.peer.shift_queue import Moves, Payload
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, ShardId, digest_of
+from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecChoice, CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.training.shared_memory import SharedVectors

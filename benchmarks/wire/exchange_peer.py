@@ -34,7 +34,7 @@ with warnings.catch_warnings():
     from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.identifiers import FragmentId, PeerId
+from p2pdiloco.protocol.ids import FragmentId, PeerId
 from p2pdiloco.protocol.manifest import (
     CodecConfig,
     EvaluationConfig,

@@ -17,7 +17,7 @@ from benchmarks.wire.exchange_peer import incoming_lines
 from p2pdiloco.node.foundation import make_manifest, version_zero
 from p2pdiloco.node.node import Node
 from p2pdiloco.peer.options import LinkOptions, PeerOptions
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import RunConfig, ScheduleConfig
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.identity import Identity

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from p2pdiloco.node.credentials import Credentials, accepted, make_invite
-from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.runtime.identity import Identity, verify
 from p2pdiloco.wire.certificates import NEVER, NO_CAP, Grant, Role
 from p2pdiloco.wire.invites import decode_invite, encode_invite

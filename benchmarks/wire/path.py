@@ -39,7 +39,7 @@ from benchmarks.wire import line, links
 from benchmarks.wire.transport import Quiet
 from p2pdiloco.peer.global_state import payload_of
 from p2pdiloco.peer.shift_queue import Payload
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Codec
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import Transport, TransportLimits

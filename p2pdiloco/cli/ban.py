@@ -13,7 +13,7 @@ from p2pdiloco.cli.complaints import REPAIR, Complaint, complaining
 from p2pdiloco.node.credentials import Credentials, MemberFiles, invite_key, members_of
 from p2pdiloco.node.invites import credentials_of, grant_here
 from p2pdiloco.node.kept_runs import ConfigError, kept_run
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime.identity import IdentityError
 from p2pdiloco.wire.certificates import Grant, Kind, Role
 from p2pdiloco.wire.invites import InviteError, decode_invite, is_invite

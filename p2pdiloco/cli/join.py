@@ -12,7 +12,7 @@ from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.node.lookup import LookupFailedError
 from p2pdiloco.node.run_folder import FolderInUseError
 from p2pdiloco.node.session import join
-from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.runtime.directory import DirectoryError
 from p2pdiloco.runtime.identity import IdentityError
 from p2pdiloco.wire.records import RunRecord

@@ -18,7 +18,7 @@ from p2pdiloco.node.lookup import LookupFailedError
 from p2pdiloco.node.run_folder import FolderInUseError, NameTakenError
 from p2pdiloco.node.session import start, start_from_script
 from p2pdiloco.peer.checkpoint import CheckpointError
-from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.protocol.manifest import Name, RunConfig
 from p2pdiloco.runtime.directory import DirectoryError
 from p2pdiloco.runtime.identity import IdentityError

@@ -17,7 +17,7 @@ from p2pdiloco.node.inquiry import RunAnswer, inquire
 from p2pdiloco.node.invites import credentials_of, kept_addresses
 from p2pdiloco.node.kept_runs import ConfigError, kept_run
 from p2pdiloco.node.lookup import DirectoryOptions, LookupFailedError, open_directory
-from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.runtime.directory import DirectoryError
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.logs import printable, short

@@ -7,7 +7,7 @@ from typing import Any
 
 from p2pdiloco.demo.local_swarm import Member
 from p2pdiloco.demo.story import Story
-from p2pdiloco.protocol.identifiers import LearnerId, peer_of
+from p2pdiloco.protocol.ids import LearnerId, peer_of
 
 TRAINS, STARTS, KILLED, MERGED, FAINT = "#2b6cb0", "#cbd5e0", "#c53030", "#f6e05e", "#718096"
 LANE = 0.5

@@ -12,7 +12,7 @@ from p2pdiloco.demo.local_swarm import Member, SwarmError
 from p2pdiloco.demo.picture import draw
 from p2pdiloco.demo.story import Story
 from p2pdiloco.peer.checkpoint import Checkpoint, load
-from p2pdiloco.protocol.identifiers import LearnerId, peer_of
+from p2pdiloco.protocol.ids import LearnerId, peer_of
 from p2pdiloco.protocol.manifest import Layout, RunConfig
 from p2pdiloco.runtime.logs import printable
 from p2pdiloco.training.corpus import load_corpus

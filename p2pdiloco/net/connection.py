@@ -33,7 +33,7 @@ from p2pdiloco.net.frames import (
 from p2pdiloco.net.handshake import Dialled, Handshake, HandshakeError, Hello, MismatchError, Role
 from p2pdiloco.net.inbox import Frame
 from p2pdiloco.net.scores import FRAMES
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 
 
 class Connection:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 
 from p2pdiloco.net.admission import machine_of
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 
 A_MINUTE = 32
 ALL_A_MINUTE = 1024

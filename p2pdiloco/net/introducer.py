@@ -20,7 +20,7 @@ from collections.abc import Hashable, Iterator
 from msgspec import Struct
 
 from p2pdiloco.net.admission import machine_of
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.wire.introductions import RELAY, RELAYED, Seen, encode_refusal, encode_seen
 
 PAIRS = 256

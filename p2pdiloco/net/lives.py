@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 
 PEERS = 1024
 LIVES = 4

@@ -22,7 +22,7 @@ from p2pdiloco.net.events import Connected, Disconnected, TwinRefused
 from p2pdiloco.net.frames import Parting
 from p2pdiloco.net.lane_keeper import bind
 from p2pdiloco.net.lives import PastLives
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 
 LEAVING = "the peer is leaving"
 TWIN = "another process with this identity is connected: a copy of the state folder?"

@@ -8,7 +8,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 
 LIMIT = 100.0
 """Points at which a peer is cut off."""

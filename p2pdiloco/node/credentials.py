@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.files import write_atomically

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from p2pdiloco.protocol.connectedness import fingerprint
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.connectivity import fingerprint
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime.backoff import Backoff
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 

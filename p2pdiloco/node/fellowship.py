@@ -21,7 +21,7 @@ from typing import Protocol
 from p2pdiloco.net.allowance import Allowance
 from p2pdiloco.net.doors import MembersDoor
 from p2pdiloco.node.credentials import Credentials, MemberFiles
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import logs
 from p2pdiloco.wire.answers import Answer, RequestError, RequestRefused, Response
 from p2pdiloco.wire.bodies import MARKS_LIMIT, GetStatements, TellStatements, encode

@@ -13,7 +13,7 @@ import math
 from collections.abc import Awaitable, Callable
 
 from p2pdiloco.peer.peer import Peer
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import logs
 from p2pdiloco.wire import link
 from p2pdiloco.wire.bodies import PeerStatus

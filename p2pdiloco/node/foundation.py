@@ -15,9 +15,8 @@ from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.chain import genesis_head
-from p2pdiloco.protocol.defaults import completed, in_turns, with_usual_rate, without_left_out
 from p2pdiloco.protocol.events import ShardState
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import (
     BlockSpec,
     HeldOut,
@@ -27,7 +26,8 @@ from p2pdiloco.protocol.manifest import (
     TensorSpec,
     make_layout,
 )
-from p2pdiloco.protocol.soundness import config_problems, manifest_problems, without_places
+from p2pdiloco.protocol.manifest_defaults import completed, in_turns, with_usual_rate, without_left_out
+from p2pdiloco.protocol.manifest_validation import config_problems, manifest_problems, without_places
 from p2pdiloco.tensors.digests import state_digest
 from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.tensors.states import StateForm

@@ -16,7 +16,7 @@ from p2pdiloco.node.lookup import (
     observer_transport,
     pick_runs,
 )
-from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity

@@ -15,7 +15,7 @@ import msgspec
 from p2pdiloco.node.credentials import Credentials, CredentialsError, MemberFiles, accepted, make_invite, members_of
 from p2pdiloco.node.kept_runs import folder_of, manifests_here
 from p2pdiloco.peer.options import PeerOptions
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory

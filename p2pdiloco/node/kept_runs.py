@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from p2pdiloco.protocol.identifiers import RunId, digest_of
+from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import MANIFEST, Manifest
-from p2pdiloco.protocol.soundness import decode_manifest
+from p2pdiloco.protocol.manifest_validation import decode_manifest
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.identity import KEY_FILE
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from p2pdiloco.net.handshake import HandshakeError
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import addresses
 from p2pdiloco.runtime.addresses import Address
 from p2pdiloco.runtime.dialler import Dialler

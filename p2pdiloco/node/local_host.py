@@ -17,7 +17,7 @@ import torch
 
 from p2pdiloco.node.learner_process import LearnerProcess
 from p2pdiloco.peer.host import Queue, StartLearner
-from p2pdiloco.protocol.identifiers import ShardId
+from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.runtime.files import LOCAL
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.transport import Transport

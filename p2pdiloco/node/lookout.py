@@ -26,7 +26,7 @@ from p2pdiloco.peer.peer import Peer
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.channel import Channel
 from p2pdiloco.runtime.journal import Journal

@@ -15,9 +15,9 @@ from p2pdiloco.net.doors import JoinersDoor
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.credentials import Credentials
 from p2pdiloco.node.ladder import Ladder
-from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.manifest import Manifest
-from p2pdiloco.protocol.soundness import MAX_MANIFEST_BYTES, decode_manifest
+from p2pdiloco.protocol.manifest_validation import MAX_MANIFEST_BYTES, decode_manifest
 from p2pdiloco.runtime import addresses, last_ports, logs
 from p2pdiloco.runtime.address_book import AddressBook
 from p2pdiloco.runtime.dialler import Dialler

@@ -37,7 +37,7 @@ from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import InitialState, Peer
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.runtime import last_ports, logs
 from p2pdiloco.runtime.directory import Directory

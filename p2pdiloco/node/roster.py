@@ -30,7 +30,7 @@ from p2pdiloco.net.peers import LEAVING
 from p2pdiloco.node.curiosity import Curiosity
 from p2pdiloco.node.fellowship import Fellowship
 from p2pdiloco.node.ladder import Ladder
-from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.files import write_atomically

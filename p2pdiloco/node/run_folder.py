@@ -35,7 +35,7 @@ from p2pdiloco.peer.checkpoint import (
 from p2pdiloco.peer.checkpoint import sweep_halves as sweep_checkpoints
 from p2pdiloco.peer.disk import sweep
 from p2pdiloco.peer.peer import InitialState
-from p2pdiloco.protocol.identifiers import RunId, digest_of
+from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import MANIFEST, Manifest, RunConfig
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.files import LOCAL, LockedError, lock, write_atomically

@@ -60,9 +60,9 @@ from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.peer.end import Ending
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import InitialState
-from p2pdiloco.protocol.defaults import few_turns
-from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
+from p2pdiloco.protocol.manifest_defaults import few_turns
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity

@@ -20,7 +20,7 @@ import msgspec
 from p2pdiloco.node.credentials import Credentials
 from p2pdiloco.node.lookup import ladder_of, observer_transport
 from p2pdiloco.peer.host import Host
-from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity, IdentityError

@@ -24,7 +24,7 @@ import msgspec
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.curiosity import KnownPoints
 from p2pdiloco.node.ladder import Ladder
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import addresses, logs, sockets
 from p2pdiloco.runtime.dialler import Dialler
 from p2pdiloco.runtime.directory import Directory

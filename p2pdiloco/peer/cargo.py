@@ -21,9 +21,9 @@ from p2pdiloco.peer.payload_store import Held, PayloadStore
 from p2pdiloco.peer.shift_queue import Moves, Payload
 from p2pdiloco.peer.signatures import OPEN, Register, check_commit, check_contributor, check_equivocation, signed
 from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import messages
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol import signatures
-from p2pdiloco.protocol.identifiers import Digest, RunId, ShardId, digest_of
+from p2pdiloco.protocol.ids import Digest, RunId, ShardId, digest_of
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.runtime import logs
@@ -135,7 +135,7 @@ class Cargo:
         """Vouch for a commit of our own."""
         proofs = self.shelves[header.shard].proofs
         if header.owner == self._identity.peer_id and commit not in proofs:
-            proofs[commit] = (header, self._identity.sign(signatures.commit(commit)))
+            proofs[commit] = (header, self._identity.sign(messages.commit(commit)))
 
     def signed(self, effect: ef.Encode, payload: Digest) -> msg.Contributor:
         """What our learner gives, with our signature."""

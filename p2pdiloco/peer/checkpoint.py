@@ -28,10 +28,10 @@ from p2pdiloco.peer import segments
 from p2pdiloco.peer.disk import PART, Disk, replace
 from p2pdiloco.peer.proofs import SavedState, proven_digest
 from p2pdiloco.protocol.chain import is_heavier
-from p2pdiloco.protocol.identifiers import RunId, digest_of
+from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import MANIFEST, Layout, Manifest
+from p2pdiloco.protocol.manifest_validation import decode_manifest
 from p2pdiloco.protocol.messages import Head
-from p2pdiloco.protocol.soundness import decode_manifest
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.files import LOCAL
 from p2pdiloco.tensors.states import StateForm, packed

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from p2pdiloco.protocol.identifiers import PeerId, ShardId
+from p2pdiloco.protocol.ids import PeerId, ShardId
 
 AHEAD_S = 0.3
 """Longer than a round trip on nearly any path, plus what a busy donor needs to wake up."""

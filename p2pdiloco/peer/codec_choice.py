@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from p2pdiloco.peer.metrics import Metrics
-from p2pdiloco.protocol.identifiers import ShardId
+from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.manifest import Layout, RunConfig
 from p2pdiloco.protocol.view import MachineView
 from p2pdiloco.tensors.ladder import FAST_BYTES_PER_S, Rung, choose, downward

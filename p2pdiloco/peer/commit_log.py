@@ -21,7 +21,7 @@ from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.payload_store import Held
 from p2pdiloco.peer.shift_queue import Payload
 from p2pdiloco.peer.write_budget import DAY_S, HOUR_S, WriteBudget
-from p2pdiloco.protocol.identifiers import Digest, ShardId
+from p2pdiloco.protocol.ids import Digest, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, commit_id
 from p2pdiloco.runtime import logs
 from p2pdiloco.wire.bodies import CommitParts

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from p2pdiloco.protocol.identifiers import Digest, PeerId
+from p2pdiloco.protocol.ids import Digest, PeerId
 
 Chunk = tuple[Digest, int]
 """A head, and the number of a chunk of its state."""

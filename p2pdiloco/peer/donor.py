@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.offers import lineage_of
 from p2pdiloco.peer.shard_copy import CopyError, copied
-from p2pdiloco.protocol.identifiers import Digest, ShardId
+from p2pdiloco.protocol.ids import Digest, ShardId
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.wire.answers import RequestRefused
 from p2pdiloco.wire.blocks import Blocks

@@ -29,7 +29,7 @@ from p2pdiloco.peer.inspection import Inspection
 from p2pdiloco.peer.offers import ancestors, checked_offer, is_listed, owner_of
 from p2pdiloco.peer.signatures import UnknownMemberError
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId, digest_of
+from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import commit_id
 from p2pdiloco.wire.answers import RequestError, RequestRefused

@@ -38,7 +38,7 @@ from p2pdiloco.peer.traffic import PayloadTraffic
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId, digest_of, peer_of
+from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, digest_of, peer_of
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.identity import Identity

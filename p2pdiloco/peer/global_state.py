@@ -27,7 +27,7 @@ from p2pdiloco.peer.integrity import Integrity
 from p2pdiloco.peer.own_merges import OwnMerges
 from p2pdiloco.peer.shift_queue import Handover, Moves, Payload, ShiftQueue, Shifts
 from p2pdiloco.peer.staged import Staged
-from p2pdiloco.protocol.identifiers import Digest, LearnerId, ShardId, digest_of
+from p2pdiloco.protocol.ids import Digest, LearnerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, Layout, OuterConfig, Shard
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.tensors import digests, ladder, merge, outer, quantizers

@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal, Protocol, TypeVar
 
 from p2pdiloco.peer.disk import Disk
-from p2pdiloco.protocol.identifiers import PeerId, ShardId
+from p2pdiloco.protocol.ids import PeerId, ShardId
 from p2pdiloco.wire import link
 from p2pdiloco.wire.answers import Response
 

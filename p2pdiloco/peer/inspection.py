@@ -17,7 +17,7 @@ from p2pdiloco.peer.signatures import UnknownMemberError
 from p2pdiloco.peer.standing import Standing
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 
 
 class Inspection:

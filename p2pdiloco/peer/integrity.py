@@ -3,7 +3,7 @@
 Rules of this file:
 1. A chunk that was seen to have its digest counts as verified until the head moves, or ``look_again`` is said.
 2. A shard with a chunk that has not is spoilt: nothing is given, merged or handed on from it until it was installed
-   anew (``protocol/repair.py``), or accepted as it is since nobody else has it.
+   anew (``protocol/replication.py``), or accepted as it is since nobody else has it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from p2pdiloco.protocol.identifiers import ShardId
+from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.tensors import digests
 
 

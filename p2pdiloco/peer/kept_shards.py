@@ -23,7 +23,7 @@ from torch import Tensor
 
 from p2pdiloco.peer.disk import Disk, replace, sweep
 from p2pdiloco.peer.offers import checked_offer
-from p2pdiloco.protocol.identifiers import ShardId
+from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.files import LOCAL

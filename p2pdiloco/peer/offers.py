@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from p2pdiloco.peer.proofs import check_lineage, proven_digest
 from p2pdiloco.peer.signatures import OPEN, Register
-from p2pdiloco.protocol.identifiers import DIGEST_BYTES, Digest, PeerId, ShardId, digest_of
+from p2pdiloco.protocol.ids import DIGEST_BYTES, Digest, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import CommitHeader, commit_id
 from p2pdiloco.tensors.digests import list_bytes

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from p2pdiloco.peer.disk import Disk, replace, sweep
 from p2pdiloco.peer.host import Host
+from p2pdiloco.protocol.aggregation import is_left
 from p2pdiloco.protocol.events import Convictions
-from p2pdiloco.protocol.identifiers import Digest
-from p2pdiloco.protocol.made import is_left
+from p2pdiloco.protocol.ids import Digest
 from p2pdiloco.protocol.messages import Commit, CommitHeader, Head, commit_id
 from p2pdiloco.runtime import logs
 from p2pdiloco.wire.bodies import CommitParts, decode_as, decode_message, encode

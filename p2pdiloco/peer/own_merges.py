@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from p2pdiloco.protocol.identifiers import Digest, ShardId
+from p2pdiloco.protocol.ids import Digest, ShardId
 from p2pdiloco.tensors import quantizers
 from p2pdiloco.wire.compression import Body
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from p2pdiloco.peer.signatures import OPEN, Register, UnknownMemberError, check_commit
-from p2pdiloco.protocol.blocks import BlockLedger, Trained
 from p2pdiloco.protocol.chain import genesis_head, record_of
-from p2pdiloco.protocol.identifiers import Digest, RunId
+from p2pdiloco.protocol.data_blocks import BlockLedger, Trained
+from p2pdiloco.protocol.ids import Digest, RunId
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.protocol.messages import CommitHeader, commit_id
 from p2pdiloco.wire.bodies import SignedCommit, StateProof

@@ -9,7 +9,7 @@ from p2pdiloco.net.allowance import Allowance
 from p2pdiloco.peer.donor import Donor
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.standing import Standing
-from p2pdiloco.protocol.identifiers import PeerId, ShardId
+from p2pdiloco.protocol.ids import PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.wire.answers import Answer, RequestRefused
 from p2pdiloco.wire.bodies import (

@@ -26,7 +26,7 @@ from p2pdiloco.peer.offers import lineage_of
 from p2pdiloco.peer.proofs import SavedState
 from p2pdiloco.peer.shard_copy import CopyError, copied
 from p2pdiloco.peer.write_budget import WriteBudget
-from p2pdiloco.protocol.identifiers import Digest, ShardId
+from p2pdiloco.protocol.ids import Digest, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import Head
 from p2pdiloco.runtime import logs

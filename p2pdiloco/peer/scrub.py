@@ -1,7 +1,7 @@
 """Looks through this peer's own state in the background: does every chunk have the digest that its owner signed?
 
 Memory without error correction flips a bit now and then. Found out here, the shard is fetched again at its head
-(``protocol/repair.py``); not found, it would be in this peer's contributions, commits and checkpoints.
+(``protocol/replication.py``); not found, it would be in this peer's contributions, commits and checkpoints.
 
 Rules of this file:
 1. Every chunk is looked at once for each version of its shard, as far as the share of the worker's time allows, and
@@ -16,7 +16,7 @@ import asyncio
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.host import within
 from p2pdiloco.peer.integrity import SpoiltStateError
-from p2pdiloco.protocol.identifiers import ShardId
+from p2pdiloco.protocol.ids import ShardId
 
 SHARE = 0.05
 """Of the worker's time."""

@@ -25,7 +25,7 @@ from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.proofs import SavedState, proven_digest
 from p2pdiloco.peer.settings import protocol_config
 from p2pdiloco.protocol.chain import Chain
-from p2pdiloco.protocol.identifiers import digest_of
+from p2pdiloco.protocol.ids import digest_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import Commit, CommitHeader, commit_id
 from p2pdiloco.runtime import logs

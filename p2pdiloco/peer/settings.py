@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from p2pdiloco.peer.options import PeerOptions
-from p2pdiloco.protocol.core import ProtocolConfig
-from p2pdiloco.protocol.defaults import budget, heartbeat_s, logged
-from p2pdiloco.protocol.identifiers import PeerId
-from p2pdiloco.protocol.limits import BATCH_ROOM, STEP_TOKENS, Sizes
+from p2pdiloco.protocol.config import BATCH_ROOM, STEP_TOKENS, Sizes
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
+from p2pdiloco.protocol.manifest_defaults import budget, heartbeat_s, logged
+from p2pdiloco.protocol.state import ProtocolConfig
 
 EARLY_BYTES = 256 << 20
 EARLY_BYTES_PER_PARAMETER = 2

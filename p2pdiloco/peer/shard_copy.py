@@ -13,7 +13,7 @@ from typing import TypeVar
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.host import within
 from p2pdiloco.peer.integrity import SpoiltStateError
-from p2pdiloco.protocol.identifiers import Digest, ShardId
+from p2pdiloco.protocol.ids import Digest, ShardId
 
 T = TypeVar("T")
 

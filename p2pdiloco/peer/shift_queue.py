@@ -23,7 +23,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from p2pdiloco.peer.vector_memory import VectorMemory
-from p2pdiloco.protocol.identifiers import FragmentId, LearnerId, ShardId
+from p2pdiloco.protocol.ids import FragmentId, LearnerId, ShardId
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.tensors import quantizers
 from p2pdiloco.training.shared_memory import SharedVectors

@@ -15,8 +15,8 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from p2pdiloco.protocol import signatures
-from p2pdiloco.protocol.identifiers import Digest, PeerId, RunId, ShardId, peer_of
+from p2pdiloco.protocol import messages
+from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId, peer_of
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Equivocation, commit_id
 from p2pdiloco.runtime.identity import Identity, verify
 
@@ -55,7 +55,7 @@ def signed(
 ) -> Contributor:
     """``contributor`` with its payload's digest and its peer's signature: 88 bytes more."""
     whole = replace(contributor, payload=bytes.fromhex(payload))
-    return replace(whole, signature=identity.sign(signatures.contribution(run, shard, base, whole)))
+    return replace(whole, signature=identity.sign(messages.contribution(run, shard, base, whole)))
 
 
 def check_contributor(
@@ -72,7 +72,7 @@ def check_contributor(
         raise UnknownMemberError(f"{giver} is not known as a member of the run")
     if not register.may_contribute(giver):
         raise ValueError(f"{giver} is a member that only follows")
-    if not verify(giver, signatures.contribution(run, shard, base, contributor), contributor.signature):
+    if not verify(giver, messages.contribution(run, shard, base, contributor), contributor.signature):
         raise ValueError(
             f"what is said in the name of learner {contributor.learner} does not bear its peer's signature"
         )
@@ -94,7 +94,7 @@ def check_commit(
     """
     if not register.was_member(header.owner):
         raise UnknownMemberError(f"its owner {header.owner} is not known as a member of the run")
-    if not verify(header.owner, signatures.commit(commit_id(header)), signature):
+    if not verify(header.owner, messages.commit(commit_id(header)), signature):
         raise ValueError("it does not bear its owner's signature")
     for contributor in header.contributors:
         if (header.parent, contributor) != mine:
@@ -113,5 +113,5 @@ def check_equivocation(proof: Equivocation, register: Register = OPEN) -> None:
     if not register.was_member(proof.owner):
         raise UnknownMemberError(f"their owner {proof.owner} is not known as a member of the run")
     for header, signature in ((proof.first, proof.first_signature), (proof.second, proof.second_signature)):
-        if not verify(proof.owner, signatures.commit(commit_id(header)), signature):
+        if not verify(proof.owner, messages.commit(commit_id(header)), signature):
             raise ValueError(f"{proof.owner} has not signed one of these commits")

@@ -17,7 +17,7 @@ from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.vector_memory import KEPT
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.identifiers import FragmentId
+from p2pdiloco.protocol.ids import FragmentId
 
 
 class Snapshots:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from p2pdiloco.protocol.identifiers import Digest
+from p2pdiloco.protocol.ids import Digest
 from p2pdiloco.tensors import merge
 from p2pdiloco.tensors.states import StateForm
 

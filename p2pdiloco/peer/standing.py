@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.wire.answers import Answer, RequestRefused
 from p2pdiloco.wire.bodies import GetStatements, TellStatements
 

@@ -30,7 +30,7 @@ from p2pdiloco.peer.shift_queue import Shifts
 from p2pdiloco.peer.snapshots import Snapshots
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.identifiers import LearnerId, digest_of, learner_id, peer_of
+from p2pdiloco.protocol.ids import LearnerId, digest_of, learner_id, peer_of
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.backoff import Backoff
 from p2pdiloco.runtime.logs import short

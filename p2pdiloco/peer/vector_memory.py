@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from typing import Literal
 
-from p2pdiloco.protocol.identifiers import ShardId
+from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.training.shared_memory import SharedVectors, SpareVector
 

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from p2pdiloco.protocol.blocks import BlockLedger, Trained
+from p2pdiloco.protocol.config import MAX_COUNT, Limits
 from p2pdiloco.protocol.counted_tokens import NOTHING_USUAL, UsualTokens
+from p2pdiloco.protocol.data_blocks import BlockLedger, Trained
 from p2pdiloco.protocol.events import Mark, ShardState
-from p2pdiloco.protocol.identifiers import Digest, LearnerId, PeerId, RunId, ShardId, digest_of, peer_of
-from p2pdiloco.protocol.limits import MAX_COUNT, Limits
+from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, RunId, ShardId, digest_of, peer_of
 from p2pdiloco.protocol.messages import MAX_CONTRIBUTORS, CommitHeader, Contributor, Head
-from p2pdiloco.protocol.stride import NO_STRIDE, Stride
+from p2pdiloco.protocol.norm_bound import NO_STRIDE, Stride
 
 NO_MARK = Mark(0, 0, 0)
 SizeOf = Callable[[Digest], int]

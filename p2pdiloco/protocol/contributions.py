@@ -9,21 +9,171 @@ Rules of this file:
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Final, NamedTuple
+
 from msgspec.structs import replace
 
-from p2pdiloco.protocol.budget import TokenBudget
-from p2pdiloco.protocol.chain import SizeOf, is_heavier
-from p2pdiloco.protocol.core import Core, LearnerView
-from p2pdiloco.protocol.effects import AdoptStep, Encode, Snapshot
-from p2pdiloco.protocol.errands import hand_on_turn
-from p2pdiloco.protocol.events import Encoded, Mark, Snapshotted
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, ShardId
-from p2pdiloco.protocol.ledger import Ledger
-from p2pdiloco.protocol.merges import Merges
-from p2pdiloco.protocol.messages import Contribution, Contributor, Head, Turn
+from p2pdiloco.protocol.aggregation import Merges
+from p2pdiloco.protocol.block_assignment import Workload
+from p2pdiloco.protocol.chain import MARK_LIFE_LOGS, NO_MARK, SizeOf, is_heavier
+from p2pdiloco.protocol.effects import AdoptStep, Encode, PauseLearner, Snapshot
+from p2pdiloco.protocol.events import Encoded, Mark, ShardState, Snapshotted
+from p2pdiloco.protocol.forwarding import hand_on_turn
+from p2pdiloco.protocol.health import Trouble
+from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId
+from p2pdiloco.protocol.messages import CommitHeader, Contribution, Contributor, Head, Turn
 from p2pdiloco.protocol.ownership import ranked_owners
-from p2pdiloco.protocol.trouble import Trouble
-from p2pdiloco.protocol.workload import Workload
+from p2pdiloco.protocol.state import Core, LearnerView
+
+# -- A run's budget of tokens: how much of it the chains hold, and when it is spent ------------------------------------
+# Rules of this file:
+# 1. What counts is what is merged, as the chains say: it does not depend on who is fastest, on how many came, or on
+#    steps that were lost. Shards are merged one after the other; of the run's progress their mean is taken.
+# 2. When a budget ends, learners hold what they made since the last turns. That is half a turn's tokens in the mean,
+#    which merging will add: the learners stop so much earlier (C7a).
+
+
+TOLD: Final = 500
+"""Parts of the budget in which a learner is told of it: its rate follows."""
+
+
+class TokenBudget:
+    """Of one run; without a limit it only counts."""
+
+    __slots__ = ("_core", "_merged", "_newest", "_paused", "_under_way", "told")
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._merged = [0] * len(core.chains)
+        """By shard: its chain's tokens."""
+        self._newest = [0] * len(core.chains)
+        """By shard: those of its last version."""
+        self._under_way = 0
+        """The sum of these."""
+        self.told = 0
+        """What the learner knows of ``merged``."""
+        self._paused: LearnerId | None = None
+
+    @property
+    def merged(self) -> int:
+        """Tokens, the mean over the shards."""
+        return sum(self._merged) // len(self._merged)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether what is merged, and what is on its way, is all that the run is to have."""
+        total = self._core.config.sizes.budget
+        return 0 < total <= self.merged + self._under_way // (2 * len(self._merged))
+
+    @property
+    def last_step(self) -> int:
+        """The global step at which the run ends, as far as can be told."""
+        core = self._core
+        if not core.config.sizes.budget:
+            return core.config.total_steps
+        if self.is_spent:
+            return core.step
+        rest = core.config.sizes.budget / max(1, self.merged)
+        return min(core.config.total_steps, max(core.step + 1, round(core.step * rest)))
+
+    def moved(self, shard: ShardId) -> None:
+        """The shard has a new head."""
+        core, tokens = self._core, self._core.head(shard).tokens
+        if not core.config.sizes.budget:
+            return
+        newest = max(0, tokens - self._merged[shard])
+        self._under_way += newest - self._newest[shard]
+        self._merged[shard], self._newest[shard] = tokens, newest
+        merged = self.merged
+        if core.learner is not None and abs(merged - self.told) * TOLD >= core.config.sizes.budget:
+            self.told = merged
+            core.effects.append(AdoptStep(core.step, merged))
+        self.look()
+
+    def look(self) -> None:
+        """Stop the learner if there is nothing left to train."""
+        core = self._core
+        learner = core.learner
+        if not core.is_current or core.departure or learner is None or learner.is_paused or learner.id == self._paused:
+            return
+        if self.is_spent:
+            self._paused = learner.id
+            core.effects.append(PauseLearner())
+
+
+# -- A learner's own contributions to one shard, and what adopting another head does to its delta ----------------------
+# A chain merges a prefix of a learner's tokens, so where a chain stands with this learner is one number: the mark.
+# Every contribution that was sent is an edge from one mark to a later one. Moving to another head moves the mark,
+# forwards or (after a fork) backwards; the walk along edges says which contributions leave the learner's delta
+# (settled) and which return to it (restored). One rule thus serves carry, refusal, takeover, forks and their healing.
+#
+# Because what was *sent* (after quantization) is what leaves the delta, the quantization error stays in it and is sent
+# with the next contribution: error feedback without a buffer of its own.
+
+
+class Edge(NamedTuple):
+    """One contribution: own tokens ``start`` to ``stop``, and its payload."""
+
+    start: int
+    stop: int
+    payload: Digest
+
+
+class Walk(NamedTuple):
+    """Payloads that leave the learner's delta, and payloads that return to it."""
+
+    settled: tuple[Digest, ...]
+    restored: tuple[Digest, ...]
+
+
+STAY = Walk((), ())
+
+
+class Ledger:
+    """The last ``depth`` contributions to one shard in this life of the learner."""
+
+    __slots__ = ("edges",)
+
+    def __init__(self, depth: int) -> None:
+        self.edges: deque[Edge] = deque(maxlen=depth)
+
+    def record(self, start: int, stop: int, payload: Digest) -> None:
+        """Remember a contribution; of the same range sent twice (another base), walks take the newer."""
+        self.edges.append(Edge(start, stop, payload))
+
+    @property
+    def last(self) -> int:
+        """The furthest mark that a contribution may have led to; -1 if there was none."""
+        return max((edge.stop for edge in self.edges), default=-1)
+
+    def walk(self, old: int, new: int) -> Walk | None:
+        """From mark ``old`` to mark ``new`` along contributions, fewest first; None if they do not lead there."""
+        if old == new:
+            return STAY
+        came: dict[int, tuple[int, Edge, bool]] = {old: (old, Edge(0, 0, Digest("")), True)}
+        queue = deque([old])
+        while queue and new not in came:
+            at = queue.popleft()
+            for edge in reversed(self.edges):
+                if edge.start == at and edge.stop not in came:
+                    came[edge.stop] = (at, edge, True)
+                    queue.append(edge.stop)
+                elif edge.stop == at and edge.start not in came:
+                    came[edge.start] = (at, edge, False)
+                    queue.append(edge.start)
+        if new not in came:
+            return None
+        settled: list[Digest] = []
+        restored: list[Digest] = []
+        at = new
+        while at != old:
+            at, edge, is_forward = came[at]
+            (settled if is_forward else restored).append(edge.payload)
+        return Walk(tuple(reversed(settled)), tuple(reversed(restored)))
+
+
+# -- The learner's side of a turn: snapshot, encode, offer to the owner, and to the next owner if that on --------------
 
 
 class FragmentTurn:
@@ -339,3 +489,79 @@ class Contributions:
             self.core.note(
                 "debug", "contribution", f"shard {shard} refused ({reason}), their version is {head.version}"
             )
+
+
+# -- What another head means for this peer's learner: which of its contributions leave its delta, and whi --------------
+# Rules of this file:
+# 1. The learner's own marks decide, by the edges of its ledger.
+# 2. Nobody can speak in a learner's name: a chain that holds tokens which it never gave is not taken.
+
+
+class Carry:
+    """Between chains and the learner."""
+
+    def __init__(self, core: Core, contributions: Contributions) -> None:
+        self.core = core
+        self.contributions = contributions
+
+    def problem(self, target: CommitHeader | ShardState) -> str | None:
+        """Why what a commit or a state says of this peer's learner is not so, or None."""
+        learner = self.core.learner
+        if learner is None:
+            return None
+        if isinstance(target, ShardState):
+            shard, to_tokens = target.head.shard, self.mark_in(learner, target).tokens
+        else:
+            shard = target.shard
+            to_tokens = max((c.tokens_to for c in target.contributors if c.learner == learner.id), default=0)
+        if to_tokens <= max(learner.marks[shard].tokens, self.contributions.ledgers[shard].last):
+            return None
+        return f"it holds tokens of this peer's learner that it has not given, up to {to_tokens}"
+
+    def moves(
+        self, shard: ShardId, to_tokens: int | None
+    ) -> tuple[LearnerId | None, tuple[Digest, ...], tuple[Digest, ...], bool]:
+        """What ``Apply`` and ``Install`` say of the learner, when the shard's chain comes to count its tokens up to
+        ``to_tokens`` (None: as before): whose delta it is, what is settled, what is restored, whether it is reset."""
+        core, learner = self.core, self.core.learner
+        walk: Walk | None = STAY
+        if learner is not None and to_tokens is not None and not core.config.is_overwrite:
+            walk = self.walk(shard, to_tokens)
+        who = None if learner is None else learner.id
+        return (who, (), (), True) if walk is None else (who, walk.settled, walk.restored, core.config.is_overwrite)
+
+    def walk(self, shard: ShardId, to_tokens: int) -> Walk | None:
+        """What leaves the learner's delta, and what returns to it, when the shard's chain counts its tokens up to
+        ``to_tokens``; None if that cannot be told."""
+        learner = self.core.learner
+        assert learner is not None
+        ledger = self.contributions.ledgers[shard]
+        walk = ledger.walk(learner.marks[shard].tokens, to_tokens)
+        if walk is None:
+            self.core.note(
+                "warning",
+                "carry",
+                f"shard {shard}: contributions between own tokens {learner.marks[shard].tokens} and {to_tokens} are "
+                "forgotten, the learner takes the global parameters and loses its unmerged progress",
+            )
+        return walk
+
+    def move_mark(self, shard: ShardId, target: CommitHeader | ShardState) -> None:
+        """The shard's chain has become ``target``'s: how far it has merged the learner."""
+        learner = self.core.learner
+        if learner is None:
+            return
+        mark = self.core.chains[shard].marks.get(learner.id)
+        if isinstance(target, ShardState):
+            own = self.mark_in(learner, target)
+        else:
+            own = learner.marks[shard] if mark is None else mark
+        learner.marks[shard] = own
+        if self.core.config.is_overwrite:
+            learner.threw_away(shard)
+
+    def mark_in(self, learner: LearnerView, state: ShardState) -> Mark:
+        """How far a state's chain has merged the learner. What it may have forgotten for its age stays merged."""
+        own = learner.marks[state.head.shard]
+        is_forgotten = state.head.version - own.version > MARK_LIFE_LOGS * self.core.config.log_length
+        return dict(state.marks).get(learner.id, own if is_forgotten else NO_MARK)

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from p2pdiloco.protocol.medians import lower_median, medians_of_others
-from p2pdiloco.protocol.stride import MEMORY, OCTAVE, octaves, power, running_mean
+from p2pdiloco.protocol.norm_bound import MEMORY, OCTAVE, octaves, power, running_mean
 
 MOST_TIMES: Final = 4
 _FEW: Final = 2

@@ -7,9 +7,9 @@ from typing import Literal
 
 import msgspec
 
-from p2pdiloco.protocol.blocks import Block
+from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.events import ShardState
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, ShardId
+from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, Contribution, Contributor, Head, Message
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from p2pdiloco.protocol.blocks import Block, Trained
 from p2pdiloco.protocol.counted_tokens import NOTHING_USUAL, UsualTokens
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, ShardId
+from p2pdiloco.protocol.data_blocks import Block, Trained
+from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Equivocation, Head, Message
-from p2pdiloco.protocol.stride import NO_STRIDE, Stride
+from p2pdiloco.protocol.norm_bound import NO_STRIDE, Stride
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):

@@ -19,24 +19,57 @@ from typing import assert_never
 
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.adoption import Adoption
+from p2pdiloco.protocol.aggregation import Merges
+from p2pdiloco.protocol.block_assignment import Workload
 from p2pdiloco.protocol.chain import SizeOf, no_size
+from p2pdiloco.protocol.commit_validation import Equivocations, Refusals
 from p2pdiloco.protocol.contributions import Contributions
-from p2pdiloco.protocol.core import BEAT, Core, LearnerView, ProtocolConfig
 from p2pdiloco.protocol.effects import Effect, Evaluate
-from p2pdiloco.protocol.equivocations import Equivocations
-from p2pdiloco.protocol.errands import hand_on_commit, send_commit
-from p2pdiloco.protocol.evaluations import Evaluations
-from p2pdiloco.protocol.farewell import Farewell
-from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
-from p2pdiloco.protocol.invariants import check_chains, check_work
-from p2pdiloco.protocol.merges import Merges
-from p2pdiloco.protocol.presence import NEWS, Presence
-from p2pdiloco.protocol.refusals import Refusals
-from p2pdiloco.protocol.repair import Repair
-from p2pdiloco.protocol.status import Status, status_of
-from p2pdiloco.protocol.view import MachineView
-from p2pdiloco.protocol.workload import Workload
+from p2pdiloco.protocol.evaluation import Evaluations
+from p2pdiloco.protocol.forwarding import hand_on_commit, send_commit
+from p2pdiloco.protocol.heartbeat import NEWS, Presence
+from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
+from p2pdiloco.protocol.replication import Adoption, Repair
+from p2pdiloco.protocol.shutdown import Farewell
+from p2pdiloco.protocol.state import BEAT, Core, LearnerView, ProtocolConfig
+from p2pdiloco.protocol.view import MachineView, Status, status_of
+
+# -- What must hold in one machine after every event, whatever other peers do. Invariants of the whole sw --------------
+# simulator's (``simulation.checkers``).
+
+
+def check_chains(core: Core) -> None:
+    """Heads, their mark, logs. Raises AssertionError."""
+    assert not core.is_current or all(c.head is not None for c in core.chains)
+    mark = 0
+    for chain in core.chains:
+        if chain.head is None:
+            continue
+        mark ^= int(chain.head.id[:15], 16)
+        assert len(chain.log) == len(chain.log_ids) <= core.config.log_length
+        if chain.log:
+            assert chain.log_ids[-1] == chain.head.id
+            assert chain.log[-1].tokens == chain.head.tokens
+    assert mark == core.heads_mark
+    if core.learner is not None:
+        assert all(0 <= core.learner.unmerged(c.shard) <= core.learner.tokens for c in core.chains)
+
+
+def check_work(core: Core, merges: Merges, contributions: Contributions, adoption: Adoption) -> None:
+    """Turns, what is on offer, what waits. Raises AssertionError."""
+    for shard, pending in contributions.pending.items():
+        assert pending.contribution.base.id == core.head(shard).id, "a pending contribution's base is the head"
+    for turn in contributions.turns:
+        for shard, (base, _) in turn.open.items():
+            assert base == core.head(shard).id, "a turn is over when the head moves"
+    for waiting in adoption.orphans.waiting.values():
+        assert len(waiting) <= core.config.log_length
+    for early in merges.early:
+        assert len(early) <= len(core.membership.peers) + 1
+
+
+# -- The merge protocol as one deterministic machine: Decoupled DiLoCo (arXiv 2604.21428) without its syn --------------
+
 
 ROUNDED_S = 1e-6
 """More than is lost when a sum of times is taken apart again: a deadline that is kept must have passed."""

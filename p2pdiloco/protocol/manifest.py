@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from p2pdiloco.protocol.blocks import MAX_BLOCKS
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId, ShardId, digest_of
+from p2pdiloco.protocol.data_blocks import MAX_BLOCKS
+from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId, RunId, ShardId, digest_of
 
 MANIFEST = "manifest.msgpack"
 """The file that holds one."""
@@ -69,7 +69,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """``huggingface``: ``config`` or ``folder``, and ``context``. ``external``: the other fields mean nothing; learners
     are scripts (``p2pdiloco.DiLoCo``)."""
     config: dict[str, Any] = {}
-    """For ``huggingface``: what its config.json would say, ``model_type`` first (``protocol/architecture.py``)."""
+    """For ``huggingface``: what its config.json would say, ``model_type`` first
+    (``protocol/manifest_validation.py``)."""
     folder: Annotated[str, Meta(max_length=4096)] = ""
     """For ``huggingface``, instead of ``config``: the founder's folder with config.json, and weights as safetensors to
     begin from. Means nothing in a manifest."""
@@ -166,7 +167,8 @@ class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     lost. Left out: 1 s."""
     log_length: Annotated[int, Meta(ge=4, le=1024)] | UnsetType = UNSET
     """Versions of a shard that every peer can send again, and take back: a network that was cut for longer costs the
-    smaller side what it trained before. Left out: what 768 steps make, at least 32 (``protocol/defaults.py``)."""
+    smaller side what it trained before. Left out: what 768 steps make, at least 32
+    (``protocol/manifest_defaults.py``)."""
     needs_majority: bool | UnsetType = UNSET
     """A peer merges nothing to which not more than half have answered of all who train, those included that are missing
     since they were lost at once: of a run that was cut in two only the larger side goes on, so nobody ends with a
@@ -183,7 +185,7 @@ class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     bias_correction: bool | UnsetType = UNSET
     """Momentum begins at 0, so that without it the first turns go less far: the rate of a shard's version v is divided
     by 1 - momentum^(v + 1). Left out: in runs of few turns, where rate / (1 - momentum) is at most 2
-    (``protocol/defaults.py``)."""
+    (``protocol/manifest_defaults.py``)."""
     momentum_type: MomentumType | UnsetType = UNSET
     """What momentum is kept in, on every peer: bfloat16 takes 2 of 4 bytes a parameter of memory, disk and downloads.
     Left out: bfloat16, but float32 with a momentum above 0.99."""

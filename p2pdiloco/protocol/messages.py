@@ -11,17 +11,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.counted_tokens import NOTHING_USUAL, UsualTokens
-from p2pdiloco.protocol.identifiers import (
-    DIGEST_BYTES,
-    Digest,
-    FragmentId,
-    LearnerId,
-    PeerId,
-    ShardId,
-    digest_of,
-)
+from p2pdiloco.protocol.data_blocks import Block
+from p2pdiloco.protocol.ids import DIGEST_BYTES, Digest, FragmentId, LearnerId, PeerId, RunId, ShardId, digest_of
 
 MAX_CLAIMS = 256
 SIGNATURE_BYTES = 64
@@ -256,3 +248,26 @@ Message = (
     | Evaluation
     | Equivocation
 )
+
+
+# -- What peers sign, as bytes. Who holds the keys signs and verifies (``peer/signatures.py``); in the ma --------------
+# a signature is a value that only its peer can make.
+#
+# Rules of this file:
+# 1. A statement begins with what kind it is and names the run: none can be taken for another's, or for another run's.
+# 2. Head ids are digests of all that led to them, so naming a head names its shard's whole chain.
+
+
+_CONTRIBUTION = "p2pdiloco contribution"
+_COMMIT = b"p2pdiloco commit\0"
+
+
+def contribution(run: RunId, shard: ShardId, base: Digest, c: Contributor) -> bytes:
+    """What a learner's peer signs: this range of tokens, steps and blocks, with this payload, on this head."""
+    given = (c.learner, c.tokens_from, c.tokens_to, c.steps_from, c.steps_to, c.blocks, c.payload)
+    return _encoder.encode((_CONTRIBUTION, run, shard, base, given))
+
+
+def commit(commit_id: Digest) -> bytes:
+    """What an owner signs: its header's digest, which leads to the run by the parents."""
+    return _COMMIT + commit_id.encode()

@@ -6,11 +6,12 @@ follows is a fork, which heals (see ``chain``).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from hashlib import blake2b
 from math import log
 
-from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.protocol.ids import PeerId, RunId
 
 Candidates = tuple[tuple[PeerId, float], ...]
 """Peers with their weights, sorted by peer."""
@@ -32,3 +33,104 @@ def ranked_owners(run: RunId, shard: int, version: int, candidates: Candidates) 
         scored.append((-weight / log(uniform), peer))
     scored.sort(reverse=True)
     return tuple(peer for _, peer in scored)
+
+
+# -- Who may own, and in which order: of those who are here and willing, with the weights that they are b --------------
+# Rules of this file:
+# 1. Weights count for at most twice the median; who asks for none owns only if nobody else may.
+# 2. The best connected come first, then those who hear one of them; those that let the takeover time pass come after
+#    all others for a while, which grows each time.
+# 3. Who is barred, or on its way out, owns only if nobody else may.
+
+
+MOST_WEIGHT = 2.0
+"""In medians of the candidates' weights."""
+LATER = 1e-12
+"""The weight of owners that come after all others, as a share of the least of the others'."""
+LEAST_SPREAD = 1e-24
+"""Between the least weight and the largest, as far as that is looked at."""
+PASSED_OVER = 3
+"""How often an owner comes after others that let the takeover time pass; the worst connected does so twice."""
+MISSES_COUNTED = 4
+
+
+def capped(candidates: list[tuple[PeerId, float]]) -> Candidates:
+    """``candidates`` (sorted) with weights of at most twice the median; those without weight only if all are."""
+    willing = [c for c in candidates if c[1] > 0.0]
+    if not willing:
+        return tuple((peer, 1.0) for peer, _ in candidates)
+    weights = sorted(weight for _, weight in willing)
+    most = MOST_WEIGHT * weights[(len(weights) - 1) // 2]
+    return tuple((peer, min(weight, most)) for peer, weight in willing)
+
+
+class Owners:
+    """As ``me`` sees them."""
+
+    __slots__ = ("_asking", "_me", "_missed", "barred", "candidates", "is_leaving", "own_weight", "willing")
+
+    def __init__(self, me: PeerId) -> None:
+        self._me = me
+        self.own_weight: float | None = None
+        """What this peer asks for, once all states are here."""
+        self.is_leaving = False
+        """A peer on its way out owns nothing new, unless it is the last."""
+        self.barred: frozenset[PeerId] = frozenset()
+        """Who is proved to have signed two commits on one parent: owns nothing, if somebody else can."""
+        self.willing: Candidates = ()
+        """Who may own, this peer included, with capped weights."""
+        self.candidates: Candidates = ()
+        """The same, with those last that are badly connected, or were passed over."""
+        self._asking: list[tuple[PeerId, float]] = []
+        """Who may own, with the weights that they ask for."""
+        self._missed: dict[PeerId, tuple[int, float]] = {}
+        """Takeover times in a row that a connected peer let pass as an owner, and until when it owns last."""
+
+    @property
+    def may_own(self) -> bool:
+        """Whether this peer merges at all: on its way out only if nobody else may, since whoever gave to it gives to
+        another owner at once, and a merge here would be a fork."""
+        return not self.is_leaving or any(peer == self._me for peer, _ in self.candidates)
+
+    def is_excluded(self, peer: PeerId) -> bool:
+        """Whether ``peer`` is barred, and somebody else can own."""
+        return peer in self.barred and all(peer != other for other, _ in self.willing)
+
+    def ask(self, others: list[tuple[PeerId, float]]) -> None:
+        """These are here, and ask for so much."""
+        candidates = others
+        if self.own_weight is not None and not (self.is_leaving and candidates):
+            candidates.append((self._me, self.own_weight))
+        if self.barred:
+            others = [candidate for candidate in candidates if candidate[0] not in self.barred]
+            candidates = others or candidates
+        candidates.sort()
+        if candidates != self._asking:
+            self._asking = candidates
+            self.willing = capped(candidates)
+
+    def rank(self, now: float, tiers: Mapping[PeerId, int]) -> None:
+        """Those of ``tiers`` come after others, and so does who was passed over."""
+        late = dict(tiers)
+        for peer, (_, until) in self._missed.items():
+            if now < until:
+                late[peer] = late.get(peer, 0) + PASSED_OVER
+        if not late:
+            self.candidates = self.willing
+            return
+        weights = [weight for _, weight in self.willing]
+        share = LATER * max(LEAST_SPREAD, min(weights, default=1.0) / max(weights, default=1.0))
+        self.candidates = tuple((peer, weight * share ** late.get(peer, 0)) for peer, weight in self.willing)
+
+    def missed(self, peer: PeerId, now: float, takeover_s: float, tiers: Mapping[PeerId, int]) -> None:
+        """``peer`` let ``takeover_s`` pass: it owns last for as long as four laps through all owners take, four times
+        as long each time."""
+        times, until = self._missed.get(peer, (0, 0.0))
+        if now >= until:
+            times = min(times + 1, MISSES_COUNTED)
+            self._missed[peer] = times, now + len(self.candidates) * takeover_s * 4.0**times
+            self.rank(now, tiers)
+
+    def forgive(self, peer: PeerId) -> None:
+        """A commit of ``peer`` came, or its connection is another one, or gone: what it missed counts no more."""
+        self._missed.pop(peer, None)

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from p2pdiloco.protocol.adoption import Adoption
-from p2pdiloco.protocol.budget import TokenBudget
-from p2pdiloco.protocol.core import Core
-from p2pdiloco.protocol.evaluations import Evaluations
+import msgspec
+
+from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.contributions import TokenBudget
+from p2pdiloco.protocol.evaluation import Evaluations
 from p2pdiloco.protocol.events import Convictions, ShardState
-from p2pdiloco.protocol.identifiers import Digest, PeerId, RunId, ShardId
+from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, Evaluation, Head
 from p2pdiloco.protocol.ownership import ranked_owners
+from p2pdiloco.protocol.replication import Adoption
+from p2pdiloco.protocol.state import Core
 
 
 class MachineView:
@@ -179,3 +182,50 @@ class MachineView:
     def fastest_step_time_s(self) -> float:
         """Of all learners that train; 0 if none does."""
         return self._core.fastest_step_time_s()
+
+
+# -- What a machine shows to people: the node's status, logs and reports -----------------------------------------------
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """The machine's own picture, for people. The four membership numbers are never mixed: known (the caller's
+    directory), live, participating, weight averaged."""
+
+    phase: msg.Phase
+    step: int
+    live: tuple[PeerId, ...]
+    """Without this peer."""
+    participating: tuple[PeerId, ...]
+    """With this peer, if it does."""
+    weight_averaged: int
+    """Learners merged by the newest commit seen."""
+    heads: tuple[msg.Head, ...]
+    tokens_trained: int
+    tokens_unmerged: int
+    evaluation: msg.Evaluation | None
+    epochs: float
+    """Of the run's data, trained and merged; 0 without blocks."""
+    blocks_repeated: float
+    """As a share of those trained."""
+    troubles: tuple[str, ...] = ()
+    """What a person should look at, a sentence each: ``trouble``."""
+
+
+def status_of(core: Core, evaluation: msg.Evaluation | None, weight_averaged: int, troubles: tuple[str, ...]) -> Status:
+    """The machine's picture now."""
+    ledger = core.chains[0].ledger
+    participating = [*core.membership.participating, *([core.config.peer] if core.is_participating() else [])]
+    return Status(
+        phase=core.phase(),
+        step=core.step,
+        live=core.membership.live,
+        participating=tuple(sorted(participating)),
+        weight_averaged=weight_averaged,
+        heads=tuple(c.head for c in core.chains if c.head is not None),
+        tokens_trained=0 if core.learner is None else core.learner.tokens,
+        tokens_unmerged=core.unmerged_tokens(),
+        evaluation=evaluation,
+        epochs=0.0 if ledger is None else ledger.trained / ledger.blocks,
+        blocks_repeated=0.0 if ledger is None else ledger.repeated / max(1, ledger.trained),
+        troubles=troubles,
+    )

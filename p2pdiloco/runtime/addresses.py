@@ -15,7 +15,7 @@ import msgspec
 from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 
 Family = Literal["ip4", "ip6", "dns", "dns4"]
 HOW = "write it as /ip4/203.0.113.7/tcp/4100 or /dns/example.org/tcp/4100, with /p2p/<peer id> if you know it"

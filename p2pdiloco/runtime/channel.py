@@ -12,7 +12,7 @@ from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.events import Closing, Ended, Failed, Paced, Proved
 from p2pdiloco.net.outbox import Slice
 from p2pdiloco.net.path import Path
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import sockets
 from p2pdiloco.runtime.addresses import Address
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import addresses, sockets
 from p2pdiloco.runtime.dht import (
     BUCKET,

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Sequence
 
 from p2pdiloco.net.dials import Dials
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import addresses
 from p2pdiloco.runtime.addresses import Address
 from p2pdiloco.runtime.transport import DialError, PeerRefused, Transport

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.runtime import address_book, addresses, logs, refusals
 from p2pdiloco.runtime.address_book import AddressBook
 from p2pdiloco.runtime.backoff import Backoff

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime.handler import TransportHandler
 from p2pdiloco.runtime.meeting_point import MeetingPoint
 from p2pdiloco.runtime.rendezvous import Rendezvous

@@ -20,9 +20,9 @@ from zlib import crc32
 
 import msgspec
 
-from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.effects import Effect
 from p2pdiloco.protocol.events import Event
+from p2pdiloco.protocol.state import ProtocolConfig
 from p2pdiloco.runtime.rotation import rotate
 
 FLUSH_S = 1.0

@@ -18,7 +18,7 @@ from collections import Counter, deque
 
 from p2pdiloco.net.admission import Room, machine_of
 from p2pdiloco.net.introducer import Hang, Introducer, Joined, NotIntroducedError, Say
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import addresses, logs, sockets
 from p2pdiloco.runtime.relay import Relay
 from p2pdiloco.runtime.transport import Transport

@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from p2pdiloco.net.handshake import Dialled, HandshakeError, Role
 from p2pdiloco.net.limits import TransportLimits
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import addresses, lines, logs, sockets
 from p2pdiloco.runtime.addresses import Address
 from p2pdiloco.runtime.dialler import Dialler, machines

@@ -9,7 +9,7 @@ import asyncio
 
 from p2pdiloco.net import events as ev
 from p2pdiloco.net.endpoint import Endpoint
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime.handler import TransportHandler
 from p2pdiloco.runtime.pump import Pump
 from p2pdiloco.runtime.tasks import Tasks

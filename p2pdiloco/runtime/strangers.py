@@ -18,7 +18,7 @@ import msgspec
 
 from p2pdiloco.net.handshake import ANYBODY, Dialled, HandshakeError, MismatchError, Role
 from p2pdiloco.net.limits import TransportLimits
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import addresses, logs, sockets
 from p2pdiloco.runtime.addresses import Address
 from p2pdiloco.runtime.anteroom import Anteroom, Taker

@@ -25,7 +25,7 @@ from p2pdiloco.net.handshake import NONCE_BYTES, Dialled, Greeter, Hello, Role
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits, UpBudget
 from p2pdiloco.net.peers import LEAVING
 from p2pdiloco.net.traffic import Traffic
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import addresses, congestion, logs
 from p2pdiloco.runtime.addresses import Address
 from p2pdiloco.runtime.channel import Channel

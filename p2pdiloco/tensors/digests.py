@@ -18,7 +18,7 @@ from typing import Final
 
 from torch import Tensor
 
-from p2pdiloco.protocol.identifiers import DIGEST_BYTES, Digest, digest_of
+from p2pdiloco.protocol.ids import DIGEST_BYTES, Digest, digest_of
 from p2pdiloco.tensors.recipes import CHUNK
 from p2pdiloco.tensors.states import as_bytes
 

@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from msgspec import UNSET
 
-from p2pdiloco.protocol.identifiers import FragmentId
+from p2pdiloco.protocol.ids import FragmentId
 from p2pdiloco.protocol.manifest import TensorSpec
 
 LARGEST: Final = 1.5

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from p2pdiloco.protocol.defaults import momentum_type
-from p2pdiloco.protocol.identifiers import digest_of
+from p2pdiloco.protocol.ids import digest_of
 from p2pdiloco.protocol.manifest import MomentumType, OuterConfig
+from p2pdiloco.protocol.manifest_defaults import momentum_type
 from p2pdiloco.tensors.recipes import CHUNK
 
 if TYPE_CHECKING:

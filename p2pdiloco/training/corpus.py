@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from p2pdiloco.protocol.blocks import MAX_BLOCKS, Block
-from p2pdiloco.protocol.identifiers import Digest, RunId, digest_of
+from p2pdiloco.protocol.data_blocks import MAX_BLOCKS, Block
+from p2pdiloco.protocol.ids import Digest, RunId, digest_of
 from p2pdiloco.protocol.manifest import BlockSpec, DataConfig
 from p2pdiloco.training.corpus_files import PATTERNS, Corpus, CorpusError, find_files, is_held_out
 from p2pdiloco.training.tokens import load_tokens

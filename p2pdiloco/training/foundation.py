@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from p2pdiloco.protocol.manifest import RunConfig
-from p2pdiloco.protocol.soundness import config_problems
+from p2pdiloco.protocol.manifest_validation import config_problems
 from p2pdiloco.runtime.files import stream_atomically
 from p2pdiloco.tensors.states import as_bytes
 from p2pdiloco.training.misprints import in_words

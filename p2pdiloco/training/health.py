@@ -7,7 +7,7 @@ import math
 
 from torch import Tensor
 
-from p2pdiloco.protocol.identifiers import FragmentId
+from p2pdiloco.protocol.ids import FragmentId
 
 ADVICE = (
     ": nothing that is trained here is merged until it is finite again. Stop this learner and start it again, with a "

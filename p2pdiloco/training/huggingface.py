@@ -2,7 +2,8 @@
 
 Rules of this file:
 1. transformers is imported when it is needed, and offline; whoever lacks it is told what to install.
-2. A configuration may have only keys that its model type has. ``protocol/architecture.py`` has bounded it before.
+2. A configuration may have only keys that its model type has. ``protocol/manifest_validation.py`` has bounded it
+   before.
 3. Before anything is allocated the model is built without memory, and its tensors are compared with the manifest's;
    frozen ones, which no manifest lists, with what lies in the peer's own folder.
 4. Weights come from safetensors in a peer's own folder, or from the seed. What adapters (LoRA) are trained on never
@@ -22,9 +23,9 @@ import msgspec
 import torch
 from torch import nn
 
-from p2pdiloco.protocol.architecture import architecture_problems
-from p2pdiloco.protocol.identifiers import Digest, digest_of
+from p2pdiloco.protocol.ids import Digest, digest_of
 from p2pdiloco.protocol.manifest import LoraConfig, ModelConfig, TensorSpec
+from p2pdiloco.protocol.manifest_validation import architecture_problems
 from p2pdiloco.training.parameters import check_tensors
 from p2pdiloco.training.trainable import trainable
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from p2pdiloco.protocol.identifiers import FragmentId, ShardId
+from p2pdiloco.protocol.ids import FragmentId, ShardId
 from p2pdiloco.protocol.manifest import Layout, TensorSpec
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.outer_link import Meeting, Visit

@@ -17,7 +17,7 @@ import time
 import torch
 from torch import Tensor
 
-from p2pdiloco.protocol.blocks import Block
+from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.corpus_files import Corpus

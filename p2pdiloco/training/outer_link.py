@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, assert_never
 import torch
 from torch import Tensor
 
-from p2pdiloco.protocol.blocks import Block
-from p2pdiloco.protocol.identifiers import FragmentId, ShardId
+from p2pdiloco.protocol.data_blocks import Block
+from p2pdiloco.protocol.ids import FragmentId, ShardId
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.health import Health, is_finite
 from p2pdiloco.training.parameters import FlatParameters

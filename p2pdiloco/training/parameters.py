@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from p2pdiloco.protocol.identifiers import FragmentId, ShardId
+from p2pdiloco.protocol.ids import FragmentId, ShardId
 from p2pdiloco.protocol.manifest import Layout, TensorSpec
 from p2pdiloco.training.side_stream import Finished, SideStream
 

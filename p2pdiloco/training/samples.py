@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
-from p2pdiloco.protocol.identifiers import digest_of
+from p2pdiloco.protocol.ids import digest_of
 
 PIECE = 64
 """Samples in one, where there are enough of them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from p2pdiloco.protocol.blocks import Block
+from p2pdiloco.protocol.data_blocks import Block
 
 
 class ScriptTrainer:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from p2pdiloco.protocol.blocks import Block
+from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.training.corpus import Batches, Blocks, data_digest
 from p2pdiloco.training.corpus_files import Corpus

@@ -21,7 +21,7 @@ PATIENCE_S = 10.0
 STUCK_S = 45.0
 STUCK_TURNS = 6.0
 """No version for so long, and for so many of the usual pauses between two. Before there was one, the machine's own
-patience (``protocol/trouble.py``) decides."""
+patience (``protocol/health.py``) decides."""
 RECENT_LOSSES = 16
 """Held-out losses that the newest one is compared with."""
 WORSE = 0.15

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from p2pdiloco.protocol.identifiers import LearnerId, peer_of
+from p2pdiloco.protocol.ids import LearnerId, peer_of
 from p2pdiloco.watch.curves import Curve, LaneBook
 from p2pdiloco.watch.picture import (
     Costs,

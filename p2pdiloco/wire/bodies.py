@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from p2pdiloco.protocol.events import ShardState
-from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.protocol.manifest import Name
 from p2pdiloco.protocol.messages import (
     SIGNATURE_BYTES,

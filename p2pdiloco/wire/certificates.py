@@ -22,7 +22,7 @@ from enum import IntEnum
 
 from msgspec import Struct
 
-from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.wire.peer_ids import key_of, peer_id_of
 
 CONTEXT = b"p2pdiloco certificate 1\x00"

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import msgspec
 
-from p2pdiloco.protocol.blocks import Block
-from p2pdiloco.protocol.identifiers import FragmentId, ShardId
+from p2pdiloco.protocol.data_blocks import Block
+from p2pdiloco.protocol.ids import FragmentId, ShardId
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

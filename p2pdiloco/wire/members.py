@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
-from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.manifest import Access
 from p2pdiloco.wire.certificates import (
     NEVER,

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import base58
 
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 
 KEY_BYTES = 32
 ID_PREFIX = b"\x00\x24\x08\x01\x12\x20"

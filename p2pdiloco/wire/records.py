@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from p2pdiloco.protocol.identifiers import PeerId, RunId, digest_of
+from p2pdiloco.protocol.ids import PeerId, RunId, digest_of
 from p2pdiloco.protocol.manifest import Name
 from p2pdiloco.wire.certificates import CHAIN_LIMIT
 

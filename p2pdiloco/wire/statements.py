@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from p2pdiloco.protocol.identifiers import PeerId, RunId, digest_of
+from p2pdiloco.protocol.ids import PeerId, RunId, digest_of
 from p2pdiloco.wire.certificates import (
     CHAIN_LIMIT,
     HINT_BYTES,

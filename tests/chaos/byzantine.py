@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from msgspec.structs import replace
 
-from p2pdiloco.protocol import merges, presence, workload
+from p2pdiloco.protocol import aggregation, block_assignment, heartbeat
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.carry import Carry
-from p2pdiloco.protocol.contributions import Contributions
-from p2pdiloco.protocol.identifiers import Digest
-from p2pdiloco.protocol.limits import BATCH_ROOM, RANGE_TURNS
+from p2pdiloco.protocol.config import BATCH_ROOM, RANGE_TURNS
+from p2pdiloco.protocol.contributions import Carry, Contributions
+from p2pdiloco.protocol.ids import Digest
 from p2pdiloco.protocol.messages import MAX_CLAIMS, Head, Heads
 from p2pdiloco.runtime.transport import Transport
 from p2pdiloco.tensors import merge, quantizers
@@ -98,16 +97,16 @@ def _is_many_tokens(message: msg.Message) -> bool:
 
 def _others() -> None:
     """Its commits name a learner of the first contributor's peer with 2^50 tokens."""
-    sound = merges.Merges.commit
+    sound = aggregation.Merges.commit
 
-    def commit(self: merges.Merges, event: Any) -> Any:
+    def commit(self: aggregation.Merges, event: Any) -> Any:
         header = sound(self, event)
         if header is None:
             return None
         first = header.contributors[0]
         return replace(header, contributors=(replace(first, tokens_to=first.tokens_from + MANY_TOKENS),))
 
-    _put(merges.Merges, "commit", commit)
+    _put(aggregation.Merges, "commit", commit)
 
 
 def _steps() -> None:
@@ -118,7 +117,7 @@ def _steps() -> None:
 def _heads() -> None:
     """With each heartbeat all are told of heads that are 1,000 versions ahead."""
 
-    def ahead(self: presence.Presence) -> Heads:
+    def ahead(self: heartbeat.Presence) -> Heads:
         known = (self.core.head(chain.shard) for chain in self.core.chains if chain.head is not None)
         heads = (Head(h.shard, h.version + FAR_VERSIONS, Digest(h.id[::-1]), h.tokens + HEAVIER) for h in known)
         return Heads(tuple(heads), self.core.step)
@@ -126,34 +125,34 @@ def _heads() -> None:
     _tell_all(ahead)
 
 
-def _tell_all(message: Callable[[presence.Presence], msg.Message]) -> None:
-    sound = presence.Presence.greet
+def _tell_all(message: Callable[[heartbeat.Presence], msg.Message]) -> None:
+    sound = heartbeat.Presence.greet
 
-    def greet(self: presence.Presence, views: Any) -> None:
+    def greet(self: heartbeat.Presence, views: Any) -> None:
         known = list(views)
         sound(self, known)
         self.core.send(tuple(view.peer for view in known), message(self))
 
-    _put(presence.Presence, "greet", greet)
+    _put(heartbeat.Presence, "greet", greet)
 
 
 def _blocks() -> None:
     """It claims as many blocks of data as a message holds."""
-    _put(workload.Workload, "claims", lambda self: tuple(range(MAX_CLAIMS)))
+    _put(block_assignment.Workload, "claims", lambda self: tuple(range(MAX_CLAIMS)))
 
 
 def _weight() -> None:
     """It asks to own all that there is, and never merges."""
-    sound = presence.Presence.greet
+    sound = heartbeat.Presence.greet
 
-    def greet(self: presence.Presence, views: Any) -> None:
+    def greet(self: heartbeat.Presence, views: Any) -> None:
         honest = self.core.config
         self.core.config = replace(honest, weight=HEAVY)
         sound(self, views)
         self.core.config = honest
 
-    _put(presence.Presence, "greet", greet)
-    _put(merges.Merges, "consider", lambda self, shard: None)
+    _put(heartbeat.Presence, "greet", greet)
+    _put(aggregation.Merges, "consider", lambda self, shard: None)
 
 
 def _tiny() -> None:

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from p2pdiloco.protocol.manifest import RunConfig
-from p2pdiloco.protocol.soundness import config_problems
+from p2pdiloco.protocol.manifest_validation import config_problems
 
 Kind = Literal[
     "kill",

@@ -16,10 +16,10 @@ from p2pdiloco.net.endpoint import Endpoint
 from p2pdiloco.net.handshake import Dialled, Greeter, Handshake, Hello, Role
 from p2pdiloco.net.introducer import Introducer
 from p2pdiloco.net.limits import TransportLimits
-from p2pdiloco.protocol.identifiers import RunId, digest_of
+from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import Manifest
+from p2pdiloco.protocol.manifest_validation import decode_manifest
 from p2pdiloco.protocol.messages import Message
-from p2pdiloco.protocol.soundness import decode_manifest
 from p2pdiloco.runtime.identity import Identity, verify
 from p2pdiloco.wire import bodies, certificates, compression, introductions, invites, mappings, records, statements
 from p2pdiloco.wire.certificates import NEVER, NO_CAP, Certificate, Chain, Grant, Kind, certify, hint_of

@@ -15,7 +15,7 @@ from swarm import LOOPBACK
 
 from p2pdiloco.net.doors import Door
 from p2pdiloco.net.handshake import WIRE_VERSION
-from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity

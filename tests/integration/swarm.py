@@ -14,7 +14,7 @@ from forked import begin
 from waiting import wait_until
 
 from p2pdiloco.demo.local_swarm import Member, Swarm
-from p2pdiloco.protocol.identifiers import LearnerId, peer_of
+from p2pdiloco.protocol.ids import LearnerId, peer_of
 from p2pdiloco.training import NAME
 
 Member.by_command = staticmethod(Member.begin)  # type: ignore[attr-defined]

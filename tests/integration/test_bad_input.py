@@ -17,7 +17,7 @@ from swarm import LOOPBACK, PEER, write_config
 from waiting import until
 
 from p2pdiloco.cli.main import main
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId
+from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId
 from p2pdiloco.protocol.manifest import (
     DataConfig,
     Manifest,

@@ -16,7 +16,7 @@ import pytest
 import uvloop
 from waiting import until, until_async
 
-from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.runtime import confinement, daemon, dht
 from p2pdiloco.runtime import directory as module
 from p2pdiloco.runtime.directory import Directory, DirectoryError

@@ -27,9 +27,9 @@ from p2pdiloco.demo.local_swarm import Member
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.lookup import list_runs
 from p2pdiloco.peer.signatures import signed
+from p2pdiloco.protocol import messages
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol import signatures
-from p2pdiloco.protocol.identifiers import DIGEST_BYTES, Digest, PeerId, RunId, ShardId, digest_of, learner_id
+from p2pdiloco.protocol.ids import DIGEST_BYTES, Digest, PeerId, RunId, ShardId, digest_of, learner_id
 from p2pdiloco.protocol.messages import SIGNATURE_BYTES
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.handler import Observer
@@ -124,7 +124,7 @@ class Hostile(Observer):
         theirs = msgspec.structs.replace(mine, learner=learner_id(peer, "stolen"), tokens_to=2**50)
         for named in ((mine,), header.contributors, (theirs,)):
             said = msgspec.structs.replace(ours, contributors=named)
-            signature = self.identity.sign(signatures.commit(msg.commit_id(said)))
+            signature = self.identity.sign(messages.commit(msg.commit_id(said)))
             self.transport.send(peer, encode(msg.Commit(said)), join_commit(nobody._replace(signature=signature)))
         head = msg.Head(header.shard, header.version + 9, digest_of(b"nothing"), header.tokens + HEAVY)
         self.transport.send(peer, encode(msg.Heads((head,), header.step)))

@@ -13,7 +13,7 @@ from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.checkup import Finding
 from p2pdiloco.node.inquiry import RunAnswer
 from p2pdiloco.node.lookup import ask_status, observer_transport
-from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import Answer, Transport

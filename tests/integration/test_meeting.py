@@ -16,7 +16,7 @@ from p2pdiloco.net import dials
 from p2pdiloco.net.handshake import WIRE_VERSION, Role
 from p2pdiloco.net.lane_keeper import LaneKeeper
 from p2pdiloco.node import twins
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import lines, meeting_point, rendezvous
 from p2pdiloco.runtime.dialler import Dialler
 from p2pdiloco.runtime.handler import Observer

@@ -29,7 +29,7 @@ from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node import checkup, fitness, inquiry, lookup
 from p2pdiloco.node.credentials import Credentials, MemberFiles, invite_key, make_invite, members_of
 from p2pdiloco.node.kept_runs import folder_of
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId
+from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId, RunId
 from p2pdiloco.protocol.manifest import (
     MANIFEST,
     DataConfig,

@@ -22,7 +22,7 @@ from p2pdiloco.peer import arrivals, kept_shards, respondent
 from p2pdiloco.peer.options import LinkOptions, PeerOptions
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.chain import genesis_head
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, ShardId
+from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.manifest import (
     InnerConfig,
     Layout,

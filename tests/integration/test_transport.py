@@ -16,7 +16,7 @@ from waiting import until
 
 from p2pdiloco.net.frames import HEADER, FrameKind, encode_frame
 from p2pdiloco.net.handshake import MAGIC, Hello
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import addresses
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.strangers import LINES_A_MINUTE

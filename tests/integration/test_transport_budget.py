@@ -15,7 +15,7 @@ from waiting import until
 
 from p2pdiloco.net.frames import FIRST_CREDIT
 from p2pdiloco.net.outbox import GROUP
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import sockets
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import ConnectionLimits, Transport, TransportLimits

@@ -20,7 +20,7 @@ from p2pdiloco.node.ladder import DIAL_S
 from p2pdiloco.node.lookup import dial_any, observer_transport
 from p2pdiloco.node.roster import Roster
 from p2pdiloco.node.whereabouts import Whereabouts
-from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.runtime import lines
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.handler import Observer

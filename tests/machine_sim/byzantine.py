@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId, peer_of
+from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, peer_of
 from p2pdiloco.protocol.messages import (
     Commit,
     CommitHeader,

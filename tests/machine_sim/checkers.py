@@ -9,8 +9,8 @@ import traceback
 from typing import TYPE_CHECKING, NamedTuple
 
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.blocks import Block
-from p2pdiloco.protocol.identifiers import Digest, LearnerId, PeerId, ShardId, peer_of
+from p2pdiloco.protocol.data_blocks import Block
+from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, ShardId, peer_of
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Equivocation
 from tests.machine_sim.integer_shards import GlobalShard, tokens_in, value_of
 from tests.machine_sim.learner import Copy

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from tests.machine_sim.network import LinkQuality
 from tests.machine_sim.world import World
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import msgspec
 
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.identifiers import Digest, LearnerId, ShardId, digest_of
+from p2pdiloco.protocol.ids import Digest, LearnerId, ShardId, digest_of
 from p2pdiloco.protocol.messages import CommitHeader
 
 PLACE = 1 << 48

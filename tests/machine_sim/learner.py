@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from p2pdiloco.protocol.blocks import Block
+from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.events import BlockFinished, LearnerPaused, Snapshotted, Stepped
-from p2pdiloco.protocol.identifiers import FragmentId, LearnerId, ShardId
+from p2pdiloco.protocol.ids import FragmentId, LearnerId, ShardId
 from tests.machine_sim.integer_shards import tokens_in, value_of
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from p2pdiloco.protocol.events import Contradicted, PeerConnected, PeerDisconnected, Received
-from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
+from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.messages import Commit, CommitHeader, Contribution, Message
 from tests.machine_sim.integer_shards import Payload
 from tests.machine_sim.topologies import WHOLE, Mesh, Pair, pair_of

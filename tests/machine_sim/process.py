@@ -17,10 +17,10 @@ import msgspec
 
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.core import ProtocolConfig
-from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId, learner_id, peer_of
+from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, learner_id, peer_of
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.messages import Commit, Contribution, Head
+from p2pdiloco.protocol.state import ProtocolConfig
 from tests.machine_sim.clock import Clock
 from tests.machine_sim.integer_shards import Checkpoint, GlobalShard, Payload, States, component, merged, payload_digest
 from tests.machine_sim.learner import Adopt, Copy, Learner, Pause

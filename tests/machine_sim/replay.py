@@ -11,9 +11,9 @@ from pathlib import Path
 
 from p2pdiloco.cli.complaints import FAILED, Complaint, complaining
 from p2pdiloco.cli.main import program
-from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.effects import Effect
 from p2pdiloco.protocol.machine import Machine
+from p2pdiloco.protocol.state import ProtocolConfig
 from p2pdiloco.runtime.journal import Entry, JournalError, effects_crc, read_journal
 from p2pdiloco.runtime.logs import printable, short
 from tests.machine_sim.transcript import tell

@@ -12,8 +12,8 @@ from itertools import combinations
 import msgspec
 
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.core import ProtocolConfig
-from p2pdiloco.protocol.identifiers import PeerId, RunId, ShardId
+from p2pdiloco.protocol.ids import PeerId, RunId, ShardId
+from p2pdiloco.protocol.state import ProtocolConfig
 from tests.machine_sim.network import LinkQuality, NetworkSetting
 from tests.machine_sim.process import PeerSetting, Process
 from tests.machine_sim.transcript import Transcript

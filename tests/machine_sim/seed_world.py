@@ -7,9 +7,9 @@ from typing import Literal
 
 import msgspec
 
-from p2pdiloco.protocol.core import ProtocolConfig
-from p2pdiloco.protocol.identifiers import PeerId, RunId, ShardId
-from p2pdiloco.protocol.limits import Sizes
+from p2pdiloco.protocol.config import Sizes
+from p2pdiloco.protocol.ids import PeerId, RunId, ShardId
+from p2pdiloco.protocol.state import ProtocolConfig
 from tests.machine_sim import topologies
 from tests.machine_sim.faults import Fault, FaultRates, draw_faults, one_way, storm
 from tests.machine_sim.network import LinkQuality, NetworkSetting

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.messages import Contribution, Message
 from tests.machine_sim.integer_shards import Payload
 from tests.machine_sim.network import OUTBOX_S, STATE_BYTES_PER_S, Connection, Delivery, Link, Network

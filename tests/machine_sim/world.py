@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol.aggregation import is_left
 from p2pdiloco.protocol.chain import genesis_head
-from p2pdiloco.protocol.core import ProtocolConfig
-from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
-from p2pdiloco.protocol.made import is_left
+from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader
+from p2pdiloco.protocol.state import ProtocolConfig
 from tests.machine_sim.byzantine import Liars
 from tests.machine_sim.checkers import Checks
 from tests.machine_sim.integer_shards import EMPTY, Checkpoint, GlobalShard, Payload, outer_step

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from p2pdiloco.peer.end import APART, Ending
 from p2pdiloco.peer.signatures import check_commit
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol import signatures
-from p2pdiloco.protocol.identifiers import Digest, LearnerId, PeerId, ShardId, digest_of
+from p2pdiloco.protocol import messages
+from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.messages import CommitHeader, Contribution
 from p2pdiloco.runtime.identity import verify
 from p2pdiloco.tensors import quantizers
@@ -189,7 +189,7 @@ class Checks:
     def is_proved(self, peer: Peer, shard: ShardId, head: Digest) -> None:
         """What a peer shows of its head, to newcomers and in its checkpoints, bears the owner's signature."""
         header, signature = self.proof(peer, shard, head)
-        if header is None or not verify(header.owner, signatures.commit(head), signature):
+        if header is None or not verify(header.owner, messages.commit(head), signature):
             how = "cannot be shown" if header is None else "its owner has not signed"
             self.violated(1, f"{peer.config.peer[-6:]} is at {head[:8]}, which {how}")
 

@@ -12,7 +12,7 @@ import torch
 
 from p2pdiloco.peer.payload_store import PAYLOADS
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.messages import Contribution, Contributor
 from p2pdiloco.wire.bodies import decode_message
 from p2pdiloco.wire.bodies import encode as encode_body

@@ -24,8 +24,8 @@ from p2pdiloco.peer import checkpoint
 from p2pdiloco.peer.checkpoint import Checkpoint, CheckpointError
 from p2pdiloco.peer.payload_store import Held
 from p2pdiloco.peer.places import place_bytes
-from p2pdiloco.protocol import signatures
-from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId, peer_of
+from p2pdiloco.protocol import messages
+from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, peer_of
 from p2pdiloco.protocol.manifest import MANIFEST
 from p2pdiloco.protocol.messages import CommitHeader, Head, commit_id
 from p2pdiloco.runtime.identity import verify
@@ -163,7 +163,7 @@ class Durability:
                 continue
             if header is None or commit_id(header) != head.id:
                 checks.violated(7, f"{where} without its commit")
-            elif not verify(header.owner, signatures.commit(head.id), saved.signature):
+            elif not verify(header.owner, messages.commit(head.id), saved.signature):
                 checks.violated(7, f"{where} without its owner's signature")
             elif name in checks.damaged:
                 continue  # what led to it bears signatures of its own, and is left out where it is altered

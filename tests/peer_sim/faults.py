@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from tests.peer_sim.world import World
 
 FirstKind = Literal[

@@ -16,7 +16,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from p2pdiloco.peer.host import Queue, StartLearner
-from p2pdiloco.protocol.identifiers import PeerId, ShardId
+from p2pdiloco.protocol.ids import PeerId, ShardId
 from p2pdiloco.tensors import kernels
 from p2pdiloco.tensors.scratch import scratch
 from tests.machine_sim.clock import Clock

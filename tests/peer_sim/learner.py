@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from p2pdiloco.peer.supervision import RESTARTS
-from p2pdiloco.protocol.blocks import Block
-from p2pdiloco.protocol.identifiers import LearnerId, PeerId, ShardId
+from p2pdiloco.protocol.data_blocks import Block
+from p2pdiloco.protocol.ids import LearnerId, PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.training.outer_link import OuterLink
 from p2pdiloco.training.parameters import FlatParameters

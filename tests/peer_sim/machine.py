@@ -7,7 +7,7 @@ from random import Random
 import msgspec
 
 from p2pdiloco.net.handshake import WIRE_VERSION
-from p2pdiloco.protocol.identifiers import Digest
+from p2pdiloco.protocol.ids import Digest
 from p2pdiloco.runtime.identity import Identity
 from tests.peer_sim.disk import SimulatedDisk
 

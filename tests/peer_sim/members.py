@@ -6,7 +6,7 @@ from collections import Counter
 
 from p2pdiloco.peer.host import Links
 from p2pdiloco.peer.standing import Everybody
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.wire.answers import Answer, RequestError
 from p2pdiloco.wire.bodies import GetStatements, TellStatements, encode
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from p2pdiloco.net.handshake import NONCE_BYTES, Dialled, Greeter, MismatchError, Role
 from p2pdiloco.peer.host import within
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.wire.answers import RequestError, RequestRefused, Response
 
 if TYPE_CHECKING:

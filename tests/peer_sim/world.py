@@ -24,7 +24,7 @@ from p2pdiloco.peer.write_budget import DAY_S, LOGGED_SHARE, UNLOGGED_SHARE
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.chain import genesis_head
 from p2pdiloco.protocol.events import ShardState
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId
+from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId
 from p2pdiloco.protocol.manifest import (
     BlockSpec,
     CodecConfig,

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from p2pdiloco.peer import shift_queue
 from p2pdiloco.peer.global_state import GlobalState, StaleBaseError
 from p2pdiloco.peer.shift_queue import Moves, Shifts
-from p2pdiloco.protocol.blocks import Block
-from p2pdiloco.protocol.identifiers import FragmentId, LearnerId, PeerId, ShardId, digest_of
+from p2pdiloco.protocol.data_blocks import Block
+from p2pdiloco.protocol.ids import FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.tensors import digests, quantizers

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from tests.machine_sim.network import LinkQuality
 from tests.machine_sim.process import PeerSetting
 from tests.machine_sim.scenarios import base_config, make_world

@@ -33,11 +33,11 @@ from p2pdiloco.node.run_folder import (
 from p2pdiloco.peer.checkpoint import CheckpointError, load, save
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.peer.signatures import signed
-from p2pdiloco.protocol import signatures
-from p2pdiloco.protocol.blocks import Trained
+from p2pdiloco.protocol import messages
 from p2pdiloco.protocol.chain import genesis_head, record_of
+from p2pdiloco.protocol.data_blocks import Trained
 from p2pdiloco.protocol.events import Mark, ShardState
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, RunId
+from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, RunId
 from p2pdiloco.protocol.manifest import (
     InnerConfig,
     Layout,
@@ -110,7 +110,7 @@ class Peer:
             record=record_of(dict(marks), Trained()),
         )
         head = Head(piece.shard, version, commit_id(header), header.tokens)
-        signature = OURS.sign(signatures.commit(head.id))
+        signature = OURS.sign(messages.commit(head.id))
         self.shards[shard] = StateProof(ShardState(head, header.step, marks), header, signature)
         self.world.signed.append((shard, version, head.id))
 

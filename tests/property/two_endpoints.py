@@ -36,7 +36,7 @@ from p2pdiloco.net.events import (
 from p2pdiloco.net.handshake import Dialled, Greeter, Role
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits
 from p2pdiloco.net.path import Path
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.wire.answers import Answer
 
 PART = 1000

@@ -20,7 +20,7 @@ from benchmarks.quality.settings import Setting, from_row, to_row
 from benchmarks.quality.stacked import Stack
 from p2pdiloco.peer.global_state import GlobalState
 from p2pdiloco.peer.shift_queue import Moves
-from p2pdiloco.protocol.identifiers import FragmentId, LearnerId, PeerId, ShardId, digest_of
+from p2pdiloco.protocol.ids import FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.tensors.merge import token_weight

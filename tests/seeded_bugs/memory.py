@@ -58,7 +58,7 @@ BUGS = (
     ),
     Bug(
         name="a run of an earlier release keeps its momentum in two bytes",
-        module="p2pdiloco.protocol.defaults",
+        module="p2pdiloco.protocol.manifest_defaults",
         old='OLD_MOMENTUM_TYPE: Final = "float32"',
         new='OLD_MOMENTUM_TYPE: Final = "bfloat16"',
         harm="peers of both releases refuse each other's commits",
@@ -66,7 +66,7 @@ BUGS = (
     ),
     Bug(
         name="a long momentum is kept in two bytes",
-        module="p2pdiloco.protocol.defaults",
+        module="p2pdiloco.protocol.manifest_defaults",
         old='"bfloat16" if outer.momentum <= LONG_MOMENTUM else "float32"',
         new='"bfloat16"',
         harm="steps are noise",

@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from p2pdiloco.protocol import adoption, carry, chain, contributions, farewell, machine, merges, presence, quorum
+from p2pdiloco.protocol import aggregation, chain, contributions, heartbeat, machine, replication, shutdown
 from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol.contributions import Ledger, Walk
 from p2pdiloco.protocol.effects import PauseLearner
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, ShardId
-from p2pdiloco.protocol.ledger import Ledger, Walk
+from p2pdiloco.protocol.ids import Digest, FragmentId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, Contribution, Contributor, Head
 
 Patch = tuple[Any, str, Any]
@@ -70,14 +70,14 @@ def _stale_accepted() -> list[Patch]:
     def is_on_head(contribution: Contribution, head: Head) -> bool:
         return contribution.base.version <= head.version
 
-    return [(merges, "is_on_head", is_on_head), (chain.Chain, "is_merged", _never_merged)]
+    return [(aggregation, "is_on_head", is_on_head), (chain.Chain, "is_merged", _never_merged)]
 
 
 def _no_tie_break() -> list[Patch]:
     def is_heavier(a: Head, b: Head) -> bool:
         return a.tokens > b.tokens
 
-    return [(adoption, "is_heavier", is_heavier)]
+    return [(replication, "is_heavier", is_heavier)]
 
 
 def _takeover_forgets() -> list[Patch]:
@@ -91,10 +91,10 @@ def _takeover_forgets() -> list[Patch]:
 
 
 def _carry_drops_progress() -> list[Patch]:
-    def walk(self: carry.Carry, shard: ShardId, to_tokens: int) -> Walk | None:
+    def walk(self: contributions.Carry, shard: ShardId, to_tokens: int) -> Walk | None:
         return None
 
-    return [(carry.Carry, "walk", walk)]
+    return [(contributions.Carry, "walk", walk)]
 
 
 def _unbounded_log() -> list[Patch]:
@@ -124,21 +124,21 @@ def _endless_grace() -> list[Patch]:
     def endless(**_: float) -> float:
         return 1e9
 
-    return [(merges, "grace_window_s", endless)]
+    return [(aggregation, "grace_window_s", endless)]
 
 
 def _quorum_too_small() -> list[Patch]:
-    def decide(view: quorum.QuorumView) -> quorum.Decision:
-        return quorum.decide(view._replace(min_quorum=view.min_quorum - 1))
+    def decide(view: aggregation.QuorumView) -> aggregation.Decision:
+        return aggregation.decide(view._replace(min_quorum=view.min_quorum - 1))
 
-    return [(merges, "decide", decide)]
+    return [(aggregation, "decide", decide)]
 
 
 def _quorum_too_large() -> list[Patch]:
-    def decide(view: quorum.QuorumView) -> quorum.Decision:
-        return quorum.decide(view._replace(min_quorum=view.min_quorum + 1))
+    def decide(view: aggregation.QuorumView) -> aggregation.Decision:
+        return aggregation.decide(view._replace(min_quorum=view.min_quorum + 1))
 
-    return [(merges, "decide", decide)]
+    return [(aggregation, "decide", decide)]
 
 
 def _fork_without_restore() -> list[Patch]:
@@ -169,24 +169,24 @@ def _learner_waits() -> list[Patch]:
 
 
 def _joiner_gives_up() -> list[Patch]:
-    def seek(self: adoption.Adoption) -> None:
+    def seek(self: replication.Adoption) -> None:
         return None
 
-    return [(adoption.Adoption, "seek", seek)]
+    return [(replication.Adoption, "seek", seek)]
 
 
 def _leaves_at_once() -> list[Patch]:
-    def flush(self: farewell.Farewell) -> None:
+    def flush(self: shutdown.Farewell) -> None:
         self._go("info", "at once")
 
-    return [(farewell.Farewell, "_flush", flush)]
+    return [(shutdown.Farewell, "_flush", flush)]
 
 
 def _heads_never_compared() -> list[Patch]:
-    def saw(self: adoption.Adoption, peer: str, theirs: Head) -> None:
+    def saw(self: replication.Adoption, peer: str, theirs: Head) -> None:
         return None
 
-    return [(adoption.Adoption, "saw", saw)]
+    return [(replication.Adoption, "saw", saw)]
 
 
 def _turn_never_over() -> list[Patch]:
@@ -199,7 +199,7 @@ def _turn_never_over() -> list[Patch]:
 
 
 def _one_way_connections_stay() -> list[Patch]:
-    return [(presence, "DEAF_BEATS", 10**9)]
+    return [(heartbeat, "DEAF_BEATS", 10**9)]
 
 
 MUTANTS: dict[str, Callable[[], list[Patch]]] = {

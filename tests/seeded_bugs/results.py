@@ -259,7 +259,7 @@ BUGS = (
     ),
     Bug(
         name="a fragment's shards are taken to follow each other",
-        module="p2pdiloco.protocol.core",
+        module="p2pdiloco.protocol.state",
         old="placed = sorted((shard, FragmentId(f)) for f, shards in enumerate(config.fragments) for shard in shards)",
         new="placed = [(shard, FragmentId(f)) for f, shards in enumerate(config.fragments) for shard in shards]",
         harm="a part of a cut tensor is given at another fragment's turn",
@@ -267,7 +267,7 @@ BUGS = (
     ),
     Bug(
         name="a manifest's cut tensors are counted whole",
-        module="p2pdiloco.protocol.soundness",
+        module="p2pdiloco.protocol.manifest_validation",
         old="cut += [last - first for _, first, last in tensor.parts()]",
         new="cut += [tensor.elements]",
         harm="a sound run is refused, and a manifest of millions of shards is taken",

@@ -248,7 +248,7 @@ BUGS = (
     ),
     Bug(
         name="a short run's outer settings are not its founder's",
-        module="p2pdiloco.protocol.defaults",
+        module="p2pdiloco.protocol.manifest_defaults",
         old="if max(wanted, sync_every) < USUAL_TURN and not said_outer:",
         new="if max(wanted, sync_every) < USUAL_TURN:",
         harm="what a founder wrote of the outer optimizer is not what the run has",
@@ -259,7 +259,7 @@ BUGS = (
     ),
     Bug(
         name="an inner rate that was written is not the run's",
-        module="p2pdiloco.protocol.defaults",
+        module="p2pdiloco.protocol.manifest_defaults",
         old='if "learning_rate" in said or inner.optimizer',
         new="if inner.optimizer",
         harm="a founder's rate is another than the file says",
@@ -270,7 +270,7 @@ BUGS = (
     ),
     Bug(
         name="momentum's bias corrected however long the run",
-        module="p2pdiloco.protocol.defaults",
+        module="p2pdiloco.protocol.manifest_defaults",
         old="return turns < ENOUGH_TURNS and ",
         new="return ",
         harm="long runs end a little further behind",

@@ -14,7 +14,7 @@ def _bug(name: str, module: str, old: str, new: str, harm: str, killed_by: str) 
 BUGS = (
     Bug(
         name="what led to a state goes while it is installed",
-        module="p2pdiloco.protocol.adoption",
+        module="p2pdiloco.protocol.replication",
         old="found.update((state.head.id, *self.lineage.of(state.head)))",
         new="found.add(state.head.id)",
         harm="a checkpoint cannot show what its state comes from, and its fork meets nobody's",

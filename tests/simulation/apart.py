@@ -18,7 +18,7 @@ from tests.peer_sim.worker import prepare
 
 prepare(None)
 
-from p2pdiloco.protocol.identifiers import PeerId  # noqa: E402
+from p2pdiloco.protocol.ids import PeerId  # noqa: E402
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, ScheduleConfig  # noqa: E402
 from tests.peer_sim.machine import PeerSetting  # noqa: E402
 from tests.peer_sim.world import World, WorldSetting  # noqa: E402

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from benchmarks.protocol.meshes import MESHES, measured
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from tests.machine_sim.report import simulate
 from tests.machine_sim.topologies import WHOLE, behind_routers, drawn, groups, parts, share
 

@@ -23,7 +23,7 @@ REGRESSIONS, FINDERS = WRITTEN["seed"], WRITTEN["finds"]
 
 TRACE = """
 import sys
-from p2pdiloco.protocol.identifiers import digest_of
+from p2pdiloco.protocol.ids import digest_of
 from tests.machine_sim.seeds import run_seed
 from tests.machine_sim.transcript import Transcript
 transcript = Transcript()

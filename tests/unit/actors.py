@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.blocks import Block
 from p2pdiloco.protocol.chain import genesis_head
-from p2pdiloco.protocol.identifiers import FragmentId
+from p2pdiloco.protocol.data_blocks import Block
+from p2pdiloco.protocol.ids import FragmentId
 from p2pdiloco.protocol.manifest import (
     CodecChoice,
     CodecConfig,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.manifest import Access
 from p2pdiloco.runtime.identity import Identity, verify
 from p2pdiloco.wire import statements

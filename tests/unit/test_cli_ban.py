@@ -13,7 +13,7 @@ from p2pdiloco.cli.main import main
 from p2pdiloco.node.credentials import Credentials, MemberFiles, accepted, invite_key, members_of
 from p2pdiloco.node.invites import invite_text
 from p2pdiloco.node.kept_runs import folder_of
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import MANIFEST, Access, Manifest
 from p2pdiloco.runtime.identity import KEY_FILE, Identity
 from p2pdiloco.wire.certificates import Grant, Role

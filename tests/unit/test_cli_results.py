@@ -19,7 +19,7 @@ from p2pdiloco.node.kept_runs import folder_of
 from p2pdiloco.node.results import farewell, finished
 from p2pdiloco.peer.average import RunningAverage, weight
 from p2pdiloco.peer.checkpoint import save
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Layout, Manifest, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.runtime.files import LOCAL
 from p2pdiloco.runtime.identity import KEY_FILE

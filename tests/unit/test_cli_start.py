@@ -16,7 +16,7 @@ from p2pdiloco.cli import main as cli
 from p2pdiloco.cli import start
 from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.node.run_folder import NameTakenError
-from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.protocol.manifest import RunConfig
 from p2pdiloco.wire.records import RunRecord
 

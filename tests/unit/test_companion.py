@@ -23,7 +23,7 @@ from p2pdiloco.cli.main import _parse, main
 from p2pdiloco.companion import LEAVE_S, RESTARTS, STABLE_S, Companion, CompanionError, Wish, leaving_s
 from p2pdiloco.node.credentials import Credentials, make_invite
 from p2pdiloco.node.kept_runs import folder_of
-from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.state_home import state_home
 from p2pdiloco.training.reunion import Found, Reunion, find_learner

@@ -11,7 +11,7 @@ from p2pdiloco.net.events import Closing, Connected, Disconnected
 from p2pdiloco.net.handshake import Greeter, Role
 from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.net.scores import BODY, LIMIT, REMEMBERED, SHUT_OUT_S, WEARS_OFF_PER_S, Scores
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 
 FINGERPRINT = bytes(32)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from p2pdiloco.net.dials import A_MINUTE, ALL_A_MINUTE, KNOWN_PLACES, MINUTE_S, Dials
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 
 BOB = PeerId("bob")
 

@@ -14,7 +14,7 @@ from p2pdiloco.net.endpoint import Endpoint
 from p2pdiloco.net.events import Connected, Failed, Message
 from p2pdiloco.net.handshake import Dialled, Greeter, Role
 from p2pdiloco.net.limits import TransportLimits
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime.identity import Identity, verify
 from p2pdiloco.wire.certificates import Role as MemberRole
 from p2pdiloco.wire.members import Members

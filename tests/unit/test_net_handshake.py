@@ -7,7 +7,7 @@ import os
 import pytest
 
 from p2pdiloco.net.handshake import MAGIC, Handshake, HandshakeError, Hello, MismatchError, Role
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime.identity import Identity, verify
 
 FINGERPRINT = bytes(32)

@@ -17,7 +17,7 @@ from p2pdiloco.net.introducer import (
     NotIntroducedError,
     Say,
 )
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.wire.bodies import GetStatus, encode
 from p2pdiloco.wire.introductions import (
     OPENING,

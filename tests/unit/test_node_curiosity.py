@@ -6,8 +6,8 @@ import asyncio
 from typing import cast
 
 from p2pdiloco.node.curiosity import FEW, LOOK_MOST_S, LOOK_S, UNMET_MOST_S, Curiosity, KnownPoints
-from p2pdiloco.protocol.connectedness import fingerprint
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.connectivity import fingerprint
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import pings as pings_module
 from p2pdiloco.runtime.backoff import Backoff
 from p2pdiloco.runtime.directory import Directory, DirectoryError

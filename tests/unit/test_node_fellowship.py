@@ -15,7 +15,7 @@ from holders import FOUNDER, RUN, Holder, members, the_founder
 from p2pdiloco.node import fellowship
 from p2pdiloco.node.credentials import Credentials, CredentialsError, MemberFiles, accepted, invite_key, make_invite
 from p2pdiloco.node.fellowship import Fellowship
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime.identity import Identity, verify
 from p2pdiloco.wire import members as rules
 from p2pdiloco.wire import statements

@@ -16,7 +16,7 @@ from p2pdiloco.node import guest
 from p2pdiloco.node.guest import BUSY_LOOKS, IDLE_LOOKS, Guest, Others, Used, pause, toggle
 from p2pdiloco.node.kept_runs import folder_of
 from p2pdiloco.peer.options import MachineOptions
-from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.protocol.ids import RunId
 
 
 def looks(others: Others, *theirs: float) -> list[bool]:

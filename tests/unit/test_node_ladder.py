@@ -10,7 +10,7 @@ import pytest
 
 from p2pdiloco.net.dials import A_MINUTE
 from p2pdiloco.node.ladder import ADDRESSES, Ladder, dialable
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime.dialler import Dialler
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.rendezvous import Rendezvous

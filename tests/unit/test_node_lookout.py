@@ -10,7 +10,7 @@ from actors import FOUNDER, make_manifest
 from p2pdiloco.node.lookout import Lookout
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 
 
 def test_an_evaluation_that_changes_nothing_is_not_written() -> None:

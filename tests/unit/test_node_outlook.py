@@ -7,7 +7,7 @@ import pytest
 
 from p2pdiloco.cli import status as status_command
 from p2pdiloco.node.outlook import Outlook, duration, presented
-from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.wire.bodies import PeerStatus
 from p2pdiloco.wire.records import RunRecord
 

@@ -17,7 +17,7 @@ from p2pdiloco.node.curiosity import FEW
 from p2pdiloco.node.fellowship import Fellowship
 from p2pdiloco.node.ladder import Ladder
 from p2pdiloco.node.roster import LEFT_S, RECORD_LIFE_S, Roster
-from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.transport import DialError, RequestError, RequestRefused, Transport
 from p2pdiloco.wire.bodies import encode

@@ -11,7 +11,7 @@ import pytest
 
 from p2pdiloco.node import twins
 from p2pdiloco.node.twins import Twins, gives_way
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.wire.records import PeerRecord
 
 

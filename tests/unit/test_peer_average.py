@@ -17,7 +17,7 @@ from p2pdiloco.peer.average import POWER, RunningAverage, span, weight
 from p2pdiloco.peer.checkpoint import AVERAGE, load
 from p2pdiloco.peer.options import MachineOptions
 from p2pdiloco.peer.peer import InitialState
-from p2pdiloco.protocol.identifiers import RunId, ShardId
+from p2pdiloco.protocol.ids import RunId, ShardId
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.runtime.files import LOCAL
 

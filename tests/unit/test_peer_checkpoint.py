@@ -15,11 +15,11 @@ from p2pdiloco.peer import checkpoint
 from p2pdiloco.peer.checkpoint import CheckpointError, best_of, load, load_all, save
 from p2pdiloco.peer.disk import Buffer
 from p2pdiloco.peer.signatures import signed
-from p2pdiloco.protocol import signatures
-from p2pdiloco.protocol.blocks import Trained
+from p2pdiloco.protocol import messages
 from p2pdiloco.protocol.chain import genesis_head, record_of
+from p2pdiloco.protocol.data_blocks import Trained
 from p2pdiloco.protocol.events import Mark, ShardState
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, ShardId
+from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, ShardId
 from p2pdiloco.protocol.manifest import (
     Layout,
     Manifest,
@@ -83,7 +83,7 @@ def proof_of(manifest: Manifest, shard: ShardId, version: int, result: Digest) -
         record=record_of(dict(marks), Trained()),
     )
     head = Head(shard, version, commit_id(header), header.tokens)
-    return StateProof(ShardState(head, header.step, marks), header, OWNER.sign(signatures.commit(head.id)))
+    return StateProof(ShardState(head, header.step, marks), header, OWNER.sign(messages.commit(head.id)))
 
 
 def versions_of(found: checkpoint.Checkpoint | None) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from p2pdiloco.peer.chunk_plan import AHEAD_LEAST_CHUNKS, OVERDUE_LEAST_S, Ask, ChunkPlan, Piece
-from p2pdiloco.protocol.identifiers import PeerId, ShardId
+from p2pdiloco.protocol.ids import PeerId, ShardId
 
 MB = 1_000_000
 LOOK_S = 0.5

@@ -10,7 +10,7 @@ import pytest
 from troupe import Member, Stage, act
 
 from p2pdiloco.peer import donor, shard_copy
-from p2pdiloco.protocol.identifiers import PeerId, ShardId
+from p2pdiloco.protocol.ids import PeerId, ShardId
 from p2pdiloco.wire.answers import Answer, RequestRefused
 from p2pdiloco.wire.bodies import GetChunk, GetState, StateOffer, decode_as, encode
 

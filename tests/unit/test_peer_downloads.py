@@ -18,11 +18,11 @@ from p2pdiloco.peer.kept_shards import load as load_kept
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.peer.signatures import signed
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol import signatures
-from p2pdiloco.protocol.adoption import MAX_FETCHES
+from p2pdiloco.protocol import messages
 from p2pdiloco.protocol.chain import record_of
-from p2pdiloco.protocol.identifiers import Digest, PeerId, RunId, ShardId, digest_of, learner_id
+from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId, digest_of, learner_id
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
+from p2pdiloco.protocol.replication import MAX_FETCHES
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.tensors.digests import digest_list
 from p2pdiloco.tensors.recipes import CHUNK
@@ -398,7 +398,7 @@ def forge(eve: Member, key: Identity, shard: ShardId, run: RunId) -> Digest:
     assert chain.head is not None
     eve.machine.core.heads_mark ^= int(chain.head.id[:15], 16) ^ int(head.id[:15], 16)
     chain.replace(ev.ShardState(head, header.step, marks, trained))
-    eve.driver.cargo.shelves[shard].proofs[head.id] = (header, key.sign(signatures.commit(head.id)))
+    eve.driver.cargo.shelves[shard].proofs[head.id] = (header, key.sign(messages.commit(head.id)))
     eve.state.heads[shard] = head.id
     eve.state.integrity.begin(shard, listed)
     return head.id

@@ -20,10 +20,10 @@ from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.peer.signatures import signed
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import messages
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol import signatures
-from p2pdiloco.protocol.blocks import Block
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId, ShardId, digest_of, learner_id
+from p2pdiloco.protocol.data_blocks import Block
+from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId, RunId, ShardId, digest_of, learner_id
 from p2pdiloco.protocol.manifest import TensorSpec, make_layout
 from p2pdiloco.protocol.messages import SIGNATURE_BYTES
 from p2pdiloco.runtime.identity import Identity
@@ -109,7 +109,7 @@ def test_a_commit_that_its_owner_did_not_sign_is_dropped(tmp_path: Path) -> None
             renamed = msgspec.structs.replace(header, owner=stranger.peer_id)
             unsigned = (
                 (header, bytes(SIGNATURE_BYTES)),
-                (header, stranger.sign(signatures.commit(msg.commit_id(header)))),
+                (header, stranger.sign(messages.commit(msg.commit_id(header)))),
                 (header, stranger.sign(msg.commit_id(header).encode())),
                 (renamed, parts.signature),
             )
@@ -141,7 +141,7 @@ def test_a_commit_that_names_what_its_learners_did_not_give_is_dropped(tmp_path:
             )
             for number, lie in enumerate(lies, 1):
                 said = msgspec.structs.replace(header, contributors=(lie,), owner=stranger.peer_id)
-                signature = stranger.sign(signatures.commit(msg.commit_id(said)))
+                signature = stranger.sign(messages.commit(msg.commit_id(said)))
                 sent = join_commit(parts._replace(signature=signature))
                 await stage.deliver(bob, ann.id, msg.Commit(said), sent)
                 assert bob.faults() == {"payload": number}

@@ -15,7 +15,7 @@ from p2pdiloco.peer.global_state import (
 )
 from p2pdiloco.peer.integrity import SpoiltStateError
 from p2pdiloco.peer.shift_queue import Moves, Shifts
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, ShardId, digest_of
+from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, MergeRule, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.tensors import digests, quantizers

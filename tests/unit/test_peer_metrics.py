@@ -13,7 +13,7 @@ from p2pdiloco.companion import LOG_BYTES as NODE_LOG
 from p2pdiloco.node.learner_process import LOG_BYTES as LEARNER_LOG
 from p2pdiloco.peer import metrics as metrics_module
 from p2pdiloco.peer.metrics import Metrics, progress_fields
-from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.runtime.rotation import older
 from p2pdiloco.wire.bodies import PeerStatus
 from p2pdiloco.wire.link import Progress

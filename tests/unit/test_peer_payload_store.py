@@ -16,7 +16,7 @@ from p2pdiloco.peer.disk import Buffer
 from p2pdiloco.peer.payload_store import AGAIN_S, READ_BYTES, Held
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.identifiers import Digest, ShardId, digest_of
+from p2pdiloco.protocol.ids import Digest, ShardId, digest_of
 from p2pdiloco.runtime.files import LOCAL, SECTOR_BYTES, LocalDisk
 
 

@@ -13,11 +13,11 @@ from p2pdiloco.peer import kept_shards
 from p2pdiloco.peer.offers import checked_offer
 from p2pdiloco.peer.proofs import proven_digest
 from p2pdiloco.peer.signatures import signed
-from p2pdiloco.protocol import signatures
-from p2pdiloco.protocol.blocks import Block, Trained
+from p2pdiloco.protocol import messages
 from p2pdiloco.protocol.chain import genesis_head, record_of
+from p2pdiloco.protocol.data_blocks import Block, Trained
 from p2pdiloco.protocol.events import Mark, ShardState
-from p2pdiloco.protocol.identifiers import Digest, LearnerId, ShardId, digest_of
+from p2pdiloco.protocol.ids import Digest, LearnerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
 from p2pdiloco.runtime.identity import Identity
@@ -54,7 +54,7 @@ HEADER = CommitHeader(
 def proof_of(header: CommitHeader = HEADER, signer: Identity = OWNER, **head: object) -> StateProof:
     """A sound proof of ``header``, but for changes of its head."""
     named = Head(header.shard, header.version, commit_id(header), header.tokens)
-    signature = signer.sign(signatures.commit(named.id))
+    signature = signer.sign(messages.commit(named.id))
     return StateProof(ShardState(msgspec.structs.replace(named, **head), header.step, MARKS), header, signature)
 
 

@@ -21,7 +21,7 @@ from p2pdiloco.peer.respondent import (
     YIELD_MOST_S,
     YIELD_S,
 )
-from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
+from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.wire.answers import Answer, RequestRefused
 from p2pdiloco.wire.bodies import GetChunk, GetManifest, GetState, encode

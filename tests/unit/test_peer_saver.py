@@ -21,7 +21,7 @@ from p2pdiloco.peer.checkpoint import indices, load
 from p2pdiloco.peer.disk import Buffer
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.peer.write_budget import WriteBudget
-from p2pdiloco.protocol.identifiers import ShardId
+from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.runtime.files import LocalDisk
 

@@ -11,7 +11,7 @@ import torch
 
 from p2pdiloco.peer import shift_queue, vector_memory
 from p2pdiloco.peer.shift_queue import Moves, ShiftQueue, Shifts
-from p2pdiloco.protocol.identifiers import FragmentId, LearnerId, ShardId
+from p2pdiloco.protocol.ids import FragmentId, LearnerId, ShardId
 from p2pdiloco.protocol.manifest import TensorSpec, make_layout
 from p2pdiloco.training.shared_memory import SharedVectors
 

@@ -10,7 +10,7 @@ from troupe import Stage, act
 
 from p2pdiloco.peer.standing import Everybody
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.wire.bodies import encode
 
 

@@ -11,7 +11,7 @@ import torch
 from p2pdiloco.peer import vector_memory
 from p2pdiloco.peer.global_state import GlobalState, MergeResult
 from p2pdiloco.peer.shift_queue import Moves
-from p2pdiloco.protocol.identifiers import FragmentId, LearnerId, PeerId, ShardId, digest_of
+from p2pdiloco.protocol.ids import FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.runtime.work_queue import WorkQueue

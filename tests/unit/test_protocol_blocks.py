@@ -6,9 +6,9 @@ from random import Random
 
 import pytest
 
-from p2pdiloco.protocol.blocks import SLOTS, Block, BlockLedger, Duty, Trained
-from p2pdiloco.protocol.identifiers import PeerId, RunId
-from p2pdiloco.protocol.workload import duties
+from p2pdiloco.protocol.block_assignment import duties
+from p2pdiloco.protocol.data_blocks import SLOTS, Block, BlockLedger, Duty, Trained
+from p2pdiloco.protocol.ids import PeerId, RunId
 
 ALL = range(SLOTS)
 

@@ -7,7 +7,7 @@ import pytest
 
 from p2pdiloco.protocol.chain import MARK_LIFE_LOGS, Chain, genesis_head, is_heavier
 from p2pdiloco.protocol.events import Mark, ShardState
-from p2pdiloco.protocol.identifiers import Digest, LearnerId, PeerId, RunId, ShardId
+from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, RunId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
 
 SHARD = ShardId(0)

@@ -6,12 +6,12 @@ from collections import Counter
 
 import pytest
 
-from p2pdiloco.protocol.alarms import Alarms
-from p2pdiloco.protocol.identifiers import Digest, PeerId, RunId, ShardId
-from p2pdiloco.protocol.ledger import STAY, Ledger, Walk
+from p2pdiloco.protocol.aggregation import QuorumView, decide, grace_window_s
+from p2pdiloco.protocol.contributions import STAY, Ledger, Walk
+from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.ownership import ranked_owners
-from p2pdiloco.protocol.quorum import QuorumView, decide, grace_window_s
+from p2pdiloco.protocol.state import Alarms
 from tests.machine_sim.scenarios import base_config
 
 RUN = RunId("run")

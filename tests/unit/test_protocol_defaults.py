@@ -13,18 +13,7 @@ from msgspec import UNSET
 
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.settings import protocol_config
-from p2pdiloco.protocol.defaults import (
-    MOST_LOGGED,
-    SMALL,
-    completed,
-    few_turns,
-    in_turns,
-    log_length,
-    momentum_type,
-    with_usual_rate,
-    without_left_out,
-)
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId, digest_of
+from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId, RunId, digest_of
 from p2pdiloco.protocol.manifest import (
     InnerConfig,
     LoraConfig,
@@ -35,7 +24,18 @@ from p2pdiloco.protocol.manifest import (
     ScheduleConfig,
     TensorSpec,
 )
-from p2pdiloco.protocol.soundness import config_problems, decode_manifest
+from p2pdiloco.protocol.manifest_defaults import (
+    MOST_LOGGED,
+    SMALL,
+    completed,
+    few_turns,
+    in_turns,
+    log_length,
+    momentum_type,
+    with_usual_rate,
+    without_left_out,
+)
+from p2pdiloco.protocol.manifest_validation import config_problems, decode_manifest
 from p2pdiloco.training.transformer import build_model, named_tensors
 
 LARGE = ModelConfig(width=512, depth=8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.membership import Membership
 from p2pdiloco.protocol.messages import Heartbeat
 

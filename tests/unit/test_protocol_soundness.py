@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, RunId, digest_of
+from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId, RunId, digest_of
 from p2pdiloco.protocol.manifest import (
     BlockSpec,
     DataConfig,
@@ -22,7 +22,7 @@ from p2pdiloco.protocol.manifest import (
     ScheduleConfig,
     TensorSpec,
 )
-from p2pdiloco.protocol.soundness import MAX_MANIFEST_BYTES, decode_manifest, without_places
+from p2pdiloco.protocol.manifest_validation import MAX_MANIFEST_BYTES, decode_manifest, without_places
 
 QUICKLY_S = 3.0
 MEMORY = 96 << 20

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import addresses, logs
 from p2pdiloco.runtime import tasks as tasks_module
 from p2pdiloco.runtime.address_book import ADDRESS_LIMIT, ENTRY_LIMIT, AddressBook, save

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime.identity import Identity, IdentityError, verify
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from p2pdiloco.node.lookup import DirectoryOptions, open_directory
-from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.runtime import last_ports
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from p2pdiloco.net import events as ev
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import congestion
 from p2pdiloco.runtime.congestion import Congestion
 from p2pdiloco.runtime.identity import Identity

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.events import LeaveRequested
-from p2pdiloco.protocol.identifiers import PeerId, RunId, ShardId
+from p2pdiloco.protocol.ids import PeerId, RunId, ShardId
+from p2pdiloco.protocol.state import ProtocolConfig
 from p2pdiloco.runtime import journal
 from p2pdiloco.runtime.journal import Journal, read_journal
 from p2pdiloco.runtime.rotation import older, rotate

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from p2pdiloco.protocol.identifiers import digest_of
+from p2pdiloco.protocol.ids import digest_of
 from p2pdiloco.tensors.digests import CYCLE, chunk_digest, digest_list, is_chunk, list_bytes, sample, state_digest
 from p2pdiloco.tensors.recipes import CHUNK
 

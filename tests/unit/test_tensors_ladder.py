@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from p2pdiloco.protocol.manifest import CodecConfig, RunConfig
-from p2pdiloco.protocol.soundness import config_problems
+from p2pdiloco.protocol.manifest_validation import config_problems
 from p2pdiloco.tensors.ladder import LADDER, choose, downward, fixed, is_dense
 from p2pdiloco.tensors.quantizers import decode_chunk, encode_chunk, recipe
 from p2pdiloco.tensors.recipes import Recipe

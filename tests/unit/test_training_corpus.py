@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from p2pdiloco.protocol.blocks import MAX_BLOCKS, Block
-from p2pdiloco.protocol.identifiers import FragmentId, RunId
+from p2pdiloco.protocol.data_blocks import MAX_BLOCKS, Block
+from p2pdiloco.protocol.ids import FragmentId, RunId
 from p2pdiloco.protocol.manifest import (
     BlockSpec,
     DataConfig,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import p2pdiloco
 from p2pdiloco.node.foundation import make_manifest
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import LoraConfig, Manifest, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.training.export import ABOUT, About, ExportError, Format, byte_tokenizer, export
 from p2pdiloco.training.generation import Sampling, continue_with, continue_with_export

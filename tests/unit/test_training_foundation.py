@@ -16,7 +16,7 @@ import torch
 import p2pdiloco
 from p2pdiloco.node.foundation import found_from_script
 from p2pdiloco.node.kept_runs import ConfigError
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Layout, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.training import foundation
 

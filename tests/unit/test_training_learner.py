@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from p2pdiloco.node.learner_process import COMMAND
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, PeerId, ShardId
+from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.manifest import (
     DataConfig,
     EvaluationConfig,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from p2pdiloco.protocol.blocks import Block
-from p2pdiloco.protocol.identifiers import FragmentId, ShardId
+from p2pdiloco.protocol.data_blocks import Block
+from p2pdiloco.protocol.ids import FragmentId, ShardId
 from p2pdiloco.protocol.manifest import make_layout
 from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.training.channel import Channel

@@ -8,7 +8,7 @@ import pytest
 from p2pdiloco.node.foundation import SHIPPED, find_run, read_config
 from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.protocol.manifest import RunConfig
-from p2pdiloco.protocol.soundness import config_problems
+from p2pdiloco.protocol.manifest_validation import config_problems
 from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.training.transformer import build_model, named_tensors
 

@@ -9,7 +9,7 @@ import base58
 import msgspec
 import pytest
 
-from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.wire.certificates import NEVER, NO_CAP, Kind, Role, hint_of
 from p2pdiloco.wire.invites import (

@@ -9,7 +9,7 @@ import random
 import pytest
 from holders import FOUNDER, NOW, Holder, members, the_founder
 
-from p2pdiloco.protocol.identifiers import RunId
+from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.runtime.identity import Identity, verify
 from p2pdiloco.wire import members as rules
 from p2pdiloco.wire import statements

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.runtime.identity import Identity, verify
 from p2pdiloco.wire.records import Envelope, peers_topic, seal, subkey_of, unseal
 

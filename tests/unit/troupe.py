@@ -27,7 +27,7 @@ from p2pdiloco.peer.standing import Standing
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.identifiers import PeerId, ShardId
+from p2pdiloco.protocol.ids import PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.runtime.files import LOCAL
 from p2pdiloco.runtime.identity import Identity

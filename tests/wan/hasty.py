@@ -13,7 +13,7 @@ from forked import begin_in
 from benchmarks.wan.homes import CONFIG, Gathering, Home, wait_for
 from p2pdiloco.node import guest
 from p2pdiloco.peer import peer
-from p2pdiloco.protocol.identifiers import LearnerId, peer_of
+from p2pdiloco.protocol.ids import LearnerId, peer_of
 from p2pdiloco.runtime import sockets
 
 DEAD_AFTER_S = 4

@@ -14,13 +14,13 @@ import msgspec
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.blocks import Trained
 from p2pdiloco.protocol.chain import genesis_head, record_of
-from p2pdiloco.protocol.core import ProtocolConfig
 from p2pdiloco.protocol.counted_tokens import NOTHING_USUAL, UsualTokens
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, RunId, ShardId, digest_of, learner_id
+from p2pdiloco.protocol.data_blocks import Trained
+from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, RunId, ShardId, digest_of, learner_id
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.ownership import ranked_owners
+from p2pdiloco.protocol.state import ProtocolConfig
 from tests.machine_sim.scenarios import base_config
 
 A, B, C, D = (PeerId(name) for name in "abcd")

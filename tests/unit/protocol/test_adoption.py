@@ -12,9 +12,9 @@ from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.chain import MARK_LIFE_LOGS
-from p2pdiloco.protocol.identifiers import FragmentId
-from p2pdiloco.protocol.log_requests import MAX_COMMITS_SENT
+from p2pdiloco.protocol.ids import FragmentId
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head
+from p2pdiloco.protocol.replication import MAX_COMMITS_SENT
 from tests.machine_sim.process import PeerSetting
 from tests.machine_sim.scenarios import P0, P1, base_config, make_world
 

@@ -4,9 +4,9 @@ import pytest
 from stage import SHARD, B, C, D, Stage, only
 
 from p2pdiloco.protocol import effects as ef
-from p2pdiloco.protocol.answers import Answers
-from p2pdiloco.protocol.estimates import smoothed
-from p2pdiloco.protocol.identifiers import Digest
+from p2pdiloco.protocol.aggregation import Answers
+from p2pdiloco.protocol.ids import Digest
+from p2pdiloco.protocol.membership import smoothed
 
 BASE = Digest("base")
 

@@ -7,7 +7,7 @@ from stage import SHARD, A, B, C, Stage, commit_on, digest, head_of, only, sent,
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.messages import CommitHeader, Head
 
 LENGTH = 4

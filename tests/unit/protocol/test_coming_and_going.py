@@ -11,8 +11,8 @@ from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.chain import genesis_head
-from p2pdiloco.protocol.identifiers import PeerId, RunId, ShardId
-from p2pdiloco.protocol.limits import Sizes
+from p2pdiloco.protocol.config import Sizes
+from p2pdiloco.protocol.ids import PeerId, RunId, ShardId
 from p2pdiloco.protocol.messages import Head
 from tests.machine_sim.process import PeerSetting
 from tests.machine_sim.scenarios import base_config, make_world

@@ -10,8 +10,8 @@ from stage import A, B, C, D, Stage, digest, only, sent, tokens, with_payload
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.connectedness import LATELY, SETTLING_BEATS, TOLERANCE, Connectedness, fingerprint, listed
-from p2pdiloco.protocol.identifiers import PeerId, learner_id
+from p2pdiloco.protocol.connectivity import LATELY, SETTLING_BEATS, TOLERANCE, Connectedness, fingerprint, listed
+from p2pdiloco.protocol.ids import PeerId, learner_id
 from p2pdiloco.protocol.ownership import ranked_owners
 
 E, F = PeerId("e"), PeerId("f")

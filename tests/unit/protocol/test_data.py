@@ -10,8 +10,8 @@ from stage import SHARD, TOKENS, A, B, Stage, head_of, life, only, sent, tokens
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.blocks import Block, BlockLedger
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.data_blocks import Block, BlockLedger
+from p2pdiloco.protocol.ids import PeerId
 
 BLOCKS = 100
 

@@ -9,11 +9,11 @@ from stage import SHARD, A, B, C, D, Stage, digest, head_of, notes, only, run_ow
 from p2pdiloco.peer.signatures import UnknownMemberError, check_equivocation
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import messages
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol import signatures
-from p2pdiloco.protocol.equivocations import PROOFS_MOST, TERM
-from p2pdiloco.protocol.identifiers import PeerId
-from p2pdiloco.protocol.merges import OWN_TRIES
+from p2pdiloco.protocol.aggregation import OWN_TRIES
+from p2pdiloco.protocol.commit_validation import PROOFS_MOST, TERM
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime.identity import Identity
 from tests.machine_sim.report import simulate
 
@@ -122,7 +122,7 @@ def test_two_commits_of_one_owner_on_one_parent_are_a_proof() -> None:
     stage = Stage(B)
 
     def proof(first: msg.CommitHeader, second: msg.CommitHeader, *, by: Identity = ann) -> msg.Equivocation:
-        signed = [one.sign(signatures.commit(msg.commit_id(h))) for one, h in ((ann, first), (by, second))]
+        signed = [one.sign(messages.commit(msg.commit_id(h))) for one, h in ((ann, first), (by, second))]
         return msg.Equivocation(first, second, *signed)
 
     first = stage.commit(tokens(C, 0, 40), owner=ann.peer_id)

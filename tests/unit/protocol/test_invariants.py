@@ -15,7 +15,7 @@ from stage import SHARD, only
 
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.identifiers import Digest, PeerId
+from p2pdiloco.protocol.ids import Digest, PeerId
 from p2pdiloco.protocol.messages import CommitHeader, commit_id
 from tests.machine_sim.integer_shards import value_of
 from tests.machine_sim.process import PeerSetting, Process

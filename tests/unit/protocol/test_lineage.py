@@ -12,11 +12,11 @@ from p2pdiloco.peer.proofs import check_lineage
 from p2pdiloco.peer.signatures import signed
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import messages
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol import signatures
-from p2pdiloco.protocol.connectedness import fingerprint, listed
-from p2pdiloco.protocol.identifiers import Digest, PeerId, RunId, ShardId, learner_id
-from p2pdiloco.protocol.lineage import FAR_REQUESTS
+from p2pdiloco.protocol.commit_validation import FAR_REQUESTS
+from p2pdiloco.protocol.connectivity import fingerprint, listed
+from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId, learner_id
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
 from p2pdiloco.runtime.identity import Identity
@@ -36,7 +36,7 @@ def line(length: int, by: Identity = ANN) -> list[SignedCommit]:
         mine = Contributor(learner_id(ANN.peer_id, "1"), 40 * number, 40 * number + 40, 4 * number, 4 * number + 4)
         given = signed(by, RUN, SHARD, head.id, mine, digest("payload"))
         header = commit_on(head, given, owner=ANN.peer_id)
-        found.append(SignedCommit(header, ANN.sign(signatures.commit(commit_id(header)))))
+        found.append(SignedCommit(header, ANN.sign(messages.commit(commit_id(header)))))
         head = head_of(header)
     return found
 
@@ -44,7 +44,7 @@ def line(length: int, by: Identity = ANN) -> list[SignedCommit]:
 def ours(header: CommitHeader, **changes: Any) -> SignedCommit:
     """Another commit in its place, signed by its owner."""
     changed = msgspec.structs.replace(header, **changes)
-    return SignedCommit(changed, ANN.sign(signatures.commit(commit_id(changed))))
+    return SignedCommit(changed, ANN.sign(messages.commit(commit_id(changed))))
 
 
 def test_a_lineage_is_an_unbroken_line_of_signed_commits() -> None:

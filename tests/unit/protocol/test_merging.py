@@ -10,7 +10,7 @@ from stage import SHARD, A, B, C, D, Stage, bare, commit_on, digest, head_of, li
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.messages import Contributor, Head
 
 

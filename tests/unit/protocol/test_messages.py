@@ -11,7 +11,7 @@ from stage import SHARD, B, C, D, Stage, digest, only, sent, tokens
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.identifiers import FragmentId, PeerId, ShardId
+from p2pdiloco.protocol.ids import FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.messages import Head
 from p2pdiloco.wire.bodies import decode_message, encode
 

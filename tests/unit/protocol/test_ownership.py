@@ -9,7 +9,7 @@ from stage import SHARD, A, B, C, D, Stage, head_of, life, only, sent, tokens
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.identifiers import PeerId, RunId
+from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.ownership import Candidates, ranked_owners
 
 RUN = RunId("run")

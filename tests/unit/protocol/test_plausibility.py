@@ -28,10 +28,10 @@ from stage import (
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.blocks import Block
+from p2pdiloco.protocol.config import Sizes
 from p2pdiloco.protocol.counted_tokens import NOTHING_USUAL
-from p2pdiloco.protocol.identifiers import FragmentId, PeerId, ShardId
-from p2pdiloco.protocol.limits import Sizes
+from p2pdiloco.protocol.data_blocks import Block
+from p2pdiloco.protocol.ids import FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.messages import Contributor, Head
 
 HUGE = 2**55

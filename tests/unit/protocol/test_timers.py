@@ -11,7 +11,7 @@ from stage import BEAT, SHARD, A, B, C, Stage, digest, only, sent, tokens
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.messages import Head
 
 

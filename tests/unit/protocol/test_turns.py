@@ -7,7 +7,7 @@ from stage import SHARD, TOKENS, A, B, C, Stage, bare, life, only, sent, tokens,
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.identifiers import FragmentId, ShardId
+from p2pdiloco.protocol.ids import FragmentId, ShardId
 from tests.machine_sim.learner import Copy
 from tests.machine_sim.process import PeerSetting
 from tests.machine_sim.scenarios import P0, P1, P2, P3, base_config, make_world

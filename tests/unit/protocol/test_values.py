@@ -17,12 +17,12 @@ from p2pdiloco.peer.staged import Staged
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.blocks import Trained
 from p2pdiloco.protocol.chain import record_of
-from p2pdiloco.protocol.identifiers import FragmentId, PeerId, digest_of
-from p2pdiloco.protocol.limits import Sizes
+from p2pdiloco.protocol.config import Sizes
+from p2pdiloco.protocol.data_blocks import Trained
+from p2pdiloco.protocol.ids import FragmentId, PeerId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
-from p2pdiloco.protocol.stride import LEAP, MEMORY, NO_STRIDE, OCTAVE, Stride, octaves
+from p2pdiloco.protocol.norm_bound import LEAP, MEMORY, NO_STRIDE, OCTAVE, Stride, octaves
 from p2pdiloco.tensors import digests, quantizers
 from p2pdiloco.tensors.recipes import recipe
 from p2pdiloco.tensors.states import StateForm, packed

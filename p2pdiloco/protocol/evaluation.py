@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.effects import Evaluate
 from p2pdiloco.protocol.events import Evaluated
-from p2pdiloco.protocol.identifiers import PeerId
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.messages import MOST_LOSS, Evaluation
 from p2pdiloco.protocol.ownership import EVALUATION_DUTY, ranked_owners
+from p2pdiloco.protocol.state import Core
 
 RECENT = 16
 """Evaluations that were due since: an older one says nothing of the model now."""

@@ -23,10 +23,160 @@ from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
-from p2pdiloco.protocol.core import Core
-from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
-from p2pdiloco.protocol.messages import Head, HeadsRequest
-from p2pdiloco.protocol.refusals import Refusals
+from p2pdiloco.protocol.events import Convictions
+from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
+from p2pdiloco.protocol.messages import CommitHeader, Equivocation, Head, HeadsRequest
+from p2pdiloco.protocol.state import Core
+
+# -- Owners that signed two commits on one parent, and what follows for them -------------------------------------------
+# Rules of this file:
+# 1. The two are a proof that nobody can forge and everybody can check. It is kept, and told to all who are connected
+#    and all who connect later.
+# 2. Who is proved to have done it owns nothing for TERM versions of that shard's chain, which everybody counts alike;
+#    its commits are not taken from itself. From others they are: what has been built on is not taken apart.
+# 3. The honest never do it (``made``). Where nobody else can own it owns all the same.
+
+
+TERM = 1000
+"""Versions."""
+PROOFS_MOST = 64
+"""Owners of whom a proof is kept; the latest."""
+
+
+class Equivocations:
+    """Proofs, one an owner."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.proofs: dict[PeerId, Equivocation] = {}
+        self._refused: dict[PeerId, tuple[ShardId, int]] = {}
+        """Owners of commits that were refused here, with shard and version: see ``refusals``."""
+
+    def learn(self, proof: Equivocation, sender: PeerId | None = None) -> None:
+        """A proof, whose signatures were checked."""
+        core = self.core
+        if not proof.is_one or proof.first.shard >= len(core.chains) or self._is_served(proof):
+            return
+        known = self.proofs.get(proof.owner)
+        if known is not None and not self._is_served(known):
+            return
+        while len(self.proofs) >= PROOFS_MOST:
+            del self.proofs[next(iter(self.proofs))]
+        self.proofs[proof.owner] = proof
+        core.note(
+            "warning",
+            "equivocation",
+            f"{proof.owner} has signed two commits of version {proof.first.version} of shard {proof.first.shard}: it "
+            f"owns nothing for {TERM} versions",
+        )
+        self.look()
+        core.send(tuple(peer for peer in core.membership.live if peer != sender), proof)
+
+    def bar(self, owner: PeerId, shard: ShardId, version: int) -> None:
+        """It made a commit that everybody refuses who can judge it."""
+        self._refused.pop(owner, None)
+        self._refused[owner] = (shard, version)
+        if len(self._refused) > PROOFS_MOST:
+            del self._refused[next(iter(self._refused))]
+        self.look()
+
+    def kept(self) -> Convictions:
+        """For the disk."""
+        return Convictions(tuple(self.proofs.values()), tuple((owner, *at) for owner, at in self._refused.items()))
+
+    def brought(self, earlier: Convictions) -> None:
+        """What an earlier life knew."""
+        for proof in earlier.proofs:
+            self.learn(proof)
+        for owner, shard, version in earlier.refused:
+            if shard < len(self.core.chains):
+                self.bar(owner, shard, version)
+
+    def look(self) -> None:
+        """Some may have served their term."""
+        if not self.proofs and not self._refused:
+            self.core.membership.owners.barred = frozenset()
+            return
+        self.proofs = {owner: proof for owner, proof in self.proofs.items() if not self._is_served(proof)}
+        self._refused = {owner: at for owner, at in self._refused.items() if not self._is_over(*at)}
+        self.core.membership.owners.barred = frozenset((*self.proofs, *self._refused))
+
+    def tell(self, peer: PeerId) -> None:
+        """``peer`` is connected."""
+        for proof in self.proofs.values():
+            self.core.send((peer,), proof)
+
+    def _is_served(self, proof: Equivocation) -> bool:
+        return self._is_over(proof.first.shard, proof.first.version)
+
+    def _is_over(self, shard: ShardId, version: int) -> bool:
+        head = self.core.chains[shard].head
+        return head is not None and head.version >= version + TERM
+
+
+# -- Commits that this peer has judged and not taken, so that they do not come back as states --------------------------
+# Rules of this file:
+# 1. What makes a commit unfit (counts, record, length, values) follows from its parent's state alone, so everybody who
+#    has that state refuses it, and for good. It is remembered by its id, and so are its children: nothing that has one
+#    of them in its lineage is taken.
+# 2. If more than half of all go on from it all the same, it is this peer that errs (its arithmetic, its release), and
+#    it takes their state.
+# 3. Its owner signed it: here it owns nothing for ``TERM`` versions, as if it were proved to all. Whoever built on it
+#    is not blamed.
+
+
+REFUSED_MOST = 4096
+"""The latest, over all shards."""
+
+
+class Refusals:
+    """Of one peer."""
+
+    def __init__(self, core: Core, equivocations: Equivocations) -> None:
+        self.core = core
+        self.equivocations = equivocations
+        self._ids: dict[Digest, None] = {}
+        """The oldest first."""
+
+    def add(self, header: CommitHeader, commit: Digest, sender: PeerId | None, reason: str) -> None:
+        """``header`` extends the head here, and is not taken."""
+        self.note(header, sender, reason)
+        self.remember(commit)
+        if header.owner != self.core.config.peer:
+            self.equivocations.bar(header.owner, header.shard, header.version)
+
+    def note(self, header: CommitHeader, sender: PeerId | None, reason: str) -> None:
+        """Say that it is not taken."""
+        origin = sender or header.owner
+        self.core.note("warning", "commit", f"shard {header.shard} commit of {origin} not taken: {reason}")
+
+    def is_refused(self, header: CommitHeader, commit: Digest) -> bool:
+        """Whether it, or what it extends, was not taken."""
+        if not self._ids:
+            return False
+        if commit not in self._ids and header.parent in self._ids:
+            self.remember(commit)
+        return commit in self._ids
+
+    def holds(self, head: Digest, lineage: Iterable[Digest] = ()) -> bool:
+        """Whether a chain has a commit in it that was not taken."""
+        return bool(self._ids) and (head in self._ids or not self._ids.keys().isdisjoint(lineage))
+
+    def forget(self, head: Digest, lineage: Iterable[Digest]) -> None:
+        """What most stand by was taken all the same."""
+        if self._ids:
+            for commit in (head, *lineage):
+                self._ids.pop(commit, None)
+
+    def remember(self, commit: Digest) -> None:
+        """What goes on from it is not taken either."""
+        while len(self._ids) >= REFUSED_MOST:
+            del self._ids[next(iter(self._ids))]
+        self._ids[commit] = None
+
+
+# -- Whose word a state needs before it is taken -----------------------------------------------------------------------
+
 
 DIVIDED_REQUESTS = 2
 """Times ``request_s`` for which a newcomer looks for what more than half stand by."""

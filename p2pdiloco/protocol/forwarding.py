@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from p2pdiloco.protocol.core import Core
-from p2pdiloco.protocol.identifiers import PeerId, peer_of
+from p2pdiloco.protocol.ids import PeerId, peer_of
 from p2pdiloco.protocol.messages import Commit, CommitHeader, Contribution, Head, Heads, Turn, commit_id
 from p2pdiloco.protocol.ownership import ranked_owners
+from p2pdiloco.protocol.state import Core
 
 MEETING_BEATS = 4
 """Own heartbeats for which a newcomer may still be about to meet the others."""

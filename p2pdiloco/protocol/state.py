@@ -2,19 +2,125 @@
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
 from typing import Literal
 
 import msgspec
 
-from p2pdiloco.protocol.alarms import Alarms, Key
 from p2pdiloco.protocol.chain import NO_MARK, Chain
+from p2pdiloco.protocol.config import LEAD_TURNS, RANGE_TURNS, Limits, Sizes
 from p2pdiloco.protocol.effects import Effect, Note, Send
 from p2pdiloco.protocol.events import Mark
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, LearnerId, PeerId, RunId, ShardId
-from p2pdiloco.protocol.limits import LEAD_TURNS, RANGE_TURNS, Limits, Sizes
+from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, RunId, ShardId
 from p2pdiloco.protocol.membership import Membership
 from p2pdiloco.protocol.messages import Head, Message, Phase
-from p2pdiloco.protocol.pace import Pace
+
+# -- Deadlines by key: the machine's only notion of time to come -------------------------------------------------------
+
+
+Key = tuple[str, int]
+"""What to look at when the time comes: a topic and, for most, a shard."""
+
+
+class Alarms:
+    """At most one deadline per key. Setting a key again moves it."""
+
+    __slots__ = ("_at", "_heap")
+
+    def __init__(self) -> None:
+        self._at: dict[Key, float] = {}
+        self._heap: list[tuple[float, Key]] = []
+
+    def set(self, key: Key, at: float) -> None:
+        """Ring ``key`` at ``at`` instead of whenever it was set to."""
+        if self._at.get(key) != at:
+            self._at[key] = at
+            heappush(self._heap, (at, key))
+
+    def cancel(self, key: Key) -> None:
+        """Do not ring ``key``."""
+        self._at.pop(key, None)
+
+    def next(self) -> float | None:
+        """The earliest deadline."""
+        heap, at = self._heap, self._at
+        while heap and at.get(heap[0][1]) != heap[0][0]:
+            heappop(heap)
+        return heap[0][0] if heap else None
+
+    def pop_if_due(self, key: Key, now: float) -> bool:
+        """Whether the time of ``key`` has come; then it is removed."""
+        is_due = self._at.get(key, now + 1.0) <= now
+        if is_due:
+            del self._at[key]
+        return is_due
+
+    def pop_due(self, now: float) -> Key | None:
+        """The earliest key whose time has come, now removed; None if there is none."""
+        heap = self._heap
+        while heap and heap[0][0] <= now:
+            at, key = heappop(heap)
+            if self._at.get(key) == at:
+                del self._at[key]
+                return key
+        return None
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._at
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+
+# -- How fast others' claims may take the global step forward ----------------------------------------------------------
+# The fastest learner is the first to say a new step, so one peer's claim must count; and nothing proves it. So a claim
+# counts for as much as a learner ``HASTE`` times as fast as the median could have done meanwhile, or for what more than
+# half of all live peers say of themselves.
+#
+# Rules of this file:
+# 1. The allowance fills with time and is used up by claims; it holds two turns' steps at most, so that patience buys no
+#    leap. Time during which this peer stood still fills it without that bound: it must catch up with what it missed.
+# 2. Those who believed a claim say it in turn. That is no second witness to a leap, since each of them was held to the
+#    same pace.
+
+
+HASTE = 8.0
+BURST_TURNS = 2
+USUAL_STEP_S = 1.0
+"""Until somebody has said how long its steps take."""
+
+
+class Pace:
+    """The allowance for claims, in steps."""
+
+    __slots__ = ("_at", "_burst", "_held")
+
+    def __init__(self, sync_every: int) -> None:
+        self._burst = float(BURST_TURNS * sync_every)
+        self._held = self._burst
+        self._at = 0.0
+
+    def _fill(self, now: float, step_s: float) -> None:
+        passed_s, self._at = now - self._at, max(now, self._at)
+        filled = self._held + max(0.0, passed_s) * HASTE / (step_s or USUAL_STEP_S)
+        self._held = max(self._held, min(filled, self._burst))
+
+    def stood_still(self, seconds: float, step_s: float) -> None:
+        """This peer missed so many seconds."""
+        self._held += seconds * HASTE / (step_s or USUAL_STEP_S)
+
+    def allowed(self, now: float, step_s: float) -> int:
+        """How far beyond the own step a claim counts now; ``step_s``: the median step time, 0 if none is known."""
+        self._fill(now, step_s)
+        return int(self._held)
+
+    def used(self, steps: int) -> None:
+        """So many were believed."""
+        self._held = max(0.0, self._held - steps)
+
+
+# -- What the parts of the machine share: configuration, time, chains, the learner's counters, and the li --------------
+
 
 BEAT: Key = ("beat", 0)
 """The alarm of this peer's next heartbeat."""

@@ -18,7 +18,7 @@ from hashlib import blake2b
 from struct import unpack
 
 from p2pdiloco.protocol.events import Mark
-from p2pdiloco.protocol.identifiers import LearnerId, PeerId, peer_of
+from p2pdiloco.protocol.ids import LearnerId, PeerId, peer_of
 from p2pdiloco.protocol.ownership import Candidates
 
 FINGERPRINT_BYTES = 4

@@ -10,19 +10,18 @@ Rules of this file:
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 
-from p2pdiloco.protocol.carry import Carry
+from p2pdiloco.protocol.aggregation import Merges
 from p2pdiloco.protocol.chain import is_heavier
-from p2pdiloco.protocol.contributions import Contributions
-from p2pdiloco.protocol.core import Core, mark_bits
+from p2pdiloco.protocol.commit_validation import Lineage, Refusals
+from p2pdiloco.protocol.contributions import Carry, Contributions
 from p2pdiloco.protocol.effects import Apply, BecameCurrent, Fetch, Install
-from p2pdiloco.protocol.evaluations import Evaluations
+from p2pdiloco.protocol.evaluation import Evaluations
 from p2pdiloco.protocol.events import Fetched, ShardState
-from p2pdiloco.protocol.identifiers import Digest, PeerId, ShardId
-from p2pdiloco.protocol.lineage import Lineage
-from p2pdiloco.protocol.log_requests import LogRequests
-from p2pdiloco.protocol.merges import Merges
+from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.messages import (
+    Commit,
     CommitHeader,
     CommitsRequest,
     FetchAdvised,
@@ -31,8 +30,90 @@ from p2pdiloco.protocol.messages import (
     HeadsRequest,
     commit_id,
 )
-from p2pdiloco.protocol.orphans import Orphans
-from p2pdiloco.protocol.refusals import Refusals
+from p2pdiloco.protocol.state import Core, ProtocolConfig, mark_bits
+
+# -- What a peer hands to those that are behind: commits of its log, or the advice to download the state ---------------
+# Rules of this file:
+# 1. A peer that is asked while it applies a commit answers when it has: its answer of before would lead nowhere, and
+#    who asked would wait for its deadline.
+
+
+MAX_COMMITS_SENT = 32
+
+
+class LogRequests:
+    """Requests for what follows a head, and their answers."""
+
+    def __init__(self, core: Core, applying: Container[ShardId]) -> None:
+        self.core = core
+        self._applying = applying
+        """Shards at which work is being done."""
+        self._askers: dict[ShardId, dict[PeerId, CommitsRequest]] = {}
+        """Who asked meanwhile, and what each asked last."""
+
+    def requested(self, peer: PeerId, request: CommitsRequest) -> None:
+        """Send what follows the asker's head, or advise to fetch."""
+        if request.shard in self._applying:
+            self._askers.setdefault(request.shard, {})[peer] = request
+            return
+        chain = self.core.chains[request.shard]
+        if chain.head is None:
+            return
+        commits = chain.commits_after(request.head)
+        if commits is None:
+            self.core.send((peer,), FetchAdvised(request.shard, chain.head))
+            return
+        for header in commits[:MAX_COMMITS_SENT]:
+            self.core.send((peer,), Commit(header))
+
+    def answer(self, shard: ShardId) -> None:
+        """The work at ``shard`` is done, or failed."""
+        for peer, request in self._askers.pop(shard, {}).items():
+            if peer in self.core.membership.peers:
+                self.requested(peer, request)
+
+
+# -- Commits that came before their parent: a few a shard, the heaviest of each parent ---------------------------------
+
+
+class Orphans:
+    """Of all shards."""
+
+    def __init__(self, config: ProtocolConfig) -> None:
+        self._config = config
+        self.waiting: dict[ShardId, dict[Digest, CommitHeader]] = {}
+        """By parent."""
+
+    def keep(self, header: CommitHeader) -> None:
+        """Until its parent is here, or there are too many."""
+        waiting = self.waiting.setdefault(header.shard, {})
+        if len(waiting) >= self._config.log_length:
+            del waiting[min(waiting, key=lambda parent: waiting[parent].version)]
+        elif sum(map(len, self.waiting.values())) >= self._config.waiting_most:
+            return  # who sent it is asked again, once what waits is applied
+        other = waiting.get(header.parent)
+        if other is None or (header.tokens, commit_id(header)) > (other.tokens, commit_id(other)):
+            waiting[header.parent] = header
+
+    def of(self, shard: ShardId) -> list[CommitHeader]:
+        """All of a shard."""
+        return list(self.waiting.get(shard, {}).values())
+
+    def is_followed(self, head: Head) -> bool:
+        """Whether a child of ``head`` waits."""
+        return head.id in self.waiting.get(head.shard, ())
+
+    def follow(self, head: Head) -> tuple[CommitHeader | None, list[CommitHeader]]:
+        """The child of ``head``, and those that it leaves behind; neither waits any more."""
+        waiting = self.waiting.get(head.shard)
+        if not waiting:
+            return None, []
+        child = waiting.pop(head.id, None)
+        return child, [waiting.pop(parent) for parent in [p for p, h in waiting.items() if h.version <= head.version]]
+
+
+# -- How a peer takes commits and states: in order, heaviest chain first, from whoever has them ------------------------
+
 
 MAX_FETCHES = 4
 """States fetched at once by a newcomer, over all shards."""
@@ -398,3 +479,47 @@ class Adoption:
             if isinstance(state, ShardState):
                 found.update((state.head.id, *self.lineage.of(state.head)))
         return found if commit is None else found | {commit}
+
+
+# -- A state that is not what its head stands for: this machine's memory has altered it. It is fetched anew -------------
+# Whoever finds out says ``Failed("state")``. Until another has given the shard's state, nothing is merged or given
+# here.
+
+
+TRIES = 8
+"""Askings, a heartbeat apart and more, after which nobody has the head of a spoilt shard: the peer goes on with it."""
+
+
+class Repair:
+    """Of all shards."""
+
+    def __init__(self, core: Core, adoption: Adoption, merges: Merges) -> None:
+        self.core = core
+        self.adoption = adoption
+        self.merges = merges
+        self.tries: dict[ShardId, int] = {}
+        """Since the shard was last sound."""
+
+    def begin(self, shard: ShardId, reason: str) -> None:
+        """Ask somebody for the state, if anybody may have it; contributions that are here wait."""
+        adoption = self.adoption
+        self.core.note("warning", "repair", f"shard {shard}: {reason}")
+        self.merges.jobs.pop(shard, None)
+        self.merges.close(shard)
+        tries = self.tries[shard] = self.tries.get(shard, 0) + 1
+        donors = [p for p in self.core.membership.live if adoption.is_donor(p)] if tries <= TRIES else []
+        is_busy = shard in adoption.asked or shard in adoption.applying
+        if donors or is_busy:
+            adoption.repairing.add(shard)
+        if donors and not is_busy:
+            adoption.fetch(shard, donors[self.core.membership.sequence % len(donors)])
+        elif not donors:
+            adoption.repairing.discard(shard)
+            self.merges.reopen(shard)
+
+    def go_on(self) -> None:
+        """Ask again for what has not come: who was asked did not have it, or is gone."""
+        self.tries = {shard: tries for shard, tries in self.tries.items() if shard in self.adoption.repairing}
+        for shard in sorted(self.adoption.repairing):
+            if shard not in self.adoption.asked and shard not in self.adoption.applying:
+                self.begin(shard, "its state has not come yet")

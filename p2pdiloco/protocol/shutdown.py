@@ -16,10 +16,10 @@ Rules of this file:
 from __future__ import annotations
 
 from p2pdiloco.protocol.contributions import Contributions
-from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.effects import Leave, PauseLearner
-from p2pdiloco.protocol.identifiers import Digest, FragmentId, ShardId
+from p2pdiloco.protocol.ids import Digest, FragmentId, ShardId
 from p2pdiloco.protocol.messages import Leaving
+from p2pdiloco.protocol.state import Core
 
 
 class Farewell:

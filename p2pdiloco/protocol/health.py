@@ -8,8 +8,8 @@ Rules of this file:
 
 from __future__ import annotations
 
-from p2pdiloco.protocol.core import Core
-from p2pdiloco.protocol.identifiers import ShardId
+from p2pdiloco.protocol.ids import ShardId
+from p2pdiloco.protocol.state import Core
 
 POISONED_TURNS = 2
 """Turns in a row in which nothing of the learner's could be encoded for one and the same shard."""

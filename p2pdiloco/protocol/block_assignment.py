@@ -12,11 +12,11 @@ from functools import lru_cache
 from hashlib import shake_128
 from struct import unpack
 
-from p2pdiloco.protocol.blocks import SLOTS, Block, Duty
-from p2pdiloco.protocol.core import Core
+from p2pdiloco.protocol.data_blocks import SLOTS, Block, Duty
 from p2pdiloco.protocol.effects import Train
-from p2pdiloco.protocol.identifiers import PeerId, RunId, ShardId
+from p2pdiloco.protocol.ids import PeerId, RunId, ShardId
 from p2pdiloco.protocol.messages import MAX_CLAIMS
+from p2pdiloco.protocol.state import Core
 
 IN_HAND = 2
 REMEMBERED = 4096

@@ -9,18 +9,173 @@ Rules of this file:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from p2pdiloco.protocol.answers import Answers
-from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.effects import Merge
-from p2pdiloco.protocol.errands import hand_on_contribution, is_handed_on
 from p2pdiloco.protocol.events import Merged
-from p2pdiloco.protocol.identifiers import Digest, LearnerId, PeerId, ShardId, peer_of
-from p2pdiloco.protocol.made import Made
-from p2pdiloco.protocol.messages import MAX_TEXT, CommitHeader, Contribution, Head, Refused
+from p2pdiloco.protocol.forwarding import hand_on_contribution, is_handed_on
+from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, ShardId, peer_of
+from p2pdiloco.protocol.membership import smoothed
+from p2pdiloco.protocol.messages import MAX_TEXT, CommitHeader, Contribution, Head, Refused, commit_id
 from p2pdiloco.protocol.ownership import ranked_owners
-from p2pdiloco.protocol.quorum import QuorumView, decide, grace_window_s
+from p2pdiloco.protocol.state import Core
+
+# -- The commits that this peer has made as an owner: one of each parent, in all its lives -----------------------------
+# Rules of this file:
+# 1. An owner that comes to merge on a parent of which it has made a commit before makes the same commit again. Two
+#    would be a proof against it (``equivocations``).
+# 2. What was made in earlier lives is told at the start: the driver keeps it before it is sent.
+# 3. One that cannot be applied here is tried again later; only who is alone makes another, after OWN_TRIES.
+
+
+def is_left(header: CommitHeader, head: Head) -> bool:
+    """Whether ``head`` is as heavy as ``header``, and so heavier than its parent: whoever has it does not merge there
+    again."""
+    return head.tokens >= header.tokens
+
+
+class Made:
+    """By shard and parent; what a head has left behind is forgotten, since heads only become heavier."""
+
+    def __init__(self, shards: int) -> None:
+        self._made: list[dict[Digest, CommitHeader]] = [{} for _ in range(shards)]
+
+    def once(self, header: CommitHeader) -> CommitHeader:
+        """``header``, or what was made on its parent before."""
+        return self._made[header.shard].setdefault(header.parent, header)
+
+    def brought(self, header: CommitHeader, head: Head | None) -> bool:
+        """Whether ``header``, made in an earlier life, still matters to whoever is at ``head``."""
+        if head is not None and is_left(header, head):
+            return False
+        return self.once(header) is header
+
+    def is_own(self, header: CommitHeader) -> bool:
+        """Whether it was made here."""
+        return self._made[header.shard].get(header.parent) == header
+
+    def forget(self, header: CommitHeader) -> None:
+        """Nobody else has it, and it is of no use."""
+        self._made[header.shard].pop(header.parent, None)
+
+    def moved(self, head: Head) -> None:
+        """The shard has another head."""
+        made = self._made[head.shard]
+        for parent in [parent for parent, header in made.items() if is_left(header, head)]:
+            del made[parent]
+
+    def payloads(self, shard: ShardId) -> set[Digest]:
+        """What is sent with them."""
+        return {header.payload for header in self._made[shard].values()}
+
+    def commits(self, shard: ShardId) -> set[Digest]:
+        """Their ids."""
+        return {commit_id(header) for header in self._made[shard].values()}
+
+
+# -- When an owner closes a version: quorum K, everyone in, the grace window, the turn of its rank. One p --------------
+# Source: arXiv 2604.21428, "adaptive grace window"; gamma and the smoothing are unpublished, see docs/decisions.md.
+
+
+class QuorumView(NamedTuple):
+    """What the decision depends on. Times are the owner's own clock, in seconds."""
+
+    now: float
+    opened_at: float
+    quorum_at: float | None
+    """When the K-th contribution with tokens came, if it has."""
+    given: int
+    """Contributions with tokens."""
+    missing: int
+    """Participating peers that have not answered."""
+    min_quorum: int
+    rank: int
+    """This peer's rank among the owners: 0 merges at once, the next after the takeover time, and so on."""
+    takeover_s: float
+    grace_s: float
+
+
+class Decision(NamedTuple):
+    """Close now, or look again at ``look_again_at`` (None: when something changes)."""
+
+    is_close: bool
+    look_again_at: float | None
+    reason: str
+
+
+def grace_window_s(
+    *, grace_share: float, overlap_steps: int, step_time_s: float, quorum_s: float, sync_s: float
+) -> float:
+    """gamma * (tau * step time - (quorum time + sync time)), never below 0."""
+    return max(0.0, grace_share * (overlap_steps * step_time_s - (quorum_s + sync_s)))
+
+
+def decide(view: QuorumView) -> Decision:
+    """Whether to merge what is in."""
+    if view.given < view.min_quorum:
+        return Decision(False, None, f"quorum not reached: {view.given} of {view.min_quorum}")
+    turn_of_rank = view.opened_at + view.rank * view.takeover_s
+    if view.now < turn_of_rank:
+        return Decision(False, turn_of_rank, f"rank {view.rank} waits for the owners before it")
+    if view.missing == 0:
+        return Decision(True, None, f"all participants answered, {view.given} give tokens")
+    assert view.quorum_at is not None
+    window_ends = view.quorum_at + view.grace_s
+    if view.now >= window_ends:
+        return Decision(True, None, f"grace window of {view.grace_s:.3f} s is over, {view.missing} missing")
+    return Decision(False, window_ends, f"grace window: {view.missing} may still answer")
+
+
+# -- How long participants take to answer a turn, so that an owner waits for those who are usually in time -------------
+# The paper's grace window is a share of tau steps. On a long or slow path answers take longer than that, turn after
+# turn: a version would hold one learner's progress, and what the others had sent would be refused and sent again.
+#
+# Rules of this file:
+# 1. Late answers count, too: a peer that was not waited for must not look as if it never answered.
+# 2. Nobody is waited for who usually takes longer than the limit: it gives what it has at its next turn.
+
+
+VARIATIONS = 2
+"""Beyond the mean; few answers take longer than that."""
+
+
+class Answers:
+    """Of all peers to this owner, from the opening of a turn here."""
+
+    def __init__(self, shards: int) -> None:
+        self._delays: dict[PeerId, tuple[float, float]] = {}
+        """Smoothed, with their variation."""
+        self._merged: list[tuple[Digest, float] | None] = [None] * shards
+        """The base of each shard's last version, and when its turn had opened: for answers that come too late."""
+
+    def came(self, peer: PeerId, delay_s: float) -> None:
+        """An answer, so long after the opening."""
+        self._delays[peer] = smoothed(*self._delays.get(peer, (0.0, 0.0)), delay_s)
+
+    def moved(self, shard: ShardId, base: Digest, opened_at: float) -> None:
+        """The version after ``base`` is there."""
+        self._merged[shard] = base, opened_at
+
+    def came_late(self, peer: PeerId, shard: ShardId, base: Digest, now: float) -> None:
+        """An answer to a version that is there already."""
+        merged = self._merged[shard]
+        if merged is not None and merged[0] == base:
+            self.came(peer, now - merged[1])
+
+    def wait_s(self, absent: Iterable[PeerId], limit_s: float) -> float:
+        """How long after the opening all of ``absent`` will usually have answered who do so within ``limit_s``."""
+        known = (self._delays[peer] for peer in absent if peer in self._delays)
+        usual = (mean_s + VARIATIONS * variation_s for mean_s, variation_s in known)
+        return max((delay_s for delay_s in usual if delay_s <= limit_s), default=0.0)
+
+    def forget(self, peer: PeerId) -> None:
+        """The peer is gone."""
+        self._delays.pop(peer, None)
+
+
+# -- The owner's side of a turn: collect contributions, close by quorum and grace window, merge, commit ----------------
+
 
 SMOOTHING = 0.2
 OWN_TRIES = 8

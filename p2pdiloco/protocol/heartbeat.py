@@ -11,17 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from p2pdiloco.protocol.adoption import Adoption
-from p2pdiloco.protocol.alarms import Key
-from p2pdiloco.protocol.company import Company
+from p2pdiloco.protocol.aggregation import Merges
+from p2pdiloco.protocol.block_assignment import Workload
 from p2pdiloco.protocol.contributions import Contributions
-from p2pdiloco.protocol.core import Core
 from p2pdiloco.protocol.effects import HangUp, Send
-from p2pdiloco.protocol.identifiers import FragmentId, PeerId
-from p2pdiloco.protocol.membership import DEAF_BEATS, PeerView
-from p2pdiloco.protocol.merges import Merges
+from p2pdiloco.protocol.ids import FragmentId, PeerId
+from p2pdiloco.protocol.membership import DEAF_BEATS, Company, PeerView
 from p2pdiloco.protocol.messages import Heartbeat
-from p2pdiloco.protocol.workload import Workload
+from p2pdiloco.protocol.replication import Adoption
+from p2pdiloco.protocol.state import Core, Key
 
 NEWS_SHARE = 1 / 16
 """Of a heartbeat's interval: what several heartbeats change is looked at once. Deciding anew for each of N first
