@@ -39,6 +39,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from p2pdiloco import participation
+from p2pdiloco.access.invite_code import InviteError
 from p2pdiloco.companion import JOIN_S, NODE_LOG, Companion, CompanionError, Return, Wish, leaving_s
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.runtime.state_home import state_home
@@ -50,7 +51,6 @@ from p2pdiloco.training.step_check import StepCheck
 from p2pdiloco.training.swarm_view import SwarmView
 from p2pdiloco.training.tally import Tally
 from p2pdiloco.training.trainable import embedding_names, trainable
-from p2pdiloco.wire.invites import InviteError
 
 if TYPE_CHECKING:  # it imports torch.distributed.tensor: a second and 40 MB, which only several ranks need
     from p2pdiloco.training.island import Island, IslandParameters

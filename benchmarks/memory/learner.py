@@ -19,6 +19,7 @@ from typing import TypeVar
 import torch
 
 from benchmarks.memory import residence
+from p2pdiloco.codec.fragments import tensor_specs
 from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId
 from p2pdiloco.protocol.manifest import (
     EvaluationConfig,
@@ -29,13 +30,12 @@ from p2pdiloco.protocol.manifest import (
     RunConfig,
     ScheduleConfig,
 )
-from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.training.corpus_files import Corpus
 from p2pdiloco.training.inner_state import Keeper
 from p2pdiloco.training.learner import Learner
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.training.transformer import build_model, named_tensors
-from p2pdiloco.wire import link
+from p2pdiloco.wire import learner_ipc
 
 DEPTH = 6
 CONTEXT = 32
@@ -64,14 +64,14 @@ class ScriptedNode:
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(PATIENCE_S)
         self._socket = connection
-        self._decoder = link.Decoder[link.FromLearner](link.FromLearner)
-        self._seen: list[link.FromLearner] = []
+        self._decoder = learner_ipc.Decoder[learner_ipc.FromLearner](learner_ipc.FromLearner)
+        self._seen: list[learner_ipc.FromLearner] = []
 
-    def say(self, message: link.FromNode) -> None:
+    def say(self, message: learner_ipc.FromNode) -> None:
         """A command."""
-        self._socket.sendall(link.encode(message))
+        self._socket.sendall(learner_ipc.encode(message))
 
-    def until(self, holds: Callable[[link.FromLearner], bool]) -> None:
+    def until(self, holds: Callable[[learner_ipc.FromLearner], bool]) -> None:
         """Wait for a message."""
         while True:
             while self._seen:
@@ -82,26 +82,26 @@ class ScriptedNode:
     def steps(self, number: int) -> None:
         """So many more."""
         for _ in range(number):
-            self.until(lambda message: isinstance(message, link.Progress))
+            self.until(lambda message: isinstance(message, learner_ipc.Progress))
 
 
 def script(node: ScriptedNode, layout: Layout, path: Path, found: dict[str, int]) -> None:
     """What is asked of the learner; ``found`` gets the peaks in bytes."""
-    node.until(lambda message: isinstance(message, link.Ready))
-    node.say(link.Shift(shards=tuple(shard.shard for shard in layout.shards), replace=True))
-    node.say(link.Begin(step=0))
+    node.until(lambda message: isinstance(message, learner_ipc.Ready))
+    node.say(learner_ipc.Shift(shards=tuple(shard.shard for shard in layout.shards), replace=True))
+    node.say(learner_ipc.Begin(step=0))
     node.steps(2)
     with residence.Peak("RssAnon") as alone:
         node.steps(STEPS)
     with residence.Peak("RssAnon") as together:
         for fragment, shards in enumerate(layout.fragments):
-            node.say(link.Snapshot(fragment=FragmentId(fragment), step=1))
-            node.say(link.Shift(shards=shards, replace=False))
+            node.say(learner_ipc.Snapshot(fragment=FragmentId(fragment), step=1))
+            node.say(learner_ipc.Shift(shards=shards, replace=False))
         node.steps(STEPS)
-        node.say(link.Evaluate(version=1))
-        node.until(lambda message: isinstance(message, link.Evaluated))
+        node.say(learner_ipc.Evaluate(version=1))
+        node.until(lambda message: isinstance(message, learner_ipc.Evaluated))
         node.steps(STEPS)
-        node.say(link.Save())
+        node.say(learner_ipc.Save())
         while not path.exists():
             node.steps(1)
         node.steps(STEPS)
@@ -109,7 +109,7 @@ def script(node: ScriptedNode, layout: Layout, path: Path, found: dict[str, int]
     with residence.Peak("RssAnon") as after:
         node.steps(STEPS)
     found.update(alone=alone.most, together=together.most, after=after.most, rest=rest)
-    node.say(link.Exit())
+    node.say(learner_ipc.Exit())
 
 
 def main(argv: Sequence[str] | None = None) -> None:

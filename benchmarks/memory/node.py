@@ -20,11 +20,11 @@ import uvloop
 from benchmarks.memory import residence
 from benchmarks.wire import line
 from benchmarks.wire.exchange_peer import SYNC_EVERY, TOKENS, ExchangePeer, Rounds, incoming_lines, run_of
+from p2pdiloco.codec import digests, outer_optimizer, quantization
+from p2pdiloco.codec.formats import CHUNK, recipe
 from p2pdiloco.peer.options import LinkOptions, PeerOptions
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.tensors import digests, outer, quantizers
-from p2pdiloco.tensors.recipes import CHUNK, recipe
 
 PATIENCE_S = 5.0
 
@@ -33,10 +33,10 @@ def warm() -> None:
     """What every process has that merges, whatever the model: kernels, and a chunk's working memory."""
     gradient, theta = torch.ones(CHUNK), torch.zeros(CHUNK)
     momentum = torch.zeros(CHUNK, dtype=torch.bfloat16)
-    body = bytes(quantizers.encode_chunk(recipe("int4"), gradient))
+    body = bytes(quantization.encode_chunk(recipe("int4"), gradient))
     factors = {"learning_rate": 0.1, "momentum_factor": 0.9}
-    outer.step_and_hand_over(body, body, theta, momentum, gradient, is_added=True, **factors)
-    outer.step_aside(body, theta, momentum, (gradient, torch.empty_like(momentum)), **factors)
+    outer_optimizer.step_and_hand_over(body, body, theta, momentum, gradient, is_added=True, **factors)
+    outer_optimizer.step_aside(body, theta, momentum, (gradient, torch.empty_like(momentum)), **factors)
     digests.digest_list(theta, momentum)
 
 

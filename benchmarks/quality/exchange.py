@@ -19,11 +19,10 @@ from torch import Tensor
 
 from benchmarks.quality.headings import agreed, turned
 from benchmarks.quality.settings import Setting
+from p2pdiloco.codec import compression, merge, outer_optimizer, quantization
+from p2pdiloco.codec.formats import BLOCK, CHUNK, FORMATS
 from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.manifest import Codec, Layout, TensorSpec
-from p2pdiloco.tensors import merge, outer, quantizers
-from p2pdiloco.tensors.recipes import BLOCK, CHUNK, FORMATS
-from p2pdiloco.wire import compression
 
 
 class Parcel(NamedTuple):
@@ -49,9 +48,9 @@ def pack(codec: str, x: Tensor) -> Parcel:
         return _top(float(number), x)
     if name in ("dither", "stochastic"):
         return _dithered(float(number), x, is_moved_back=name == "dither")
-    how = quantizers.recipe(_codec(name), float(number) if number else None)
-    bodies = [bytes(body) for body in quantizers.encode_vector(how, x)]
-    values = quantizers.decode_chunks(bodies, torch.empty_like(x))
+    how = quantization.recipe(_codec(name), float(number) if number else None)
+    bodies = [bytes(body) for body in quantization.encode_vector(how, x)]
+    values = quantization.decode_chunks(bodies, torch.empty_like(x))
     return Parcel(merge.EncodedGradient(bodies, x.numel()), values, float(len(compression.join(bodies))))
 
 
@@ -218,8 +217,10 @@ class Exchange:
             self.momentum[span] *= min(1.0, self.inner_share / self._shares.get(shard, self.inner_share))
             self._shares[shard] = self.inner_share
         if self._setting.correction:
-            rate = outer.rate_at(self._turns[shard], rate, factor)
-        outer.outer_step(self.theta[span], self.momentum[span], change, learning_rate=rate, momentum_factor=factor)
+            rate = outer_optimizer.rate_at(self._turns[shard], rate, factor)
+        outer_optimizer.outer_step(
+            self.theta[span], self.momentum[span], change, learning_rate=rate, momentum_factor=factor
+        )
         self._round(self.momentum[span])
         return change
 

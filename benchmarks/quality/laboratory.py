@@ -33,11 +33,11 @@ from benchmarks.quality.learners import ENDLESS, Given, Group, Member, Shift, Tu
 from benchmarks.quality.moments import Moments
 from benchmarks.quality.settings import Setting
 from benchmarks.quality.stacked import Stack
+from p2pdiloco.codec.fragments import tensor_specs
+from p2pdiloco.codec.merge import token_weight
 from p2pdiloco.protocol.aggregation import QuorumView, decide, grace_window_s
 from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.manifest import Layout, make_layout
-from p2pdiloco.tensors.fragments import tensor_specs
-from p2pdiloco.tensors.merge import token_weight
 from p2pdiloco.training.corpus_files import Corpus
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.schedule import learning_rate

@@ -33,7 +33,7 @@ from p2pdiloco.protocol.manifest import ScheduleConfig
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.wire import link
+from p2pdiloco.wire import learner_ipc
 
 TOKENS = 1000
 """A step."""
@@ -58,10 +58,10 @@ class SteppingStandIn(StandIn):
         self._step_s, self._jitter = float(config["step_s"]), float(config["jitter"])
         self._index, self._turns = int(config["index"]), 0
         self._random = Random(self._index)
-        self._commands: list[link.FromNode] = []
+        self._commands: list[learner_ipc.FromNode] = []
         self._is_stepping = False
 
-    def send(self, message: link.FromNode) -> None:
+    def send(self, message: learner_ipc.FromNode) -> None:
         """A command of the node's."""
         if self._is_stepping:
             self._commands.append(message)
@@ -78,7 +78,7 @@ class SteppingStandIn(StandIn):
             self.train(1, TOKENS, step_s)
             commands, self._commands = self._commands, []
             for command in commands:
-                if isinstance(command, link.Snapshot):
+                if isinstance(command, learner_ipc.Snapshot):
                     self._fill(command.fragment)
                 super().send(command)
 

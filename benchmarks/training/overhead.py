@@ -29,9 +29,9 @@ from torch import Tensor
 import p2pdiloco
 from benchmarks import bench
 from benchmarks.plots import bars, figure
+from p2pdiloco.codec.fragments import tensor_specs
 from p2pdiloco.protocol.ids import FragmentId
 from p2pdiloco.protocol.manifest import ModelConfig, make_layout
-from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.training.trainable import trainable

@@ -27,23 +27,14 @@ from torch import Tensor, nn
 
 from benchmarks import bench
 from benchmarks.wire import plots
+from p2pdiloco.codec import formats, numba_kernels
+from p2pdiloco.codec.compression import compress, decompress, join, split
+from p2pdiloco.codec.digests import chunk_digest
+from p2pdiloco.codec.formats import FORMATS, HEADER
+from p2pdiloco.codec.quantization import CHUNK, LARGEST_BODY, Recipe, chunk_count, decode_chunks, encode_vector, recipe
 from p2pdiloco.protocol.manifest import DataConfig, ModelConfig
-from p2pdiloco.tensors import bit_layout, kernels
-from p2pdiloco.tensors.digests import chunk_digest
-from p2pdiloco.tensors.quantizers import (
-    CHUNK,
-    LARGEST_BODY,
-    Recipe,
-    chunk_count,
-    decode_chunks,
-    encode_vector,
-    recipe,
-)
-from p2pdiloco.tensors.recipes import FORMATS
-from p2pdiloco.tensors.scratch import HEADER
 from p2pdiloco.training.corpus import Batches, load_corpus
 from p2pdiloco.training.transformer import build_model, loss
-from p2pdiloco.wire.compression import compress, decompress, join, split
 
 RECIPES = (
     recipe("bf16"),
@@ -112,7 +103,7 @@ def entropy_bytes(body: bytes) -> float:
     scales = 2 * -(-elements // block)
     packed = payload[:-scales].view(torch.int8)
     symbols = torch.empty(packed.numel() * 8 // form.bits, dtype=torch.int8)
-    bit_layout.unpack(packed, form.bits, symbols)
+    formats.unpack(packed, form.bits, symbols)
     return _entropy(symbols[:elements].view(torch.uint8)) / 8 + scales
 
 
@@ -225,7 +216,7 @@ def main() -> None:
                 "elements": x.numel(),
                 "chunk": CHUNK,
                 "repeat": options.repeat,
-                "kernels": kernels.AVAILABLE,
+                "kernels": numba_kernels.AVAILABLE,
                 **{key: value for key, value in how._asdict().items() if value != math.inf},
             }
             rows.append(bench.write(options, "wire/codec", settings, figures))

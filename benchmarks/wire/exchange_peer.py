@@ -32,6 +32,8 @@ with warnings.catch_warnings():
     from p2pdiloco.node.node import Node
     from p2pdiloco.peer.options import LinkOptions, PeerOptions
     from p2pdiloco.peer.peer import InitialState
+from p2pdiloco.codec import merge, outer_optimizer
+from p2pdiloco.codec.digests import StateForm, state_digest
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import FragmentId, PeerId
@@ -48,10 +50,7 @@ from p2pdiloco.protocol.manifest import (
 )
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.tensors import merge, outer
-from p2pdiloco.tensors.digests import state_digest
-from p2pdiloco.tensors.states import StateForm
-from p2pdiloco.wire import link
+from p2pdiloco.wire import learner_ipc
 
 FRAGMENTS = 24
 SYNC_EVERY = 144
@@ -114,14 +113,16 @@ class StandIn:
         self.steps = 0
         self.tokens = 0
 
-    def send(self, message: link.FromNode) -> None:
+    def send(self, message: learner_ipc.FromNode) -> None:
         """A command of the node's."""
         match message:
-            case link.Shift():
-                self.say(link.Shifted(shards=message.shards))
-            case link.Snapshot():
+            case learner_ipc.Shift():
+                self.say(learner_ipc.Shifted(shards=message.shards))
+            case learner_ipc.Snapshot():
                 self.say(
-                    link.Snapshotted(fragment=message.fragment, step=message.step, steps=self.steps, tokens=self.tokens)
+                    learner_ipc.Snapshotted(
+                        fragment=message.fragment, step=message.step, steps=self.steps, tokens=self.tokens
+                    )
                 )
             case _:
                 pass
@@ -131,12 +132,12 @@ class StandIn:
         self._peer.peer.machine.core.pace.stood_still(SYNC_EVERY * step_s, step_s)
         self.steps += steps
         self.tokens += tokens
-        progress = link.Progress(
+        progress = learner_ipc.Progress(
             steps=self.steps, tokens=self.tokens, loss=1.0, step_time_s=step_s, blocked_s=0.0, exchange_s=0.0
         )
         self._peer.heard_learner(progress)
 
-    def say(self, message: link.FromLearner) -> None:
+    def say(self, message: learner_ipc.FromLearner) -> None:
         """Tell the node."""
         asyncio.get_running_loop().call_soon(self._peer.heard_learner, message)
 
@@ -154,13 +155,13 @@ class ExchangePeer(Node):
         ward = self.peer.supervision.ward = self.peer.supervision.ward_of("standin")
         self.stand_in = self.make_stand_in()
         ward.process = self.stand_in  # type: ignore[assignment]
-        self.heard_learner(link.Ready(device="none", parameters=self.peer.layout.elements))
+        self.heard_learner(learner_ipc.Ready(device="none", parameters=self.peer.layout.elements))
 
     def make_stand_in(self) -> StandIn:
         """Its learner."""
         return StandIn(self)
 
-    def heard_learner(self, message: link.FromLearner) -> None:
+    def heard_learner(self, message: learner_ipc.FromLearner) -> None:
         """The stand-in says something."""
         self.peer.supervision._heard(message)
 
@@ -341,7 +342,7 @@ class Rounds:
             gradients = [merge.Vector(_repeated(block, piece.elements)) for block in blocks]
             merged, moved = torch.empty(piece.elements), theta.clone()
             merge.merge(piece.merge, gradients, [1.0] * len(gradients), [1] * len(gradients), 1, merged)
-            outer.outer_step(
+            outer_optimizer.outer_step(
                 moved,
                 momentum,
                 merged,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from p2pdiloco.access.certificates import NEVER, NO_CAP, Grant, Role
+from p2pdiloco.access.invite_code import decode_invite, encode_invite
+from p2pdiloco.access.members import Members
+from p2pdiloco.access.membership_log import ban
 from p2pdiloco.node.credentials import Credentials, accepted, make_invite
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.runtime.identity import Identity, verify
-from p2pdiloco.wire.certificates import NEVER, NO_CAP, Grant, Role
-from p2pdiloco.wire.invites import decode_invite, encode_invite
-from p2pdiloco.wire.members import Members
-from p2pdiloco.wire.statements import ban
 
 RUN = RunId("ab" * 20)
 TIMES = 500

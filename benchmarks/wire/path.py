@@ -37,15 +37,15 @@ import uvloop
 from benchmarks import bench
 from benchmarks.wire import line, links
 from benchmarks.wire.transport import Quiet
+from p2pdiloco.codec.bitrate_ladder import FAST_BYTES_PER_S
+from p2pdiloco.codec.compression import index_bytes, split
+from p2pdiloco.codec.quantization import CHUNK, LARGEST_BODY, Recipe, chunk_count, decode_chunk, encode_vector, recipe
 from p2pdiloco.peer.global_state import payload_of
 from p2pdiloco.peer.shift_queue import Payload
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Codec
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import Transport, TransportLimits
-from p2pdiloco.tensors.ladder import FAST_BYTES_PER_S
-from p2pdiloco.tensors.quantizers import CHUNK, LARGEST_BODY, Recipe, chunk_count, decode_chunk, encode_vector, recipe
-from p2pdiloco.wire.compression import index_bytes, split
 
 SHARD = 1 << 20
 GRADIENTS = 8

@@ -8,6 +8,10 @@ import argparse
 import time
 from collections.abc import Iterator
 
+from p2pdiloco.access.certificates import Grant, Kind, Role
+from p2pdiloco.access.invite_code import InviteError, decode_invite, is_invite
+from p2pdiloco.access.members import Members
+from p2pdiloco.access.membership_log import ban, closing
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import REPAIR, Complaint, complaining
 from p2pdiloco.node.credentials import Credentials, MemberFiles, invite_key, members_of
@@ -15,11 +19,7 @@ from p2pdiloco.node.invites import credentials_of, grant_here
 from p2pdiloco.node.kept_runs import ConfigError, kept_run
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime.identity import IdentityError
-from p2pdiloco.wire.certificates import Grant, Kind, Role
-from p2pdiloco.wire.invites import InviteError, decode_invite, is_invite
-from p2pdiloco.wire.members import Members
 from p2pdiloco.wire.peer_ids import key_of
-from p2pdiloco.wire.statements import ban, closing
 
 SHOWN_PEERS = 16
 """Of those that came by one invite."""

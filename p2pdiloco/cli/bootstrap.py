@@ -23,7 +23,7 @@ from p2pdiloco.runtime.meeting_point import MeetingPoint
 from p2pdiloco.runtime.sockets import everywhere
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.transport import Transport
-from p2pdiloco.wire.records import PointRecord
+from p2pdiloco.wire.directory_records import PointRecord
 
 PORT = 31337
 LAST_PORT = 65535

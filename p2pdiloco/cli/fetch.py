@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from p2pdiloco.access.invite_code import is_invite
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import REPAIR, Complaint, complaining
 from p2pdiloco.cli.join import choose
@@ -15,7 +16,6 @@ from p2pdiloco.node.run_folder import FolderInUseError
 from p2pdiloco.node.session import join
 from p2pdiloco.runtime.directory import DirectoryError
 from p2pdiloco.runtime.identity import IdentityError
-from p2pdiloco.wire.invites import is_invite
 
 
 async def run(arguments: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from p2pdiloco.node.session import join
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.runtime.directory import DirectoryError
 from p2pdiloco.runtime.identity import IdentityError
-from p2pdiloco.wire.records import RunRecord
+from p2pdiloco.wire.directory_records import RunRecord
 
 
 def prepare(arguments: argparse.Namespace) -> None:

@@ -12,9 +12,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from p2pdiloco.access.invite_code import clean_invite
 from p2pdiloco.cli.complaints import FAILED, REPAIR, Complaint, complaining
 from p2pdiloco.version import VERSION
-from p2pdiloco.wire.invites import clean_invite
 
 SPARE_H = 0.5
 """Of a machine's hours that are paid for and not trained in: it is set up before, and given back after."""

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from p2pdiloco.access.invite_code import PREFIX, Invite, InviteError, decode_invite
 from p2pdiloco.node.lookup import DirectoryOptions, check_directory_addresses
 from p2pdiloco.peer.options import LearnerOptions, LinkOptions, MachineOptions, PeerOptions, WatchOptions
 from p2pdiloco.runtime import addresses
@@ -15,7 +16,6 @@ from p2pdiloco.runtime.bottom_line import bottom_line
 from p2pdiloco.runtime.identity import KEY_FILE, Identity
 from p2pdiloco.runtime.logs import printable
 from p2pdiloco.runtime.sockets import check_numeric, everywhere
-from p2pdiloco.wire.invites import PREFIX, Invite, InviteError, decode_invite
 
 if TYPE_CHECKING:
     from p2pdiloco.peer.end import Ending  # which loads torch, and who only looks does without

@@ -22,7 +22,7 @@ from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.protocol.manifest import Name, RunConfig
 from p2pdiloco.runtime.directory import DirectoryError
 from p2pdiloco.runtime.identity import IdentityError
-from p2pdiloco.wire.records import RunRecord
+from p2pdiloco.wire.directory_records import RunRecord
 
 REPAIR = (ConfigError, CheckpointError, FolderInUseError, IdentityError, NameTakenError, ValueError)
 

@@ -21,8 +21,8 @@ from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.runtime.directory import DirectoryError
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.logs import printable, short
-from p2pdiloco.wire.bodies import PeerStatus
-from p2pdiloco.wire.records import RunRecord
+from p2pdiloco.wire.control_messages import PeerStatus
+from p2pdiloco.wire.directory_records import RunRecord
 
 
 async def run(arguments: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from p2pdiloco.net.handshake import Greeter
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits
 from p2pdiloco.net.scores import Scores
 from p2pdiloco.net.shaper import Shaper
-from p2pdiloco.wire.blocks import Blocks
+from p2pdiloco.wire.buffer_pool import Blocks
 
 if TYPE_CHECKING:
     from p2pdiloco.net.connection import Connection

@@ -35,7 +35,7 @@ from p2pdiloco.net.outbox import Outbox, Slice
 from p2pdiloco.net.parts import Known
 from p2pdiloco.net.requests import Askings, Questions
 from p2pdiloco.net.traffic import Traffic
-from p2pdiloco.wire.answers import Answer, RequestError, RequestRefused, Response
+from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused, Response
 
 if TYPE_CHECKING:
     from p2pdiloco.net.connection import Connection

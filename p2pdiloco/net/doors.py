@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from p2pdiloco.access.members import Members, NotAMemberError
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.wire.members import Members, NotAMemberError
 
 SHOWN_LIMIT = 512
 

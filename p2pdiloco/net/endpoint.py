@@ -55,7 +55,7 @@ from p2pdiloco.net.shaper import TURN_BYTES
 from p2pdiloco.net.traffic import Traffic
 from p2pdiloco.net.watch import Watch
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.wire.answers import Answer, RequestError
+from p2pdiloco.wire.request_reply import Answer, RequestError
 
 
 class Hold(Struct, frozen=True):

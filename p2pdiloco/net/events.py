@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from p2pdiloco.net.frames import Start
-from p2pdiloco.wire.answers import RequestError, Response
+from p2pdiloco.wire.request_reply import RequestError, Response
 
 if TYPE_CHECKING:
     from p2pdiloco.net.connection import Connection

@@ -29,10 +29,10 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
+from p2pdiloco.access.members import NotAMemberError
 from p2pdiloco.net.doors import Door, OpenDoor
 from p2pdiloco.net.frames import HANDSHAKE_LIMIT
 from p2pdiloco.protocol.ids import PeerId, RunId, digest_of
-from p2pdiloco.wire.members import NotAMemberError
 
 MAGIC = "p2pdiloco"
 WIRE_VERSION = 4

@@ -1,7 +1,7 @@
 """A meeting point's side of introductions, without I/O: who is introduced to whom, and what is said on their lines.
 
     ask(asker, wanted)  ->  a ticket for each            the wanted one is called, and says no: ``withdraw``
-    opened(line)        when a line has shown a ticket   both there: each is told of both (wire/introductions.py)
+    opened(line)        when a line has shown a ticket   both there: each is told of both (nat/messages.py)
     received(line)      RELAY from both: Joined, if a place is free
 
 Rules of this file:
@@ -19,9 +19,9 @@ from collections.abc import Hashable, Iterator
 
 from msgspec import Struct
 
+from p2pdiloco.nat.messages import RELAY, RELAYED, Seen, encode_refusal, encode_seen
 from p2pdiloco.net.admission import machine_of
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.wire.introductions import RELAY, RELAYED, Seen, encode_refusal, encode_seen
 
 PAIRS = 256
 PAIRS_OF_PEER = 8

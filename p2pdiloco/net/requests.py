@@ -14,7 +14,7 @@ from p2pdiloco.net.agenda import Agenda
 from p2pdiloco.net.commons import Due
 from p2pdiloco.net.events import Answered, Asked, Asking, Question, Unanswered, Withdrawn
 from p2pdiloco.net.frames import STREAM_WRAP, FrameError
-from p2pdiloco.wire.answers import RequestError, Response
+from p2pdiloco.wire.request_reply import RequestError, Response
 
 if TYPE_CHECKING:
     from p2pdiloco.net.connection import Connection

@@ -18,7 +18,7 @@ import msgspec
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory, DirectoryError
-from p2pdiloco.wire.records import RunRecord
+from p2pdiloco.wire.directory_records import RunRecord
 
 log = logs.get("announcement")
 

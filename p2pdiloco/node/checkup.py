@@ -23,11 +23,11 @@ from typing import Literal
 import msgspec
 import psutil
 
+from p2pdiloco.codec import compression
 from p2pdiloco.protocol.manifest import PROTOCOL_VERSION
 from p2pdiloco.runtime.files import LockedError, lock
 from p2pdiloco.runtime.identity import Identity, IdentityError
 from p2pdiloco.runtime.shared_clock import SharedClock
-from p2pdiloco.wire import libzstd
 
 FREE_DISK_BYTES = 2 << 30
 LEAST_FILES = 1024
@@ -62,7 +62,7 @@ def software() -> Finding:
     packages = ", ".join(
         f"{name} {version(name)}" for name in ("p2pdiloco", "torch", "hivemind", "uvloop", "zstandard")
     )
-    decoder = ", the system's libzstd decodes" if libzstd.AVAILABLE else ""
+    decoder = ", the system's libzstd decodes" if compression.AVAILABLE else ""
     return Finding(
         "ok", "software", f"Python {platform.python_version()}, {packages}{decoder}, protocol {PROTOCOL_VERSION}"
     )

@@ -13,12 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from p2pdiloco.protocol.ids import PeerId, RunId
-from p2pdiloco.protocol.manifest import Manifest
-from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.files import write_atomically
-from p2pdiloco.runtime.identity import Identity, verify
-from p2pdiloco.wire.certificates import (
+from p2pdiloco.access.certificates import (
     NEVER,
     NO_CAP,
     Certificate,
@@ -30,9 +25,14 @@ from p2pdiloco.wire.certificates import (
     decode_chain,
     hint_of,
 )
-from p2pdiloco.wire.invites import SECRET_BYTES, Invite
-from p2pdiloco.wire.members import Members
-from p2pdiloco.wire.statements import join_statements, mark_of, split_statements
+from p2pdiloco.access.invite_code import SECRET_BYTES, Invite
+from p2pdiloco.access.members import Members
+from p2pdiloco.access.membership_log import join_statements, mark_of, split_statements
+from p2pdiloco.protocol.ids import PeerId, RunId
+from p2pdiloco.protocol.manifest import Manifest
+from p2pdiloco.runtime import logs
+from p2pdiloco.runtime.files import write_atomically
+from p2pdiloco.runtime.identity import Identity, verify
 
 log = logs.get("members")
 

@@ -18,16 +18,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from p2pdiloco.access.certificates import NEVER, Role
+from p2pdiloco.access.members import Members, NotAMemberError
+from p2pdiloco.access.membership_log import join_statements, split_statements
 from p2pdiloco.net.allowance import Allowance
 from p2pdiloco.net.doors import MembersDoor
 from p2pdiloco.node.credentials import Credentials, MemberFiles
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import logs
-from p2pdiloco.wire.answers import Answer, RequestError, RequestRefused, Response
-from p2pdiloco.wire.bodies import MARKS_LIMIT, GetStatements, TellStatements, encode
-from p2pdiloco.wire.certificates import NEVER, Role
-from p2pdiloco.wire.members import Members, NotAMemberError
-from p2pdiloco.wire.statements import join_statements, split_statements
+from p2pdiloco.wire.control_messages import MARKS_LIMIT, GetStatements, TellStatements, encode
+from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused, Response
 
 log = logs.get("members")
 

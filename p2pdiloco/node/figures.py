@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 from p2pdiloco.peer.peer import Peer
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import logs
-from p2pdiloco.wire import link
-from p2pdiloco.wire.bodies import PeerStatus
+from p2pdiloco.wire import learner_ipc
+from p2pdiloco.wire.control_messages import PeerStatus
 
 log = logs.get("node")
 
@@ -65,12 +65,12 @@ class Figures:
                 self._peer.supervision.tell_swarm(told)
             await asyncio.sleep(LOOK_S)
 
-    def told(self) -> link.Swarm:
+    def told(self) -> learner_ipc.Swarm:
         """For the script, now."""
         view, own = self._peer.machine.view, self._status()
         me = view.me
         training = sorted({*view.participating, me})[:MOST_PEERS]
-        return link.Swarm(
+        return learner_ipc.Swarm(
             me=me,
             peers=tuple(training),
             figures=figures(own, [self.others[p] for p in training if p in self.others]),

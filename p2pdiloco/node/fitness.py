@@ -23,7 +23,7 @@ from p2pdiloco.peer.options import LearnerOptions
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.training import PASSIVE
 from p2pdiloco.training.trial import Trial
-from p2pdiloco.wire.bodies import PeerStatus
+from p2pdiloco.wire.control_messages import PeerStatus
 
 COMMAND = (sys.executable, "-P", "-m", "p2pdiloco.training.trial")
 NODE_BYTES_A_PARAMETER, NODE_BYTES = 9, 45 << 20

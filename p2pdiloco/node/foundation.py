@@ -11,6 +11,8 @@ import torch
 from msgspec import UNSET
 from torch import nn
 
+from p2pdiloco.codec.digests import StateForm, state_digest
+from p2pdiloco.codec.fragments import tensor_specs
 from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import InitialState
@@ -28,9 +30,6 @@ from p2pdiloco.protocol.manifest import (
 )
 from p2pdiloco.protocol.manifest_defaults import completed, in_turns, with_usual_rate, without_left_out
 from p2pdiloco.protocol.manifest_validation import config_problems, manifest_problems, without_places
-from p2pdiloco.tensors.digests import state_digest
-from p2pdiloco.tensors.fragments import tensor_specs
-from p2pdiloco.tensors.states import StateForm
 from p2pdiloco.training import foundation
 from p2pdiloco.training.corpus import cut_into_blocks, load_corpus
 from p2pdiloco.training.corpus_files import CorpusError
@@ -41,7 +40,7 @@ from p2pdiloco.training.models import build
 from p2pdiloco.training.sources import check_extras
 from p2pdiloco.training.tokens import with_tokenizer
 from p2pdiloco.training.trainable import embedding_names, trainable
-from p2pdiloco.wire.bodies import StateProof
+from p2pdiloco.wire.control_messages import StateProof
 
 SHIPPED = Path(__file__).parents[1] / "runs"
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
+from p2pdiloco.access.invite_code import Invite
 from p2pdiloco.node.credentials import Credentials, accepted
 from p2pdiloco.node.lookup import (
     LookupFailedError,
@@ -21,9 +22,8 @@ from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import Transport
-from p2pdiloco.wire.bodies import PeerStatus
-from p2pdiloco.wire.invites import Invite
-from p2pdiloco.wire.records import RunRecord
+from p2pdiloco.wire.control_messages import PeerStatus
+from p2pdiloco.wire.directory_records import RunRecord
 
 PATIENCE_S = 5.0
 

@@ -24,7 +24,7 @@ from p2pdiloco.runtime.addresses import Address
 from p2pdiloco.runtime.dialler import Dialler
 from p2pdiloco.runtime.rendezvous import Rendezvous
 from p2pdiloco.runtime.transport import DialError, Impostor, PeerRefused, Transport
-from p2pdiloco.wire.records import PeerRecord
+from p2pdiloco.wire.directory_records import PeerRecord
 
 ADDRESSES = 8
 STAGGER_S = 0.2

@@ -25,7 +25,7 @@ from p2pdiloco.runtime.process_handle import ProcessHandle
 from p2pdiloco.runtime.rotation import rotate
 from p2pdiloco.training import PASSIVE, PROGRAM
 from p2pdiloco.training.reunion import find_learner, peer_credentials
-from p2pdiloco.wire import link
+from p2pdiloco.wire import learner_ipc
 
 log = logs.get("learner")
 
@@ -49,7 +49,7 @@ class LearnerProcess:
         arguments: Sequence[str],
         *,
         memory_fd: int,
-        heard: Callable[[link.FromLearner], None],
+        heard: Callable[[learner_ipc.FromLearner], None],
         ended: Callable[[str, int], None],
         log_path: Path,
         reunion: str,
@@ -94,7 +94,7 @@ class LearnerProcess:
             first.dismiss()
         ours.setblocking(False)
         if self._manifest is not None:
-            self._outgoing.put_nowait(link.welcome(self._manifest))
+            self._outgoing.put_nowait(learner_ipc.welcome(self._manifest))
         self._socket = ours
         self._tasks = [
             asyncio.create_task(self._read(), name="learner: read"),
@@ -152,7 +152,7 @@ class LearnerProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Ask it to exit, wait a little, kill it, reap it."""
-        self.send(link.Exit())
+        self.send(learner_ipc.Exit())
         process = self._process
         assert process is not None
         if self._manifest is not None:
@@ -194,11 +194,11 @@ class LearnerProcess:
         assert self._process is not None
         return self._process.pid
 
-    def send(self, message: link.FromNode) -> None:
+    def send(self, message: learner_ipc.FromNode) -> None:
         """Queue a command. A learner that takes none for so long that the queue is full is stuck: it is killed, and its
         end is told like any other. A training script is not ours to kill: the link to it ends."""
         try:
-            self._outgoing.put_nowait(link.encode(message))
+            self._outgoing.put_nowait(learner_ipc.encode(message))
         except asyncio.QueueFull:
             if self._manifest is not None:
                 self._reason = f"the training script took no command while {COMMANDS} were waiting"
@@ -228,11 +228,11 @@ class LearnerProcess:
         loop = asyncio.get_running_loop()
         assert self._socket is not None
         assert self._process is not None
-        decoder: link.Decoder[link.FromLearner] = link.Decoder(link.FromLearner)
+        decoder: learner_ipc.Decoder[learner_ipc.FromLearner] = learner_ipc.Decoder(learner_ipc.FromLearner)
         try:
             while data := await loop.sock_recv(self._socket, READ_BYTES):
                 for message in decoder.feed(data):
-                    if isinstance(message, link.Failed):
+                    if isinstance(message, learner_ipc.Failed):
                         self._reason = message.reason
                     else:
                         self._heard(message)

@@ -46,7 +46,7 @@ from p2pdiloco.watch.picture import (
     ShardRow,
     Title,
 )
-from p2pdiloco.wire.bodies import PeerStatus
+from p2pdiloco.wire.control_messages import PeerStatus
 
 log = logs.get("node")
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from p2pdiloco.access.certificates import Role
+from p2pdiloco.access.invite_code import Invite
 from p2pdiloco.net.doors import JoinersDoor
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.credentials import Credentials
@@ -28,10 +30,8 @@ from p2pdiloco.runtime.rendezvous import Rendezvous
 from p2pdiloco.runtime.sockets import everywhere
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.transport import DialError, PeerRefused, RequestError, Transport
-from p2pdiloco.wire.bodies import GetManifest, GetStatus, PeerStatus, decode_as, encode
-from p2pdiloco.wire.certificates import Role
-from p2pdiloco.wire.invites import Invite
-from p2pdiloco.wire.records import PeerRecord, RunRecord
+from p2pdiloco.wire.control_messages import GetManifest, GetStatus, PeerStatus, decode_as, encode
+from p2pdiloco.wire.directory_records import PeerRecord, RunRecord
 
 log = logs.get("lookup")
 

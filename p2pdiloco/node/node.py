@@ -47,7 +47,7 @@ from p2pdiloco.runtime.introductions import IntroductionHandler
 from p2pdiloco.runtime.journal import Journal
 from p2pdiloco.runtime.transport import ConnectionLimits, Transport, TransportLimits
 from p2pdiloco.training.shared_memory import SharedVectors
-from p2pdiloco.wire.bodies import TROUBLE_LIMIT, PeerStatus
+from p2pdiloco.wire.control_messages import TROUBLE_LIMIT, PeerStatus
 
 log = logs.get("node")
 

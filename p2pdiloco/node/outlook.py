@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from p2pdiloco.wire.bodies import PeerStatus
+from p2pdiloco.wire.control_messages import PeerStatus
 
 WINDOW = 12
 """Looks that are remembered."""

@@ -17,7 +17,7 @@ from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.files import LOCAL
 from p2pdiloco.training.export import About, Format
-from p2pdiloco.wire.bodies import PeerStatus
+from p2pdiloco.wire.control_messages import PeerStatus
 
 log = logs.get("session")
 

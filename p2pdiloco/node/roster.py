@@ -26,6 +26,7 @@ from pathlib import Path
 
 import msgspec
 
+from p2pdiloco.nat.messages import Reachable
 from p2pdiloco.net.peers import LEAVING
 from p2pdiloco.node.curiosity import Curiosity
 from p2pdiloco.node.fellowship import Fellowship
@@ -36,10 +37,9 @@ from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.files import write_atomically
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.transport import DialError, Impostor, PeerRefused, Transport
-from p2pdiloco.wire.answers import RequestError, RequestRefused
-from p2pdiloco.wire.bodies import decode_as, encode
-from p2pdiloco.wire.introductions import Reachable
-from p2pdiloco.wire.records import PeerRecord
+from p2pdiloco.wire.control_messages import decode_as, encode
+from p2pdiloco.wire.directory_records import PeerRecord
+from p2pdiloco.wire.request_reply import RequestError, RequestRefused
 
 log = logs.get("roster")
 

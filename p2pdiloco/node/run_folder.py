@@ -39,7 +39,7 @@ from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import MANIFEST, Manifest, RunConfig
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.files import LOCAL, LockedError, lock, write_atomically
-from p2pdiloco.wire.bodies import StateProof
+from p2pdiloco.wire.control_messages import StateProof
 
 log = logs.get("session")
 

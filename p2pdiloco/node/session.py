@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from p2pdiloco.access.invite_code import Invite
 from p2pdiloco.node.credentials import Credentials
 from p2pdiloco.node.forwarder import Forwarder
 from p2pdiloco.node.foundation import found, found_from_script, with_own_places
@@ -70,8 +71,7 @@ from p2pdiloco.training.program import device_of
 from p2pdiloco.training.sources import tell_sources
 from p2pdiloco.watch.account import closing
 from p2pdiloco.watch.alerts import Alert
-from p2pdiloco.wire.invites import Invite
-from p2pdiloco.wire.records import RunRecord
+from p2pdiloco.wire.directory_records import RunRecord
 
 log = logs.get("session")
 

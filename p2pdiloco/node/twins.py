@@ -25,8 +25,8 @@ from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity, IdentityError
 from p2pdiloco.runtime.transport import DialError
-from p2pdiloco.wire.bodies import decode_as
-from p2pdiloco.wire.records import PeerRecord
+from p2pdiloco.wire.control_messages import decode_as
+from p2pdiloco.wire.directory_records import PeerRecord
 
 log = logs.get("node")
 

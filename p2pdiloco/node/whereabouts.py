@@ -36,8 +36,8 @@ from p2pdiloco.runtime.meeting_point import MeetingPoint
 from p2pdiloco.runtime.rendezvous import POINTS, Rendezvous
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.transport import DialError, Transport
-from p2pdiloco.wire.bodies import decode_as
-from p2pdiloco.wire.records import PeerRecord, PointRecord
+from p2pdiloco.wire.control_messages import decode_as
+from p2pdiloco.wire.directory_records import PeerRecord, PointRecord
 
 log = logs.get("whereabouts")
 

@@ -25,7 +25,7 @@ from p2pdiloco.peer.transfer_progress import TransferProgress
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.bottom_line import bottom_line
-from p2pdiloco.wire.bodies import StateOffer
+from p2pdiloco.wire.control_messages import StateOffer
 
 log = logs.get("node")
 

@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from p2pdiloco.codec.digests import as_bytes
 from p2pdiloco.peer.checkpoint import AVERAGE
 from p2pdiloco.peer.disk import PART, Disk
 from p2pdiloco.protocol.ids import Digest, RunId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.runtime import logs
-from p2pdiloco.tensors.states import as_bytes
 
 if TYPE_CHECKING:
     from p2pdiloco.peer.global_state import GlobalState

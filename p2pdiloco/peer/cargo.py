@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 
+from p2pdiloco.codec.digests import list_bytes
 from p2pdiloco.peer.disk import Disk
 from p2pdiloco.peer.payload_store import Held, PayloadStore
 from p2pdiloco.peer.shift_queue import Moves, Payload
@@ -28,8 +29,7 @@ from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.tensors.digests import list_bytes
-from p2pdiloco.wire.bodies import CommitParts, split_commit
+from p2pdiloco.wire.control_messages import CommitParts, split_commit
 
 log = logs.get("protocol")
 

@@ -24,6 +24,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from p2pdiloco.codec.digests import StateForm, packed
 from p2pdiloco.peer import segments
 from p2pdiloco.peer.disk import PART, Disk, replace
 from p2pdiloco.peer.proofs import SavedState, proven_digest
@@ -34,8 +35,7 @@ from p2pdiloco.protocol.manifest_validation import decode_manifest
 from p2pdiloco.protocol.messages import Head
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.files import LOCAL
-from p2pdiloco.tensors.states import StateForm, packed
-from p2pdiloco.wire.bodies import StateProof
+from p2pdiloco.wire.control_messages import StateProof
 
 log = logs.get("node")
 

@@ -20,11 +20,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+from p2pdiloco.codec.bitrate_ladder import FAST_BYTES_PER_S, Rung, choose, downward
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.manifest import Layout, RunConfig
 from p2pdiloco.protocol.view import MachineView
-from p2pdiloco.tensors.ladder import FAST_BYTES_PER_S, Rung, choose, downward
 
 Direction = Literal["up", "down"]
 

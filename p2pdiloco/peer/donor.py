@@ -21,9 +21,9 @@ from p2pdiloco.peer.offers import lineage_of
 from p2pdiloco.peer.shard_copy import CopyError, copied
 from p2pdiloco.protocol.ids import Digest, ShardId
 from p2pdiloco.protocol.manifest import Layout
-from p2pdiloco.wire.answers import RequestRefused
-from p2pdiloco.wire.blocks import Blocks
-from p2pdiloco.wire.bodies import StateOffer, StateProof
+from p2pdiloco.wire.buffer_pool import Blocks
+from p2pdiloco.wire.control_messages import StateOffer, StateProof
+from p2pdiloco.wire.request_reply import RequestRefused
 
 T = TypeVar("T")
 

@@ -32,8 +32,8 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import commit_id
-from p2pdiloco.wire.answers import RequestError, RequestRefused
-from p2pdiloco.wire.bodies import GetChunk, GetState, StateOffer, encode
+from p2pdiloco.wire.control_messages import GetChunk, GetState, StateOffer, encode
+from p2pdiloco.wire.request_reply import RequestError, RequestRefused
 
 SLOWEST_BYTES_PER_S = 50_000
 """A transfer slower than this is given up."""

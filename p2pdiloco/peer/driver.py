@@ -42,7 +42,7 @@ from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, digest_of, peer_of
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.wire.bodies import encode, join_commit
+from p2pdiloco.wire.control_messages import encode, join_commit
 
 log = logs.get("protocol")
 T = TypeVar("T")

@@ -23,6 +23,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from p2pdiloco.codec import bitrate_ladder, compression, digests, merge, outer_optimizer, quantization
+from p2pdiloco.codec.compression import Body
+from p2pdiloco.codec.digests import StateForm, as_bytes
+from p2pdiloco.codec.shard_codec import Bodies
 from p2pdiloco.peer.integrity import Integrity
 from p2pdiloco.peer.own_merges import OwnMerges
 from p2pdiloco.peer.shift_queue import Handover, Moves, Payload, ShiftQueue, Shifts
@@ -30,12 +34,7 @@ from p2pdiloco.peer.staged import Staged
 from p2pdiloco.protocol.ids import Digest, LearnerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, Layout, OuterConfig, Shard
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
-from p2pdiloco.tensors import digests, ladder, merge, outer, quantizers
-from p2pdiloco.tensors.shard_bodies import Bodies
-from p2pdiloco.tensors.states import StateForm, as_bytes
 from p2pdiloco.training.shared_memory import SharedVectors
-from p2pdiloco.wire import compression
-from p2pdiloco.wire.compression import Body
 
 ROUNDED_LENGTH = 1 + 1e-6
 """A sum's order may differ from machine to machine."""
@@ -78,14 +77,14 @@ class _Scratch(threading.local):
     long, but for the one that holds a shard; not touched until they are needed."""
 
     def __init__(self, largest_shard: int, momentum: torch.dtype) -> None:
-        self.theta, self.gradient = (torch.empty(quantizers.CHUNK) for _ in range(2))
-        self.momentum = torch.empty(quantizers.CHUNK, dtype=momentum)
+        self.theta, self.gradient = (torch.empty(quantization.CHUNK) for _ in range(2))
+        self.momentum = torch.empty(quantization.CHUNK, dtype=momentum)
         self.merged = torch.empty(largest_shard)
 
 
-def payload_of(bodies: Bodies, how: quantizers.Recipe, is_coded: bool) -> Payload:
+def payload_of(bodies: Bodies, how: quantization.Recipe, is_coded: bool) -> Payload:
     """Of bodies before which there is room for an index. Stored, it is their memory."""
-    if is_coded or not ladder.is_dense(how):
+    if is_coded or not bitrate_ladder.is_dense(how):
         return compression.join(bodies)
     return compression.store(bodies.memory, [len(body) for body in bodies])
 
@@ -108,14 +107,14 @@ class GlobalState:
         self._outer = outer_config
         self._reach = max(1.0, outer_config.learning_rate) / (1.0 - min(outer_config.momentum, 0.999))
         """How far one merged step of length 1 moves parameters, or momentum, in the end."""
-        self._up = ladder.fixed(codec.up, codec.up_step)
-        self._down = ladder.fixed(codec.down, codec.down_step)
+        self._up = bitrate_ladder.fixed(codec.up, codec.up_step)
+        self._down = bitrate_ladder.fixed(codec.down, codec.down_step)
         self.theta = vectors.theta
         self.form = StateForm.of(outer_config)
         self.momentum = self.form.still(layout.elements)
         self.shifts = ShiftQueue(layout, vectors)
         self.heads: list[Digest | None] = [None] * len(layout.shards)
-        self.integrity = Integrity([quantizers.chunk_count(shard.elements) for shard in layout.shards])
+        self.integrity = Integrity([quantization.chunk_count(shard.elements) for shard in layout.shards])
         self._staged: dict[ShardId, Staged] = {}
         self._made = OwnMerges()
         self._own: dict[ShardId, tuple[Payload, Bodies]] = {}
@@ -221,7 +220,7 @@ class GlobalState:
         if bodies is None:
             bodies = self._checked(header, head, payload, listed)
         handover = self.shifts.begin(shard, moves, partial(self._bodies, shard))
-        factors = outer.factors_of(self._outer, header.version)
+        factors = outer_optimizer.factors_of(self._outer, header.version)
         self._step(shard, bodies, handover, factors)
         self._is_at(shard, head, listed)
         return handover.shifts
@@ -235,7 +234,11 @@ class GlobalState:
     def _checked(self, header: CommitHeader, head: Digest, payload: Payload, listed: bytes) -> Sequence[Body]:
         """The bodies of a commit's payload; all can be decoded, they are no longer than declared, and the sample of its
         version gives what is listed."""
-        shard, spans, factors = header.shard, self._chunks(header.shard), outer.factors_of(self._outer, header.version)
+        shard, spans, factors = (
+            header.shard,
+            self._chunks(header.shard),
+            outer_optimizer.factors_of(self._outer, header.version),
+        )
         elements = self.layout.shards[shard].elements
         try:
             bodies = self._bodies(shard, payload)
@@ -251,43 +254,43 @@ class GlobalState:
                 raise UnfitCommitError(f"commit {head[:8]} of shard {shard} does not give chunk {index} as promised")
         return bodies
 
-    def _next_chunk(self, body: Body, span: slice, factors: outer.Factors) -> tuple[Tensor, Tensor]:
+    def _next_chunk(self, body: Body, span: slice, factors: outer_optimizer.Factors) -> tuple[Tensor, Tensor]:
         """What a chunk's parameters and momentum become with a merged outer gradient, in scratch."""
         elements = span.stop - span.start
         new = self._scratch.theta[:elements], self._scratch.momentum[:elements]
-        outer.step_aside(body, self.theta[span], self.momentum[span], new, **factors)
+        outer_optimizer.step_aside(body, self.theta[span], self.momentum[span], new, **factors)
         return new
 
-    def _step(self, shard: ShardId, bodies: Sequence[Body], to: Handover, factors: outer.Factors) -> None:
+    def _step(self, shard: ShardId, bodies: Sequence[Body], to: Handover, factors: outer_optimizer.Factors) -> None:
         """The outer step, and what follows from it for the learner."""
         own = to.settled[0] if to.settled else None
         is_plain = not to.is_reset and to.snapshot is None and not to.restored and len(to.settled) <= 1
         vectors = self._range(self.theta, shard), self._range(self.momentum, shard)
         buffer = None if to.buffer is None else self._range(to.buffer, shard)
-        if is_plain and outer.step_shard(bodies, own, *vectors, buffer, to.is_added, factors):
+        if is_plain and outer_optimizer.step_shard(bodies, own, *vectors, buffer, to.is_added, factors):
             return
         for number, (body, span) in enumerate(zip(bodies, self._chunks(shard), strict=True)):
             theta, momentum = self.theta[span], self.momentum[span]
             mine = None if own is None else own[number]
             buffer = None if to.buffer is None else to.buffer[span]
-            if is_plain and outer.step_and_hand_over(
+            if is_plain and outer_optimizer.step_and_hand_over(
                 body, mine, theta, momentum, buffer, is_added=to.is_added, **factors
             ):
                 continue
-            change = quantizers.decode_chunk(body, self._scratch.gradient[: theta.numel()])
-            outer.outer_step(theta, momentum, change, **factors)
+            change = quantization.decode_chunk(body, self._scratch.gradient[: theta.numel()])
+            outer_optimizer.outer_step(theta, momentum, change, **factors)
             to.take(number, span, theta, change)
 
     def _bodies(self, shard: ShardId, payload: Payload) -> Sequence[Body]:
         own, bodies = self._own.get(shard, (None, None))
         if bodies is not None and own is payload:
             return bodies
-        chunks = quantizers.chunk_count(self.layout.shards[shard].elements)
-        return Bodies(*compression.unpack(payload, chunks, quantizers.LARGEST_BODY))
+        chunks = quantization.chunk_count(self.layout.shards[shard].elements)
+        return Bodies(*compression.unpack(payload, chunks, quantization.LARGEST_BODY))
 
     def _chunks(self, shard: ShardId) -> list[slice]:
         """Where a shard's chunks lie in the flat vectors."""
-        piece, size = self.layout.shards[shard], quantizers.CHUNK
+        piece, size = self.layout.shards[shard], quantization.CHUNK
         return [slice(start, min(start + size, piece.stop)) for start in range(piece.start, piece.stop, size)]
 
     def _replace(self, shard: ShardId, state: Staged, moves: Moves) -> Shifts:
@@ -328,7 +331,7 @@ class GlobalState:
         base: Digest,
         version: int,
         given: Sequence[tuple[Contributor, Payload]],
-        how: quantizers.Recipe | None = None,
+        how: quantization.Recipe | None = None,
         longest: float = math.inf,
         *,
         is_coded: bool = True,
@@ -359,11 +362,11 @@ class GlobalState:
         bodies, length = merge.encode(how, merged, longest, compression.index_bytes(len(self._chunks(shard))))
         payload = payload_of(bodies, how, is_coded)
         payload_digest = digest_of(payload)
-        listed = self._next_digests(shard, bodies, outer.factors_of(self._outer, version))
+        listed = self._next_digests(shard, bodies, outer_optimizer.factors_of(self._outer, version))
         self._made.put(shard, base, payload_digest, bodies, how, merged)
         return MergeResult(payload, payload_digest, listed, length, accord)
 
-    def _next_digests(self, shard: ShardId, bodies: Sequence[Body], factors: outer.Factors) -> bytes:
+    def _next_digests(self, shard: ShardId, bodies: Sequence[Body], factors: outer_optimizer.Factors) -> bytes:
         """Of the chunks of what a shard's state becomes with a merged outer gradient. What is signed here the others
         believe, so each chunk is seen to be what it should be, while it is in the cache."""
         found = []
@@ -383,14 +386,14 @@ class GlobalState:
         return self._error(shard, payload, self.theta[span] - self.shifts.snapshot[span])
 
     def _error(self, shard: ShardId, payload: Payload, exact: Tensor) -> float:
-        chunks = quantizers.chunk_count(self.layout.shards[shard].elements)
-        body, found = next(compression.split(payload, chunks, quantizers.LARGEST_BODY)), torch.empty_like(exact)
-        quantizers.decode_chunk(body, found)
+        chunks = quantization.chunk_count(self.layout.shards[shard].elements)
+        body, found = next(compression.split(payload, chunks, quantization.LARGEST_BODY)), torch.empty_like(exact)
+        quantization.decode_chunk(body, found)
         size = float(exact.norm())
         return float(found.sub_(exact).norm()) / size if size else 0.0
 
     def encode(
-        self, shard: ShardId, base: Digest, how: quantizers.Recipe | None = None, *, is_coded: bool = True
+        self, shard: ShardId, base: Digest, how: quantization.Recipe | None = None, *, is_coded: bool = True
     ) -> tuple[Payload, Digest]:
         """The learner's outer gradient for one shard: compressed payload (``is_coded``: with Huffman codes) and its
         digest. ``how`` None: as the run says. Each snapshot is encoded once.
@@ -403,7 +406,7 @@ class GlobalState:
             raise StaleBaseError(f"shard {shard} is not at {base[:8]}")
         how = how or self._up
         vectors = self._range(self.theta, shard), self._range(self.shifts.snapshot, shard)
-        bodies = quantizers.encode_vector(how, *vectors, compression.index_bytes(len(self._chunks(shard))))
+        bodies = quantization.encode_vector(how, *vectors, compression.index_bytes(len(self._chunks(shard))))
         self.shifts.snapshot_encoded(shard)
         payload = payload_of(bodies, how, is_coded)
         self._own[shard] = payload, bodies

@@ -16,8 +16,8 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from p2pdiloco.peer.disk import Disk
 from p2pdiloco.protocol.ids import PeerId, ShardId
-from p2pdiloco.wire import link
-from p2pdiloco.wire.answers import Response
+from p2pdiloco.wire import learner_ipc
+from p2pdiloco.wire.request_reply import Response
 
 T = TypeVar("T")
 
@@ -77,7 +77,7 @@ class LearnerLife(Protocol):
     def pid(self) -> int:
         """Of its process."""
 
-    def send(self, message: link.FromNode) -> None:
+    def send(self, message: learner_ipc.FromNode) -> None:
         """Queue a command. A learner that takes none for so long that the queue is full is stuck, and ends."""
 
 
@@ -89,7 +89,7 @@ class StartLearner(Protocol):
         self,
         arguments: Sequence[str],
         *,
-        heard: Callable[[link.FromLearner], None],
+        heard: Callable[[learner_ipc.FromLearner], None],
         ended: Callable[[str, int], None],
         reunion: str,
         manifest: bytes | None,

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from p2pdiloco.codec import digests
 from p2pdiloco.protocol.ids import ShardId
-from p2pdiloco.tensors import digests
 
 
 class SpoiltStateError(Exception):

@@ -21,14 +21,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from p2pdiloco.codec.digests import StateForm
 from p2pdiloco.peer.disk import Disk, replace, sweep
 from p2pdiloco.peer.offers import checked_offer
 from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.files import LOCAL
-from p2pdiloco.tensors.states import StateForm
-from p2pdiloco.wire.bodies import StateOffer, StateProof, encode
+from p2pdiloco.wire.control_messages import StateOffer, StateProof, encode
 
 log = logs.get("node")
 

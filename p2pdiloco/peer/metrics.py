@@ -17,8 +17,8 @@ from typing import Any, Self, TextIO
 
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.rotation import rotate
-from p2pdiloco.wire.bodies import PeerStatus
-from p2pdiloco.wire.link import Progress
+from p2pdiloco.wire.control_messages import PeerStatus
+from p2pdiloco.wire.learner_ipc import Progress
 
 log = logs.get("node")
 

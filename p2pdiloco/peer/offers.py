@@ -1,7 +1,7 @@
 """What a donor offers of a shard, and how it is checked.
 
 One signature proves the list of its chunks' digests, one digest proves each chunk. How it lies in bytes:
-``tensors/states.py``.
+``codec/digests.py``.
 
 Everything here is pure; what it is given comes from other peers, or from a disk.
 """
@@ -10,14 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from p2pdiloco.codec.digests import StateForm, list_bytes
 from p2pdiloco.peer.proofs import check_lineage, proven_digest
 from p2pdiloco.peer.signatures import OPEN, Register
 from p2pdiloco.protocol.ids import DIGEST_BYTES, Digest, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import CommitHeader, commit_id
-from p2pdiloco.tensors.digests import list_bytes
-from p2pdiloco.tensors.states import StateForm
-from p2pdiloco.wire.bodies import LINEAGE_BYTES, MAX_LINEAGE, SignedCommit, StateOffer, StateProof, decode_as, encode
+from p2pdiloco.wire.control_messages import (
+    LINEAGE_BYTES,
+    MAX_LINEAGE,
+    SignedCommit,
+    StateOffer,
+    StateProof,
+    decode_as,
+    encode,
+)
 
 
 def is_listed(offer: StateOffer, chunk: int, data: bytes | bytearray | memoryview, form: StateForm) -> bool:

@@ -22,7 +22,7 @@ from p2pdiloco.protocol.events import Convictions
 from p2pdiloco.protocol.ids import Digest
 from p2pdiloco.protocol.messages import Commit, CommitHeader, Head, commit_id
 from p2pdiloco.runtime import logs
-from p2pdiloco.wire.bodies import CommitParts, decode_as, decode_message, encode
+from p2pdiloco.wire.control_messages import CommitParts, decode_as, decode_message, encode
 
 log = logs.get("node")
 

@@ -16,9 +16,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from p2pdiloco.codec import quantization
+from p2pdiloco.codec.compression import Body
 from p2pdiloco.protocol.ids import Digest, ShardId
-from p2pdiloco.tensors import quantizers
-from p2pdiloco.wire.compression import Body
 
 COARSE: Final = 1.0
 """Step from which on rounding's error is kept: a quarter of the merged step and more. Finer ones lose an eighth, which
@@ -54,14 +54,14 @@ class OwnMerges:
         base: Digest,
         payload: Digest,
         bodies: Sequence[Body],
-        how: quantizers.Recipe,
+        how: quantization.Recipe,
         merged: Tensor,
     ) -> None:
         """``merged`` was encoded as ``bodies``."""
         remainder = None
         if how.step >= COARSE:
             remainder = torch.empty(merged.shape, dtype=torch.bfloat16)
-            torch.sub(merged, quantizers.decode_chunks(bodies, torch.empty_like(merged)), out=remainder)
+            torch.sub(merged, quantization.decode_chunks(bodies, torch.empty_like(merged)), out=remainder)
         self._ready[shard] = _Ready(base, payload, bodies, remainder)
 
     def taken(self, shard: ShardId, parent: Digest, payload: Digest) -> Sequence[Body] | None:

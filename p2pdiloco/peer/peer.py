@@ -16,6 +16,8 @@ from typing import Any
 import msgspec
 import torch
 
+from p2pdiloco.codec.compression import payload_limit
+from p2pdiloco.codec.digests import list_bytes
 from p2pdiloco.peer.arrivals import Arrivals
 from p2pdiloco.peer.average import WIDTH as AVERAGE_BYTES
 from p2pdiloco.peer.average import RunningAverage
@@ -52,11 +54,9 @@ from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import SIGNATURE_BYTES, commit_id
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.tensors.digests import list_bytes
 from p2pdiloco.training.shared_memory import SharedVectors, let_go
-from p2pdiloco.wire.answers import Answer
-from p2pdiloco.wire.bodies import TROUBLE_LIMIT, PeerStatus, StateProof, decode_message
-from p2pdiloco.wire.compression import payload_limit
+from p2pdiloco.wire.control_messages import TROUBLE_LIMIT, PeerStatus, StateProof, decode_message
+from p2pdiloco.wire.request_reply import Answer
 
 log = logs.get("node")
 

@@ -10,7 +10,7 @@ from p2pdiloco.protocol.data_blocks import BlockLedger, Trained
 from p2pdiloco.protocol.ids import Digest, RunId
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.protocol.messages import CommitHeader, commit_id
-from p2pdiloco.wire.bodies import SignedCommit, StateProof
+from p2pdiloco.wire.control_messages import SignedCommit, StateProof
 
 
 class SavedState(StateProof, frozen=True, array_like=True):

@@ -11,8 +11,7 @@ from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.standing import Standing
 from p2pdiloco.protocol.ids import PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.wire.answers import Answer, RequestRefused
-from p2pdiloco.wire.bodies import (
+from p2pdiloco.wire.control_messages import (
     GetChunk,
     GetManifest,
     GetState,
@@ -24,6 +23,7 @@ from p2pdiloco.wire.bodies import (
     decode_request,
     encode,
 )
+from p2pdiloco.wire.request_reply import Answer, RequestRefused
 
 STATE_PRIORITY = 10.0
 """State transfers go after contributions and commits."""

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from p2pdiloco.codec import compression, digests, outer_optimizer, quantization
 from p2pdiloco.peer.disk import Disk
 from p2pdiloco.peer.offers import ancestors, lineage_of
 from p2pdiloco.peer.options import PeerOptions
@@ -29,9 +30,7 @@ from p2pdiloco.protocol.ids import digest_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import Commit, CommitHeader, commit_id
 from p2pdiloco.runtime import logs
-from p2pdiloco.tensors import digests, outer, quantizers
-from p2pdiloco.wire import compression
-from p2pdiloco.wire.bodies import CommitParts, SignedCommit, decode_message, encode, split_commit
+from p2pdiloco.wire.control_messages import CommitParts, SignedCommit, decode_message, encode, split_commit
 
 log = logs.get("node")
 
@@ -173,12 +172,12 @@ class _Shard:
         if proven_digest(self._manifest, saved) != digest_of(parts.digests):
             raise ValueError("its digests are altered")
         new = torch.empty_like(theta), torch.empty_like(momentum)
-        chunks = quantizers.chunk_count(theta.numel())
-        bodies = compression.split(parts.gradient, chunks, quantizers.LARGEST_BODY)
-        factors = outer.factors_of(self._manifest.config.outer, header.version)
+        chunks = quantization.chunk_count(theta.numel())
+        bodies = compression.split(parts.gradient, chunks, quantization.LARGEST_BODY)
+        factors = outer_optimizer.factors_of(self._manifest.config.outer, header.version)
         for index, body in enumerate(bodies):
-            span = slice(index * quantizers.CHUNK, (index + 1) * quantizers.CHUNK)
-            outer.step_aside(body, theta[span], momentum[span], (new[0][span], new[1][span]), **factors)
+            span = slice(index * quantization.CHUNK, (index + 1) * quantization.CHUNK)
+            outer_optimizer.step_aside(body, theta[span], momentum[span], (new[0][span], new[1][span]), **factors)
             if not digests.is_chunk(parts.digests, index, new[0][span], new[1][span]):
                 raise ValueError("it does not give what its owner signed")
         theta.copy_(new[0])

@@ -22,12 +22,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from p2pdiloco.codec import quantization
+from p2pdiloco.codec.compression import Body
 from p2pdiloco.peer.vector_memory import VectorMemory
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, ShardId
 from p2pdiloco.protocol.manifest import Layout
-from p2pdiloco.tensors import quantizers
 from p2pdiloco.training.shared_memory import SharedVectors
-from p2pdiloco.wire.compression import Body
 
 Payload = bytes | memoryview
 """Of a contribution or a commit, compressed; not to be changed."""
@@ -88,9 +88,9 @@ class Handover(NamedTuple):
             self.buffer[span].copy_(theta)
             return
         for bodies in self.settled:
-            quantizers.add_chunk(bodies[chunk], 1.0, change)
+            quantization.add_chunk(bodies[chunk], 1.0, change)
         for bodies in self.restored:
-            quantizers.add_chunk(bodies[chunk], -1.0, change)
+            quantization.add_chunk(bodies[chunk], -1.0, change)
         if self.is_added:
             self.buffer[span].add_(change)
         else:

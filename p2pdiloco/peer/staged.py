@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from p2pdiloco.codec import merge
+from p2pdiloco.codec.digests import StateForm
 from p2pdiloco.protocol.ids import Digest
-from p2pdiloco.tensors import merge
-from p2pdiloco.tensors.states import StateForm
 
 MENDED_SHARE = 16
 MENDED_LEAST = 1024

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.wire.answers import Answer, RequestRefused
-from p2pdiloco.wire.bodies import GetStatements, TellStatements
+from p2pdiloco.wire.control_messages import GetStatements, TellStatements
+from p2pdiloco.wire.request_reply import Answer, RequestRefused
 
 
 class Standing(Protocol):

@@ -34,8 +34,8 @@ from p2pdiloco.protocol.ids import LearnerId, digest_of, learner_id, peer_of
 from p2pdiloco.runtime import logs
 from p2pdiloco.runtime.backoff import Backoff
 from p2pdiloco.runtime.logs import short
-from p2pdiloco.wire import link
-from p2pdiloco.wire.bodies import TROUBLE_LIMIT
+from p2pdiloco.wire import learner_ipc
+from p2pdiloco.wire.control_messages import TROUBLE_LIMIT
 
 log = logs.get("node")
 
@@ -229,29 +229,29 @@ class Supervision:
 
     # -- what it says --------------------------------------------------------------------------------------------------
 
-    def _heard(self, message: link.FromLearner) -> None:
+    def _heard(self, message: learner_ipc.FromLearner) -> None:
         driver, state = self._driver, self._driver.state
         match message:
-            case link.Progress():
+            case learner_ipc.Progress():
                 self._metrics.progress(message, step=driver.machine.view.step, sent_bytes=self._sent_bytes())
                 driver.feed(ev.Stepped(message.steps, message.tokens, message.step_time_s))
-            case link.BlockFinished():
+            case learner_ipc.BlockFinished():
                 driver.feed(ev.BlockFinished(message.block, message.tokens))
-            case link.Shifted():
+            case learner_ipc.Shifted():
                 driver.job(lambda: state.shifts.shifted(message.shards), self._to(self.ward))
-            case link.Snapshotted():
+            case learner_ipc.Snapshotted():
                 assert self.ward is not None
                 event = ev.Snapshotted(message.fragment, message.step, message.steps, message.tokens)
                 self.ward.snapshots.taken(event)
-            case link.Paused():
+            case learner_ipc.Paused():
                 driver.feed(ev.LearnerPaused(message.steps, message.tokens))
-            case link.Evaluated():
+            case learner_ipc.Evaluated():
                 driver.feed(ev.Evaluated(message.version, message.loss))
-            case link.Written():
+            case learner_ipc.Written():
                 self._metrics.write("sample", step=driver.machine.view.step, text=message.text[:MOST_TEXT])
-            case link.Rested():
+            case learner_ipc.Rested():
                 driver.feed(ev.LearnerRested())
-            case link.Ready():
+            case learner_ipc.Ready():
                 assert self.ward is not None
                 self.ward.is_ready = True
                 self.ward.has_blocks = message.has_blocks
@@ -265,14 +265,14 @@ class Supervision:
                     inner_steps=message.inner_steps,
                 )
                 self.load()
-            case link.Trouble():
+            case learner_ipc.Trouble():
                 self._metrics.write("learner-trouble", reason=message.reason)
                 log.warning("learner in trouble, it goes on", reason=message.reason)
-            case link.Batches():
+            case learner_ipc.Batches():
                 self.first_batches = tuple(digest[:16] for digest in message.digests[:4])
-            case link.Unable():
+            case learner_ipc.Unable():
                 self._be_in_trouble(message.reason)
-            case link.Failed():
+            case learner_ipc.Failed():
                 pass  # its process's end follows, with this reason
 
     def _be_in_trouble(self, reason: str) -> None:
@@ -313,7 +313,7 @@ class Supervision:
     def _loaded(self, ward: Ward, process: LearnerLife) -> None:
         """It has been told of all global parameters."""
         ward.is_loaded = True
-        process.send(link.Begin(step=self._driver.machine.view.step))
+        process.send(learner_ipc.Begin(step=self._driver.machine.view.step))
         self.wait_for_nobody()
         self._driver.feed(ev.LearnerStarted(ward.learner, ward.has_blocks))
         if self.resting:
@@ -322,7 +322,7 @@ class Supervision:
     def rest(self, reason: str) -> None:
         """Have no steps made as long as there is a ``reason``, one for people; the learner goes on answering."""
         self.resting = reason
-        self._send(link.Rest(is_resting=bool(reason)))
+        self._send(learner_ipc.Rest(is_resting=bool(reason)))
 
     @property
     def pid(self) -> int | None:
@@ -340,17 +340,17 @@ class Supervision:
         process = None if ward is None else ward.process
         if ward is not None and process is not None:
             if shifts.added:
-                process.send(link.Shift(shards=shifts.added, replace=False))
+                process.send(learner_ipc.Shift(shards=shifts.added, replace=False))
             if shifts.replaced:
-                process.send(link.Shift(shards=shifts.replaced, replace=True))
+                process.send(learner_ipc.Shift(shards=shifts.replaced, replace=True))
             if shifts.is_last_piece and ward.is_given and not ward.is_loaded:
                 self._loaded(ward, process)
 
     def save(self) -> None:
         """Have the inner optimizer's state written."""
-        self._send(link.Save())
+        self._send(learner_ipc.Save())
 
-    def tell_swarm(self, told: link.Swarm) -> None:
+    def tell_swarm(self, told: learner_ipc.Swarm) -> None:
         """Tell a training script of the others."""
         self._send(told)
 
@@ -361,18 +361,18 @@ class Supervision:
                 if self.ward is not None:
                     self.ward.snapshots.want(effect)
             case ef.Train():
-                self._send(link.Train(block=effect.block))
+                self._send(learner_ipc.Train(block=effect.block))
             case ef.AdoptStep():
-                self._send(link.AdoptStep(step=effect.step, tokens=effect.tokens))
+                self._send(learner_ipc.AdoptStep(step=effect.step, tokens=effect.tokens))
             case ef.PauseLearner():
-                self._send(link.Pause())
+                self._send(learner_ipc.Pause())
             case ef.Evaluate():
-                self._send(link.Evaluate(version=effect.version))
+                self._send(learner_ipc.Evaluate(version=effect.version))
 
     def _ask(self, question: ef.Snapshot) -> None:
-        self._send(link.Snapshot(fragment=question.fragment, step=question.step))
+        self._send(learner_ipc.Snapshot(fragment=question.fragment, step=question.step))
 
-    def _send(self, command: link.FromNode) -> None:
+    def _send(self, command: learner_ipc.FromNode) -> None:
         """To a learner that is there and has its parameters; a later life begins with what the node has then."""
         ward = self.ward
         if ward is not None and ward.process is not None and ward.is_loaded:

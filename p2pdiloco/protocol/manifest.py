@@ -199,7 +199,8 @@ class CodecConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """How outer gradients travel: ``up`` from learner to owner, ``down`` from owner to everybody."""
 
     up: CodecChoice = "int4"
-    """"auto": each sender takes the finest codec whose transfer fits the overlap on its link (tensors/ladder.py)."""
+    """"auto": each sender takes the finest codec whose transfer fits the overlap on its link
+    (codec/bitrate_ladder.py)."""
     down: CodecChoice = "int4"
     coarsest: Coarsest = "int4"
     """What "auto" may come down to: bytes a parameter and relative error are 1.35 and 0.002 for bf16, 0.96 and 0.006
@@ -230,7 +231,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     name: Name
     access: Access = "invite"
     """Who may take part: ``invite``: whoever has an invite; ``list``: whom the founder or an admin has named; ``open``:
-    everybody who reaches a peer. A run that is not open tells strangers nothing (wire/members.py)."""
+    everybody who reaches a peer. A run that is not open tells strangers nothing (access/members.py)."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()

@@ -24,8 +24,8 @@ OLD_LOG_LENGTH: Final = 32
 OLD_HEARTBEAT_S: Final = 1.0
 OLD_MOMENTUM_TYPE: Final = "float32"
 LONG_MOMENTUM: Final = 0.99
-"""Beyond it what bfloat16 rounds off, which goes to the parameters at once (``tensors/outer.py``), is more than a fifth
-of a step."""
+"""Beyond it what bfloat16 rounds off, which goes to the parameters at once (``codec/outer_optimizer.py``), is more than
+a fifth of a step."""
 LOG_STEPS: Final = 768
 """Steps of a fork that heals without loss: at any H as many as 32 versions have at the default H of 24."""
 MOST_LOGGED: Final = 1 << 18

@@ -481,9 +481,9 @@ class Adoption:
         return found if commit is None else found | {commit}
 
 
-# -- A state that is not what its head stands for: this machine's memory has altered it. It is fetched anew -------------
-# Whoever finds out says ``Failed("state")``. Until another has given the shard's state, nothing is merged or given
-# here.
+# -- A state that is not what its head stands for: this machine's memory has altered it. It is fetched anew
+# ------------- Whoever finds out says ``Failed("state")``. Until another has given the shard's state, nothing is merged
+# or given here.
 
 
 TRIES = 8

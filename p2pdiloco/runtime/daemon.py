@@ -39,7 +39,7 @@ from p2pdiloco.runtime.dht import (
 )
 from p2pdiloco.runtime.identity import Identity, verify
 from p2pdiloco.runtime.record_book import RECORDS_LIMIT
-from p2pdiloco.wire.records import Envelope, subkey_of, unseal
+from p2pdiloco.wire.directory_records import Envelope, subkey_of, unseal
 
 Result = TypeVar("Result")
 

@@ -25,7 +25,7 @@ import msgspec
 from p2pdiloco.runtime import confinement, logs
 from p2pdiloco.runtime.identity import verify
 from p2pdiloco.runtime.shared_clock import SharedClock
-from p2pdiloco.wire.records import CLOCK_SKEW_S, TTL_LIMIT_S, subkey_of, unseal
+from p2pdiloco.wire.directory_records import CLOCK_SKEW_S, TTL_LIMIT_S, subkey_of, unseal
 
 os.environ.setdefault("GOLOG_LOG_LEVEL", "error")  # p2pd's own log, which hivemind reads and repeats
 for _name in ("hivemind", "hivemind.dht", "hivemind.utils"):

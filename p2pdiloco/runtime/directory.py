@@ -2,8 +2,8 @@
 
 Rules of this file:
 1. The DHT node runs in our own event loop with libp2p's daemon (p2pd) as its child (``daemon.py``).
-2. Records are hints: signed by their publisher (wire/records.py), refused by every honest node if forged, bounded in
-   size and number, gone when they expire. Nothing here decides who is alive.
+2. Records are hints: signed by their publisher (wire/directory_records.py), refused by every honest node if forged,
+   bounded in size and number, gone when they expire. Nothing here decides who is alive.
 3. Every call has a deadline. A read that fails gives what was read before and has not expired; a write raises.
 4. Records expire by the clock that the nodes share (``shared_clock.py``), not by this machine's.
 5. A cut network heals by itself only if somebody calls: all peers ever met are connected to and pinged, every KEEP_S at
@@ -34,7 +34,7 @@ from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.pings import Pings
 from p2pdiloco.runtime.record_book import RecordBook
 from p2pdiloco.runtime.tasks import Tasks
-from p2pdiloco.wire.records import POINTS_TOPIC, RUNS_TOPIC, TTL_LIMIT_S, Envelope, peers_topic, seal
+from p2pdiloco.wire.directory_records import POINTS_TOPIC, RUNS_TOPIC, TTL_LIMIT_S, Envelope, peers_topic, seal
 
 __all__ = ["Directory", "DirectoryError"]
 

@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from p2pdiloco.nat import port_mapping_codec
+from p2pdiloco.nat.port_mapping_codec import Denied, Granted
 from p2pdiloco.runtime import logs
-from p2pdiloco.wire import mappings
-from p2pdiloco.wire.mappings import Denied, Granted
 
 log = logs.get("gateway")
 
@@ -55,7 +55,7 @@ class RouterPort:
     def __init__(self, port: int, find: Callable[[], str | None] | None = None) -> None:
         self._port = port
         self._find = find or default_gateway
-        self._nonce = os.urandom(mappings.NONCE_BYTES)
+        self._nonce = os.urandom(port_mapping_codec.NONCE_BYTES)
         self.lease: Lease | None = None
         self.asked = asyncio.Event()
         """Once, whatever came of it."""
@@ -105,15 +105,19 @@ class RouterPort:
 
     async def _by_pcp(self, gateway: str, wanted: int, life_s: int) -> Lease:
         with _opened(gateway) as raw:
-            question = mappings.ask_pcp(raw.getsockname()[0], self._port, wanted if life_s else 0, life_s, self._nonce)
-            told = await _exchanged(raw, question, lambda data: mappings.decode_pcp(data, self._port, self._nonce))
+            question = port_mapping_codec.ask_pcp(
+                raw.getsockname()[0], self._port, wanted if life_s else 0, life_s, self._nonce
+            )
+            told = await _exchanged(
+                raw, question, lambda data: port_mapping_codec.decode_pcp(data, self._port, self._nonce)
+            )
         return _lease("PCP", told, told.host if isinstance(told, Granted) else "")
 
     async def _by_nat_pmp(self, gateway: str, wanted: int, life_s: int) -> Lease:
         with _opened(gateway) as raw:
-            host = await _exchanged(raw, mappings.ask_address(), mappings.decode_address)
-            question = mappings.ask_nat_pmp(self._port, wanted if life_s else 0, life_s)
-            told = await _exchanged(raw, question, lambda data: mappings.decode_nat_pmp(data, self._port))
+            host = await _exchanged(raw, port_mapping_codec.ask_address(), port_mapping_codec.decode_address)
+            question = port_mapping_codec.ask_nat_pmp(self._port, wanted if life_s else 0, life_s)
+            told = await _exchanged(raw, question, lambda data: port_mapping_codec.decode_nat_pmp(data, self._port))
         return _lease("NAT-PMP", told, host if isinstance(host, str) else "")
 
 
@@ -145,7 +149,7 @@ async def _exchanged(raw: socket.socket, question: bytes, decode: Callable[[byte
                     await loop.sock_sendall(raw, question)
                     while True:
                         with suppress(ValueError):
-                            return decode(await loop.sock_recv(raw, 2 * mappings.LONGEST_BYTES))
+                            return decode(await loop.sock_recv(raw, 2 * port_mapping_codec.LONGEST_BYTES))
     except OSError:
         raise GatewayError("does not speak it") from None
     raise GatewayError("does not answer")

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, Protocol
 
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.wire.answers import Answer, RequestRefused
+from p2pdiloco.wire.request_reply import Answer, RequestRefused
 
 
 class TransportHandler(Protocol):

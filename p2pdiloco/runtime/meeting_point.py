@@ -16,15 +16,15 @@ import os
 import socket
 from collections import Counter, deque
 
+from p2pdiloco.nat import messages as intro
 from p2pdiloco.net.admission import Room, machine_of
 from p2pdiloco.net.introducer import Hang, Introducer, Joined, NotIntroducedError, Say
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import addresses, logs, sockets
 from p2pdiloco.runtime.relay import Relay
 from p2pdiloco.runtime.transport import Transport
-from p2pdiloco.wire import introductions as intro
-from p2pdiloco.wire.answers import Answer, RequestError, RequestRefused
-from p2pdiloco.wire.bodies import encode
+from p2pdiloco.wire.control_messages import encode
+from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused
 
 log = logs.get("meeting")
 

@@ -7,7 +7,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from p2pdiloco.wire.records import Envelope, subkey_of
+from p2pdiloco.wire.directory_records import Envelope, subkey_of
 
 RECORDS_LIMIT = 4096
 """Records that are kept and given back, per topic."""

@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager
 
 from msgspec import Struct
 
+from p2pdiloco.nat import messages as intro
 from p2pdiloco.net.handshake import Dialled, HandshakeError, Role
 from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.protocol.ids import PeerId
@@ -29,9 +30,8 @@ from p2pdiloco.runtime.dialler import Dialler, machines
 from p2pdiloco.runtime.lines import Met
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.transport import DialError, Transport
-from p2pdiloco.wire import introductions as intro
-from p2pdiloco.wire.answers import Answer, RequestError, RequestRefused
-from p2pdiloco.wire.bodies import decode_as, encode
+from p2pdiloco.wire.control_messages import decode_as, encode
+from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused
 
 log = logs.get("meeting")
 

@@ -13,7 +13,7 @@ from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime.handler import TransportHandler
 from p2pdiloco.runtime.pump import Pump
 from p2pdiloco.runtime.tasks import Tasks
-from p2pdiloco.wire.answers import RequestRefused, Response
+from p2pdiloco.wire.request_reply import RequestRefused, Response
 
 
 class Requests:

@@ -38,7 +38,7 @@ from p2pdiloco.runtime.sockets import DialError, Impostor, PeerRefused
 from p2pdiloco.runtime.strangers import Strangers
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.tls import TlsContexts, remote_fingerprint
-from p2pdiloco.wire.answers import Answer, RequestError, RequestRefused, Response
+from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused, Response
 
 __all__ = [
     "Answer",

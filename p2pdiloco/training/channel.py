@@ -21,7 +21,7 @@ import time
 import weakref
 from typing import NamedTuple
 
-from p2pdiloco.wire import link
+from p2pdiloco.wire import learner_ipc
 
 _PROGRESS_LIMIT = 64 << 10
 _READ_LIMIT = 1 << 20
@@ -58,7 +58,7 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket = connection
-        self._decoder = link.Decoder[link.FromNode](link.FromNode)
+        self._decoder = learner_ipc.Decoder[learner_ipc.FromNode](learner_ipc.FromNode)
         self._outgoing = bytearray()
         self.is_closed = False
         self._schedstat = _open_schedstat()
@@ -67,14 +67,14 @@ class Channel:
         self.blocked_s = 0.0
         """Wall time that ``exchange`` slept in, since the owner last set this to 0."""
 
-    def post(self, message: link.FromLearner) -> bool:
+    def post(self, message: learner_ipc.FromLearner) -> bool:
         """Queue ``message`` for the next exchange. False if it is a ``Progress`` for which there is no room."""
-        if isinstance(message, link.Progress) and len(self._outgoing) > _PROGRESS_LIMIT:
+        if isinstance(message, learner_ipc.Progress) and len(self._outgoing) > _PROGRESS_LIMIT:
             return False
-        self._outgoing += link.encode(message)
+        self._outgoing += learner_ipc.encode(message)
         return True
 
-    def exchange(self) -> list[link.FromNode]:
+    def exchange(self) -> list[learner_ipc.FromNode]:
         """Send and read what is possible now, without waiting; the commands that arrived, in order.
 
         Raises:
@@ -126,8 +126,8 @@ class Channel:
         except OSError:
             self.is_closed = True
 
-    def _receive(self) -> list[link.FromNode]:
-        commands: list[link.FromNode] = []
+    def _receive(self) -> list[learner_ipc.FromNode]:
+        commands: list[learner_ipc.FromNode] = []
         for _ in range(_READS):
             if self.is_closed or len(self._outgoing) > _READ_LIMIT:
                 break

@@ -25,10 +25,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from p2pdiloco.codec.digests import as_bytes
 from p2pdiloco.protocol.manifest import RunConfig
 from p2pdiloco.protocol.manifest_validation import config_problems
 from p2pdiloco.runtime.files import stream_atomically
-from p2pdiloco.tensors.states import as_bytes
 from p2pdiloco.training.misprints import in_words
 
 NAME = "foundation.safetensors"

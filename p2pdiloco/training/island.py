@@ -28,7 +28,7 @@ from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.outer_link import Meeting, Visit
 from p2pdiloco.training.parameters import check_tensors
 from p2pdiloco.training.shared_memory import NoVectors, Vectors
-from p2pdiloco.wire import link
+from p2pdiloco.wire import learner_ipc
 
 
 class Island:
@@ -119,20 +119,20 @@ class IslandChannel:
         """``channel``: the leader's; the other ranks have none."""
         self._island = island
         self._channel = channel
-        self._decoder = link.Decoder[link.FromNode](link.FromNode)
+        self._decoder = learner_ipc.Decoder[learner_ipc.FromNode](learner_ipc.FromNode)
         self.is_closed = False
         self.blocked_s = 0.0
 
-    def post(self, message: link.FromLearner) -> bool:
+    def post(self, message: learner_ipc.FromLearner) -> bool:
         """As ``Channel.post``."""
         return self._channel is None or self._channel.post(message)
 
-    def exchange(self) -> list[link.FromNode]:
+    def exchange(self) -> list[learner_ipc.FromNode]:
         """As ``Channel.exchange``: what the leader has got. A node that breaks the rules counts as gone."""
         frames = b""
         if self._channel is not None:
             try:
-                frames = b"".join(map(link.encode, self._channel.exchange()))
+                frames = b"".join(map(learner_ipc.encode, self._channel.exchange()))
                 self.blocked_s = self._channel.blocked_s
                 self.is_closed = self._channel.is_closed
             except ValueError:

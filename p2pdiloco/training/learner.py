@@ -34,7 +34,7 @@ from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.training.supply import Supply
 from p2pdiloco.training.threads import ThreadChoice
 from p2pdiloco.training.trainable import trainable
-from p2pdiloco.wire.link import Trouble, Written
+from p2pdiloco.wire.learner_ipc import Trouble, Written
 
 
 class Learner:

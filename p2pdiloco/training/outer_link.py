@@ -33,7 +33,7 @@ from p2pdiloco.training.health import Health, is_finite
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.shared_memory import Vectors
 from p2pdiloco.training.side_stream import Finished
-from p2pdiloco.wire.link import (
+from p2pdiloco.wire.learner_ipc import (
     AdoptStep,
     Batches,
     Begin,

@@ -36,7 +36,7 @@ from p2pdiloco.training.learner import Learner
 from p2pdiloco.training.reunion import Reunion
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.training.threads import ThreadChoice
-from p2pdiloco.wire.link import Failed
+from p2pdiloco.wire.learner_ipc import Failed
 
 _FAREWELL_S = 2.0
 _NICENESS = 5

@@ -20,7 +20,7 @@ import time
 
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.shared_memory import SharedVectors
-from p2pdiloco.wire.link import Welcome
+from p2pdiloco.wire.learner_ipc import Welcome
 
 IS_POSSIBLE = sys.platform == "linux"
 CONNECT_S = 0.05

@@ -2,7 +2,7 @@
 
 Rules of this file:
 1. ``theta`` holds the global parameters (the node writes; the learner reads it to evaluate), ``shift`` goes from node
-   to learner, ``snapshot`` from learner to node. Who may write when is ``wire/link.py``'s rule 2.
+   to learner, ``snapshot`` from learner to node. Who may write when is ``wire/learner_ipc.py``'s rule 2.
 2. The memory has no name: it lives as long as a process maps it or holds its file descriptor. SIGKILL leaves nothing
    behind.
 3. Memory that nobody wrote costs nothing: a follower without a learner pays for ``theta`` alone. What is not in use

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from msgspec.structs import replace
 
+from p2pdiloco.codec import merge, quantization
+from p2pdiloco.codec.shard_codec import Bodies
 from p2pdiloco.protocol import aggregation, block_assignment, heartbeat
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.config import BATCH_ROOM, RANGE_TURNS
@@ -22,9 +24,7 @@ from p2pdiloco.protocol.contributions import Carry, Contributions
 from p2pdiloco.protocol.ids import Digest
 from p2pdiloco.protocol.messages import MAX_CLAIMS, Head, Heads
 from p2pdiloco.runtime.transport import Transport
-from p2pdiloco.tensors import merge, quantizers
-from p2pdiloco.tensors.shard_bodies import Bodies
-from p2pdiloco.wire.bodies import decode_message
+from p2pdiloco.wire.control_messages import decode_message
 
 LARGE = 1e34
 TINY = 1e-40
@@ -72,7 +72,7 @@ def _values() -> None:
     """As an owner it merges what nobody gave, says that it is short, and goes on from it."""
     sound = merge.encode
 
-    def encode(how: quantizers.Recipe, merged: torch.Tensor, _: float, room: int) -> tuple[Bodies, float]:
+    def encode(how: quantization.Recipe, merged: torch.Tensor, _: float, room: int) -> tuple[Bodies, float]:
         bodies, _length = sound(how, merged.fill_(LARGE), math.inf, room)
         return bodies, SHORT
 
@@ -163,7 +163,7 @@ def _tiny() -> None:
         values[0] = TINY
         return values
 
-    _give(tiny, quantizers.recipe("bf16"))
+    _give(tiny, quantization.recipe("bf16"))
 
 
 def _flip() -> None:
@@ -181,13 +181,13 @@ def _noise() -> None:
     _give(noise)
 
 
-def _give(values: Callable[[torch.Tensor], torch.Tensor], how: quantizers.Recipe | None = None) -> None:
+def _give(values: Callable[[torch.Tensor], torch.Tensor], how: quantization.Recipe | None = None) -> None:
     """Outer gradients are ``values`` of what the learner has found, float32 [elements]. It begins anew from each
     version, since what it gave is not what it has."""
-    sound, moves = quantizers.encode_vector, Carry.moves
+    sound, moves = quantization.encode_vector, Carry.moves
 
     def encode_vector(
-        honest: quantizers.Recipe, x: torch.Tensor, less: torch.Tensor | None = None, room: int = 0
+        honest: quantization.Recipe, x: torch.Tensor, less: torch.Tensor | None = None, room: int = 0
     ) -> Bodies:
         if less is None:
             return sound(honest, x, room=room)
@@ -197,7 +197,7 @@ def _give(values: Callable[[torch.Tensor], torch.Tensor], how: quantizers.Recipe
         learner, *_ = moves(self, *arguments)
         return learner, (), (), True
 
-    _put(quantizers, "encode_vector", encode_vector)
+    _put(quantization, "encode_vector", encode_vector)
     _put(Carry, "moves", reset)
 
 

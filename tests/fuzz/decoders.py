@@ -10,6 +10,11 @@ from collections.abc import Callable
 from random import Random
 from typing import Any, NamedTuple
 
+from p2pdiloco.access import certificates, invite_code, membership_log
+from p2pdiloco.access.certificates import NEVER, NO_CAP, Certificate, Chain, Grant, Kind, certify, hint_of
+from p2pdiloco.access.members import Members
+from p2pdiloco.codec import compression
+from p2pdiloco.nat import messages, port_mapping_codec
 from p2pdiloco.net import frames
 from p2pdiloco.net.doors import OpenDoor
 from p2pdiloco.net.endpoint import Endpoint
@@ -21,10 +26,8 @@ from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.protocol.manifest_validation import decode_manifest
 from p2pdiloco.protocol.messages import Message
 from p2pdiloco.runtime.identity import Identity, verify
-from p2pdiloco.wire import bodies, certificates, compression, introductions, invites, mappings, records, statements
-from p2pdiloco.wire.certificates import NEVER, NO_CAP, Certificate, Chain, Grant, Kind, certify, hint_of
-from p2pdiloco.wire.members import Members
-from p2pdiloco.wire.records import PeerRecord, RunRecord
+from p2pdiloco.wire import control_messages, directory_records
+from p2pdiloco.wire.directory_records import PeerRecord, RunRecord
 from tests.fuzz.wellformed import encoded
 
 FOUNDER, MEMBER, INVITE = (Identity.from_secret(b"fuzz", bytes([number]) * 16) for number in range(3))
@@ -52,13 +55,13 @@ def _chain() -> bytes:
 
 
 CHAIN = _chain()
-BAN = statements.ban(RUN, MEMBER.peer_id, Grant(subject=FOUNDER.peer_id), FOUNDER.sign)
-CLOSING = statements.closing(RUN, INVITE.peer_id, [MEMBER.peer_id], Grant(subject=FOUNDER.peer_id), FOUNDER.sign)
-INTRODUCTION = statements.INTRODUCTION + CHAIN
+BAN = membership_log.ban(RUN, MEMBER.peer_id, Grant(subject=FOUNDER.peer_id), FOUNDER.sign)
+CLOSING = membership_log.closing(RUN, INVITE.peer_id, [MEMBER.peer_id], Grant(subject=FOUNDER.peer_id), FOUNDER.sign)
+INTRODUCTION = membership_log.INTRODUCTION + CHAIN
 
 
 def _invite(rng: Random) -> bytes:
-    invite = invites.Invite(
+    invite = invite_code.Invite(
         run=RUN,
         secret=rng.randbytes(16),
         role=certificates.Role.LEARNER,
@@ -69,11 +72,11 @@ def _invite(rng: Random) -> bytes:
         directory=FOUNDER.peer_id,
         addresses=("/ip4/10.0.0.1/tcp/4100", "/dns/example.org/tcp/1"),
     )
-    return invites.encode_invite(invite).encode()
+    return invite_code.encode_invite(invite).encode()
 
 
 def _record(rng: Random) -> bytes:
-    envelope = records.Envelope(
+    envelope = directory_records.Envelope(
         topic="t",
         name="",
         peer=FOUNDER.peer_id,
@@ -81,7 +84,7 @@ def _record(rng: Random) -> bytes:
         addresses=("/ip4/10.0.0.1/tcp/1",),
         body=rng.randbytes(9),
     )
-    return records.seal(envelope, FOUNDER.sign)
+    return directory_records.seal(envelope, FOUNDER.sign)
 
 
 def _greeter() -> Greeter:
@@ -157,7 +160,7 @@ def _members(data: bytes) -> None:
 
 def _line(data: bytes) -> None:
     """What a peer and a meeting point read on a line, and what a meeting point does with it."""
-    for read in (introductions.decode_opening, lambda data: introductions.seen_size(data[:2].ljust(2, b"."))):
+    for read in (messages.decode_opening, lambda data: messages.seen_size(data[:2].ljust(2, b"."))):
         try:
             read(data)
         except ValueError:
@@ -169,45 +172,45 @@ def _line(data: bytes) -> None:
         point.opened(number, ticket, "10.0.0.1", 1, 1, 0.0)
     point.received(0, data, 0.0)
     list(point.events())
-    introductions.decode_seen(data)
+    messages.decode_seen(data)
 
 
 def _router_answers(data: bytes) -> None:
-    for read in (mappings.decode_address, lambda data: mappings.decode_nat_pmp(data, 7)):
+    for read in (port_mapping_codec.decode_address, lambda data: port_mapping_codec.decode_nat_pmp(data, 7)):
         try:
             read(data)
         except ValueError:
             continue
-    mappings.decode_pcp(data, 7, bytes(12))
+    port_mapping_codec.decode_pcp(data, 7, bytes(12))
 
 
 def _router_sample(rng: Random) -> bytes:
-    pcp = bytearray(mappings.ask_pcp("192.168.1.2", 7, 8, 1200, bytes(12)))
-    pcp[1] |= mappings.ANSWER
-    pmp = bytes((0, mappings.ANSWER | rng.choice((0, 2)), 0, 0))
+    pcp = bytearray(port_mapping_codec.ask_pcp("192.168.1.2", 7, 8, 1200, bytes(12)))
+    pcp[1] |= port_mapping_codec.ANSWER
+    pmp = bytes((0, port_mapping_codec.ANSWER | rng.choice((0, 2)), 0, 0))
     return rng.choice([bytes(pcp), pmp + rng.randbytes(rng.choice((8, 12)))])
 
 
 def _as(kind: Any) -> Decoder:
-    return Decoder(lambda data: bodies.decode_as(data, kind), lambda rng: encoded(kind, rng))
+    return Decoder(lambda data: control_messages.decode_as(data, kind), lambda rng: encoded(kind, rng))
 
 
 DECODERS: dict[str, Decoder] = {
     "frames": Decoder(_frames, _frames_sample),
     "connection": Decoder(_connection, _connection_sample),
     "greeting": Decoder(_greet, _hello),
-    "message": Decoder(bodies.decode_message, lambda rng: encoded(Message, rng)),
-    "request": Decoder(bodies.decode_request, lambda rng: encoded(bodies.Request, rng)),
-    "introduction": Decoder(introductions.decode_introduction, lambda rng: encoded(introductions.Introduction, rng)),
-    "line": Decoder(_line, lambda rng: encoded(introductions.Seen, rng)),
+    "message": Decoder(control_messages.decode_message, lambda rng: encoded(Message, rng)),
+    "request": Decoder(control_messages.decode_request, lambda rng: encoded(control_messages.Request, rng)),
+    "introduction": Decoder(messages.decode_introduction, lambda rng: encoded(messages.Introduction, rng)),
+    "line": Decoder(_line, lambda rng: encoded(messages.Seen, rng)),
     "router": Decoder(_router_answers, _router_sample),
-    "attended": _as(introductions.Attended),
-    "introduced": _as(introductions.Introduced),
-    "status": _as(bodies.PeerStatus),
-    "state offer": _as(bodies.StateOffer),
+    "attended": _as(messages.Attended),
+    "introduced": _as(messages.Introduced),
+    "status": _as(control_messages.PeerStatus),
+    "state offer": _as(control_messages.StateOffer),
     "run record": _as(RunRecord),
     "peer record": _as(PeerRecord),
-    "commit": Decoder(lambda data: bodies.split_commit(memoryview(data), 40), lambda rng: rng.randbytes(200)),
+    "commit": Decoder(lambda data: control_messages.split_commit(memoryview(data), 40), lambda rng: rng.randbytes(200)),
     "zstd": Decoder(
         lambda data: compression.decompress(data, MOST_BYTES),
         lambda rng: compression.compress(rng.choice([bytes(9999), rng.randbytes(500)])),
@@ -220,13 +223,13 @@ DECODERS: dict[str, Decoder] = {
         lambda data: compression.unpack(data, 2, MOST_BYTES),
         lambda rng: bytes(compression.store(memoryview(bytearray(12) + rng.randbytes(900)), [300, 600])),
     ),
-    "directory's record": Decoder(lambda data: records.unseal(data, verify), _record),
+    "directory's record": Decoder(lambda data: directory_records.unseal(data, verify), _record),
     "manifest": Decoder(lambda data: decode_manifest(data, RunId(digest_of(data))), lambda rng: encoded(Manifest, rng)),
     "chain": Decoder(certificates.decode_chain, lambda rng: CHAIN),
     "statements": Decoder(
-        statements.split_statements,
-        lambda rng: statements.join_statements([BAN, CLOSING, INTRODUCTION, rng.randbytes(9)]),
+        membership_log.split_statements,
+        lambda rng: membership_log.join_statements([BAN, CLOSING, INTRODUCTION, rng.randbytes(9)]),
     ),
     "members": Decoder(_members, lambda rng: rng.choice([BAN, CLOSING, INTRODUCTION, CHAIN])),
-    "invite": Decoder(lambda data: invites.decode_invite(data.decode("latin-1")), _invite),
+    "invite": Decoder(lambda data: invite_code.decode_invite(data.decode("latin-1")), _invite),
 }

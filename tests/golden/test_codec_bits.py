@@ -10,8 +10,8 @@ import hashlib
 import pytest
 import torch
 
+from p2pdiloco.codec.quantization import CHUNK, decode_chunks, encode_vector, recipe
 from p2pdiloco.protocol.manifest import Codec
-from p2pdiloco.tensors.quantizers import CHUNK, decode_chunks, encode_vector, recipe
 
 ELEMENTS = CHUNK + 3 * 256 + 17
 

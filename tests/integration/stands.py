@@ -20,7 +20,7 @@ from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import Answer, Transport
-from p2pdiloco.wire.records import PeerRecord, RunRecord
+from p2pdiloco.wire.directory_records import PeerRecord, RunRecord
 
 PROCESS_S = 300.0
 

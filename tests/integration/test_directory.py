@@ -21,7 +21,7 @@ from p2pdiloco.runtime import confinement, daemon, dht
 from p2pdiloco.runtime import directory as module
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.wire.records import Envelope, peers_topic, seal, subkey_of
+from p2pdiloco.wire.directory_records import Envelope, peers_topic, seal, subkey_of
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 RUN = RunId("a" * 40)

@@ -23,6 +23,7 @@ from swarm import (
 )
 from waiting import until as until_in_loop
 
+from p2pdiloco.codec.compression import compress
 from p2pdiloco.demo.local_swarm import Member
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.lookup import list_runs
@@ -35,9 +36,8 @@ from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import Transport
-from p2pdiloco.wire.bodies import CommitParts, decode_message, encode, join_commit
-from p2pdiloco.wire.compression import compress
-from p2pdiloco.wire.records import PeerRecord
+from p2pdiloco.wire.control_messages import CommitParts, decode_message, encode, join_commit
+from p2pdiloco.wire.directory_records import PeerRecord
 
 GARBAGE = (b"no zstd at all", compress(bytes(1000)), compress(b"\xff" * 1000))
 KINDS = {"message", "payload", "contribution"}

@@ -17,8 +17,8 @@ from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.runtime.handler import Observer
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import Answer, Transport
-from p2pdiloco.wire.bodies import PeerStatus, encode
-from p2pdiloco.wire.records import RunRecord
+from p2pdiloco.wire.control_messages import PeerStatus, encode
+from p2pdiloco.wire.directory_records import RunRecord
 
 HOSTILE = "\x1b]0;mine\x07\x9b2J\n\u202eok  "
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from p2pdiloco.nat import messages as intro
 from p2pdiloco.net import dials
 from p2pdiloco.net.handshake import WIRE_VERSION, Role
 from p2pdiloco.net.lane_keeper import LaneKeeper
@@ -27,9 +28,8 @@ from p2pdiloco.runtime.relay import Relay
 from p2pdiloco.runtime.rendezvous import Rendezvous
 from p2pdiloco.runtime.tasks import Tasks
 from p2pdiloco.runtime.transport import DialError, RequestRefused, Transport, TransportLimits
-from p2pdiloco.wire import introductions as intro
-from p2pdiloco.wire.bodies import encode
-from p2pdiloco.wire.records import PeerRecord
+from p2pdiloco.wire.control_messages import encode
+from p2pdiloco.wire.directory_records import PeerRecord
 from tests.integration.waiting import until
 
 LISTEN = "/ip4/127.0.0.1/tcp/0"

@@ -13,6 +13,9 @@ from forked import run
 from swarm import PEER, START_S, advance, contributes, ended, log_lines, swarm_in, until, write_config
 from waiting import wait_until
 
+from p2pdiloco.access.certificates import CERTIFICATE_BYTES, HINT_BYTES, NO_CAP, Role
+from p2pdiloco.access.invite_code import TEXT_LIMIT, Invite, decode_invite, encode_invite
+from p2pdiloco.access.membership_log import INTRODUCTION, join_statements
 from p2pdiloco.demo.local_swarm import Member
 from p2pdiloco.net.doors import JoinersDoor
 from p2pdiloco.net.handshake import WIRE_VERSION
@@ -24,10 +27,7 @@ from p2pdiloco.runtime.invitation import INVITED
 from p2pdiloco.runtime.transport import DialError, PeerRefused, Transport
 from p2pdiloco.watch.playback import lines
 from p2pdiloco.watch.schema import faults_of
-from p2pdiloco.wire.bodies import TellStatements, encode
-from p2pdiloco.wire.certificates import CERTIFICATE_BYTES, HINT_BYTES, NO_CAP, Role
-from p2pdiloco.wire.invites import TEXT_LIMIT, Invite, decode_invite, encode_invite
-from p2pdiloco.wire.statements import INTRODUCTION, join_statements
+from p2pdiloco.wire.control_messages import TellStatements, encode
 
 
 def command(*words: str, state: Path) -> tuple[int, str]:

@@ -22,6 +22,9 @@ from stands import directory_with, stand
 from swarm import PEER, write_corpus
 
 from benchmarks.netbed import namespaces
+from p2pdiloco.access.certificates import NEVER, NO_CAP, Role
+from p2pdiloco.access.invite_code import encode_invite
+from p2pdiloco.access.membership_log import ban, closing
 from p2pdiloco.cli import doctor, top
 from p2pdiloco.cli.main import main
 from p2pdiloco.net.doors import MembersDoor
@@ -47,9 +50,6 @@ from p2pdiloco.training import sources
 from p2pdiloco.watch import exporter
 from p2pdiloco.watch.server import PageServer
 from p2pdiloco.watch.sources import Page, UnseenError
-from p2pdiloco.wire.certificates import NEVER, NO_CAP, Role
-from p2pdiloco.wire.invites import encode_invite
-from p2pdiloco.wire.statements import ban, closing
 
 pytestmark = [pytest.mark.usefixtures("own_logging"), pytest.mark.heavy]
 FAILED, REPAIR, NOBODY_THERE = 1, 2, 3

@@ -29,9 +29,9 @@ from swarm import PEER, swarm_in
 from waiting import wait_until
 
 from p2pdiloco import participation
+from p2pdiloco.access.invite_code import is_invite
 from p2pdiloco.demo.local_swarm import Member
 from p2pdiloco.runtime.invitation import INVITED, invited_with
-from p2pdiloco.wire.invites import is_invite
 
 SCRIPT = Path(__file__).parents[2] / "peers" / "own_script.py"
 

@@ -16,6 +16,8 @@ import torch
 import uvloop
 from waiting import until
 
+from p2pdiloco.codec.digests import state_digest
+from p2pdiloco.codec.formats import CHUNK
 from p2pdiloco.node.foundation import version_zero
 from p2pdiloco.node.node import Node
 from p2pdiloco.peer import arrivals, kept_shards, respondent
@@ -36,9 +38,7 @@ from p2pdiloco.protocol.manifest import (
 from p2pdiloco.runtime.directory import Directory
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import RequestRefused
-from p2pdiloco.tensors.digests import state_digest
-from p2pdiloco.tensors.recipes import CHUNK
-from p2pdiloco.wire.bodies import GetChunk, GetState, encode
+from p2pdiloco.wire.control_messages import GetChunk, GetState, encode
 
 FRAGMENTS = 2
 SHARDS = 12

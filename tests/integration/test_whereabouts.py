@@ -12,6 +12,7 @@ from typing import cast
 
 import pytest
 
+from p2pdiloco.nat import messages as intro
 from p2pdiloco.net.doors import OpenDoor
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node import lookup, roster, whereabouts
@@ -29,9 +30,8 @@ from p2pdiloco.runtime.introductions import IntroductionHandler
 from p2pdiloco.runtime.meeting_point import MeetingPoint
 from p2pdiloco.runtime.rendezvous import Attendance
 from p2pdiloco.runtime.transport import Transport
-from p2pdiloco.wire import introductions as intro
-from p2pdiloco.wire.bodies import encode
-from p2pdiloco.wire.records import PeerRecord, PointRecord
+from p2pdiloco.wire.control_messages import encode
+from p2pdiloco.wire.directory_records import PeerRecord, PointRecord
 from tests.integration.waiting import until
 
 LISTEN = "/ip4/127.0.0.1/tcp/0"

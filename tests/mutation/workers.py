@@ -68,7 +68,7 @@ PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin")
 """Those that tests need, of what is installed: to find out what is takes pytest a tenth of a second."""
 
 
-KERNELS = ("p2pdiloco.tensors.kernels", "p2pdiloco.tensors.step_kernels")
+KERNELS = ("p2pdiloco.codec.numba_kernels", "p2pdiloco.codec.numba_kernels")
 """They import nothing else of ours, and take a tenth of a second, compiled as they are."""
 
 
@@ -181,7 +181,7 @@ def _forget_kernels(folder: Path) -> None:
     with contextlib.suppress(ImportError):
         import_module("numba").config.CACHE_DIR = str(folder / "numba")  # type: ignore[attr-defined]
     with contextlib.suppress(ImportError):
-        import_module("p2pdiloco.tensors.native").LIBRARY = None  # type: ignore[attr-defined]
+        import_module("p2pdiloco.codec.native").LIBRARY = None  # type: ignore[attr-defined]
     for name in KERNELS:
         package, _, own = name.rpartition(".")
         if sys.modules.pop(name, None) is not None:

@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from p2pdiloco.codec import compression, quantization
+from p2pdiloco.codec.digests import StateForm, state_digest
 from p2pdiloco.peer.end import APART, Ending
 from p2pdiloco.peer.signatures import check_commit
 from p2pdiloco.protocol import events as ev
@@ -28,10 +30,6 @@ from p2pdiloco.protocol import messages
 from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.messages import CommitHeader, Contribution
 from p2pdiloco.runtime.identity import verify
-from p2pdiloco.tensors import quantizers
-from p2pdiloco.tensors.digests import state_digest
-from p2pdiloco.tensors.states import StateForm
-from p2pdiloco.wire import compression
 from tests.peer_sim import reference_math
 from tests.peer_sim.tuning import CHUNK
 
@@ -253,9 +251,9 @@ class Checks:
         """What a payload stands for, float32 [elements of the shard]."""
         elements = self.world.layout.shards[shard].elements
         out = torch.empty(elements)
-        bodies = compression.split(payload, quantizers.chunk_count(elements), quantizers.LARGEST_BODY)
+        bodies = compression.split(payload, quantization.chunk_count(elements), quantization.LARGEST_BODY)
         for body, start in zip(bodies, range(0, elements, CHUNK), strict=True):
-            quantizers.decode_chunk(body, out[start : start + CHUNK])
+            quantization.decode_chunk(body, out[start : start + CHUNK])
         return out.numpy()
 
     # -- 2: a contribution holds its steps -----------------------------------------------------------------------------

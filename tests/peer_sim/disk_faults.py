@@ -14,8 +14,8 @@ from p2pdiloco.peer.payload_store import PAYLOADS
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.messages import Contribution, Contributor
-from p2pdiloco.wire.bodies import decode_message
-from p2pdiloco.wire.bodies import encode as encode_body
+from p2pdiloco.wire.control_messages import decode_message
+from p2pdiloco.wire.control_messages import encode as encode_body
 from tests.peer_sim.disk import SimulatedDisk
 from tests.peer_sim.faults import Fault, again
 from tests.peer_sim.world import World

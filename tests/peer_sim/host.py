@@ -15,10 +15,10 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from p2pdiloco.codec import numba_kernels
+from p2pdiloco.codec.formats import scratch
 from p2pdiloco.peer.host import Queue, StartLearner
 from p2pdiloco.protocol.ids import PeerId, ShardId
-from p2pdiloco.tensors import kernels
-from p2pdiloco.tensors.scratch import scratch
 from tests.machine_sim.clock import Clock
 from tests.peer_sim.disk import ProcessDied, SimulatedDisk
 from tests.peer_sim.network import SimulatedLinks
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-HAS_KERNELS = kernels.AVAILABLE
+HAS_KERNELS = numba_kernels.AVAILABLE
 
 WORK_S: dict[Queue, float] = {"tensors": 0.004, "checks": 0.002, "disk": 0.03, "own": 0.004}
 """Typical time of one job."""
@@ -38,7 +38,7 @@ WORK_S: dict[Queue, float] = {"tensors": 0.004, "checks": 0.002, "disk": 0.03, "
 def compute(*, with_kernels: bool) -> None:
     """From now on so, in this process."""
     is_fast = with_kernels and HAS_KERNELS
-    setattr(kernels, "AVAILABLE", is_fast)  # noqa: B010 (it is Final for everybody else)
+    setattr(numba_kernels, "AVAILABLE", is_fast)  # noqa: B010 (it is Final for everybody else)
     scratch.is_fast = is_fast
 
 

@@ -17,7 +17,7 @@ from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.training.outer_link import OuterLink
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.side_stream import Finished
-from p2pdiloco.wire import link
+from p2pdiloco.wire import learner_ipc
 from tests.peer_sim.tuning import CHUNK
 
 if TYPE_CHECKING:
@@ -50,12 +50,12 @@ class Vectors:
 class SimulatedChannel:
     """The learner's end of the link (``training.channel.Channel``)."""
 
-    def __init__(self, host: SimulatedHost, heard: Callable[[link.FromLearner], None]) -> None:
+    def __init__(self, host: SimulatedHost, heard: Callable[[learner_ipc.FromLearner], None]) -> None:
         self._host = host
         self._heard = heard
         self._link_s = host.world.computers[host.name].setting.link_s
-        self._outgoing: list[link.FromLearner] = []
-        self.incoming: list[link.FromNode] = []
+        self._outgoing: list[learner_ipc.FromLearner] = []
+        self.incoming: list[learner_ipc.FromNode] = []
         self.arrives_at = 0.0
         """When the node has heard all that was said so far."""
         self._reaches_at = 0.0
@@ -67,12 +67,12 @@ class SimulatedChannel:
         """Whether the node is dead."""
         return self.is_cut or self._host.is_dead
 
-    def post(self, message: link.FromLearner) -> bool:
+    def post(self, message: learner_ipc.FromLearner) -> bool:
         """Queue an answer."""
         self._outgoing.append(message)
         return True
 
-    def exchange(self) -> list[link.FromNode]:
+    def exchange(self) -> list[learner_ipc.FromNode]:
         """Send what is queued, take what came."""
         self.flush(0.0)
         commands, self.incoming = self.incoming, []
@@ -87,7 +87,7 @@ class SimulatedChannel:
             world.at(self.arrives_at, partial(self._host.do, partial(self._heard, message)))
         return True
 
-    def tell(self, message: link.FromNode) -> None:
+    def tell(self, message: learner_ipc.FromNode) -> None:
         """The node says something."""
         world = self._host.world
         self._reaches_at = max(self._reaches_at, world.now) + self._link_s * world.random.random()
@@ -313,7 +313,7 @@ class _Life:
         self.is_adopted = is_adopted
         self.pid = 1
 
-    def send(self, message: link.FromNode) -> None:
+    def send(self, message: learner_ipc.FromNode) -> None:
         """Queue a command."""
         self._channel.tell(message)
 
@@ -329,7 +329,7 @@ class StartSimulatedLearner:
         self,
         arguments: Any,
         *,
-        heard: Callable[[link.FromLearner], None],
+        heard: Callable[[learner_ipc.FromLearner], None],
         ended: Callable[[str, int], None],
         reunion: str,
         manifest: bytes | None,
@@ -348,7 +348,7 @@ class _Starting:
         host: SimulatedHost,
         vectors: Vectors,
         name: LearnerId,
-        heard: Callable[[link.FromLearner], None],
+        heard: Callable[[learner_ipc.FromLearner], None],
         ended: Callable[[str, int], None],
     ) -> None:
         self._host = host
@@ -391,7 +391,7 @@ class _Starting:
         learner = self._learner
         if learner is None or self._host.is_dead:
             return
-        self._channel.tell(link.Exit())
+        self._channel.tell(learner_ipc.Exit())
         until = self._host.now() + EXIT_S
         while not learner.is_dead and self._host.now() < until:
             await self._host.sleep(0.1)

@@ -7,8 +7,8 @@ from collections import Counter
 from p2pdiloco.peer.host import Links
 from p2pdiloco.peer.standing import Everybody
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.wire.answers import Answer, RequestError
-from p2pdiloco.wire.bodies import GetStatements, TellStatements, encode
+from p2pdiloco.wire.control_messages import GetStatements, TellStatements, encode
+from p2pdiloco.wire.request_reply import Answer, RequestError
 
 ASK_S = 10.0
 MOST_BYTES = 1 << 16

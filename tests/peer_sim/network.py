@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from p2pdiloco.net.handshake import NONCE_BYTES, Dialled, Greeter, MismatchError, Role
 from p2pdiloco.peer.host import within
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.wire.answers import RequestError, RequestRefused, Response
+from p2pdiloco.wire.request_reply import RequestError, RequestRefused, Response
 
 if TYPE_CHECKING:
     from tests.peer_sim.host import SimulatedHost

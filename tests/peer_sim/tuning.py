@@ -17,12 +17,12 @@ COMMITS_S = 0.5
 def install() -> None:
     """To be called first of all in a process."""
     taken = [
-        name for name in sys.modules if name.startswith("p2pdiloco.tensors.") and name != "p2pdiloco.tensors.recipes"
+        name for name in sys.modules if name.startswith("p2pdiloco.tensors.") and name != "p2pdiloco.codec.formats"
     ]
     assert not taken, f"{taken} know another chunk already"
-    from p2pdiloco.tensors import recipes
+    from p2pdiloco.codec import formats
 
-    setattr(recipes, "CHUNK", CHUNK)  # noqa: B010 (it is Final for everybody else)
+    setattr(formats, "CHUNK", CHUNK)  # noqa: B010 (it is Final for everybody else)
     from p2pdiloco.peer import commit_log
 
     commit_log.EVERY_S = COMMITS_S

@@ -15,6 +15,7 @@ import msgspec
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from p2pdiloco.codec.digests import StateForm, state_digest
 from p2pdiloco.peer import checkpoint, kept_shards
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.peer.metrics import Metrics
@@ -39,9 +40,7 @@ from p2pdiloco.protocol.manifest import (
     make_layout,
 )
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.tensors.digests import state_digest
-from p2pdiloco.tensors.states import StateForm
-from p2pdiloco.wire.bodies import PeerStatus, StateProof
+from p2pdiloco.wire.control_messages import PeerStatus, StateProof
 from tests.peer_sim.checkers import Checks
 from tests.peer_sim.directory import Directory
 from tests.peer_sim.durability import Durability, shown

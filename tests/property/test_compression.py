@@ -10,9 +10,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pdiloco.tensors.quantizers import CHUNK, LARGEST_BODY, encode_vector, recipe
-from p2pdiloco.wire import compression, libzstd
-from p2pdiloco.wire.compression import (
+from p2pdiloco.codec import compression
+from p2pdiloco.codec.compression import (
     STORED,
     compress,
     decompress,
@@ -23,15 +22,16 @@ from p2pdiloco.wire.compression import (
     store,
     unpack,
 )
+from p2pdiloco.codec.quantization import CHUNK, LARGEST_BODY, encode_vector, recipe
 
 
 @pytest.fixture(params=["zstandard", "libzstd"], autouse=True, scope="module")
 def decoder(request: pytest.FixtureRequest) -> Iterator[None]:
     """Both that may decode."""
-    if request.param == "libzstd" and not libzstd.AVAILABLE:
+    if request.param == "libzstd" and not compression.AVAILABLE:
         pytest.skip("no libzstd here that is worth using")
     before = compression._contexts.decoder
-    compression._contexts.decoder = libzstd.Decoder() if request.param == "libzstd" else None
+    compression._contexts.decoder = compression.Decoder() if request.param == "libzstd" else None
     yield
     compression._contexts.decoder = before
 
@@ -88,7 +88,7 @@ def test_bodies_come_back_as_they_were(bodies: list[bytes], kind: type, is_store
 @pytest.mark.parametrize("is_fast", [False, True])
 def test_stored_bodies_are_neither_coded_nor_copied(is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """int4's: four bits each and a scale a block. With the library and without it."""
-    monkeypatch.setattr("p2pdiloco.tensors.quantizers.scratch.is_fast", is_fast)
+    monkeypatch.setattr("p2pdiloco.codec.quantization.scratch.is_fast", is_fast)
     elements = CHUNK + 1000
     values = torch.randn(elements, generator=torch.Generator().manual_seed(1))
     bodies = encode_vector(recipe("int4"), values, room=index_bytes(2))

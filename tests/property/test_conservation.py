@@ -22,6 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from p2pdiloco.codec import compression, digests, quantization
+from p2pdiloco.codec.digests import packed
 from p2pdiloco.peer import shift_queue
 from p2pdiloco.peer.global_state import GlobalState, StaleBaseError
 from p2pdiloco.peer.shift_queue import Moves, Shifts
@@ -29,13 +31,11 @@ from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
-from p2pdiloco.tensors import digests, quantizers
-from p2pdiloco.tensors.states import packed
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.outer_link import OuterLink
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.shared_memory import SharedVectors
-from p2pdiloco.wire import compression, link
+from p2pdiloco.wire import learner_ipc
 
 ELEMENTS = 24
 FRAGMENTS = 2
@@ -134,8 +134,8 @@ class Conservation:
         self.node.setblocking(False)
         self.link = OuterLink(Loop(), self.flat, self.vectors, Channel(theirs), last_step=1 << 40)
         self.theirs = theirs
-        self.decoder = link.Decoder[link.FromLearner](link.FromLearner)
-        self.unread: list[link.FromLearner] = []
+        self.decoder = learner_ipc.Decoder[learner_ipc.FromLearner](learner_ipc.FromLearner)
+        self.unread: list[learner_ipc.FromLearner] = []
 
     def close(self) -> None:
         if self.node is not None:
@@ -164,21 +164,21 @@ class Conservation:
         self.is_begun = False
         self.pass_on(self.state.shifts.load(self.learner))
 
-    def tell(self, message: link.FromNode) -> None:
+    def tell(self, message: learner_ipc.FromNode) -> None:
         assert self.node is not None
-        self.node.sendall(link.encode(message))
+        self.node.sendall(learner_ipc.encode(message))
 
     def pass_on(self, shifts: Shifts) -> None:
         """As Supervision does."""
         if shifts.added:
-            self.tell(link.Shift(shards=shifts.added, replace=False))
+            self.tell(learner_ipc.Shift(shards=shifts.added, replace=False))
         if shifts.replaced:
             for shard in shifts.replaced:
                 self.told[shard].append(self.eras[shard])
-            self.tell(link.Shift(shards=shifts.replaced, replace=True))
+            self.tell(learner_ipc.Shift(shards=shifts.replaced, replace=True))
         if shifts.is_last_piece:
             self.is_begun = True
-            self.tell(link.Begin(step=0))
+            self.tell(learner_ipc.Begin(step=0))
 
     # -- what the learner does, told by it -----------------------------------------------------------------------------
 
@@ -217,9 +217,9 @@ class Conservation:
         """The node reads some of the answers."""
         for _ in range(min(most, len(self.unread))):
             match self.unread.pop(0):
-                case link.Shifted(shards=shards):
+                case learner_ipc.Shifted(shards=shards):
                     self.pass_on(self.state.shifts.shifted(shards))
-                case link.Snapshotted(fragment=fragment):
+                case learner_ipc.Snapshotted(fragment=fragment):
                     self.state.shifts.snapshot_taken(fragment)
                     self.is_asked[fragment] = False
                     for shard in self.layout.fragments[fragment]:
@@ -234,7 +234,7 @@ class Conservation:
             self.state.shifts.snapshot_asked(FragmentId(fragment))
             for shard in self.layout.fragments[fragment]:
                 self.has_copy[shard] = False
-            self.tell(link.Snapshot(fragment=FragmentId(fragment), step=0))
+            self.tell(learner_ipc.Snapshot(fragment=FragmentId(fragment), step=0))
 
     def encode(self, shard: int) -> None:
         """What is given is all that was not merged when the learner copied, to the bit."""
@@ -419,7 +419,7 @@ def single(values: np.ndarray) -> Tensor:
 
 def encoded(values: np.ndarray) -> bytes:
     """A payload of somebody else's."""
-    bodies = quantizers.encode_vector(quantizers.recipe("bf16"), single(values))
+    bodies = quantization.encode_vector(quantization.recipe("bf16"), single(values))
     payload = compression.join([bytes(body) for body in bodies])
     assert np.array_equal(decoded(payload), values)
     return payload
@@ -427,5 +427,5 @@ def encoded(values: np.ndarray) -> bytes:
 
 def decoded(payload: bytes) -> np.ndarray:
     """Its values."""
-    bodies = compression.split(payload, 1, quantizers.LARGEST_BODY)
-    return quantizers.decode_chunks(bodies, torch.empty(ELEMENTS)).numpy().astype(np.float64)
+    bodies = compression.split(payload, 1, quantization.LARGEST_BODY)
+    return quantization.decode_chunks(bodies, torch.empty(ELEMENTS)).numpy().astype(np.float64)

@@ -11,11 +11,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from p2pdiloco.codec import merge, numba_kernels, shard_codec
+from p2pdiloco.codec.formats import HEADER
+from p2pdiloco.codec.merge import EncodedGradient, contribution
+from p2pdiloco.codec.quantization import encode_vector, recipe
 from p2pdiloco.protocol.manifest import Codec, MergeRule
-from p2pdiloco.tensors import kernels, merge, shard_bodies
-from p2pdiloco.tensors.merge import EncodedGradient, contribution
-from p2pdiloco.tensors.quantizers import encode_vector, recipe
-from p2pdiloco.tensors.scratch import HEADER
 
 ELEMENTS = 300
 LONGEST = 40.0
@@ -28,9 +28,9 @@ weights = st.sampled_from([0.0, 1e-12, 1.0, 2.5e11, 1e30])
 def without_the_library(is_native: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not is_native:
-            patch.setattr(kernels, "AVAILABLE", False)
-            patch.setattr(shard_bodies, "_sum", None)
-            patch.setattr(shard_bodies, "_square", None)
+            patch.setattr(numba_kernels, "AVAILABLE", False)
+            patch.setattr(shard_codec, "_sum", None)
+            patch.setattr(shard_codec, "_square", None)
         yield
 
 

@@ -13,11 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pdiloco.tensors import kernels, native, shard_bodies, step_kernels
-from p2pdiloco.tensors.chunk_bodies import LARGEST_BITS, VERSION
-from p2pdiloco.tensors.recipes import FORMATS
-from p2pdiloco.tensors.scratch import HEADER
-from p2pdiloco.tensors.shard_bodies import Bodies
+from p2pdiloco.codec import native, numba_kernels, shard_codec
+from p2pdiloco.codec.formats import FORMATS, HEADER, LARGEST_BITS, VERSION
+from p2pdiloco.codec.shard_codec import Bodies
 
 pytest.importorskip("numba")
 pytestmark = [
@@ -35,7 +33,7 @@ def reference() -> tuple[ModuleType, ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "LIBRARY", None)
         found = []
-        for module in (kernels, step_kernels):
+        for module in (numba_kernels, numba_kernels):
             assert module.__spec__ is not None
             again = importlib.util.module_from_spec(module.__spec__)
             patch.setitem(sys.modules, module.__name__, again)
@@ -76,15 +74,15 @@ def test_steps_have_the_same_bits(
     nothing, not_narrow = np.empty(0, np.float32), np.empty(0, np.int16)
     mine = (own.packed, own.scales) if has_own else (np.empty(0, np.int8), nothing)
     factors, found = (0.4, 0.7, 1.63), []
-    for steps in (step_kernels, reference[1]):
+    for steps in (numba_kernels, reference[1]):
         t, b, g = theta.copy(), buffer.copy(), buffer.copy()
         m = (nothing, narrow.copy()) if is_narrow else (momentum.copy(), not_narrow)
         aside = np.empty_like(theta), *(np.empty_like(one) for one in m)
-        if steps is step_kernels:
+        if steps is numba_kernels:
             ours, vectors = Bodies.of(own.whole) if has_own else None, (torch.from_numpy(t), m)
-            assert shard_bodies.stepped_aside(body.whole, (t, *m), aside, factors)
-            assert shard_bodies.stepped(Bodies.of(body.whole), ours, *vectors, torch.from_numpy(b), is_added, factors)
-            assert shard_bodies.stepped(Bodies.of(body.whole), ours, *vectors, None, is_added, factors)
+            assert shard_codec.stepped_aside(body.whole, (t, *m), aside, factors)
+            assert shard_codec.stepped(Bodies.of(body.whole), ours, *vectors, torch.from_numpy(b), is_added, factors)
+            assert shard_codec.stepped(Bodies.of(body.whole), ours, *vectors, None, is_added, factors)
         else:
             steps.step_aside_int4(body.packed, body.scales, block, t, *m, *aside, *factors)
             steps.step_int4(body.packed, body.scales, *mine, block, t, *m, b, is_added, *factors)
@@ -103,9 +101,9 @@ def test_decoding_has_the_same_bits(reference: Any, elements: int, block: int, s
     """What every peer computes of a body."""
     body = Body(elements, block, seed)
     out, added = np.empty((2, elements), np.float32), np.tile(np.linspace(-1, 1, elements, dtype=np.float32), (2, 1))
-    assert shard_bodies.decoded(body.whole, torch.from_numpy(out[0]))
-    assert shard_bodies.decoded(body.whole, torch.from_numpy(added[0]), 0.3)
-    squares = shard_bodies.squared_norms(Bodies.of(body.whole), elements)
+    assert shard_codec.decoded(body.whole, torch.from_numpy(out[0]))
+    assert shard_codec.decoded(body.whole, torch.from_numpy(added[0]), 0.3)
+    squares = shard_codec.squared_norms(Bodies.of(body.whole), elements)
     sums, wide = np.empty(len(body.raw), np.int32), np.empty(len(body.raw), np.float32)
     assert reference[0].widen_scales(body.raw.view(np.uint8), wide.view(np.int32), LARGEST_BITS)
     reference[0].unpack_int4(body.packed, wide, block, out[1])
@@ -129,7 +127,7 @@ def test_encoding_is_the_same_but_for_the_order_of_sums(
     x[block : 2 * block] = less[block : 2 * block] = 0
     nothing, blocks = np.empty(0, np.float32), -(-elements // block)
     found = []
-    for module in (kernels, reference[0]):
+    for module in (numba_kernels, reference[0]):
         packed, scales = np.zeros((3, blocks * block // 2), np.uint8), np.zeros((3, blocks), np.uint16)
         how = (block, 0.4, 4.0, 7.0, 1e-15, 1e18)
         given = ((x, nothing), (x, less), (x - less, nothing))
@@ -154,9 +152,9 @@ def test_encoding_is_the_same_but_for_the_order_of_sums(
 def test_what_does_not_fit_is_refused() -> None:
     """A vector of another type, or one with gaps, is not handed to the library."""
     with pytest.raises(TypeError, match="float32"):
-        kernels.squares(np.zeros(8))
+        numba_kernels.squares(np.zeros(8))
     with pytest.raises(TypeError, match="contiguous"):
-        kernels.squares(np.zeros(8, np.float32)[::2])
+        numba_kernels.squares(np.zeros(8, np.float32)[::2])
 
 
 def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from p2pdiloco.net.handshake import Role
 from p2pdiloco.net.inbox import Inbox
 from p2pdiloco.net.parts import Spreader
 from p2pdiloco.net.peers import TWIN, Peers
-from p2pdiloco.wire.answers import RequestError, RequestRefused, Response
+from p2pdiloco.wire.request_reply import RequestError, RequestRefused, Response
 
 SEEDS = st.integers(0, 2**32)
 QUIET_S = 200.0

@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pdiloco.protocol.manifest import Codec
-from p2pdiloco.tensors import kernels
-from p2pdiloco.tensors.quantizers import (
+from p2pdiloco.codec import numba_kernels
+from p2pdiloco.codec.compression import join, payload_limit, split
+from p2pdiloco.codec.formats import HEADER, scratch
+from p2pdiloco.codec.quantization import (
     BLOCK,
     CHUNK,
     LARGEST_BODY,
@@ -28,8 +29,7 @@ from p2pdiloco.tensors.quantizers import (
     recipe,
     squared_norm,
 )
-from p2pdiloco.tensors.scratch import HEADER, scratch
-from p2pdiloco.wire.compression import join, payload_limit, split
+from p2pdiloco.protocol.manifest import Codec
 
 CODECS: list[Codec] = ["int4", "int8", "bf16", "int2", "e3m0"]
 SCALED: list[Codec] = ["int4", "int8", "int2", "e3m0"]
@@ -272,7 +272,7 @@ def test_impossible_recipes_say_so() -> None:
             recipe("int4", step, block)
 
 
-@pytest.mark.skipif(not kernels.AVAILABLE, reason="there are none: no compiler, no numba")
+@pytest.mark.skipif(not numba_kernels.AVAILABLE, reason="there are none: no compiler, no numba")
 @given(
     st.integers(0, 10**6),
     st.sampled_from([0.0, 0.335, 0.4, 1.0]),

@@ -19,6 +19,7 @@ import msgspec
 import pytest
 import torch
 
+from p2pdiloco.codec.digests import state_digest
 from p2pdiloco.node.run_folder import (
     FolderInUseError,
     NameTakenError,
@@ -49,8 +50,7 @@ from p2pdiloco.protocol.manifest import (
 )
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.tensors.digests import state_digest
-from p2pdiloco.wire.bodies import StateProof
+from p2pdiloco.wire.control_messages import StateProof
 
 OURS = Identity.ephemeral()
 ELEMENTS = 64

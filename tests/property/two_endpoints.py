@@ -37,7 +37,7 @@ from p2pdiloco.net.handshake import Dialled, Greeter, Role
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits
 from p2pdiloco.net.path import Path
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.wire.answers import Answer
+from p2pdiloco.wire.request_reply import Answer
 
 PART = 1000
 FINGERPRINT = bytes(32)

@@ -18,12 +18,12 @@ from benchmarks.quality.laboratory import Laboratory, Result
 from benchmarks.quality.moments import Moments
 from benchmarks.quality.settings import Setting, from_row, to_row
 from benchmarks.quality.stacked import Stack
+from p2pdiloco.codec.merge import token_weight
 from p2pdiloco.peer.global_state import GlobalState
 from p2pdiloco.peer.shift_queue import Moves
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
-from p2pdiloco.tensors.merge import token_weight
 from p2pdiloco.training.corpus_files import Corpus
 from p2pdiloco.training.optimizers import inner_optimizers
 from p2pdiloco.training.parameters import FlatParameters

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.seeded_bugs.inject import Bug
 
-_CERTIFICATES = "p2pdiloco.wire.certificates"
-_STATEMENTS = "p2pdiloco.wire.statements"
-_MEMBERS = "p2pdiloco.wire.members"
-_INVITES = "p2pdiloco.wire.invites"
+_CERTIFICATES = "p2pdiloco.access.certificates"
+_STATEMENTS = "p2pdiloco.access.membership_log"
+_MEMBERS = "p2pdiloco.access.members"
+_INVITES = "p2pdiloco.access.invite_code"
 _HANDSHAKE = "p2pdiloco.net.handshake"
 _CONNECTION = "p2pdiloco.net.connection"
 

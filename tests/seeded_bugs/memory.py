@@ -26,7 +26,7 @@ BUGS = (
     # -- momentum in two bytes -----------------------------------------------------------------------------------------
     Bug(
         name="what rounding takes off the momentum is lost",
-        module="p2pdiloco.tensors.outer",
+        module="p2pdiloco.codec.outer_optimizer",
         old="return momentum_factor * momentum_factor / (1.0 - momentum_factor)",
         new="return 0.0",
         harm="small gradients are lost in a large momentum",
@@ -34,7 +34,7 @@ BUGS = (
     ),
     Bug(
         name="momentum is cut to bfloat16, not rounded",
-        module="p2pdiloco.tensors.outer",
+        module="p2pdiloco.codec.outer_optimizer",
         old="copy_((bits + odd + 0x7FFF) >> 16)",
         new="copy_(bits >> 16)",
         harm="peers without numba have other bits, and are refused",
@@ -42,7 +42,7 @@ BUGS = (
     ),
     Bug(
         name="ties of a momentum go up",
-        module="p2pdiloco.tensors.outer",
+        module="p2pdiloco.codec.outer_optimizer",
         old="odd = (bits >> 16) & 1",
         new="odd = 1",
         harm="peers without numba have other bits, and are refused",
@@ -50,7 +50,7 @@ BUGS = (
     ),
     Bug(
         name="an int4 body's step keeps the momentum as it was",
-        module="p2pdiloco.tensors.outer",
+        module="p2pdiloco.codec.outer_optimizer",
         old="return _NOWHERE, _bits(momentum)",
         new="return _NOWHERE, _bits(momentum.clone())",
         harm="a peer's next commits give another state than everybody else's",
@@ -74,7 +74,7 @@ BUGS = (
     ),
     Bug(
         name="a chunk is cut in its middle whatever momentum is kept in",
-        module="p2pdiloco.tensors.states",
+        module="p2pdiloco.codec.digests",
         old="cut = len(chunk) // self.width * THETA_BYTES",
         new="cut = len(chunk) // 2",
         harm="a newcomer's state is noise",

@@ -122,7 +122,7 @@ BUGS = (
     ),
     Bug(
         name="a router's answer to somebody else is taken",
-        module="p2pdiloco.wire.mappings",
+        module="p2pdiloco.nat.port_mapping_codec",
         old="if (told, protocol, inner) != (nonce, TCP, port):",
         new="if (protocol, inner) != (TCP, port):",
         harm="whoever is in the same network names the port that a peer publishes",

@@ -7,7 +7,7 @@ from tests.seeded_bugs.inject import Bug
 BUGS = (
     Bug(
         name="a stored body may be of any size",
-        module="p2pdiloco.wire.compression",
+        module="p2pdiloco.codec.compression",
         old="if is_stored and max(sizes, default=0) > max_bytes:",
         new="if False:",
         harm="what is bounded elsewhere by its size is not",
@@ -15,7 +15,7 @@ BUGS = (
     ),
     Bug(
         name="without the library bodies have no room before them",
-        module="p2pdiloco.tensors.quantizers",
+        module="p2pdiloco.codec.quantization",
         old="memory, ends = bytearray(room), list[int]()",
         new="memory, ends = bytearray(), list[int]()",
         harm="the index is written over the first body",

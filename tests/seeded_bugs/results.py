@@ -251,7 +251,7 @@ BUGS = (
     # -- fragments -----------------------------------------------------------------------------------------------------
     Bug(
         name="no tensor is cut among fragments",
-        module="p2pdiloco.tensors.fragments",
+        module="p2pdiloco.codec.fragments",
         old="        if max(loads) * fragments <= largest * total:\n",
         new="        if True:\n",
         harm="the turn of an embedding's fragment takes many times as long as others'",

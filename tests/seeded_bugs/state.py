@@ -201,7 +201,7 @@ BUGS = (
     ),
     Bug(
         name="a contribution counts as long as it is",
-        module="p2pdiloco.tensors.merge",
+        module="p2pdiloco.codec.merge",
         old="return [min(n, LONGEST * max(typical, reach)) for n, typical, reach in found]",
         new="return list(norms)",
         harm="one of four that sends noise a hundred times as long makes the merged step 25 times as long",
@@ -212,7 +212,7 @@ BUGS = (
     ),
     Bug(
         name="a contribution is compared with itself",
-        module="p2pdiloco.tensors.merge",
+        module="p2pdiloco.codec.merge",
         old="(length * length - squares) / pairs",
         new="length * length / (pairs + squares)",
         harm="learners seem to agree, the fewer the more, and nobody sees that one pulls away",
@@ -220,7 +220,7 @@ BUGS = (
     ),
     Bug(
         name="declared steps lengthen a contribution without a bound",
-        module="p2pdiloco.tensors.merge",
+        module="p2pdiloco.codec.merge",
         old="pace * min(s, turn_steps) if s else 0.0",
         new="pace * s if s else 0.0",
         harm="whoever declares the steps of 64 turns goes 64 times as far as the others",
@@ -228,7 +228,7 @@ BUGS = (
     ),
     Bug(
         name="short contributions are a measure",
-        module="p2pdiloco.tensors.merge",
+        module="p2pdiloco.codec.merge",
         old="LONGEST * max(typical, reach)",
         new="LONGEST * typical",
         harm="beside a newcomer's first steps, or a machine that is much slower, the other's turn is cut short",
@@ -236,7 +236,7 @@ BUGS = (
     ),
     Bug(
         name="a declared weight is believed",
-        module="p2pdiloco.tensors.merge",
+        module="p2pdiloco.codec.merge",
         old="return [min(w, MOST_WEIGHT * typical) for w, typical in zip(weights, _typical(weights), strict=True)]",
         new="return list(weights)",
         harm="one member declares many tokens, and every merge is what it gave",
@@ -281,7 +281,7 @@ BUGS = (
     ),
     Bug(
         name="momentum's bias not corrected",
-        module="p2pdiloco.tensors.outer",
+        module="p2pdiloco.codec.outer_optimizer",
         old="return learning_rate / (1.0 - power)",
         new="return learning_rate",
         harm="the first turns go less far than the later ones, and short runs end further behind",

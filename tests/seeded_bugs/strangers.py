@@ -220,7 +220,7 @@ BUGS = (
     ),
     Bug(
         name="newcomers count as what brings nobody",
-        module="p2pdiloco.wire.members",
+        module="p2pdiloco.access.members",
         old='return "nothing" if subject in self._known else "peer"',
         new='return "nothing"',
         harm="a newcomer in a large run hears of some of its members only, and takes no commits of the others",

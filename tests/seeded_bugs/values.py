@@ -142,7 +142,7 @@ BUGS = (
     ),
     Bug(
         name="whatever is not zero has a direction",
-        module="p2pdiloco.tensors.merge",
+        module="p2pdiloco.codec.merge",
         old="    return found if found >= SHORTEST else 0.0",
         new="    return found",
         harm="a liar gives one value of 1e-40, each merge fails, nobody is named, and what the others gave is dropped",
@@ -153,7 +153,7 @@ BUGS = (
     ),
     Bug(
         name="what cancels out is made as long as its parts by one factor",
-        module="p2pdiloco.tensors.merge",
+        module="p2pdiloco.codec.merge",
         old="if factor > LARGEST:",
         new="if math.isnan(factor):",
         harm="two liars that give a long vector and its opposite let each merge fail, and nobody is named",
@@ -164,7 +164,7 @@ BUGS = (
     ),
     Bug(
         name="contributions may be as long as what can be encoded",
-        module="p2pdiloco.tensors.merge",
+        module="p2pdiloco.codec.merge",
         old="MOST: Final = LARGEST / 2",
         new="MOST: Final = LARGEST",
         harm="ten liars give the longest vector that there is, and their sum is longer by its rounding",
@@ -172,7 +172,7 @@ BUGS = (
     ),
     Bug(
         name="a contribution may be of any length",
-        module="p2pdiloco.tensors.merge",
+        module="p2pdiloco.codec.merge",
         old="if found.norm() > MOST:",
         new="if False:",
         harm="a liar with half of the weight lets every merge of its shards fail, and nobody is named",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
+from p2pdiloco.codec.digests import state_digest
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol import events as ev
@@ -29,12 +30,11 @@ from p2pdiloco.protocol.manifest import (
     TensorSpec,
 )
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.tensors.digests import state_digest
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.outer_link import OuterLink
 from p2pdiloco.training.parameters import FlatParameters
-from p2pdiloco.wire import link
-from p2pdiloco.wire.bodies import StateProof
+from p2pdiloco.wire import learner_ipc
+from p2pdiloco.wire.control_messages import StateProof
 
 if TYPE_CHECKING:
     from troupe import Member
@@ -98,7 +98,7 @@ class Learner:
 
     pid = 0
 
-    def __init__(self, member: Member, heard: Callable[[link.FromLearner], None], ended: Any) -> None:
+    def __init__(self, member: Member, heard: Callable[[learner_ipc.FromLearner], None], ended: Any) -> None:
         self._member = member
         self._heard = heard
         self.ended: Callable[[str, int], None] = ended
@@ -115,7 +115,7 @@ class Learner:
         self._node.setblocking(False)
         flat = FlatParameters(named, tensors, layout)
         self.link = OuterLink(self.loop, flat, member.vectors, Channel(self._theirs), last_step=1 << 40)
-        self._decoder = link.Decoder[link.FromLearner](link.FromLearner)
+        self._decoder = learner_ipc.Decoder[learner_ipc.FromLearner](learner_ipc.FromLearner)
         member.lives.append(self)
         self.link.greet(device="cpu")
         self.boundary()
@@ -128,10 +128,10 @@ class Learner:
         self._node.close()
         self._theirs.close()
 
-    def send(self, message: link.FromNode) -> None:
+    def send(self, message: learner_ipc.FromNode) -> None:
         """From the node."""
         if not self.is_over:
-            self._node.sendall(link.encode(message))
+            self._node.sendall(learner_ipc.encode(message))
 
     def boundary(self) -> None:
         """The learner does what it was told, and the node hears its answers; nothing once it has ended."""

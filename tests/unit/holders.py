@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
+from p2pdiloco.access import membership_log
+from p2pdiloco.access.certificates import NEVER, NO_CAP, Certificate, Chain, Grant, Kind, Role, certify, hint_of
+from p2pdiloco.access.members import Members
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.manifest import Access
 from p2pdiloco.runtime.identity import Identity, verify
-from p2pdiloco.wire import statements
-from p2pdiloco.wire.certificates import (
-    NEVER,
-    NO_CAP,
-    Certificate,
-    Chain,
-    Grant,
-    Kind,
-    Role,
-    certify,
-    hint_of,
-)
-from p2pdiloco.wire.members import Members
 
 RUN = RunId("ab" * 20)
 FOUNDER = Identity.ephemeral()
@@ -69,10 +59,10 @@ class Holder:
         return self.certifies(None, Kind.INVITE, role, cap=cap, not_after=not_after)
 
     def bans(self, other: Holder) -> bytes:
-        return statements.ban(RUN, other.peer, self.grant, self.identity.sign)
+        return membership_log.ban(RUN, other.peer, self.grant, self.identity.sign)
 
     def closes(self, invite: Holder, *stay: Holder) -> bytes:
-        return statements.closing(RUN, invite.peer, [one.peer for one in stay], self.grant, self.identity.sign)
+        return membership_log.closing(RUN, invite.peer, [one.peer for one in stay], self.grant, self.identity.sign)
 
 
 def the_founder() -> Holder:

@@ -8,6 +8,8 @@ import msgspec
 import pytest
 from actors import FOUNDER, make_manifest
 
+from p2pdiloco.access.certificates import Grant, Role
+from p2pdiloco.access.invite_code import decode_invite
 from p2pdiloco.cli.complaints import REPAIR
 from p2pdiloco.cli.main import main
 from p2pdiloco.node.credentials import Credentials, MemberFiles, accepted, invite_key, members_of
@@ -16,8 +18,6 @@ from p2pdiloco.node.kept_runs import folder_of
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import MANIFEST, Access, Manifest
 from p2pdiloco.runtime.identity import KEY_FILE, Identity
-from p2pdiloco.wire.certificates import Grant, Role
-from p2pdiloco.wire.invites import decode_invite
 
 pytestmark = pytest.mark.usefixtures("own_logging")
 ADDRESS = f"/ip4/127.0.0.1/tcp/4100/p2p/{Identity.ephemeral().peer_id}"

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from test_wire_invites import invite
 
+from p2pdiloco.access.invite_code import encode_invite
 from p2pdiloco.cli import launch
 from p2pdiloco.cli.main import _parse, main
-from p2pdiloco.wire.invites import encode_invite
 
 yaml = pytest.importorskip("yaml")
 INVITE = encode_invite(invite())

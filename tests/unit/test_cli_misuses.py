@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from test_wire_invites import invite
 
+from p2pdiloco.access.invite_code import encode_invite
 from p2pdiloco.cli.main import main
-from p2pdiloco.wire.invites import encode_invite
 
 pytestmark = [pytest.mark.usefixtures("own_logging"), pytest.mark.heavy]
 REPAIR, NOBODY_THERE = 2, 3

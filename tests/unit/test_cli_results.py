@@ -26,7 +26,7 @@ from p2pdiloco.runtime.identity import KEY_FILE
 from p2pdiloco.training.export import ABOUT
 from p2pdiloco.training.trainable import embedding_names, trainable
 from p2pdiloco.training.transformer import build_model
-from p2pdiloco.wire.bodies import PeerStatus
+from p2pdiloco.wire.control_messages import PeerStatus
 
 pytestmark = pytest.mark.usefixtures("own_logging")
 SMALL = ModelConfig(width=16, depth=1, heads=2, context=8)

@@ -18,7 +18,7 @@ from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.node.run_folder import NameTakenError
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.protocol.manifest import RunConfig
-from p2pdiloco.wire.records import RunRecord
+from p2pdiloco.wire.directory_records import RunRecord
 
 RUN = RunId("a" * 40)
 RECORD = RunRecord("story", 1000)

@@ -19,6 +19,8 @@ from actors import make_manifest
 
 import p2pdiloco
 from p2pdiloco import companion
+from p2pdiloco.access.certificates import NEVER, NO_CAP, Role
+from p2pdiloco.access.invite_code import Invite, encode_invite
 from p2pdiloco.cli.main import _parse, main
 from p2pdiloco.companion import LEAVE_S, RESTARTS, STABLE_S, Companion, CompanionError, Wish, leaving_s
 from p2pdiloco.node.credentials import Credentials, make_invite
@@ -27,9 +29,7 @@ from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.state_home import state_home
 from p2pdiloco.training.reunion import Found, Reunion, find_learner
-from p2pdiloco.wire import link
-from p2pdiloco.wire.certificates import NEVER, NO_CAP, Role
-from p2pdiloco.wire.invites import Invite, encode_invite
+from p2pdiloco.wire import learner_ipc
 
 RUN = RunId("0" * 40)
 
@@ -250,13 +250,13 @@ def test_a_script_is_told_the_run_before_it_takes_the_node_however_slowly() -> N
     name = f"p2pdiloco-test-{os.getpid()}"
     reunion = Reunion(name, 60.0, is_script=True)
     assert reunion.open()
-    welcome = link.welcome(b"manifest" * 100)
+    welcome = learner_ipc.welcome(b"manifest" * 100)
     with visit(name) as connection:
         for byte in welcome[:-1]:
             assert reunion.poll() is None
             connection.send(bytes([byte]))
         assert reunion.poll() is None
-        connection.send(welcome[-1:] + link.encode(link.Pause()))
+        connection.send(welcome[-1:] + learner_ipc.encode(learner_ipc.Pause()))
         found = reunion.poll()
     assert isinstance(found, Found)
     assert found.manifest == b"manifest" * 100
@@ -269,11 +269,11 @@ def test_a_node_that_leaves_in_its_welcome_is_forgotten_and_the_next_is_heard() 
     reunion = Reunion(name, 60.0, is_script=True)
     assert reunion.open()
     with visit(name) as connection:
-        connection.send(link.welcome(b"first")[:-1])
+        connection.send(learner_ipc.welcome(b"first")[:-1])
         assert reunion.poll() is None
     assert reunion.poll() is None
     with visit(name) as connection:
-        connection.send(link.welcome(b"second"))
+        connection.send(learner_ipc.welcome(b"second"))
         found = reunion.poll()
     assert found is not None
     assert found.manifest == b"second"

@@ -24,7 +24,7 @@ from p2pdiloco.net.frames import (
 )
 from p2pdiloco.net.inbox import STAGING_BYTES, Aborted, Begun, Completed, Event, Frame, Inbox
 from p2pdiloco.net.outbox import GROUP_BYTES, Outbox
-from p2pdiloco.wire.blocks import Blocks, block_bytes
+from p2pdiloco.wire.buffer_pool import Blocks, block_bytes
 
 CHUNK = 1000
 GENEROUS = 1 << 30

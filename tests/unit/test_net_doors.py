@@ -8,6 +8,8 @@ from typing import NamedTuple
 import pytest
 from holders import NOW, RUN, Holder, members, the_founder
 
+from p2pdiloco.access.certificates import Role as MemberRole
+from p2pdiloco.access.members import Members
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.doors import Door, JoinersDoor, MembersDoor, OpenDoor
 from p2pdiloco.net.endpoint import Endpoint
@@ -16,8 +18,6 @@ from p2pdiloco.net.handshake import Dialled, Greeter, Role
 from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime.identity import Identity, verify
-from p2pdiloco.wire.certificates import Role as MemberRole
-from p2pdiloco.wire.members import Members
 
 FINGERPRINT = bytes(32)
 ASK = "ask whoever founded it for an invite"

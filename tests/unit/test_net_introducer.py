@@ -4,22 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2pdiloco.net.introducer import (
-    ASKED_A_MINUTE,
-    CALLED_A_MINUTE,
-    MINUTE_S,
-    PAIR_S,
-    PAIRS,
-    PAIRS_OF_PEER,
-    Hang,
-    Introducer,
-    Joined,
-    NotIntroducedError,
-    Say,
-)
-from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.wire.bodies import GetStatus, encode
-from p2pdiloco.wire.introductions import (
+from p2pdiloco.nat.messages import (
     OPENING,
     PROBE,
     REFUSED,
@@ -37,7 +22,22 @@ from p2pdiloco.wire.introductions import (
     is_introduction,
     seen_size,
 )
-from p2pdiloco.wire.records import PeerRecord
+from p2pdiloco.net.introducer import (
+    ASKED_A_MINUTE,
+    CALLED_A_MINUTE,
+    MINUTE_S,
+    PAIR_S,
+    PAIRS,
+    PAIRS_OF_PEER,
+    Hang,
+    Introducer,
+    Joined,
+    NotIntroducedError,
+    Say,
+)
+from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.wire.control_messages import GetStatus, encode
+from p2pdiloco.wire.directory_records import PeerRecord
 
 ANN, BOB = PeerId("ann"), PeerId("bob")
 TICKETS = (b"a" * 16, b"b" * 16)

@@ -22,7 +22,7 @@ from p2pdiloco.runtime.files import lock
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.shared_clock import SharedClock
 from p2pdiloco.training.trial import Trial
-from p2pdiloco.wire.bodies import PeerStatus
+from p2pdiloco.wire.control_messages import PeerStatus
 
 
 def is_found(finding: Finding, verdict: str, detail: str, remedy: str = "") -> None:

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 from holders import FOUNDER, RUN, Holder, members, the_founder
 
+from p2pdiloco.access import members as rules
+from p2pdiloco.access import membership_log
+from p2pdiloco.access.certificates import NEVER, NO_CAP, Role
+from p2pdiloco.access.invite_code import decode_invite, encode_invite
+from p2pdiloco.access.members import Members, NotAMemberError
 from p2pdiloco.node import fellowship
 from p2pdiloco.node.credentials import Credentials, CredentialsError, MemberFiles, accepted, invite_key, make_invite
 from p2pdiloco.node.fellowship import Fellowship
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime.identity import Identity, verify
-from p2pdiloco.wire import members as rules
-from p2pdiloco.wire import statements
-from p2pdiloco.wire.answers import RequestError, RequestRefused, Response
-from p2pdiloco.wire.bodies import GetStatements, TellStatements, decode_request
-from p2pdiloco.wire.certificates import NEVER, NO_CAP, Role
-from p2pdiloco.wire.invites import decode_invite, encode_invite
-from p2pdiloco.wire.members import Members, NotAMemberError
+from p2pdiloco.wire.control_messages import GetStatements, TellStatements, decode_request
+from p2pdiloco.wire.request_reply import RequestError, RequestRefused, Response
 
 ADDRESS = f"/ip4/127.0.0.1/tcp/4100/p2p/{Identity.ephemeral().peer_id}"
 
@@ -264,7 +264,7 @@ def test_malformed_news_are_refused(tmp_path: Path) -> None:
     async def story(place: Place) -> None:
         one = place.enter(the_founder())
         one.door.admit(ann.peer, ann.chain)
-        forged = statements.join_statements([Holder(Identity.ephemeral()).bans(ann)])
+        forged = membership_log.join_statements([Holder(Identity.ephemeral()).bans(ann)])
         for data in (b"\x00", forged):
             with pytest.raises(RequestRefused):
                 await one.answer(ann.peer, TellStatements(data))
@@ -381,7 +381,7 @@ def test_who_tells_what_brings_nobody_new_is_soon_not_looked_at(
     newcomers = [invite.certifies() for _ in range(20)]
 
     def told(holders: list[Holder]) -> TellStatements:
-        return TellStatements(statements.join_statements(statements.introduction(one.grant) for one in holders))
+        return TellStatements(membership_log.join_statements(membership_log.introduction(one.grant) for one in holders))
 
     async def story(place: Place) -> None:
         hub = place.enter(the_founder())
@@ -405,7 +405,7 @@ def test_who_tells_what_brings_nobody_new_is_soon_not_looked_at(
         late = invite.certifies()
         await hub.answer(friend.peer, told([*before, late]))
         assert hub.is_member(late.peer), "whoever used it up keeps nobody out"
-        await hub.answer(friend.peer, TellStatements(statements.join_statements([the_founder().bans(late)])))
+        await hub.answer(friend.peer, TellStatements(membership_log.join_statements([the_founder().bans(late)])))
         assert not hub.is_member(late.peer)
 
     played(tmp_path, story)
@@ -419,7 +419,7 @@ def test_made_up_introductions_are_bounded_and_keep_nobody_out(
     invite = the_founder().invites()
     eve, bob, late = invite.certifies(), invite.certifies(), invite.certifies()
     made_up = [invite.certifies() for _ in range(300)]
-    told = TellStatements(statements.join_statements(statements.introduction(one.grant) for one in made_up))
+    told = TellStatements(membership_log.join_statements(membership_log.introduction(one.grant) for one in made_up))
 
     async def story(place: Place) -> None:
         hub = place.enter(the_founder())

@@ -11,7 +11,7 @@ import pytest
 from test_node_outlook import STATUS
 
 from p2pdiloco.node.figures import ASKED, MOST_PEERS, Figures, figures
-from p2pdiloco.wire.bodies import PeerStatus
+from p2pdiloco.wire.control_messages import PeerStatus
 
 
 def standing(peer: str, rate: float, loss: float | None, **more: Any) -> PeerStatus:

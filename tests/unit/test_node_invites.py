@@ -15,6 +15,8 @@ import pytest
 from actors import FOUNDER, make_manifest
 from troupe import options_of
 
+from p2pdiloco.access.certificates import NEVER, Role
+from p2pdiloco.access.invite_code import decode_invite
 from p2pdiloco.node import invites
 from p2pdiloco.node.credentials import Credentials, CredentialsError, MemberFiles, accepted
 from p2pdiloco.node.invites import (
@@ -34,8 +36,6 @@ from p2pdiloco.node.kept_runs import MANIFEST, folder_of
 from p2pdiloco.protocol.manifest import Manifest, ModelConfig
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.invitation import INVITED, invited_with
-from p2pdiloco.wire.certificates import NEVER, Role
-from p2pdiloco.wire.invites import decode_invite
 
 ADDRESS = f"/ip4/127.0.0.1/tcp/4100/p2p/{Identity.ephemeral().peer_id}"
 THIRD = f"/ip4/127.0.0.1/tcp/4300/p2p/{Identity.ephemeral().peer_id}"

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 from actors import FOUNDER, make_manifest
 
+from p2pdiloco.access.invite_code import decode_invite
 from p2pdiloco.cli.main import main
 from p2pdiloco.node.credentials import accepted
 from p2pdiloco.node.invites import keep_addresses
 from p2pdiloco.node.kept_runs import ConfigError, folder_of, kept_run, kept_runs
 from p2pdiloco.protocol.manifest import MANIFEST, Manifest
 from p2pdiloco.runtime.identity import KEY_FILE, Identity
-from p2pdiloco.wire.invites import decode_invite
 
 pytestmark = pytest.mark.usefixtures("own_logging")
 ADDRESS = f"/ip4/127.0.0.1/tcp/4100/p2p/{Identity.ephemeral().peer_id}"

@@ -15,7 +15,7 @@ from p2pdiloco.runtime.dialler import Dialler
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.rendezvous import Rendezvous
 from p2pdiloco.runtime.transport import DialError, PeerRefused, Transport
-from p2pdiloco.wire.records import PeerRecord
+from p2pdiloco.wire.directory_records import PeerRecord
 from tests.peer_sim.loop import VirtualLoop
 
 BOB = Identity.ephemeral().peer_id

@@ -15,7 +15,7 @@ from p2pdiloco.node.foundation import read_config
 from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.node.learner_process import LearnerProcess
 from p2pdiloco.runtime.process_handle import ProcessHandle
-from p2pdiloco.wire import link
+from p2pdiloco.wire import learner_ipc
 
 pytestmark = pytest.mark.heavy
 
@@ -41,7 +41,7 @@ def test_only_the_nodes_own_learner_is_killed_when_it_takes_nothing(
         )
         learner._process = ProcessHandle(child.pid)
         for step in range(4):
-            learner.send(link.AdoptStep(step=step))
+            learner.send(learner_ipc.AdoptStep(step=step))
 
     try:
         asyncio.run(flood())
@@ -55,7 +55,7 @@ def test_only_the_nodes_own_learner_is_killed_when_it_takes_nothing(
         child.wait()
 
 
-@pytest.mark.parametrize("said", [link.encode(link.Rested()), b"\xff\xff\xff\xff nonsense"])
+@pytest.mark.parametrize("said", [learner_ipc.encode(learner_ipc.Rested()), b"\xff\xff\xff\xff nonsense"])
 def test_a_learner_whose_words_cannot_be_handled_is_ended_and_its_end_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
@@ -63,7 +63,7 @@ def test_a_learner_whose_words_cannot_be_handled_is_ended_and_its_end_is_told(
     program = f"import os, sys, time; os.write(int(sys.argv[2]), {said!r}); time.sleep(60)"
     monkeypatch.setattr(learner_process, "COMMAND", (sys.executable, "-c", program))
 
-    def heard(_: link.FromLearner) -> None:
+    def heard(_: learner_ipc.FromLearner) -> None:
         raise KeyError("a defect of the node")
 
     async def live() -> tuple[str, int]:

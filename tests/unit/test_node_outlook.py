@@ -8,8 +8,8 @@ import pytest
 from p2pdiloco.cli import status as status_command
 from p2pdiloco.node.outlook import Outlook, duration, presented
 from p2pdiloco.protocol.ids import RunId
-from p2pdiloco.wire.bodies import PeerStatus
-from p2pdiloco.wire.records import RunRecord
+from p2pdiloco.wire.control_messages import PeerStatus
+from p2pdiloco.wire.directory_records import RunRecord
 
 STATUS = PeerStatus(
     run="a" * 40,

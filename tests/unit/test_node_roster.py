@@ -10,6 +10,7 @@ from typing import cast
 
 import pytest
 
+from p2pdiloco.nat.messages import Reachable, decode_introduction
 from p2pdiloco.net.doors import OpenDoor
 from p2pdiloco.net.peers import LEAVING
 from p2pdiloco.node import roster
@@ -20,9 +21,8 @@ from p2pdiloco.node.roster import LEFT_S, RECORD_LIFE_S, Roster
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.runtime.directory import Directory, DirectoryError
 from p2pdiloco.runtime.transport import DialError, RequestError, RequestRefused, Transport
-from p2pdiloco.wire.bodies import encode
-from p2pdiloco.wire.introductions import Reachable, decode_introduction
-from p2pdiloco.wire.records import PeerRecord
+from p2pdiloco.wire.control_messages import encode
+from p2pdiloco.wire.directory_records import PeerRecord
 from tests.peer_sim.loop import VirtualLoop
 
 ME, BOB, WATCHER, RUN = PeerId("me"), PeerId("bob"), PeerId("watcher"), RunId("run")

@@ -12,7 +12,7 @@ import pytest
 from p2pdiloco.node import twins
 from p2pdiloco.node.twins import Twins, gives_way
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.wire.records import PeerRecord
+from p2pdiloco.wire.directory_records import PeerRecord
 
 
 @pytest.mark.parametrize(

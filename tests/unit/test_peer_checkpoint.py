@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from p2pdiloco.codec.digests import StateForm, state_digest
 from p2pdiloco.peer import checkpoint
 from p2pdiloco.peer.checkpoint import CheckpointError, best_of, load, load_all, save
 from p2pdiloco.peer.disk import Buffer
@@ -33,9 +34,7 @@ from p2pdiloco.protocol.manifest import (
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
 from p2pdiloco.runtime.files import LOCAL
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.tensors.digests import state_digest
-from p2pdiloco.tensors.states import StateForm
-from p2pdiloco.wire.bodies import StateProof
+from p2pdiloco.wire.control_messages import StateProof
 
 OWNER = Identity.ephemeral()
 ELEMENTS = 64

@@ -11,8 +11,8 @@ from troupe import Member, Stage, act
 
 from p2pdiloco.peer import donor, shard_copy
 from p2pdiloco.protocol.ids import PeerId, ShardId
-from p2pdiloco.wire.answers import Answer, RequestRefused
-from p2pdiloco.wire.bodies import GetChunk, GetState, StateOffer, decode_as, encode
+from p2pdiloco.wire.control_messages import GetChunk, GetState, StateOffer, decode_as, encode
+from p2pdiloco.wire.request_reply import Answer, RequestRefused
 
 ASKER = PeerId("somebody")
 

@@ -12,6 +12,8 @@ import torch
 from actors import genesis
 from troupe import Member, Stage, StageHost, act
 
+from p2pdiloco.codec.digests import digest_list
+from p2pdiloco.codec.formats import CHUNK
 from p2pdiloco.peer.checkpoint import load
 from p2pdiloco.peer.kept_shards import INCOMING
 from p2pdiloco.peer.kept_shards import load as load_kept
@@ -24,10 +26,8 @@ from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId, digest_of, le
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
 from p2pdiloco.protocol.replication import MAX_FETCHES
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.tensors.digests import digest_list
-from p2pdiloco.tensors.recipes import CHUNK
-from p2pdiloco.wire.answers import RequestError, Response
-from p2pdiloco.wire.bodies import GetChunk, GetState, decode_request
+from p2pdiloco.wire.control_messages import GetChunk, GetState, decode_request
+from p2pdiloco.wire.request_reply import RequestError, Response
 
 
 async def two_donors(stage: Stage, steps: int = 4) -> tuple[Member, Member]:

@@ -13,6 +13,8 @@ import torch
 from actors import genesis
 from troupe import Member, Stage, act
 
+from p2pdiloco.codec import compression
+from p2pdiloco.codec.digests import list_bytes
 from p2pdiloco.peer.cargo import SWEEP_S, SWEPT_AT_ONCE, Cargo
 from p2pdiloco.peer.checkpoint import load
 from p2pdiloco.peer.own_commits import FOLDER as OWN
@@ -27,9 +29,7 @@ from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId, RunId, ShardId, d
 from p2pdiloco.protocol.manifest import TensorSpec, make_layout
 from p2pdiloco.protocol.messages import SIGNATURE_BYTES
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.tensors.digests import list_bytes
-from p2pdiloco.wire import compression
-from p2pdiloco.wire.bodies import CommitParts, encode, join_commit, split_commit
+from p2pdiloco.wire.control_messages import CommitParts, encode, join_commit, split_commit
 
 
 def test_a_peer_alone_trains_and_every_token_stands_in_the_parameters_once(tmp_path: Path) -> None:

@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from p2pdiloco.codec import compression, digests, quantization
+from p2pdiloco.codec.digests import packed
+from p2pdiloco.codec.outer_optimizer import outer_step_by_torch
 from p2pdiloco.peer.global_state import (
     ContributionError,
     DigestMismatchError,
@@ -18,13 +21,9 @@ from p2pdiloco.peer.shift_queue import Moves, Shifts
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, MergeRule, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
-from p2pdiloco.tensors import digests, quantizers
-from p2pdiloco.tensors.outer import outer_step_by_torch
-from p2pdiloco.tensors.states import packed
 from p2pdiloco.training.shared_memory import SharedVectors
-from p2pdiloco.wire import compression
 
-ELEMENTS = 2 * quantizers.CHUNK + 1000
+ELEMENTS = 2 * quantization.CHUNK + 1000
 SHARD = ShardId(0)
 FRAGMENT = FragmentId(0)
 ME = LearnerId("me/1")
@@ -38,8 +37,8 @@ def bell(seed: int, scale: float = 1e-3) -> Tensor:
 
 
 def decoded(payload: bytes) -> Tensor:
-    bodies = compression.split(payload, quantizers.chunk_count(ELEMENTS), quantizers.LARGEST_BODY)
-    return quantizers.decode_chunks(bodies, torch.empty(ELEMENTS))
+    bodies = compression.split(payload, quantization.chunk_count(ELEMENTS), quantization.LARGEST_BODY)
+    return quantization.decode_chunks(bodies, torch.empty(ELEMENTS))
 
 
 class Peer:
@@ -346,7 +345,7 @@ def test_a_fetched_state_gives_back_what_a_fork_had_merged(peers: tuple[Peer, Pe
 @pytest.mark.parametrize("chunk", [0, 1, 2])
 def test_a_difference_is_found_once_its_chunk_is_looked_at(peers: tuple[Peer, Peer], chunk: int) -> None:
     owner, other = peers
-    other.state.theta[chunk * quantizers.CHUNK + 7] += 1.0
+    other.state.theta[chunk * quantization.CHUNK + 7] += 1.0
     refused = []
     for _ in range(3):
         header, merged = owner.merge([owner.contribute(bell(5))])
@@ -378,7 +377,7 @@ def test_a_commit_that_promises_another_result_is_the_owners_fault(peers: tuple[
 def test_an_owner_does_not_sign_what_follows_from_a_spoilt_state(peers: tuple[Peer, Peer]) -> None:
     owner, _ = peers
     given = owner.contribute(bell(5))
-    owner.state.momentum[quantizers.CHUNK + 3] += 1.0
+    owner.state.momentum[quantization.CHUNK + 3] += 1.0
     with pytest.raises(SpoiltStateError, match="chunk 1 of shard 0"):
         owner.merge([given])
 
@@ -444,7 +443,7 @@ def test_malformed_payloads_change_nothing(peers: tuple[Peer, Peer]) -> None:
 def constant(high: int, low: int) -> bytes:
     """A bf16 payload that an honest learner may not be able to make: each value has these bytes."""
     bodies = []
-    for body in map(bytes, quantizers.encode_vector(quantizers.recipe("bf16"), torch.zeros(ELEMENTS))):
+    for body in map(bytes, quantization.encode_vector(quantization.recipe("bf16"), torch.zeros(ELEMENTS))):
         half = (len(body) - 8) // 2
         bodies.append(body[:8] + bytes([high]) * half + bytes([low]) * half)
     return bytes(compression.join(bodies))

@@ -15,8 +15,8 @@ from p2pdiloco.peer import metrics as metrics_module
 from p2pdiloco.peer.metrics import Metrics, progress_fields
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.runtime.rotation import older
-from p2pdiloco.wire.bodies import PeerStatus
-from p2pdiloco.wire.link import Progress
+from p2pdiloco.wire.control_messages import PeerStatus
+from p2pdiloco.wire.learner_ipc import Progress
 
 STATUS = PeerStatus(
     run=RunId("a" * 40),

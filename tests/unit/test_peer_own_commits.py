@@ -10,14 +10,14 @@ import pytest
 from actors import FOUNDER, genesis
 from troupe import Member, Stage, act
 
+from p2pdiloco.codec.digests import list_bytes
 from p2pdiloco.peer.own_commits import BARRED, FOLDER, OwnCommits
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import PeerId, ShardId
 from p2pdiloco.runtime.files import LocalDisk
-from p2pdiloco.tensors.digests import list_bytes
-from p2pdiloco.wire.bodies import CommitParts, encode, join_commit, split_commit
+from p2pdiloco.wire.control_messages import CommitParts, encode, join_commit, split_commit
 
 
 def files(member: Member) -> list[str]:

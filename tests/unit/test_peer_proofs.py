@@ -9,6 +9,8 @@ import pytest
 import torch
 from actors import FOUNDER, make_manifest
 
+from p2pdiloco.codec.digests import StateForm, digest_list, packed
+from p2pdiloco.codec.formats import CHUNK
 from p2pdiloco.peer import kept_shards
 from p2pdiloco.peer.offers import checked_offer
 from p2pdiloco.peer.proofs import proven_digest
@@ -21,10 +23,7 @@ from p2pdiloco.protocol.ids import Digest, LearnerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
 from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.tensors.digests import digest_list
-from p2pdiloco.tensors.recipes import CHUNK
-from p2pdiloco.tensors.states import StateForm, packed
-from p2pdiloco.wire.bodies import StateOffer, StateProof, encode
+from p2pdiloco.wire.control_messages import StateOffer, StateProof, encode
 
 ELEMENTS = CHUNK + 100
 MANIFEST = make_manifest(ELEMENTS)

@@ -23,8 +23,8 @@ from p2pdiloco.peer.respondent import (
 )
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout
-from p2pdiloco.wire.answers import Answer, RequestRefused
-from p2pdiloco.wire.bodies import GetChunk, GetManifest, GetState, encode
+from p2pdiloco.wire.control_messages import GetChunk, GetManifest, GetState, encode
+from p2pdiloco.wire.request_reply import Answer, RequestRefused
 
 
 async def two(stage: Stage) -> tuple[Member, Member, bytes]:

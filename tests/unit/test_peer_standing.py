@@ -11,7 +11,7 @@ from troupe import Stage, act
 from p2pdiloco.peer.standing import Everybody
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.wire.bodies import encode
+from p2pdiloco.wire.control_messages import encode
 
 
 class Follower(Everybody):

@@ -12,7 +12,7 @@ from troupe import Stage, act
 from p2pdiloco.peer.supervision import MISUSED, RESTARTS
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.runtime.logs import short
-from p2pdiloco.wire import link
+from p2pdiloco.wire import learner_ipc
 
 
 def test_what_the_learner_could_not_take_at_once_it_takes_later(tmp_path: Path) -> None:
@@ -211,20 +211,20 @@ def test_a_learner_that_stops_to_be_finite_says_what_was_merged_last_and_from_wh
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
             supervision = ann.peer.supervision
-            ann.learner._heard(link.Unable(reason="its loss is nan"))
+            ann.learner._heard(learner_ipc.Unable(reason="its loss is nan"))
             assert supervision.trouble == "its loss is nan", "nothing was merged"
-            ann.learner._heard(link.Unable(reason=""))
+            ann.learner._heard(learner_ipc.Unable(reason=""))
             assert supervision.trouble == ""
             await stage.train(ann, *[1.0] * 5)
             version = max(ann.versions)
             assert version > 0
-            ann.learner._heard(link.Unable(reason="its loss is nan"))
+            ann.learner._heard(learner_ipc.Unable(reason="its loss is nan"))
             me = short(ann.id)
             assert f"merged last: version {version} of shard" in supervision.trouble
             assert supervision.trouble.endswith(f"by {me}, of what {me} trained")
             told = supervision.trouble
             await stage.train(ann, *[1.0] * 5)
-            ann.learner._heard(link.Unable(reason="its loss is still nan"))
+            ann.learner._heard(learner_ipc.Unable(reason="its loss is still nan"))
             assert supervision.trouble == told, "what came later is no cause"
 
     act(story)
@@ -242,13 +242,13 @@ def test_what_was_to_be_given_to_a_learner_that_died_is_not_given_to_the_next(tm
             await stage.wait(1.5)
             ann.learner.die()
             await stage.wait(3.0)
-            ward, told = ann.peer.supervision.ward, list[link.FromNode]()
+            ward, told = ann.peer.supervision.ward, list[learner_ipc.FromNode]()
             assert ward is not None
             assert ward.is_given
             assert ward.process is not None
             with patch.object(ward.process, "send", told.append):
                 await ann.release("tensors")
-            given = [type(message) for message in told if isinstance(message, link.Shift | link.Begin)]
-            assert given == [link.Shift, link.Begin]
+            given = [type(message) for message in told if isinstance(message, learner_ipc.Shift | learner_ipc.Begin)]
+            assert given == [learner_ipc.Shift, learner_ipc.Begin]
 
     act(story)

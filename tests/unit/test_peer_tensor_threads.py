@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from p2pdiloco.codec import quantization
 from p2pdiloco.peer import vector_memory
 from p2pdiloco.peer.global_state import GlobalState, MergeResult
 from p2pdiloco.peer.shift_queue import Moves
@@ -15,11 +16,10 @@ from p2pdiloco.protocol.ids import FragmentId, LearnerId, PeerId, ShardId, diges
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.runtime.work_queue import WorkQueue
-from p2pdiloco.tensors import quantizers
 from p2pdiloco.training.shared_memory import SharedVectors
 
 SHARDS = 9
-SIZE = quantizers.CHUNK + 3000
+SIZE = quantization.CHUNK + 3000
 ME = LearnerId("me/1")
 FRAGMENT = FragmentId(0)
 TURNS = 4

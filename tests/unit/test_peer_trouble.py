@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from p2pdiloco.peer.peer import Peer
-from p2pdiloco.wire.bodies import TROUBLE_LIMIT
+from p2pdiloco.wire.control_messages import TROUBLE_LIMIT
 
 
 def troubled(learner: str, *swarm: str) -> str:

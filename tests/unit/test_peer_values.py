@@ -11,9 +11,9 @@ import torch
 from actors import genesis
 from troupe import Member, Stage, act
 
+from p2pdiloco.codec import merge, quantization
+from p2pdiloco.codec.shard_codec import Bodies
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.tensors import merge, quantizers
-from p2pdiloco.tensors.shard_bodies import Bodies
 
 LARGE = 1e34
 
@@ -23,7 +23,7 @@ def goes_wild(member: Member, declared: float | None) -> None:
     honest = member.peer.state.merge
 
     def replaced(*given: Any, **named: Any) -> Any:
-        def encode(how: quantizers.Recipe, merged: torch.Tensor, _: float, room: int) -> tuple[Bodies, float]:
+        def encode(how: quantization.Recipe, merged: torch.Tensor, _: float, room: int) -> tuple[Bodies, float]:
             bodies, length = sound(how, merged.fill_(LARGE), math.inf, room)
             return bodies, length if declared is None else declared
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from p2pdiloco.nat.messages import TICKET_BYTES, Called
 from p2pdiloco.net import events as ev
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import congestion
@@ -17,9 +18,8 @@ from p2pdiloco.runtime.introductions import IntroductionHandler
 from p2pdiloco.runtime.pump import Pump
 from p2pdiloco.runtime.requests import Requests
 from p2pdiloco.runtime.tasks import Tasks
-from p2pdiloco.wire.answers import Answer, RequestError, RequestRefused, Response
-from p2pdiloco.wire.bodies import encode
-from p2pdiloco.wire.introductions import TICKET_BYTES, Called
+from p2pdiloco.wire.control_messages import encode
+from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused, Response
 
 BOB = PeerId("bob")
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from p2pdiloco.codec.digests import CYCLE, chunk_digest, digest_list, is_chunk, list_bytes, sample, state_digest
+from p2pdiloco.codec.formats import CHUNK
 from p2pdiloco.protocol.ids import digest_of
-from p2pdiloco.tensors.digests import CYCLE, chunk_digest, digest_list, is_chunk, list_bytes, sample, state_digest
-from p2pdiloco.tensors.recipes import CHUNK
 
 
 def test_a_chunks_digest_is_that_of_the_little_endian_buffers() -> None:

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
+from p2pdiloco.codec.fragments import assign_fragments, tensor_specs
 from p2pdiloco.protocol.manifest import make_layout
-from p2pdiloco.tensors.fragments import assign_fragments, tensor_specs
 
 
 def test_largest_first_by_hand() -> None:

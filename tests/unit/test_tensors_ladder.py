@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from p2pdiloco.codec.bitrate_ladder import LADDER, choose, downward, fixed, is_dense
+from p2pdiloco.codec.compression import compress
+from p2pdiloco.codec.formats import Recipe
+from p2pdiloco.codec.quantization import decode_chunk, encode_chunk, recipe
 from p2pdiloco.protocol.manifest import CodecConfig, RunConfig
 from p2pdiloco.protocol.manifest_validation import config_problems
-from p2pdiloco.tensors.ladder import LADDER, choose, downward, fixed, is_dense
-from p2pdiloco.tensors.quantizers import decode_chunk, encode_chunk, recipe
-from p2pdiloco.tensors.recipes import Recipe
-from p2pdiloco.wire.compression import compress
 
 M = 1_000_000
 

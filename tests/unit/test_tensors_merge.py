@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from p2pdiloco.protocol.manifest import Codec, MergeRule
-from p2pdiloco.tensors.merge import (
+from p2pdiloco.codec.merge import (
     MOST,
     EncodedGradient,
     Vector,
@@ -18,7 +17,8 @@ from p2pdiloco.tensors.merge import (
     radial_directional,
     token_weight,
 )
-from p2pdiloco.tensors.quantizers import decode_chunks, encode_vector, recipe
+from p2pdiloco.codec.quantization import decode_chunks, encode_vector, recipe
+from p2pdiloco.protocol.manifest import Codec, MergeRule
 
 RULES: tuple[MergeRule, ...] = ("direct", "rda")
 

@@ -4,9 +4,16 @@ import numpy as np
 import pytest
 import torch
 
+from p2pdiloco.codec import native, numba_kernels, quantization
+from p2pdiloco.codec.outer_optimizer import (
+    outer_step,
+    outer_step_by_torch,
+    rate_at,
+    round_to,
+    step_and_hand_over,
+    step_aside,
+)
 from p2pdiloco.protocol.manifest import Codec
-from p2pdiloco.tensors import kernels, native, quantizers
-from p2pdiloco.tensors.outer import outer_step, outer_step_by_torch, rate_at, round_to, step_and_hand_over, step_aside
 
 TYPES = (torch.float32, torch.bfloat16)
 HAS_LIBRARY = native.LIBRARY is not None
@@ -137,8 +144,8 @@ def test_a_body_is_taken_and_looked_at_with_the_same_bits(elements: int, codec: 
     vectors = [torch.randn(elements, generator=torch.Generator().manual_seed(i)) for i in range(5)]
     theta, momentum, gradient, contribution, buffer = vectors
     momentum = momentum.to(dtype)
-    body, own = (bytes(quantizers.encode_chunk(quantizers.recipe(codec), v)) for v in (gradient, contribution))
-    change = quantizers.decode_chunk(body, torch.empty(elements))
+    body, own = (bytes(quantization.encode_chunk(quantization.recipe(codec), v)) for v in (gradient, contribution))
+    change = quantization.decode_chunk(body, torch.empty(elements))
     new_theta, new_momentum = theta.clone(), momentum.clone()
     outer_step(new_theta, new_momentum, change, learning_rate=0.7, momentum_factor=0.9)
     aside = torch.empty(elements), torch.empty(elements, dtype=dtype)
@@ -146,11 +153,13 @@ def test_a_body_is_taken_and_looked_at_with_the_same_bits(elements: int, codec: 
     assert torch.equal(aside[0], new_theta)
     assert torch.equal(aside[1], new_momentum)
     for mine, is_added in ((None, False), (own, False), (own, True)):
-        moved = change + quantizers.decode_chunk(own, torch.empty(elements)) if mine else change
+        moved = change + quantization.decode_chunk(own, torch.empty(elements)) if mine else change
         expected = buffer + moved if is_added else moved
         t, m, to = theta.clone(), momentum.clone(), buffer.clone()
         is_done = step_and_hand_over(body, mine, t, m, to, is_added=is_added, learning_rate=0.7, momentum_factor=0.9)
-        assert is_done == (codec in ("int4", "int8", "bf16") if HAS_LIBRARY else codec == "int4" and kernels.AVAILABLE)
+        assert is_done == (
+            codec in ("int4", "int8", "bf16") if HAS_LIBRARY else codec == "int4" and numba_kernels.AVAILABLE
+        )
         assert torch.equal(t, new_theta if is_done else theta)
         assert torch.equal(m, new_momentum if is_done else momentum)
         assert torch.equal(to, expected if is_done else buffer)

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from p2pdiloco.codec import merge, native, outer_optimizer, quantization, shard_codec
+from p2pdiloco.codec.formats import LARGEST, scratch
+from p2pdiloco.codec.quantization import CHUNK
+from p2pdiloco.codec.shard_codec import Bodies, encoded
 from p2pdiloco.protocol.manifest import Codec
-from p2pdiloco.tensors import merge, native, outer, quantizers, shard_bodies
-from p2pdiloco.tensors.chunk_bodies import LARGEST
-from p2pdiloco.tensors.quantizers import CHUNK
-from p2pdiloco.tensors.scratch import scratch
-from p2pdiloco.tensors.shard_bodies import Bodies, encoded
 
 HAS_LIBRARY = native.LIBRARY is not None and hasattr(native.LIBRARY, "encode_shard")
 pytestmark = pytest.mark.skipif(not HAS_LIBRARY, reason="no library of these sources is there: pip install -e .")
@@ -35,7 +34,7 @@ def vector(size: int, seed: int) -> Tensor:
 
 
 def made(size: int, seed: int = 0, block: int = 256, codec: Codec = "int4") -> Bodies:
-    found = encoded(quantizers.recipe(codec, None, block), vector(size, seed))
+    found = encoded(quantization.recipe(codec, None, block), vector(size, seed))
     assert found is not None
     return found
 
@@ -54,15 +53,15 @@ def bits(values: Tensor) -> Tensor:
 def test_a_shard_is_encoded_and_measured_as_its_chunks_are(
     size: int, block: int, codec: Codec, by_torch: Callable[[], None]
 ) -> None:
-    how, x, less = quantizers.recipe(codec, None, block), vector(size, 1), vector(size, 2)
+    how, x, less = quantization.recipe(codec, None, block), vector(size, 1), vector(size, 2)
     found, chunks = encoded(how, x, less), spans(size)
     assert found is not None
     if codec != "int4":  # whose scales' sums may run in another order; see test_native
         by_torch()
-    assert [bytes(body) for body in found] == [bytes(quantizers.encode_chunk(how, x[s], less[s])) for s in chunks]
+    assert [bytes(body) for body in found] == [bytes(quantization.encode_chunk(how, x[s], less[s])) for s in chunks]
     by_torch()
-    squares = [quantizers.squared_norm(body, s.stop - s.start) for body, s in zip(found, chunks, strict=True)]
-    assert shard_bodies.squared_norms(found, size) == pytest.approx(squares, rel=1e-12)
+    squares = [quantization.squared_norm(body, s.stop - s.start) for body, s in zip(found, chunks, strict=True)]
+    assert shard_codec.squared_norms(found, size) == pytest.approx(squares, rel=1e-12)
 
 
 @pytest.mark.parametrize("codec", ["int8", "bf16"])
@@ -75,10 +74,10 @@ def test_what_is_very_small_or_large_is_encoded_with_the_bits_of_torch(
     x[256:768] = 0.0
     x[1024:1280] = (torch.arange(256) - 127.5).clamp_(-127, 127) * scale
     x[2048], x[2049] = LARGEST, -LARGEST
-    found, how = encoded(quantizers.recipe(codec), x), quantizers.recipe(codec)
+    found, how = encoded(quantization.recipe(codec), x), quantization.recipe(codec)
     assert found is not None
     by_torch()
-    assert [bytes(body) for body in found] == [bytes(body) for body in quantizers.encode_vector(how, x)]
+    assert [bytes(body) for body in found] == [bytes(body) for body in quantization.encode_vector(how, x)]
 
 
 @pytest.mark.parametrize("codec", ["int8", "bf16"])
@@ -87,9 +86,9 @@ def test_what_is_not_finite_is_not_encoded(codec: Codec, value: int) -> None:
     """By its bits: NaN of several kinds, infinities, and more than the largest there may be."""
     x = vector(CHUNK + 1000, 1)
     x.view(torch.int32)[-7] = value
-    assert encoded(quantizers.recipe(codec), x) is None
+    assert encoded(quantization.recipe(codec), x) is None
     with pytest.raises(ValueError, match="not finite"):
-        quantizers.encode_vector(quantizers.recipe(codec), x)
+        quantization.encode_vector(quantization.recipe(codec), x)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -102,13 +101,13 @@ def test_a_sum_has_the_bits_of_its_chunks_sums(
     how = [(codecs[seed % len(codecs)], (64, 256, 1024)[seed % len(codecs)]) for seed in range(len(factors))]
     given = [made(size, seed, block, codec) for seed, (codec, block) in enumerate(how)]
     found, wanted = torch.empty(size), torch.zeros(size)
-    square = shard_bodies.weighted_sum(given, factors, found)
+    square = shard_codec.weighted_sum(given, factors, found)
     assert square == merge.norm(found) ** 2 or math.sqrt(square or 0.0) == merge.norm(found)
     by_torch()
     for number, span in enumerate(spans(size)):
         for bodies, factor in zip(given, factors, strict=True):
             if factor:
-                quantizers.add_chunk(bodies[number], factor, wanted[span])
+                quantization.add_chunk(bodies[number], factor, wanted[span])
     assert torch.equal(bits(found), bits(wanted))
 
 
@@ -125,17 +124,17 @@ def test_an_outer_step_has_the_bits_of_its_chunks_steps(
     momentum = vector(size, 3).bfloat16() if is_narrow else vector(size, 3)
     vectors = [vector(size, 2), momentum, None if to == "nowhere" else vector(size, 4)]
     found, wanted = ([None if v is None else v.clone() for v in vectors] for _ in range(2))
-    factors = outer.Factors(learning_rate=0.4, momentum_factor=0.7)
-    assert outer.step_shard(bodies, mine, *found, to == "sum", factors)  # type: ignore[arg-type]
+    factors = outer_optimizer.Factors(learning_rate=0.4, momentum_factor=0.7)
+    assert outer_optimizer.step_shard(bodies, mine, *found, to == "sum", factors)  # type: ignore[arg-type]
     by_torch()
     for number, span in enumerate(spans(size)):
         theta, kept, buffer = (None if v is None else v[span] for v in wanted)
         assert theta is not None
         assert kept is not None
-        change = quantizers.decode_chunk(bodies[number], torch.empty_like(theta))
-        outer.outer_step_by_torch(theta, kept, change, 0.4, 0.7)
+        change = quantization.decode_chunk(bodies[number], torch.empty_like(theta))
+        outer_optimizer.outer_step_by_torch(theta, kept, change, 0.4, 0.7)
         if mine is not None:
-            quantizers.add_chunk(mine[number], 1.0, change)
+            quantization.add_chunk(mine[number], 1.0, change)
         if buffer is not None:
             buffer.copy_(buffer + change if to == "sum" else change)
     for one, other in zip(found, wanted, strict=True):
@@ -169,11 +168,11 @@ UNSOUND: dict[str, tuple[Codec, int, int]] = {
 def assert_refused(unsound: Bodies, sound: Bodies, size: int) -> None:
     """By all, and nothing is changed."""
     out, theta, momentum = torch.full((size,), 5.0), torch.ones(size), torch.ones(size)
-    assert shard_bodies.squared_norms(unsound, size) is None
-    assert shard_bodies.weighted_sum([sound, unsound], [0.5, 0.5], out) is None
+    assert shard_codec.squared_norms(unsound, size) is None
+    assert shard_codec.weighted_sum([sound, unsound], [0.5, 0.5], out) is None
     for bodies, own in ((unsound, None), (sound, unsound)):
-        factors = outer.Factors(learning_rate=0.4, momentum_factor=0.7)
-        assert not outer.step_shard(bodies, own, theta, momentum, out, False, factors)
+        factors = outer_optimizer.Factors(learning_rate=0.4, momentum_factor=0.7)
+        assert not outer_optimizer.step_shard(bodies, own, theta, momentum, out, False, factors)
     assert bool((out == 5.0).all() and (theta == 1.0).all() and (momentum == 1.0).all())
     with pytest.raises(ValueError):
         merge.EncodedGradient(unsound, size)
@@ -193,9 +192,11 @@ def test_a_value_of_bf16_that_is_not_finite_is_refused(bits_of_it: int, at: int)
     unsound = _altered(_altered(made(size, codec="bf16"), start, bits_of_it >> 8), start + 1000, bits_of_it & 0xFF)
     assert_refused(unsound, made(size, 1), size)
     chunk, new = unsound[1], (torch.full((1000,), 5.0), torch.full((1000,), 5.0))
-    assert not shard_bodies.decoded(chunk, new[0])
+    assert not shard_codec.decoded(chunk, new[0])
     with pytest.raises(ValueError, match="not finite"):
-        outer.step_aside(chunk, torch.ones(1000), torch.ones(1000), new, learning_rate=0.4, momentum_factor=0.7)
+        outer_optimizer.step_aside(
+            chunk, torch.ones(1000), torch.ones(1000), new, learning_rate=0.4, momentum_factor=0.7
+        )
     assert bool((new[0] == 5.0).all() and (new[1] == 5.0).all())
 
 
@@ -204,10 +205,12 @@ def test_a_value_of_bf16_that_is_not_finite_is_refused(bits_of_it: int, at: int)
 def test_a_body_that_is_longer_or_shorter_than_it_says_is_refused(codec: Codec, by: int) -> None:
     body = (bytes(made(1000, codec=codec)[0]) + b"\0")[: len(made(1000, codec=codec)[0]) + by]
     new = torch.full((1000,), 5.0), torch.full((1000,), 5.0)
-    assert not shard_bodies.decoded(body, new[0])
-    assert not shard_bodies.decoded(b"", new[0])
+    assert not shard_codec.decoded(body, new[0])
+    assert not shard_codec.decoded(b"", new[0])
     with pytest.raises(ValueError):
-        outer.step_aside(body, torch.ones(1000), torch.ones(1000), new, learning_rate=0.4, momentum_factor=0.7)
+        outer_optimizer.step_aside(
+            body, torch.ones(1000), torch.ones(1000), new, learning_rate=0.4, momentum_factor=0.7
+        )
     assert bool((new[0] == 5.0).all() and (new[1] == 5.0).all())
 
 
@@ -216,24 +219,24 @@ def test_bodies_are_where_their_frames_end_and_nowhere_else() -> None:
     size, good = CHUNK + 1000, made(CHUNK + 1000)
     whole = b"".join(good)
     shifted = Bodies(memoryview(whole), [SECOND["int4"] - 2, len(whole)])
-    assert shard_bodies.squared_norms(shifted, size) is None
+    assert shard_codec.squared_norms(shifted, size) is None
     with pytest.raises(ValueError):
         merge.EncodedGradient(shifted, size)
-    assert shard_bodies.squared_norms(Bodies(memoryview(b""), []), size) is None
+    assert shard_codec.squared_norms(Bodies(memoryview(b""), []), size) is None
     assert [bytes(body) for body in good] == [bytes(good[0]), bytes(good[-1])] == [bytes(b) for b in good[:]]
 
 
 def test_a_vector_that_is_out_of_the_ordinary_is_encoded_chunk_by_chunk() -> None:
     x = vector(CHUNK + 1000, 1)
     x[:256] = 1e-25  # a block whose squares vanish
-    assert encoded(quantizers.recipe("int4"), x) is None
-    found = quantizers.encode_vector(quantizers.recipe("int4"), x)
+    assert encoded(quantization.recipe("int4"), x) is None
+    found = quantization.encode_vector(quantization.recipe("int4"), x)
     assert [bytes(body) for body in found] == [
-        bytes(quantizers.encode_chunk(quantizers.recipe("int4"), x[span])) for span in spans(len(x))
+        bytes(quantization.encode_chunk(quantization.recipe("int4"), x[span])) for span in spans(len(x))
     ]
     x[-1] = math.nan
     with pytest.raises(ValueError, match="not finite"):
-        quantizers.encode_vector(quantizers.recipe("int4"), x)
+        quantization.encode_vector(quantization.recipe("int4"), x)
 
 
 @pytest.mark.parametrize("byte", [0x88, 0x80, 0x08, 0x97])
@@ -244,7 +247,7 @@ def test_the_largest_symbols_are_measured_as_they_are(block: int, byte: int) -> 
     header = bytes((2, 1)) + block.to_bytes(2, "little") + CHUNK.to_bytes(4, "little")
     body = header + bytes([byte]) * (CHUNK // 2) + b"\x80\x3f" * blocks  # scales of 1
     low, high = ((nibble ^ 8) - 8 for nibble in (byte & 15, byte >> 4))
-    assert quantizers.squared_norm(body, CHUNK) == CHUNK // 2 * (low * low + high * high)
+    assert quantization.squared_norm(body, CHUNK) == CHUNK // 2 * (low * low + high * high)
 
 
 def test_a_sum_of_nothing_is_zeros() -> None:

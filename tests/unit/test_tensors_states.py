@@ -3,10 +3,9 @@
 import pytest
 import torch
 
+from p2pdiloco.codec.digests import StateForm, digest_list, packed
+from p2pdiloco.codec.formats import CHUNK
 from p2pdiloco.protocol.manifest import OuterConfig
-from p2pdiloco.tensors.digests import digest_list
-from p2pdiloco.tensors.recipes import CHUNK
-from p2pdiloco.tensors.states import StateForm, packed
 
 FORMS = (StateForm(torch.float32), StateForm(torch.bfloat16))
 

@@ -16,7 +16,7 @@ import pytest
 
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.shared_memory import SharedVectors
-from p2pdiloco.wire import link
+from p2pdiloco.wire import learner_ipc
 
 HIGH = 1500
 """A descriptor beyond what ``select`` takes."""
@@ -39,13 +39,13 @@ def test_a_node_with_many_connections_has_a_learner(many_descriptors: None) -> N
     theirs.close()
     with node, high:
         channel = Channel(high)
-        node.sendall(link.encode(link.Pause()))
+        node.sendall(learner_ipc.encode(learner_ipc.Pause()))
         channel.wait()
-        assert channel.exchange() == [link.Pause()]
-        channel.post(link.Failed(reason="x" * 1000))
+        assert channel.exchange() == [learner_ipc.Pause()]
+        channel.post(learner_ipc.Failed(reason="x" * 1000))
         assert channel.flush(10.0)
-        decoder = link.Decoder[link.FromLearner](link.FromLearner)
-        assert decoder.feed(node.recv(1 << 16)) == [link.Failed(reason="x" * 1000)]
+        decoder = learner_ipc.Decoder[learner_ipc.FromLearner](learner_ipc.FromLearner)
+        assert decoder.feed(node.recv(1 << 16)) == [learner_ipc.Failed(reason="x" * 1000)]
 
 
 def test_who_waits_to_write_to_a_node_that_dies_does_not_wait_for_ever() -> None:
@@ -53,7 +53,7 @@ def test_who_waits_to_write_to_a_node_that_dies_does_not_wait_for_ever() -> None
     with ours:
         channel = Channel(ours)
         while len(channel.exchange()) == 0 and len(channel._outgoing) < 1 << 20:
-            channel.post(link.Failed(reason="x" * 1000))
+            channel.post(learner_ipc.Failed(reason="x" * 1000))
         dying = threading.Timer(0.05, node.close)
         dying.start()
         began = time.monotonic()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from p2pdiloco.codec.fragments import tensor_specs
 from p2pdiloco.protocol.data_blocks import MAX_BLOCKS, Block
 from p2pdiloco.protocol.ids import FragmentId, RunId
 from p2pdiloco.protocol.manifest import (
@@ -18,7 +19,6 @@ from p2pdiloco.protocol.manifest import (
     RunConfig,
     make_layout,
 )
-from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.training.corpus import Batches, Blocks, cut_into_blocks, data_digest, held_out_batches, load_corpus
 from p2pdiloco.training.corpus_files import Corpus, CorpusError, is_held_out
 from p2pdiloco.training.evaluation import held_out_loss

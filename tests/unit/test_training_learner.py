@@ -14,6 +14,7 @@ import forked
 import pytest
 import torch
 
+from p2pdiloco.codec.fragments import tensor_specs
 from p2pdiloco.node.learner_process import COMMAND
 from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.manifest import (
@@ -27,7 +28,6 @@ from p2pdiloco.protocol.manifest import (
     RunConfig,
     ScheduleConfig,
 )
-from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.corpus import load_corpus
 from p2pdiloco.training.learner import Learner
@@ -35,7 +35,7 @@ from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.reunion import find_learner
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.training.transformer import build_model, loss, named_tensors
-from p2pdiloco.wire import link
+from p2pdiloco.wire import learner_ipc
 
 pytestmark = pytest.mark.heavy
 
@@ -43,7 +43,7 @@ ROOT = Path(__file__).parents[2]
 DEADLINE_S = 30.0
 FOREVER = 1_000_000
 
-Message = TypeVar("Message", bound=link.FromLearner)
+Message = TypeVar("Message", bound=learner_ipc.FromLearner)
 
 
 def make_manifest(*, steps: int = FOREVER) -> Manifest:
@@ -71,8 +71,8 @@ class Node:
         path = folder / "manifest.msgpack"
         path.write_bytes(manifest.encode())
         self.socket, theirs = socket.socketpair()
-        self.decoder = link.Decoder[link.FromLearner](link.FromLearner)
-        self.seen: list[link.FromLearner] = []
+        self.decoder = learner_ipc.Decoder[learner_ipc.FromLearner](learner_ipc.FromLearner)
+        self.seen: list[learner_ipc.FromLearner] = []
         self.unread = 0
         fds = (theirs.fileno(), self.vectors.fd)
         words = ("--manifest", str(path), "--incarnation", "founder/1", "--threads", "1", *extra)
@@ -84,13 +84,13 @@ class Node:
             self.process = subprocess.Popen(command, cwd=ROOT, pass_fds=fds)
         theirs.close()
 
-    def send(self, *messages: link.FromNode) -> None:
-        self.socket.sendall(b"".join(map(link.encode, messages)))
+    def send(self, *messages: learner_ipc.FromNode) -> None:
+        self.socket.sendall(b"".join(map(learner_ipc.encode, messages)))
 
-    def load(self, step: int, *then: link.FromNode) -> None:
+    def load(self, step: int, *then: learner_ipc.FromNode) -> None:
         """Send all parameters in one piece, to train from ``step``."""
         everything = tuple(shard.shard for shard in self.layout.shards)
-        self.send(link.Shift(shards=everything, replace=True), link.Begin(step=step), *then)
+        self.send(learner_ipc.Shift(shards=everything, replace=True), learner_ipc.Begin(step=step), *then)
 
     def read(self) -> bool:
         self.socket.settimeout(DEADLINE_S)
@@ -105,7 +105,7 @@ class Node:
             while self.unread < len(self.seen):
                 message = self.seen[self.unread]
                 self.unread += 1
-                if isinstance(message, link.Failed) and kind is not link.Failed:
+                if isinstance(message, learner_ipc.Failed) and kind is not learner_ipc.Failed:
                     raise AssertionError(message.reason)
                 if isinstance(message, kind) and holds(message):
                     return message
@@ -176,42 +176,44 @@ def test_a_life(start: Callable[..., Node]) -> None:
     training, without a moment of blocking."""
     node = start(is_forked=False)
     elements = node.layout.elements
-    assert node.until(link.Ready) == link.Ready(device="cpu", parameters=elements)
+    assert node.until(learner_ipc.Ready) == learner_ipc.Ready(device="cpu", parameters=elements)
     vectors, everything = node.vectors, tuple(s.shard for s in node.layout.shards)
     fragments = node.layout.fragments
 
     # Pause comes with Begin, so no step lies between: what is in the parameters is exactly what was loaded.
     initial = torch.randn(elements, generator=torch.Generator().manual_seed(1)) * 0.02
     vectors.shift.copy_(initial)
-    node.load(100, link.Pause())
-    assert node.until(link.Shifted).shards == everything
-    assert node.until(link.Paused) == link.Paused(steps=0, tokens=0)
+    node.load(100, learner_ipc.Pause())
+    assert node.until(learner_ipc.Shifted).shards == everything
+    assert node.until(learner_ipc.Paused) == learner_ipc.Paused(steps=0, tokens=0)
 
     vectors.shift.fill_(0.5)
-    node.send(link.Shift(shards=fragments[0], replace=False), link.Shift(shards=everything[-1:], replace=True))
-    node.until(link.Shifted, lambda m: m.shards == fragments[0])
-    node.until(link.Shifted, lambda m: m.shards == everything[-1:])
+    node.send(
+        learner_ipc.Shift(shards=fragments[0], replace=False), learner_ipc.Shift(shards=everything[-1:], replace=True)
+    )
+    node.until(learner_ipc.Shifted, lambda m: m.shards == fragments[0])
+    node.until(learner_ipc.Shifted, lambda m: m.shards == everything[-1:])
     expected = initial.clone()
     for shard in fragments[0]:
         expected[node.layout.shards[shard].start : node.layout.shards[shard].stop] += 0.5
     last = node.layout.shards[everything[-1]]
     expected[last.start : last.stop] = 0.5
-    node.send(link.Snapshot(fragment=FragmentId(0), step=101))
-    taken = node.until(link.Snapshotted)
+    node.send(learner_ipc.Snapshot(fragment=FragmentId(0), step=101))
+    taken = node.until(learner_ipc.Snapshotted)
     assert (taken.fragment, taken.step, taken.steps, taken.tokens) == (0, 101, 0, 0)
     boundary = node.layout.shards[fragments[1][0]].start
     assert torch.equal(vectors.snapshot[:boundary], expected[:boundary])
     assert not vectors.snapshot[boundary:].any()  # the other fragment was not asked for
-    node.send(link.Snapshot(fragment=FragmentId(1), step=101))
-    node.until(link.Snapshotted)
+    node.send(learner_ipc.Snapshot(fragment=FragmentId(1), step=101))
+    node.until(learner_ipc.Snapshotted)
     assert torch.equal(vectors.snapshot, expected)
 
     manifest = make_manifest()
     model = build_model(manifest.config.model, 0)
     FlatParameters(model.named_parameters(), manifest.tensors, node.layout).copy_to(vectors.theta, everything)
-    node.send(link.Evaluate(version=7))
-    evaluated = node.until(link.Evaluated)
-    written = [message.text for message in node.seen if isinstance(message, link.Written)]
+    node.send(learner_ipc.Evaluate(version=7))
+    evaluated = node.until(learner_ipc.Evaluated)
+    written = [message.text for message in node.seen if isinstance(message, learner_ipc.Written)]
     assert len(written) == 1
     assert "│" in written[0], "what was given, and what the model makes of it"
     assert evaluated.version == 7
@@ -222,59 +224,61 @@ def test_a_life(start: Callable[..., Node]) -> None:
 
     vectors.shift.copy_(initial)
     node.load(100)
-    node.until(link.Shifted)
-    progress = node.until(link.Progress, lambda p: p.steps >= 50)
+    node.until(learner_ipc.Shifted)
+    progress = node.until(learner_ipc.Progress, lambda p: p.steps >= 50)
     assert progress.tokens == progress.steps * 2 * 8
-    node.send(link.Snapshot(fragment=FragmentId(0), step=5), link.Pause())
-    assert node.until(link.Snapshotted).steps >= 50
+    node.send(learner_ipc.Snapshot(fragment=FragmentId(0), step=5), learner_ipc.Pause())
+    assert node.until(learner_ipc.Snapshotted).steps >= 50
     assert not torch.equal(vectors.snapshot[:boundary], initial[:boundary])
-    paused = node.until(link.Paused)
+    paused = node.until(learner_ipc.Paused)
     assert paused.tokens == paused.steps * 16
 
-    steps = [m for m in node.seen if isinstance(m, link.Progress)]
+    steps = [m for m in node.seen if isinstance(m, learner_ipc.Progress)]
     assert [p.steps for p in steps] == list(range(1, paused.steps + 1))
     assert sum(p.blocked_s for p in steps) == 0.0
     assert all(p.step_time_s > 0 for p in steps)
     assert sum(p.exchange_s for p in steps) > 0
-    node.send(link.Exit())
+    node.send(learner_ipc.Exit())
     assert node.end() == 0
 
 
 def test_training_ends_at_the_runs_last_step(start: Callable[..., Node]) -> None:
     node = start(steps=1000)
     node.load(990)
-    assert node.until(link.Paused) == link.Paused(steps=10, tokens=160)
-    node.send(link.Snapshot(fragment=FragmentId(0), step=1000))  # it still answers
-    assert node.until(link.Snapshotted).steps == 10
+    assert node.until(learner_ipc.Paused) == learner_ipc.Paused(steps=10, tokens=160)
+    node.send(learner_ipc.Snapshot(fragment=FragmentId(0), step=1000))  # it still answers
+    assert node.until(learner_ipc.Snapshotted).steps == 10
     node.load(0)
-    node.until(link.Progress, lambda p: p.steps > 10)
-    node.send(link.AdoptStep(step=5), link.AdoptStep(step=1000))
-    assert node.until(link.Paused).steps < 1000
+    node.until(learner_ipc.Progress, lambda p: p.steps > 10)
+    node.send(learner_ipc.AdoptStep(step=5), learner_ipc.AdoptStep(step=1000))
+    assert node.until(learner_ipc.Paused).steps < 1000
 
 
 def test_a_learner_that_rests_makes_no_steps_and_goes_on_answering(start: Callable[..., Node]) -> None:
     node = start()
     node.load(0)
-    node.until(link.Progress)
-    node.send(link.Rest(is_resting=True))
-    node.until(link.Rested)
+    node.until(learner_ipc.Progress)
+    node.send(learner_ipc.Rest(is_resting=True))
+    node.until(learner_ipc.Rested)
     steps = []
     for fragment in (0, 1, 0):
-        node.send(link.Snapshot(fragment=FragmentId(fragment), step=9))
-        steps.append(node.until(link.Snapshotted).steps)
+        node.send(learner_ipc.Snapshot(fragment=FragmentId(fragment), step=9))
+        steps.append(node.until(learner_ipc.Snapshotted).steps)
     assert len(set(steps)) == 1, "not one in between"
-    node.send(link.Rest(is_resting=False))
-    assert node.until(link.Progress, lambda p: p.steps > steps[0]).blocked_s == 0.0, "a rest is no wait for the network"
-    node.send(link.Rest(is_resting=True), link.Pause())
-    node.until(link.Paused)
-    node.send(link.Exit())
+    node.send(learner_ipc.Rest(is_resting=False))
+    assert node.until(learner_ipc.Progress, lambda p: p.steps > steps[0]).blocked_s == 0.0, (
+        "a rest is no wait for the network"
+    )
+    node.send(learner_ipc.Rest(is_resting=True), learner_ipc.Pause())
+    node.until(learner_ipc.Paused)
+    node.send(learner_ipc.Exit())
     assert node.end() == 0
 
 
 def test_training_yields_the_processor_to_nodes(start: Callable[..., Node]) -> None:
     node = start()
     node.load(0)
-    node.until(link.Progress)
+    node.until(learner_ipc.Progress)
     ours = os.getpriority(os.PRIO_PROCESS, 0)
     assert os.getpriority(os.PRIO_PROCESS, node.process.pid) == min(19, ours + 5)
 
@@ -282,8 +286,8 @@ def test_training_yields_the_processor_to_nodes(start: Callable[..., Node]) -> N
 def test_the_nodes_death_ends_it(start: Callable[..., Node]) -> None:
     idle, busy = start(), start()
     busy.load(0)
-    busy.until(link.Progress)
-    idle.until(link.Ready)
+    busy.until(learner_ipc.Progress)
+    idle.until(learner_ipc.Ready)
     for node in (idle, busy):
         node.socket.close()
         assert node.process.wait(DEADLINE_S) == 0
@@ -293,16 +297,16 @@ def test_signals(start: Callable[..., Node]) -> None:
     """Ctrl+C is the node's business; SIGTERM is the learner's."""
     node = start()
     node.load(0)
-    before = node.until(link.Progress).steps
+    before = node.until(learner_ipc.Progress).steps
     node.process.send_signal(signal.SIGINT)
-    node.until(link.Progress, lambda p: p.steps > before + 20)
+    node.until(learner_ipc.Progress, lambda p: p.steps > before + 20)
     node.process.terminate()
     assert node.end() == -signal.SIGTERM
 
 
 def test_data_that_is_missing_is_named(start: Callable[..., Node], tmp_path: Path) -> None:
     node = start("--data", str(tmp_path / "nowhere"))
-    assert "nowhere is no folder" in node.until(link.Failed).reason
+    assert "nowhere is no folder" in node.until(learner_ipc.Failed).reason
     assert node.end() == 2
 
 
@@ -310,7 +314,7 @@ def test_a_node_that_does_not_read_does_not_stop_training(start: Callable[..., N
     """The socket fills up with Progress; training goes on, and no answer is lost."""
     node = start()
     node.load(0)
-    node.until(link.Progress)
+    node.until(learner_ipc.Progress)
     usage = Path(f"/proc/{node.process.pid}/stat")
     deadline = time.monotonic() + DEADLINE_S
 
@@ -321,9 +325,9 @@ def test_a_node_that_does_not_read_does_not_stop_training(start: Callable[..., N
     while cpu_ticks() < goal:  # one CPU second: hundreds of steps, whose messages no one reads
         assert time.monotonic() < deadline, "training stands still"
         os.sched_yield()
-    node.send(link.Pause())
-    steps = node.until(link.Paused).steps
-    progress = [m for m in node.seen if isinstance(m, link.Progress)]
+    node.send(learner_ipc.Pause())
+    steps = node.until(learner_ipc.Paused).steps
+    progress = [m for m in node.seen if isinstance(m, learner_ipc.Progress)]
     assert progress[-1].steps <= steps
     assert sum(p.blocked_s for p in progress) == 0.0
 
@@ -331,53 +335,53 @@ def test_a_node_that_does_not_read_does_not_stop_training(start: Callable[..., N
 # ----------------------------------------------------------------------------------------------------- link, channel
 
 
-MESSAGES: list[link.FromNode] = [
-    link.Begin(step=3),
-    link.Shift(shards=(ShardId(0), ShardId(2)), replace=True),
-    link.Snapshot(fragment=FragmentId(1), step=4),
-    link.AdoptStep(step=5),
-    link.Evaluate(version=6),
-    link.Pause(),
-    link.Exit(),
+MESSAGES: list[learner_ipc.FromNode] = [
+    learner_ipc.Begin(step=3),
+    learner_ipc.Shift(shards=(ShardId(0), ShardId(2)), replace=True),
+    learner_ipc.Snapshot(fragment=FragmentId(1), step=4),
+    learner_ipc.AdoptStep(step=5),
+    learner_ipc.Evaluate(version=6),
+    learner_ipc.Pause(),
+    learner_ipc.Exit(),
 ]
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
 def test_frames_come_out_whole_however_they_are_cut(size: int) -> None:
-    stream = b"".join(map(link.encode, MESSAGES))
-    decoder = link.Decoder[link.FromNode](link.FromNode)
+    stream = b"".join(map(learner_ipc.encode, MESSAGES))
+    decoder = learner_ipc.Decoder[learner_ipc.FromNode](learner_ipc.FromNode)
     found = [m for at in range(0, len(stream), size) for m in decoder.feed(stream[at : at + size])]
     assert found == MESSAGES
 
 
 @pytest.mark.parametrize(
-    "frame", [b"\xff\xff\xff\xff", b"\0\0\0\1\xc1", b"\0\0\0\0", link.encode(link.Failed(reason="x"))]
+    "frame", [b"\xff\xff\xff\xff", b"\0\0\0\1\xc1", b"\0\0\0\0", learner_ipc.encode(learner_ipc.Failed(reason="x"))]
 )
 def test_what_is_no_message_is_refused(frame: bytes) -> None:
     with pytest.raises(ValueError, match="frame"):
-        link.Decoder[link.FromNode](link.FromNode).feed(frame)
+        learner_ipc.Decoder[learner_ipc.FromNode](learner_ipc.FromNode).feed(frame)
 
 
 def test_too_large_a_message_is_not_sent() -> None:
     with pytest.raises(ValueError, match="at most"):
-        link.encode(link.Failed(reason="x" * (1 << 20)))
+        learner_ipc.encode(learner_ipc.Failed(reason="x" * (1 << 20)))
 
 
 def test_a_full_socket_drops_progress_and_nothing_else() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         channel = Channel(ours)
-        progress = link.Progress(steps=1, tokens=1, loss=1.0, step_time_s=1.0, blocked_s=0.0, exchange_s=0.0)
+        progress = learner_ipc.Progress(steps=1, tokens=1, loss=1.0, step_time_s=1.0, blocked_s=0.0, exchange_s=0.0)
         while channel.post(progress):
             channel.exchange()
-        assert channel.post(link.Evaluated(version=1, loss=1.0))
+        assert channel.post(learner_ipc.Evaluated(version=1, loss=1.0))
         assert not channel.is_closed
-        decoder = link.Decoder[link.FromLearner](link.FromLearner)
-        received: list[link.FromLearner] = []
+        decoder = learner_ipc.Decoder[learner_ipc.FromLearner](learner_ipc.FromLearner)
+        received: list[learner_ipc.FromLearner] = []
         while not received or received[-1] == progress:
             received += decoder.feed(theirs.recv(1 << 16))
             channel.exchange()
-        assert received[-1] == link.Evaluated(version=1, loss=1.0)
+        assert received[-1] == learner_ipc.Evaluated(version=1, loss=1.0)
         assert channel.blocked_s == 0.0
         theirs.close()
         channel.exchange()
@@ -388,22 +392,22 @@ def test_the_inner_optimizer_outlives_a_life(start: Callable[..., Node], tmp_pat
     """Saved on demand and when training stops; another life goes on with it, also after the file was cut off."""
     path = tmp_path / "checkpoint" / "learner.safetensors"
 
-    def life() -> tuple[Node, link.Ready]:
+    def life() -> tuple[Node, learner_ipc.Ready]:
         node = start("--inner-state", str(path))
-        ready = node.until(link.Ready)
+        ready = node.until(learner_ipc.Ready)
         node.load(0)
         return node, ready
 
     node, ready = life()
     assert ready.inner_steps == 0
-    node.until(link.Progress, lambda p: p.steps >= 5)
-    node.send(link.Save())
-    node.until(link.Progress, lambda _: path.exists())
-    node.send(link.Pause())
-    paused = node.until(link.Paused)
-    node.send(link.Exit())
+    node.until(learner_ipc.Progress, lambda p: p.steps >= 5)
+    node.send(learner_ipc.Save())
+    node.until(learner_ipc.Progress, lambda _: path.exists())
+    node.send(learner_ipc.Pause())
+    paused = node.until(learner_ipc.Paused)
+    node.send(learner_ipc.Exit())
     assert node.end() == 0
-    assert sum(m.blocked_s for m in node.seen if isinstance(m, link.Progress)) == 0.0
+    assert sum(m.blocked_s for m in node.seen if isinstance(m, learner_ipc.Progress)) == 0.0
 
     node, ready = life()
     assert ready.inner_steps == paused.steps
@@ -411,8 +415,8 @@ def test_the_inner_optimizer_outlives_a_life(start: Callable[..., Node], tmp_pat
 
     path.write_bytes(path.read_bytes()[:-100])
     node = start("--inner-state", str(path))
-    assert "starts fresh" in node.until(link.Trouble).reason
-    assert node.until(link.Ready).inner_steps == 0
+    assert "starts fresh" in node.until(learner_ipc.Trouble).reason
+    assert node.until(learner_ipc.Ready).inner_steps == 0
 
 
 REUNION = f"p2pdiloco-unit-test-{os.getpid()}"
@@ -424,10 +428,10 @@ def test_a_learner_that_lost_its_node_trains_on_and_is_found(start: Callable[...
     """The next node gets a learner with counters that begin at the loss, and parameters that are those it gives plus
     the progress since then."""
     node = start(*WAITS)
-    node.until(link.Ready)
+    node.until(learner_ipc.Ready)
     node.vectors.shift.copy_(torch.randn(node.layout.elements, generator=torch.Generator().manual_seed(1)) * 0.02)
     node.load(0)
-    node.until(link.Progress, lambda p: p.steps >= 3)
+    node.until(learner_ipc.Progress, lambda p: p.steps >= 3)
     node.socket.close()
 
     vectors = SharedVectors.create(node.layout.elements)
@@ -436,30 +440,30 @@ def test_a_learner_that_lost_its_node_trains_on_and_is_found(start: Callable[...
         assert time.monotonic() < deadline
         time.sleep(0.02)
     node.socket, node.vectors, node.seen, node.unread = found, vectors, [], 0
-    node.decoder = link.Decoder[link.FromLearner](link.FromLearner)
-    assert node.until(link.Ready).parameters == node.layout.elements
-    begun = node.until(link.Progress)
+    node.decoder = learner_ipc.Decoder[learner_ipc.FromLearner](learner_ipc.FromLearner)
+    assert node.until(learner_ipc.Ready).parameters == node.layout.elements
+    begun = node.until(learner_ipc.Progress)
     vectors.shift.fill_(0.25)
     node.load(500)
     for fragment in range(2):
-        node.send(link.Snapshot(fragment=FragmentId(fragment), step=501))
-    node.send(link.Pause())
-    taken = node.until(link.Snapshotted, lambda m: m.fragment == 1)
+        node.send(learner_ipc.Snapshot(fragment=FragmentId(fragment), step=501))
+    node.send(learner_ipc.Pause())
+    taken = node.until(learner_ipc.Snapshotted, lambda m: m.fragment == 1)
     progress = vectors.snapshot - 0.25
     assert begun.steps <= taken.steps
     assert taken.tokens == taken.steps * 16
     assert 0 < progress.abs().max() <= 1.5e-3 * taken.steps, "AdamW's steps are about the learning rate each"
-    assert node.until(link.Paused).steps == taken.steps
-    node.send(link.Exit())
+    assert node.until(learner_ipc.Paused).steps == taken.steps
+    node.send(learner_ipc.Exit())
     assert node.end() == 0
 
 
 @pytest.mark.parametrize("extra", [(), ("--reunion", REUNION, "--reattach-s", "0.3")])
 def test_a_learner_that_nobody_finds_ends(start: Callable[..., Node], extra: tuple[str, ...]) -> None:
     node = start(*extra)
-    node.until(link.Ready)
+    node.until(learner_ipc.Ready)
     node.load(0)
-    node.until(link.Progress)
+    node.until(learner_ipc.Progress)
     node.socket.close()
     assert node.process.wait(DEADLINE_S) == 0
     assert find_learner(REUNION, node.vectors.fd) is None
@@ -467,6 +471,6 @@ def test_a_learner_that_nobody_finds_ends(start: Callable[..., Node], extra: tup
 
 def test_a_learner_that_never_trained_ends_with_its_node(start: Callable[..., Node]) -> None:
     node = start(*WAITS)
-    node.until(link.Ready)
+    node.until(learner_ipc.Ready)
     node.socket.close()
     assert node.process.wait(DEADLINE_S) == 0

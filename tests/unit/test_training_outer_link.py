@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from p2pdiloco.codec.fragments import tensor_specs
 from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import FragmentId, ShardId
 from p2pdiloco.protocol.manifest import make_layout
-from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.outer_link import OuterLink
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.reunion import IS_POSSIBLE, Reunion, find_learner
 from p2pdiloco.training.shared_memory import SharedVectors
-from p2pdiloco.wire import link
+from p2pdiloco.wire import learner_ipc
 
 
 class Loop:
@@ -87,7 +87,7 @@ class Bench:
             reunion=reunion,
             doubt=lambda: self.doubt,
         )
-        self.decoder = link.Decoder[link.FromLearner](link.FromLearner)
+        self.decoder = learner_ipc.Decoder[learner_ipc.FromLearner](learner_ipc.FromLearner)
 
     def step(self, change: float) -> None:
         """An inner step by which every parameter moves."""
@@ -96,11 +96,11 @@ class Bench:
                 parameter.add_(change)
         self.link.stepped(10, None, 0.1)
 
-    def load(self, step: int) -> tuple[link.FromNode, ...]:
+    def load(self, step: int) -> tuple[learner_ipc.FromNode, ...]:
         """All parameters in one piece."""
-        return link.Shift(shards=self.flat.everything, replace=True), link.Begin(step=step)
+        return learner_ipc.Shift(shards=self.flat.everything, replace=True), learner_ipc.Begin(step=step)
 
-    def hear(self) -> list[link.FromLearner]:
+    def hear(self) -> list[learner_ipc.FromLearner]:
         """What has arrived."""
         try:
             return self.decoder.feed(self.socket.recv(1 << 16))
@@ -113,9 +113,9 @@ class Bench:
         FlatParameters.copy_to(self.flat, found, self.flat.everything)
         return found
 
-    def do(self, *messages: link.FromNode) -> list[link.FromLearner]:
+    def do(self, *messages: learner_ipc.FromNode) -> list[learner_ipc.FromLearner]:
         """One step with these commands; what has arrived after another boundary."""
-        self.socket.sendall(b"".join(map(link.encode, messages)))
+        self.socket.sendall(b"".join(map(learner_ipc.encode, messages)))
         assert self.link.boundary()
         if self.link.is_training:
             self.link.stepped(1, None, 0.1)
@@ -133,42 +133,49 @@ def bench() -> Iterator[Bench]:
 
 def test_answers_keep_their_order_while_a_copy_is_under_way_and_steps_are_told(bench: Bench) -> None:
     kinds = [type(m) for m in bench.do(*bench.load(0))]
-    assert kinds == [link.Shifted, link.Progress]
+    assert kinds == [learner_ipc.Shifted, learner_ipc.Progress]
     commands = (
-        link.Snapshot(fragment=FragmentId(0), step=1),
-        link.Shift(shards=(ShardId(0),), replace=False),
-        link.Snapshot(fragment=FragmentId(1), step=1),
+        learner_ipc.Snapshot(fragment=FragmentId(0), step=1),
+        learner_ipc.Shift(shards=(ShardId(0),), replace=False),
+        learner_ipc.Snapshot(fragment=FragmentId(1), step=1),
     )
-    assert [type(m) for m in bench.do(*commands)] == [link.Progress], "nothing is answered before its copy has ended"
+    assert [type(m) for m in bench.do(*commands)] == [learner_ipc.Progress], (
+        "nothing is answered before its copy has ended"
+    )
     bench.flat.pending[1] = True
-    assert [type(m) for m in bench.do()] == [link.Progress], "and nothing overtakes"
+    assert [type(m) for m in bench.do()] == [learner_ipc.Progress], "and nothing overtakes"
     bench.flat.pending[0] = True
     answered = bench.do()
-    assert [type(m) for m in answered] == [link.Snapshotted, link.Shifted, link.Snapshotted, link.Progress]
-    taken = [m for m in answered if isinstance(m, link.Snapshotted)]
+    assert [type(m) for m in answered] == [
+        learner_ipc.Snapshotted,
+        learner_ipc.Shifted,
+        learner_ipc.Snapshotted,
+        learner_ipc.Progress,
+    ]
+    taken = [m for m in answered if isinstance(m, learner_ipc.Snapshotted)]
     assert [(m.fragment, m.steps) for m in taken] == [(0, 1), (1, 1)], "of the step at which it was asked for"
 
 
 def test_a_pause_waits_for_copies_under_way(bench: Bench) -> None:
     bench.do(*bench.load(0))
-    assert bench.do(link.Snapshot(fragment=FragmentId(0), step=1), link.Pause()) == []
+    assert bench.do(learner_ipc.Snapshot(fragment=FragmentId(0), step=1), learner_ipc.Pause()) == []
     bench.flat.pending[0] = True
     bench.link.wait()  # returns soon though the node says nothing
-    assert [type(m) for m in bench.do()] == [link.Snapshotted, link.Paused]
+    assert [type(m) for m in bench.do()] == [learner_ipc.Snapshotted, learner_ipc.Paused]
 
 
-def told(messages: list[link.FromLearner]) -> list[str]:
-    return [m.reason for m in messages if isinstance(m, link.Unable)]
+def told(messages: list[learner_ipc.FromLearner]) -> list[str]:
+    return [m.reason for m in messages if isinstance(m, learner_ipc.Unable)]
 
 
 def snapshots(bench: Bench, *fragments: int) -> list[str]:
     """What the learner says of its health when these are copied."""
     said = []
     for fragment in fragments:
-        answers = bench.do(link.Snapshot(fragment=FragmentId(fragment), step=1))
+        answers = bench.do(learner_ipc.Snapshot(fragment=FragmentId(fragment), step=1))
         bench.flat.pending[-1] = True
         answers += bench.do()
-        assert any(isinstance(m, link.Snapshotted) for m in answers), "a snapshot is answered all the same"
+        assert any(isinstance(m, learner_ipc.Snapshotted) for m in answers), "a snapshot is answered all the same"
         said += told(answers)
     return said
 
@@ -195,7 +202,7 @@ def test_a_loss_that_is_not_finite_is_told_until_it_and_a_snapshot_are(bench: Be
     answers = bench.do()
     (reason,) = told(answers)
     assert "the loss is nan at step" in reason
-    assert all(m.loss is None for m in answers if isinstance(m, link.Progress)), "no number that JSON has not"
+    assert all(m.loss is None for m in answers if isinstance(m, learner_ipc.Progress)), "no number that JSON has not"
     assert snapshots(bench, 0) == [], "the loss is still what it was"
     bench.link.stepped(1, 2.5, 0.1)
     assert snapshots(bench, 0) == [""]
@@ -225,7 +232,7 @@ def test_a_nodes_next_life_hears_that_nothing_can_be_merged(tmp_path: Path) -> N
     bench.link.greet(device="cpu")
     bench.do(*bench.load(0))
     bench.doubt = "the optimizer has a copy"
-    assert told(bench.do(link.Snapshot(fragment=FragmentId(0), step=1))) == ["the optimizer has a copy"]
+    assert told(bench.do(learner_ipc.Snapshot(fragment=FragmentId(0), step=1))) == ["the optimizer has a copy"]
     bench.socket.close()
     assert bench.link.boundary()
     memory = adopt(bench, name, 100.0)
@@ -237,7 +244,7 @@ def test_a_nodes_next_life_hears_that_nothing_can_be_merged(tmp_path: Path) -> N
 def test_what_the_node_has_said_before_it_left_is_done(bench: Bench) -> None:
     """A run that was over before its script came: parameters, and goodbye, in one go."""
     bench.vectors.shift.copy_(torch.arange(15.0))
-    bench.socket.sendall(b"".join(map(link.encode, (*bench.load(7), link.Exit()))))
+    bench.socket.sendall(b"".join(map(learner_ipc.encode, (*bench.load(7), learner_ipc.Exit()))))
     bench.socket.shutdown(socket.SHUT_WR)
     assert not bench.link.boundary()
     assert bench.link.is_loaded
@@ -254,9 +261,9 @@ def test_shifts_and_snapshots_are_exact_whatever_the_parameters_are(bench: Bench
     bench.vectors.shift.copy_(torch.arange(15.0))
     bench.do(*bench.load(0))
     bench.vectors.shift.fill_(0.5)
-    bench.do(link.Shift(shards=bench.flat.everything, replace=False))
+    bench.do(learner_ipc.Shift(shards=bench.flat.everything, replace=False))
     for fragment in (0, 1):
-        bench.do(link.Snapshot(fragment=FragmentId(fragment), step=1))
+        bench.do(learner_ipc.Snapshot(fragment=FragmentId(fragment), step=1))
     assert torch.equal(bench.vectors.snapshot, torch.arange(15.0) + 0.5)
 
 
@@ -271,8 +278,8 @@ def test_a_replacement_takes_the_place_of_what_was_trained(bench: Bench) -> None
     bench.do(*bench.load(0))
     bench.step(3.0)
     bench.vectors.shift.copy_(torch.arange(15.0))
-    bench.do(link.Shift(shards=(bench.flat.everything[0],), replace=True))
-    bench.do(link.Shift(shards=bench.flat.everything[1:], replace=False))
+    bench.do(learner_ipc.Shift(shards=(bench.flat.everything[0],), replace=True))
+    bench.do(learner_ipc.Shift(shards=bench.flat.everything[1:], replace=False))
     cut = bench.flat.layout.shards[0].stop
     assert torch.equal(bench.values()[:cut], torch.arange(15.0)[:cut])
     assert torch.equal(bench.values()[cut:], torch.arange(15.0)[cut:] + 3.0)
@@ -283,13 +290,13 @@ def test_answers_that_do_not_fit_into_the_socket_come_later_and_whole(bench: Ben
     bench.do(*bench.load(0))
     reasons = [f"{number} " * 2000 for number in range(300)]
     for reason in reasons:
-        bench.link.tell(link.Trouble(reason=reason))
+        bench.link.tell(learner_ipc.Trouble(reason=reason))
         bench.link.boundary()
-    heard: list[link.FromLearner] = []
+    heard: list[learner_ipc.FromLearner] = []
     for _ in range(10 * len(reasons)):
         heard += bench.hear()
         assert bench.link.boundary()
-    assert [m.reason for m in heard if isinstance(m, link.Trouble)] == reasons
+    assert [m.reason for m in heard if isinstance(m, learner_ipc.Trouble)] == reasons
 
 
 @pytest.mark.skipif(not IS_POSSIBLE, reason="abstract Unix sockets are Linux's")
@@ -302,7 +309,7 @@ def test_a_learner_that_is_adopted_keeps_its_progress_since_the_loss_and_counts_
         bench.do(*bench.load(7))
         bench.step(1.0)
         assert bench.link.counts.tokens == 11
-        bench.do(link.Snapshot(fragment=FragmentId(0), step=7))
+        bench.do(learner_ipc.Snapshot(fragment=FragmentId(0), step=7))
         bench.flat.is_slow = False
         bench.socket.close()
         assert bench.link.boundary(), "it looks out for its node"
@@ -315,23 +322,25 @@ def test_a_learner_that_is_adopted_keeps_its_progress_since_the_loss_and_counts_
         found = find_learner(name, memory.fd)
         assert found is not None
         found.setblocking(False)
-        bench.socket, bench.decoder = found, link.Decoder[link.FromLearner](link.FromLearner)
+        bench.socket, bench.decoder = found, learner_ipc.Decoder[learner_ipc.FromLearner](learner_ipc.FromLearner)
         assert bench.link.boundary()
         bench.step(2.0)
         assert bench.link.is_alone, "a node that was told to leave now would know of no progress"
-        bench.socket.sendall(b"".join(map(link.encode, bench.load(20))))
+        bench.socket.sendall(b"".join(map(learner_ipc.encode, bench.load(20))))
         assert bench.link.boundary()
         assert not bench.link.is_alone
         assert bench.link.boundary()
         heard = bench.hear()
-        assert [type(m) for m in heard] == [link.Ready, link.Progress, link.Shifted], "nothing that the last was told"
-        assert [(m.steps, m.tokens) for m in heard if isinstance(m, link.Progress)] == [(3, 30)]
+        assert [type(m) for m in heard] == [learner_ipc.Ready, learner_ipc.Progress, learner_ipc.Shifted], (
+            "nothing that the last was told"
+        )
+        assert [(m.steps, m.tokens) for m in heard if isinstance(m, learner_ipc.Progress)] == [(3, 30)]
         assert bench.link.counts.global_step == 20
         assert not bench.vectors.theta.numel(), "the last node's memory is let go"
         assert torch.equal(bench.values(), torch.full((15,), 106.0)), "what was trained since, on top of the swarm's"
         bench.step(1.0)
         assert bench.link.boundary()
-        assert [(m.steps, m.tokens) for m in bench.hear() if isinstance(m, link.Progress)] == [(4, 40)]
+        assert [(m.steps, m.tokens) for m in bench.hear() if isinstance(m, learner_ipc.Progress)] == [(4, 40)]
         memory.close()
     finally:
         bench.socket.close()
@@ -340,24 +349,25 @@ def test_a_learner_that_is_adopted_keeps_its_progress_since_the_loss_and_counts_
 def test_what_it_is_asked_for_reaches_the_loop_and_is_answered_in_order(bench: Bench) -> None:
     bench.link.greet(device="cpu", inner_steps=5)
     bench.vectors.theta.fill_(2.0)
-    heard = bench.do(link.Evaluate(version=3))
+    heard = bench.do(learner_ipc.Evaluate(version=3))
     assert heard == [
-        link.Ready(device="cpu", parameters=15, inner_steps=5, has_blocks=False),
-        link.Evaluated(version=3, loss=30.0),
+        learner_ipc.Ready(device="cpu", parameters=15, inner_steps=5, has_blocks=False),
+        learner_ipc.Evaluated(version=3, loss=30.0),
     ]
     bench.do(*bench.load(0))
-    bench.do(link.Train(block=Block(7)), link.Save())
+    bench.do(learner_ipc.Train(block=Block(7)), learner_ipc.Save())
     assert bench.loop.asked == [7, "save"]
     bench.link.block_finished(Block(7))
     tokens = bench.link.counts.tokens
-    assert bench.do()[0] == link.BlockFinished(block=Block(7), tokens=tokens)
+    assert bench.do()[0] == learner_ipc.BlockFinished(block=Block(7), tokens=tokens)
 
 
 def test_times_of_copies_are_told_once(bench: Bench) -> None:
     bench.do(*bench.load(0))
-    shift = link.Shift(shards=bench.flat.everything, replace=False)
+    shift = learner_ipc.Shift(shards=bench.flat.everything, replace=False)
     told = [
-        [m.exchange_s for m in bench.do(*what) if isinstance(m, link.Progress)] for what in ([shift], [link.Save()], [])
+        [m.exchange_s for m in bench.do(*what) if isinstance(m, learner_ipc.Progress)]
+        for what in ([shift], [learner_ipc.Save()], [])
     ]
     assert [len(times) for times in told] == [1, 1, 1]
     assert 0.0 < told[0][0] < 10.0
@@ -367,20 +377,20 @@ def test_times_of_copies_are_told_once(bench: Bench) -> None:
 
 def test_the_global_step_never_falls_and_at_the_runs_last_step_training_ends(bench: Bench) -> None:
     bench.do(*bench.load(990))
-    bench.do(link.AdoptStep(step=995), link.AdoptStep(step=993))
+    bench.do(learner_ipc.AdoptStep(step=995), learner_ipc.AdoptStep(step=993))
     assert bench.link.counts.global_step == 996
-    bench.do(link.AdoptStep(step=999))
+    bench.do(learner_ipc.AdoptStep(step=999))
     assert not bench.link.is_training
     assert bench.link.counts.global_step == 1000
     assert bench.loop.asked == ["save"]
-    bench.do(link.Pause())
+    bench.do(learner_ipc.Pause())
     assert bench.loop.asked == ["save"], "it is saved once"
-    paused = [m for m in bench.do(link.Pause()) if isinstance(m, link.Paused)]
-    assert paused[-1] == link.Paused(steps=bench.link.counts.steps, tokens=bench.link.counts.tokens)
+    paused = [m for m in bench.do(learner_ipc.Pause()) if isinstance(m, learner_ipc.Paused)]
+    assert paused[-1] == learner_ipc.Paused(steps=bench.link.counts.steps, tokens=bench.link.counts.tokens)
 
 
 def test_it_ends_when_it_is_told_to_and_when_its_node_is_dead() -> None:
-    for message in (link.Exit(), None):
+    for message in (learner_ipc.Exit(), None):
         bench = Bench()
         bench.do(*bench.load(0))
         if message is None:
@@ -388,7 +398,7 @@ def test_it_ends_when_it_is_told_to_and_when_its_node_is_dead() -> None:
             assert not bench.link.boundary()
             assert bench.loop.asked == []
         else:
-            bench.socket.sendall(link.encode(message))
+            bench.socket.sendall(learner_ipc.encode(message))
             assert not bench.link.boundary()
             assert bench.loop.asked == ["end"]
             bench.socket.close()
@@ -418,10 +428,10 @@ def test_what_the_node_does_not_read_is_bounded_and_steps_are_counted_all_the_sa
     assert len(bench.link._node.channel._outgoing) <= (64 << 10) + 1000
     steps: list[int] = []
     for _ in range(100):
-        steps += [m.steps for m in bench.hear() if isinstance(m, link.Progress)]
+        steps += [m.steps for m in bench.hear() if isinstance(m, learner_ipc.Progress)]
         assert bench.link.boundary()
     bench.link.stepped(1, 2.0, 0.1)
-    steps += [m.steps for m in bench.do() if isinstance(m, link.Progress)]
+    steps += [m.steps for m in bench.do() if isinstance(m, learner_ipc.Progress)]
     assert steps == sorted(set(steps))
     assert steps[-1] == bench.link.counts.steps
     assert len(steps) < 30_000
@@ -436,10 +446,10 @@ def adopt(
     found = find_learner(name, memory.fd)
     assert found is not None
     found.setblocking(False)
-    bench.socket, bench.decoder = found, link.Decoder[link.FromLearner](link.FromLearner)
+    bench.socket, bench.decoder = found, learner_ipc.Decoder[learner_ipc.FromLearner](learner_ipc.FromLearner)
     assert bench.link.boundary()
     before_loading()
-    bench.socket.sendall(b"".join(map(link.encode, bench.load(step))))
+    bench.socket.sendall(b"".join(map(learner_ipc.encode, bench.load(step))))
     assert bench.link.boundary()
     assert bench.link.boundary()
     return memory
@@ -482,10 +492,10 @@ def test_a_learner_whose_next_node_dies_while_it_gives_the_parameters_keeps_all_
     found = find_learner(name, memory.fd)
     assert found is not None
     found.setblocking(False)
-    bench.socket, bench.decoder = found, link.Decoder[link.FromLearner](link.FromLearner)
+    bench.socket, bench.decoder = found, learner_ipc.Decoder[learner_ipc.FromLearner](learner_ipc.FromLearner)
     assert bench.link.boundary()
     first, cut = bench.flat.everything[:1], bench.flat.layout.shards[0].stop
-    bench.socket.sendall(link.encode(link.Shift(shards=first, replace=True)))
+    bench.socket.sendall(learner_ipc.encode(learner_ipc.Shift(shards=first, replace=True)))
     assert bench.link.boundary()
     bench.step(1.0)
     assert bench.link.is_alone, "it has not got everything"
@@ -528,7 +538,9 @@ def test_who_reached_the_runs_end_alone_trains_on_where_its_nodes_next_life_says
         memory = adopt(bench, name, 100.0, step)
     heard = bench.hear()
     assert bench.link.is_training == (step < 1000)
-    assert [m for m in heard if isinstance(m, link.Paused)] == [link.Paused(steps=1, tokens=10)] * (step == 1000)
+    assert [m for m in heard if isinstance(m, learner_ipc.Paused)] == [learner_ipc.Paused(steps=1, tokens=10)] * (
+        step == 1000
+    )
     bench.socket.close()
     memory.close()
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from p2pdiloco.codec.fragments import tensor_specs
 from p2pdiloco.protocol.manifest import make_layout
-from p2pdiloco.tensors.fragments import tensor_specs
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.trainable import trainable
 

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from p2pdiloco.diloco import DiLoCo
 from p2pdiloco.training.samples import DIGESTS, FirstBatches, OwnSamples, share_loader
 from p2pdiloco.training.swarm_view import SwarmView
-from p2pdiloco.wire.link import Swarm
+from p2pdiloco.wire.learner_ipc import Swarm
 
 PEERS = ("ann", "bob", "cid")
 

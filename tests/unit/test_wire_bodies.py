@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from p2pdiloco.wire.bodies import (
+from p2pdiloco.wire.control_messages import (
     SIGNATURE_BYTES,
     CommitParts,
     PeerStatus,

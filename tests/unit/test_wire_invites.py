@@ -9,10 +9,8 @@ import base58
 import msgspec
 import pytest
 
-from p2pdiloco.protocol.ids import PeerId, RunId
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.wire.certificates import NEVER, NO_CAP, Kind, Role, hint_of
-from p2pdiloco.wire.invites import (
+from p2pdiloco.access.certificates import NEVER, NO_CAP, Kind, Role, hint_of
+from p2pdiloco.access.invite_code import (
     PREFIX,
     TEXT_LIMIT,
     Invite,
@@ -22,6 +20,8 @@ from p2pdiloco.wire.invites import (
     encode_invite,
     is_invite,
 )
+from p2pdiloco.protocol.ids import PeerId, RunId
+from p2pdiloco.runtime.identity import Identity
 
 FOUNDER, NODE, PEER = (Identity.ephemeral().peer_id for _ in range(3))
 ADDRESSES = ("/ip4/203.0.113.5/tcp/31337", "/ip4/192.168.100.200/tcp/65535", "/ip4/10.0.0.1/tcp/1")
@@ -123,7 +123,7 @@ def test_what_is_no_invite_is_told(text: str, sentence: str) -> None:
 
 
 def sealed(data: bytes) -> str:
-    from p2pdiloco.wire.invites import _checksum
+    from p2pdiloco.access.invite_code import _checksum
 
     return PREFIX + base58.b58encode(data + _checksum(data)).decode()
 

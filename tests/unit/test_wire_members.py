@@ -9,19 +9,12 @@ import random
 import pytest
 from holders import FOUNDER, NOW, Holder, members, the_founder
 
+from p2pdiloco.access import members as rules
+from p2pdiloco.access import membership_log
+from p2pdiloco.access.certificates import DEPTH_LIMIT, Chain, Grant, Role, decode_chain, hint_of
+from p2pdiloco.access.members import Members, NotAMemberError
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.runtime.identity import Identity, verify
-from p2pdiloco.wire import members as rules
-from p2pdiloco.wire import statements
-from p2pdiloco.wire.certificates import (
-    DEPTH_LIMIT,
-    Chain,
-    Grant,
-    Role,
-    decode_chain,
-    hint_of,
-)
-from p2pdiloco.wire.members import Members, NotAMemberError
 
 ANN, BOB = (Identity.ephemeral() for _ in range(2))
 
@@ -135,7 +128,7 @@ def test_a_chain_is_of_bounded_depth_and_goes_in_no_circle() -> None:
     assert is_let_in(members(), long)
     assert not is_let_in(members(), long.certifies())
     known, last = members(), long.certifies(role=Role.ADMIN).certificates[-1:]
-    known.learn(statements.introduction(long.grant))
+    known.learn(membership_log.introduction(long.grant))
     with pytest.raises(NotAMemberError, match="more than 7"):
         known.admit(last[0].subject, Chain(hint_of(long.peer), last).encode(), NOW)
     admin = the_founder().certifies(ANN, role=Role.ADMIN)
@@ -149,7 +142,7 @@ def test_a_chain_may_begin_at_an_admin_who_is_known() -> None:
     known = members()
     with pytest.raises(NotAMemberError, match="no admin that is known"):
         known.admit(BOB.peer_id, short, NOW)
-    assert known.learn(statements.introduction(admin.grant))
+    assert known.learn(membership_log.introduction(admin.grant))
     assert known.admit(BOB.peer_id, short, NOW).chain().encode() == bob.chain, "it is complete now"
 
 
@@ -235,7 +228,7 @@ def test_a_closed_invite_keeps_who_is_in_and_lets_in_nobody_new() -> None:
     invite = the_founder().invites(Role.ADMIN)
     ann, eve, late = invite.certifies(ANN, role=Role.ADMIN), invite.certifies(), invite.certifies()
     under = ann.invites().certifies(BOB)
-    said = [statements.introduction(one.grant) for one in (ann, eve, under, late)]
+    said = [membership_log.introduction(one.grant) for one in (ann, eve, under, late)]
     said += [the_founder().closes(invite, ann), the_founder().bans(eve)]
     for order in itertools.permutations(said):
         known = members()
@@ -291,13 +284,13 @@ def test_made_up_introductions_use_up_no_invite(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(rules, "INVITED_LIMIT", 3)
     known, invite = members(), the_founder().invites()
     for _ in range(20):
-        known.learn(statements.introduction(invite.certifies().grant), BOB.peer_id)
+        known.learn(membership_log.introduction(invite.certifies().grant), BOB.peer_id)
     assert len(known.known()) == 4, "and are bounded"
     guests = [invite.certifies() for _ in range(4)]
-    known.learn(statements.introduction(guests[0].grant), BOB.peer_id)
+    known.learn(membership_log.introduction(guests[0].grant), BOB.peer_id)
     assert [is_let_in(known, guest) for guest in guests] == [True, True, True, False]
     for _ in range(20):
-        known.learn(statements.introduction(invite.certifies().grant), BOB.peer_id)
+        known.learn(membership_log.introduction(invite.certifies().grant), BOB.peer_id)
     assert all(is_let_in(known, guest) for guest in guests[:3]), "who was seen is not displaced"
     again = members()
     for one in known.statements():
@@ -311,14 +304,14 @@ def test_who_makes_up_introductions_displaces_its_own(monkeypatch: pytest.Monkey
     known, invite = members(), the_founder().invites()
     honest = [invite.certifies() for _ in range(2)]
     for guest in honest:
-        assert known.learn(statements.introduction(guest.grant), ANN.peer_id)
-    news = [known.learn(statements.introduction(invite.certifies().grant), BOB.peer_id) for _ in range(20)]
+        assert known.learn(membership_log.introduction(guest.grant), ANN.peer_id)
+    news = [known.learn(membership_log.introduction(invite.certifies().grant), BOB.peer_id) for _ in range(20)]
     assert news == 2 * [True] + 18 * [False]
     assert len(known.known()) == 9
-    assert sorted(known.beyond(b"", 1 << 20)) == sorted(statements.introduction(guest.grant) for guest in honest)
+    assert sorted(known.beyond(b"", 1 << 20)) == sorted(membership_log.introduction(guest.grant) for guest in honest)
     assert all(known.is_member(guest.peer, NOW) for guest in honest)
     late = invite.certifies()
-    known.learn(statements.introduction(late.grant), ANN.peer_id)
+    known.learn(membership_log.introduction(late.grant), ANN.peer_id)
     assert known.is_member(late.peer, NOW)
 
 
@@ -329,7 +322,7 @@ def test_an_honest_newcomer_is_agreed_on_beside_made_up_ones(monkeypatch: pytest
     invite = the_founder().invites()
     for known in (one, two, three):
         for _ in range(12):
-            known.learn(statements.introduction(invite.certifies().grant), BOB.peer_id)
+            known.learn(membership_log.introduction(invite.certifies().grant), BOB.peer_id)
     newcomer = invite.certifies()
     assert is_let_in(one, newcomer)
     for here, there, teller in ((one, two, ANN.peer_id), (two, three, FOUNDER.peer_id)):
@@ -347,11 +340,11 @@ def test_nobodys_word_takes_a_chain_from_a_peer_that_was_here() -> None:
     known, ann, leaked = members(), the_founder().invites().certifies(ANN), the_founder().invites()
     admitted(known, ann)
     for holder in (leaked.certifies(ANN), leaked.certifies(ANN, not_after=NOW + 5)):
-        assert not known.learn(statements.introduction(holder.grant), BOB.peer_id)
+        assert not known.learn(membership_log.introduction(holder.grant), BOB.peer_id)
     known.learn(the_founder().bans(leaked))
     assert known.is_member(ANN.peer_id, NOW)
     heard = members()
-    heard.learn(statements.introduction(leaked.certifies(ANN).grant), BOB.peer_id)
+    heard.learn(membership_log.introduction(leaked.certifies(ANN).grant), BOB.peer_id)
     heard.learn(the_founder().bans(leaked))
     assert not heard.is_member(ANN.peer_id, NOW)
     assert is_let_in(heard, ann), "its own chain goes before what was told"
@@ -376,7 +369,7 @@ def test_peers_that_exchange_what_the_other_lacks_know_the_same() -> None:
     admin = the_founder().certifies(role=Role.ADMIN)
     invite = the_founder().invites()
     guests = [invite.certifies() for _ in range(12)]
-    said = [statements.introduction(g.grant) for g in (admin, *guests)]
+    said = [membership_log.introduction(g.grant) for g in (admin, *guests)]
     said += [rng.choice([the_founder(), admin]).bans(g) for g in guests[:5]]
     sides = (members(), members())
     for one in said:
@@ -385,8 +378,8 @@ def test_peers_that_exchange_what_the_other_lacks_know_the_same() -> None:
     while sides[0].marks() != sides[1].marks():
         rounds += 1
         for here, there in (sides, sides[::-1]):
-            for one in statements.split_statements(
-                statements.join_statements(there.beyond(here.marks(), most_bytes=1000))
+            for one in membership_log.split_statements(
+                membership_log.join_statements(there.beyond(here.marks(), most_bytes=1000))
             ):
                 here.learn(one)
     assert 1 < rounds < 20
@@ -456,7 +449,7 @@ def test_bans_are_bounded_but_the_founders(monkeypatch: pytest.MonkeyPatch) -> N
 def test_garbage_is_refused_with_a_reason() -> None:
     rng = random.Random(11)
     good = [the_founder().invites().certifies(ANN).chain, the_founder().bans(Holder(BOB))]
-    good.append(statements.introduction(the_founder().invites().certifies(ANN).grant))
+    good.append(membership_log.introduction(the_founder().invites().certifies(ANN).grant))
     good.append(the_founder().closes(the_founder().invites(), Holder(BOB)))
     known = members()
     for _ in range(3000):
@@ -473,7 +466,7 @@ def test_garbage_is_refused_with_a_reason() -> None:
                     data += data[: rng.randrange(len(data) + 1)]
         if bytes(data) in good:
             continue
-        for read in (decode_chain, known.learn, statements.split_statements):
+        for read in (decode_chain, known.learn, membership_log.split_statements):
             with contextlib.suppress(ValueError):
                 read(bytes(data))
         with pytest.raises(NotAMemberError):
@@ -485,4 +478,4 @@ def test_what_decodes_encodes_to_the_same_bytes() -> None:
     chain = the_founder().invites(cap=7, not_after=9).certifies(ANN).chain
     assert decode_chain(chain).encode() == chain
     kept = [b"x", b"yy" * 40]
-    assert statements.split_statements(statements.join_statements(kept)) == kept
+    assert membership_log.split_statements(membership_log.join_statements(kept)) == kept

@@ -32,8 +32,8 @@ from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.runtime.files import LOCAL
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.training.shared_memory import SharedVectors
-from p2pdiloco.wire.answers import RequestError, Response
-from p2pdiloco.wire.bodies import decode_message, encode
+from p2pdiloco.wire.control_messages import decode_message, encode
+from p2pdiloco.wire.request_reply import RequestError, Response
 
 T = TypeVar("T")
 

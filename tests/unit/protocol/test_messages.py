@@ -13,7 +13,7 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.messages import Head
-from p2pdiloco.wire.bodies import decode_message, encode
+from p2pdiloco.wire.control_messages import decode_message, encode
 
 ELSEWHERE = ShardId(99)
 FAR = Head(ELSEWHERE, 1, digest("far"), 1000)

@@ -10,6 +10,9 @@ import pytest
 import torch
 from stage import SHARD, A, B, C, D, Stage, commit_on, digest, head_of, life, notes, only, sent, tokens
 
+from p2pdiloco.codec import compression, digests, quantization
+from p2pdiloco.codec.digests import StateForm, packed
+from p2pdiloco.codec.formats import recipe
 from p2pdiloco.peer.global_state import ContributionError, GlobalState, MergeResult, UnfitCommitError, payload_of
 from p2pdiloco.peer.offers import is_listed
 from p2pdiloco.peer.shift_queue import Moves
@@ -23,12 +26,8 @@ from p2pdiloco.protocol.data_blocks import Trained
 from p2pdiloco.protocol.ids import FragmentId, PeerId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.norm_bound import LEAP, MEMORY, NO_STRIDE, OCTAVE, Stride, octaves
-from p2pdiloco.tensors import digests, quantizers
-from p2pdiloco.tensors.recipes import recipe
-from p2pdiloco.tensors.states import StateForm, packed
 from p2pdiloco.training.shared_memory import SharedVectors
-from p2pdiloco.wire import compression
-from p2pdiloco.wire.bodies import StateOffer, StateProof
+from p2pdiloco.wire.control_messages import StateOffer, StateProof
 
 ELEMENTS = 600
 TURN = 24
@@ -198,15 +197,15 @@ def test_a_declared_weight_does_not_make_a_merge_ones_own() -> None:
     def given(
         peer: PeerId, values: torch.Tensor, count: int, steps: int
     ) -> tuple[msg.Contributor, compression.Payload]:
-        bodies = quantizers.encode_vector(how, values, room=compression.index_bytes(1))
+        bodies = quantization.encode_vector(how, values, room=compression.index_bytes(1))
         contributor = msg.Contributor(life(peer), 0, count, 0, steps)
         return contributor, payload_of(bodies, how, True)
 
     honest = [given(peer, found, 512, TURN) for peer in (A, B, C)]
     liar = given(D, -30.0 * found, 2**24 * 64 * TURN, 64 * TURN)
     merged = owner.state.merge(SHARD, digest("zero"), 1, [*honest, liar], how)
-    values = quantizers.decode_chunks(
-        list(compression.split(merged.payload, 1, quantizers.LARGEST_BODY)), torch.empty(ELEMENTS)
+    values = quantization.decode_chunks(
+        list(compression.split(merged.payload, 1, quantization.LARGEST_BODY)), torch.empty(ELEMENTS)
     )
     assert float(values @ found) > 0.0
     assert merged.length < 1.3 * float(found.norm())

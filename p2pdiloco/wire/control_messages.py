@@ -47,7 +47,7 @@ class GetState(msgspec.Struct, frozen=True, array_like=True, tag="state?"):
 
 class GetChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk?"):
     """Answer: nothing, with one chunk of the shard's state at ``head`` as payload: its global parameters, then its
-    momentum, as its digest is made of them (``tensors/states.py``)."""
+    momentum, as its digest is made of them (``codec/digests.py``)."""
 
     shard: Shard
     head: Hex
@@ -59,7 +59,7 @@ class GetStatus(msgspec.Struct, frozen=True, array_like=True, tag="status?"):
 
 
 class GetStatements(msgspec.Struct, frozen=True, array_like=True, tag="members?"):
-    """Answer: statements of members (``wire/statements.py``) that are not among ``marks``, as payload."""
+    """Answer: statements of members (``access/membership_log.py``) that are not among ``marks``, as payload."""
 
     marks: Annotated[bytes, Meta(max_length=MARKS_LIMIT)]
 

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 from torch import Tensor
 
-from p2pdiloco.tensors import native
-from p2pdiloco.tensors.recipes import CHUNK, FORMATS, Recipe
-from p2pdiloco.tensors.scratch import HEADER, body_bytes
+from p2pdiloco.codec import native
+from p2pdiloco.codec.formats import CHUNK, FORMATS, HEADER, Recipe, body_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

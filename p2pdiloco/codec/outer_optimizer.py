@@ -25,16 +25,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from p2pdiloco.codec import formats, numba_kernels, quantization, shard_codec
+from p2pdiloco.codec.formats import CHUNK
+from p2pdiloco.codec.shard_codec import Bodies
 from p2pdiloco.protocol.manifest import OuterConfig
-from p2pdiloco.tensors import chunk_bodies, kernels, quantizers, shard_bodies, step_kernels
-from p2pdiloco.tensors.recipes import CHUNK
-from p2pdiloco.tensors.shard_bodies import Bodies
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-_NOTHING = chunk_bodies.Packed(np.empty(0, np.int8), np.empty(0, np.float32), 0)
+_NOTHING = formats.Packed(np.empty(0, np.int8), np.empty(0, np.float32), 0)
 _NOWHERE = np.empty(0, np.float32)
 _NOT_NARROW = np.empty(0, np.int16)
 
@@ -83,13 +83,13 @@ def outer_step(
         allowed = (torch.float32, torch.bfloat16) if vector is momentum else (torch.float32,)
         if vector.dtype not in allowed or vector.shape != theta.shape or vector.dim() != 1:
             raise ValueError(f"{name} is {vector.dtype} of shape {tuple(vector.shape)}, not float32 like theta")
-    if not kernels.AVAILABLE:
+    if not numba_kernels.AVAILABLE:
         outer_step_by_torch(theta, momentum, gradient, learning_rate, momentum_factor)
     elif momentum.dtype == torch.bfloat16:
         vectors = theta.numpy(), _bits(momentum), gradient.numpy()
-        step_kernels.outer_step_narrow(*vectors, learning_rate, momentum_factor, carry(momentum_factor))
+        numba_kernels.outer_step_narrow(*vectors, learning_rate, momentum_factor, carry(momentum_factor))
     else:
-        step_kernels.outer_step(theta.numpy(), momentum.numpy(), gradient.numpy(), learning_rate, momentum_factor)
+        numba_kernels.outer_step(theta.numpy(), momentum.numpy(), gradient.numpy(), learning_rate, momentum_factor)
 
 
 def carry(momentum_factor: float) -> float:
@@ -157,12 +157,12 @@ def step_aside(
     """
     old, aside = (theta.numpy(), *_pair(momentum)), (new[0].numpy(), *_pair(new[1]))
     factors = learning_rate, momentum_factor, carry(momentum_factor)
-    if kernels.AVAILABLE and shard_bodies.stepped_aside(body, old, aside, factors):
+    if numba_kernels.AVAILABLE and shard_codec.stepped_aside(body, old, aside, factors):
         return
-    if (fast := chunk_bodies.opened_int4(body, theta.numel())) is not None:
-        step_kernels.step_aside_int4(*fast, *old, *aside, *factors)
+    if (fast := formats.opened_int4(body, theta.numel())) is not None:
+        numba_kernels.step_aside_int4(*fast, *old, *aside, *factors)
         return
-    gradient = quantizers.decode_chunk(body, torch.empty_like(theta))
+    gradient = quantization.decode_chunk(body, torch.empty_like(theta))
     new[0].copy_(theta)
     new[1].copy_(momentum)
     outer_step(new[0], new[1], gradient, learning_rate=learning_rate, momentum_factor=momentum_factor)
@@ -180,7 +180,7 @@ def step_shard(
     """``step_and_hand_over`` for all chunks of a shard at once; False: chunk by chunk, nothing is done."""
     momentum_factor = factors["momentum_factor"]
     by = factors["learning_rate"], momentum_factor, carry(momentum_factor)
-    return kernels.AVAILABLE and shard_bodies.stepped(bodies, own, theta, _pair(momentum), buffer, is_added, by)
+    return numba_kernels.AVAILABLE and shard_codec.stepped(bodies, own, theta, _pair(momentum), buffer, is_added, by)
 
 
 def step_and_hand_over(
@@ -205,11 +205,11 @@ def step_and_hand_over(
     factors = Factors(learning_rate=learning_rate, momentum_factor=momentum_factor)
     if step_shard(Bodies.of(body), ours, theta, momentum, buffer, is_added, factors):
         return True
-    fast = chunk_bodies.opened_int4(body, theta.numel())
-    mine = _NOTHING if own is None else chunk_bodies.opened_int4(own, theta.numel(), slot=1)
+    fast = formats.opened_int4(body, theta.numel())
+    mine = _NOTHING if own is None else formats.opened_int4(own, theta.numel(), slot=1)
     if fast is None or mine is None or (own is not None and mine.block != fast.block):
         return False
-    step_kernels.step_int4(
+    numba_kernels.step_int4(
         fast.packed,
         fast.scales,
         mine.packed,

@@ -26,8 +26,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from p2pdiloco.wire.bodies import decode_as, encode
-from p2pdiloco.wire.records import PeerRecord
+from p2pdiloco.wire.control_messages import decode_as, encode
+from p2pdiloco.wire.directory_records import PeerRecord
 
 OPENING = b"p2pdiloco line 1"
 PROBE = b"p2pdiloco dial 1"

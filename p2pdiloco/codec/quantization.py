@@ -25,20 +25,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from p2pdiloco.protocol.manifest import Codec
-from p2pdiloco.tensors import bit_layout, kernels, shard_bodies
-from p2pdiloco.tensors.chunk_bodies import (
+from p2pdiloco.codec import formats, numba_kernels, shard_codec
+from p2pdiloco.codec.formats import (
+    BLOCK,
+    CHUNK,
+    FORMATS,
+    HEADER,
     LARGEST,
     LARGEST_BITS,
+    LARGEST_BODY,
     VERSION,
+    Cut,
+    Part,
+    Recipe,
     chunk_count,
     largest_bits,
     opened,
     opened_int4,
+    recipe,
+    scratch,
 )
-from p2pdiloco.tensors.recipes import BLOCK, CHUNK, FORMATS, Recipe, recipe
-from p2pdiloco.tensors.scratch import HEADER, LARGEST_BODY, Cut, Part, scratch
-from p2pdiloco.tensors.shard_bodies import SAFE_NORMS, Bodies, encoded
+from p2pdiloco.codec.shard_codec import SAFE_NORMS, Bodies, encoded
+from p2pdiloco.protocol.manifest import Codec
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -109,11 +117,11 @@ def encode_chunk(recipe: Recipe, piece: Tensor, less: Tensor | None = None) -> m
             _scales_by_largest(recipe, x, part, part.wanted)
     if scratch.is_fast and recipe.codec == "int4" and not recipe.step:
         cut.wide.copy_(cut.scales)
-        kernels.pack_int4(piece.numpy(), cut.flat_wide, recipe.block, form.largest, cut.flat_packed)
+        numba_kernels.pack_int4(piece.numpy(), cut.flat_wide, recipe.block, form.largest, cut.flat_packed)
         return cut.body
     for x, part in zip(rows, cut.parts, strict=True):
         _quantize(recipe, x, part)
-    bit_layout.pack(cut.symbols, form.bits, cut.packed)
+    formats.pack(cut.symbols, form.bits, cut.packed)
     return cut.body
 
 
@@ -133,7 +141,7 @@ def _encode_bf16(piece: Tensor) -> memoryview:
     HEADER.pack_into(view, 0, VERSION, FORMATS["bf16"].number, 0, elements)
     symbols = scratch.narrow[:elements].copy_(piece)
     _require_finite(largest_bits(symbols) <= LARGEST_BITS)
-    bit_layout.split_bytes(symbols.view(torch.int16), scratch.body[HEADER.size : size].view(2, -1))
+    formats.split_bytes(symbols.view(torch.int16), scratch.body[HEADER.size : size].view(2, -1))
     return view
 
 
@@ -147,7 +155,7 @@ def _encode_int4(recipe: Recipe, piece: Tensor, less: Tensor | None) -> memoryvi
     form, elements = FORMATS["int4"], piece.numel()
     cut = scratch.cut(form.bits, recipe.block, elements)
     HEADER.pack_into(cut.body, 0, VERSION, form.number, recipe.block, elements)
-    is_done = kernels.encode_int4(
+    is_done = numba_kernels.encode_int4(
         piece.numpy(),
         _NOTHING if less is None else less.numpy(),
         recipe.block,
@@ -169,7 +177,7 @@ def _quantize(recipe: Recipe, rows: Tensor, part: Part) -> None:
         bound = max(bound, 1.01 * math.sqrt(part.filled) / recipe.step)
     torch.mul(rows, part.inverse, out=part.work)
     if recipe.codec == "e3m0":
-        bit_layout.to_exponents(part.work.view(-1), scratch.narrow[: rows.numel()], part.symbols)
+        formats.to_exponents(part.work.view(-1), scratch.narrow[: rows.numel()], part.symbols)
         return
     if bound > 127:
         part.work.clamp_(-127, 127)
@@ -255,10 +263,10 @@ def decode_chunk(body: Buffer, out: Tensor) -> Tensor:
         ValueError: the body is not that of ``out.numel()`` finite parameters.
     """
     _require_chunk(out)
-    if scratch.is_fast and shard_bodies.decoded(body, out):
+    if scratch.is_fast and shard_codec.decoded(body, out):
         return out
     if (fast := opened_int4(body, out.numel())) is not None:
-        kernels.unpack_int4(*fast, out.numpy())
+        numba_kernels.unpack_int4(*fast, out.numpy())
         return out
     cut, codec, block = opened(body, out.numel())
     if cut is None:
@@ -272,10 +280,10 @@ def decode_chunk(body: Buffer, out: Tensor) -> Tensor:
 def add_chunk(body: Buffer, factor: float, out: Tensor) -> None:
     """``out`` += ``factor`` * the dequantized body, each operation rounded; see ``decode_chunk``."""
     _require_chunk(out)
-    if scratch.is_fast and shard_bodies.decoded(body, out, factor):
+    if scratch.is_fast and shard_codec.decoded(body, out, factor):
         return
     if (fast := opened_int4(body, out.numel())) is not None:
-        kernels.add_int4(*fast, factor, out.numpy())
+        numba_kernels.add_int4(*fast, factor, out.numpy())
         return
     values = scratch.values[: out.numel()]
     decode_chunk(body, values)
@@ -289,11 +297,11 @@ def squared_norm(body: Buffer, elements: int) -> float:
     Raises:
         ValueError: as ``decode_chunk``.
     """
-    if scratch.is_fast and (found := shard_bodies.squared_norms(Bodies.of(body), elements)) is not None:
+    if scratch.is_fast and (found := shard_codec.squared_norms(Bodies.of(body), elements)) is not None:
         return found[0]
     if (fast := opened_int4(body, elements)) is not None:
         squares = scratch.squares[: len(fast.scales)]
-        kernels.square_int4(fast.packed, fast.block, squares)
+        numba_kernels.square_int4(fast.packed, fast.block, squares)
         return float((squares * np.square(fast.scales, dtype=np.float64)).sum())
     cut, codec, block = opened(body, elements)
     if cut is None:
@@ -311,9 +319,9 @@ def _require_chunk(out: Tensor) -> None:
 
 def _unpack(cut: Cut, codec: Codec) -> None:
     """The cut's symbols, to be multiplied with its scales."""
-    bit_layout.unpack(cut.packed, FORMATS[codec].bits, cut.symbols)
+    formats.unpack(cut.packed, FORMATS[codec].bits, cut.symbols)
     if codec == "e3m0":
-        bit_layout.from_exponents(cut.symbols, scratch.narrow.view(torch.uint8)[: 2 * cut.symbols.numel()])
+        formats.from_exponents(cut.symbols, scratch.narrow.view(torch.uint8)[: 2 * cut.symbols.numel()])
 
 
 def _multiply(cut: Cut, block: int, out: Tensor) -> None:

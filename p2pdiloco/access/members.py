@@ -30,9 +30,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
-from p2pdiloco.protocol.ids import PeerId, RunId
-from p2pdiloco.protocol.manifest import Access
-from p2pdiloco.wire.certificates import (
+from p2pdiloco.access.certificates import (
     NEVER,
     CertificateError,
     Grant,
@@ -43,8 +41,7 @@ from p2pdiloco.wire.certificates import (
     follow,
     hint_of,
 )
-from p2pdiloco.wire.peer_ids import is_key
-from p2pdiloco.wire.statements import (
+from p2pdiloco.access.membership_log import (
     CLOSING,
     INTRODUCTION,
     MARK_BYTES,
@@ -54,6 +51,9 @@ from p2pdiloco.wire.statements import (
     named_in,
     read_statement,
 )
+from p2pdiloco.protocol.ids import PeerId, RunId
+from p2pdiloco.protocol.manifest import Access
+from p2pdiloco.wire.peer_ids import is_key
 
 INVITED_LIMIT = 256
 """Peers that one invite brings here, and as many more of which others only tell."""

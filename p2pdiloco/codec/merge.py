@@ -27,12 +27,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from p2pdiloco.codec import numba_kernels, quantization, shard_codec
+from p2pdiloco.codec.formats import CHUNK, LARGEST
+from p2pdiloco.codec.shard_codec import Bodies
 from p2pdiloco.protocol.manifest import MergeRule
 from p2pdiloco.protocol.medians import medians_of_others
-from p2pdiloco.tensors import kernels, quantizers, shard_bodies
-from p2pdiloco.tensors.chunk_bodies import LARGEST
-from p2pdiloco.tensors.recipes import CHUNK
-from p2pdiloco.tensors.shard_bodies import Bodies
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -92,21 +91,21 @@ class EncodedGradient:
     """
 
     def __init__(self, bodies: Sequence[Buffer], elements: int) -> None:
-        if len(bodies) != quantizers.chunk_count(elements):
+        if len(bodies) != quantization.chunk_count(elements):
             raise ValueError(f"{len(bodies)} bodies came for {elements} elements")
         self.elements = elements
         self.bodies = bodies
-        squares = shard_bodies.squared_norms(bodies, elements)
+        squares = shard_codec.squared_norms(bodies, elements)
         if squares is None:
             sizes = (min(CHUNK, elements - start) for start in range(0, elements, CHUNK))
-            squares = [quantizers.squared_norm(body, size) for body, size in zip(bodies, sizes, strict=True)]
+            squares = [quantization.squared_norm(body, size) for body, size in zip(bodies, sizes, strict=True)]
         self._norm = math.sqrt(math.fsum(squares))
 
     def norm(self) -> float:
         return self._norm
 
     def add_to(self, out: Tensor, chunk: int, factor: float) -> None:
-        quantizers.add_chunk(self.bodies[chunk], factor, out)
+        quantization.add_chunk(self.bodies[chunk], factor, out)
 
 
 def contribution(bodies: Sequence[Buffer], elements: int) -> EncodedGradient:
@@ -230,7 +229,7 @@ def radial_directional(
     return length
 
 
-def encode(how: quantizers.Recipe, merged: Tensor, longest: float, room: int = 0) -> tuple[Bodies, float]:
+def encode(how: quantization.Recipe, merged: Tensor, longest: float, room: int = 0) -> tuple[Bodies, float]:
     """The bodies of ``merged``, float32 [n], behind ``room`` bytes, and the length of what they hold, at most
     ``longest``: a longer vector is made shorter, in place.
 
@@ -238,7 +237,7 @@ def encode(how: quantizers.Recipe, merged: Tensor, longest: float, room: int = 0
         ValueError: as ``quantizers.encode_vector``.
     """
     while True:
-        bodies = quantizers.encode_vector(how, merged, room=room)
+        bodies = quantization.encode_vector(how, merged, room=room)
         length = EncodedGradient(bodies, merged.numel()).norm()
         if length <= longest:
             return bodies, length
@@ -258,8 +257,8 @@ def _checked_total(gradients: Sequence[Gradient], weights: Sequence[float], out:
 def _weighted_sum(gradients: Sequence[Gradient], factors: Sequence[float], out: Tensor) -> float:
     """``out`` = sum of factor * gradient, in order; a factor of 0 leaves its gradient out. Returns its length."""
     encoded = [gradient.bodies for gradient in gradients if isinstance(gradient, EncodedGradient)]
-    if kernels.AVAILABLE and len(encoded) == len(gradients):
-        square = shard_bodies.weighted_sum(encoded, factors, out)
+    if numba_kernels.AVAILABLE and len(encoded) == len(gradients):
+        square = shard_codec.weighted_sum(encoded, factors, out)
         if square is not None:
             return math.sqrt(square)
     for chunk, start in enumerate(range(0, out.numel(), CHUNK)):
@@ -272,7 +271,7 @@ def _weighted_sum(gradients: Sequence[Gradient], factors: Sequence[float], out: 
 
 def norm(v: Tensor) -> float:
     """Euclidean norm, summed in float64."""
-    if kernels.AVAILABLE and v.is_contiguous():
-        return math.sqrt(kernels.squares(v.numpy()))
+    if numba_kernels.AVAILABLE and v.is_contiguous():
+        return math.sqrt(numba_kernels.squares(v.numpy()))
     pieces = (v[start : start + CHUNK] for start in range(0, v.numel(), CHUNK))
     return math.sqrt(math.fsum(float(torch.linalg.vector_norm(p, dtype=torch.float64)) ** 2 for p in pieces))

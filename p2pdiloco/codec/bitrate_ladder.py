@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from p2pdiloco.codec.formats import FORMATS, Recipe, recipe
 from p2pdiloco.protocol.manifest import Coarsest, CodecChoice, Step
-from p2pdiloco.tensors.recipes import FORMATS, Recipe, recipe
 
 
 class Rung(NamedTuple):

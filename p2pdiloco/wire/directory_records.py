@@ -17,9 +17,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from p2pdiloco.access.certificates import CHAIN_LIMIT
 from p2pdiloco.protocol.ids import PeerId, RunId, digest_of
 from p2pdiloco.protocol.manifest import Name
-from p2pdiloco.wire.certificates import CHAIN_LIMIT
 
 CONTEXT = b"p2pdiloco record 1\x00"
 SIGNATURE_BYTES = 64
@@ -31,7 +31,7 @@ CLOCK_SKEW_S = 10.0
 
 RUNS_TOPIC = "p2pdiloco/runs"
 POINTS_TOPIC = "p2pdiloco/points"
-"""Meeting points that take part in no run (wire/introductions.py)."""
+"""Meeting points that take part in no run (nat/messages.py)."""
 PEERS_CONTEXT = b"p2pdiloco topic 1\x00"
 
 Sign = Callable[[bytes], bytes]

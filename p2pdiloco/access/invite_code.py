@@ -23,8 +23,8 @@ from collections.abc import Sequence
 import base58
 from msgspec import Struct
 
+from p2pdiloco.access.certificates import HINT_BYTES, SIGNATURE_BYTES, Kind, Role
 from p2pdiloco.protocol.ids import DIGEST_BYTES, PeerId, RunId, digest_of
-from p2pdiloco.wire.certificates import HINT_BYTES, SIGNATURE_BYTES, Kind, Role
 from p2pdiloco.wire.peer_ids import KEY_BYTES, key_of, peer_id_of
 
 PREFIX = "p2pdiloco"

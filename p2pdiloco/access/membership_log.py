@@ -18,8 +18,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from p2pdiloco.protocol.ids import PeerId, RunId, digest_of
-from p2pdiloco.wire.certificates import (
+from p2pdiloco.access.certificates import (
     CHAIN_LIMIT,
     HINT_BYTES,
     SIGNATURE_BYTES,
@@ -33,6 +32,7 @@ from p2pdiloco.wire.certificates import (
     follow,
     hint_of,
 )
+from p2pdiloco.protocol.ids import PeerId, RunId, digest_of
 from p2pdiloco.wire.peer_ids import KEY_BYTES, key_of, peer_id_of
 
 BAN_CONTEXT = b"p2pdiloco ban 1\x00"
