@@ -1,7 +1,8 @@
 """One connection to one peer, without I/O: its life, from the handshake to the goodbye.
 
 Bytes that were decrypted come in through ``buffer`` and ``advance``; ``step`` handles one frame of them. What is to be
-told, sent and waited for is written into the endpoint's agenda (net/agenda.py); net/endpoint.py shows how it is driven.
+told, sent and waited for is written into the endpoint's agenda (net/context.py); net/endpoint.py shows how it is
+driven.
 
 Rules of this file:
 1. What is said between proved peers is conversation.py's.
@@ -17,9 +18,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 
-from p2pdiloco.net.closure import Closure
-from p2pdiloco.net.commons import Commons, Due
-from p2pdiloco.net.conversation import Conversation
+from p2pdiloco.net.abuse_limits import FRAMES
+from p2pdiloco.net.context import Commons, Due
 from p2pdiloco.net.events import Closing, Ended, Failed, Proved
 from p2pdiloco.net.frames import (
     HANDSHAKE_KINDS,
@@ -31,9 +31,61 @@ from p2pdiloco.net.frames import (
     encode_goodbye,
 )
 from p2pdiloco.net.handshake import Dialled, Handshake, HandshakeError, Hello, MismatchError, Role
-from p2pdiloco.net.inbox import Frame
-from p2pdiloco.net.scores import FRAMES
+from p2pdiloco.net.receive_buffer import Frame
+from p2pdiloco.net.session import Conversation
 from p2pdiloco.protocol.ids import PeerId
+
+# -- How far a connection has come on its way to its end: it parts, it retires for another connection, it is over ------
+# Nothing is done here: connection.py asks, and does it.
+
+
+class Closure:
+    """Of one connection."""
+
+    __slots__ = ("_retired", "goodbye", "has_failed", "is_retiring", "over", "parting")
+
+    def __init__(self) -> None:
+        self.over: str | None = None
+        """Why it is over: nothing is read or sent from then on."""
+        self.parting: str | None = None
+        """Why we are leaving: nothing new is sent; what is queued is."""
+        self.goodbye: bytes | None = None
+        """Waits until everything that is sent in parts is acknowledged."""
+        self.is_retiring = False
+        """Another connection stays: what is begun here is finished."""
+        self.has_failed = False
+        """It is told that there will be no proof."""
+        self._retired: set[str] = set()
+        """Which of "us" and "them" has said that another connection stays."""
+
+    @property
+    def is_ending(self) -> bool:
+        """Saying or having said goodbye, or over."""
+        return self.over is not None or self.parting is not None
+
+    @property
+    def reason(self) -> str:
+        """Why it is over, or about to be; "" while it is not."""
+        return self.over or self.parting or ""
+
+    @property
+    def is_said(self) -> bool:
+        """The goodbye is out, or in the outbox."""
+        return self.parting is not None and self.goodbye is None
+
+    @property
+    def have_both_retired(self) -> bool:
+        """Each side has said that another connection stays."""
+        return len(self._retired) == 2
+
+    def retires(self, who: str) -> bool:
+        """``who`` ("us" or "them") says that another connection stays; False: that was said."""
+        is_news = who not in self._retired
+        self._retired.add(who)
+        return is_news
+
+
+# -- One connection to one peer, without I/O: its life, from the handshake to the goodbye ------------------------------
 
 
 class Connection:

@@ -29,33 +29,186 @@ endpoints in virtual time, with one connection whose bytes take no time:
 
 Rules of this file:
 1. No I/O here or below: no socket, clock, thread, file or random number. What happens is an event; nobody is called.
-2. One connection per pair of peers serves (net/peers.py).
+2. One connection per pair of peers serves (net/endpoint.py).
 3. Nothing waits: what does not fit is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 from msgspec import Struct
 
-from p2pdiloco.net.admission import Room, machine_of
-from p2pdiloco.net.commons import Commons, Due
+from p2pdiloco.net.abuse_limits import BODY, Room, displaced, machine_of
+from p2pdiloco.net.bandwidth import Path, Traffic
 from p2pdiloco.net.connection import Connection
-from p2pdiloco.net.credit import Account
-from p2pdiloco.net.events import Asking, Ended, Event, LaneWanted, Message, Offered, Paced, Proved, Question
+from p2pdiloco.net.context import Commons, Due
+from p2pdiloco.net.events import (
+    Asking,
+    Connected,
+    Disconnected,
+    Ended,
+    Event,
+    LaneWanted,
+    Message,
+    Offered,
+    Paced,
+    Proved,
+    Question,
+    TwinRefused,
+)
+from p2pdiloco.net.flow_control import Account
 from p2pdiloco.net.frames import Parting
 from p2pdiloco.net.handshake import ANYBODY, Dialled, Greeter, Role
 from p2pdiloco.net.limits import TransportLimits, UpBudget
-from p2pdiloco.net.outbox import Slice
-from p2pdiloco.net.path import Path
-from p2pdiloco.net.peers import Peers
-from p2pdiloco.net.scores import BODY
-from p2pdiloco.net.shaper import TURN_BYTES
-from p2pdiloco.net.traffic import Traffic
-from p2pdiloco.net.watch import Watch
+from p2pdiloco.net.path_monitor import Watch, bind
+from p2pdiloco.net.rate_limit import TURN_BYTES
+from p2pdiloco.net.send_queue import Slice
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.wire.request_reply import Answer, RequestError
+
+# -- Which lives of a peer are over ------------------------------------------------------------------------------------
+# A peer that is started anew gets a new life (``Hello.life``), which takes the place of the one before. A life that
+# comes back after that means two processes with one identity: it is refused while the later one is connected, so that
+# the two do not take each other's place for ever.
+
+
+PEERS = 1024
+LIVES = 4
+"""Of each peer; more are forgotten, the oldest first."""
+
+
+class PastLives:
+    """See above."""
+
+    def __init__(self) -> None:
+        self._past: dict[PeerId, deque[bytes]] = {}
+        self._told: dict[PeerId, None] = {}
+        """Peers of which it is known that they are two processes."""
+
+    def has(self, peer: PeerId, life: bytes) -> bool:
+        """Whether that life is over."""
+        return life in self._past.get(peer, ())
+
+    def end(self, peer: PeerId, life: bytes) -> None:
+        """Another life takes its place."""
+        past = self._past.pop(peer, None) or deque(maxlen=LIVES)
+        if life not in past:
+            past.append(life)
+        self._past[peer] = past
+        while len(self._past) > PEERS:
+            oldest = next(iter(self._past))
+            del self._past[oldest]
+            self._told.pop(oldest, None)
+
+    def is_news(self, peer: PeerId) -> bool:
+        """Whether a life that is over comes back for the first time."""
+        is_news = peer not in self._told
+        self._told[peer] = None
+        return is_news
+
+
+# -- Which connection serves which peer --------------------------------------------------------------------------------
+# Rules of this file:
+# 1. One connection per pair of peers serves. A direct one takes the place of a relayed one; if both dial at once, the
+#    one dialled by the smaller peer id stays. The other finishes what it has begun. A peer that was started anew
+#    (``Hello.life``) replaces its old connection, and its old life does not come back while the new one is here
+#    (net/endpoint.py).
+# 2. What is heard of a peer is of the life that serves: another life's connections end when this one's comes, and one
+#    that is turned away is not listened to. (Heartbeats of two processes in turns would make both look dead.)
+# 3. Connected and Disconnected are told in turns for each peer, whatever happens to connections below.
+# 4. Places are bounded; who takes one when all are taken is net/abuse_limits.py's.
+
+
+LEAVING = "the peer is leaving"
+TWIN = "another process with this identity is connected: a copy of the state folder?"
+
+
+class Peers:
+    """See the module's rules. ``places``: peers at once. ``connections``: all that there are, as they come and go."""
+
+    def __init__(self, commons: Commons, places: int, connections: Iterable[Connection]) -> None:
+        self.serving: dict[PeerId, Connection] = {}
+        self.is_leaving = False
+        self._past = PastLives()
+        self._commons = commons
+        self._places = places
+        self._connections = connections
+
+    def proved(self, connection: Connection) -> bool:
+        """A connection is there. Whether it serves now."""
+        peer, old = connection.peer, self.serving.get(connection.peer)
+        if self.is_leaving:
+            connection.turn_away(Parting.LEAVING, LEAVING)
+        elif self._commons.scores.is_shut_out(peer, self._commons.agenda.now):
+            connection.turn_away(Parting.BROKEN, "you sent too much that could not be read; try again in a minute")
+        elif connection.greeting.lane:
+            bind(connection, [old] if old is not None else [])
+        elif old is None:
+            return self._install(connection)
+        elif _life_of(old) != _life_of(connection):
+            if not (old.is_open and self._past.has(peer, _life_of(connection))):
+                self._past.end(peer, _life_of(old))
+                return self._replace(old, connection)
+            if self._past.is_news(peer):
+                self._commons.agenda.tell(TwinRefused(connection, old))
+            connection.turn_away(Parting.LEAVING, TWIN)
+        elif not old.is_open:
+            return self._replace(old, connection)
+        elif self._rank(connection) > self._rank(old):
+            self.serving[peer] = connection
+            old.retire()
+            return True
+        else:
+            connection.retire()
+        return False
+
+    def _replace(self, old: Connection, connection: Connection) -> bool:
+        reason = "the peer came back with a new connection"
+        self.gone(old, reason)
+        old.abort(reason)
+        return self._install(connection)
+
+    def gone(self, connection: Connection, reason: str) -> None:
+        """A connection serves no longer."""
+        if connection.is_proved and self.serving.get(connection.peer) is connection:
+            del self.serving[connection.peer]
+            self._commons.agenda.tell(Disconnected(connection, reason))
+
+    def _install(self, connection: Connection) -> bool:
+        if len(self.serving) >= self._places:
+            places = {other: (machine_of(other.host), other.heard_at) for other in self.serving.values()}
+            out = displaced(places, machine_of(connection.host))
+            if out is None:
+                connection.turn_away(Parting.LEAVING, f"{len(self.serving)} peers are connected already")
+                return False
+            reason = "it made room: too many peers of its address are connected"
+            self.gone(out, reason)
+            out.part(Parting.LEAVING, reason)
+        for other in [c for c in self._connections if c.is_open and c.peer == connection.peer]:
+            if _life_of(other) != _life_of(connection):
+                other.abort("another life of the peer is here")
+        self.serving[connection.peer] = connection
+        self._commons.agenda.tell(Connected(connection))
+        return True
+
+    def _rank(self, connection: Connection) -> tuple[bool, bool, int]:
+        """Both ends compute the same: direct wins; then dialled by the smaller id; of one dialler's the latest."""
+        greeting = connection.greeting
+        return (
+            not greeting.is_relayed,
+            greeting.peer == min(self._commons.greeter.peer, connection.peer),
+            greeting.attempt,
+        )
+
+
+def _life_of(connection: Connection) -> bytes:
+    assert connection.remote is not None
+    return connection.remote.life
+
+
+# -- All connections of one peer, without I/O: which serve, what they carry, who sends next, what is due when ----------
 
 
 class Hold(Struct, frozen=True):

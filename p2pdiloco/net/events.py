@@ -14,7 +14,7 @@ from p2pdiloco.wire.request_reply import RequestError, Response
 
 if TYPE_CHECKING:
     from p2pdiloco.net.connection import Connection
-    from p2pdiloco.net.conversation import Conversation
+    from p2pdiloco.net.session import Conversation
 
 
 class Question(Struct, frozen=True):

@@ -14,7 +14,7 @@ more than one chunk.
     CHUNK           the next bytes of a stream
     CANCEL          receiver to sender: stop this stream; the sender answers with ABORT
     ABORT           sender to receiver: the rest of this stream will not come
-    ACK             receiver to sender: this part of a payload is there (net/parts.py)
+    ACK             receiver to sender: this part of a payload is there (net/multipath.py)
     CREDIT          u64: chunk bytes that the other side may send on this connection, since its start
     GOODBYE         a code byte and the reason (UTF-8); the last frame of its direction
 

@@ -30,7 +30,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from p2pdiloco.access.members import NotAMemberError
-from p2pdiloco.net.doors import Door, OpenDoor
+from p2pdiloco.net.authorization import Door, OpenDoor
 from p2pdiloco.net.frames import HANDSHAKE_LIMIT
 from p2pdiloco.protocol.ids import PeerId, RunId, digest_of
 
@@ -94,7 +94,7 @@ class Hello(Struct, frozen=True, kw_only=True):
     attempt: Annotated[int, Meta(ge=0, le=2**62)]
     """Grows with every connection that the peer takes part in: of two that it dialled, the later one counts."""
     lane: Annotated[int, Meta(ge=0, le=2**16)] = 0
-    """Dialler only: 0 for a connection of its own right, else the number of a lane (net/parts.py)."""
+    """Dialler only: 0 for a connection of its own right, else the number of a lane (net/multipath.py)."""
     bond: Annotated[bytes, Meta(max_length=NONCE_BYTES)] = b""
     """With a lane: the nonce of the HELLO with which its dialler began the primary connection."""
     is_relayed: bool = False

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from msgspec import Struct
 
-from p2pdiloco.net.outbox import GROUP_BYTES
+from p2pdiloco.net.send_queue import GROUP_BYTES
 
 UpBudget = float | Literal["auto"] | None
 """Bytes per second; "auto": learned; None: no limit."""
@@ -70,7 +70,7 @@ class TransportLimits(Struct, frozen=True, kw_only=True):
     """As a connection's, over all of them."""
     up_bytes_per_s: UpBudget = None
     """Sent over all connections, control included; control never waits. None: no limit. 4 to 10 % under the link.
-    "auto": learned from what the kernel says was delivered, and 10 % under that (net/capacity.py)."""
+    "auto": learned from what the kernel says was delivered, and 10 % under that (net/bandwidth.py)."""
     down_bytes_per_s: float | None = None
     """Bulk received over all connections. None: no limit."""
     lanes: int | Literal["auto"] = "auto"

@@ -21,8 +21,8 @@ from typing import Protocol
 from p2pdiloco.access.certificates import NEVER, Role
 from p2pdiloco.access.members import Members, NotAMemberError
 from p2pdiloco.access.membership_log import join_statements, split_statements
-from p2pdiloco.net.allowance import Allowance
-from p2pdiloco.net.doors import MembersDoor
+from p2pdiloco.net.abuse_limits import Allowance
+from p2pdiloco.net.authorization import MembersDoor
 from p2pdiloco.node.credentials import Credentials, MemberFiles
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import logs

@@ -13,7 +13,7 @@ import msgspec
 
 from p2pdiloco.access.certificates import Role
 from p2pdiloco.access.invite_code import Invite
-from p2pdiloco.net.doors import JoinersDoor
+from p2pdiloco.net.authorization import JoinersDoor
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.credentials import Credentials
 from p2pdiloco.node.ladder import Ladder

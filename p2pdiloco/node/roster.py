@@ -27,7 +27,7 @@ from pathlib import Path
 import msgspec
 
 from p2pdiloco.nat.messages import Reachable
-from p2pdiloco.net.peers import LEAVING
+from p2pdiloco.net.endpoint import LEAVING
 from p2pdiloco.node.curiosity import Curiosity
 from p2pdiloco.node.fellowship import Fellowship
 from p2pdiloco.node.ladder import Ladder

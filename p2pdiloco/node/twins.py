@@ -7,7 +7,7 @@ Rules of this file:
 2. Two that started at once see each other's record in the place of their own (``roster.py``, rule 4); the one that
    began later ends. Nobody's word is taken for it: whoever cannot prove to have the key is no twin.
 3. Other peers keep to the life that they saw last, refuse one that had to give way before, and hear nothing from it
-   (``net/peers.py``), so that nothing flaps meanwhile.
+   (``net/endpoint.py``), so that nothing flaps meanwhile.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from p2pdiloco.net.allowance import Allowance
+from p2pdiloco.net.abuse_limits import Allowance
 from p2pdiloco.peer.donor import Donor
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.standing import Standing

@@ -2,13 +2,13 @@
 
 Rules of this file:
 1. Nothing is made for a stranger before it has said a whole greeting (a TLS ClientHello): a socket and a line in a
-   table are all it costs. Whose turn it is then, net/reception.py says.
+   table are all it costs. Whose turn it is then, net/abuse_limits.py says.
 2. Who says nothing, says it in crumbs, or something else, is closed; by the first byte others may take what is no
    connection of ours, and say afterwards whether anything came of it.
 3. The kernel wakes us for a whole greeting, not for each byte (SO_RCVLOWAT).
 4. A machine of which many were turned away, here or by who took them, is shut out for a while, by the kernel where it
-   does that (runtime/sieve.py). Handshakes that fail shut nobody out: they are paid from a budget (net/reception.py),
-   and a newcomer may share an address with many.
+   does that (runtime/sieve.py). Handshakes that fail shut nobody out: they are paid from a budget
+   (net/abuse_limits.py), and a newcomer may share an address with many.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from p2pdiloco.net.admission import Room, machine_of
-from p2pdiloco.net.failures import Exclusion
+from p2pdiloco.net.abuse_limits import Exclusion, Reception, Room, machine_of
 from p2pdiloco.net.limits import TransportLimits
-from p2pdiloco.net.reception import Reception
 from p2pdiloco.runtime import logs, sieve
 from p2pdiloco.runtime.tasks import Tasks
 

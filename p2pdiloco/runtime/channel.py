@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol, cast
 
+from p2pdiloco.net.bandwidth import Path
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.events import Closing, Ended, Failed, Paced, Proved
-from p2pdiloco.net.outbox import Slice
-from p2pdiloco.net.path import Path
+from p2pdiloco.net.send_queue import Slice
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import sockets
 from p2pdiloco.runtime.addresses import Address

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from p2pdiloco.net.path import Path
+from p2pdiloco.net.bandwidth import Path
 from p2pdiloco.runtime import logs
 
 log = logs.get("transport")

@@ -1,4 +1,4 @@
-"""Dials what others have published or told, within the budget of net/dials.py.
+"""Dials what others have published or told, within the budget of net/abuse_limits.py.
 
 Rules of this file:
 1. A name counts as the machines that it stands for, and these are dialled, not the name: a directory full of names of
@@ -12,7 +12,7 @@ import asyncio
 import socket
 from collections.abc import Sequence
 
-from p2pdiloco.net.dials import Dials
+from p2pdiloco.net.abuse_limits import Dials
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import addresses
 from p2pdiloco.runtime.addresses import Address

@@ -1,6 +1,6 @@
 """A meeting point at work: it tells peers how they are seen, dials them back, introduces them, and relays.
 
-What is decided is in net/introducer.py; here are its sockets, its timer, and the requests that it answers.
+What is decided is in nat/introducer.py; here are its sockets, its timer, and the requests that it answers.
 
 Rules of this file:
 1. A peer is dialled back at the address that its connection comes from, nowhere else, and not often.
@@ -17,8 +17,8 @@ import socket
 from collections import Counter, deque
 
 from p2pdiloco.nat import messages as intro
-from p2pdiloco.net.admission import Room, machine_of
-from p2pdiloco.net.introducer import Hang, Introducer, Joined, NotIntroducedError, Say
+from p2pdiloco.nat.introducer import Hang, Introducer, Joined, NotIntroducedError, Say
+from p2pdiloco.net.abuse_limits import Room, machine_of
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import addresses, logs, sockets
 from p2pdiloco.runtime.relay import Relay

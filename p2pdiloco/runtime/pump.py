@@ -8,8 +8,8 @@ from collections.abc import Callable
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.endpoint import Endpoint
 from p2pdiloco.net.events import Event
-from p2pdiloco.net.outbox import Slice
-from p2pdiloco.net.shaper import TURN_BYTES
+from p2pdiloco.net.rate_limit import TURN_BYTES
+from p2pdiloco.net.send_queue import Slice
 
 LEAST_WAIT_S = 0.001
 """Event loops count in milliseconds; what waits for less would spin."""

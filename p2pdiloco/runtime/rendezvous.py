@@ -5,7 +5,7 @@ Rules of this file:
    others (a bootstrap) over ``outside``, which names no run.
 2. Who is called comes, if it attends that point and was not called too often: what it risks is one line, and few dials
    of one address. Both count in the dialler's budget until they come to something: else whoever says that it is a
-   meeting point has us knock at a third machine until that one shuts us out (net/failures.py).
+   meeting point has us knock at a third machine until that one shuts us out (net/abuse_limits.py).
 3. At most POINTS are attended. At most POINTS of those that a peer's record names are asked for it, connected ones
    first, and then those that we attend: it may attend there by now, whatever the record says.
 4. What meeting points told us of ourselves stands until others say otherwise, though none is left.

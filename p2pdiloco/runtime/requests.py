@@ -1,6 +1,6 @@
 """Requests as whoever waits sees them: a question is a future, the answer to another's question is a task.
 
-What goes over the wire, and what has become of it, the endpoint says (net/requests.py).
+What goes over the wire, and what has become of it, the endpoint says (net/session.py).
 """
 
 from __future__ import annotations

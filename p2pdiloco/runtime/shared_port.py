@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from p2pdiloco.net.admission import Room, machine_of
+from p2pdiloco.net.abuse_limits import Room, machine_of
 from p2pdiloco.runtime import sockets
 from p2pdiloco.runtime.relay import Relay
 

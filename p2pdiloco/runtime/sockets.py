@@ -20,7 +20,7 @@ from contextlib import suppress
 
 import psutil
 
-from p2pdiloco.net.path import Path
+from p2pdiloco.net.bandwidth import Path
 from p2pdiloco.runtime.addresses import Address, of_socket
 
 DEAD_AFTER_S = 20

@@ -18,13 +18,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from p2pdiloco.net import events as ev
+from p2pdiloco.net.authorization import Door
+from p2pdiloco.net.bandwidth import Traffic
 from p2pdiloco.net.connection import Connection
-from p2pdiloco.net.doors import Door
-from p2pdiloco.net.endpoint import Endpoint
+from p2pdiloco.net.endpoint import LEAVING, Endpoint
 from p2pdiloco.net.handshake import NONCE_BYTES, Dialled, Greeter, Hello, Role
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits, UpBudget
-from p2pdiloco.net.peers import LEAVING
-from p2pdiloco.net.traffic import Traffic
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import addresses, congestion, logs
 from p2pdiloco.runtime.addresses import Address

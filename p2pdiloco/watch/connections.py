@@ -4,7 +4,7 @@ aiohttp itself keeps a connection with a half-sent request for an hour. Rules of
 1. A request's headers, its answer, and the pause until the next request each have ``PageLimits.stage_s``; then
    the connection is aborted. Bytes that complete nothing do not extend it.
 2. Connections without an open stream are few. One more takes the place of the oldest of the remote machine that has
-   most (``net/admission.py``), so a client that floods the page takes places from itself.
+   most (``net/abuse_limits.py``), so a client that floods the page takes places from itself.
 3. The page has a sixteenth of the process's descriptors at most; the others are for the peer's own connections.
 """
 
@@ -17,7 +17,7 @@ from typing import cast
 from aiohttp import web
 from msgspec import Struct
 
-from p2pdiloco.net.admission import Room, machine_of
+from p2pdiloco.net.abuse_limits import Room, machine_of
 
 PAGE_SHARE = 16
 """One of so many descriptors of the process may be a connection to the page."""

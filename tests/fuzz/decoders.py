@@ -15,11 +15,11 @@ from p2pdiloco.access.certificates import NEVER, NO_CAP, Certificate, Chain, Gra
 from p2pdiloco.access.members import Members
 from p2pdiloco.codec import compression
 from p2pdiloco.nat import messages, port_mapping_codec
+from p2pdiloco.nat.introducer import Introducer
 from p2pdiloco.net import frames
-from p2pdiloco.net.doors import OpenDoor
+from p2pdiloco.net.authorization import OpenDoor
 from p2pdiloco.net.endpoint import Endpoint
 from p2pdiloco.net.handshake import Dialled, Greeter, Handshake, Hello, Role
-from p2pdiloco.net.introducer import Introducer
 from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import Manifest

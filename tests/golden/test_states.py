@@ -13,8 +13,7 @@ from test_net_endpoint import talk
 from two_endpoints import World, small_parts
 from watch import attributes_of, calls_of
 
-from p2pdiloco.net.closure import Closure
-from p2pdiloco.net.connection import Connection
+from p2pdiloco.net.connection import Closure, Connection
 from p2pdiloco.protocol.machine import Machine
 from tests.machine_sim.seeds import run_seed
 

@@ -13,7 +13,7 @@ import msgspec
 import uvloop
 from swarm import LOOPBACK
 
-from p2pdiloco.net.doors import Door
+from p2pdiloco.net.authorization import Door
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.runtime.directory import Directory

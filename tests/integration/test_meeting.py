@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from p2pdiloco.nat import messages as intro
-from p2pdiloco.net import dials
+from p2pdiloco.net import abuse_limits
 from p2pdiloco.net.handshake import WIRE_VERSION, Role
-from p2pdiloco.net.lane_keeper import LaneKeeper
+from p2pdiloco.net.path_monitor import LaneKeeper
 from p2pdiloco.node import twins
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import lines, meeting_point, rendezvous
@@ -295,7 +295,7 @@ async def a_victim() -> AsyncIterator[tuple[int, list[str]]]:
 
 def test_who_is_called_knocks_few_times_where_a_liar_says_that_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the machine that is named shuts out whoever was called: 64 that came to nothing do that."""
-    monkeypatch.setattr(dials, "A_MINUTE", 3)
+    monkeypatch.setattr(abuse_limits, "A_MINUTE", 3)
 
     async def work() -> None:
         async with meeting() as (ann, _, hub, _), a_victim() as (port, came):
@@ -322,7 +322,7 @@ def test_who_is_called_knocks_few_times_where_a_liar_says_that_others_are(monkey
 
 def test_a_point_that_says_it_is_elsewhere_has_few_lines_opened_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has dialled us; where it can be dialled it says itself."""
-    monkeypatch.setattr(dials, "A_MINUTE", 3)
+    monkeypatch.setattr(abuse_limits, "A_MINUTE", 3)
 
     async def work() -> None:
         async with Tasks() as tasks, a_victim() as (port, came):

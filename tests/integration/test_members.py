@@ -17,7 +17,7 @@ from p2pdiloco.access.certificates import CERTIFICATE_BYTES, HINT_BYTES, NO_CAP,
 from p2pdiloco.access.invite_code import TEXT_LIMIT, Invite, decode_invite, encode_invite
 from p2pdiloco.access.membership_log import INTRODUCTION, join_statements
 from p2pdiloco.demo.local_swarm import Member
-from p2pdiloco.net.doors import JoinersDoor
+from p2pdiloco.net.authorization import JoinersDoor
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.credentials import Credentials, accepted, invite_key, make_invite
 from p2pdiloco.node.lookup import observer_transport

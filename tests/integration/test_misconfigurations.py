@@ -27,7 +27,7 @@ from p2pdiloco.access.invite_code import encode_invite
 from p2pdiloco.access.membership_log import ban, closing
 from p2pdiloco.cli import doctor, top
 from p2pdiloco.cli.main import main
-from p2pdiloco.net.doors import MembersDoor
+from p2pdiloco.net.authorization import MembersDoor
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node import checkup, fitness, inquiry, lookup
 from p2pdiloco.node.credentials import Credentials, MemberFiles, invite_key, make_invite, members_of

@@ -9,8 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from p2pdiloco.net.admission import machine_of
-from p2pdiloco.net.failures import SHUT_OUT
+from p2pdiloco.net.abuse_limits import SHUT_OUT, machine_of
 from p2pdiloco.runtime import sieve, sockets
 from p2pdiloco.runtime.addresses import parse
 

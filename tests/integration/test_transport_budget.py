@@ -14,7 +14,7 @@ from test_transport_lanes import cut
 from waiting import until
 
 from p2pdiloco.net.frames import FIRST_CREDIT
-from p2pdiloco.net.outbox import GROUP
+from p2pdiloco.net.send_queue import GROUP
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime import sockets
 from p2pdiloco.runtime.identity import Identity

@@ -11,9 +11,9 @@ import pytest
 from test_transport import LOOPBACK, MIB, Recorder, peer, run, where
 from waiting import until
 
+from p2pdiloco.net.bandwidth import Path
 from p2pdiloco.net.connection import Connection
-from p2pdiloco.net.lane_keeper import Idleness, lanes_for
-from p2pdiloco.net.path import Path
+from p2pdiloco.net.path_monitor import Idleness, lanes_for
 from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.runtime.transport import Answer, RequestError, Transport, TransportLimits
 

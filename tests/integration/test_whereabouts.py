@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 
 from p2pdiloco.nat import messages as intro
-from p2pdiloco.net.doors import OpenDoor
+from p2pdiloco.net.authorization import OpenDoor
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node import lookup, roster, whereabouts
 from p2pdiloco.node.fellowship import Fellowship

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pdiloco.net.credit import AHEAD_BYTES, SLACK_S, Account, Granter, Spending
+from p2pdiloco.net.flow_control import AHEAD_BYTES, SLACK_S, Account, Granter, Spending
 from p2pdiloco.net.frames import FIRST_CREDIT, FrameError
-from p2pdiloco.net.meter import BURST_S
+from p2pdiloco.net.rate_limit import BURST_S
 
 KIB, MIB = 1 << 10, 1 << 20
 WINDOW = 8 * MIB

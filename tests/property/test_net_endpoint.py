@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from two_endpoints import FINGERPRINT, Peer, Wire, World, book, check_quiet, small_parts
 
 from p2pdiloco.net.connection import Connection
-from p2pdiloco.net.conversation import Conversation
+from p2pdiloco.net.endpoint import TWIN, Peers
 from p2pdiloco.net.events import Closing, Failed, Message, Offered
 from p2pdiloco.net.frames import (
     HEADER,
@@ -26,9 +26,9 @@ from p2pdiloco.net.frames import (
     parse_header,
 )
 from p2pdiloco.net.handshake import Role
-from p2pdiloco.net.inbox import Inbox
-from p2pdiloco.net.parts import Spreader
-from p2pdiloco.net.peers import TWIN, Peers
+from p2pdiloco.net.multipath import Spreader
+from p2pdiloco.net.receive_buffer import Inbox
+from p2pdiloco.net.session import Conversation
 from p2pdiloco.wire.request_reply import RequestError, RequestRefused, Response
 
 SEEDS = st.integers(0, 2**32)

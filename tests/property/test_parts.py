@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pdiloco.net import parts
+from p2pdiloco.net import multipath
 from p2pdiloco.net.frames import OPEN_STREAMS_LIMIT, FrameError, Part, Start, Use
-from p2pdiloco.net.parts import Assembler, Known, Piece, Spreader, Whole
+from p2pdiloco.net.multipath import Assembler, Known, Piece, Spreader, Whole
 
 PART = 1000
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_BYTES", PART)
+    monkeypatch.setattr(multipath, "PART_BYTES", PART)
 
 
 def payload(size: int) -> bytes:
@@ -75,7 +75,7 @@ def test_what_is_newer_takes_the_place_of_what_no_lane_has() -> None:
 @settings(max_examples=150, deadline=None)
 def test_every_payload_comes_whole_and_once(sizes: list[int], seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "PART_BYTES", PART)
+        patch.setattr(multipath, "PART_BYTES", PART)
         rng = random.Random(seed)
         sender: Spreader[int] = Spreader(payload_limit=1 << 30)
         receiver = assembler()

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from p2pdiloco.net import lanes, parts
+from p2pdiloco.net import multipath
+from p2pdiloco.net.bandwidth import Path
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.endpoint import Endpoint
 from p2pdiloco.net.events import (
@@ -35,7 +36,6 @@ from p2pdiloco.net.events import (
 )
 from p2pdiloco.net.handshake import Dialled, Greeter, Role
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits
-from p2pdiloco.net.path import Path
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.wire.request_reply import Answer
 
@@ -54,10 +54,10 @@ BUSY_SHARE = 0.3
 def small_parts() -> Iterator[None]:
     """Parts of PART bytes, so that small payloads make many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "PART_BYTES", PART)
-        patch.setattr(lanes, "PART_BYTES", PART)
-        patch.setattr(lanes, "SPREAD_LEAST_BYTES", PART // 2)
-        patch.setattr(lanes, "AHEAD_BYTES", 4 * PART)
+        patch.setattr(multipath, "PART_BYTES", PART)
+        patch.setattr(multipath, "PART_BYTES", PART)
+        patch.setattr(multipath, "SPREAD_LEAST_BYTES", PART // 2)
+        patch.setattr(multipath, "AHEAD_BYTES", 4 * PART)
         yield
 
 

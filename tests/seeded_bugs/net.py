@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.seeded_bugs.inject import Bug
 
-_PEERS = "p2pdiloco.net.peers"
+_PEERS = "p2pdiloco.net.endpoint"
 _ENDPOINTS = "tests/property/test_net_endpoint.py"
 _POINTS = "tests/unit/test_net_introducer.py"
 _MEETING = "tests/integration/test_meeting.py"
@@ -138,7 +138,7 @@ BUGS = (
     ),
     Bug(
         name="a ticket opens as many lines as one likes",
-        module="p2pdiloco.net.introducer",
+        module="p2pdiloco.nat.introducer",
         old="self._waiting.pop(ticket, None)",
         new="self._waiting.get(ticket)",
         harm="who has seen a ticket takes the place of whom it was given to",
@@ -146,7 +146,7 @@ BUGS = (
     ),
     Bug(
         name="a lane of nothing acknowledges what it loses",
-        module="p2pdiloco.net.lane_keeper",
+        module="p2pdiloco.net.path_monitor",
         old='lane.turn_away(Parting.LEAVING, "a lane',
         new='lane.part(Parting.LEAVING, "a lane',
         harm="a payload that was accepted never comes, once in some hundred duplicate dials beside bulk",
@@ -156,7 +156,7 @@ BUGS = (
     ),
     Bug(
         name="who is called is called without end",
-        module="p2pdiloco.net.introducer",
+        module="p2pdiloco.nat.introducer",
         old=" or self._lately[to] >= CALLED_A_MINUTE",
         new="",
         harm="many strangers have one peer open lines and dial for ever",
@@ -164,7 +164,7 @@ BUGS = (
     ),
     Bug(
         name="one who asks for the relay has it",
-        module="p2pdiloco.net.introducer",
+        module="p2pdiloco.nat.introducer",
         old="        if all(pair.wants_relay):",
         new="        if True:",
         harm="a pair of which one connects directly is joined under its feet",
@@ -172,7 +172,7 @@ BUGS = (
     ),
     Bug(
         name="records buy as many dials as they like",
-        module="p2pdiloco.net.dials",
+        module="p2pdiloco.net.abuse_limits",
         old="self._of_machine[machine] >= A_MINUTE or ",
         new="",
         harm="two hundred forged records have every peer of an open run flood a machine",
@@ -333,7 +333,7 @@ BUGS = (
     ),
     Bug(
         name="frames that fill the staging buffer leave no room",
-        module="p2pdiloco.net.inbox",
+        module="p2pdiloco.net.receive_buffer",
         old="        if self._position == self._end:\n            self._position = self._end = 0",
         new="        if False:\n            pass",
         harm="uvloop reads no more of a connection whose frames once ended where the buffer ends, and says nothing",
@@ -374,7 +374,7 @@ BUGS = (
     ),
     Bug(
         name="one connection on this machine makes a line of any speed",
-        module="p2pdiloco.net.gauge",
+        module="p2pdiloco.net.bandwidth",
         old="all(path.is_local for path in paths.values())",
         new="any(path.is_local for path in paths.values())",
         harm="two peers at home send all others a fifth more bytes",

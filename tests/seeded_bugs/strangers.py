@@ -50,7 +50,7 @@ BUGS = (
     ),
     Bug(
         name="handshakes that fail have no budget",
-        module="p2pdiloco.net.reception",
+        module="p2pdiloco.net.abuse_limits",
         old="        self._tokens -= 1.0\n",
         new="",
         harm="a flood of strangers' handshakes takes the processor from the training",
@@ -58,7 +58,7 @@ BUGS = (
     ),
     Bug(
         name="a flood goes first",
-        module="p2pdiloco.net.reception",
+        module="p2pdiloco.net.abuse_limits",
         old="first = min(waiting, key=lambda visitor: self._failures.of(waiting[visitor], now))",
         new="first = next(iter(waiting))",
         harm="while strangers flood a peer, no newcomer gets in",
@@ -82,7 +82,7 @@ BUGS = (
     ),
     Bug(
         name="what came to nothing is never forgotten",
-        module="p2pdiloco.net.failures",
+        module="p2pdiloco.net.abuse_limits",
         old="return failures * math.exp2((at - now) / FORGOTTEN_S)",
         new="return failures",
         harm="who is looked after by a program that connects once a minute is shut out in two hours",
@@ -98,7 +98,7 @@ BUGS = (
     ),
     Bug(
         name="who says nothing keeps its place",
-        module="p2pdiloco.net.admission",
+        module="p2pdiloco.net.abuse_limits",
         old="            self.leave(out)\n",
         new="",
         harm="sockets that say nothing grow without a bound",

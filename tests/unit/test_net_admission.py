@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from p2pdiloco.net.admission import Room, displaced, machine_of
+from p2pdiloco.net.abuse_limits import (
+    BODY,
+    LIMIT,
+    REMEMBERED,
+    SHUT_OUT_S,
+    WEARS_OFF_PER_S,
+    Room,
+    Scores,
+    displaced,
+    machine_of,
+)
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.endpoint import Endpoint
 from p2pdiloco.net.events import Closing, Connected, Disconnected
 from p2pdiloco.net.handshake import Greeter, Role
 from p2pdiloco.net.limits import TransportLimits
-from p2pdiloco.net.scores import BODY, LIMIT, REMEMBERED, SHUT_OUT_S, WEARS_OFF_PER_S, Scores
 from p2pdiloco.protocol.ids import PeerId
 
 FINGERPRINT = bytes(32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pdiloco.net.allowance import REMEMBERED, Allowance
+from p2pdiloco.net.abuse_limits import REMEMBERED, Allowance
 
 
 def test_so_much_at_once_and_then_at_a_rate() -> None:

@@ -22,8 +22,8 @@ from p2pdiloco.net.frames import (
     encode_start,
     parse_header,
 )
-from p2pdiloco.net.inbox import STAGING_BYTES, Aborted, Begun, Completed, Event, Frame, Inbox
-from p2pdiloco.net.outbox import GROUP_BYTES, Outbox
+from p2pdiloco.net.receive_buffer import STAGING_BYTES, Aborted, Begun, Completed, Event, Frame, Inbox
+from p2pdiloco.net.send_queue import GROUP_BYTES, Outbox
 from p2pdiloco.wire.buffer_pool import Blocks, block_bytes
 
 CHUNK = 1000

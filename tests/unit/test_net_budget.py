@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from p2pdiloco.net.meter import DEBT_S, SLICE_LEAST, SLICE_MOST, SLICE_UNLIMITED, Meter, slice_bytes
-from p2pdiloco.net.shares import Shares, pacing_rates
+from p2pdiloco.net.rate_limit import (
+    DEBT_S,
+    SLICE_LEAST,
+    SLICE_MOST,
+    SLICE_UNLIMITED,
+    Meter,
+    Shares,
+    pacing_rates,
+    slice_bytes,
+)
 
 MB = 1_000_000
 

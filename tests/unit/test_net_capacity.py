@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from p2pdiloco.net.capacity import CRUISE_WINDOWS, FLOOR_BYTES_PER_S, HEADROOM, MEMORY_WINDOWS, PATIENCE, Capacity
-from p2pdiloco.net.gauge import Gauge
-from p2pdiloco.net.path import Path
+from p2pdiloco.net.bandwidth import (
+    CRUISE_WINDOWS,
+    FLOOR_BYTES_PER_S,
+    HEADROOM,
+    MEMORY_WINDOWS,
+    PATIENCE,
+    Capacity,
+    Gauge,
+    Path,
+)
 
 MB = 1_000_000
 WINDOW_S = 0.1

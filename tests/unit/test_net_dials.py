@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pdiloco.net.dials import A_MINUTE, ALL_A_MINUTE, KNOWN_PLACES, MINUTE_S, Dials
+from p2pdiloco.net.abuse_limits import A_MINUTE, ALL_A_MINUTE, KNOWN_PLACES, MINUTE_S, Dials
 from p2pdiloco.protocol.ids import PeerId
 
 BOB = PeerId("bob")

@@ -10,8 +10,8 @@ from holders import NOW, RUN, Holder, members, the_founder
 
 from p2pdiloco.access.certificates import Role as MemberRole
 from p2pdiloco.access.members import Members
+from p2pdiloco.net.authorization import Door, JoinersDoor, MembersDoor, OpenDoor
 from p2pdiloco.net.connection import Connection
-from p2pdiloco.net.doors import Door, JoinersDoor, MembersDoor, OpenDoor
 from p2pdiloco.net.endpoint import Endpoint
 from p2pdiloco.net.events import Connected, Failed, Message
 from p2pdiloco.net.handshake import Dialled, Greeter, Role

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pdiloco.net.failures import FORGOTTEN_S, MACHINES, SHUT_OUT, Exclusion, Failures
+from p2pdiloco.net.abuse_limits import FORGOTTEN_S, MACHINES, SHUT_OUT, Exclusion, Failures
 
 
 def test_failures_are_forgotten_in_time_and_are_no_growing_table() -> None:

@@ -4,6 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from p2pdiloco.nat.introducer import (
+    ASKED_A_MINUTE,
+    CALLED_A_MINUTE,
+    MINUTE_S,
+    PAIR_S,
+    PAIRS,
+    PAIRS_OF_PEER,
+    Hang,
+    Introducer,
+    Joined,
+    NotIntroducedError,
+    Say,
+)
 from p2pdiloco.nat.messages import (
     OPENING,
     PROBE,
@@ -21,19 +34,6 @@ from p2pdiloco.nat.messages import (
     encode_opening,
     is_introduction,
     seen_size,
-)
-from p2pdiloco.net.introducer import (
-    ASKED_A_MINUTE,
-    CALLED_A_MINUTE,
-    MINUTE_S,
-    PAIR_S,
-    PAIRS,
-    PAIRS_OF_PEER,
-    Hang,
-    Introducer,
-    Joined,
-    NotIntroducedError,
-    Say,
 )
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.wire.control_messages import GetStatus, encode

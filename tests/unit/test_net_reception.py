@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from p2pdiloco.net.failures import FORGOTTEN_S
-from p2pdiloco.net.reception import Reception
+from p2pdiloco.net.abuse_limits import FORGOTTEN_S, Reception
 
 
 def reception(at_once: int = 4, per_s: float = 2.0, places: int = 8) -> Reception[str]:

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from p2pdiloco.net.dials import A_MINUTE
+from p2pdiloco.net.abuse_limits import A_MINUTE
 from p2pdiloco.node.ladder import ADDRESSES, Ladder, dialable
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.runtime.dialler import Dialler

@@ -11,8 +11,8 @@ from typing import cast
 import pytest
 
 from p2pdiloco.nat.messages import Reachable, decode_introduction
-from p2pdiloco.net.doors import OpenDoor
-from p2pdiloco.net.peers import LEAVING
+from p2pdiloco.net.authorization import OpenDoor
+from p2pdiloco.net.endpoint import LEAVING
 from p2pdiloco.node import roster
 from p2pdiloco.node.curiosity import FEW
 from p2pdiloco.node.fellowship import Fellowship

@@ -7,7 +7,7 @@ Rules of this file:
 1. No sockets, no clock. Everything is bounded: a frame, the open streams; payload bytes are what ``take`` was given.
 2. A stream that begins is an event, before a byte of it is allocated: until ``take`` gives it a place, what comes of it
    is read and dropped.
-3. Chunks beyond what was ``granted`` break the format: a sender keeps to its credit (net/credit.py).
+3. Chunks beyond what was ``granted`` break the format: a sender keeps to its credit (net/flow_control.py).
 4. Events come lazily: what follows a frame is not looked at before the frame's event was taken.
 """
 

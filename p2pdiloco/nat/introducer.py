@@ -20,7 +20,7 @@ from collections.abc import Hashable, Iterator
 from msgspec import Struct
 
 from p2pdiloco.nat.messages import RELAY, RELAYED, Seen, encode_refusal, encode_seen
-from p2pdiloco.net.admission import machine_of
+from p2pdiloco.net.abuse_limits import machine_of
 from p2pdiloco.protocol.ids import PeerId
 
 PAIRS = 256

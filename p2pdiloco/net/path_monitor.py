@@ -9,15 +9,134 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from math import ceil
+from typing import Literal
 
-from p2pdiloco.net.commons import Commons, Due
+from p2pdiloco.net.bandwidth import Gauge, Path
 from p2pdiloco.net.connection import Connection
-from p2pdiloco.net.events import Learned, LookWanted
-from p2pdiloco.net.gauge import Gauge
+from p2pdiloco.net.context import Commons, Due
+from p2pdiloco.net.events import LaneWanted, Learned, LookWanted
+from p2pdiloco.net.frames import Parting
 from p2pdiloco.net.handshake import Role
-from p2pdiloco.net.lane_keeper import LOOK_S, LaneKeeper
 from p2pdiloco.net.limits import TransportLimits, UpBudget
-from p2pdiloco.net.path import Path
+from p2pdiloco.net.multipath import LANES_LIMIT
+
+# -- How many lanes a pair has: dialled while there is bulk on a long path, closed when there was none for a -----------
+# Only the side that dialled the primary connection dials lanes and closes them; it sees the bulk of both directions.
+#
+# Rules of this file:
+# 1. Pure: time is a number. ``lanes_for`` says how many a path wants; a pair without bulk for a while keeps its
+#    primary.
+# 2. Dials are bounded: DIALS at once, after failures with growing pauses.
+# 3. Lanes that are closed say goodbye after what they carry; what the other side had on them it sends again elsewhere.
+
+
+WINDOW_BYTES = {"bbr": 2.9e6}
+OTHER_WINDOW_BYTES = 3.7e6
+SPARE = 2.0
+"""Measured: 8 were needed where rate x round trip / window is 4 to 5, and 12 to 16 where it is 9 to 11."""
+SUPPOSED_BYTES_PER_S = 125e6
+"""Where no budget is given."""
+DIALS = 4
+LOOK_S, PAUSE_MOST_S = 1.0, 60.0
+"""Between looks whether a lane is missing or idle; after failures."""
+
+
+def lanes_for(wanted: int | Literal["auto"], path: Path | None, bytes_per_s: float | None) -> int:
+    """Connections for a pair over ``path`` at ``bytes_per_s``: by its length, not by what waits on it."""
+    if wanted != "auto":
+        return min(max(1, wanted), LANES_LIMIT)
+    if path is None or path.is_local:
+        return 1
+    window_bytes = WINDOW_BYTES.get(path.congestion, OTHER_WINDOW_BYTES)
+    held_bytes = SPARE * (bytes_per_s or SUPPOSED_BYTES_PER_S) * path.least_round_trip_s
+    return min(max(1, ceil(held_bytes / window_bytes)), LANES_LIMIT)
+
+
+class Idleness:
+    """Tells from a count that only grows whether it has stood still for ``idle_s``."""
+
+    def __init__(self, idle_s: float, now: float) -> None:
+        self._idle_s = idle_s
+        self._count = 0
+        self._grew_at = now
+
+    def look(self, count: int, now: float) -> bool:
+        """Whether it stands still since ``idle_s`` at least."""
+        if count != self._count:
+            self._count, self._grew_at = count, now
+        return now - self._grew_at >= self._idle_s
+
+
+class LaneKeeper:
+    """The lanes of one pair whose primary connection we dialled. Ask ``look`` what to dial, every ``pause_s``."""
+
+    def __init__(self, primary: Connection, wanted: int | Literal["auto"], idle_s: float, now: float) -> None:
+        self._primary = primary
+        self._wanted = wanted
+        self._idleness = Idleness(idle_s, now)
+        self._dialled = 0
+        self._failed = False
+        self._number = 0
+        self.pause_s = LOOK_S
+
+    def look(self, path: Path | None, bytes_per_s: float | None, now: float) -> list[LaneWanted]:
+        """Close lanes that are idle; the lanes that are missing. ``bytes_per_s``: what the user says that the link
+        carries (what is measured over too few lanes would keep them few)."""
+        primary, lanes = self._primary, self._primary.conversation.lanes
+        is_idle = self._idleness.look(self._bulk_bytes(), now) and not primary.conversation.queued_bytes
+        if not primary.is_open or self._dialled:
+            return []
+        if is_idle:
+            for lane in lanes.members:
+                if lane is not primary:
+                    lane.part(Parting.LEAVING, "the lane was idle")
+            return []
+        if primary.greeting.is_relayed:
+            return []  # a relay carries one connection of a pair
+        missing = lanes_for(self._wanted, path, bytes_per_s) - len(lanes.members)
+        self._dialled, self._failed = max(0, min(missing, DIALS)), False
+        return [self._next() for _ in range(self._dialled)]
+
+    def dialled(self, is_there: bool) -> bool:
+        """One of those that were to be dialled is there, or failed. Whether to look again at once."""
+        self._dialled -= 1
+        self._failed |= not is_there
+        if self._dialled:
+            return False
+        self.pause_s = min(2 * self.pause_s, PAUSE_MOST_S) if self._failed else LOOK_S
+        return not self._failed
+
+    def _bulk_bytes(self) -> int:
+        """Of the pair so far. A lane that is lost takes its count away: that is a change too."""
+        traffics = [lane.conversation.traffic for lane in self._primary.conversation.lanes.members]
+        return sum(traffic.sent_bulk + traffic.received_bulk for traffic in traffics)
+
+    def _next(self) -> LaneWanted:
+        self._number = self._number % (2**16 - 1) + 1
+        return LaneWanted(self._primary, self._number, self._primary.greeting.nonce)
+
+
+def bind(lane: Connection, primaries: list[Connection]) -> None:
+    """A lane is proved: it belongs to the connection whose dialler's nonce it names. What the other side has sent on
+    one that belongs to none is not heard, nor acknowledged: it is sent again on another."""
+    for primary in primaries:
+        if (
+            primary.is_open
+            and primary.primary is primary
+            and primary.greeting.nonce == lane.greeting.bond
+            and primary.peer == lane.peer
+            and primary.role is lane.role
+        ):
+            if not lane.become_lane_of(primary):
+                enough = len(primary.conversation.lanes.members)
+                lane.turn_away(Parting.LEAVING, f"{enough} lanes are enough")
+            return
+    lane.turn_away(Parting.LEAVING, "a lane of a connection that is not here")
+
+
+# -- What follows from what the kernel knows of the ways to other peers: lanes, round trips, the learned budget --------
+
 
 NEWS = 1.25
 """A change of the learned budget by this factor is told."""

@@ -9,7 +9,7 @@ Rules of this file:
 6. Streams share the turns while there are fewer than GROUP of them with fewer than GROUP_BYTES left: the receiver holds
    memory for all that are open. A more urgent one may open beyond that, up to OPEN_STREAMS_LIMIT.
 7. A stream is announced (its start goes out) as soon as it may share the turns, even while no chunk may be sent: the
-   receiver grants credit to those who want (net/credit.py).
+   receiver grants credit to those who want (net/flow_control.py).
 8. What has a topic is dropped when something newer of the same topic is put before its first chunk went out.
 """
 

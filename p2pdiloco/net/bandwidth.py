@@ -1,0 +1,180 @@
+"""The learned up budget: windows of what the kernel says was delivered, for net/bandwidth.py.
+
+Rules of this file:
+1. Pure: time is a number; connections are any hashable names.
+2. Acknowledged bytes of all connections count but those that stay on this machine: they have no link. Kernels that do
+   not tell them (all but Linux) leave the budget open.
+3. The receiver's budget is not learned: senders slow down by what they see delivered.
+4. While nothing waits, this looks IDLE_LOOK_S apart and measures nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
+from typing import Generic, Literal, TypeVar
+
+from msgspec import Struct
+
+# -- What the link carries, learned from what it delivered, and the budget that follows: that less a headroom ----------
+# As in BBR (Cardwell et al., 2016) the estimate is the best rate of late, and now and then a little more is tried. A
+# window counts if bulk waited all through it, for only then the link was the limit; one that was not so busy counts
+# only if it was better than all.
+#
+#     no limit until the first busy window
+#     searching   SEARCH_GAIN x estimate, until it did not grow by GROWTH in PATIENCE windows
+#     cruising    HEADROOM x estimate, for CRUISE_WINDOWS busy windows
+#     probing     PROBE_GAIN x estimate, for one window: a link that has become faster is noticed
+#
+# Rules of this file:
+# 1. Pure, and without a clock: windows in, bytes per second out. Only busy windows make the estimate older.
+# 2. A link that has become slower is believed after MEMORY_WINDOWS busy windows.
+# 3. Never below FLOOR_BYTES_PER_S.
+
+
+HEADROOM = 0.9
+SEARCH_GAIN, PROBE_GAIN = 2.0, 1.25
+GROWTH = 1.1
+PATIENCE = 3
+"""Windows: a process that does not get its turn in time measures little in one of them."""
+CRUISE_WINDOWS = 20
+MEMORY_WINDOWS = 100
+FLOOR_BYTES_PER_S = 125_000.0
+
+
+class Capacity:
+    """See the module's rules."""
+
+    def __init__(self) -> None:
+        self._rates: deque[float] = deque(maxlen=MEMORY_WINDOWS)
+        self._phase: Literal["searching", "cruising", "probing"] = "searching"
+        self._cruised = 0
+        self._stagnated = 0
+
+    @property
+    def estimate(self) -> float | None:
+        """Bytes per second; None: nothing was busy yet."""
+        return max(self._rates, default=None)
+
+    @property
+    def budget(self) -> float | None:
+        """Bytes per second to send at until the next window ends; None: no limit."""
+        estimate = self.estimate
+        if estimate is None:
+            return None
+        gain = {"searching": SEARCH_GAIN, "cruising": HEADROOM, "probing": PROBE_GAIN}[self._phase]
+        return max(FLOOR_BYTES_PER_S, gain * estimate)
+
+    def saw(self, delivered_bytes: int, passed_s: float, *, is_busy: bool) -> None:
+        """A window of ``passed_s`` is over, in which so much was delivered; ``is_busy``: bulk waited all through it."""
+        rate, before = delivered_bytes / passed_s, self.estimate
+        if not is_busy and (before is None or rate <= before):
+            return
+        self._rates.append(rate)
+        if before is None or (self._phase != "cruising" and rate > GROWTH * before):
+            self._phase, self._stagnated = "searching", 0
+        elif self._phase == "cruising":
+            self._cruised += 1
+            if self._cruised >= CRUISE_WINDOWS:
+                self._phase = "probing"
+        else:
+            self._stagnated += 1
+            if self._phase == "probing" or self._stagnated >= PATIENCE:
+                self._phase, self._cruised = "cruising", 0
+
+
+# -- What the kernel knows of the way to the other side ----------------------------------------------------------------
+
+
+class Path(Struct, frozen=True):
+    """Of one connection."""
+
+    congestion: str
+    """The congestion control that it uses."""
+    round_trip_s: float
+    """Smoothed."""
+    least_round_trip_s: float = 0.0
+    """Of late: that of the way alone, without queues and busy processors. As ``round_trip_s`` where it is not told."""
+    acked_bytes: int | None = None
+    """That the other side has acknowledged since the connection's start; None: the kernel does not count them."""
+    is_local: bool = False
+    """Both ends are on this machine."""
+
+
+# -- The learned up budget: windows of what the kernel says was delivered, for net/bandwidth.py
+# -------------------------
+
+
+WINDOW_S, WINDOW_ROUND_TRIPS = 0.1, 4
+"""A window is the longer of the two, so that what was changed at its beginning shows in it."""
+LOOKS = 4
+"""At the queues, in a window."""
+IDLE_LOOK_S = 0.25
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+class Gauge(Generic[Name]):
+    """See the module's rules."""
+
+    def __init__(self) -> None:
+        self.capacity = Capacity()
+        self.look_s = IDLE_LOOK_S
+        """When to look again."""
+        self.is_local = False
+        """There are connections, and none of them leaves this machine."""
+        self._start: Mapping[Name, Path] | None = None
+        """At the start of the window that is measured."""
+        self._started_at = 0.0
+        self._looks = 0
+        self._is_busy = False
+
+    def look(self, paths: Mapping[Name, Path], is_waiting: Callable[[Name], bool], now: float) -> bool:
+        """What the kernel says now; ``is_waiting``: the link, and not the other side, is what it waits for. Whether a
+        window ended, and the budget may have changed."""
+        self.is_local = bool(paths) and all(path.is_local for path in paths.values())
+        linked = {name: path for name, path in paths.items() if not path.is_local and path.acked_bytes is not None}
+        if self._start is None:
+            if any(map(is_waiting, linked)):
+                self._begin(linked, now)
+            return False
+        self._is_busy &= any(map(is_waiting, self._start))
+        self._looks += 1
+        if self._looks < LOOKS:
+            return False
+        start, self._start, self.look_s = self._start, None, IDLE_LOOK_S
+        is_over = now > self._started_at and all(name in linked for name in start)
+        if is_over:
+            delivered = sum((linked[name].acked_bytes or 0) - (start[name].acked_bytes or 0) for name in start)
+            self.capacity.saw(delivered, now - self._started_at, is_busy=self._is_busy)
+        if any(map(is_waiting, linked)):
+            self._begin(linked, now)
+        return is_over
+
+    def reset(self) -> None:
+        """What is measured does not count."""
+        self._start, self.look_s = None, IDLE_LOOK_S
+
+    def _begin(self, linked: Mapping[Name, Path], now: float) -> None:
+        round_trip_s = max(path.round_trip_s for path in linked.values())
+        self._start, self._started_at = linked, now
+        self._looks, self._is_busy = 0, True
+        self.look_s = max(WINDOW_S, WINDOW_ROUND_TRIPS * round_trip_s) / LOOKS
+
+
+# -- Counts of bytes ---------------------------------------------------------------------------------------------------
+
+
+class Traffic(Struct):
+    """Bytes of frames since the start, without TLS's and TCP's own. ``bulk`` is payload, ``control`` all the rest."""
+
+    sent_control: int = 0
+    sent_bulk: int = 0
+    received_control: int = 0
+    received_bulk: int = 0
+
+    def add(self, other: Traffic) -> None:
+        self.sent_control += other.sent_control
+        self.sent_bulk += other.sent_bulk
+        self.received_control += other.received_control
+        self.received_bulk += other.received_bulk

@@ -1,0 +1,346 @@
+"""The up budget: whose bulk is written next, and how fast the kernel may send it.
+
+Two things keep the budget. The schedule in user space (net/rate_limit.py) is exact over all peers: bulk is handed to
+sockets at the budget's rate and no faster; control is written at once and counted, so that bulk yields to it. The
+kernel's pacing per socket smooths what was handed over, and takes over when this process is late: each socket is paced
+at the peer's share of the budget, and PACING_HEADROOM more, so that what is late can be made up for and the kernel's
+queues stay empty, where control would wait behind bulk.
+
+Rules of this file:
+1. Pure: time is a number; connections and peers are any hashable names.
+2. A turn writes at least TURN_BYTES and at most a chunk more: a tenth of a millisecond or two of encryption, so that
+   control that comes in or goes out waits no longer.
+3. Pacing follows the shares at most every REFRESH_S, and only when a rate has changed by more than PACING_STEP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from math import ceil
+from typing import Generic, TypeVar
+
+# -- A rate kept by an absolute schedule: what is late is made up for, within a bounded burst --------------------------
+# Every byte has its place on the schedule, so an error of one wait does not add to the next: the rate is exact in the
+# long run, and over any stretch of T seconds at most ``rate * (T + burst_s)`` and one slice go out.
+#
+# Rules of this file:
+# 1. Pure: time is a number (seconds on any clock that never goes back).
+# 2. What must go at once (control) is charged without asking; the debt is bounded, so the rest is not starved for ever.
+# 3. A rate of None is no limit, and costs nothing.
+
+
+BURST_S = 0.012
+"""What may be made up for: longer than a timer is late, and well under 3 % of a second."""
+DEBT_S = 1.0
+"""How far control may push the schedule ahead."""
+SLICE_S = 0.002
+"""A slice takes about this long, so that what overtakes it waits no longer."""
+SLICE_LEAST, SLICE_MOST = 16 << 10, 128 << 10
+"""One TLS record; what is encrypted and decrypted in a tenth of a millisecond."""
+SLICE_UNLIMITED = 256 << 10
+"""Where there is no budget: one chunk, for a tenth less CPU."""
+
+
+class Meter:
+    """See the module's rules."""
+
+    def __init__(self, bytes_per_s: float | None = None, *, burst_s: float = BURST_S) -> None:
+        assert bytes_per_s is None or bytes_per_s > 0
+        self.bytes_per_s = bytes_per_s
+        self._burst_s = burst_s
+        self._paid_s = float("-inf")
+        """When all that was charged so far has had its time."""
+
+    def set_rate(self, bytes_per_s: float | None, now: float) -> None:
+        """A debt stays the same in bytes; what was saved up at the old rate is not spent at the new one."""
+        assert bytes_per_s is None or bytes_per_s > 0
+        debt_bytes = max(0.0, self._paid_s - now) * (self.bytes_per_s or 0.0)
+        self.bytes_per_s = bytes_per_s
+        self._paid_s = now + min(DEBT_S, debt_bytes / bytes_per_s) if bytes_per_s else float("-inf")
+
+    def charge(self, count: int, now: float) -> None:
+        """``count`` bytes went out, when the schedule was ready."""
+        if self.bytes_per_s is not None:
+            self._paid_s = max(self._paid_s, now - self._burst_s) + count / self.bytes_per_s
+
+    def charge_control(self, count: int, now: float) -> None:
+        """``count`` bytes went out without asking."""
+        if self.bytes_per_s is not None:
+            paid_s = max(self._paid_s, now - self._burst_s) + count / self.bytes_per_s
+            self._paid_s = max(self._paid_s, min(paid_s, now + DEBT_S))
+
+    def ready_at(self) -> float:
+        """When the next slice may go; in the past: at once."""
+        return self._paid_s
+
+    def is_ready(self, now: float) -> bool:
+        return self._paid_s <= now
+
+
+def slice_bytes(bytes_per_s: float | None) -> int:
+    """How much to send at once at this rate."""
+    if bytes_per_s is None:
+        return SLICE_UNLIMITED
+    return min(SLICE_MOST, max(SLICE_LEAST, ceil(bytes_per_s * SLICE_S)))
+
+
+# -- Who sends the next slice: one budget over all peers, caps per peer, equal turns in bytes --------------------------
+# Every peer has a count of what it was served. Of the peers that have something to send and are within their caps, the
+# one with the smallest count goes next; one that had nothing to send, or was at its cap, goes on at the others' level:
+# nobody saves up turns. The connections of one peer take turns among themselves.
+#
+# Rules of this file:
+# 1. Pure: time is a number; peers and members (connections) are any hashable names.
+# 2. The choice never depends on hash order: ties go to who has waited longest.
+# 3. ``next`` chooses, ``charge`` counts: what was not sent was not served.
+
+
+Member = TypeVar("Member", bound=Hashable)
+
+
+class _Peer(Generic[Member]):
+    """One peer's account."""
+
+    __slots__ = ("cap", "members", "served")
+
+    def __init__(self) -> None:
+        self.served = 0.0
+        self.cap = Meter()
+        self.members: dict[Member, None] = {}
+        """Those that can send now, the one whose turn it is first."""
+
+
+class Shares(Generic[Member]):
+    """See the module's rules."""
+
+    def __init__(self, bytes_per_s: float | None = None) -> None:
+        self._total = Meter(bytes_per_s)
+        self._peers: dict[Hashable, _Peer[Member]] = {}
+        self._ready: dict[Hashable, _Peer[Member]] = {}
+        """Those with members that can send."""
+        self._level = 0.0
+        """What whoever was served last had been served."""
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        return self._total.bytes_per_s
+
+    def set_budget(self, bytes_per_s: float | None, now: float) -> None:
+        self._total.set_rate(bytes_per_s, now)
+
+    def set_cap(self, peer: Hashable, bytes_per_s: float | None, now: float) -> None:
+        """The cap stays until it is lifted or ``forget``."""
+        self._account(peer).cap.set_rate(bytes_per_s, now)
+
+    def cap_of(self, peer: Hashable) -> float | None:
+        account = self._peers.get(peer)
+        return account.cap.bytes_per_s if account is not None else None
+
+    def add(self, peer: Hashable, member: Member) -> None:
+        """``member`` of ``peer`` can send."""
+        account = self._account(peer)
+        if not account.members:
+            self._ready[peer] = account
+        account.members.setdefault(member, None)
+
+    def remove(self, peer: Hashable, member: Member) -> None:
+        """``member`` cannot send: it has nothing, or must wait for something else."""
+        account = self._peers.get(peer)
+        if account is None or member not in account.members:
+            return
+        del account.members[member]
+        if not account.members:
+            del self._ready[peer]
+
+    def forget(self, peer: Hashable) -> None:
+        """The peer is gone; its cap with it."""
+        self._peers.pop(peer, None)
+        self._ready.pop(peer, None)
+
+    def next(self, now: float) -> tuple[Member, int] | None:
+        """Who goes next, and with how many bytes at most; None: nobody now."""
+        if not self._total.is_ready(now):
+            return None
+        able = [account for account in self._ready.values() if account.cap.is_ready(now)]
+        if not able:
+            return None
+        chosen = able[0] if len(able) == 1 else min(able, key=lambda account: account.served)
+        self._level = chosen.served = max(self._level, chosen.served)
+        most = min(slice_bytes(self._total.bytes_per_s), slice_bytes(chosen.cap.bytes_per_s))
+        return next(iter(chosen.members)), most
+
+    def next_at(self) -> float | None:
+        """When ``next`` may have somebody; None: not before somebody is added."""
+        if not self._ready:
+            return None
+        if len(self._ready) == 1:
+            return max(self._total.ready_at(), next(iter(self._ready.values())).cap.ready_at())
+        return max(self._total.ready_at(), min(account.cap.ready_at() for account in self._ready.values()))
+
+    def charge(self, peer: Hashable, member: Member | None, count: int, now: float) -> None:
+        """``count`` bytes went out to ``peer``. ``member``: whose turn it was; None for control, which takes none."""
+        account = self._peers.get(peer)
+        for schedule in (self._total, account.cap) if account is not None else (self._total,):
+            if member is None:
+                schedule.charge_control(count, now)
+            else:
+                schedule.charge(count, now)
+        if account is None:
+            return
+        account.served += count
+        if member in account.members:
+            del account.members[member]
+            account.members[member] = None
+            # Behind the others that have been served as much.
+            del self._ready[peer]
+            self._ready[peer] = account
+
+    def _account(self, peer: Hashable) -> _Peer[Member]:
+        return self._peers.setdefault(peer, _Peer())
+
+
+def pacing_rates(
+    budget: float, recent: Mapping[Hashable, float], caps: Mapping[Hashable, float | None]
+) -> dict[Hashable, float]:
+    """What each of the peers in ``recent`` (bytes per second of late) may be paced at: its equal share of ``budget``,
+    or all that the others leave over, and never more than its cap."""
+    if not recent:
+        return {}
+    used, share = sum(recent.values()), budget / len(recent)
+    rates = {peer: max(share, budget - (used - rate)) for peer, rate in recent.items()}
+    return {peer: min(rate, cap) if (cap := caps.get(peer)) is not None else rate for peer, rate in rates.items()}
+
+
+# -- The up budget: whose bulk is written next, and how fast the kernel may send it ------------------------------------
+
+
+TURN_BYTES = 128 << 10
+REFRESH_S = 0.02
+IDLE_REFRESHES = 50
+"""Peers that sent nothing for so long are not counted in the shares."""
+PACING_HEADROOM = 1.25
+PACING_STEP = 0.05
+PACING_LEAST = 1_000_000.0
+"""Bytes per second. The kernel's pacing holds control back too, so below this it is left to the schedule."""
+SMOOTHING = 0.3
+PASSED_LEAST_S = 0.001
+"""Event loops count in milliseconds: two refreshes may seem to be at once."""
+
+Sender = TypeVar("Sender", bound=Hashable)
+
+
+class Shaper(Generic[Sender]):
+    """See the module's rules. ``next`` says who sends, ``wrote`` or ``cannot`` what came of it."""
+
+    def __init__(self, bytes_per_s: float | None = None) -> None:
+        self._shares: Shares[Sender] = Shares(bytes_per_s)
+        self._senders: dict[Sender, Hashable] = {}
+        """Every connection, and whose it is."""
+        self._paced: dict[Sender, float | None] = {}
+        self._news: dict[Sender, float | None] = {}
+        self._rates: dict[Hashable, float] = {}
+        """Bytes per second of late, of peers that sent bulk lately."""
+        self._quiet: dict[Hashable, int] = {}
+        self._counted: dict[Hashable, int] = {}
+        """Bulk bytes since the last refresh."""
+        self._refreshed_at = float("-inf")
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        return self._shares.bytes_per_s
+
+    def set_budget(self, bytes_per_s: float | None, now: float) -> None:
+        """Bytes per second over all peers; None: no limit."""
+        self._shares.set_budget(bytes_per_s, now)
+        self._refresh(now)
+
+    def set_cap(self, peer: Hashable, bytes_per_s: float | None, now: float) -> None:
+        """Bytes per second to one peer, until it disconnects; None: no limit of its own."""
+        self._shares.set_cap(peer, bytes_per_s, now)
+        self._refresh(now)
+
+    def open(self, peer: Hashable, sender: Sender) -> None:
+        """A connection is there. It is paced before it sends the first chunk."""
+        self._senders[sender] = peer
+        self._pace(sender, self._limit_of(peer))
+
+    def close(self, sender: Sender) -> None:
+        """The connection is gone, and with a peer's last one its cap."""
+        peer = self._senders.pop(sender, None)
+        self._paced.pop(sender, None)
+        self._news.pop(sender, None)
+        if peer is None:
+            return
+        self._shares.remove(peer, sender)
+        if peer not in self._senders.values():
+            self._shares.forget(peer)
+            for counts in (self._rates, self._quiet, self._counted):
+                counts.pop(peer, None)
+
+    def ready(self, sender: Sender) -> None:
+        """``sender`` has bulk, and may be able to write it."""
+        if (peer := self._senders.get(sender)) is not None:
+            self._shares.add(peer, sender)
+
+    def wrote_control(self, sender: Sender, count: int, now: float) -> None:
+        """Control went out at once; bulk yields to it."""
+        self._shares.charge(self._senders.get(sender), None, count, now)
+
+    def next_at(self) -> float | None:
+        """When ``next`` may have somebody; None: not before somebody is ready."""
+        return self._shares.next_at()
+
+    def next(self, now: float) -> tuple[Sender, int] | None:
+        """Who writes a chunk now, and of how many bytes at most."""
+        return self._shares.next(now)
+
+    def wrote(self, sender: Sender, count: int, now: float) -> None:
+        """``sender`` wrote ``count`` bytes of bulk in its turn."""
+        peer = self._senders[sender]
+        self._shares.charge(peer, sender, count, now)
+        self._counted[peer] = self._counted.get(peer, 0) + count
+        if self.bytes_per_s is not None and now - self._refreshed_at >= REFRESH_S:
+            self._refresh(now)
+
+    def cannot(self, sender: Sender) -> None:
+        """``sender`` has nothing that it can write, until it is ready again."""
+        self._shares.remove(self._senders[sender], sender)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._news)
+
+    def news(self) -> dict[Sender, float | None]:
+        """At which rates sockets are to be paced from now on."""
+        news, self._news = self._news, {}
+        return news
+
+    def _refresh(self, now: float) -> None:
+        """Measure what the peers took of late, and pace their sockets by it."""
+        passed_s = max(now - self._refreshed_at, PASSED_LEAST_S)
+        self._refreshed_at = now
+        for peer in set(self._rates) | set(self._counted):
+            count = self._counted.get(peer, 0)
+            self._quiet[peer] = 0 if count else self._quiet.get(peer, 0) + 1
+            old = self._rates.get(peer, 0.0)
+            self._rates[peer] = old + SMOOTHING * (count / passed_s - old)
+            if self._quiet[peer] > IDLE_REFRESHES:
+                del self._rates[peer], self._quiet[peer]
+        self._counted.clear()
+        budget = self.bytes_per_s
+        caps = {peer: self._shares.cap_of(peer) for peer in self._rates}
+        shares = pacing_rates(budget, self._rates, caps) if budget is not None else {}
+        for sender, peer in self._senders.items():
+            self._pace(sender, shares.get(peer, self._limit_of(peer)))
+
+    def _limit_of(self, peer: Hashable) -> float | None:
+        """Of a peer that sends nothing at present."""
+        limits = [limit for limit in (self.bytes_per_s, self._shares.cap_of(peer)) if limit is not None]
+        return min(limits, default=None)
+
+    def _pace(self, sender: Sender, share: float | None) -> None:
+        rate = max(PACING_LEAST, share * PACING_HEADROOM) if share is not None else None
+        old = self._paced.get(sender)
+        is_same = rate is old if rate is None or old is None else abs(rate - old) <= PACING_STEP * old
+        if not is_same:
+            self._paced[sender] = self._news[sender] = rate
