@@ -29,11 +29,10 @@ import psutil
 from p2pdiloco.access.invite_code import PREFIX, clean_invite, decode_invite, is_invite
 from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import Manifest
-from p2pdiloco.runtime.files import LockedError, lock
-from p2pdiloco.runtime.invitation import INVITED, LOOK_AT
-from p2pdiloco.runtime.logs import printable
-from p2pdiloco.runtime.rotation import rotate
 from p2pdiloco.training.reunion import Found, Reunion
+from p2pdiloco.util.files import LockedError, lock, rotate
+from p2pdiloco.util.logs import printable
+from p2pdiloco.util.output_markers import INVITED, LOOK_AT
 
 log = logging.getLogger("p2pdiloco")
 

@@ -42,7 +42,6 @@ from p2pdiloco import participation
 from p2pdiloco.access.invite_code import InviteError
 from p2pdiloco.companion import JOIN_S, NODE_LOG, Companion, CompanionError, Return, Wish, leaving_s
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
-from p2pdiloco.runtime.state_home import state_home
 from p2pdiloco.training import foundation
 from p2pdiloco.training.outer_link import Meeting, OuterLink, Visit
 from p2pdiloco.training.parameters import FlatParameters
@@ -51,6 +50,7 @@ from p2pdiloco.training.step_check import StepCheck
 from p2pdiloco.training.swarm_view import SwarmView
 from p2pdiloco.training.tally import Tally
 from p2pdiloco.training.trainable import embedding_names, trainable
+from p2pdiloco.util.files import state_home
 
 if TYPE_CHECKING:  # it imports torch.distributed.tensor: a second and 40 MB, which only several ranks need
     from p2pdiloco.training.island import Island, IslandParameters

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from _pytest.nodeid import coerce_node_id
 
-from p2pdiloco.runtime import logs
+from p2pdiloco.util import logs
 
 DURATIONS = Path(__file__).parent / "durations.json"
 """Seconds of the slowest tests, by their ids."""

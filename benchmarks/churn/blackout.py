@@ -30,8 +30,8 @@ from benchmarks import bench
 from benchmarks.churn.processes import toml, until
 from p2pdiloco.demo.local_swarm import Member, Swarm
 from p2pdiloco.peer.checkpoint import best_of, load_all
+from p2pdiloco.peer.event_journal import read_journal
 from p2pdiloco.protocol.events import LearnerStarted, Stepped
-from p2pdiloco.runtime.journal import read_journal
 
 SYNC_EVERY = 24
 BATCH = 32

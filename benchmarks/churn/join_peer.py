@@ -28,11 +28,11 @@ with warnings.catch_warnings():
     from benchmarks.wire.exchange_peer import incoming_lines, run_of
     from p2pdiloco.node.node import Node
     from p2pdiloco.peer.options import LinkOptions, PeerOptions
+from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.directory import Directory
-from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.util import logs
 
 LIMIT_S = 300.0
 POLL_S = 0.02

@@ -40,7 +40,7 @@ from p2pdiloco.node.lookup import (
 )
 from p2pdiloco.node.node import Node
 from p2pdiloco.peer.options import LinkOptions, PeerOptions
-from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.transport.identity import Identity
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 SAMPLE_EVERY = 5

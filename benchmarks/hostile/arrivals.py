@@ -23,9 +23,8 @@ from benchmarks import bench
 from benchmarks.hostile.flood import ADDRESSES
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.net.limits import TransportLimits
-from p2pdiloco.runtime.handler import Observer
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.transport import DialError, Transport
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.transport import DialError, Observer, Transport
 
 SAID = {"silent": b"", "slow": b"\x16", "loud": os.urandom(4096)}
 REFUSED = "refused"

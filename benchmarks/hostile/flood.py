@@ -36,11 +36,10 @@ from p2pdiloco.access.invite_code import decode_invite
 from p2pdiloco.demo.local_swarm import JOINABLE, LOOPBACK, Member, Swarm
 from p2pdiloco.nat.messages import OPENING
 from p2pdiloco.net.handshake import WIRE_VERSION
-from p2pdiloco.runtime import sockets
-from p2pdiloco.runtime.handler import Observer
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.invitation import INVITED
-from p2pdiloco.runtime.transport import DialError, Transport
+from p2pdiloco.transport import sockets
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.transport import DialError, Observer, Transport
+from p2pdiloco.util.output_markers import INVITED
 
 START_S = 120.0
 TUNE = sockets.tune

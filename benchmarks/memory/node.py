@@ -22,9 +22,9 @@ from benchmarks.wire import line
 from benchmarks.wire.exchange_peer import SYNC_EVERY, TOKENS, ExchangePeer, Rounds, incoming_lines, run_of
 from p2pdiloco.codec import digests, outer_optimizer, quantization
 from p2pdiloco.codec.formats import CHUNK, recipe
+from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.peer.options import LinkOptions, PeerOptions
-from p2pdiloco.runtime.directory import Directory
-from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.transport.identity import Identity
 
 PATIENCE_S = 5.0
 

@@ -35,7 +35,7 @@ from safetensors import safe_open
 from benchmarks import bench
 from benchmarks.memory import residence
 from benchmarks.memory.creeping import LOOPBACK, STOPPED
-from p2pdiloco.runtime.invitation import invited_with
+from p2pdiloco.util.output_markers import invited_with
 
 NODE = ("RssAnon", "RssShmem")
 LOOK_S = 0.2

@@ -22,7 +22,7 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId, RunId, ShardId
 from p2pdiloco.protocol.manifest import TensorSpec, make_layout
 from p2pdiloco.protocol.state import ProtocolConfig
-from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.transport.identity import Identity
 from tests.machine_sim.network import LinkQuality, NetworkSetting
 from tests.machine_sim.process import PeerSetting
 from tests.machine_sim.world import World

@@ -15,7 +15,7 @@ from p2pdiloco.peer.signatures import check_commit, check_contributor, signed
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId, digest_of, learner_id
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, commit_id
-from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.transport.identity import Identity
 from p2pdiloco.wire.control_messages import SignedCommit, encode
 
 RUN, SHARD = RunId(digest_of(b"run")), ShardId(0)

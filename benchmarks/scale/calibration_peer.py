@@ -25,14 +25,14 @@ from benchmarks.netbed import namespace_exec
 from benchmarks.scale.sightings import Sightings
 from benchmarks.wire import line
 from benchmarks.wire.exchange_peer import BLOCK, ExchangePeer, StandIn, block_of, run_of, until
+from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.peer.options import LinkOptions, PeerOptions
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import FragmentId
 from p2pdiloco.protocol.manifest import ScheduleConfig
-from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.directory import Directory
-from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.util import logs
 from p2pdiloco.wire import learner_ipc
 
 TOKENS = 1000

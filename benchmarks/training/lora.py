@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks import bench
-from p2pdiloco.runtime.invitation import invited_with
+from p2pdiloco.util.output_markers import invited_with
 
 PIECE = 128
 """Bytes of a window."""

@@ -32,7 +32,7 @@ from typing import Any
 from benchmarks import bench
 from benchmarks.wan.homes import START_S, Home, gathered, wait_for
 from benchmarks.wan.sites import network, on_sigterm
-from p2pdiloco.runtime.relay import Relay
+from p2pdiloco.nat.rendezvous_server import Relay
 
 SITES = {"pub": "", "ann": 'nat = "keep"', "bob": 'nat = "keep"', "kim": 'nat = "random"'}
 WAYS = {"direct": ("pub", "bob"), "punched": ("ann", "bob"), "relayed": ("ann", "kim")}

@@ -34,6 +34,7 @@ with warnings.catch_warnings():
     from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.codec import merge, outer_optimizer
 from p2pdiloco.codec.digests import StateForm, state_digest
+from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import FragmentId, PeerId
@@ -48,8 +49,7 @@ from p2pdiloco.protocol.manifest import (
     TensorSpec,
     make_layout,
 )
-from p2pdiloco.runtime.directory import Directory
-from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.transport.identity import Identity
 from p2pdiloco.wire import learner_ipc
 
 FRAGMENTS = 24

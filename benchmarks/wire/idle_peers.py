@@ -14,13 +14,13 @@ import uvloop
 
 from benchmarks.wire import line
 from benchmarks.wire.exchange_peer import incoming_lines
+from p2pdiloco.discovery.directory import Directory, DirectoryError
 from p2pdiloco.node.foundation import make_manifest, version_zero
 from p2pdiloco.node.node import Node
 from p2pdiloco.peer.options import LinkOptions, PeerOptions
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import RunConfig, ScheduleConfig
-from p2pdiloco.runtime.directory import Directory, DirectoryError
-from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.transport.identity import Identity
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 TRIES = 5

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-from p2pdiloco.runtime.parent import die_with_parent
+from p2pdiloco.util.process import die_with_parent
 
 Message = dict[str, Any]
 

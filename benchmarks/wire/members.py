@@ -11,7 +11,7 @@ from p2pdiloco.access.members import Members
 from p2pdiloco.access.membership_log import ban
 from p2pdiloco.node.credentials import Credentials, accepted, make_invite
 from p2pdiloco.protocol.ids import RunId
-from p2pdiloco.runtime.identity import Identity, verify
+from p2pdiloco.transport.identity import Identity, verify
 
 RUN = RunId("ab" * 20)
 TIMES = 500

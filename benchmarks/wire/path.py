@@ -44,8 +44,8 @@ from p2pdiloco.peer.global_state import payload_of
 from p2pdiloco.peer.shift_queue import Payload
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Codec
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.transport import Transport, TransportLimits
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.transport import Transport, TransportLimits
 
 SHARD = 1 << 20
 GRADIENTS = 8

@@ -34,9 +34,9 @@ from benchmarks import bench, record
 from benchmarks.wire import plots
 from p2pdiloco.net.rate_limit import slice_bytes
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.tls import TlsContexts
-from p2pdiloco.runtime.transport import Answer, Transport, TransportLimits
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.tls import TlsContexts
+from p2pdiloco.transport.transport import Answer, Transport, TransportLimits
 
 SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
 THROUGHPUT_BYTES = 1 << 30

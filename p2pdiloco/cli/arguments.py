@@ -13,7 +13,7 @@ from p2pdiloco.cli import watch_arguments as watch
 from p2pdiloco.cli.network_options import add_network, add_relay
 from p2pdiloco.cli.quantities import at_least, between, cloud, logged, notified, page_place, size
 from p2pdiloco.cli.terms import lifetime
-from p2pdiloco.runtime.state_home import state_home
+from p2pdiloco.util.files import state_home
 
 
 class Command(NamedTuple):

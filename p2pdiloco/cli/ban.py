@@ -18,7 +18,7 @@ from p2pdiloco.node.credentials import Credentials, MemberFiles, invite_key, mem
 from p2pdiloco.node.invites import credentials_of, grant_here
 from p2pdiloco.node.kept_runs import ConfigError, kept_run
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime.identity import IdentityError
+from p2pdiloco.transport.identity import IdentityError
 from p2pdiloco.wire.peer_ids import key_of
 
 SHOWN_PEERS = 16

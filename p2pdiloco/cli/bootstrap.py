@@ -12,17 +12,18 @@ from functools import partial
 import msgspec
 
 from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.discovery import port_multiplexer
+from p2pdiloco.discovery.directory import Directory, DirectoryError
+from p2pdiloco.nat.rendezvous_server import MeetingPoint
+from p2pdiloco.nat.request_router import IntroductionHandler
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.lookup import check_directory_addresses
-from p2pdiloco.runtime import addresses, logs, shared_port, sockets
-from p2pdiloco.runtime.directory import Directory, DirectoryError
-from p2pdiloco.runtime.handler import Observer
-from p2pdiloco.runtime.identity import Identity, IdentityError
-from p2pdiloco.runtime.introductions import IntroductionHandler
-from p2pdiloco.runtime.meeting_point import MeetingPoint
-from p2pdiloco.runtime.sockets import everywhere
-from p2pdiloco.runtime.tasks import Tasks
-from p2pdiloco.runtime.transport import Transport
+from p2pdiloco.transport import addresses, sockets
+from p2pdiloco.transport.identity import Identity, IdentityError
+from p2pdiloco.transport.sockets import everywhere
+from p2pdiloco.transport.transport import Observer, Transport
+from p2pdiloco.util import logs
+from p2pdiloco.util.tasks import Tasks
 from p2pdiloco.wire.directory_records import PointRecord
 
 PORT = 31337
@@ -62,7 +63,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
     inner, announced = listen, arguments.announce
     if meet and set(listen) <= set(meet):  # both at one port: the daemon listens behind it
         port = _free_port()
-        transport.strangers.others[shared_port.FIRST] = shared_port.SharedPort(port).carry
+        transport.strangers.others[port_multiplexer.FIRST] = port_multiplexer.SharedPort(port).carry
         inner, announced = [f"/ip4/127.0.0.1/tcp/{port}"], announced or _expanded(listen)
     directory = Directory(
         identity,

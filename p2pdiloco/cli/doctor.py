@@ -10,6 +10,8 @@ import argparse
 import msgspec
 
 from p2pdiloco.cli import peer
+from p2pdiloco.discovery.dht import CLOCK
+from p2pdiloco.discovery.directory import Directory, DirectoryError
 from p2pdiloco.node import checkup, fitness
 from p2pdiloco.node.checkup import Finding
 from p2pdiloco.node.credentials import CredentialsError
@@ -18,12 +20,10 @@ from p2pdiloco.node.inquiry import RunAnswer, inquire
 from p2pdiloco.node.lookup import DirectoryOptions, LookupFailedError, open_directory
 from p2pdiloco.node.whereabouts import looked_up
 from p2pdiloco.peer.options import LearnerOptions
-from p2pdiloco.runtime import addresses
-from p2pdiloco.runtime.dht import CLOCK
-from p2pdiloco.runtime.directory import Directory, DirectoryError
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.logs import escaped, printable
-from p2pdiloco.runtime.sockets import everywhere
+from p2pdiloco.transport import addresses
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.sockets import everywhere
+from p2pdiloco.util.logs import escaped, printable
 
 PATIENCE_S = 6.0
 FAILED = 1

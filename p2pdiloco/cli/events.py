@@ -12,7 +12,7 @@ import msgspec
 
 from p2pdiloco.cli.complaints import complaining
 from p2pdiloco.cli.parser import meant
-from p2pdiloco.runtime.logs import escaped
+from p2pdiloco.util.logs import escaped
 from p2pdiloco.watch.playback import LoggedEvent
 from p2pdiloco.watch.reader import Choice, Tails, told
 from p2pdiloco.watch.schema import BY_NAME

@@ -7,14 +7,14 @@ import argparse
 
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.discovery.directory import DirectoryError
 from p2pdiloco.node import firstborn
 from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.node.lookup import LookupFailedError
 from p2pdiloco.node.run_folder import FolderInUseError
 from p2pdiloco.node.session import join
 from p2pdiloco.protocol.ids import RunId
-from p2pdiloco.runtime.directory import DirectoryError
-from p2pdiloco.runtime.identity import IdentityError
+from p2pdiloco.transport.identity import IdentityError
 from p2pdiloco.wire.directory_records import RunRecord
 
 

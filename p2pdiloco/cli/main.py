@@ -84,7 +84,7 @@ def execute(run: Callable[[argparse.Namespace], Coroutine[None, None, int]], arg
 
     import uvloop
 
-    from p2pdiloco.runtime import logs
+    from p2pdiloco.util import logs
 
     logs.configure(arguments.log_level, arguments.log_format)
     try:

@@ -18,7 +18,7 @@ from p2pdiloco.cli.complaints import complaining
 from p2pdiloco.node.credentials import MemberFiles, members_of
 from p2pdiloco.node.kept_runs import ConfigError, KeptRun, kept_run, kept_runs
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime.identity import IdentityError
+from p2pdiloco.transport.identity import IdentityError
 
 NOBODY = "has no id yet: it gets one when it first takes part, or now by p2pdiloco members --id"
 

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 from p2pdiloco.access.invite_code import PREFIX, Invite, InviteError, decode_invite
 from p2pdiloco.node.lookup import DirectoryOptions, check_directory_addresses
 from p2pdiloco.peer.options import LearnerOptions, LinkOptions, MachineOptions, PeerOptions, WatchOptions
-from p2pdiloco.runtime import addresses
-from p2pdiloco.runtime.bottom_line import bottom_line
-from p2pdiloco.runtime.identity import KEY_FILE, Identity
-from p2pdiloco.runtime.logs import printable
-from p2pdiloco.runtime.sockets import check_numeric, everywhere
+from p2pdiloco.transport import addresses
+from p2pdiloco.transport.identity import KEY_FILE, Identity
+from p2pdiloco.transport.sockets import check_numeric, everywhere
+from p2pdiloco.util.logs import bottom_line, printable
 
 if TYPE_CHECKING:
     from p2pdiloco.peer.end import Ending  # which loads torch, and who only looks does without

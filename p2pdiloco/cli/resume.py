@@ -8,13 +8,13 @@ import argparse
 
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.discovery.directory import DirectoryError
 from p2pdiloco.node import firstborn
 from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.node.run_folder import FolderInUseError, go_back
 from p2pdiloco.node.session import resume
 from p2pdiloco.peer.checkpoint import CheckpointError
-from p2pdiloco.runtime.directory import DirectoryError
-from p2pdiloco.runtime.identity import IdentityError
+from p2pdiloco.transport.identity import IdentityError
 
 
 def prepare(arguments: argparse.Namespace) -> None:

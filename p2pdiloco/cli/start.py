@@ -11,6 +11,7 @@ import msgspec
 
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.discovery.directory import DirectoryError
 from p2pdiloco.node import firstborn
 from p2pdiloco.node.foundation import find_run, read_config
 from p2pdiloco.node.kept_runs import ConfigError
@@ -20,8 +21,7 @@ from p2pdiloco.node.session import start, start_from_script
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.protocol.manifest import Name, RunConfig
-from p2pdiloco.runtime.directory import DirectoryError
-from p2pdiloco.runtime.identity import IdentityError
+from p2pdiloco.transport.identity import IdentityError
 from p2pdiloco.wire.directory_records import RunRecord
 
 REPAIR = (ConfigError, CheckpointError, FolderInUseError, IdentityError, NameTakenError, ValueError)

@@ -26,8 +26,8 @@ from typing import IO, Any
 
 import psutil
 
-from p2pdiloco.runtime.invitation import INVITED
-from p2pdiloco.runtime.parent import die_with_parent
+from p2pdiloco.util.output_markers import INVITED
+from p2pdiloco.util.process import die_with_parent
 
 MARK = "P2PDILOCO_SWARM"
 """Environment variable that every process of one swarm inherits."""

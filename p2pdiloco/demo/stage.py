@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from p2pdiloco.demo.local_swarm import Member, Swarm, SwarmError
 from p2pdiloco.demo.story import Story
 from p2pdiloco.protocol.manifest import RunConfig
-from p2pdiloco.runtime.invitation import LOOK_AT
+from p2pdiloco.util.output_markers import LOOK_AT
 
 KILL_AT = 0.35
 """Share of the run's steps after which one peer is killed."""

@@ -10,7 +10,7 @@ Rules of this file:
 3. Life: connecting -> greeting -> open -> (retiring: a duplicate that only finishes what it has begun) -> closed.
    Proved or Failed is told once, Ended once, as the last.
 4. There is one deadline at a time, and each state but the open one has it: connecting, greeting, retiring, parting,
-   closing. A dead path is the kernel's to notice (keepalive and TCP_USER_TIMEOUT, runtime/sockets.py).
+   closing. A dead path is the kernel's to notice (keepalive and TCP_USER_TIMEOUT, transport/sockets.py).
 """
 
 from __future__ import annotations

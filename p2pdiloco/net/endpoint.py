@@ -25,7 +25,7 @@ endpoints in virtual time, with one connection whose bytes take no time:
                 there.receive(ends[there], piece.head + piece.chunk, now)
         now = earliest(ann.next_deadline(), bob.next_deadline())
 
-(``tests/property/two_endpoints.py`` does that with delays and cuts, ``runtime/pump.py`` with asyncio.)
+(``tests/property/two_endpoints.py`` does that with delays and cuts, ``transport/transport.py`` with asyncio.)
 
 Rules of this file:
 1. No I/O here or below: no socket, clock, thread, file or random number. What happens is an event; nobody is called.

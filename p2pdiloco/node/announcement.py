@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from p2pdiloco.discovery.directory import Directory, DirectoryError
 from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.directory import Directory, DirectoryError
+from p2pdiloco.util import logs
 from p2pdiloco.wire.directory_records import RunRecord
 
 log = logs.get("announcement")

@@ -24,10 +24,10 @@ import msgspec
 import psutil
 
 from p2pdiloco.codec import compression
+from p2pdiloco.discovery.clock_sync import SharedClock
 from p2pdiloco.protocol.manifest import PROTOCOL_VERSION
-from p2pdiloco.runtime.files import LockedError, lock
-from p2pdiloco.runtime.identity import Identity, IdentityError
-from p2pdiloco.runtime.shared_clock import SharedClock
+from p2pdiloco.transport.identity import Identity, IdentityError
+from p2pdiloco.util.files import LockedError, lock
 
 FREE_DISK_BYTES = 2 << 30
 LEAST_FILES = 1024

@@ -30,9 +30,9 @@ from p2pdiloco.access.members import Members
 from p2pdiloco.access.membership_log import join_statements, mark_of, split_statements
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.manifest import Manifest
-from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.files import write_atomically
-from p2pdiloco.runtime.identity import Identity, verify
+from p2pdiloco.transport.identity import Identity, verify
+from p2pdiloco.util import logs
+from p2pdiloco.util.files import write_atomically
 
 log = logs.get("members")
 

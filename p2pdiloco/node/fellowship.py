@@ -25,7 +25,7 @@ from p2pdiloco.net.abuse_limits import Allowance
 from p2pdiloco.net.authorization import MembersDoor
 from p2pdiloco.node.credentials import Credentials, MemberFiles
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime import logs
+from p2pdiloco.util import logs
 from p2pdiloco.wire.control_messages import MARKS_LIMIT, GetStatements, TellStatements, encode
 from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused, Response
 

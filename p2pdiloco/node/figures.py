@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 
 from p2pdiloco.peer.peer import Peer
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime import logs
+from p2pdiloco.util import logs
 from p2pdiloco.wire import learner_ipc
 from p2pdiloco.wire.control_messages import PeerStatus
 

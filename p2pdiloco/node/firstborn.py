@@ -20,7 +20,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 
-from p2pdiloco.runtime.process_handle import ProcessHandle
+from p2pdiloco.util.process import ProcessHandle
 
 IS_POSSIBLE = sys.platform == "linux"
 LONGEST = 1 << 16

@@ -19,8 +19,8 @@ from typing import Self
 
 import msgspec
 
-from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.tasks import Tasks
+from p2pdiloco.util import logs
+from p2pdiloco.util.tasks import Tasks
 from p2pdiloco.watch.exporter import COMPLAINT, Numbers
 from p2pdiloco.watch.exposition import NAMES, single
 from p2pdiloco.watch.picture import Picture

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 
 from p2pdiloco.peer.options import MachineOptions
-from p2pdiloco.runtime import logs
+from p2pdiloco.util import logs
 
 if TYPE_CHECKING:
     from p2pdiloco.peer.supervision import Supervision

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from p2pdiloco.access.invite_code import Invite
+from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.node.credentials import Credentials, accepted
 from p2pdiloco.node.lookup import (
     LookupFailedError,
@@ -19,9 +20,8 @@ from p2pdiloco.node.lookup import (
 )
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.runtime.directory import Directory
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.transport import Transport
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.transport import Transport
 from p2pdiloco.wire.control_messages import PeerStatus
 from p2pdiloco.wire.directory_records import RunRecord
 

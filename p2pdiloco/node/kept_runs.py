@@ -12,8 +12,8 @@ from typing import NamedTuple
 from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import MANIFEST, Manifest
 from p2pdiloco.protocol.manifest_validation import decode_manifest
-from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.identity import KEY_FILE
+from p2pdiloco.transport.identity import KEY_FILE
+from p2pdiloco.util import logs
 
 log = logs.get("session")
 

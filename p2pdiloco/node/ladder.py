@@ -17,13 +17,13 @@ import ipaddress
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
+from p2pdiloco.nat.rendezvous_client import Rendezvous
 from p2pdiloco.net.handshake import HandshakeError
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime import addresses
-from p2pdiloco.runtime.addresses import Address
-from p2pdiloco.runtime.dialler import Dialler
-from p2pdiloco.runtime.rendezvous import Rendezvous
-from p2pdiloco.runtime.transport import DialError, Impostor, PeerRefused, Transport
+from p2pdiloco.transport import addresses
+from p2pdiloco.transport.addresses import Address
+from p2pdiloco.transport.dialer import Dialler
+from p2pdiloco.transport.transport import DialError, Impostor, PeerRefused, Transport
 from p2pdiloco.wire.directory_records import PeerRecord
 
 ADDRESSES = 8

@@ -20,11 +20,11 @@ from types import TracebackType
 from typing import Self
 
 from p2pdiloco.node import firstborn
-from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.process_handle import ProcessHandle
-from p2pdiloco.runtime.rotation import rotate
 from p2pdiloco.training import PASSIVE, PROGRAM
 from p2pdiloco.training.reunion import find_learner, peer_credentials
+from p2pdiloco.util import logs
+from p2pdiloco.util.files import rotate
+from p2pdiloco.util.process import ProcessHandle
 from p2pdiloco.wire import learner_ipc
 
 log = logs.get("learner")

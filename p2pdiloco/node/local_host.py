@@ -18,10 +18,10 @@ import torch
 from p2pdiloco.node.learner_process import LearnerProcess
 from p2pdiloco.peer.host import Queue, StartLearner
 from p2pdiloco.protocol.ids import ShardId
-from p2pdiloco.runtime.files import LOCAL
-from p2pdiloco.runtime.tasks import Tasks
-from p2pdiloco.runtime.transport import Transport
-from p2pdiloco.runtime.work_queue import WorkQueue
+from p2pdiloco.transport.transport import Transport
+from p2pdiloco.util.executor import WorkQueue
+from p2pdiloco.util.files import LOCAL
+from p2pdiloco.util.tasks import Tasks
 
 T = TypeVar("T")
 

@@ -22,15 +22,15 @@ import msgspec
 from p2pdiloco.net.handshake import Role
 from p2pdiloco.node.figures import ASK_S, Figures
 from p2pdiloco.node.outlook import Outlook
+from p2pdiloco.peer.event_journal import Journal
 from p2pdiloco.peer.peer import Peer
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.channel import Channel
-from p2pdiloco.runtime.journal import Journal
-from p2pdiloco.runtime.transport import Transport
+from p2pdiloco.transport.tls_connection import Channel
+from p2pdiloco.transport.transport import Transport
+from p2pdiloco.util import logs
 from p2pdiloco.watch.account import account
 from p2pdiloco.watch.alerts import Alert, Alerts
 from p2pdiloco.watch.chronicle import Chronicle, finite

@@ -13,6 +13,8 @@ import msgspec
 
 from p2pdiloco.access.certificates import Role
 from p2pdiloco.access.invite_code import Invite
+from p2pdiloco.discovery.directory import AddressBook, Directory, DirectoryError
+from p2pdiloco.nat.rendezvous_client import Rendezvous
 from p2pdiloco.net.authorization import JoinersDoor
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.credentials import Credentials
@@ -20,16 +22,13 @@ from p2pdiloco.node.ladder import Ladder
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.protocol.manifest_validation import MAX_MANIFEST_BYTES, decode_manifest
-from p2pdiloco.runtime import addresses, last_ports, logs
-from p2pdiloco.runtime.address_book import AddressBook
-from p2pdiloco.runtime.dialler import Dialler
-from p2pdiloco.runtime.directory import Directory, DirectoryError
-from p2pdiloco.runtime.handler import Observer
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.rendezvous import Rendezvous
-from p2pdiloco.runtime.sockets import everywhere
-from p2pdiloco.runtime.tasks import Tasks
-from p2pdiloco.runtime.transport import DialError, PeerRefused, RequestError, Transport
+from p2pdiloco.transport import addresses, port_memory
+from p2pdiloco.transport.dialer import Dialler
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.sockets import everywhere
+from p2pdiloco.transport.transport import DialError, Observer, PeerRefused, RequestError, Transport
+from p2pdiloco.util import logs
+from p2pdiloco.util.tasks import Tasks
 from p2pdiloco.wire.control_messages import GetManifest, GetStatus, PeerStatus, decode_as, encode
 from p2pdiloco.wire.directory_records import PeerRecord, RunRecord
 
@@ -90,7 +89,7 @@ async def open_directory(
     """
     check_directory_addresses(options.initial_peers)
     ports = None if folder is None else folder / "directory-ports.json"
-    listen = options.listen if ports is None else await asyncio.to_thread(last_ports.again, options.listen, ports)
+    listen = options.listen if ports is None else await asyncio.to_thread(port_memory.again, options.listen, ports)
     directory = Directory(
         identity,
         listen=list(listen),
@@ -101,7 +100,7 @@ async def open_directory(
     )
     async with directory:
         if ports is not None and not options.announce:  # else what it shows is another port
-            await asyncio.to_thread(last_ports.remember, directory.visible_addresses(), ports)
+            await asyncio.to_thread(port_memory.remember, directory.visible_addresses(), ports)
         yield directory
 
 

@@ -17,6 +17,8 @@ from typing import Self
 
 import msgspec
 
+from p2pdiloco.discovery.directory import Directory
+from p2pdiloco.nat.request_router import IntroductionHandler
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.announcement import Announcement
 from p2pdiloco.node.credentials import Credentials, MemberFiles, members_of
@@ -32,6 +34,7 @@ from p2pdiloco.node.roster import Roster
 from p2pdiloco.node.twins import Twins
 from p2pdiloco.node.whereabouts import Whereabouts
 from p2pdiloco.peer.end import APART, Ending
+from p2pdiloco.peer.event_journal import Journal
 from p2pdiloco.peer.metrics import Metrics, progress_fields
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import InitialState, Peer
@@ -39,14 +42,12 @@ from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.runtime import last_ports, logs
-from p2pdiloco.runtime.directory import Directory
-from p2pdiloco.runtime.files import write_atomically
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.introductions import IntroductionHandler
-from p2pdiloco.runtime.journal import Journal
-from p2pdiloco.runtime.transport import ConnectionLimits, Transport, TransportLimits
 from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.transport import port_memory
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.transport import ConnectionLimits, Transport, TransportLimits
+from p2pdiloco.util import logs
+from p2pdiloco.util.files import write_atomically
 from p2pdiloco.wire.control_messages import TROUBLE_LIMIT, PeerStatus
 
 log = logs.get("node")
@@ -125,7 +126,7 @@ class Node:
             ports = folder / "ports.json"
             self.transport = self.host.links = Transport(
                 self._mine.identity,
-                listen=await asyncio.to_thread(last_ports.again, self.options.link.listen, ports),
+                listen=await asyncio.to_thread(port_memory.again, self.options.link.listen, ports),
                 run=manifest.run,
                 version=WIRE_VERSION,
                 handler=handler,
@@ -167,7 +168,7 @@ class Node:
             figures = Figures(self.peer, self.status, self._ask_status)
             self.lookout = Lookout(self.peer, self.transport, self.status, figures, journal, self.fellowship.left_s)
             await stack.enter_async_context(self.transport)
-            await asyncio.to_thread(last_ports.remember, self.transport.listen_addresses(), ports)
+            await asyncio.to_thread(port_memory.remember, self.transport.listen_addresses(), ports)
             await stack.enter_async_context(self.whereabouts)
             self._stack = stack.pop_all()
         return self

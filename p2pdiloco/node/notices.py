@@ -21,7 +21,7 @@ from functools import partial
 from typing import NamedTuple
 
 from p2pdiloco.node.node import Node
-from p2pdiloco.runtime import logs
+from p2pdiloco.util import logs
 
 log = logs.get("session")
 

@@ -17,7 +17,7 @@ from typing import Self
 
 import msgspec
 
-from p2pdiloco.runtime import logs
+from p2pdiloco.util import logs
 from p2pdiloco.watch.alerts import Alert
 
 log = logs.get("alert")

@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.invitation import sight
+from p2pdiloco.util import logs
+from p2pdiloco.util.output_markers import sight
 from p2pdiloco.watch.chronicle import Chronicle
 from p2pdiloco.watch.picture import History, Picture
 from p2pdiloco.watch.playback import LOG, lines

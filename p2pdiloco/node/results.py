@@ -14,9 +14,9 @@ from p2pdiloco.node.run_folder import chosen_run, has_run
 from p2pdiloco.peer.average import RunningAverage, span
 from p2pdiloco.peer.checkpoint import Checkpoint, CheckpointError, best_of, load_all, places
 from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.files import LOCAL
 from p2pdiloco.training.export import About, Format
+from p2pdiloco.util import logs
+from p2pdiloco.util.files import LOCAL
 from p2pdiloco.wire.control_messages import PeerStatus
 
 log = logs.get("session")

@@ -26,17 +26,17 @@ from pathlib import Path
 
 import msgspec
 
+from p2pdiloco.discovery.directory import Directory, DirectoryError
 from p2pdiloco.nat.messages import Reachable
 from p2pdiloco.net.endpoint import LEAVING
 from p2pdiloco.node.curiosity import Curiosity
 from p2pdiloco.node.fellowship import Fellowship
 from p2pdiloco.node.ladder import Ladder
 from p2pdiloco.protocol.ids import PeerId, RunId
-from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.directory import Directory, DirectoryError
-from p2pdiloco.runtime.files import write_atomically
-from p2pdiloco.runtime.tasks import Tasks
-from p2pdiloco.runtime.transport import DialError, Impostor, PeerRefused, Transport
+from p2pdiloco.transport.transport import DialError, Impostor, PeerRefused, Transport
+from p2pdiloco.util import logs
+from p2pdiloco.util.files import write_atomically
+from p2pdiloco.util.tasks import Tasks
 from p2pdiloco.wire.control_messages import decode_as, encode
 from p2pdiloco.wire.directory_records import PeerRecord
 from p2pdiloco.wire.request_reply import RequestError, RequestRefused

@@ -37,8 +37,8 @@ from p2pdiloco.peer.disk import sweep
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import MANIFEST, Manifest, RunConfig
-from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.files import LOCAL, LockedError, lock, write_atomically
+from p2pdiloco.util import logs
+from p2pdiloco.util.files import LOCAL, LockedError, lock, write_atomically
 from p2pdiloco.wire.control_messages import StateProof
 
 log = logs.get("session")

@@ -11,6 +11,7 @@ import msgspec
 import psutil
 
 from p2pdiloco.access.invite_code import Invite
+from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.node.credentials import Credentials
 from p2pdiloco.node.forwarder import Forwarder
 from p2pdiloco.node.foundation import found, found_from_script, with_own_places
@@ -64,11 +65,10 @@ from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.protocol.manifest_defaults import few_turns
-from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.directory import Directory
-from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.training.program import device_of
 from p2pdiloco.training.sources import tell_sources
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.util import logs
 from p2pdiloco.watch.account import closing
 from p2pdiloco.watch.alerts import Alert
 from p2pdiloco.wire.directory_records import RunRecord

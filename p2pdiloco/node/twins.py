@@ -17,14 +17,14 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.node.credentials import Credentials
 from p2pdiloco.node.lookup import ladder_of, observer_transport
 from p2pdiloco.peer.host import Host
 from p2pdiloco.protocol.ids import PeerId, RunId
-from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.directory import Directory
-from p2pdiloco.runtime.identity import Identity, IdentityError
-from p2pdiloco.runtime.transport import DialError
+from p2pdiloco.transport.identity import Identity, IdentityError
+from p2pdiloco.transport.transport import DialError
+from p2pdiloco.util import logs
 from p2pdiloco.wire.control_messages import decode_as
 from p2pdiloco.wire.directory_records import PeerRecord
 

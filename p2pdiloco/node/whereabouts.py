@@ -21,21 +21,21 @@ from typing import Self
 
 import msgspec
 
+from p2pdiloco.discovery.directory import Directory
+from p2pdiloco.nat.port_mapping import Lease, RouterPort
+from p2pdiloco.nat.rendezvous_client import POINTS, Rendezvous
+from p2pdiloco.nat.rendezvous_server import MeetingPoint
+from p2pdiloco.nat.request_router import IntroductionHandler
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.curiosity import KnownPoints
 from p2pdiloco.node.ladder import Ladder
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime import addresses, logs, sockets
-from p2pdiloco.runtime.dialler import Dialler
-from p2pdiloco.runtime.directory import Directory
-from p2pdiloco.runtime.gateway import Lease, RouterPort
-from p2pdiloco.runtime.handler import Observer
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.introductions import IntroductionHandler
-from p2pdiloco.runtime.meeting_point import MeetingPoint
-from p2pdiloco.runtime.rendezvous import POINTS, Rendezvous
-from p2pdiloco.runtime.tasks import Tasks
-from p2pdiloco.runtime.transport import DialError, Transport
+from p2pdiloco.transport import addresses, sockets
+from p2pdiloco.transport.dialer import Dialler
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.transport import DialError, Observer, Transport
+from p2pdiloco.util import logs
+from p2pdiloco.util.tasks import Tasks
 from p2pdiloco.wire.control_messages import decode_as
 from p2pdiloco.wire.directory_records import PeerRecord, PointRecord
 

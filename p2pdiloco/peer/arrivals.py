@@ -23,8 +23,8 @@ from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.transfer_progress import TransferProgress
 from p2pdiloco.protocol.manifest import Layout
-from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.bottom_line import bottom_line
+from p2pdiloco.util import logs
+from p2pdiloco.util.logs import bottom_line
 from p2pdiloco.wire.control_messages import StateOffer
 
 log = logs.get("node")

@@ -28,7 +28,7 @@ from p2pdiloco.peer.checkpoint import AVERAGE
 from p2pdiloco.peer.disk import PART, Disk
 from p2pdiloco.protocol.ids import Digest, RunId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout
-from p2pdiloco.runtime import logs
+from p2pdiloco.util import logs
 
 if TYPE_CHECKING:
     from p2pdiloco.peer.global_state import GlobalState

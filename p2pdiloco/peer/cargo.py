@@ -27,8 +27,8 @@ from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import Digest, RunId, ShardId, digest_of
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.manifest import Layout
-from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.util import logs
 from p2pdiloco.wire.control_messages import CommitParts, split_commit
 
 log = logs.get("protocol")

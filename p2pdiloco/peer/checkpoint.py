@@ -33,8 +33,8 @@ from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import MANIFEST, Layout, Manifest
 from p2pdiloco.protocol.manifest_validation import decode_manifest
 from p2pdiloco.protocol.messages import Head
-from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.files import LOCAL
+from p2pdiloco.util import logs
+from p2pdiloco.util.files import LOCAL
 from p2pdiloco.wire.control_messages import StateProof
 
 log = logs.get("node")

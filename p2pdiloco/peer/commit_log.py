@@ -23,7 +23,7 @@ from p2pdiloco.peer.shift_queue import Payload
 from p2pdiloco.peer.write_budget import DAY_S, HOUR_S, WriteBudget
 from p2pdiloco.protocol.ids import Digest, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, commit_id
-from p2pdiloco.runtime import logs
+from p2pdiloco.util import logs
 from p2pdiloco.wire.control_messages import CommitParts
 
 log = logs.get("node")

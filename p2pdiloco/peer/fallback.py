@@ -13,7 +13,7 @@ from __future__ import annotations
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import ShardId
-from p2pdiloco.runtime import logs
+from p2pdiloco.util import logs
 
 log = logs.get("protocol")
 

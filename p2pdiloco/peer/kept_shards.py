@@ -26,8 +26,8 @@ from p2pdiloco.peer.disk import Disk, replace, sweep
 from p2pdiloco.peer.offers import checked_offer
 from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.files import LOCAL
+from p2pdiloco.util import logs
+from p2pdiloco.util.files import LOCAL
 from p2pdiloco.wire.control_messages import StateOffer, StateProof, encode
 
 log = logs.get("node")

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.rotation import rotate
+from p2pdiloco.util import logs
+from p2pdiloco.util.files import rotate
 from p2pdiloco.wire.control_messages import PeerStatus
 from p2pdiloco.wire.learner_ipc import Progress
 

@@ -21,7 +21,7 @@ from p2pdiloco.protocol.aggregation import is_left
 from p2pdiloco.protocol.events import Convictions
 from p2pdiloco.protocol.ids import Digest
 from p2pdiloco.protocol.messages import Commit, CommitHeader, Head, commit_id
-from p2pdiloco.runtime import logs
+from p2pdiloco.util import logs
 from p2pdiloco.wire.control_messages import CommitParts, decode_as, decode_message, encode
 
 log = logs.get("node")

@@ -27,7 +27,7 @@ from p2pdiloco.peer.places import Place, Places, place_bytes
 from p2pdiloco.peer.shift_queue import Payload
 from p2pdiloco.peer.write_budget import HOUR_S, WriteBudget
 from p2pdiloco.protocol.ids import Digest, digest_of
-from p2pdiloco.runtime import logs
+from p2pdiloco.util import logs
 
 log = logs.get("node")
 

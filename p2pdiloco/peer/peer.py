@@ -52,9 +52,9 @@ from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, peer_of
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import SIGNATURE_BYTES, commit_id
-from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.training.shared_memory import SharedVectors, let_go
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.util import logs
 from p2pdiloco.wire.control_messages import TROUBLE_LIMIT, PeerStatus, StateProof, decode_message
 from p2pdiloco.wire.request_reply import Answer
 

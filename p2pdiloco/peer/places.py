@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 from typing import NamedTuple
 
-from p2pdiloco.runtime.files import SECTOR_BYTES
+from p2pdiloco.util.files import SECTOR_BYTES
 
 STEPS = 32
 """Sizes of places per power of two, where these are whole sectors: at most 1/32 is unused."""

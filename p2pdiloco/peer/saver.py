@@ -29,7 +29,7 @@ from p2pdiloco.peer.write_budget import WriteBudget
 from p2pdiloco.protocol.ids import Digest, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import Head
-from p2pdiloco.runtime import logs
+from p2pdiloco.util import logs
 from p2pdiloco.wire.control_messages import StateProof
 
 log = logs.get("node")

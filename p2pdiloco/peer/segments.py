@@ -29,7 +29,7 @@ from p2pdiloco.protocol.chain import Chain
 from p2pdiloco.protocol.ids import digest_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import Commit, CommitHeader, commit_id
-from p2pdiloco.runtime import logs
+from p2pdiloco.util import logs
 from p2pdiloco.wire.control_messages import CommitParts, SignedCommit, decode_message, encode, split_commit
 
 log = logs.get("node")

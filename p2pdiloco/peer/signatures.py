@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId, peer_of
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Equivocation, commit_id
-from p2pdiloco.runtime.identity import Identity, verify
+from p2pdiloco.transport.identity import Identity, verify
 
 
 class Register(Protocol):

@@ -28,8 +28,8 @@ from torch import Tensor
 from p2pdiloco.codec.digests import as_bytes
 from p2pdiloco.protocol.manifest import RunConfig
 from p2pdiloco.protocol.manifest_validation import config_problems
-from p2pdiloco.runtime.files import stream_atomically
 from p2pdiloco.training.misprints import in_words
+from p2pdiloco.util.files import stream_atomically
 
 NAME = "foundation.safetensors"
 PIECE = 4 << 20

@@ -24,8 +24,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from p2pdiloco.runtime.files import Buffer, stream_atomically
 from p2pdiloco.training.corpus import Batches
+from p2pdiloco.util.files import Buffer, stream_atomically
 
 STEPS = "steps"
 DATA = "data"

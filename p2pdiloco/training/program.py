@@ -27,7 +27,6 @@ import msgspec
 import torch
 
 from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.runtime.parent import be_called, die_with_parent
 from p2pdiloco.training import NAME
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.corpus import load_corpus
@@ -36,6 +35,7 @@ from p2pdiloco.training.learner import Learner
 from p2pdiloco.training.reunion import Reunion
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.training.threads import ThreadChoice
+from p2pdiloco.util.process import be_called, die_with_parent
 from p2pdiloco.wire.learner_ipc import Failed
 
 _FAREWELL_S = 2.0

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from p2pdiloco.runtime.logs import printable, short
+from p2pdiloco.util.logs import printable, short
 from p2pdiloco.watch.picture import Picture
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from textual.content import Content
 
-from p2pdiloco.runtime.logs import short
+from p2pdiloco.util.logs import short
 from p2pdiloco.watch.drawings import bar, curve, lane
 from p2pdiloco.watch.picture import History, PeerRow, Picture
 from p2pdiloco.watch.sentences import plain

@@ -19,7 +19,7 @@ import msgspec
 from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import MANIFEST, Layout, Manifest
 from p2pdiloco.protocol.manifest_validation import decode_manifest
-from p2pdiloco.runtime.rotation import older
+from p2pdiloco.util.files import older
 from p2pdiloco.watch.chronicle import Chronicle
 from p2pdiloco.watch.picture import History, Picture, Playback, Title
 from p2pdiloco.watch.sentences import Line

@@ -16,8 +16,8 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
-from p2pdiloco.runtime.logs import short
-from p2pdiloco.runtime.rotation import older
+from p2pdiloco.util.files import older
+from p2pdiloco.util.logs import short
 from p2pdiloco.watch.playback import LoggedEvent, lines, logs_below, sourced
 from p2pdiloco.watch.sentences import Line, detail, plain, sentence
 from p2pdiloco.watch.words import clock

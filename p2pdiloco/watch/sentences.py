@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from p2pdiloco.protocol.ids import LearnerId, peer_of
-from p2pdiloco.runtime.logs import printable, short
+from p2pdiloco.util.logs import printable, short
 from p2pdiloco.watch import words
 
 LONGEST = 300

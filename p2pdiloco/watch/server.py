@@ -29,7 +29,7 @@ from typing import Protocol, Self
 import msgspec
 from aiohttp import web
 
-from p2pdiloco.runtime import logs
+from p2pdiloco.util import logs
 from p2pdiloco.watch.connections import PageConnections, PageLimits
 from p2pdiloco.watch.exposition import CONTENT_TYPE, exposition, is_healthy, is_ready
 from p2pdiloco.watch.picture import History, Picture

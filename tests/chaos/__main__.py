@@ -19,7 +19,7 @@ from p2pdiloco.cli.complaints import FAILED, INTERRUPTED, REPAIR, Complaint, com
 from p2pdiloco.cli.main import program
 from p2pdiloco.cli.quantities import at_least, between, file
 from p2pdiloco.demo.local_swarm import SwarmError
-from p2pdiloco.runtime.logs import printable
+from p2pdiloco.util.logs import printable
 from tests.chaos.checks import Verdict, goodput, judge
 from tests.chaos.event_log import Status
 from tests.chaos.evidence import Evidence, EvidenceError, read_evidence

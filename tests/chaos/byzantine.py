@@ -23,7 +23,7 @@ from p2pdiloco.protocol.config import BATCH_ROOM, RANGE_TURNS
 from p2pdiloco.protocol.contributions import Carry, Contributions
 from p2pdiloco.protocol.ids import Digest
 from p2pdiloco.protocol.messages import MAX_CLAIMS, Head, Heads
-from p2pdiloco.runtime.transport import Transport
+from p2pdiloco.transport.transport import Transport
 from p2pdiloco.wire.control_messages import decode_message
 
 LARGE = 1e34

@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
+from p2pdiloco.peer.event_journal import JournalError, effects_crc, read_journal
 from p2pdiloco.protocol.machine import Machine
-from p2pdiloco.runtime.journal import JournalError, effects_crc, read_journal
-from p2pdiloco.runtime.rotation import older
+from p2pdiloco.util.files import older
 from p2pdiloco.wire.control_messages import StateProof
 from tests.chaos.changed_peers import SENT_LIES
 from tests.chaos.event_log import Happening

@@ -25,7 +25,7 @@ import psutil
 
 from p2pdiloco.demo.local_swarm import JOINABLE, OPEN, START_S, Member, Swarm, SwarmError
 from p2pdiloco.protocol.manifest import RunConfig
-from p2pdiloco.runtime.invitation import INVITED
+from p2pdiloco.util.output_markers import INVITED
 from tests.chaos.changed_peers import launch
 from tests.chaos.event_log import Diary, Status
 from tests.chaos.fault_proxy import Network

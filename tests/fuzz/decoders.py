@@ -25,7 +25,7 @@ from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.protocol.manifest_validation import decode_manifest
 from p2pdiloco.protocol.messages import Message
-from p2pdiloco.runtime.identity import Identity, verify
+from p2pdiloco.transport.identity import Identity, verify
 from p2pdiloco.wire import control_messages, directory_records
 from p2pdiloco.wire.directory_records import PeerRecord, RunRecord
 from tests.fuzz.wellformed import encoded

@@ -13,13 +13,12 @@ import msgspec
 import uvloop
 from swarm import LOOPBACK
 
+from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.net.authorization import Door
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.protocol.ids import PeerId, RunId
-from p2pdiloco.runtime.directory import Directory
-from p2pdiloco.runtime.handler import Observer
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.transport import Answer, Transport
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.transport import Answer, Observer, Transport
 from p2pdiloco.wire.directory_records import PeerRecord, RunRecord
 
 PROCESS_S = 300.0

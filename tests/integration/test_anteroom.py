@@ -12,10 +12,10 @@ import pytest
 import uvloop
 
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits
-from p2pdiloco.runtime import sieve, sockets
-from p2pdiloco.runtime.addresses import parse
-from p2pdiloco.runtime.anteroom import SIEVE_S, Anteroom
-from p2pdiloco.runtime.tasks import Tasks
+from p2pdiloco.transport import connection_setup, sockets
+from p2pdiloco.transport.addresses import parse
+from p2pdiloco.transport.connection_setup import SIEVE_S, Anteroom
+from p2pdiloco.util.tasks import Tasks
 
 LIMITS = TransportLimits(
     silent=4,
@@ -147,14 +147,14 @@ def test_a_machine_of_which_many_were_turned_away_is_not_heard_for_a_while(
     monkeypatch: pytest.MonkeyPatch, is_sieved: bool, said: bytes
 ) -> None:
     is_shut = asyncio.Event()
-    close_to = sieve.close_to
+    close_to = connection_setup.close_to
 
     def shut(listener: socket.socket, machines: Sequence[str]) -> bool:
         if machines:
             is_shut.set()
         return is_sieved and close_to(listener, machines)
 
-    monkeypatch.setattr(sieve, "close_to", shut)
+    monkeypatch.setattr(connection_setup, "close_to", shut)
 
     async def main() -> None:
         async with house(is_proved=False) as there:

@@ -17,6 +17,7 @@ from swarm import LOOPBACK, PEER, write_config
 from waiting import until
 
 from p2pdiloco.cli.main import main
+from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId
 from p2pdiloco.protocol.manifest import (
     DataConfig,
@@ -26,8 +27,7 @@ from p2pdiloco.protocol.manifest import (
     ScheduleConfig,
     TensorSpec,
 )
-from p2pdiloco.runtime.directory import Directory
-from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.transport.identity import Identity
 
 FAILED, REPAIR, NOBODY_THERE = 1, 2, 3
 NOBODY = "12D3KooWFBqHtZsnYhFyqTpV8N2Ynw3YwMxt2TDXZqKpY2Y4RgvC"

@@ -16,11 +16,11 @@ import pytest
 import uvloop
 from waiting import until, until_async
 
+from p2pdiloco.discovery import dht, p2pd, sandbox
+from p2pdiloco.discovery import directory as module
+from p2pdiloco.discovery.directory import Directory, DirectoryError
 from p2pdiloco.protocol.ids import PeerId, RunId
-from p2pdiloco.runtime import confinement, daemon, dht
-from p2pdiloco.runtime import directory as module
-from p2pdiloco.runtime.directory import Directory, DirectoryError
-from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.transport.identity import Identity
 from p2pdiloco.wire.directory_records import Envelope, peers_topic, seal, subkey_of
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -297,7 +297,7 @@ def test_a_killed_daemon_is_started_again(run: Callable[[Main], None]) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_the_daemon_has_few_rights_and_works(run: Callable[[Main], None]) -> None:
-    """What runtime/confinement.py promises, as the kernel tells it."""
+    """What discovery/sandbox.py promises, as the kernel tells it."""
 
     async def main() -> None:
         async with member() as boot, member(where(boot)) as ann:
@@ -309,8 +309,8 @@ def test_the_daemon_has_few_rights_and_works(run: Callable[[Main], None]) -> Non
             assert status["NoNewPrivs"] == "1"
             limits = {line[:25].strip(): line[25:].split()[:2] for line in (told / "limits").read_text().splitlines()}
             for name, most in (
-                ("Max address space", confinement.ADDRESS_BYTES),
-                ("Max open files", confinement.FILES),
+                ("Max address space", sandbox.ADDRESS_BYTES),
+                ("Max open files", sandbox.FILES),
                 ("Max file size", 0),
                 ("Max core file size", 0),
                 ("Max processes", 10**6),
@@ -329,7 +329,7 @@ def test_a_frozen_daemon_gives_what_was_known_and_errors_in_time(
         async with member() as boot, member(where(boot)) as ann:
             await ann.publish_peer(RUN, b"ann", 60.0)
             assert await boot.peers(RUN)
-            monkeypatch.setattr(daemon, "CALL_S", 0.5)  # not before: a busy machine may take longer to publish
+            monkeypatch.setattr(p2pd, "CALL_S", 0.5)  # not before: a busy machine may take longer to publish
             os.kill(daemon_of(boot), signal.SIGSTOP)
             pid = daemon_of(boot)
             assert await boot.peers(RUN) == {ann.peer_id: b"ann"}
@@ -366,9 +366,9 @@ time.time = lambda: wall() + shift
 import uvloop
 from p2pdiloco.node.checkup import clock as _clock
 from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.dht import CLOCK
-from p2pdiloco.runtime.directory import Directory
-from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.discovery.dht import CLOCK
+from p2pdiloco.discovery.directory import Directory
+from p2pdiloco.transport.identity import Identity
 
 logs.configure()
 

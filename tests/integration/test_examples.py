@@ -15,7 +15,7 @@ from documents import VOCABULARY, make_texts, write_tokenizer
 from scripts import END_S, START_S, report
 from waiting import wait_until
 
-from p2pdiloco.runtime.invitation import invited_with
+from p2pdiloco.util.output_markers import invited_with
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(

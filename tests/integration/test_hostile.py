@@ -25,6 +25,7 @@ from waiting import until as until_in_loop
 
 from p2pdiloco.codec.compression import compress
 from p2pdiloco.demo.local_swarm import Member
+from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.lookup import list_runs
 from p2pdiloco.peer.signatures import signed
@@ -32,10 +33,8 @@ from p2pdiloco.protocol import messages
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import DIGEST_BYTES, Digest, PeerId, RunId, ShardId, digest_of, learner_id
 from p2pdiloco.protocol.messages import SIGNATURE_BYTES
-from p2pdiloco.runtime.directory import Directory
-from p2pdiloco.runtime.handler import Observer
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.transport import Transport
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.transport import Observer, Transport
 from p2pdiloco.wire.control_messages import CommitParts, decode_message, encode, join_commit
 from p2pdiloco.wire.directory_records import PeerRecord
 

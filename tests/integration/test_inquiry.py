@@ -14,9 +14,8 @@ from p2pdiloco.node.checkup import Finding
 from p2pdiloco.node.inquiry import RunAnswer
 from p2pdiloco.node.lookup import ask_status, observer_transport
 from p2pdiloco.protocol.ids import PeerId, RunId
-from p2pdiloco.runtime.handler import Observer
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.transport import Answer, Transport
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.transport import Answer, Observer, Transport
 from p2pdiloco.wire.control_messages import PeerStatus, encode
 from p2pdiloco.wire.directory_records import RunRecord
 

@@ -12,22 +12,20 @@ from typing import Any
 import msgspec
 import pytest
 
+from p2pdiloco.nat import hole_punching, rendezvous_client, rendezvous_server
 from p2pdiloco.nat import messages as intro
+from p2pdiloco.nat.rendezvous_client import Rendezvous
+from p2pdiloco.nat.rendezvous_server import MeetingPoint, Relay
+from p2pdiloco.nat.request_router import IntroductionHandler
 from p2pdiloco.net import abuse_limits
 from p2pdiloco.net.handshake import WIRE_VERSION, Role
 from p2pdiloco.net.path_monitor import LaneKeeper
 from p2pdiloco.node import twins
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime import lines, meeting_point, rendezvous
-from p2pdiloco.runtime.dialler import Dialler
-from p2pdiloco.runtime.handler import Observer
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.introductions import IntroductionHandler
-from p2pdiloco.runtime.meeting_point import MeetingPoint
-from p2pdiloco.runtime.relay import Relay
-from p2pdiloco.runtime.rendezvous import Rendezvous
-from p2pdiloco.runtime.tasks import Tasks
-from p2pdiloco.runtime.transport import DialError, RequestRefused, Transport, TransportLimits
+from p2pdiloco.transport.dialer import Dialler
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.transport import DialError, Observer, RequestRefused, Transport, TransportLimits
+from p2pdiloco.util.tasks import Tasks
 from p2pdiloco.wire.control_messages import encode
 from p2pdiloco.wire.directory_records import PeerRecord
 from tests.integration.waiting import until
@@ -150,9 +148,9 @@ def test_what_a_point_told_of_us_stands_when_it_is_gone() -> None:
 
 
 def test_where_no_direct_connection_comes_about_the_line_is_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "PUNCHES", 0)
+    monkeypatch.setattr(hole_punching, "PUNCHES", 0)
     logged: list[dict[str, object]] = []
-    monkeypatch.setattr(meeting_point.log, "info", lambda event, **told: logged.append({"event": event, **told}))
+    monkeypatch.setattr(rendezvous_server.log, "info", lambda event, **told: logged.append({"event": event, **told}))
 
     async def work() -> None:
         async with meeting() as (ann, bob, hub, address):
@@ -178,10 +176,10 @@ def test_where_no_direct_connection_comes_about_the_line_is_the_relay(monkeypatc
 def test_a_direct_connection_takes_a_relays_place_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         async with meeting() as (ann, bob, _, address):
-            monkeypatch.setattr(lines, "PUNCHES", 0)
+            monkeypatch.setattr(hole_punching, "PUNCHES", 0)
             await ann.rendezvous.reach(bob.id, [address])
             assert bob.transport.channel_of(ann.id).connection.greeting.is_relayed  # type: ignore[union-attr]
-            monkeypatch.setattr(lines, "PUNCHES", 12)
+            monkeypatch.setattr(hole_punching, "PUNCHES", 12)
             sent = []
 
             async def speak() -> None:
@@ -226,7 +224,7 @@ def test_lanes_beside_a_punched_connection_are_punched_too() -> None:
 
 
 def test_a_relay_carries_one_connection_of_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "PUNCHES", 0)
+    monkeypatch.setattr(hole_punching, "PUNCHES", 0)
 
     async def work() -> None:
         async with meeting() as (ann, bob, _, address):
@@ -257,15 +255,15 @@ def test_a_flood_of_calls_by_a_liar_opens_few_lines() -> None:
 
             hub.transport.strangers.others[intro.OPENING[:1]] = say_nothing
             refused: list[str] = []
-            for number in range(4 * rendezvous.CALLS_AT_ONCE):
+            for number in range(4 * rendezvous_client.CALLS_AT_ONCE):
                 call = encode(intro.Called(Identity.ephemeral().peer_id, bytes([number]) * intro.TICKET_BYTES, True))
                 try:
                     await hub.transport.request(ann.id, call, timeout_s=5.0)
                 except RequestRefused as error:
                     refused.append(str(error))
-            assert len(refused) == 3 * rendezvous.CALLS_AT_ONCE
+            assert len(refused) == 3 * rendezvous_client.CALLS_AT_ONCE
             assert all("too often" in text for text in refused)
-            await until(lambda: opened == rendezvous.CALLS_AT_ONCE)
+            await until(lambda: opened == rendezvous_client.CALLS_AT_ONCE)
             for raw in held:
                 raw.close()
 
@@ -363,9 +361,9 @@ def test_garbage_on_a_line_ends_it_at_once(said: bytes) -> None:
                     await loop.sock_sendall(raw, said)
 
             lying = asyncio.create_task(lie())
-            point = lines.addresses.parse(f"/ip4/127.0.0.1/tcp/{liar.getsockname()[1]}")
+            point = hole_punching.addresses.parse(f"/ip4/127.0.0.1/tcp/{liar.getsockname()[1]}")
             with pytest.raises(DialError, match="meeting point"):
-                await lines.meet(point, bytes(16), Role.DIALLER, may_relay=True, congestion="")
+                await hole_punching.meet(point, bytes(16), Role.DIALLER, may_relay=True, congestion="")
             await lying
 
     run(work)
@@ -442,7 +440,7 @@ def test_who_attends_learns_whether_it_can_be_dialled() -> None:
 
 
 def test_a_point_dials_a_machine_back_only_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting_point, "DIALS_A_MINUTE", 3)
+    monkeypatch.setattr(rendezvous_server, "DIALS_A_MINUTE", 3)
 
     async def work() -> None:
         async with meeting() as (ann, _, _, address):
@@ -463,8 +461,8 @@ def test_who_does_not_attend_is_not_called() -> None:
 
 def test_a_liar_at_a_meeting_point_costs_few_dials_and_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """It names an address where nobody wants to be dialled, then says nothing."""
-    monkeypatch.setattr(lines, "RELAY_S", 0.3)
-    monkeypatch.setattr(lines, "PUNCH_S", 1.0)
+    monkeypatch.setattr(hole_punching, "RELAY_S", 0.3)
+    monkeypatch.setattr(hole_punching, "PUNCH_S", 1.0)
     dials = 0
 
     async def lie(raw: socket.socket, victim: int) -> None:
@@ -486,19 +484,19 @@ def test_a_liar_at_a_meeting_point_costs_few_dials_and_seconds(monkeypatch: pyte
                 await lie(raw, 1)  # nobody listens there: each dial is refused at once
 
             lying = asyncio.create_task(listen())
-            real, began = lines.sockets.sharing_port, time.monotonic()
+            real, began = hole_punching.sockets.sharing_port, time.monotonic()
 
             def counted(family: int, port: int) -> socket.socket:
                 nonlocal dials
                 dials += port != 0
                 return real(family, port)
 
-            monkeypatch.setattr(lines.sockets, "sharing_port", counted)
-            point = lines.addresses.parse(f"/ip4/127.0.0.1/tcp/{liar.getsockname()[1]}")
+            monkeypatch.setattr(hole_punching.sockets, "sharing_port", counted)
+            point = hole_punching.addresses.parse(f"/ip4/127.0.0.1/tcp/{liar.getsockname()[1]}")
             with pytest.raises(DialError, match="did not come in time"):
-                await lines.meet(point, bytes(16), Role.DIALLER, may_relay=True, congestion="")
+                await hole_punching.meet(point, bytes(16), Role.DIALLER, may_relay=True, congestion="")
             assert time.monotonic() - began < 2.0
-            assert 0 < dials <= lines.PUNCHES
+            assert 0 < dials <= hole_punching.PUNCHES
             lying.cancel()
 
     run(work)
@@ -522,7 +520,7 @@ def test_a_liar_at_a_meeting_point_costs_few_dials_and_seconds(monkeypatch: pyte
     ],
 )
 def test_what_a_meeting_point_may_have_dialled(host: str, by: str, is_dialable: bool) -> None:
-    assert lines.is_dialable(host, by) is is_dialable
+    assert hole_punching.is_dialable(host, by) is is_dialable
 
 
 def test_what_times_out_shortly_after_a_good_handshake_is_a_narrow_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -531,7 +529,7 @@ def test_what_times_out_shortly_after_a_good_handshake_is_a_narrow_way(monkeypat
             channel = ann.transport.channel_of(hub.id)
             assert channel is not None
             shortened: list[socket.socket] = []
-            monkeypatch.setattr(lines.sockets, "shorten", shortened.append)
+            monkeypatch.setattr(hole_punching.sockets, "shorten", shortened.append)
             await ann.transport.dial(address)
             assert shortened == []
             ann.transport.lost(channel, "connection lost", TimeoutError(110, "Connection timed out"))
@@ -555,13 +553,13 @@ def test_a_punched_way_that_is_narrow_is_punched_anew_with_short_segments(monkey
             assert channel.is_met
             assert channel.transport is not None
             raw = channel.transport.get_extra_info("socket")
-            assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG) <= lines.sockets.SHORT_BYTES
+            assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG) <= hole_punching.sockets.SHORT_BYTES
 
     run(work)
 
 
 def test_a_line_that_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting_point, "OPENING_S", 0.2)
+    monkeypatch.setattr(rendezvous_server, "OPENING_S", 0.2)
 
     async def work() -> None:
         async with meeting() as (_, _, hub, address):
@@ -589,7 +587,7 @@ def test_a_line_that_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_lines_that_show_no_ticket_make_room_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting_point, "BEGINNING", 4)
+    monkeypatch.setattr(rendezvous_server, "BEGINNING", 4)
 
     async def work() -> None:
         async with meeting() as (ann, bob, _, address):
@@ -600,7 +598,7 @@ def test_lines_that_show_no_ticket_make_room_for_each_other(monkeypatch: pytest.
                 silent.append(raw)
                 await loop.sock_connect(raw, ("127.0.0.1", port))
                 await loop.sock_sendall(raw, intro.OPENING[:1])
-            async with asyncio.timeout(meeting_point.OPENING_S / 2):
+            async with asyncio.timeout(rendezvous_server.OPENING_S / 2):
                 assert [await loop.sock_recv(raw, 1) for raw in silent[:2]] == [b"", b""]
             assert await ann.rendezvous.reach(bob.id, [address]) == bob.id
             for raw in silent:

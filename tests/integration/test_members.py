@@ -21,10 +21,9 @@ from p2pdiloco.net.authorization import JoinersDoor
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.credentials import Credentials, accepted, invite_key, make_invite
 from p2pdiloco.node.lookup import observer_transport
-from p2pdiloco.runtime.handler import Observer
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.invitation import INVITED
-from p2pdiloco.runtime.transport import DialError, PeerRefused, Transport
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.transport import DialError, Observer, PeerRefused, Transport
+from p2pdiloco.util.output_markers import INVITED
 from p2pdiloco.watch.playback import lines
 from p2pdiloco.watch.schema import faults_of
 from p2pdiloco.wire.control_messages import TellStatements, encode

@@ -27,6 +27,8 @@ from p2pdiloco.access.invite_code import encode_invite
 from p2pdiloco.access.membership_log import ban, closing
 from p2pdiloco.cli import doctor, top
 from p2pdiloco.cli.main import main
+from p2pdiloco.discovery import directory
+from p2pdiloco.discovery.clock_sync import SharedClock
 from p2pdiloco.net.authorization import MembersDoor
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node import checkup, fitness, inquiry, lookup
@@ -42,11 +44,9 @@ from p2pdiloco.protocol.manifest import (
     ScheduleConfig,
     TensorSpec,
 )
-from p2pdiloco.runtime import refusals
-from p2pdiloco.runtime.files import lock
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.shared_clock import SharedClock
 from p2pdiloco.training import sources
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.util.files import lock
 from p2pdiloco.watch import exporter
 from p2pdiloco.watch.server import PageServer
 from p2pdiloco.watch.sources import Page, UnseenError
@@ -440,7 +440,7 @@ def test_what_other_peers_say(
 )
 def test_what_depends_on_lines_that_are_not_here(says: str, daemon: str) -> None:
     """In the words of libp2p's daemon: a machine without IPv6 whose peers have nothing else, and a firewall."""
-    said = refusals.sentence({"/ip4/203.0.113.7/tcp/4100": daemon})
+    said = directory.sentence({"/ip4/203.0.113.7/tcp/4100": daemon})
     assert pattern_of(says).search(said), said
     assert OF_OTHERS[says] in said
 

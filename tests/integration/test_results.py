@@ -13,7 +13,7 @@ from waiting import wait_until
 
 from p2pdiloco.demo.local_swarm import Member
 from p2pdiloco.peer.checkpoint import load
-from p2pdiloco.runtime.invitation import INVITED
+from p2pdiloco.util.output_markers import INVITED
 
 SERVED = "it is served to whoever comes"
 

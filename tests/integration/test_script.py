@@ -31,7 +31,7 @@ from waiting import wait_until
 from p2pdiloco import participation
 from p2pdiloco.access.invite_code import is_invite
 from p2pdiloco.demo.local_swarm import Member
-from p2pdiloco.runtime.invitation import INVITED, invited_with
+from p2pdiloco.util.output_markers import INVITED, invited_with
 
 SCRIPT = Path(__file__).parents[2] / "peers" / "own_script.py"
 

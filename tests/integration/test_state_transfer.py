@@ -18,6 +18,7 @@ from waiting import until
 
 from p2pdiloco.codec.digests import state_digest
 from p2pdiloco.codec.formats import CHUNK
+from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.node.foundation import version_zero
 from p2pdiloco.node.node import Node
 from p2pdiloco.peer import arrivals, kept_shards, respondent
@@ -35,9 +36,8 @@ from p2pdiloco.protocol.manifest import (
     TensorSpec,
     make_layout,
 )
-from p2pdiloco.runtime.directory import Directory
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.transport import RequestRefused
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.transport import RequestRefused
 from p2pdiloco.wire.control_messages import GetChunk, GetState, encode
 
 FRAGMENTS = 2

@@ -32,10 +32,10 @@ from swarm import (
 
 from p2pdiloco.demo.local_swarm import Member
 from p2pdiloco.peer.checkpoint import load
+from p2pdiloco.peer.event_journal import effects_crc, read_journal
 from p2pdiloco.protocol.events import Stepped
 from p2pdiloco.protocol.ids import LearnerId
 from p2pdiloco.protocol.machine import Machine
-from p2pdiloco.runtime.journal import effects_crc, read_journal
 
 
 @pytest.fixture(scope="module")

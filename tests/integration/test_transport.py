@@ -17,11 +17,11 @@ from waiting import until
 from p2pdiloco.net.frames import HEADER, FrameKind, encode_frame
 from p2pdiloco.net.handshake import MAGIC, Hello
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime import addresses
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.strangers import LINES_A_MINUTE
-from p2pdiloco.runtime.tls import TlsContexts
-from p2pdiloco.runtime.transport import (
+from p2pdiloco.transport import addresses
+from p2pdiloco.transport.connection_setup import LINES_A_MINUTE
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.tls import TlsContexts
+from p2pdiloco.transport.transport import (
     Answer,
     ConnectionLimits,
     DialError,

@@ -16,9 +16,9 @@ from waiting import until
 from p2pdiloco.net.frames import FIRST_CREDIT
 from p2pdiloco.net.send_queue import GROUP
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime import sockets
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.transport import ConnectionLimits, Transport, TransportLimits
+from p2pdiloco.transport import sockets
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.transport import ConnectionLimits, Transport, TransportLimits
 
 __all__ = ["run"]
 
@@ -186,7 +186,7 @@ def test_a_refused_congestion_control_is_said_once(run: Any, monkeypatch: pytest
 def test_the_learned_budget_follows_what_is_delivered(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     real = sockets.path_of
     monkeypatch.setattr(
-        "p2pdiloco.runtime.sockets.path_of",
+        "p2pdiloco.transport.sockets.path_of",
         lambda connection: (path := real(connection)) and msgspec.structs.replace(path, is_local=False),
     )
 

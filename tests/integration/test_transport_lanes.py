@@ -14,8 +14,8 @@ from waiting import until
 from p2pdiloco.net.bandwidth import Path
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.path_monitor import Idleness, lanes_for
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.transport import Answer, RequestError, Transport, TransportLimits
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.transport import Answer, RequestError, Transport, TransportLimits
 
 __all__ = ["run"]
 

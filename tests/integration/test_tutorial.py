@@ -11,7 +11,7 @@ from forked import run
 from swarm import START_S, contributes, ended, log_lines, swarm_in, until
 from waiting import wait_until
 
-from p2pdiloco.runtime.invitation import INVITED
+from p2pdiloco.util.output_markers import INVITED
 
 TEXT = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text(encoding="utf-8")
 COMMANDS = [

@@ -12,7 +12,12 @@ from typing import cast
 
 import pytest
 
+from p2pdiloco.discovery.directory import Directory
+from p2pdiloco.nat import hole_punching
 from p2pdiloco.nat import messages as intro
+from p2pdiloco.nat.rendezvous_client import Attendance
+from p2pdiloco.nat.rendezvous_server import MeetingPoint
+from p2pdiloco.nat.request_router import IntroductionHandler
 from p2pdiloco.net.authorization import OpenDoor
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node import lookup, roster, whereabouts
@@ -22,14 +27,8 @@ from p2pdiloco.node.lookup import dial_any, observer_transport
 from p2pdiloco.node.roster import Roster
 from p2pdiloco.node.whereabouts import Whereabouts
 from p2pdiloco.protocol.ids import PeerId, RunId
-from p2pdiloco.runtime import lines
-from p2pdiloco.runtime.directory import Directory
-from p2pdiloco.runtime.handler import Observer
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.introductions import IntroductionHandler
-from p2pdiloco.runtime.meeting_point import MeetingPoint
-from p2pdiloco.runtime.rendezvous import Attendance
-from p2pdiloco.runtime.transport import Transport
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.transport import Observer, Transport
 from p2pdiloco.wire.control_messages import encode
 from p2pdiloco.wire.directory_records import PeerRecord, PointRecord
 from tests.integration.waiting import until
@@ -125,7 +124,7 @@ class Member(Observer):
 def test_a_relayed_pair_meets_at_a_member_when_the_bootstrap_dies_though_the_directory_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lines, "PUNCHES", 0)
+    monkeypatch.setattr(hole_punching, "PUNCHES", 0)
     monkeypatch.setattr(roster, "ROUND_S", 0.1)
     monkeypatch.setattr(whereabouts, "LOOK_S", 0.1)
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from p2pdiloco.cli.complaints import FAILED, Complaint, complaining
 from p2pdiloco.cli.main import program
+from p2pdiloco.peer.event_journal import Entry, JournalError, effects_crc, read_journal
 from p2pdiloco.protocol.effects import Effect
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.state import ProtocolConfig
-from p2pdiloco.runtime.journal import Entry, JournalError, effects_crc, read_journal
-from p2pdiloco.runtime.logs import printable, short
+from p2pdiloco.util.logs import printable, short
 from tests.machine_sim.transcript import tell
 
 PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")

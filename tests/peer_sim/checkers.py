@@ -29,7 +29,7 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.messages import CommitHeader, Contribution
-from p2pdiloco.runtime.identity import verify
+from p2pdiloco.transport.identity import verify
 from tests.peer_sim import reference_math
 from tests.peer_sim.tuning import CHUNK
 

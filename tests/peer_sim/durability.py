@@ -28,7 +28,7 @@ from p2pdiloco.protocol import messages
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, peer_of
 from p2pdiloco.protocol.manifest import MANIFEST
 from p2pdiloco.protocol.messages import CommitHeader, Head, commit_id
-from p2pdiloco.runtime.identity import verify
+from p2pdiloco.transport.identity import verify
 from tests.peer_sim.disk import SimulatedDisk
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import msgspec
 
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.protocol.ids import Digest
-from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.transport.identity import Identity
 from tests.peer_sim.disk import SimulatedDisk
 
 

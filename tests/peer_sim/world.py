@@ -39,7 +39,7 @@ from p2pdiloco.protocol.manifest import (
     TensorSpec,
     make_layout,
 )
-from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.transport.identity import Identity
 from p2pdiloco.wire.control_messages import PeerStatus, StateProof
 from tests.peer_sim.checkers import Checks
 from tests.peer_sim.directory import Directory

@@ -141,8 +141,8 @@ def _command_in(
 def _command(arguments: list[str], out: int, told: int, environment: dict[str, str]) -> None:
     from p2pdiloco.cli.main import main
     from p2pdiloco.node import learner_process
-    from p2pdiloco.runtime.parent import die_with_parent
     from p2pdiloco.training import program
+    from p2pdiloco.util.process import die_with_parent
 
     learner_process.COMMAND = ("nice", *learner_process.COMMAND)  # type: ignore[attr-defined]
     learn = program.main

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pdiloco.peer.places import Place, Places, place_bytes
-from p2pdiloco.runtime.files import SECTOR_BYTES
+from p2pdiloco.util.files import SECTOR_BYTES
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 400_000)), max_size=60))

@@ -49,7 +49,7 @@ from p2pdiloco.protocol.manifest import (
     TensorSpec,
 )
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
-from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.transport.identity import Identity
 from p2pdiloco.wire.control_messages import StateProof
 
 OURS = Identity.ephemeral()

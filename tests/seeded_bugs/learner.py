@@ -361,7 +361,7 @@ BUGS = (
     # -- threads for tensors -------------------------------------------------------------------------------------------
     Bug(
         name="threads do not wait for each other",
-        module="p2pdiloco.runtime.work_queue",
+        module="p2pdiloco.util.executor",
         old="gate = threading.Barrier(len(self._jobs))",
         new="gate = threading.Barrier(1)",
         harm="a snapshot is brought up to date while a shift of one of its shards is being made",
@@ -369,7 +369,7 @@ BUGS = (
     ),
     Bug(
         name="a shard has no thread of its own",
-        module="p2pdiloco.runtime.work_queue",
+        module="p2pdiloco.util.executor",
         old="self._jobs[(key or 0) % len(self._jobs)].put",
         new="min(self._jobs, key=lambda jobs: jobs.qsize()).put",
         harm="a shard's next commit is applied before the one that it follows",
@@ -377,7 +377,7 @@ BUGS = (
     ),
     Bug(
         name="all shards have one thread",
-        module="p2pdiloco.runtime.work_queue",
+        module="p2pdiloco.util.executor",
         old="self._jobs[(key or 0) % len(self._jobs)].put",
         new="self._jobs[0].put",
         harm="more cores are of no use",
@@ -385,7 +385,7 @@ BUGS = (
     ),
     Bug(
         name="gates stay shut when a node ends",
-        module="p2pdiloco.runtime.work_queue",
+        module="p2pdiloco.util.executor",
         old="            gate.abort()",
         new="            gate.n_waiting",
         harm="its process never ends",
@@ -393,7 +393,7 @@ BUGS = (
     ),
     Bug(
         name="threads wait for work that was called off",
-        module="p2pdiloco.runtime.work_queue",
+        module="p2pdiloco.util.executor",
         old="            if job.gate is not None:\n                job.gate.wait()\n            if job.future",
         new="            if job.gate is not None and (not job.future or not job.future.cancelled()):\n"
         "                job.gate.wait()\n            if job.future",

@@ -106,7 +106,7 @@ BUGS = (
     ),
     Bug(
         name="clocks that do not agree are compared as seldom as others",
-        module="p2pdiloco.runtime.shared_clock",
+        module="p2pdiloco.discovery.clock_sync",
         old="            self._base += middle\n        return True\n",
         new="            self._base += middle\n        return False\n",
         harm="records of a node whose clock has just been moved expire for minutes",
@@ -114,7 +114,7 @@ BUGS = (
     ),
     Bug(
         name="a silent node of the directory is pinged as seldom as others",
-        module="p2pdiloco.runtime.pings",
+        module="p2pdiloco.discovery.directory",
         old="        if is_answered != known.has_answered:",
         new="        if not known:",
         harm="a directory that was cut stays so for minutes",
@@ -200,7 +200,7 @@ BUGS = (
     ),
     Bug(
         name="a peer is asked for only where its record says",
-        module="p2pdiloco.runtime.rendezvous",
+        module="p2pdiloco.nat.rendezvous_client",
         old="        for point in named + ours:\n",
         new="        for point in named:\n",
         harm="two that attend one meeting point do not meet until the directory tells one that the other does",
@@ -218,7 +218,7 @@ BUGS = (
     ),
     Bug(
         name="who is asked by nobody how it is seen knows nothing any more",
-        module="p2pdiloco.runtime.rendezvous",
+        module="p2pdiloco.nat.rendezvous_client",
         old="in (self.attended or self._left).values()]",
         new="in self.attended.values()]",
         harm="with the bootstrap each member that it dialled ceases to be a meeting point, and newcomers meet nobody",
@@ -234,7 +234,7 @@ BUGS = (
     ),
     Bug(
         name="a meeting point that was asked once stays connected",
-        module="p2pdiloco.runtime.rendezvous",
+        module="p2pdiloco.nat.rendezvous_client",
         old='                    links.disconnect(point.peer, "that was all")\n',
         new="                    pass\n",
         harm="records that name ever new meeting points fill a peer's places",
@@ -242,7 +242,7 @@ BUGS = (
     ),
     Bug(
         name="a meeting point may name any address",
-        module="p2pdiloco.runtime.lines",
+        module="p2pdiloco.nat.hole_punching",
         old="    return ip.is_global or not teller.is_global\n",
         new="    return True\n",
         harm="a liar on the internet has peers dial into each other's private networks",
@@ -250,7 +250,7 @@ BUGS = (
     ),
     Bug(
         name="a relay knows no budget",
-        module="p2pdiloco.runtime.relay",
+        module="p2pdiloco.nat.rendezvous_server",
         old="                    await self._budget.take(count)\n",
         new="                    pass\n",
         harm="whoever offers to relay 50 Mbit/s gives all that it has",
@@ -258,7 +258,7 @@ BUGS = (
     ),
     Bug(
         name="a punched way stays as narrow as it was",
-        module="p2pdiloco.runtime.lines",
+        module="p2pdiloco.nat.hole_punching",
         old="    if is_narrow:\n        sockets.shorten(raw)\n    return raw\n",
         new="    return raw\n",
         harm="two homes whose tunnel loses long packets lose each connection after 20 s, for ever",
@@ -266,7 +266,7 @@ BUGS = (
     ),
     Bug(
         name="whoever calls is followed",
-        module="p2pdiloco.runtime.rendezvous",
+        module="p2pdiloco.nat.rendezvous_client",
         old="or self._coming >= CALLS_AT_ONCE:",
         new="or self._coming < 0:",
         harm="a meeting point has its guests open lines without end",
@@ -274,7 +274,7 @@ BUGS = (
     ),
     Bug(
         name="a relay's turns go to who came last",
-        module="p2pdiloco.runtime.relay",
+        module="p2pdiloco.nat.rendezvous_server",
         old="self._waiting.popleft()",
         new="self._waiting.pop()",
         harm="of many pairs that have something two share the budget, and the others wait for ever",
@@ -284,7 +284,7 @@ BUGS = (
     ),
     Bug(
         name="small pieces are for nothing",
-        module="p2pdiloco.runtime.relay",
+        module="p2pdiloco.nat.rendezvous_server",
         old="        self._owe(count, now)\n        return True\n",
         new="        return True\n",
         harm="a pair that sends nothing but small pieces has more than the budget",
@@ -294,7 +294,7 @@ BUGS = (
     ),
     Bug(
         name="no way is found to be narrow",
-        module="p2pdiloco.runtime.strangers",
+        module="p2pdiloco.transport.connection_setup",
         old="        self.narrow[connection.host] = None\n",
         new="",
         harm="where long packets vanish a peer connects, waits for 20 s, and connects again, for ever",
@@ -325,7 +325,7 @@ BUGS = (
     ),
     Bug(
         name="any port that answers is our own",
-        module="p2pdiloco.runtime.meeting_point",
+        module="p2pdiloco.nat.rendezvous_server",
         old="return await loop.sock_recv(raw, intro.TICKET_BYTES) == intro.echo(token)",
         new="return bool(await loop.sock_recv(raw, intro.TICKET_BYTES))",
         harm="a peer behind a router with another's forwarded port believes that it can be dialled",

@@ -18,7 +18,7 @@ _PORTS = "tests/unit/test_runtime_last_ports.py"
 BUGS = (
     Bug(
         name="what a relayed pair carried is not counted",
-        module="p2pdiloco.runtime.relay",
+        module="p2pdiloco.nat.rendezvous_server",
         old="                carried[side] += count\n",
         new="                pass\n",
         harm="the log says that nothing was relayed, and whoever pays for the bandwidth believes it",
@@ -42,7 +42,7 @@ BUGS = (
     ),
     Bug(
         name="the port of whoever came last is remembered",
-        module="p2pdiloco.runtime.last_ports",
+        module="p2pdiloco.transport.port_memory",
         old="found.setdefault(address.family, address.port)",
         new="found[address.family] = address.port",
         harm="of two processes that share a folder the first loses its port to the second",
@@ -66,7 +66,7 @@ BUGS = (
     ),
     Bug(
         name="who is turned away comes again as often as it likes",
-        module="p2pdiloco.runtime.anteroom",
+        module="p2pdiloco.transport.connection_setup",
         old="if self._exclusion.failed(machine, loop.time()):",
         new="if False:",
         harm="a flood from few machines takes a quarter of a processor",
@@ -74,7 +74,7 @@ BUGS = (
     ),
     Bug(
         name="who was shut out once is out for ever",
-        module="p2pdiloco.runtime.anteroom",
+        module="p2pdiloco.transport.connection_setup",
         old="self._sieving = None if ends is None else loop.call_at(ends, self._sieve)",
         new="self._sieving = None",
         harm="who had a bad minute, or shares an address with who had, never connects again",
@@ -90,7 +90,7 @@ BUGS = (
     ),
     Bug(
         name="a line's second half is not looked at",
-        module="p2pdiloco.runtime.sieve",
+        module="p2pdiloco.transport.connection_setup",
         old="NETWORK_HEADER + IPV6_SENDER + 4),",
         new="NETWORK_HEADER + IPV6_SENDER),",
         harm="a flood over IPv6 is not shut out, or a neighbour is",
@@ -108,7 +108,7 @@ BUGS = (
     ),
     Bug(
         name="what others take costs nothing, whatever it is",
-        module="p2pdiloco.runtime.anteroom",
+        module="p2pdiloco.transport.connection_setup",
         old="if not await taker(visitor.raw):",
         new="await taker(visitor.raw)\n        if False:",
         harm="a flood that begins as the directory does is never shut out",
@@ -116,7 +116,7 @@ BUGS = (
     ),
     Bug(
         name="a line that shows no ticket was worth it",
-        module="p2pdiloco.runtime.meeting_point",
+        module="p2pdiloco.nat.rendezvous_server",
         old="is_good = self.introducer.opened(",
         new="is_good = True\n            self.introducer.opened(",
         harm="a flood of lines is never shut out",
@@ -124,7 +124,7 @@ BUGS = (
     ),
     Bug(
         name="silent lines keep their places",
-        module="p2pdiloco.runtime.meeting_point",
+        module="p2pdiloco.nat.rendezvous_server",
         old="                sockets.hang_up(out.raw)",
         new="                pass",
         harm="sockets that say nothing grow without a bound at a meeting point",
@@ -132,7 +132,7 @@ BUGS = (
     ),
     Bug(
         name="the directory's connections keep their places",
-        module="p2pdiloco.runtime.shared_port",
+        module="p2pdiloco.discovery.port_multiplexer",
         old="                    sockets.hang_up(out)",
         new="                    pass",
         harm="connections that say nothing grow without a bound at a bootstrap",
@@ -140,7 +140,7 @@ BUGS = (
     ),
     Bug(
         name="any end of a connection to the directory was worth it",
-        module="p2pdiloco.runtime.shared_port",
+        module="p2pdiloco.discovery.port_multiplexer",
         old="return carried[1] >= ANSWERED_BYTES",
         new="return True",
         harm="a flood of connections to the directory is never shut out",
@@ -148,7 +148,7 @@ BUGS = (
     ),
     Bug(
         name="where a liar sends us we knock as often as it likes",
-        module="p2pdiloco.runtime.rendezvous",
+        module="p2pdiloco.nat.rendezvous_client",
         old="            return self._dialler.may_dial(peer, other)",
         new="            return True",
         harm="a meeting point has everybody who attends it flood a third machine, which then shuts them out",
@@ -156,7 +156,7 @@ BUGS = (
     ),
     Bug(
         name="a point is wherever it says it is",
-        module="p2pdiloco.runtime.rendezvous",
+        module="p2pdiloco.nat.rendezvous_client",
         old="        if not self._dialler.may_dial(point, place):",
         new="        if False:",
         harm="a meeting point has lines opened at a third machine, which then shuts out those who opened them",
@@ -164,7 +164,7 @@ BUGS = (
     ),
     Bug(
         name="a name is a machine of its own",
-        module="p2pdiloco.runtime.dialler",
+        module="p2pdiloco.transport.dialer",
         old="        for machine in await machines(place, timeout_s):",
         new="        for machine in (place,):",
         harm="records that name one machine in a thousand ways have everybody dial it a thousand times a minute",
@@ -324,7 +324,7 @@ BUGS = (
     ),
     Bug(
         name="who is late at the start has gone",
-        module="p2pdiloco.runtime.directory",
+        module="p2pdiloco.discovery.directory",
         old="if reason != LATE:  # it may answer yet",
         new="if True:",
         harm="beside a peer of the cache a bootstrap 260 ms away is taken for gone, and the first invite names us",
@@ -332,7 +332,7 @@ BUGS = (
     ),
     Bug(
         name="who refuses at the start is not counted as silent",
-        module="p2pdiloco.runtime.directory",
+        module="p2pdiloco.discovery.directory",
         old="is_answered=reason is None)\n            if reason is not None:",
         new="is_answered=True)\n            if reason is not None:",
         harm="the first invite names a bootstrap that has gone",
@@ -348,7 +348,7 @@ BUGS = (
     ),
     Bug(
         name="invites name initial peers that do not answer",
-        module="p2pdiloco.runtime.directory",
+        module="p2pdiloco.discovery.directory",
         old="if not self._pings.is_silent(peer) for text",
         new="for text",
         harm="an invite that is made when the bootstrap has gone is of no use",

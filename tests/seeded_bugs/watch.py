@@ -28,7 +28,7 @@ BUGS = (
     ),
     Bug(
         name="a terminal that is gone ends who logs",
-        module="p2pdiloco.runtime.bottom_line",
+        module="p2pdiloco.util.logs",
         old="            except (OSError, ValueError):",
         new="            except ValueError:",
         harm="a connection by ssh is cut while a newcomer downloads, and its node ends at the next word",
@@ -44,7 +44,7 @@ BUGS = (
     ),
     Bug(
         name="what others leave behind is told as an error",
-        module="p2pdiloco.runtime.logs",
+        module="p2pdiloco.util.logs",
         old="    handler.addFilter(_is_worth_telling)\n",
         new="",
         harm="in a swarm of dozens a terminal shows asyncio's errors that nobody can do anything about",
@@ -225,7 +225,7 @@ BUGS = (
     ),
     Bug(
         name="a log line has others' words as they are",
-        module="p2pdiloco.runtime.logs",
+        module="p2pdiloco.util.logs",
         old="else escaped(json.dumps(text, ensure_ascii=False))",
         new="else json.dumps(text, ensure_ascii=False)",
         harm="a peer's reason clears its reader's screen, or reads as another line",

@@ -29,10 +29,10 @@ from p2pdiloco.protocol.manifest import (
     ScheduleConfig,
     TensorSpec,
 )
-from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.training.channel import Channel
 from p2pdiloco.training.outer_link import OuterLink
 from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.transport.identity import Identity
 from p2pdiloco.wire import learner_ipc
 from p2pdiloco.wire.control_messages import StateProof
 

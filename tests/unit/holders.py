@@ -7,7 +7,7 @@ from p2pdiloco.access.certificates import NEVER, NO_CAP, Certificate, Chain, Gra
 from p2pdiloco.access.members import Members
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.manifest import Access
-from p2pdiloco.runtime.identity import Identity, verify
+from p2pdiloco.transport.identity import Identity, verify
 
 RUN = RunId("ab" * 20)
 FOUNDER = Identity.ephemeral()

@@ -17,7 +17,7 @@ from p2pdiloco.node.invites import invite_text
 from p2pdiloco.node.kept_runs import folder_of
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import MANIFEST, Access, Manifest
-from p2pdiloco.runtime.identity import KEY_FILE, Identity
+from p2pdiloco.transport.identity import KEY_FILE, Identity
 
 pytestmark = pytest.mark.usefixtures("own_logging")
 ADDRESS = f"/ip4/127.0.0.1/tcp/4100/p2p/{Identity.ephemeral().peer_id}"

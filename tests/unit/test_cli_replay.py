@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from p2pdiloco.peer.event_journal import Journal, read_journal
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.chain import genesis_head
@@ -14,7 +15,6 @@ from p2pdiloco.protocol.effects import Effect
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.state import ProtocolConfig
-from p2pdiloco.runtime.journal import Journal, read_journal
 from tests.machine_sim.replay import main
 
 pytestmark = pytest.mark.usefixtures("own_logging")

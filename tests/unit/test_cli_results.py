@@ -21,11 +21,11 @@ from p2pdiloco.peer.average import RunningAverage, weight
 from p2pdiloco.peer.checkpoint import save
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Layout, Manifest, ModelConfig, RunConfig, ScheduleConfig
-from p2pdiloco.runtime.files import LOCAL
-from p2pdiloco.runtime.identity import KEY_FILE
 from p2pdiloco.training.export import ABOUT
 from p2pdiloco.training.trainable import embedding_names, trainable
 from p2pdiloco.training.transformer import build_model
+from p2pdiloco.transport.identity import KEY_FILE
+from p2pdiloco.util.files import LOCAL
 from p2pdiloco.wire.control_messages import PeerStatus
 
 pytestmark = pytest.mark.usefixtures("own_logging")

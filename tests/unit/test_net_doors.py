@@ -17,7 +17,7 @@ from p2pdiloco.net.events import Connected, Failed, Message
 from p2pdiloco.net.handshake import Dialled, Greeter, Role
 from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime.identity import Identity, verify
+from p2pdiloco.transport.identity import Identity, verify
 
 FINGERPRINT = bytes(32)
 ASK = "ask whoever founded it for an invite"

@@ -8,7 +8,7 @@ import pytest
 
 from p2pdiloco.net.handshake import MAGIC, Handshake, HandshakeError, Hello, MismatchError, Role
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime.identity import Identity, verify
+from p2pdiloco.transport.identity import Identity, verify
 
 FINGERPRINT = bytes(32)
 

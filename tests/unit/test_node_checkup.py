@@ -14,14 +14,14 @@ import psutil
 import pytest
 from test_training_learner import make_manifest
 
+from p2pdiloco.discovery.clock_sync import SharedClock
 from p2pdiloco.node import checkup, fitness
 from p2pdiloco.node.checkup import Finding
 from p2pdiloco.peer.options import LearnerOptions
 from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.runtime.files import lock
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.shared_clock import SharedClock
 from p2pdiloco.training.trial import Trial
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.util.files import lock
 from p2pdiloco.wire.control_messages import PeerStatus
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
+from p2pdiloco.discovery import directory as pings_module
+from p2pdiloco.discovery.directory import CALM_S, PEERS_MOST, SILENT_S, Directory, DirectoryError, Pings
 from p2pdiloco.node.curiosity import FEW, LOOK_MOST_S, LOOK_S, UNMET_MOST_S, Curiosity, KnownPoints
 from p2pdiloco.protocol.connectivity import fingerprint
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime import pings as pings_module
-from p2pdiloco.runtime.backoff import Backoff
-from p2pdiloco.runtime.directory import Directory, DirectoryError
-from p2pdiloco.runtime.pings import CALM_S, PEERS_MOST, SILENT_S, Pings
+from p2pdiloco.util.tasks import Backoff
 
 ANN, BOB, CID = (PeerId(name) for name in ("ann", "bob", "cid"))
 

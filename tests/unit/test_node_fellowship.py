@@ -21,7 +21,7 @@ from p2pdiloco.node import fellowship
 from p2pdiloco.node.credentials import Credentials, CredentialsError, MemberFiles, accepted, invite_key, make_invite
 from p2pdiloco.node.fellowship import Fellowship
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime.identity import Identity, verify
+from p2pdiloco.transport.identity import Identity, verify
 from p2pdiloco.wire.control_messages import GetStatements, TellStatements, decode_request
 from p2pdiloco.wire.request_reply import RequestError, RequestRefused, Response
 

@@ -34,8 +34,8 @@ from p2pdiloco.node.invites import (
 )
 from p2pdiloco.node.kept_runs import MANIFEST, folder_of
 from p2pdiloco.protocol.manifest import Manifest, ModelConfig
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.invitation import INVITED, invited_with
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.util.output_markers import INVITED, invited_with
 
 ADDRESS = f"/ip4/127.0.0.1/tcp/4100/p2p/{Identity.ephemeral().peer_id}"
 THIRD = f"/ip4/127.0.0.1/tcp/4300/p2p/{Identity.ephemeral().peer_id}"

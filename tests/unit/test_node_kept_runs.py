@@ -16,7 +16,7 @@ from p2pdiloco.node.credentials import accepted
 from p2pdiloco.node.invites import keep_addresses
 from p2pdiloco.node.kept_runs import ConfigError, folder_of, kept_run, kept_runs
 from p2pdiloco.protocol.manifest import MANIFEST, Manifest
-from p2pdiloco.runtime.identity import KEY_FILE, Identity
+from p2pdiloco.transport.identity import KEY_FILE, Identity
 
 pytestmark = pytest.mark.usefixtures("own_logging")
 ADDRESS = f"/ip4/127.0.0.1/tcp/4100/p2p/{Identity.ephemeral().peer_id}"

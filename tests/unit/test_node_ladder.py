@@ -8,13 +8,13 @@ from typing import cast
 
 import pytest
 
+from p2pdiloco.nat.rendezvous_client import Rendezvous
 from p2pdiloco.net.abuse_limits import A_MINUTE
 from p2pdiloco.node.ladder import ADDRESSES, Ladder, dialable
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime.dialler import Dialler
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.rendezvous import Rendezvous
-from p2pdiloco.runtime.transport import DialError, PeerRefused, Transport
+from p2pdiloco.transport.dialer import Dialler
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.transport import DialError, PeerRefused, Transport
 from p2pdiloco.wire.directory_records import PeerRecord
 from tests.peer_sim.loop import VirtualLoop
 

@@ -14,7 +14,7 @@ from p2pdiloco.node import learner_process
 from p2pdiloco.node.foundation import read_config
 from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.node.learner_process import LearnerProcess
-from p2pdiloco.runtime.process_handle import ProcessHandle
+from p2pdiloco.util.process import ProcessHandle
 from p2pdiloco.wire import learner_ipc
 
 pytestmark = pytest.mark.heavy

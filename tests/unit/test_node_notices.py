@@ -14,7 +14,7 @@ import pytest
 
 from p2pdiloco.node import notices
 from p2pdiloco.node.notices import CLOUDS, is_taken_back, leave_when_asked
-from p2pdiloco.runtime.tasks import Tasks
+from p2pdiloco.util.tasks import Tasks
 
 EVENT = b'{"Events": [{"EventType": "%s", "NotBefore": "soon"}]}'
 

@@ -10,6 +10,7 @@ from typing import cast
 
 import pytest
 
+from p2pdiloco.discovery.directory import Directory, DirectoryError
 from p2pdiloco.nat.messages import Reachable, decode_introduction
 from p2pdiloco.net.authorization import OpenDoor
 from p2pdiloco.net.endpoint import LEAVING
@@ -19,8 +20,7 @@ from p2pdiloco.node.fellowship import Fellowship
 from p2pdiloco.node.ladder import Ladder
 from p2pdiloco.node.roster import LEFT_S, RECORD_LIFE_S, Roster
 from p2pdiloco.protocol.ids import PeerId, RunId
-from p2pdiloco.runtime.directory import Directory, DirectoryError
-from p2pdiloco.runtime.transport import DialError, RequestError, RequestRefused, Transport
+from p2pdiloco.transport.transport import DialError, RequestError, RequestRefused, Transport
 from p2pdiloco.wire.control_messages import encode
 from p2pdiloco.wire.directory_records import PeerRecord
 from tests.peer_sim.loop import VirtualLoop

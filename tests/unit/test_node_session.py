@@ -21,8 +21,8 @@ from p2pdiloco.peer.end import Ending
 from p2pdiloco.peer.options import LearnerOptions, PeerOptions
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.manifest import Manifest, ModelConfig, RunConfig, ScheduleConfig
-from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.training import foundation
+from p2pdiloco.transport.identity import Identity
 
 CONFIG = RunConfig(name="story", model=ModelConfig(kind="external"), schedule=ScheduleConfig(fragments=1, sync_every=4))
 WEIGHTS = torch.arange(6.0).view(2, 3)

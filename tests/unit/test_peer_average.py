@@ -19,7 +19,7 @@ from p2pdiloco.peer.options import MachineOptions
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.ids import RunId, ShardId
 from p2pdiloco.protocol.manifest import Layout
-from p2pdiloco.runtime.files import LOCAL
+from p2pdiloco.util.files import LOCAL
 
 AVERAGING = MachineOptions(keeps_average=True)
 

@@ -25,7 +25,7 @@ from p2pdiloco.protocol.chain import record_of
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId, digest_of, learner_id
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
 from p2pdiloco.protocol.replication import MAX_FETCHES
-from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.transport.identity import Identity
 from p2pdiloco.wire.control_messages import GetChunk, GetState, decode_request
 from p2pdiloco.wire.request_reply import RequestError, Response
 

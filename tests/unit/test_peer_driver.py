@@ -28,7 +28,7 @@ from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId, RunId, ShardId, digest_of, learner_id
 from p2pdiloco.protocol.manifest import TensorSpec, make_layout
 from p2pdiloco.protocol.messages import SIGNATURE_BYTES
-from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.transport.identity import Identity
 from p2pdiloco.wire.control_messages import CommitParts, encode, join_commit, split_commit
 
 

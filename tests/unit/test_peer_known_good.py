@@ -15,7 +15,7 @@ from p2pdiloco.peer.checkpoint import CheckpointError, good_number, load, save
 from p2pdiloco.peer.known_good import ASIDE, MEMORY, KnownGood
 from p2pdiloco.peer.segments import path_of
 from p2pdiloco.protocol.manifest import Layout
-from p2pdiloco.runtime.files import LOCAL, lock
+from p2pdiloco.util.files import LOCAL, lock
 
 
 class Peer:

@@ -14,7 +14,7 @@ from p2pdiloco.node.learner_process import LOG_BYTES as LEARNER_LOG
 from p2pdiloco.peer import metrics as metrics_module
 from p2pdiloco.peer.metrics import Metrics, progress_fields
 from p2pdiloco.protocol.ids import RunId
-from p2pdiloco.runtime.rotation import older
+from p2pdiloco.util.files import older
 from p2pdiloco.wire.control_messages import PeerStatus
 from p2pdiloco.wire.learner_ipc import Progress
 

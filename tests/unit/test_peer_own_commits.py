@@ -16,7 +16,7 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import PeerId, ShardId
-from p2pdiloco.runtime.files import LocalDisk
+from p2pdiloco.util.files import LocalDisk
 from p2pdiloco.wire.control_messages import CommitParts, encode, join_commit, split_commit
 
 

@@ -17,7 +17,7 @@ from p2pdiloco.peer.payload_store import AGAIN_S, READ_BYTES, Held
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import Digest, ShardId, digest_of
-from p2pdiloco.runtime.files import LOCAL, SECTOR_BYTES, LocalDisk
+from p2pdiloco.util.files import LOCAL, SECTOR_BYTES, LocalDisk
 
 
 def held_by(member: Member) -> list[Held]:

@@ -22,7 +22,7 @@ from p2pdiloco.protocol.events import Mark, ShardState
 from p2pdiloco.protocol.ids import Digest, LearnerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
-from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.transport.identity import Identity
 from p2pdiloco.wire.control_messages import StateOffer, StateProof, encode
 
 ELEMENTS = CHUNK + 100

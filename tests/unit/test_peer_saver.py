@@ -23,7 +23,7 @@ from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.peer.write_budget import WriteBudget
 from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.manifest import Layout
-from p2pdiloco.runtime.files import LocalDisk
+from p2pdiloco.util.files import LocalDisk
 
 
 def state_of(folder: Path) -> InitialState:

@@ -11,7 +11,7 @@ from troupe import Stage, act
 
 from p2pdiloco.peer.supervision import MISUSED, RESTARTS
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.runtime.logs import short
+from p2pdiloco.util.logs import short
 from p2pdiloco.wire import learner_ipc
 
 

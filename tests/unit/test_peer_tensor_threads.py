@@ -15,8 +15,8 @@ from p2pdiloco.peer.shift_queue import Moves
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
-from p2pdiloco.runtime.work_queue import WorkQueue
 from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.util.executor import WorkQueue
 
 SHARDS = 9
 SIZE = quantization.CHUNK + 3000

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from p2pdiloco.discovery.directory import ADDRESS_LIMIT, ENTRY_LIMIT, AddressBook, save
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime import addresses, logs
-from p2pdiloco.runtime import tasks as tasks_module
-from p2pdiloco.runtime.address_book import ADDRESS_LIMIT, ENTRY_LIMIT, AddressBook, save
-from p2pdiloco.runtime.addresses import of_socket, parse
-from p2pdiloco.runtime.files import LOCAL, SECTOR_BYTES, STAGING_BYTES, write_atomically
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.tasks import Tasks
+from p2pdiloco.transport import addresses
+from p2pdiloco.transport.addresses import of_socket, parse
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.util import logs
+from p2pdiloco.util import tasks as tasks_module
+from p2pdiloco.util.files import LOCAL, SECTOR_BYTES, STAGING_BYTES, write_atomically
+from p2pdiloco.util.tasks import Tasks
 from tests.integration.waiting import until
 
 PEER = Identity.ephemeral().peer_id

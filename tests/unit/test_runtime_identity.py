@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime.identity import Identity, IdentityError, verify
+from p2pdiloco.transport.identity import Identity, IdentityError, verify
 
 
 def test_an_identity_is_made_once_and_stays(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_an_identity_is_made_once_and_stays(tmp_path: Path) -> None:
 
 def test_two_that_create_at_once_agree(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from p2pdiloco.runtime.identity import Identity;"
+        "import sys; from pathlib import Path; from p2pdiloco.transport.identity import Identity;"
         "sys.stdin.read(); print(Identity.load_or_create(Path(sys.argv[1])).peer_id)"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "identity")]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.node.lookup import DirectoryOptions, open_directory
 from p2pdiloco.protocol.ids import RunId
-from p2pdiloco.runtime import last_ports
-from p2pdiloco.runtime.directory import Directory
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.listeners import Listeners
+from p2pdiloco.transport import port_memory
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.sockets import Listeners
 from tests.integration.waiting import until_async
 
 ANY = ("/ip4/127.0.0.1/tcp/0", "/ip6/::1/tcp/0")
@@ -20,9 +20,9 @@ ANY = ("/ip4/127.0.0.1/tcp/0", "/ip6/::1/tcp/0")
 
 def lived(path: Path, wanted: str | tuple[str, ...] = ANY) -> Listeners:
     """A life that listens."""
-    listeners = Listeners(last_ports.again(wanted, path))
+    listeners = Listeners(port_memory.again(wanted, path))
     listeners.open()
-    last_ports.remember(map(str, listeners.addresses()), path)
+    port_memory.remember(map(str, listeners.addresses()), path)
     return listeners
 
 
@@ -34,7 +34,7 @@ def test_any_port_is_that_of_the_last_life(tmp_path: Path) -> None:
     again = lived(path)
     assert again.addresses() == before
     again.close()
-    given = last_ports.again(("/ip4/127.0.0.1/tcp/4242", "", "/ip4/127.0.0.1/tcp/0"), path)
+    given = port_memory.again(("/ip4/127.0.0.1/tcp/4242", "", "/ip4/127.0.0.1/tcp/0"), path)
     assert given == ("/ip4/127.0.0.1/tcp/4242", "", f"/ip4/127.0.0.1/tcp/{before[0].port}"), "who names one has it"
 
 
@@ -55,9 +55,9 @@ def test_a_port_that_is_taken_is_not_waited_for_and_stays_the_firsts(tmp_path: P
 def test_a_spoilt_file_is_as_none(tmp_path: Path, said: bytes) -> None:
     path = tmp_path / "ports.json"
     path.write_bytes(said)
-    assert last_ports.again(ANY, path) == ANY
+    assert port_memory.again(ANY, path) == ANY
     lived(path).close()
-    last_ports.remember(["/ip4/127.0.0.1/tcp/4242", "no address"], tmp_path / "ports.json" / "no folder")
+    port_memory.remember(["/ip4/127.0.0.1/tcp/4242", "no address"], tmp_path / "ports.json" / "no folder")
 
 
 @pytest.mark.heavy

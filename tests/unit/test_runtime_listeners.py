@@ -7,12 +7,12 @@ import socket
 
 import pytest
 
-from p2pdiloco.runtime import shared_port, sockets
-from p2pdiloco.runtime.handler import Observer
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.listeners import Listeners
-from p2pdiloco.runtime.shared_port import FIRST, SharedPort
-from p2pdiloco.runtime.transport import Transport
+from p2pdiloco.discovery import port_multiplexer
+from p2pdiloco.discovery.port_multiplexer import FIRST, SharedPort
+from p2pdiloco.transport import sockets
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.sockets import Listeners
+from p2pdiloco.transport.transport import Observer, Transport
 from tests.integration.waiting import until
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -75,7 +75,7 @@ def test_what_begins_as_the_directory_does_is_handed_to_it() -> None:
 
 
 def test_of_the_directorys_connections_the_largest_holders_first_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_port, "CONNECTIONS", 2)
+    monkeypatch.setattr(port_multiplexer, "CONNECTIONS", 2)
 
     async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()

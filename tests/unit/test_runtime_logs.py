@@ -20,8 +20,8 @@ from p2pdiloco.peer.arrivals import Arrivals
 from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.protocol.manifest import Layout
-from p2pdiloco.runtime import logs
-from p2pdiloco.runtime.bottom_line import BottomLine
+from p2pdiloco.util import logs
+from p2pdiloco.util.logs import BottomLine
 
 
 class Terminal(io.StringIO):

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 
 from p2pdiloco.nat.messages import TICKET_BYTES, Called
+from p2pdiloco.nat.request_router import IntroductionHandler
 from p2pdiloco.net import events as ev
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime import congestion
-from p2pdiloco.runtime.congestion import Congestion
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.introductions import IntroductionHandler
-from p2pdiloco.runtime.pump import Pump
-from p2pdiloco.runtime.requests import Requests
-from p2pdiloco.runtime.tasks import Tasks
+from p2pdiloco.transport import sockets
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.sockets import Congestion
+from p2pdiloco.transport.transport import Pump, Requests
+from p2pdiloco.util.tasks import Tasks
 from p2pdiloco.wire.control_messages import encode
 from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused, Response
 
@@ -181,7 +180,7 @@ def test_a_kernel_that_refuses_a_congestion_control_is_told_of_once(caplog: pyte
     for path in (*paths, *paths):
         noted.note(path)
     assert noted._has_warned
-    assert congestion.count(paths) == {"bbr": 1, "cubic": 1}
+    assert sockets.count(paths) == {"bbr": 1, "cubic": 1}
     quiet = Congestion("")
     quiet.note(paths[2])
     assert not quiet._has_warned

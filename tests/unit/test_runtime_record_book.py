@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pdiloco.runtime.record_book import RECORDS_LIMIT, TOPICS_LIMIT, RecordBook
+from p2pdiloco.discovery.record_cache import RECORDS_LIMIT, TOPICS_LIMIT, RecordBook
 from p2pdiloco.wire.directory_records import Envelope
 
 

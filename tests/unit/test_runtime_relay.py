@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from p2pdiloco.runtime import relay
-from p2pdiloco.runtime.relay import Budget
+from p2pdiloco.nat import rendezvous_server
+from p2pdiloco.nat.rendezvous_server import Budget
 from tests.peer_sim.loop import VirtualLoop
 
 
@@ -48,7 +48,7 @@ def test_of_many_each_gets_the_same_and_together_they_get_the_budget() -> None:
 
         await asyncio.gather(*map(take, range(len(got))))
         assert sum(got) == pytest.approx(60e6, rel=0.05)
-        assert max(got) - min(got) < 1e6 * relay.ROUND_S
+        assert max(got) - min(got) < 1e6 * rendezvous_server.ROUND_S
 
     run(work())
 
@@ -70,16 +70,16 @@ def test_turns_are_long_for_one_and_short_for_many() -> None:
     async def work() -> None:
         budget = Budget(1e6)
         alone = budget.turn_bytes
-        assert alone == int(1e6 * relay.TICK_S)
+        assert alone == int(1e6 * rendezvous_server.TICK_S)
         await budget.take(alone)
         tasks = [asyncio.create_task(budget.take(1000)) for _ in range(64)]
         await asyncio.sleep(0.0)
-        assert budget.turn_bytes == int(1e6 * relay.SHORTEST_TURN_S)
+        assert budget.turn_bytes == int(1e6 * rendezvous_server.SHORTEST_TURN_S)
         await asyncio.gather(*tasks[:32])
         for one in tasks[32:]:
             one.cancel()
         await budget.take(1000)
         assert budget.turn_bytes == alone
-        assert Budget(None).turn_bytes == relay.LARGEST_BYTES
+        assert Budget(None).turn_bytes == rendezvous_server.LARGEST_BYTES
 
     run(work())

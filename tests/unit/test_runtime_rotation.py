@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from p2pdiloco.peer import event_journal
+from p2pdiloco.peer.event_journal import Journal, read_journal
 from p2pdiloco.protocol.events import LeaveRequested
 from p2pdiloco.protocol.ids import PeerId, RunId, ShardId
 from p2pdiloco.protocol.state import ProtocolConfig
-from p2pdiloco.runtime import journal
-from p2pdiloco.runtime.journal import Journal, read_journal
-from p2pdiloco.runtime.rotation import older, rotate
+from p2pdiloco.util.files import older, rotate
 
 CONFIG = ProtocolConfig(
     run=RunId("r"),
@@ -58,16 +58,16 @@ def events_in(path: Path) -> list[str]:
 
 def test_a_journal_is_not_overwritten_by_the_life_after_the_crash_that_it_explains(tmp_path: Path) -> None:
     path = tmp_path / "journal.bin"
-    for life in range(journal.KEPT + 3):
+    for life in range(event_journal.KEPT + 3):
         with Journal(path, CONFIG) as writer:
             writer.record(0.0, LeaveRequested(f"life {life}"), [])
     lives = [events_in(other) for other in [*older(path), path]]
-    assert lives == [[f"life {life}"] for life in range(2, journal.KEPT + 3)]
+    assert lives == [[f"life {life}"] for life in range(2, event_journal.KEPT + 3)]
 
 
 def test_a_journal_ends_where_it_is_full_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes after a gap could not be replayed."""
-    monkeypatch.setattr(journal, "MOST_BYTES", 2000)
+    monkeypatch.setattr(event_journal, "MOST_BYTES", 2000)
 
     def fill(writer: Journal) -> None:
         for number in range(1000):

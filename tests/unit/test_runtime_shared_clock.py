@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from p2pdiloco.runtime.shared_clock import SharedClock
+from p2pdiloco.discovery.clock_sync import SharedClock
 
 NOW = 1_800_000_000.0
 

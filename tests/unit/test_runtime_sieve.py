@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import socket
 
-from p2pdiloco.runtime import sieve
+from p2pdiloco.transport import connection_setup
 
 
 def comes_through(family: int, machines: list[str], sender: str) -> bool:
     """What the program says of a packet with such an IP header, as the kernel reads it."""
-    offset = sieve.IPV4_SENDER if family == socket.AF_INET else sieve.IPV6_SENDER
+    offset = connection_setup.IPV4_SENDER if family == socket.AF_INET else connection_setup.IPV6_SENDER
     header = bytes(offset) + socket.inet_pton(family, sender)
-    code, at, loaded = sieve.program(family, machines), 0, 0
+    code, at, loaded = connection_setup.program(family, machines), 0, 0
     while True:
         kind, if_true, if_false, constant = code[at]
         at += 1
-        if kind == sieve.RETURN:
+        if kind == connection_setup.RETURN:
             return bool(constant)
-        if kind == sieve.LOAD_WORD:
-            loaded = int.from_bytes(header[constant - sieve.NETWORK_HEADER :][:4], "big")
+        if kind == connection_setup.LOAD_WORD:
+            loaded = int.from_bytes(header[constant - connection_setup.NETWORK_HEADER :][:4], "big")
         else:
             at += if_true if loaded == constant else if_false
 

@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 
-from p2pdiloco.runtime.work_queue import WorkQueue
+from p2pdiloco.util.executor import WorkQueue
 
 
 class Thing:

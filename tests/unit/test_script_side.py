@@ -20,8 +20,8 @@ HEAVY = (
     "uvloop",
     "p2pdiloco.node",
     "p2pdiloco.peer",
-    "p2pdiloco.runtime.transport",
-    "p2pdiloco.runtime.directory",
+    "p2pdiloco.transport.transport",
+    "p2pdiloco.discovery.directory",
 )
 LOOK = """
 import json, pathlib, sys

@@ -14,7 +14,7 @@ from test_watch_chronicle import ANN, BOB, commit, progress
 from test_watch_playback import started, write
 
 from p2pdiloco.cli.main import main
-from p2pdiloco.runtime.rotation import rotate
+from p2pdiloco.util.files import rotate
 from p2pdiloco.watch.playback import LoggedEvent, RecordingError
 from p2pdiloco.watch.reader import Choice, Tail, Tails, told
 from p2pdiloco.watch.schema import BY_NAME, EVENTS, described, faults_of

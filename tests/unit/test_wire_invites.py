@@ -21,7 +21,7 @@ from p2pdiloco.access.invite_code import (
     is_invite,
 )
 from p2pdiloco.protocol.ids import PeerId, RunId
-from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.transport.identity import Identity
 
 FOUNDER, NODE, PEER = (Identity.ephemeral().peer_id for _ in range(3))
 ADDRESSES = ("/ip4/203.0.113.5/tcp/31337", "/ip4/192.168.100.200/tcp/65535", "/ip4/10.0.0.1/tcp/1")

@@ -14,7 +14,7 @@ from p2pdiloco.access import membership_log
 from p2pdiloco.access.certificates import DEPTH_LIMIT, Chain, Grant, Role, decode_chain, hint_of
 from p2pdiloco.access.members import Members, NotAMemberError
 from p2pdiloco.protocol.ids import RunId
-from p2pdiloco.runtime.identity import Identity, verify
+from p2pdiloco.transport.identity import Identity, verify
 
 ANN, BOB = (Identity.ephemeral() for _ in range(2))
 

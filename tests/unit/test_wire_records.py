@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from p2pdiloco.protocol.ids import PeerId, RunId
-from p2pdiloco.runtime.identity import Identity, verify
+from p2pdiloco.transport.identity import Identity, verify
 from p2pdiloco.wire.directory_records import Envelope, peers_topic, seal, subkey_of, unseal
 
 ANN = Identity.ephemeral()

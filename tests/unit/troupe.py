@@ -29,9 +29,9 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout
-from p2pdiloco.runtime.files import LOCAL
-from p2pdiloco.runtime.identity import Identity
 from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.util.files import LOCAL
 from p2pdiloco.wire.control_messages import decode_message, encode
 from p2pdiloco.wire.request_reply import RequestError, Response
 

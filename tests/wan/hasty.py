@@ -14,7 +14,7 @@ from benchmarks.wan.homes import CONFIG, Gathering, Home, wait_for
 from p2pdiloco.node import guest
 from p2pdiloco.peer import peer
 from p2pdiloco.protocol.ids import LearnerId, peer_of
-from p2pdiloco.runtime import sockets
+from p2pdiloco.transport import sockets
 
 DEAD_AFTER_S = 4
 """A path that is gone; 20 otherwise."""

@@ -25,7 +25,7 @@ SOURCE = f'name = "{NAME}"\n' + "".join(
 HUB, HOME = range(2)
 ASK = """
 import asyncio, socket, sys
-from p2pdiloco.runtime.gateway import RouterPort
+from p2pdiloco.nat.port_mapping import RouterPort
 async def main():
     asked = asyncio.Event()
     listener = socket.create_server(("0.0.0.0", 7000))

@@ -115,10 +115,10 @@ def test_long_packets_vanish_and_nobody_is_told(made):
 
 SPEAK = """
 import asyncio, sys
-from p2pdiloco.runtime.handler import Observer
+from p2pdiloco.transport.transport import Observer
 from p2pdiloco.runtime import sockets
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.transport import DialError, Transport
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.transport import DialError, Transport
 sockets.DEAD_AFTER_S = 2
 class Ear(Observer):
     def admit(self, peer, body, size): return True

@@ -14,7 +14,7 @@ from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.aggregation import OWN_TRIES
 from p2pdiloco.protocol.commit_validation import PROOFS_MOST, TERM
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.transport.identity import Identity
 from tests.machine_sim.report import simulate
 
 FAILED = ev.Failed("apply", SHARD, None, "no memory")

@@ -19,7 +19,7 @@ from p2pdiloco.protocol.connectivity import fingerprint, listed
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId, learner_id
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
-from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.transport.identity import Identity
 from p2pdiloco.wire.control_messages import SignedCommit
 
 RUN = RunId("run")

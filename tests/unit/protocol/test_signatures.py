@@ -15,7 +15,7 @@ from p2pdiloco.protocol.data_blocks import Block, Trained
 from p2pdiloco.protocol.events import Mark
 from p2pdiloco.protocol.ids import PeerId, RunId, ShardId, learner_id
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
-from p2pdiloco.runtime.identity import Identity
+from p2pdiloco.transport.identity import Identity
 from tests.machine_sim.report import simulate
 
 RUN = RunId("run")

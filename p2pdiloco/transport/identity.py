@@ -19,7 +19,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime.files import LockedError, lock, sync_folder, write_temporary
+from p2pdiloco.util.files import LockedError, lock, sync_folder, write_temporary
 from p2pdiloco.wire.peer_ids import KEY_BYTES, key_of, peer_id_of
 
 SIGNATURE_BYTES = 64

@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import socket
 
+from p2pdiloco.nat.rendezvous_server import Relay
 from p2pdiloco.net.abuse_limits import Room, machine_of
-from p2pdiloco.runtime import sockets
-from p2pdiloco.runtime.relay import Relay
+from p2pdiloco.transport import sockets
 
 FIRST = b"\x13"
 CONNECTIONS = 512

@@ -1,4 +1,4 @@
-"""How peers find each other: a hivemind DHT (``runtime/dht.py``).
+"""How peers find each other: a hivemind DHT (``discovery/dht.py``).
 
 Rules of this file:
 1. The DHT node runs in our own event loop with libp2p's daemon (p2pd) as its child (``daemon.py``).
@@ -18,27 +18,206 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Annotated, Self
 
+import msgspec
+from msgspec import Meta, Struct
+
+from p2pdiloco.discovery.dht import CLOCK, adopt_logging
+from p2pdiloco.discovery.p2pd import CALL_S, Daemon, DirectoryError, is_loopback
+from p2pdiloco.discovery.record_cache import RecordBook
 from p2pdiloco.protocol.ids import PeerId, RunId
-from p2pdiloco.runtime import address_book, addresses, logs, refusals
-from p2pdiloco.runtime.address_book import AddressBook
-from p2pdiloco.runtime.backoff import Backoff
-from p2pdiloco.runtime.daemon import CALL_S, Daemon, DirectoryError, is_loopback
-from p2pdiloco.runtime.dht import CLOCK, adopt_logging
-from p2pdiloco.runtime.identity import Identity
-from p2pdiloco.runtime.pings import Pings
-from p2pdiloco.runtime.record_book import RecordBook
-from p2pdiloco.runtime.tasks import Tasks
+from p2pdiloco.transport import addresses
+from p2pdiloco.transport.identity import Identity
+from p2pdiloco.util import logs
+from p2pdiloco.util.files import write_atomically
+from p2pdiloco.util.tasks import Backoff, Tasks
 from p2pdiloco.wire.directory_records import POINTS_TOPIC, RUNS_TOPIC, TTL_LIMIT_S, Envelope, peers_topic, seal
+
+# -- The peers of the directory that we have ever met, and where: in memory and on disk --------------------------------
+# Rules of this file:
+# 1. At most ENTRY_LIMIT peers, the longest unseen forgotten first; at most ADDRESS_LIMIT addresses each.
+# 2. The file is a hint: damaged or missing, it is as if empty. It is written atomically.
+
+
+log = logs.get("directory")
+
+ENTRY_LIMIT = 256
+ADDRESS_LIMIT = 4
+FILE_LIMIT = 1 << 20
+"""Bytes of the cache file that are read."""
+
+
+class _Entry(Struct):
+    peer: Annotated[str, Meta(max_length=64)]
+    addresses: Annotated[list[Annotated[str, Meta(max_length=addresses.TEXT_LIMIT)]], Meta(max_length=16)]
+
+
+class AddressBook:
+    """Peer id -> multiaddrs (without the peer id), most recently met last."""
+
+    def __init__(self) -> None:
+        self._known: dict[PeerId, list[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def peers(self) -> list[PeerId]:
+        """All of them, most recently met first."""
+        return list(reversed(self._known))
+
+    def addresses_of(self, peer: PeerId) -> list[str]:
+        """Without the peer id, best first."""
+        return list(self._known.get(peer, ()))
+
+    def met(self, peer: PeerId, where: list[str]) -> None:
+        """``peer`` was there just now; ``where``: multiaddrs with or without its id. What we cannot use is skipped."""
+        known = self._known.pop(peer, [])
+        for text in where:
+            try:
+                address = addresses.parse(text)
+            except ValueError:
+                continue
+            if address.peer in (None, peer) and address.port:
+                bare = str(msgspec.structs.replace(address, peer=None))
+                known = [bare, *(other for other in known if other != bare)]
+        self._known[peer] = known[:ADDRESS_LIMIT]
+        while len(self._known) > ENTRY_LIMIT:
+            del self._known[next(iter(self._known))]
+
+    def load(self, path: Path) -> None:
+        """Add what ``path`` remembers. Blocks on the disk."""
+        try:
+            with path.open("rb") as file:
+                entries = msgspec.json.decode(file.read(FILE_LIMIT), type=list[_Entry])
+        except FileNotFoundError:
+            return
+        except (OSError, msgspec.MsgspecError) as error:
+            log.warning("the address cache cannot be read; going on without", path=path, error=error)
+            return
+        for entry in entries[:ENTRY_LIMIT]:
+            self.met(PeerId(entry.peer), entry.addresses[::-1])
+
+    def encode(self) -> bytes:
+        """The file's content, oldest first."""
+        entries = [_Entry(peer=peer, addresses=where) for peer, where in self._known.items() if where]
+        return msgspec.json.format(msgspec.json.encode(entries), indent=1)
+
+
+def save(path: Path, content: bytes) -> None:
+    """Write the cache file; a full disk is logged, not raised. Blocks on the disk."""
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        log.warning("the address cache cannot be written", path=path, error=error)
+
+
+# -- When which peer of the directory is pinged: often at first and when one that answered does not any more, ----------
+# seldom while nothing changes, and more seldom the more they are: what pings cost a node does not grow with the swarm.
+# At most PEERS_MOST are remembered, the longest unpinged forgotten first.
+
+
+CALM_S, SILENT_S = 60.0, 8.0
+"""At most between two pings of a peer that answers, and of one that does not."""
+FEW = 8
+"""Beyond so many peers, those that answer are pinged more seldom in proportion."""
+PEERS_MOST = 512
+
+
+class _Peer:
+    def __init__(self, shortest_s: float) -> None:
+        self.next_at = 0.0
+        self.has_answered = False
+        self.pauses = {True: Backoff(shortest_s, CALM_S), False: Backoff(shortest_s, SILENT_S)}
+
+
+class Pings:
+    """See the module; ``shortest_s`` between two of one peer."""
+
+    def __init__(self, shortest_s: float) -> None:
+        self._shortest_s = shortest_s
+        self._peers: dict[PeerId, _Peer] = {}
+
+    def due(self, peers: Iterable[PeerId], now: float) -> list[PeerId]:
+        """Of ``peers`` those that are to be pinged now."""
+        return [peer for peer in peers if peer not in self._peers or now >= self._peers[peer].next_at]
+
+    def is_silent(self, peer: PeerId) -> bool:
+        """Whether its last ping was not answered."""
+        return peer in self._peers and not self._peers[peer].has_answered
+
+    def ended(self, peer: PeerId, now: float, *, is_answered: bool) -> None:
+        """A ping was answered, or was not."""
+        known = self._peers.pop(peer) if peer in self._peers else _Peer(self._shortest_s)
+        self._peers[peer] = known
+        if is_answered != known.has_answered:
+            known.has_answered = is_answered
+            known.pauses[is_answered].reset()
+        many = max(1.0, len(self._peers) / FEW) if is_answered else 1.0
+        known.next_at = now + many * known.pauses[is_answered].next_s()
+        while len(self._peers) > PEERS_MOST:
+            del self._peers[next(iter(self._peers))]
+
+
+# -- Why no initial peer answered, in words: what libp2p's daemon says of a dial, and what to do about each kind -------
+
+
+_CAUSES = (
+    (
+        "peer id mismatch",
+        "another key answers there",
+        "take the address that this peer prints now, since its key is new",
+    ),
+    (
+        "connection refused",
+        "connection refused",
+        "nothing listens there: start it again, or mend the port in the address",
+    ),
+    ("no good addresses", "its name cannot be resolved", "mend the name in the address, or write its number with /ip4"),
+    ("no route to host", "no route to host", "this machine has no way there; has it IPv6? Else take an /ip4 address"),
+    (
+        "network is unreachable",
+        "no route to host",
+        "this machine has no way there; has it IPv6? Else take an /ip4 address",
+    ),
+    ("i/o timeout", "no answer", "a firewall or a router drops it: open or forward its port"),
+    ("deadline exceeded", "no answer", "a firewall or a router drops it: open or forward its port"),
+    ("dial to self", "that is this machine's own address", "name another peer's, or none, to found a network"),
+)
+"""Of what the daemon says: a part of it, what that means, the remedy."""
+CHECK = "check that it is running, and that its port can be reached from here"
+
+
+def in_words(reason: str) -> tuple[str, str]:
+    """What happened, and what to do."""
+    for part, what, remedy in _CAUSES:
+        if part in reason:
+            return what, remedy
+    return reason.rpartition("failed to dial: ")[2] or "no answer", CHECK
+
+
+def sentence(failures: Mapping[str, str]) -> str:
+    """Of all: ``failures`` has the daemon's words for each address."""
+    told = {text: in_words(reason) for text, reason in failures.items()}
+    tried = "; ".join(f"{text}: {what}" for text, (what, _) in told.items())
+    remedies = "; ".join(dict.fromkeys(remedy for _, remedy in told.values()))
+    return (
+        f"none of the initial peers answers ({tried}): {remedies}. Any running bootstrap or peer of "
+        "the run will do: it prints its address (directory is up), which may also stand behind an invite; to found a "
+        "network of your own, name none"
+    )
+
+
+# -- How peers find each other: a hivemind DHT (``discovery/dht.py``)
+# ----------------------------------------------------
+
 
 __all__ = ["Directory", "DirectoryError"]
 
-log = logs.get("directory")
 
 CONNECT_S = 5.0
 STRAGGLERS_S = 1.0
@@ -313,7 +492,7 @@ class Directory:
             if reason is not None:
                 failures |= dict.fromkeys(self._initial.get(peer, ()), reason)
         if failures and not answered:
-            refusal = refusals.sentence(failures)
+            refusal = sentence(failures)
             if not self._patience_s or not candidates:
                 raise DirectoryError(refusal)
             return [], refusal
@@ -469,4 +648,4 @@ class Directory:
 
     async def _save(self) -> None:
         if self._cache_path is not None:
-            await asyncio.to_thread(address_book.save, self._cache_path, self._book.encode())
+            await asyncio.to_thread(save, self._cache_path, self._book.encode())

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from p2pdiloco.nat.messages import Called, Reachable, decode_introduction, is_introduction
+from p2pdiloco.nat.rendezvous_client import Rendezvous
+from p2pdiloco.nat.rendezvous_server import MeetingPoint
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime.handler import TransportHandler
-from p2pdiloco.runtime.meeting_point import MeetingPoint
-from p2pdiloco.runtime.rendezvous import Rendezvous
+from p2pdiloco.transport.transport import TransportHandler
 from p2pdiloco.wire.directory_records import PeerRecord
 from p2pdiloco.wire.request_reply import Answer, RequestRefused
 

@@ -13,8 +13,8 @@ from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.events import Closing, Ended, Failed, Paced, Proved
 from p2pdiloco.net.send_queue import Slice
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime import sockets
-from p2pdiloco.runtime.addresses import Address
+from p2pdiloco.transport import sockets
+from p2pdiloco.transport.addresses import Address
 
 HIGH_WATER_BYTES = 32 << 10
 LOW_WATER_BYTES = 8 << 10

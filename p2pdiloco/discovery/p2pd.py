@@ -19,9 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime import addresses, sockets
-from p2pdiloco.runtime.dht import (
+from p2pdiloco.discovery.dht import (
     BUCKET,
     CLOCK,
     P2P,
@@ -37,8 +35,10 @@ from p2pdiloco.runtime.dht import (
     dht_pb2,
     shorten,
 )
-from p2pdiloco.runtime.identity import Identity, verify
-from p2pdiloco.runtime.record_book import RECORDS_LIMIT
+from p2pdiloco.discovery.record_cache import RECORDS_LIMIT
+from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.transport import addresses, sockets
+from p2pdiloco.transport.identity import Identity, verify
 from p2pdiloco.wire.directory_records import Envelope, subkey_of, unseal
 
 Result = TypeVar("Result")

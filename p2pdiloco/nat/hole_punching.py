@@ -21,9 +21,9 @@ from typing import NamedTuple
 from p2pdiloco.nat import messages as intro
 from p2pdiloco.net.frames import decode_text
 from p2pdiloco.net.handshake import Role
-from p2pdiloco.runtime import addresses, sockets
-from p2pdiloco.runtime.addresses import Address
-from p2pdiloco.runtime.sockets import DialError
+from p2pdiloco.transport import addresses, sockets
+from p2pdiloco.transport.addresses import Address
+from p2pdiloco.transport.sockets import DialError
 
 OPEN_S = 5.0
 """To the meeting point."""

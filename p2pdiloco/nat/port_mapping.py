@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 
 from p2pdiloco.nat import port_mapping_codec
 from p2pdiloco.nat.port_mapping_codec import Denied, Granted
-from p2pdiloco.runtime import logs
+from p2pdiloco.util import logs
 
 log = logs.get("gateway")
 

@@ -17,8 +17,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from p2pdiloco.runtime import addresses, logs, sockets
-from p2pdiloco.runtime.files import write_atomically
+from p2pdiloco.transport import addresses, sockets
+from p2pdiloco.util import logs
+from p2pdiloco.util.files import write_atomically
 
 log = logs.get("directory")
 

@@ -15,29 +15,227 @@ import ssl
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from p2pdiloco.net import events as ev
 from p2pdiloco.net.authorization import Door
 from p2pdiloco.net.bandwidth import Traffic
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.endpoint import LEAVING, Endpoint
+from p2pdiloco.net.events import Event
 from p2pdiloco.net.handshake import NONCE_BYTES, Dialled, Greeter, Hello, Role
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits, UpBudget
+from p2pdiloco.net.rate_limit import TURN_BYTES
+from p2pdiloco.net.send_queue import Slice
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime import addresses, congestion, logs
-from p2pdiloco.runtime.addresses import Address
-from p2pdiloco.runtime.channel import Channel
-from p2pdiloco.runtime.handler import TransportHandler
-from p2pdiloco.runtime.identity import Identity, verify
-from p2pdiloco.runtime.listeners import Listeners
-from p2pdiloco.runtime.pump import Pump
-from p2pdiloco.runtime.requests import Requests
-from p2pdiloco.runtime.sockets import DialError, Impostor, PeerRefused
-from p2pdiloco.runtime.strangers import Strangers
-from p2pdiloco.runtime.tasks import Tasks
-from p2pdiloco.runtime.tls import TlsContexts, remote_fingerprint
+from p2pdiloco.transport import addresses, sockets
+from p2pdiloco.transport.addresses import Address
+from p2pdiloco.transport.connection_setup import Strangers
+from p2pdiloco.transport.identity import Identity, verify
+from p2pdiloco.transport.sockets import DialError, Impostor, Listeners, PeerRefused
+from p2pdiloco.transport.tls import TlsContexts, remote_fingerprint
+from p2pdiloco.transport.tls_connection import Channel
+from p2pdiloco.util import logs
+from p2pdiloco.util.tasks import Tasks
 from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused, Response
+
+# -- The turns of an endpoint in an event loop: what happened is told, what it wants to send is written, a timer -------
+
+
+LEAST_WAIT_S = 0.001
+"""Event loops count in milliseconds; what waits for less would spin."""
+
+
+class Pump:
+    """Call ``turn`` after everything that happens to ``endpoint``. ``start`` it within the event loop."""
+
+    def __init__(
+        self, endpoint: Endpoint, tell: Callable[[Event], None], write: Callable[[Connection, Slice], None]
+    ) -> None:
+        self._endpoint = endpoint
+        self._tell = tell
+        self._write = write
+        self._timer: tuple[float, asyncio.Handle] | None = None
+        self._is_in_turn = False
+        self._loop: asyncio.AbstractEventLoop
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    def stop(self) -> None:
+        """No turn comes by itself any more."""
+        if self._timer is not None:
+            self._timer[1].cancel()
+            self._timer = None
+
+    def now(self) -> float:
+        return self._loop.time()
+
+    def turn(self, bulk_bytes: int = 0) -> None:
+        """Hand out what happened and write what is to be written, until there is nothing; then set the timer."""
+        if self._is_in_turn:
+            return
+        self._is_in_turn, endpoint, has_sent = True, self._endpoint, False
+        try:
+            while True:
+                now = self._loop.time()
+                for event in endpoint.events(now):
+                    self._tell(event)
+                if not bulk_bytes and not endpoint.has_control:
+                    break
+                has_sent = True
+                for connection, piece in endpoint.to_send(now, bulk_bytes):
+                    self._write(connection, piece)
+                bulk_bytes = 0
+                if not endpoint.has_events and not endpoint.has_control:
+                    break
+        finally:
+            self._is_in_turn = False
+            if has_sent or endpoint.has_new_deadline or endpoint.has_events:
+                self._set_timer()
+
+    def turn_soon(self) -> None:
+        """A turn with bulk, when the event loop comes round."""
+        if not self._is_in_turn:
+            self._set(self._loop.time(), self._loop.time())
+
+    def _set_timer(self) -> None:
+        now = self._loop.time()
+        if self._endpoint.has_events:
+            self._set(now, now)  # The user's defect has ended the turn.
+        elif self._timer is None or self._timer[0] > now:
+            at = self._endpoint.next_deadline()
+            if at is not None:
+                self._set(at, now)
+
+    def _set(self, at: float, now: float) -> None:
+        """One timer: an earlier one stays."""
+        if self._timer is not None:
+            if self._timer[0] <= at:
+                return
+            self._timer[1].cancel()
+        if at <= now:
+            handle = self._loop.call_soon(self._wake)
+        else:
+            handle = self._loop.call_at(max(at, now + LEAST_WAIT_S), self._wake)
+        self._timer = (at, handle)
+
+    def _wake(self) -> None:
+        self._timer = None
+        self._endpoint.wake(self._loop.time())
+        self.turn(TURN_BYTES)
+
+
+# -- What a transport tells and asks its user --------------------------------------------------------------------------
+
+
+class TransportHandler(Protocol):
+    """What a transport tells its user. All but ``answer`` are called on the event loop: be quick, never block."""
+
+    def connected(self, peer: PeerId, address: str, is_observer: bool, inbound: bool) -> None:
+        """``peer`` can be sent to. ``address``: its socket's, as a multiaddr; of an inbound one not where it listens.
+        ``is_observer``: it named no run (``status``, or a joiner that does not know its run yet)."""
+
+    def disconnected(self, peer: PeerId, reason: str) -> None:
+        """``peer`` is gone. What was queued for it is lost."""
+
+    def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> asyncio.Future[Any] | None:
+        """A message came. ``payload`` is the handler's own memory from now on, and writable.
+
+        None: it is taken. A future: it is taken when that is done, however it ends; until then its bytes count against
+        what the peer may send (``window_bytes``). It must not depend on more bulk to come from that peer."""
+
+    def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
+        """Whether to take the payload of ``size`` bytes that comes with ``body``. Asked before memory is taken."""
+
+    async def answer(self, peer: PeerId, body: bytes) -> Answer:
+        """The answer to a request.
+
+        Raises:
+            RequestRefused: the text goes to the asker.
+        """
+
+
+class Observer:
+    """A transport's handler that takes no part."""
+
+    def connected(self, peer: PeerId, address: str, is_observer: bool, inbound: bool) -> None:
+        """Nothing to do."""
+
+    def disconnected(self, peer: PeerId, reason: str) -> None:
+        """Nothing to do."""
+
+    def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> None:
+        """Heartbeats and the like are not for us."""
+
+    def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
+        """No payloads."""
+        return False
+
+    async def answer(self, peer: PeerId, body: bytes) -> Answer:
+        """Nobody asks an observer."""
+        raise RequestRefused("this peer only observes")
+
+
+# -- Requests as whoever waits sees them: a question is a future, the answer to another's question is a task -----------
+# What goes over the wire, and what has become of it, the endpoint says (net/session.py).
+
+
+class Requests:
+    """Ours and the others'."""
+
+    def __init__(self, endpoint: Endpoint, pump: Pump, tasks: Tasks, handler: TransportHandler) -> None:
+        self._endpoint = endpoint
+        self._pump = pump
+        self._tasks = tasks
+        self._handler = handler
+        self._asked: dict[ev.Question, asyncio.Future[Response]] = {}
+        self._answering: dict[ev.Asking, asyncio.Task[None]] = {}
+
+    async def ask(self, peer: PeerId, body: bytes, timeout_s: float, max_payload: int) -> Response:
+        """As ``Transport.request``."""
+        question = self._endpoint.ask(peer, body, self._pump.now(), timeout_s=timeout_s, max_payload=max_payload)
+        answered: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        self._asked[question] = answered
+        self._pump.turn()
+        try:
+            return await answered
+        finally:
+            if self._asked.pop(question, None) is not None:
+                self._endpoint.withdraw(question)
+                self._pump.turn()
+
+    def tell(self, event: ev.Asked | ev.Withdrawn | ev.Answered | ev.Unanswered) -> None:
+        """To whom it concerns."""
+        match event:
+            case ev.Asked(asking, body):
+                task = self._tasks.spawn(self._answer(asking, body), name=f"answer {asking.number}")
+                self._answering[asking] = task
+                task.add_done_callback(lambda _: self._answering.pop(asking, None))
+            case ev.Withdrawn(asking):
+                if (running := self._answering.get(asking)) is not None:
+                    running.cancel()
+            case ev.Answered(question, response):
+                if (answered := self._asked.pop(question, None)) is not None and not answered.done():
+                    answered.set_result(response)
+            case ev.Unanswered(question, error):
+                if (answered := self._asked.pop(question, None)) is not None and not answered.done():
+                    answered.set_exception(error)
+
+    async def _answer(self, asking: ev.Asking, body: bytes) -> None:
+        try:
+            self._endpoint.answer(asking, await self._handler.answer(asking.connection.peer, body))
+        except RequestRefused as refusal:
+            self._endpoint.refuse(asking, str(refusal))
+        except Exception:
+            self._endpoint.refuse(asking, "an internal error; the peer's log has it")
+            raise
+        finally:
+            self._pump.turn()
+
+
+# -- The transport: an endpoint (net/endpoint.py, where everything is decided) on asyncio's sockets --------------------
+
 
 __all__ = [
     "Answer",
@@ -104,7 +302,7 @@ class Transport:
         )
         self._channels: dict[Connection, Channel] = {}
         self._requests = Requests(self._endpoint, self._pump, self._tasks, handler)
-        self._congestion = congestion.Congestion(self._limits.congestion)
+        self._congestion = sockets.Congestion(self._limits.congestion)
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -276,7 +474,7 @@ class Transport:
 
     def congestion(self) -> dict[str, int]:
         """How many connections use which congestion control, as the kernel says."""
-        return congestion.count(channel.path() for channel in self._channels.values())
+        return sockets.count(channel.path() for channel in self._channels.values())
 
     # -- what happens at sockets (Driver) ----------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """hivemind as the directory uses it: what is imported, what nodes of our DHT accept, and what is bent to our needs.
 
 Rules of this file:
-1. ``runtime/daemon.py`` takes hivemind's names from here; nothing else imports hivemind.
+1. ``discovery/p2pd.py`` takes hivemind's names from here; nothing else imports hivemind.
 2. What is changed in hivemind is changed here: its clock, its log, the session of its daemon.
 3. The ``__init__`` of hivemind, and of its ``dht`` and ``utils``, are not run: they load averaging, experts, optimizers
    and torch, which a directory has no use for.
@@ -22,9 +22,10 @@ from typing import Any
 
 import msgspec
 
-from p2pdiloco.runtime import confinement, logs
-from p2pdiloco.runtime.identity import verify
-from p2pdiloco.runtime.shared_clock import SharedClock
+from p2pdiloco.discovery import sandbox
+from p2pdiloco.discovery.clock_sync import SharedClock
+from p2pdiloco.transport.identity import verify
+from p2pdiloco.util import logs
 from p2pdiloco.wire.directory_records import CLOCK_SKEW_S, TTL_LIMIT_S, subkey_of, unseal
 
 os.environ.setdefault("GOLOG_LOG_LEVEL", "error")  # p2pd's own log, which hivemind reads and repeats
@@ -161,11 +162,11 @@ def adopt_logging() -> None:
 
 @contextmanager
 def confined() -> Iterator[None]:
-    """p2pd is started with few rights (``runtime/confinement.py``), and in a session of its own: Ctrl+C reaches the
+    """p2pd is started with few rights (``discovery/sandbox.py``), and in a session of its own: Ctrl+C reaches the
     terminal's whole process group, and p2pd must outlive it, so that we can leave in order. hivemind has no options for
     that."""
     start = asyncio.subprocess.create_subprocess_exec
-    before = (sys.executable, "-I", "-S", confinement.__file__)
+    before = (sys.executable, "-I", "-S", sandbox.__file__)
     asyncio.subprocess.create_subprocess_exec = partial(start, *before, start_new_session=True)
     try:
         yield

@@ -16,12 +16,17 @@ import ipaddress
 import socket
 import ssl
 import struct
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
+import msgspec
 import psutil
 
 from p2pdiloco.net.bandwidth import Path
-from p2pdiloco.runtime.addresses import Address, of_socket
+from p2pdiloco.transport import addresses
+from p2pdiloco.transport.addresses import Address, of_socket
+from p2pdiloco.util import logs
 
 DEAD_AFTER_S = 20
 UNSENT_BYTES = 32 << 10
@@ -235,3 +240,82 @@ def explain(error: BaseException, address: Address) -> str:
             return f"no route to {address.host}"
         case _:
             return f"{type(error).__name__}: {error}"
+
+
+# -- All sockets at which one process accepts peers --------------------------------------------------------------------
+# Rules of this file:
+# 1. Where any free port is asked for, one number is taken for all of them, if it can be had.
+# 2. IPv4 and IPv6 have a socket each.
+
+
+class Listeners:
+    """See the module's rules. ``wanted``: multiaddrs; "" or none: nothing is accepted."""
+
+    def __init__(self, wanted: str | Sequence[str]) -> None:
+        texts = [wanted] if isinstance(wanted, str) else wanted
+        self._wanted = [addresses.parse(text) for text in texts if text]
+        self._sockets: list[socket.socket] = []
+
+    def __iter__(self) -> Iterator[socket.socket]:
+        return iter(self._sockets)
+
+    def open(self) -> None:
+        """Listen.
+
+        Raises:
+            OSError: an address is taken or not ours.
+            ValueError: one is a name.
+        """
+        try:
+            for one in self._wanted:
+                self._sockets.append(self._opened(one))
+        except BaseException:
+            self.close()
+            raise
+
+    def _opened(self, wanted: Address) -> socket.socket:
+        if self._sockets and not wanted.port:
+            with suppress(OSError):
+                return listen(msgspec.structs.replace(wanted, port=self._sockets[0].getsockname()[1]))
+        return listen(wanted)
+
+    def addresses(self) -> list[Address]:
+        """Where others may reach us: for a wildcard every address of this machine, loopback last."""
+        found = [address for one in self._sockets for address in local_addresses(one)]
+        return sorted(dict.fromkeys(found), key=lambda address: is_loopback(address.host))
+
+    def close(self) -> None:
+        """Accept nobody any more."""
+        for one in self._sockets:
+            one.close()
+        self._sockets.clear()
+
+
+# -- Which congestion control connections got, where they asked for one ------------------------------------------------
+
+
+log = logs.get("transport")
+
+
+class Congestion:
+    """Warns once that the kernel refused ``wanted``."""
+
+    def __init__(self, wanted: str) -> None:
+        self._wanted = wanted
+        self._has_warned = False
+
+    def note(self, path: Path | None) -> None:
+        """A connection is there."""
+        if self._has_warned or not self._wanted or path is None or path.congestion == self._wanted:
+            return
+        self._has_warned = True
+        log.warning(
+            "the kernel refused the congestion control that we asked for: long or lossy paths will be slow",
+            wanted=self._wanted,
+            used=path.congestion,
+        )
+
+
+def count(paths: Iterable[Path | None]) -> dict[str, int]:
+    """How many connections use which, as the kernel says."""
+    return dict(Counter(path.congestion for path in paths if path is not None))

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 from p2pdiloco.net.abuse_limits import Dials
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime import addresses
-from p2pdiloco.runtime.addresses import Address
-from p2pdiloco.runtime.transport import DialError, PeerRefused, Transport
+from p2pdiloco.transport import addresses
+from p2pdiloco.transport.addresses import Address
+from p2pdiloco.transport.transport import DialError, PeerRefused, Transport
 
 MACHINES = 4
 """Of those that a name stands for."""

@@ -20,16 +20,18 @@ from contextlib import asynccontextmanager
 
 from msgspec import Struct
 
+from p2pdiloco.nat import hole_punching
 from p2pdiloco.nat import messages as intro
+from p2pdiloco.nat.hole_punching import Met
 from p2pdiloco.net.handshake import Dialled, HandshakeError, Role
 from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.runtime import addresses, lines, logs, sockets
-from p2pdiloco.runtime.addresses import Address
-from p2pdiloco.runtime.dialler import Dialler, machines
-from p2pdiloco.runtime.lines import Met
-from p2pdiloco.runtime.tasks import Tasks
-from p2pdiloco.runtime.transport import DialError, Transport
+from p2pdiloco.transport import addresses, sockets
+from p2pdiloco.transport.addresses import Address
+from p2pdiloco.transport.dialer import Dialler, machines
+from p2pdiloco.transport.transport import DialError, Transport
+from p2pdiloco.util import logs
+from p2pdiloco.util.tasks import Tasks
 from p2pdiloco.wire.control_messages import decode_as, encode
 from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused
 
@@ -175,7 +177,7 @@ class Rendezvous:
             self._dialler.proved(point, place)  # it knows our ticket
             return self._dialler.may_dial(peer, other)
 
-        return await lines.meet(
+        return await hole_punching.meet(
             place,
             ticket,
             role,

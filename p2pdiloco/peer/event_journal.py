@@ -23,7 +23,7 @@ import msgspec
 from p2pdiloco.protocol.effects import Effect
 from p2pdiloco.protocol.events import Event
 from p2pdiloco.protocol.state import ProtocolConfig
-from p2pdiloco.runtime.rotation import rotate
+from p2pdiloco.util.files import rotate
 
 FLUSH_S = 1.0
 KEPT = 3
